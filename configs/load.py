@@ -1,0 +1,110 @@
+"""Read a recipe: YAML, `a.b=value` overrides, validation; every mistake becomes one sentence that names the key."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from configs.schema import RunConfig
+from core.errors import UserError
+from core.loading import FileSpec
+
+C = TypeVar("C", bound=RunConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded(Generic[C]):
+    """A valid configuration, and the file its algorithm lives in."""
+
+    cfg: C
+    alg_spec: FileSpec
+
+
+def load_recipe(cls: type[C], path: str, overrides: list[str]) -> Loaded[C]:
+    """Raises UserError naming the file or the key, and the mend."""
+    from algs import find_algorithm
+
+    raw = read_yaml(path)
+    for item in overrides:
+        override(raw, item)
+    cfg = validate(cls, raw, prefix="")
+    spec, alg_class = find_algorithm(cfg.alg)
+    alg = validate(alg_class, cfg.alg, prefix="alg.")
+    return Loaded(cfg=cfg.model_copy(update={"alg": alg.model_dump()}), alg_spec=spec)
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    file = Path(path)
+    if not file.is_file():
+        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], n=1)
+        raise UserError(f"--config {path}: there is no such file" + (f" (did you mean {near[0]!r}?)" if near else ""))
+    try:
+        raw = yaml.safe_load(file.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        raise UserError(f"{path}{line} is not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} must hold keys and values (name: ..., steps: ...), found {type(raw).__name__}")
+    return raw
+
+
+def override(raw: dict[str, Any], item: str) -> None:
+    """Apply one `a.b=value` in place; the value is YAML."""
+    keys, equals, value = item.partition("=")
+    if not equals or not keys:
+        raise UserError(f"override {item!r} is not of the form key=value, such as trainer.lr=1e-5")
+    *parents, last = keys.split(".")
+    node = raw
+    for i, key in enumerate(parents):
+        if node.get(key) is None:
+            node[key] = {}
+        node = node[key]
+        if not isinstance(node, dict):
+            raise UserError(f"override {item!r}: {'.'.join(parents[: i + 1])} is not a section, it holds {node!r}")
+    try:
+        node[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {item!r}: the value is not valid YAML") from error
+
+
+def validate(cls: type[BaseModel], raw: dict[str, Any], *, prefix: str) -> Any:
+    try:
+        return cls.model_validate(raw)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise UserError(sentence(cls, found[0], prefix) + more) from error
+
+
+def sentence(cls: type[BaseModel], found: Any, prefix: str) -> str:
+    """One pydantic error as one sentence."""
+    loc = [str(p) for p in found["loc"]]
+    key = prefix + ".".join(loc)
+    match found["type"]:
+        case "extra_forbidden":
+            known = list(section_at(cls, loc[:-1]).model_fields)
+            close = difflib.get_close_matches(loc[-1], known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+            return f"{key} is not a known key; {hint}"
+        case "missing":
+            return f"{key} is missing: set it in the recipe or as {key}=VALUE on the command line"
+        case "value_error":
+            message = str(found["msg"]).removeprefix("Value error, ")
+            return f"{key}: {message}" if key else message
+        case _:
+            return f"{key}={found['input']!r} is not valid: {found['msg'][0].lower() + found['msg'][1:]}"
+
+
+def section_at(cls: type[BaseModel], loc: list[str]) -> type[BaseModel]:
+    for key in loc:
+        annotation = cls.model_fields[key].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return cls
+        cls = annotation
+    return cls

@@ -1,0 +1,189 @@
+"""The whole configuration, typed. A recipe states only what differs from the defaults here.
+
+A field is checked by the class that owns it; only RLConfig and SLConfig compare sections; an unknown
+key is an error; nothing is filled in later, so the printed configuration is the one that ran.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    path: str
+    """A Hugging Face folder, or a name on the hub. Trainer, reference model and engines all start from it."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the weights in use; master weights, gradients and log-softmax are float32 either way."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention kernel of the trainer; auto leaves the choice to transformers."""
+
+
+class DataConfig(Section):
+    train: str
+    """Parquet or JSONL file with the columns id, messages and answer (see data_prep/)."""
+    eval: str | None = None
+    """The same columns, held out: accuracy (or loss) on it is measured before and after."""
+    eval_rows: int = Field(200, ge=1)
+    """At most so many rows of `eval` are used."""
+    template: Literal["chat", "plain"] = "chat"
+    """chat: the tokenizer's chat template. plain: the contents as they stand, one after another."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longer prompts (in supervised learning: longer rows) are dropped when the file is read, counted and reported."""
+
+
+class RewardConfig(Section):
+    fn: str
+    """A module of rewards/, or the path of a Python file with a function `score(prompt, messages)`."""
+    weights: dict[str, float] = {"correct": 1.0}
+    """Reward = sum of weight x part, over the parts that `fn` returns. Every part is logged, weighted or not."""
+    workers: int = Field(2, ge=1)
+    """Processes per rollout worker that score; one that hangs or dies costs its sample only."""
+    timeout_s: float = Field(20.0, gt=0)
+    max_failed_share: float = Field(0.1, ge=0, le=1)
+    """The run stops when more of a step's samples than this have no reward because it failed."""
+
+
+class RolloutConfig(Section):
+    engine: str = "vllm"
+    """vllm, hf, or the path of a Python file with a class `Engine`."""
+    env: str = "single_turn"
+    """A name in rollouts/envs.py, or the path of a Python file with a class `Environment`."""
+    engines: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs (on a CPU: processes) per engine."""
+    temperature: float = Field(1.0, gt=0)
+    """top-p, top-k and min-p are not offered: they renormalise the sampling distribution on a subset of the
+    vocabulary, and the trainer's log-probabilities would silently be those of another policy."""
+    max_new_tokens: int = Field(256, ge=1)
+    """Budget of one episode, over all its turns."""
+    max_turns: int = Field(1, ge=1)
+    enforce_eager: bool = False
+    """vLLM without compiled graphs; always so on a CPU."""
+    kv_cache_gib: float = Field(1.0, gt=0)
+    """vLLM's key-value cache on a CPU."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, lt=1)
+    """vLLM's share of a GPU's memory."""
+
+
+class WeightSyncConfig(Section):
+    transport: Literal["auto", "nccl", "gloo"] = "auto"
+    """How weights travel from trainer to engine on `backend: ray`; auto is nccl on GPUs and gloo on a CPU."""
+    bucket_mib: int = Field(256, ge=1)
+    """Weights are gathered and sent in buckets of this size; a single larger tensor makes its own."""
+    timeout_s: float = Field(300.0, gt=0)
+    probe_tolerance: float | None = Field(None, gt=0)
+    """Largest mean absolute difference allowed between the trainer's and an engine's log-probabilities of a probe
+    prompt after a sync. Unset: 0.002 in float32, 0.1 in bfloat16."""
+
+
+class TrainerConfig(Section):
+    ranks: int = Field(1, ge=1)
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(1e-6, gt=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up; linear and cosine end at zero with the last update."""
+    warmup_updates: int = Field(0, ge=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Clip the gradient of an update to this norm; 0 does not clip. The norm that is logged is the one before."""
+    micro_batch_tokens: int = Field(16_384, ge=1)
+    """Tokens in one forward pass. A matter of memory only: the gradient does not depend on it."""
+    gradient_checkpointing: bool = False
+    layout: Literal["auto", "padded", "packed"] = "auto"
+    """How a micro-batch lies before the attention kernel; auto is packed for flash attention and padded else."""
+    max_skipped_updates: int = Field(3, ge=1)
+    """An update whose gradient is not finite is skipped on all ranks; so many in a row end the run."""
+    deepspeed: dict[str, Any] = {}
+    """Merged last into the generated DeepSpeed configuration, for what has no key here."""
+
+
+class RunConfig(Section):
+    """What RL and supervised runs have in common."""
+
+    name: str
+    """The run folder is <run_dir>/<name>-<time>."""
+    seed: int = 0
+    steps: int = Field(ge=1)
+    """The only clock."""
+    backend: Literal["ray", "local"] = "ray"
+    """ray: trainer ranks and engines are Ray actors. local: one process, so that breakpoint() works anywhere."""
+    ray_address: str | None = None
+    """Of a running cluster; unset starts a private one on this machine."""
+    run_dir: str = "runs"
+    timeout_s: float = Field(1800.0, gt=0)
+    """Deadline of every remote call: start of an engine, collecting, a training step."""
+    model: ModelConfig
+    alg: dict[str, Any]
+    """`name` of a module in algs/, or `file`, the path of one elsewhere; with its hyper-parameters."""
+    data: DataConfig
+    trainer: TrainerConfig = TrainerConfig()
+
+    @model_validator(mode="after")
+    def one_process_has_one_rank(self) -> RunConfig:
+        if self.backend == "local" and self.trainer.ranks != 1:
+            raise ValueError("backend: local is one process: set trainer.ranks to 1, or backend to ray")
+        return self
+
+
+class RLConfig(RunConfig):
+    groups_per_step: int = Field(ge=1)
+    """Prompts drawn per step."""
+    group_size: int = Field(8, ge=1)
+    """Samples of each prompt."""
+    updates_per_step: int = Field(1, ge=1)
+    """Optimizer updates that the groups of a step are dealt over."""
+    reward: RewardConfig
+    rollout: RolloutConfig = RolloutConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+
+    @model_validator(mode="after")
+    def sections_agree(self) -> RLConfig:
+        if self.groups_per_step % self.updates_per_step:
+            raise ValueError(
+                f"groups_per_step={self.groups_per_step} must be a multiple of updates_per_step={self.updates_per_step}"
+            )
+        if self.backend == "local" and (self.rollout.engines, self.rollout.tensor_parallel) != (1, 1):
+            raise ValueError("backend: local is one process: set rollout.engines and rollout.tensor_parallel to 1")
+        if self.longest > self.trainer.micro_batch_tokens:
+            raise ValueError(
+                f"one sample may reach {self.longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens), more "
+                f"than trainer.micro_batch_tokens={self.trainer.micro_batch_tokens}: raise that, or lower those"
+            )
+        return self
+
+    @property
+    def longest(self) -> int:
+        """Tokens the longest sample may have."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def total_updates(self) -> int:
+        return self.steps * self.updates_per_step
+
+
+class SLConfig(RunConfig):
+    rows_per_step: int = Field(ge=1)
+    """Rows (conversations) in one update."""
+    eval_every: int = Field(0, ge=0)
+    """Steps between two measurements of the loss on data.eval; 0 measures at the start and the end only."""
+
+    @model_validator(mode="after")
+    def sections_agree(self) -> SLConfig:
+        if self.data.max_prompt_tokens > self.trainer.micro_batch_tokens:
+            raise ValueError(
+                f"one row may have {self.data.max_prompt_tokens} tokens (data.max_prompt_tokens), more than "
+                f"trainer.micro_batch_tokens={self.trainer.micro_batch_tokens}: raise that, or lower this"
+            )
+        return self
+
+    @property
+    def total_updates(self) -> int:
+        return self.steps

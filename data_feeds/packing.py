@@ -1,0 +1,162 @@
+"""Samples -> Batches. The only place that shifts labels, and the only place that normalises."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from core.types import Batch, Group, LossNorm, Sample, Tokens
+
+
+def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[float]:
+    """Weight of one learnt token in each sample of an update, in the order of `groups`, flattened.
+
+    Computed once on the whole update, before any split, in float64. Samples without a learnt token
+    have weight 0 and are counted in no denominator.
+
+    Example: two prompts with one sample each, of 1 and 3 learnt tokens, horizon 10.
+        token         1/4,  1/4    every token of the update counts the same; long answers dominate
+        sequence      1/2,  1/6    every answer counts the same; its tokens share
+        sequence_sum  1/2,  1/2    every answer's sum counts the same (REINFORCE, RLOO)
+        constant      1/20, 1/20   every token of every update counts the same (Dr. GRPO)
+        prompt        1/2,  1/6    every prompt counts the same; its tokens share (ScaleRL)
+    """
+    counts = [[sum(s.learnt) for s in group] for group in groups]  # [groups][samples]
+    n_tokens = sum(map(sum, counts))
+    n_sequences = sum(n > 0 for group in counts for n in group)
+    n_prompts = sum(sum(group) > 0 for group in counts)
+
+    def weight(n: int, in_group: int) -> float:
+        match norm:
+            case "token":
+                return 1 / n_tokens
+            case "sequence":
+                return 1 / (n * n_sequences)
+            case "sequence_sum":
+                return 1 / n_sequences
+            case "constant":
+                return 1 / (n_sequences * horizon)
+            case "prompt":
+                return 1 / (in_group * n_prompts)
+
+    return [weight(n, sum(group)) if n else 0.0 for group in counts for n in group]
+
+
+def pack(samples: list[Sample], weights: list[float], *, dtype: torch.dtype = torch.float32) -> Batch:
+    """Lay samples end to end; `weights[i]` is the weight of each learnt token of `samples[i]`.
+
+    A Sample is token-aligned (entry t is about token t), a Batch is input-aligned: position t predicts
+    token t+1. The shift happens here and nowhere else, and so does the choice of the learnt tokens:
+    whatever a column holds elsewhere never leaves this function.
+    """
+    lengths = [len(s.token_ids) - 1 for s in samples]
+    starts = [sum(lengths[:i]) for i in range(len(samples))]
+    learnt = [[t for t, yes in enumerate(s.learnt) if yes] for s in samples]  # token positions, >= 1
+
+    def ints(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64)
+
+    def floats(per_sample: list[list[float]]) -> Tensor:
+        return torch.tensor(
+            [values[t] for values, at in zip(per_sample, learnt, strict=True) for t in at], dtype=dtype
+        )
+
+    columns = {name: floats([s.columns[name] for s in samples]) for name in samples[0].columns}
+    return Batch(
+        input_ids=ints([i for s in samples for i in s.token_ids[:-1]]),
+        position_ids=ints([t for n in lengths for t in range(n)]),
+        seq_ids=ints([i for i, n in enumerate(lengths) for _ in range(n)]),
+        at=ints([start + t - 1 for start, at in zip(starts, learnt, strict=True) for t in at]),
+        labels=ints([s.token_ids[t] for s, at in zip(samples, learnt, strict=True) for t in at]),
+        tokens=Tokens(
+            seq_ids=ints([i for i, at in enumerate(learnt) for _ in at]),
+            weight=torch.tensor([w for w, at in zip(weights, learnt, strict=True) for _ in at], dtype=dtype),
+            advantage=floats([s.advantage for s in samples]) if all_credited(samples) else None,
+            rollout_logp=floats([s.rollout_logp for s in samples]),
+            **columns,
+        ),
+    )
+
+
+def all_credited(samples: list[Sample]) -> bool:
+    """True if every sample has credit, False if none has (supervised data); anything between is an error."""
+    credited = {s.advantage is not None for s in samples}
+    if len(credited) == 2:
+        raise ValueError("some samples of an update have an advantage and some have none: credit() must set all or none")
+    return credited.pop()
+
+
+def cut(sizes: list[int], max_tokens: int, *, ranks: int = 1, padded: bool = True) -> list[list[int]]:
+    """Cut sequences into micro-batches of at most `max_tokens`; returns indices into `sizes`.
+
+    Sequences of like length stay together (so padded rows waste little), the number of micro-batches
+    is the least multiple of `ranks` that fits (so every rank runs the same number of forward passes),
+    and among such cuts the one with the smallest largest micro-batch is taken (so ranks are even).
+    A micro-batch without a sequence is possible where there are fewer sequences than ranks.
+
+    `padded` counts rows x longest row, what a padded layout really holds; else the sum of lengths.
+    """
+    if not sizes:
+        raise ValueError("an update without a single learnt token: nothing can be trained on")
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    if sizes[order[0]] > max_tokens:
+        raise ValueError(
+            f"a sequence of {sizes[order[0]]} tokens does not fit trainer.micro_batch_tokens={max_tokens}: raise it"
+        )
+
+    def bins(cap: int) -> list[list[int]]:
+        filled: list[list[int]] = []
+        held = 0
+        for i in order:
+            added = held + (sizes[filled[-1][0]] if filled and padded else sizes[i])
+            if not filled or added > cap:
+                filled.append([])
+                added = sizes[i]
+            filled[-1].append(i)
+            held = added
+        return filled
+
+    wanted = -(-len(bins(max_tokens)) // ranks) * ranks
+    low, high = sizes[order[0]], max_tokens
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(bins(middle)) <= wanted else (middle + 1, high)
+    even = bins(low)
+    return even + [[] for _ in range(wanted - len(even))]
+
+
+def micro_batches(
+    groups: list[Group],
+    norm: LossNorm,
+    max_tokens: int,
+    *,
+    ranks: int = 1,
+    horizon: int = 1,
+    padded: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> list[list[Batch]]:
+    """Split one update into [rank][i] micro-batches of at most `max_tokens` tokens.
+
+    The result is a matter of memory and speed only: weights are fixed before the split.
+    """
+    weights = token_weights(groups, norm, horizon=horizon)
+    rows = [(s, w) for s, w in zip((s for g in groups for s in g), weights, strict=True) if any(s.learnt)]
+    samples = [s for s, _ in rows]
+    bins = cut([len(s.token_ids) - 1 for s in samples], max_tokens, ranks=ranks, padded=padded)
+    packed = [
+        pack([samples[i] for i in b], [rows[i][1] for i in b], dtype=dtype) if b else idle(samples, dtype=dtype)
+        for b in bins
+    ]
+    return [packed[rank::ranks] for rank in range(ranks)]
+
+
+def idle(samples: list[Sample], *, dtype: torch.dtype) -> Batch:
+    """A batch that teaches nothing: its rank still takes part in every collective of the step."""
+    shortest = min(samples, key=lambda s: len(s.token_ids))
+    batch = pack([shortest], [0.0], dtype=dtype)
+    tensors = {f.name: getattr(batch.tokens, f.name) for f in fields(Tokens)}
+    batch.tokens = Tokens(**{name: v[:0] if isinstance(v, Tensor) else v for name, v in tensors.items()})
+    batch.at, batch.labels = batch.at[:0], batch.labels[:0]
+    return batch

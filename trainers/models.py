@@ -1,0 +1,55 @@
+"""Load a causal LM the way training needs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.errors import UserError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def load_model(path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False) -> nn.Module:
+    """A Hugging Face causal LM on the CPU, without dropout (two forward passes of one policy must agree)."""
+    from transformers import AutoModelForCausalLM
+
+    kwargs: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **kwargs)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"model.path={path} cannot be loaded: {str(error).splitlines()[0]}") from error
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if any(getattr(model.config, key, 0.0) for key in ("attention_dropout", "attn_pdrop", "hidden_dropout")):
+        raise UserError(f"model.path={path} has dropout in its config.json: set it to 0")
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def read_config(path: str) -> Any | None:
+    """The model's transformers config, or None where it cannot be read (a hub that is not reached, say)."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):
+        return None
+
+
+def check_model_folder(path: str) -> None:
+    """Refuse a local folder that is not a model, in one sentence, before anything is started."""
+    folder = Path(path)
+    if not folder.exists():
+        if path.startswith((".", "/", "~")) or path.count("/") > 1 or path.split("/")[0] in ("models", "runs", "data"):
+            raise UserError(f"model.path={path} does not exist: make the folder first, or name a model of the hub")
+        return
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path={path} has no config.json: it is not a Hugging Face model folder")
+    if read_config(path) is None:
+        raise UserError(f"{folder / 'config.json'} cannot be read as a model config: repair it or save the model again")

@@ -1,0 +1,45 @@
+"""The optimizer and its learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from configs.schema import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Learning rate by number of updates done: linear warm-up, then constant, or decay to zero at `total`."""
+
+    lr: float
+    warmup: int
+    total: int
+    shape: Literal["constant", "linear", "cosine"]
+
+    def at(self, update: int) -> float:
+        if update < self.warmup:
+            return self.lr * (update + 1) / self.warmup
+        done = (update - self.warmup) / max(1, self.total - self.warmup)
+        match self.shape:
+            case "constant":
+                return self.lr
+            case "linear":
+                return self.lr * (1 - done)
+            case "cosine":
+                return self.lr * (1 + math.cos(math.pi * done)) / 2
+
+
+def schedule_of(cfg: TrainerConfig, total_updates: int) -> Schedule:
+    return Schedule(lr=cfg.lr, warmup=cfg.warmup_updates, total=total_updates, shape=cfg.lr_schedule)
+
+
+def make_optimizer(cfg: TrainerConfig, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Over float32 tensors; the learning rate is set before every update."""
+    if cfg.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay)
+    return torch.optim.AdamW(parameters, lr=cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay)

@@ -1,0 +1,26 @@
+"""Samples to train on, made by chance."""
+
+from __future__ import annotations
+
+import random
+
+from core.types import Group, Prompt, Sample
+
+
+def a_sample(rng: random.Random, *, group: int = 0, longest: int = 24, vocab: int = 64) -> Sample:
+    length, prompt = rng.randint(6, longest), rng.randint(1, 4)
+    mask = [False] * prompt + [rng.random() < 0.8 for _ in range(length - prompt - 1)] + [True]
+    return Sample(
+        prompt=Prompt(id=str(group), messages=[]),
+        token_ids=[rng.randrange(2, vocab) for _ in range(length)],
+        mask=mask,
+        rollout_logp=[-4.0 + rng.gauss(0, 0.2) if m else 0.0 for m in mask],
+        versions=[0 if m else -1 for m in mask],
+        reward=float(rng.random() < 0.5),
+        advantage=[rng.gauss(0, 1)] * length,
+    )
+
+
+def some_groups(n: int = 4, size: int = 3, *, seed: int = 0, longest: int = 24) -> list[Group]:
+    rng = random.Random(seed)
+    return [[a_sample(rng, group=g, longest=longest) for _ in range(size)] for g in range(n)]
