@@ -1,0 +1,37 @@
+"""Rewards: plain functions of text, found by name in this folder or by path anywhere.
+
+    def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
+        return {"correct": float(messages[-1]["content"].strip() == prompt.answer)}
+
+`messages` is all that was said after the prompt. The parts are named, finite numbers; each is logged under its
+name, and the sample's reward is their weighted sum. A reward that raises fails its sample, which is then neither
+right nor wrong: it has no reward at all.
+
+Import core.types only under TYPE_CHECKING, as the rewards here do: it brings torch along, and every worker would
+pay for it. What `score` gets as `prompt` has the fields of a Prompt (id, messages, answer, extra).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from core.errors import UserError
+from core.loading import FileSpec, load_module, resolve
+
+if TYPE_CHECKING:
+    from core.types import Message, Prompt
+
+    RewardFn = Callable[[Prompt, list[Message]], dict[str, float]]
+
+
+def resolve_reward(name_or_path: str, *, key: str = "reward") -> FileSpec:
+    return resolve(name_or_path, "rewards", key=key, leave_out=("pool", "worker"))
+
+
+def load_reward(spec: FileSpec) -> RewardFn:
+    """Import the reward and return its `score`; UserError when it has none."""
+    score = getattr(load_module(spec), "score", None)
+    if not callable(score):
+        raise UserError(f"{spec.path} has no function score(prompt, messages) -> dict[str, float]")
+    return score

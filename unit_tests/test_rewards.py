@@ -49,7 +49,7 @@ def test_arithmetic_wants_the_answer_and_nothing_else(reply: str, correct: float
         ("-5", "It lost $-5."),
         ("-5", "It fell to \u22125"),
         ("7", "10-3=7"),
-        ("3", "10 -3"),
+        ("-3", "from 10 to -3"),
         ("50", "50%"),
         ("50", r"\boxed{50\%}"),
         ("18", r"so \boxed{18 \text{ dollars}} as asked"),
@@ -62,8 +62,6 @@ def test_arithmetic_wants_the_answer_and_nothing_else(reply: str, correct: float
     ],
 )
 def test_gsm8k_reads_a_number_however_it_is_dressed(answer: str, reply: str) -> None:
-    if reply == "10 -3":
-        answer = "-3"  # set apart by a space it is a sign
     assert score("gsm8k", answer, reply)["correct"] == 1.0
 
 

@@ -1,0 +1,13 @@
+"""Right or wrong: the reply is the answer and nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from core.types import Message, Prompt
+
+
+def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
+    """White space around the reply, or more of it inside, does not count."""
+    return {"correct": float(messages[-1]["content"].split() == prompt.answer.split())}

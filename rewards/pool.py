@@ -1,0 +1,144 @@
+"""Rewards in processes that can be killed.
+
+A reward that raises, loops for ever or ends its process costs its own sample and nothing else: every worker has
+one sample at a time and a socket of its own, so neighbours share neither a queue nor a lock with the one that
+dies. Works in a plain process and in a Ray actor: workers are fresh interpreters, not forks of a process full of
+threads, and never import its main module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from multiprocessing import Pipe
+from pathlib import Path
+
+from core.errors import UserError
+from core.loading import FileSpec
+from core.types import Message, Prompt
+
+ROOT = Path(__file__).parent.parent
+START_TIMEOUT_S = 120.0
+EXIT_GRACE_S = 5.0
+"""For a worker that has let go of its socket and is still writing its last words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one sample's reward: parts or a failure, never both."""
+
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    failure: str = ""
+    """The last line of the traceback, or how the worker ended."""
+
+
+class RewardPool:
+    """`workers` processes that run one reward.
+
+    A sample's clock starts when a worker takes it, so waiting in line never costs a sample. `close()` kills the
+    workers; they also die with the process that owns the pool.
+    """
+
+    def __init__(self, spec: FileSpec, workers: int, timeout_s: float) -> None:
+        self.spec = spec
+        self.timeout_s = timeout_s
+        self._workers = [_Worker(spec) for _ in range(workers)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        # The kernel ties a worker to the thread that started it, so these threads both start and feed them.
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
+        for worker in self._workers:
+            self._idle.put(worker)
+            self._threads.submit(worker.start)
+
+    async def score(self, prompt: Prompt, messages: list[Message]) -> Outcome:
+        """Raise UserError when the reward cannot be loaded here; anything else it does is an Outcome."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, prompt, messages)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._workers:
+            worker.bury()
+
+    def _score(self, prompt: Prompt, messages: list[Message]) -> Outcome:
+        worker = self._idle.get()
+        try:
+            return worker.score(prompt, messages, self.timeout_s)
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """One process at a time; a dead one is replaced when the next sample comes."""
+
+    def __init__(self, spec: FileSpec) -> None:
+        self._spec = spec
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process; what it says about loading the reward is read when the first sample comes."""
+        self._socket, far_end = Pipe()
+        self._ready = False
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rewards.worker", str(far_end.fileno())],
+            pass_fds=[far_end.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what a reward prints must not disturb what the run prints
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is the run's to handle; and one kill reaches what the reward started
+        )
+        far_end.close()
+
+    def score(self, prompt: Prompt, messages: list[Message], timeout_s: float) -> Outcome:
+        if self._process is None:
+            self.start()
+        if not self._ready:
+            self._load()
+        try:
+            self._socket.send(({f.name: getattr(prompt, f.name) for f in fields(prompt)}, messages))
+            if not self._socket.poll(timeout_s):
+                self.kill()
+                self.bury()
+                return Outcome(failure=f"timeout after {timeout_s:g}s")
+            parts, failure = self._socket.recv()
+        except (EOFError, OSError):  # it is ending by itself
+            return Outcome(failure=f"the worker process {self.bury()}")
+        return Outcome(parts=parts, failure=failure)
+
+    def kill(self) -> None:
+        """End the process and what it started; another thread may be waiting for its answer."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def bury(self) -> str:
+        """Wait for a process that is ending, or make it end, and forget it; how it ended, in words."""
+        if self._process is None:
+            return "was not running"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_GRACE_S)
+        self.kill()  # its children too, which may be all that is left
+        code = self._process.wait()
+        self._socket.close()
+        self._process = None
+        return f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+
+    def _load(self) -> None:
+        try:
+            self._socket.send(self._spec)
+            refusal = self._socket.recv() if self._socket.poll(START_TIMEOUT_S) else "takes too long to load"
+        except (EOFError, OSError):
+            refusal = f"{self._spec.path}: the worker process {self.bury()} while it loaded the reward"
+        if refusal:
+            self.bury()
+            raise UserError(refusal)
+        self._ready = True

@@ -1,0 +1,71 @@
+"""One process that scores one sample at a time: `python -m rewards.worker FD`, started by rewards/pool.py.
+
+It reads a FileSpec, then samples, from the socket FD, and answers each with (parts, failure). It may die at any
+time, by the reward's hand or by the pool's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from numbers import Real
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from core.errors import UserError
+from rewards import load_reward
+
+if TYPE_CHECKING:
+    from rewards import RewardFn
+
+PR_SET_PDEATHSIG = 1
+LONGEST_FAILURE = 300
+
+
+def main(fd: int) -> None:
+    # a reward that loops for ever must not outlive the run, however that ends
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.set_inheritable(fd, False)
+    pool = Connection(fd)
+    try:
+        score = load_reward(pool.recv())
+    except UserError as error:
+        pool.send(str(error))
+        return
+    pool.send("")
+    while True:
+        try:
+            fields, messages = pool.recv()
+        except EOFError:  # the pool has closed
+            return
+        pool.send(judge(score, fields, messages))
+
+
+def judge(score: RewardFn, fields: dict[str, Any], messages: list[dict[str, str]]) -> tuple[dict[str, float], str]:
+    """The reward's parts, or why it has none."""
+    try:
+        parts: Any = score(SimpleNamespace(**fields), messages)  # type: ignore[arg-type]  # a Prompt without torch
+    except Exception as error:  # the border around what a user wrote
+        return {}, _last_line(error)
+    if not isinstance(parts, dict) or not parts:
+        return {}, f"score() must return a dict of named numbers, it returned {parts!r}"[:LONGEST_FAILURE]
+    for name, value in parts.items():
+        if not isinstance(name, str) or not isinstance(value, Real) or not math.isfinite(value):
+            return {}, f"score() must return finite numbers by name, it returned {name!r}: {value!r}"[:LONGEST_FAILURE]
+    return {name: float(value) for name, value in parts.items()}, ""
+
+
+def _last_line(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    said = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_FAILURE]
+    return f"{said} ({Path(frame.filename).name}, line {frame.lineno})"
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
