@@ -93,8 +93,10 @@ def _borders(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
             f"packed rows without flash attention take one mask for all layers, and this model's sliding window of "
             f"{window} is shorter than a sequence of {int(lengths.max())} tokens: set trainer.layout=padded"
         )
-    same = batch.seq_ids[:, None] == batch.seq_ids[None, :]
-    return {"attention_mask": same.tril()[None, None]}  # [1, 1, T, T] bool, True: may look
+    may_look = (batch.seq_ids[:, None] == batch.seq_ids[None, :]).tril()[None, None]  # [1, 1, T, T]
+    if config._attn_implementation == "eager":  # adds its mask to the scores
+        return {"attention_mask": torch.zeros_like(may_look, dtype=model.dtype).masked_fill(~may_look, -torch.inf)}
+    return {"attention_mask": may_look}
 
 
 @contextmanager

@@ -102,7 +102,13 @@ class ReferenceTrainer:
 
     def weights(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Every tensor once, in buckets of at most `max_bytes` (one tensor at least)."""
-        yield from buckets(list(self.model.named_parameters()), max_bytes)
+        named = {name: p.detach() for name, p in self.model.named_parameters()}
+        for names in names_in_buckets({n: p.nbytes for n, p in named.items()}, max_bytes):
+            yield [(n, named[n]) for n in names]
+
+    def state(self) -> Tensor:
+        """All weights as one float32 vector on the CPU, for tests."""
+        return torch.cat([t.flatten().float().cpu() for bucket in self.weights(2**28) for _, t in bucket])
 
     def save(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
@@ -113,16 +119,15 @@ def frozen(model: ModelConfig) -> nn.Module:
     return load_model(model.path, dtype=model.dtype, attention=model.attention).requires_grad_(False)
 
 
-def buckets(named: list[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Group consecutive tensors into lists of at most `max_bytes`; a larger tensor stands alone."""
-    bucket: list[tuple[str, Tensor]] = []
+def names_in_buckets(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
+    """Consecutive names whose sizes add up to at most `max_bytes`; a larger one stands alone."""
+    names: list[str] = []
     held = 0
-    for name, tensor in named:
-        size = tensor.numel() * tensor.element_size()
-        if bucket and held + size > max_bytes:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append((name, tensor.detach()))
+    for name, size in sizes.items():
+        if names and held + size > max_bytes:
+            yield names
+            names, held = [], 0
+        names.append(name)
         held += size
-    if bucket:
-        yield bucket
+    if names:
+        yield names

@@ -1,0 +1,192 @@
+"""Where objects live. The only file that imports ray.
+
+    trainers = await cluster.spawn("trainer", 2, build_trainer, ...)       # Ray actors, one per rank
+    await trainers.map("step", shards)            # shard i to worker i; results in rank order
+    await trainers.all("save", folder)            # the same call to every worker
+    await engines.call(0, "generate", ids)        # one worker
+
+With `Local` there is one worker, it lives in this process, and every call is awaited in place: a
+breakpoint() in a loss stops in your terminal, and `up` walks through the trainer to the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import socket
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from core.errors import RunStopped, UserError
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class Workers(Protocol):
+    def __len__(self) -> int: ...
+    async def call(self, rank: int, method: str, *args: Any) -> Any: ...
+    async def map(self, method: str, shards: list[Any]) -> list[Any]: ...
+    async def all(self, method: str, *args: Any) -> list[Any]: ...
+
+
+class Local:
+    """One object in this process, behind the interface of many elsewhere."""
+
+    def __init__(self, worker: Any):
+        self.worker = worker
+
+    def __len__(self) -> int:
+        return 1
+
+    async def call(self, rank: int, method: str, *args: Any) -> Any:
+        result = getattr(self.worker, method)(*args)
+        return await result if inspect.isawaitable(result) else result
+
+    async def map(self, method: str, shards: list[Any]) -> list[Any]:
+        [shard] = shards
+        return [await self.call(0, method, shard)]
+
+    async def all(self, method: str, *args: Any) -> list[Any]:
+        return [await self.call(0, method, *args)]
+
+
+class Remote:
+    """The same calls made to Ray actors, each with a deadline."""
+
+    def __init__(self, name: str, actors: list[Any], timeout_s: float):
+        self.name, self.actors, self.timeout_s = name, actors, timeout_s
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    async def build(self, build: Callable[..., Any], *args: Any) -> None:
+        """Let actor i hold `build(place, *args)` instead of what it held."""
+        address, port = await self.ask(0, "free_address")
+        places = [Place(rank=i, size=len(self), address=address, port=port) for i in range(len(self))]
+        await self.together(self.ask(i, "build", build, place, args) for i, place in enumerate(places))
+
+    async def call(self, rank: int, method: str, *args: Any) -> Any:
+        return await self.ask(rank, "call", method, *args)
+
+    async def map(self, method: str, shards: list[Any]) -> list[Any]:
+        return await self.together(self.call(i, method, shard) for i, shard in enumerate(shards))
+
+    async def all(self, method: str, *args: Any) -> list[Any]:
+        return await self.together(self.call(i, method, *args) for i in range(len(self)))
+
+    async def ask(self, rank: int, what: str, *args: Any) -> Any:
+        """Raises what the method raised; RunStopped naming worker and method if it died or took too long."""
+        import ray
+
+        who = f"{self.name} {rank} ({args[0] if what == 'call' else what})"
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await getattr(self.actors[rank], what).remote(*args)
+        except TimeoutError as error:
+            raise RunStopped(f"{who} did not answer within timeout_s={self.timeout_s:g} seconds") from error
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError | RunStopped):
+                raise error.cause from error
+            raise
+        except ray.exceptions.RayActorError as error:
+            raise RunStopped(f"{who}: its process died; its log is in Ray's session folder") from error
+
+    async def together(self, calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """All at once; the first that fails ends the wait for the others (they would hang in a collective)."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(c) for c in calls]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [t.result() for t in tasks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which of several equal workers this is, and where they meet."""
+
+    rank: int
+    size: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What one worker asks of the machine it is placed on."""
+
+    gpus: int = 0
+    threads: int | None = None
+    """CPU threads of its tensor library; None leaves them to it."""
+
+
+class Cluster:
+    """A Ray cluster, ours or one that was there, and the actors placed on it by this run."""
+
+    def __init__(self, address: str | None):
+        import ray
+
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init(
+            address=address,
+            include_dashboard=False if address is None else None,
+            logging_level="ERROR",
+            log_to_driver=False,
+            configure_logging=False,
+        )
+        self.actors: list[Any] = []
+
+    async def spawn(
+        self, name: str, n: int, build: Callable[..., Any], *args: Any, resources: Resources, timeout_s: float
+    ) -> Remote:
+        """Start `n` actors and wait until actor i holds `build(place, *args)`, with its own Place."""
+        import ray
+
+        env = {"PYTHONPATH": ROOT, "TOKENIZERS_PARALLELISM": "false"}
+        if resources.threads:
+            env["OMP_NUM_THREADS"] = str(resources.threads)
+        actor = ray.remote(Actor).options(
+            num_gpus=resources.gpus, num_cpus=0, max_concurrency=1000, runtime_env={"env_vars": env}
+        )
+        workers = Remote(name, [actor.remote() for _ in range(n)], timeout_s)
+        self.actors += workers.actors
+        await workers.build(build, *args)
+        return workers
+
+    def kill(self, workers: Remote) -> None:
+        """End these actors' processes."""
+        import ray
+
+        for actor in workers.actors:
+            ray.kill(actor)
+            self.actors.remove(actor)
+
+    def close(self) -> None:
+        """End every actor of this run, then our Ray. Called however the run ends."""
+        import ray
+
+        for actor in self.actors:
+            ray.kill(actor)
+        ray.shutdown()
+
+
+class Actor:
+    """Holds one object in an actor process and calls its methods by name."""
+
+    def free_address(self) -> tuple[str, int]:
+        """Where the others can meet this process: its machine's address and a port that is free."""
+        import ray
+
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return ray.util.get_node_ip_address(), s.getsockname()[1]
+
+    async def build(self, build: Callable[..., Any], place: Place, args: tuple[Any, ...]) -> None:
+        self.held = build(place, *args)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        result = getattr(self.held, method)(*args)
+        return await result if inspect.isawaitable(result) else result

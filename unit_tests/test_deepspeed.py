@@ -1,0 +1,138 @@
+"""Real DeepSpeed on real Ray actors equals the reference trainer, for every ZeRO stage and number of ranks."""
+
+import asyncio
+
+import pytest
+import torch
+
+from algs import find_algorithm
+from configs.schema import ModelConfig, TrainerConfig
+from core.build import TrainerPlan, build_trainer
+from core.cluster import Cluster, Local, Resources
+from core.errors import RunStopped
+from data_feeds.packing import micro_batches
+from unit_tests.examples import some_groups
+
+pytestmark = pytest.mark.slow
+SGD = dict(optimizer="sgd", lr=1.0, max_grad_norm=0.0)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Actors by number of ranks; a test builds its trainers in them, so that libraries are imported once."""
+    cluster = Cluster(None)
+    start = lambda n: asyncio.run(cluster.spawn("trainer", n, Nothing, resources=Resources(threads=1), timeout_s=120))
+    yield {n: start(n) for n in (1, 2)}
+    cluster.close()
+
+
+class Nothing:
+    def __init__(self, place):
+        pass
+
+
+def plan_of(path: str, *, alg=None, dtype="float32", **trainer) -> TrainerPlan:
+    alg = alg or {"name": "grpo"}
+    spec, cls = find_algorithm(alg)
+    return TrainerPlan(
+        model=ModelConfig(path=path, dtype=dtype, attention="sdpa"),
+        trainer=TrainerConfig(**trainer),
+        alg_spec=spec,
+        alg=cls(**alg).model_dump(),
+        temperature=0.9,
+        total_updates=10,
+        seed=0,
+    )
+
+
+async def trainers_of(ranks, plan: TrainerPlan):
+    if ranks is None:
+        return Local(build_trainer(None, plan))
+    workers = ranks[plan.trainer.ranks]
+    await workers.build(build_trainer, plan)
+    return workers
+
+
+async def run(ranks, plan: TrainerPlan, groups, *, max_tokens: int, steps: int = 1):
+    """Weights after `steps` updates and the metrics of the last, from the trainers of `plan`."""
+    trainers = await trainers_of(ranks, plan)
+    per_rank = micro_batches(groups, "token", max_tokens, ranks=len(trainers), padded=plan.trainer.layout != "packed")
+    for _ in range(steps):
+        metrics = await trainers.map("step", [[micro] for micro in per_rank])
+    states = await trainers.all("state")
+    assert all(m == metrics[0] for m in metrics), f"every rank reports the same: {metrics}"
+    assert all(torch.equal(s, states[0]) for s in states), "every rank holds the same weights"
+    return states[0], metrics[0]
+
+
+def start_of(path) -> torch.Tensor:
+    return build_trainer(None, plan_of(path)).state()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("n", "max_tokens", "layout"), [(1, 10_000, "padded"), (2, 60, "packed")])
+def test_one_gradient_however_it_is_cut(ranks, tiny_path, stage, n, max_tokens, layout):
+    groups = some_groups()
+    want, metrics = asyncio.run(run(None, plan_of(tiny_path, **SGD), groups, max_tokens=10_000))
+    plan = plan_of(tiny_path, **SGD, zero_stage=stage, ranks=n, layout=layout)
+    got, got_metrics = asyncio.run(run(ranks, plan, groups, max_tokens=max_tokens))
+    start = start_of(tiny_path)
+    assert (got - want).norm() < 1e-5 * (want - start).norm()
+    assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_without_tokens_takes_part(ranks, tiny_path, stage):
+    groups = some_groups(1, 1)
+    want, _ = asyncio.run(run(None, plan_of(tiny_path, **SGD), groups, max_tokens=10_000))
+    got, _ = asyncio.run(run(ranks, plan_of(tiny_path, **SGD, zero_stage=stage, ranks=2), groups, max_tokens=100))
+    assert (got - want).norm() < 1e-5 * (want - start_of(tiny_path)).norm()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_five_steps_of_adamw_agree(ranks, tiny_path, stage, dtype):
+    groups = some_groups()
+    settings = dict(lr=1e-3, max_grad_norm=0.5, weight_decay=0.01)
+    want, _ = asyncio.run(run(None, plan_of(tiny_path, dtype=dtype, **settings), groups, max_tokens=10_000, steps=5))
+    plan = plan_of(tiny_path, dtype=dtype, **settings, zero_stage=stage, ranks=2)
+    got, _ = asyncio.run(run(ranks, plan, groups, max_tokens=60, steps=5))
+    moved = (want - start_of(tiny_path)).norm()
+    assert (got - want).norm() < (1e-3 if dtype == "float32" else 0.2) * moved
+
+
+INFINITE = """
+from algs.sft import SFT
+class Infinite(SFT):
+    def loss(self, policy, tokens):
+        bad = (tokens.rollout_logp < -1e8).float()     # planted in one sample, so on one rank only
+        return -policy.logp * (1 + bad * float("inf")).nan_to_num(nan=1.0), {}
+"""
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"), (3, "float32")])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, tiny_path, tmp_path, stage, dtype):
+    from dataclasses import replace
+
+    file = tmp_path / "infinite.py"
+    file.write_text(INFINITE)
+    groups = some_groups()
+    plan = plan_of(tiny_path, alg={"file": str(file)}, dtype=dtype, zero_stage=stage, ranks=2, lr=0.01)
+    planted = replace(groups[0][0], rollout_logp=[-1e9] * len(groups[0][0].mask))
+    bad = [[planted, *groups[0][1:]], *groups[1:]]
+
+    async def go():
+        trainers = await trainers_of(ranks, plan)
+        before = (await trainers.all("state"))[0]
+        bad_batches = [[m] for m in micro_batches(bad, "token", 60, ranks=2)]
+        metrics = await trainers.map("step", bad_batches)
+        assert [m["updates_skipped"] for m in metrics] == [1.0, 1.0]
+        assert torch.equal((await trainers.all("state"))[0], before), "nothing changed"
+        good = await trainers.map("step", [[m] for m in micro_batches(groups, "token", 60, ranks=2)])
+        after = (await trainers.all("state"))[0]
+        assert good[0]["updates_skipped"] == 0 and torch.isfinite(after).all() and not torch.equal(after, before)
+        with pytest.raises(RunStopped, match="updates in a row"):
+            for _ in range(3):
+                await trainers.map("step", bad_batches)
+
+    asyncio.run(go())

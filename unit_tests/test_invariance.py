@@ -1,0 +1,107 @@
+"""One gradient, however it is cut: micro-batches, layouts and order are matters of memory and speed."""
+
+import pytest
+import torch
+
+from algs.base import KL
+from algs.grpo import GRPO
+from algs.sft import SFT
+from configs.schema import ModelConfig, TrainerConfig
+from core.errors import RunStopped
+from data_feeds.packing import micro_batches
+from trainers.reference import ReferenceTrainer
+from unit_tests.examples import some_groups
+
+ALGS = [
+    GRPO(),
+    GRPO(loss_norm="sequence", entropy_coef=0.01),
+    GRPO(loss_norm="constant"),
+    GRPO(loss_norm="prompt", kl=KL(coef=0.0)),
+    SFT(),
+]
+
+
+def trainer_of(path: str, alg, **changes) -> ReferenceTrainer:
+    cfg = TrainerConfig(**{"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0} | changes)
+    model = ModelConfig(path=path, dtype="float32", attention="sdpa")
+    return ReferenceTrainer(model, cfg, alg, temperature=0.9, total_updates=10)
+
+
+def change(path: str, alg, micro, **changes) -> tuple[torch.Tensor, dict[str, float]]:
+    """What one SGD update with learning rate 1 takes off the weights: the gradient."""
+    trainer = trainer_of(path, alg, **changes)
+    before = torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).clone()
+    metrics = trainer.step([micro])
+    return before - torch.cat([p.detach().flatten() for p in trainer.model.parameters()]), metrics
+
+
+@pytest.mark.parametrize("alg", ALGS, ids=lambda a: f"{type(a).__name__}-{a.loss_norm}")
+@pytest.mark.parametrize(("max_tokens", "ranks", "layout"), [(40, 1, "padded"), (64, 3, "packed"), (23, 7, "padded")])
+def test_a_step_does_not_depend_on_how_it_is_cut(tiny_path, alg, max_tokens, ranks, layout):
+    groups = some_groups()
+    [whole] = micro_batches(groups, alg.loss_norm, 10_000, horizon=30)
+    per_rank = micro_batches(groups[::-1], alg.loss_norm, max_tokens, ranks=ranks, horizon=30)
+    pieces = [batch for rank in per_rank for batch in rank]
+    assert len(pieces) > 1
+    expected, metrics = change(tiny_path, alg, whole)
+    got, cut_metrics = change(tiny_path, alg, pieces, layout=layout)
+    assert (got - expected).norm() < 1e-5 * expected.norm()
+    assert cut_metrics == pytest.approx(metrics, abs=1e-5)
+
+
+def test_the_gradient_is_the_one_written_down_in_plain_torch(tiny_path):
+    """Independent of our packing, forward and step: one sequence at a time, token mean, -log p."""
+    groups = some_groups()
+    trainer = trainer_of(tiny_path, SFT())
+    total = sum(sum(s.learnt) for g in groups for s in g)
+    loss = 0.0
+    for s in (s for g in groups for s in g):
+        logp = (trainer.model(input_ids=torch.tensor([s.token_ids])).logits[0] / 0.9).log_softmax(-1)
+        for t in range(1, len(s.token_ids)):
+            if s.mask[t]:
+                loss = loss - logp[t - 1, s.token_ids[t]] / total
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(trainer.model.parameters()))])
+    got, metrics = change(tiny_path, SFT(), micro_batches(groups, "token", 50)[0])
+    assert (got - expected).norm() < 1e-5 * expected.norm()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["tokens"] == total
+
+
+class MeanLoss(SFT):
+    def loss(self, policy, tokens):
+        return -policy.logp.mean(), {}
+
+
+class InfiniteLoss(SFT):
+    def loss(self, policy, tokens):
+        return -policy.logp * float("inf"), {}
+
+
+def test_a_loss_that_reduces_is_refused(tiny_path):
+    with pytest.raises(ValueError, match="one value per learnt token"):
+        change(tiny_path, MeanLoss(), micro_batches(some_groups(), "token", 1000)[0])
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_a_run_of_them_ends_the_training(tiny_path):
+    trainer = trainer_of(tiny_path, InfiniteLoss())
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    micro = micro_batches(some_groups(), "token", 1000)[0]
+    for _ in range(2):
+        metrics = trainer.step([micro])
+        assert metrics["updates_skipped"] == 1 and "grad_norm" not in metrics
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    with pytest.raises(RunStopped, match="3 updates in a row"):
+        trainer.step([micro])
+
+
+def test_the_second_update_of_a_step_is_no_longer_on_policy(tiny_path):
+    """prox_logp is scored before the first update; the ratio of the second is not 1 any more."""
+    groups = some_groups(2)
+    trainer = trainer_of(tiny_path, GRPO(clip_low=1e-6, clip_high=1e-6), lr=0.1)
+    [micro] = micro_batches(groups, "token", 10_000)
+    [scored] = trainer.score(micro, frozenset({"prox_logp"}))
+    micro[0].tokens.prox_logp = scored["prox_logp"]
+    first = trainer.step([micro])
+    second = trainer.step([micro])
+    assert first["clip_frac_high"] + first["clip_frac_low"] < 0.05
+    assert second["clip_frac_high"] + second["clip_frac_low"] > 0.5

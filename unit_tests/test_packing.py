@@ -1,0 +1,96 @@
+"""The one shift, the one normalisation, and the cut."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.types import Prompt, Sample
+from data_feeds.packing import cut, micro_batches, pack, token_weights
+from unit_tests.examples import some_groups
+
+NORMS = ["token", "sequence", "sequence_sum", "constant", "prompt"]
+
+
+def sample(ids, mask, **more) -> Sample:
+    n = len(ids)
+    fields = dict(rollout_logp=[0.1 * t for t in range(n)], versions=[0] * n) | more
+    return Sample(prompt=Prompt(id="p", messages=[]), token_ids=ids, mask=mask, **fields)
+
+
+def test_position_t_predicts_token_t_plus_one():
+    s = sample([5, 6, 7, 8], [False, False, True, False], advantage=[0.0, 0.0, 2.0, 0.0])
+    b = pack([s, s], [0.25, 0.5])
+    assert b.input_ids.tolist() == [5, 6, 7, 5, 6, 7]
+    assert b.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
+    assert b.seq_ids.tolist() == [0, 0, 0, 1, 1, 1]
+    assert b.at.tolist() == [1, 4], "position 1 (token 6) predicts token 7"
+    assert b.labels.tolist() == [7, 7]
+    assert b.tokens.weight.tolist() == [0.25, 0.5]
+    assert b.tokens.advantage.tolist() == [2.0, 2.0]
+    assert b.tokens.rollout_logp.tolist() == pytest.approx([0.2, 0.2])
+
+
+def test_weights_are_shares_of_the_whole_update():
+    one, three = sample([1, 2], [False, True]), sample([1, 2, 3, 4], [False, True, True, True])
+    expected = {
+        "token": [1 / 4, 1 / 4],
+        "sequence": [1 / 2, 1 / 6],
+        "sequence_sum": [1 / 2, 1 / 2],
+        "constant": [1 / 20, 1 / 20],
+        "prompt": [1 / 2, 1 / 6],
+    }
+    for norm, weights in expected.items():
+        assert token_weights([[one], [three]], norm, horizon=10) == weights
+    assert token_weights([[one, three]], "prompt", horizon=10) == [1 / 4, 1 / 4]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_failed_or_empty_sample_is_counted_in_no_denominator(norm):
+    one = sample([1, 2], [False, True])
+    failed = sample([1, 2, 3], [False, True, True], failure="ValueError: no")
+    silent = sample([1, 2, 3], [False, False, False])
+    assert token_weights([[one, failed], [silent]], norm, horizon=10)[0] == token_weights([[one]], norm, horizon=10)[0]
+    assert token_weights([[one, failed], [silent]], norm, horizon=10)[1:] == [0.0, 0.0]
+
+
+def test_some_with_credit_and_some_without_is_an_error():
+    with pytest.raises(ValueError, match="all or none"):
+        pack([sample([1, 2], [False, True]), sample([1, 2], [False, True], advantage=[0.0, 1.0])], [0.5, 0.5])
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(50, 200), st.integers(1, 5), st.booleans()
+)
+def test_a_cut_keeps_every_sequence_once_within_the_budget_and_evenly_for_ranks(sizes, max_tokens, ranks, padded):
+    bins = cut(sizes, max_tokens, ranks=ranks, padded=padded)
+    assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
+    assert len(bins) % ranks == 0
+    for b in bins:
+        held = [sizes[i] for i in b]
+        assert not held or (len(held) * max(held) if padded else sum(held)) <= max_tokens
+
+
+def test_a_sequence_longer_than_the_budget_names_the_key():
+    with pytest.raises(ValueError, match="trainer.micro_batch_tokens=10"):
+        cut([11], 10)
+
+
+def test_a_rank_with_nothing_to_do_gets_a_batch_that_teaches_nothing():
+    [[full], [idle]] = micro_batches(some_groups(1, 1), "token", 1000, ranks=2)
+    assert full.tokens.weight.sum() == pytest.approx(1.0)
+    assert len(idle.input_ids) > 0 and idle.labels.shape == (0,) and idle.tokens.weight.shape == (0,)
+
+
+@pytest.mark.parametrize("norm", ["token", "sequence", "prompt"])
+def test_weights_of_an_update_add_up_to_one_however_it_is_cut(norm):
+    cut_up = micro_batches(some_groups(), norm, 60, ranks=3)
+    assert sum(float(b.tokens.weight.sum()) for rank in cut_up for b in rank) == pytest.approx(1)
+
+
+def test_counts_stay_exact_in_any_dtype():
+    n = 70_001
+    one = sample([1] * n, [False] + [True] * (n - 1))
+    [w] = token_weights([[one]], "token", horizon=1)
+    assert w == 1 / 70_000
+    assert pack([one], [w], dtype=torch.float64).tokens.weight.sum().item() == pytest.approx(1, abs=1e-12)
