@@ -1,0 +1,277 @@
+"""vLLM behind the `Engine` interface: `VllmEngine` in processes of its own, `LocalVllmEngine` in the caller's.
+
+Both take weights through vLLM's weight-transfer API (rollouts/vllm_worker.py) and clear the prefix cache
+with every update. vLLM is imported when an engine is made, after its environment is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import aclosing
+from itertools import count
+from typing import Any, Literal
+
+import torch
+
+from core.errors import RunStopped
+from rollouts.engine import Completion
+from rollouts.weight_sync import Bucket
+
+_UNPUBLISHED = -1
+"""The version of tokens that were sampled before the first update."""
+
+
+class _Vllm:
+    """What the two engines share: the settings, the requests, and the sequence of an update."""
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        temperature: float,
+        max_model_len: int,
+        stop_token_ids: Sequence[int],
+        dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        seed: int = 0,
+        tensor_parallel: int = 1,
+        cores: Sequence[int] | None = None,
+        kv_cache_gib: float | None = None,
+        gpu_memory_utilization: float = 0.85,
+        enforce_eager: bool = False,
+        load_format: Literal["auto", "dummy"] = "auto",
+        timeout_s: float = 300.0,
+    ) -> None:
+        """Start the engine; it returns when requests can be made.
+
+        stop_token_ids: what ends a completion. The model's own generation config is ignored.
+        cores: the CPU cores of this engine, shared out among its ranks; all that the process may use by default.
+        kv_cache_gib: size of the KV cache per rank; by default what `gpu_memory_utilization` leaves (4 on a CPU).
+        load_format: "dummy" leaves the weights random until the first update.
+        timeout_s: how long one step of a weight update may take.
+        """
+        self._temperature = temperature
+        self._stop_token_ids = list(stop_token_ids)
+        self._timeout_s = timeout_s
+        on_cpu = not torch.cuda.is_available()
+        if on_cpu:
+            _prepare_cpu(cores, tensor_parallel)
+            kv_cache_gib = 4.0 if kv_cache_gib is None else kv_cache_gib
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that are ours
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        self._settings: dict[str, Any] = {
+            "model": model_path,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "seed": seed,
+            "tensor_parallel_size": tensor_parallel,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+            # Compiling costs more than it brings on a CPU: see _prepare_cpu.
+            "enforce_eager": enforce_eager or on_cpu,
+            "load_format": load_format,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            # The log-probability under the distribution the token was drawn from: temperature included.
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": True,
+            "worker_extension_cls": "rollouts.vllm_worker.WorkerMethods",
+            "disable_log_stats": True,
+        }
+        self._start()
+
+    def _start(self) -> None:
+        """Make vLLM from `self._settings`."""
+        raise NotImplementedError
+
+    async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
+        """Sample one continuation of `token_ids` at the run's temperature; it includes the token that stopped it."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        answer = await self._ask(
+            token_ids,
+            SamplingParams(
+                temperature=self._temperature,
+                top_p=1.0,
+                top_k=0,
+                min_p=0.0,
+                max_tokens=max_new_tokens,
+                seed=seed % 2**63,
+                logprobs=0,  # of the sampled token only
+                stop_token_ids=self._stop_token_ids,
+                ignore_eos=True,  # the caller's stop tokens say it all
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            ),
+        )
+        [said] = answer.outputs
+        if said.finish_reason not in ("stop", "length"):
+            raise RunStopped(f"vLLM ended a request with {said.finish_reason!r} instead of a completion")
+        ids = list(said.token_ids)
+        return Completion(
+            token_ids=ids,
+            logp=[at[token].logprob for token, at in zip(ids, said.logprobs, strict=True)],
+            versions=[_version(span.version) for span in said.weight_versions for _ in range(span.start, span.end)],
+            stop="eos" if said.finish_reason == "stop" else "length",
+        )
+
+    async def probe(self, token_ids: list[int]) -> list[float]:
+        """Log-probability, at temperature 1, of token_ids[1:] given what is before each; never from the cache."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        answer = await self._ask(
+            token_ids,
+            SamplingParams(
+                temperature=1.0,
+                max_tokens=1,
+                prompt_logprobs=0,
+                skip_reading_prefix_cache=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            ),
+        )
+        return [at[token].logprob for token, at in zip(token_ids[1:], answer.prompt_logprobs[1:], strict=True)]
+
+    async def cached_tokens(self, token_ids: list[int]) -> int:
+        """How many tokens of this prompt the prefix cache serves at the moment."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        return (await self._ask(token_ids, params)).num_cached_tokens
+
+    async def fingerprint(self) -> list[Mapping[str, int]]:
+        """Per tensor-parallel rank, the checksums of what the last update's weight loaders wrote."""
+        return await self._rpc("feynrl_consumed")
+
+    async def _update(self, version: int, update_info: dict[str, Any]) -> None:
+        await self._rpc("start_weight_update")
+        await self._rpc("update_weights", kwargs={"update_info": update_info})
+        await self._rpc("finish_weight_update")
+        for rank, left_out in enumerate(await self._rpc("feynrl_left_out")):
+            if left_out:
+                raise RunStopped(
+                    f"the sync of version {version} had no values for {len(left_out)} parameters of rank {rank}, "
+                    f"such as {left_out[0]}"
+                )
+
+    async def _ask(self, token_ids: list[int], params: Any) -> Any:
+        raise NotImplementedError
+
+    async def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
+        """Call a method of every worker; one answer per rank."""
+        raise NotImplementedError
+
+
+class VllmEngine(_Vllm):
+    """AsyncLLM: engine and workers run in processes of their own, requests are batched as they come."""
+
+    def _start(self) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        from vllm import AsyncEngineArgs
+        from vllm.config import WeightTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        transport = "feynrl_nccl" if torch.cuda.is_available() else "feynrl_gloo"
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**self._settings, weight_transfer_config=WeightTransferConfig(backend=transport))
+        )
+        self._requests = count()
+
+    async def join(self, *, address: str, port: int, first_rank: int, members: int) -> None:
+        """Make this engine's workers members `first_rank`, `first_rank` + 1, ... of the sender's group."""
+        where = {"address": address, "port": port, "first_rank": first_rank, "members": members}
+        await self._rpc("init_weight_transfer_engine", kwargs={"init_info": {**where, "timeout_s": self._timeout_s}})
+
+    async def receive(self, version: int) -> None:
+        """Take part in one `WeightSender.send`. Requests in flight wait, and go on with the new weights."""
+        async with asyncio.timeout(self._timeout_s):
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+        await self._update(version, {})
+        async with asyncio.timeout(self._timeout_s):
+            await self._llm.update_weight_version(str(version))
+            # What is in flight is computed anew from its tokens, or old keys and values would live on in it.
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
+            await self._llm.resume_generation()
+
+    async def close(self) -> None:
+        """End the engine's processes."""
+        self._llm.shutdown(timeout=10.0)
+
+    async def _ask(self, token_ids: list[int], params: Any) -> Any:
+        request = self._llm.generate({"prompt_token_ids": token_ids}, params, request_id=str(next(self._requests)))
+        async with aclosing(request) as answers:
+            async for answer in answers:
+                return answer
+        raise RunStopped("vLLM ended a request without an answer")
+
+    async def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
+        async with asyncio.timeout(self._timeout_s):
+            return await self._llm.collective_rpc(method, kwargs=kwargs)
+
+
+class LocalVllmEngine(_Vllm):
+    """LLM in the caller's process, one rank, for `backend: local` on a CPU.
+
+    Requests made in the same turn of the event loop run as one batch, during which the process does nothing else.
+    """
+
+    def _start(self) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+        from vllm import LLM
+        from vllm.config import WeightTransferConfig
+
+        self._llm = LLM(**self._settings, weight_transfer_config=WeightTransferConfig(backend="feynrl_local"))
+        # vLLM takes the process for its own: one thread, and a set_num_threads that does nothing.
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        self._waiting: list[tuple[list[int], Any, asyncio.Future[Any]]] = []
+
+    async def load(self, version: int, buckets: Iterable[Bucket]) -> None:
+        """Take the weights straight from the trainer, which is in this process."""
+        await self._update(version, {"buckets": buckets})
+        self._llm.update_weight_version(str(version))
+        if not self._llm.reset_prefix_cache():
+            raise RunStopped(f"vLLM did not clear its prefix cache for version {version}")
+
+    async def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+    async def _ask(self, token_ids: list[int], params: Any) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((token_ids, params, answer))
+        if len(self._waiting) == 1:
+            await asyncio.sleep(0)  # the first asks for all who come after it in this turn
+            self._answer_all()
+        return await answer
+
+    def _answer_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        prompts = [{"prompt_token_ids": token_ids} for token_ids, _, _ in waiting]
+        answers = self._llm.generate(prompts, [params for _, params, _ in waiting], use_tqdm=False)
+        for (_, _, future), answer in zip(waiting, answers, strict=True):
+            future.set_result(answer)
+
+    async def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
+        return self._llm.collective_rpc(method, kwargs=kwargs)
+
+
+def _version(label: str) -> int:
+    return _UNPUBLISHED if label == "default" else int(label)
+
+
+def _prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
+    """Set what vLLM reads from the environment on a CPU, before it is imported."""
+    available = sorted(cores if cores is not None else os.sched_getaffinity(0))
+    # vLLM's own choice leaves a core idle, and refuses tensor parallelism without NUMA nodes.
+    n = len(available)
+    shares = [available[r * n // ranks : (r + 1) * n // ranks] or [available[r % n]] for r in range(ranks)]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    # The first batch would compile C++ for 20 s and more, and later ones are no faster for it.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # An explicit size replaces the settings' one, in whole GiB.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)

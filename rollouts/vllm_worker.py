@@ -1,0 +1,212 @@
+"""What runs inside vLLM's worker processes: our ends of its weight-transfer API.
+
+vLLM loads layer by layer (`initialize_layerwise_reload`): tensors wait until their layer is complete,
+are written into fresh parameters by the model's weight loaders, and are then packed for the kernels. On
+a CPU the parameters are emptied after that, so the proof of a load is taken while the loaders write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rollouts.fingerprint import checksum
+from rollouts.weight_sync import Bucket, WeightReceiver
+
+_WRAP = 1 << 64
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A received tensor, by its bytes in its storage."""
+
+    name: str
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    itemsize: int
+
+
+class LoadTrace(TorchDispatchMode):
+    """Sees every copy out of the received tensors, and takes the checksum of what stands in the parameter after it.
+
+    A loader copies the slice that its rank needs. Which elements those are follows from the memory it
+    copies from, so each checksum counts in its right place, and the ranks' sums add up to the sender's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By storage. The weak reference frees the bytes, but keeps another storage from taking its identity.
+        self._sources: dict[int, tuple[StorageWeakRef, list[_Source]]] = {}
+        self._written: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
+
+    def expect(self, bucket: Bucket) -> None:
+        """Take note of tensors about to be loaded; vLLM may keep them until a later bucket completes their layer."""
+        for name, t in bucket:
+            storage = t.untyped_storage()
+            begin = t.storage_offset() * t.itemsize
+            source = _Source(name, begin, begin + t.nbytes, tuple(t.shape), t.stride(), t.itemsize)
+            self._sources.setdefault(storage._cdata, (StorageWeakRef(storage), []))[1].append(source)
+
+    def consumed(self) -> dict[str, int]:
+        """Per name, the sum of the checksums of what was written from it; no entry where nothing was."""
+        sums: dict[str, int] = {}
+        for (name, _, _), value in self._written.items():
+            sums[name] = (sums.get(name, 0) + value) % _WRAP
+        return sums
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and not args[0].is_meta:  # meta: vLLM only counts elements
+            self._note(*args[:2])
+        return returned
+
+    def _note(self, written: Tensor, copied: Tensor) -> None:
+        _, sources = self._sources.get(copied.untyped_storage()._cdata, (None, []))
+        at = copied.storage_offset() * copied.itemsize
+        for source in sources:
+            # The empty slice, of a rank that needs no part of the tensor, is taken at the tensor's end.
+            if source.begin <= at < source.end or (copied.numel() == 0 and at == source.end):
+                self._record(source, at, written, copied)
+                return
+
+    def _record(self, source: _Source, at: int, written: Tensor, copied: Tensor) -> None:
+        same_strides = copied.dim() == len(source.shape) and all(
+            size <= 1 or mine == its
+            for size, mine, its in zip(copied.shape, copied.stride(), source.stride, strict=True)
+        )
+        if not same_strides:  # reshaped or transposed on the way: vouch for the tensor it came from
+            offset = copied.storage_offset() - (at - source.begin) // source.itemsize
+            self._written[source.name, (), ()] = checksum(copied.as_strided(source.shape, source.stride, offset))
+            return
+        start, offset = [], (at - source.begin) // source.itemsize
+        for stride in source.stride:
+            start.append(offset // stride)
+            offset %= stride
+        # Keyed by place: a bias is written twice, once while vLLM counts and once for good.
+        self._written[source.name, tuple(start), tuple(copied.shape)] = checksum(
+            written.to(copied.dtype), shape=source.shape, start=start
+        )
+
+
+class Proven(WeightTransferEngine[Any, Any]):
+    """Layerwise reload with a record of what was loaded, whatever carries the bytes."""
+
+    consumed: dict[str, int]
+    """Of the last finished update."""
+    left_out: list[str]
+    """Parameters of the model that the last update did not touch."""
+
+    def start_weight_update(self) -> None:
+        self.consumed, self.left_out = {}, []
+        self._tied = _tied_parameters(self.model)
+        initialize_layerwise_reload(self.model)
+        self._trace = LoadTrace()
+        self._untouched = {name for name, _ in self.model.named_parameters() if name not in self._tied}
+
+    def load(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            self._trace.expect(bucket)
+            with self._trace:
+                self._untouched -= self.model.load_weights(iter(bucket))
+
+    def finish_weight_update(self) -> None:
+        with self._trace:  # padded layers are written only here
+            finalize_layerwise_reload(self.model, self.model_config)
+        for name in self._tied:
+            # The reload passes over it, and on a CPU the layer would go on with the packed copy of its old weights.
+            layer = self.model.get_submodule(name.rpartition(".")[0])
+            layer.quant_method.process_weights_after_loading(layer)
+        self.consumed, self.left_out = self._trace.consumed(), sorted(self._untouched)
+        del self._trace
+
+    def shutdown(self) -> None:
+        pass
+
+
+def _tied_parameters(model: torch.nn.Module) -> list[str]:
+    """Names of the parameters that are another one as well, which comes first: a tied lm_head's weight."""
+    seen: set[int] = set()
+    return [
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in seen or seen.add(id(parameter))
+    ]
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):
+    """Where the trainer listens, and which ranks of its group this engine's workers are."""
+
+    address: str
+    port: int
+    first_rank: int
+    members: int
+    timeout_s: float
+
+
+@dataclass
+class NoInfo(WeightTransferUpdateInfo):
+    """All that an update needs is in the stream."""
+
+
+class GlooTransfer(Proven):
+    """Weights over gloo and TCP, see rollouts/weight_sync.py."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = NoInfo
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        self._receiver = WeightReceiver(
+            address=init_info.address,
+            port=init_info.port,
+            rank=init_info.first_rank + self.parallel_config.rank,
+            members=init_info.members,
+            timeout_s=init_info.timeout_s,
+        )
+
+    def receive_weights(self, update_info: NoInfo) -> None:
+        self.load(self._receiver.receive())
+
+
+@dataclass
+class LocalInfo(WeightTransferUpdateInfo):
+    buckets: Iterable[Bucket]
+
+
+class LocalTransfer(Proven):
+    """Weights of a trainer in vLLM's own process, handed over by reference."""
+
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls = LocalInfo
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        pass
+
+    def receive_weights(self, update_info: LocalInfo) -> None:
+        self.load(update_info.buckets)
+
+
+class WorkerMethods:
+    """Mixed into vLLM's worker, so that the engine can ask every rank."""
+
+    weight_transfer_engine: Proven
+
+    def feynrl_consumed(self) -> dict[str, int]:
+        return self.weight_transfer_engine.consumed
+
+    def feynrl_left_out(self) -> list[str]:
+        return self.weight_transfer_engine.left_out

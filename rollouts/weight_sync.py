@@ -1,0 +1,192 @@
+"""How new weights reach the engines, and the proof that they did.
+
+The trainer's rank 0 is rank 0 of a process group of its own, over gloo and TCP; every tensor-parallel
+rank of every engine is a member. A sync is one stream over it:
+
+    [bytes of header][header: (name, dtype, shape) ...][tensors, end to end]   once per bucket
+    [0]                                                                        the end
+
+Nobody needs to know the names beforehand, no process holds more than a bucket besides its own weights,
+and all engines hear the same broadcast. vLLM's workers listen in rollouts/vllm_worker.py, the hf engine
+by itself. Afterwards `verify` compares what was sent with what every engine loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from core.errors import RunStopped
+from rollouts.fingerprint import difference, fingerprint
+
+Bucket = list[tuple[str, Tensor]]
+"""Named full tensors that travel together."""
+
+_ALIGNMENT = 64
+_Header = list[tuple[str, str, list[int]]]
+
+
+def register() -> None:
+    """Make our transports known to vLLM; it calls this in each of its processes (vllm.general_plugins)."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+
+    known = Factory._registry  # vLLM may call a plugin twice in a process, and refuses a second registration
+    for name, cls in {
+        "feynrl_gloo": "GlooTransfer",
+        "feynrl_local": "LocalTransfer",
+        "feynrl_nccl": "NcclTransfer",
+    }.items():
+        if name not in known:
+            Factory.register_engine(name, "rollouts.vllm_worker", cls)
+
+
+def in_buckets(named: Iterable[tuple[str, Tensor]], *, bucket_bytes: int = 256 << 20) -> Iterator[Bucket]:
+    """Cut a stream of tensors into buckets of at most `bucket_bytes`; a larger tensor travels alone."""
+    bucket: Bucket = []
+    held = 0
+    for name, tensor in named:
+        if bucket and held + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append((name, tensor.detach()))
+        held += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+class WeightSender:
+    """The trainer's end. Life: `open`, tell the engines the port, `join` while they join, `send` once per step."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        self._store: TCPStore | None = None
+        self._group: ProcessGroupGloo | None = None
+
+    def open(self, address: str = "127.0.0.1") -> int:
+        """Listen for members at `address`, which they must be able to reach; returns the port."""
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        return self._store.port
+
+    def join(self, *, members: int) -> None:
+        """Wait until the `members` - 1 receivers have joined."""
+        if self._store is None:
+            raise RuntimeError("open() comes before join()")
+        self._group = _join(self._store, rank=0, members=members, timeout=self._timeout)
+
+    def send(self, buckets: Iterable[Bucket]) -> dict[str, int]:
+        """Broadcast every bucket; returns the fingerprint of what was sent.
+
+        The tensors are full ones, of the dtype that the engines hold. Buckets are drawn one at a time.
+        """
+        sent: dict[str, int] = {}
+        for bucket in buckets:
+            sent.update(fingerprint(bucket))
+            self._ship(bucket)
+        self._broadcast(torch.zeros(1, dtype=torch.int64))
+        return sent
+
+    def close(self) -> None:
+        self._group = self._store = None
+
+    def _ship(self, bucket: Bucket) -> None:
+        header: _Header = [(name, _dtype_name(t.dtype), list(t.shape)) for name, t in bucket]
+        text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+        places, size = _layout(header)
+        flat = torch.empty(size, dtype=torch.uint8)
+        for at, (_, tensor) in zip(places, bucket, strict=True):
+            flat[at : at + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        self._broadcast(torch.tensor([len(text)]))
+        self._broadcast(text)
+        self._broadcast(flat)
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        if self._group is None:
+            raise RuntimeError("join() comes before send()")
+        _broadcast(self._group, tensor)
+
+
+class WeightReceiver:
+    """An engine's end: one per tensor-parallel rank."""
+
+    def __init__(self, *, address: str, port: int, rank: int, members: int, timeout_s: float) -> None:
+        """Join the group as `rank` of 1..members-1; returns when all have joined."""
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(address, port, is_master=False, timeout=timeout)
+        self._group = _join(store, rank=rank, members=members, timeout=timeout)
+
+    def receive(self) -> Iterator[Bucket]:
+        """The buckets of one `send`. Each has storage of its own, which a consumer may keep."""
+        while length := int(_broadcast(self._group, torch.zeros(1, dtype=torch.int64))):
+            text = _broadcast(self._group, torch.empty(length, dtype=torch.uint8))
+            header: _Header = json.loads(bytes(text.tolist()))
+            places, size = _layout(header)
+            flat = _broadcast(self._group, torch.empty(size, dtype=torch.uint8))
+            yield [
+                (name, flat[at : at + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape))
+                for at, (name, dtype, shape) in zip(places, header, strict=True)
+            ]
+
+
+def verify(
+    sent: Mapping[str, int],
+    loaded: Sequence[Sequence[Mapping[str, int]]],
+    *,
+    expected_logp: Sequence[float],
+    probe_logp: Sequence[Sequence[float]],
+    bound: float,
+) -> float:
+    """Raise RunStopped unless every engine holds what was sent; returns the largest mean difference of the probe.
+
+    loaded: per engine, per tensor-parallel rank, `Engine.fingerprint()`.
+    expected_logp: the trainer's log-probabilities of the probe prompt; probe_logp: per engine, `Engine.probe()`.
+    bound: what the mean absolute difference of the two may be.
+    """
+    for engine, ranks in enumerate(loaded):
+        if found := difference(sent, ranks):
+            raise RunStopped(f"the weights of engine {engine} are not the trainer's after the sync: {found}")
+    worst = 0.0
+    for engine, logp in enumerate(probe_logp):
+        gaps = [abs(a - b) for a, b in zip(logp, expected_logp, strict=True)]
+        mean = sum(gaps) / len(gaps)
+        if not mean <= bound:  # a nan is no agreement either
+            raise RunStopped(
+                f"engine {engine} was sent the trainer's weights, but its log-probabilities of the probe prompt "
+                f"differ from the trainer's by {mean:.2g} on average, where at most {bound:.2g} is expected"
+            )
+        worst = max(worst, mean)
+    return worst
+
+
+def _join(store: TCPStore, *, rank: int, members: int, timeout: timedelta) -> ProcessGroupGloo:
+    # A group object of its own, not torch's default group: trainers and vLLM's workers have theirs already.
+    return ProcessGroupGloo(PrefixStore("feynrl_weights", store), rank, members, timeout)
+
+
+def _broadcast(group: ProcessGroupGloo, tensor: Tensor) -> Tensor:
+    options = BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([tensor], options).wait()
+    return tensor
+
+
+def _layout(header: _Header) -> tuple[list[int], int]:
+    """Where each tensor begins in the flat buffer, and how long that is, in bytes."""
+    places, end = [], 0
+    for _, dtype, shape in header:
+        places.append(end)
+        end += -(-_nbytes(dtype, shape) // _ALIGNMENT) * _ALIGNMENT
+    return places, end
+
+
+def _nbytes(dtype: str, shape: list[int]) -> int:
+    return getattr(torch, dtype).itemsize * prod(shape)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
