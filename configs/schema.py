@@ -61,7 +61,7 @@ class RolloutConfig(Section):
     """top-p, top-k and min-p are not offered: they renormalise the sampling distribution on a subset of the
     vocabulary, and the trainer's log-probabilities would silently be those of another policy."""
     max_new_tokens: int = Field(256, ge=1)
-    """Budget of one episode, over all its turns."""
+    """Budget of one episode, over all its turns, the environment's included."""
     max_turns: int = Field(1, ge=1)
     enforce_eager: bool = False
     """vLLM without compiled graphs; always so on a CPU."""
@@ -115,6 +115,8 @@ class RunConfig(Section):
     """The only clock."""
     backend: Literal["ray", "local"] = "ray"
     """ray: trainer ranks and engines are Ray actors. local: one process, so that breakpoint() works anywhere."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: GPUs where there are some. cuda: refuse to run without enough of them."""
     ray_address: str | None = None
     """Of a running cluster; unset starts a private one on this machine."""
     run_dir: str = "runs"
@@ -128,6 +130,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def one_process_has_one_rank(self) -> RunConfig:
+        if self.backend == "ray" and self.trainer.zero_stage == 0 and self.model.dtype == "bfloat16":
+            raise ValueError(
+                "DeepSpeed has no ZeRO-0 for bfloat16 with float32 gradients: set trainer.zero_stage to 1, or "
+                "model.dtype to float32"
+            )
         if self.backend == "local" and self.trainer.ranks != 1:
             raise ValueError("backend: local is one process: set trainer.ranks to 1, or backend to ray")
         return self

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from algs.base import Algorithm
-from configs.schema import ModelConfig, TrainerConfig
-from core.cluster import Cluster, Local, Place, Resources, Workers
+from algs import load_algorithm
+from configs.schema import DataConfig, ModelConfig, RewardConfig, RLConfig, RolloutConfig, RunConfig, TrainerConfig
+from core.cluster import Cluster, Local, Place, Remote, Resources, Workers
 from core.errors import UserError
-from core.loading import FileSpec
+from core.loading import FileSpec, load_module, resolve
+from core.types import Prompt
+from data_feeds.tokenizer import ChatTokenizer
+from rewards import resolve_reward
+from rollouts.engine import Engine
+from rollouts.envs import ENVIRONMENTS, Env
+from rollouts.publish import LocalSync, Probe, RemoteSync, WeightSync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,17 +33,27 @@ class TrainerPlan:
     seed: int
 
 
+def gpus_here() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+if gpus_here() == 0:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for one, and warns
+
+
 def build_trainer(place: Place | None, plan: TrainerPlan) -> Any:
     """A DeepSpeed rank at its place; without a place, the reference trainer in this process."""
     import torch
 
-    from algs import load_algorithm
-
     alg = load_algorithm(plan.alg_spec, plan.alg)
     torch.manual_seed(plan.seed)
-    settings = dict(
-        temperature=plan.temperature, total_updates=plan.total_updates, reference="ref_logp" in alg.needs
-    )
+    settings: dict[str, Any] = {
+        "temperature": plan.temperature,
+        "total_updates": plan.total_updates,
+        "reference": "ref_logp" in alg.needs,
+    }
     if place is None:
         from trainers.reference import ReferenceTrainer
 
@@ -50,9 +67,123 @@ def build_trainer(place: Place | None, plan: TrainerPlan) -> Any:
         "WORLD_SIZE": str(place.size),
         "LOCAL_RANK": "0",  # Ray shows each actor its own device only
     }
-    if (cores := os.environ.get("OMP_NUM_THREADS")) is not None:
-        torch.set_num_threads(int(cores))
     return DeepSpeedTrainer(plan.model, plan.trainer, alg, **settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPlan:
+    """All a rollout worker needs to know; it loads reward, environment and engine itself and checks their hashes."""
+
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    reward_spec: FileSpec
+    env_spec: FileSpec | None
+    engine_spec: FileSpec | None
+    max_model_len: int
+    seed: int
+    timeout_s: float
+
+
+def build_worker(place: Place | None, plan: RolloutPlan) -> Any:
+    """A rollout worker with its engine; without a place, everything is in this process."""
+    from rewards.pool import RewardPool
+    from rollouts.worker import RolloutWorker
+
+    tokenizer = ChatTokenizer(plan.model.path, plan.data.template)
+    return RolloutWorker(
+        build_engine(place, plan, tokenizer.stop_token_ids),
+        tokenizer,
+        environment_of(plan.env_spec, plan.rollout.env),
+        RewardPool(plan.reward_spec, plan.reward.workers, plan.reward.timeout_s),
+        reward=plan.reward,
+        rollout=plan.rollout,
+        seed=plan.seed,
+    )
+
+
+def build_engine(place: Place | None, plan: RolloutPlan, stop_token_ids: list[int]) -> Engine:
+    rollout = plan.rollout
+    common: dict[str, Any] = {
+        "model_path": plan.model.path,
+        "dtype": plan.model.dtype,
+        "temperature": rollout.temperature,
+        "stop_token_ids": stop_token_ids,
+        "timeout_s": plan.timeout_s,
+    }
+    if plan.engine_spec is not None:
+        return getattr(load_module(plan.engine_spec), "Engine")(**common)
+    if rollout.engine == "hf":
+        from rollouts.hf_engine import HfEngine
+
+        return HfEngine(**common)
+    from rollouts.vllm_engine import LocalVllmEngine, VllmEngine
+
+    return (LocalVllmEngine if place is None else VllmEngine)(
+        **common,
+        max_model_len=plan.max_model_len,
+        tensor_parallel=rollout.tensor_parallel,
+        cores=cores_of(place),
+        seed=plan.seed,
+        kv_cache_gib=rollout.kv_cache_gib if gpus_here() == 0 else None,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
+        load_format="dummy",  # the first publish brings the weights
+    )
+
+
+def cores_of(place: Place | None) -> list[int]:
+    """The CPU cores of one of several engines on this machine; all of them for a single one."""
+    cores = sorted(os.sched_getaffinity(0))
+    if place is None or place.size > len(cores):
+        return cores
+    return cores[place.rank * len(cores) // place.size : (place.rank + 1) * len(cores) // place.size]
+
+
+def environment_of(spec: FileSpec | None, name: str) -> Callable[[Prompt], Env]:
+    if spec is None:
+        return ENVIRONMENTS[name]
+    module = load_module(spec)
+    if not hasattr(module, "Environment"):
+        raise UserError(f"rollout.env={name} defines no class Environment")
+    return module.Environment
+
+
+def by_path(name: str, known: list[str], *, key: str) -> FileSpec | None:
+    """None for one of ours, the file for somebody else's."""
+    if name in known:
+        return None
+    if not name.endswith(".py"):
+        raise UserError(f"{key}={name!r} is neither one of {', '.join(known)} nor the path of a Python file")
+    return resolve(name, "rollouts", key=key)
+
+
+def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
+    return RolloutPlan(
+        model=cfg.model,
+        data=cfg.data,
+        rollout=cfg.rollout,
+        reward=cfg.reward,
+        reward_spec=resolve_reward(cfg.reward.fn, key="reward.fn"),
+        env_spec=by_path(cfg.rollout.env, sorted(ENVIRONMENTS), key="rollout.env"),
+        engine_spec=by_path(cfg.rollout.engine, ["hf", "vllm"], key="rollout.engine"),
+        max_model_len=cfg.longest,
+        seed=cfg.seed,
+        timeout_s=cfg.weight_sync.timeout_s,
+    )
+
+
+def plan_trainer(cfg: RunConfig, alg_spec: FileSpec, *, temperature: float, total_updates: int) -> TrainerPlan:
+    return TrainerPlan(
+        model=cfg.model,
+        trainer=cfg.trainer,
+        alg_spec=alg_spec,
+        alg=cfg.alg,
+        temperature=temperature,
+        total_updates=total_updates,
+        seed=cfg.seed,
+    )
 
 
 async def start_trainers(cluster: Cluster | None, plan: TrainerPlan, *, timeout_s: float) -> Workers:
@@ -61,12 +192,57 @@ async def start_trainers(cluster: Cluster | None, plan: TrainerPlan, *, timeout_
     ranks = plan.trainer.ranks
     on_gpu = gpus_here() > 0
     threads = None if on_gpu else max(1, (os.cpu_count() or 1) // ranks)
+    resources = Resources(gpus=int(on_gpu), threads=threads)
+    return await cluster.spawn("trainer", ranks, build_trainer, plan, resources=resources, timeout_s=timeout_s)
+
+
+async def start_rollouts(cluster: Cluster | None, plan: RolloutPlan, *, timeout_s: float) -> Workers:
+    if cluster is None:
+        return Local(build_worker(None, plan))
+    on_gpu = gpus_here() > 0
+    threads = None if on_gpu else max(1, (os.cpu_count() or 1) // plan.rollout.engines)
+    resources = Resources(gpus=plan.rollout.tensor_parallel if on_gpu else 0, threads=threads)
     return await cluster.spawn(
-        "trainer", ranks, build_trainer, plan, resources=Resources(gpus=int(on_gpu), threads=threads), timeout_s=timeout_s
+        "engine", plan.rollout.engines, build_worker, plan, resources=resources, timeout_s=timeout_s
     )
 
 
-def gpus_here() -> int:
-    import torch
+def weight_sync_of(cfg: RLConfig, trainers: Workers, rollouts: Workers, probe_ids: list[int]) -> WeightSync:
+    bound = cfg.weight_sync.probe_tolerance or (0.002 if cfg.model.dtype == "float32" else 0.1)
+    probe = Probe(token_ids=probe_ids, bound=bound)
+    max_bytes = cfg.weight_sync.bucket_mib * 2**20
+    if isinstance(trainers, Local) and isinstance(rollouts, Local):
+        return LocalSync(trainers, rollouts, probe, max_bytes)
+    assert isinstance(trainers, Remote) and isinstance(rollouts, Remote)
+    return RemoteSync(
+        trainers=trainers,
+        rollouts=rollouts,
+        probe=probe,
+        max_bytes=max_bytes,
+        ranks_per_engine=cfg.rollout.tensor_parallel,
+        timeout_s=cfg.weight_sync.timeout_s,
+    )
 
-    return torch.cuda.device_count()
+
+def check_devices(cfg: RunConfig) -> str | None:
+    """What this machine lacks for the run, in one sentence; None if it has it all."""
+    rollout = cfg.rollout if isinstance(cfg, RLConfig) else None
+    engines = rollout.engines * rollout.tensor_parallel if rollout else 0
+    wanted = cfg.trainer.ranks + engines
+    gpus, cores = gpus_here(), os.cpu_count() or 1
+    if cfg.ray_address is not None:
+        return None  # Ray knows what the cluster has, and waits for it no longer than timeout_s
+    if cfg.backend == "local":
+        return f"device: cuda, and this machine has no GPU: set device=cpu" if cfg.device == "cuda" and not gpus else None
+    on_gpu = cfg.device == "cuda" or (cfg.device == "auto" and gpus > 0)
+    if on_gpu and wanted > gpus:
+        return (
+            f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks want {wanted} GPUs, and this machine has "
+            f"{gpus}: lower trainer.ranks, rollout.engines or rollout.tensor_parallel"
+        )
+    if not on_gpu and max(cfg.trainer.ranks, engines) > cores:
+        return (
+            f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks are more than this machine's {cores} CPU "
+            "cores: lower trainer.ranks, rollout.engines or rollout.tensor_parallel"
+        )
+    return None

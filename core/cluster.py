@@ -1,9 +1,9 @@
 """Where objects live. The only file that imports ray.
 
     trainers = await cluster.spawn("trainer", 2, build_trainer, ...)       # Ray actors, one per rank
-    await trainers.map("step", shards)            # shard i to worker i; results in rank order
+    await trainers.map("step", arguments)         # arguments[i] to worker i; results in rank order
     await trainers.all("save", folder)            # the same call to every worker
-    await engines.call(0, "generate", ids)        # one worker
+    await rollouts.call(0, "engine.probe", ids)   # one worker, or something it holds
 
 With `Local` there is one worker, it lives in this process, and every call is awaited in place: a
 breakpoint() in a loss stops in your terminal, and `up` walks through the trainer to the loop.
@@ -17,6 +17,7 @@ import os
 import socket
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 from core.errors import RunStopped, UserError
@@ -27,7 +28,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 class Workers(Protocol):
     def __len__(self) -> int: ...
     async def call(self, rank: int, method: str, *args: Any) -> Any: ...
-    async def map(self, method: str, shards: list[Any]) -> list[Any]: ...
+    async def map(self, method: str, shards: list[tuple[Any, ...]]) -> list[Any]: ...
     async def all(self, method: str, *args: Any) -> list[Any]: ...
 
 
@@ -41,12 +42,12 @@ class Local:
         return 1
 
     async def call(self, rank: int, method: str, *args: Any) -> Any:
-        result = getattr(self.worker, method)(*args)
+        result = attrgetter(method)(self.worker)(*args)
         return await result if inspect.isawaitable(result) else result
 
-    async def map(self, method: str, shards: list[Any]) -> list[Any]:
-        [shard] = shards
-        return [await self.call(0, method, shard)]
+    async def map(self, method: str, shards: list[tuple[Any, ...]]) -> list[Any]:
+        [args] = shards
+        return [await self.call(0, method, *args)]
 
     async def all(self, method: str, *args: Any) -> list[Any]:
         return [await self.call(0, method, *args)]
@@ -70,8 +71,8 @@ class Remote:
     async def call(self, rank: int, method: str, *args: Any) -> Any:
         return await self.ask(rank, "call", method, *args)
 
-    async def map(self, method: str, shards: list[Any]) -> list[Any]:
-        return await self.together(self.call(i, method, shard) for i, shard in enumerate(shards))
+    async def map(self, method: str, shards: list[tuple[Any, ...]]) -> list[Any]:
+        return await self.together(self.call(i, method, *args) for i, args in enumerate(shards))
 
     async def all(self, method: str, *args: Any) -> list[Any]:
         return await self.together(self.call(i, method, *args) for i in range(len(self)))
@@ -188,5 +189,5 @@ class Actor:
         self.held = build(place, *args)
 
     async def call(self, method: str, *args: Any) -> Any:
-        result = getattr(self.held, method)(*args)
+        result = attrgetter(method)(self.held)(*args)
         return await result if inspect.isawaitable(result) else result

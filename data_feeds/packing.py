@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from core.types import Batch, Group, LossNorm, Sample, Tokens
+from core.types import Batch, Column, Group, LossNorm, Sample, Tokens
 
 
 def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[float]:
@@ -127,6 +127,53 @@ def cut(sizes: list[int], max_tokens: int, *, ranks: int = 1, padded: bool = Tru
     return even + [[] for _ in range(wanted - len(even))]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one update is cut: which samples make which micro-batch of which rank."""
+
+    samples: list[Sample]
+    """Those with a learnt token."""
+    weights: list[float]
+    bins: list[list[list[int]]]
+    """[rank][micro-batch] -> indices into `samples`."""
+
+    def batches(self, dtype: torch.dtype = torch.float32) -> list[list[Batch]]:
+        """[rank][micro-batch]."""
+        return [[self._batch(b, dtype) for b in rank] for rank in self.bins]
+
+    def _batch(self, chosen: list[int], dtype: torch.dtype) -> Batch:
+        if not chosen:
+            return idle(self.samples, dtype=dtype)
+        return pack([self.samples[i] for i in chosen], [self.weights[i] for i in chosen], dtype=dtype)
+
+    def with_columns(self, scored: list[list[dict[Column, Tensor]]]) -> dict[int, Sample]:
+        """The samples with the columns a trainer scored, [rank][micro-batch][column][M], by id() of the sample."""
+        done: dict[int, Sample] = {}
+        for rank_bins, rank_scored in zip(self.bins, scored, strict=True):
+            for chosen, columns in zip(rank_bins, rank_scored, strict=True):
+                rows = {name: iter(values.tolist()) for name, values in columns.items()}
+                for i in chosen:
+                    s = self.samples[i]
+                    filled = {name: [next(v) if yes else 0.0 for yes in s.learnt] for name, v in rows.items()}
+                    done[id(s)] = replace(s, columns=s.columns | filled)
+        return done
+
+
+def plan_update(
+    groups: list[Group], norm: LossNorm, max_tokens: int, *, ranks: int = 1, horizon: int = 1, padded: bool = True
+) -> Plan:
+    """Cut one update into micro-batches of at most `max_tokens` tokens, as many for every rank.
+
+    The cut is a matter of memory and speed only: weights are fixed before it.
+    """
+    weights = token_weights(groups, norm, horizon=horizon)
+    rows = [(s, w) for s, w in zip((s for g in groups for s in g), weights, strict=True) if any(s.learnt)]
+    bins = cut([len(s.token_ids) - 1 for s, _ in rows], max_tokens, ranks=ranks, padded=padded)
+    return Plan(
+        samples=[s for s, _ in rows], weights=[w for _, w in rows], bins=[bins[rank::ranks] for rank in range(ranks)]
+    )
+
+
 def micro_batches(
     groups: list[Group],
     norm: LossNorm,
@@ -137,19 +184,8 @@ def micro_batches(
     padded: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> list[list[Batch]]:
-    """Split one update into [rank][i] micro-batches of at most `max_tokens` tokens.
-
-    The result is a matter of memory and speed only: weights are fixed before the split.
-    """
-    weights = token_weights(groups, norm, horizon=horizon)
-    rows = [(s, w) for s, w in zip((s for g in groups for s in g), weights, strict=True) if any(s.learnt)]
-    samples = [s for s, _ in rows]
-    bins = cut([len(s.token_ids) - 1 for s in samples], max_tokens, ranks=ranks, padded=padded)
-    packed = [
-        pack([samples[i] for i in b], [rows[i][1] for i in b], dtype=dtype) if b else idle(samples, dtype=dtype)
-        for b in bins
-    ]
-    return [packed[rank::ranks] for rank in range(ranks)]
+    """`plan_update` and its batches in one: [rank][micro-batch]."""
+    return plan_update(groups, norm, max_tokens, ranks=ranks, horizon=horizon, padded=padded).batches(dtype)
 
 
 def idle(samples: list[Sample], *, dtype: torch.dtype) -> Batch:

@@ -18,7 +18,7 @@ from trainers.forward import forward, layout_for
 from trainers.models import load_model
 from trainers.optimizer import make_optimizer, schedule_of
 from trainers.reference import frozen, names_in_buckets
-from trainers.step import probe, score_columns, train_step
+from trainers.step import measure, probe, score_columns, train_step
 
 
 class DeepSpeedTrainer:
@@ -69,6 +69,9 @@ class DeepSpeedTrainer:
         return train_step(
             self, [[b.to(self.device) for b in micro] for micro in updates], max_skipped=self.cfg.max_skipped_updates
         )
+
+    def measure(self, micro: list[Batch]) -> dict[str, float]:
+        return measure(self, [b.to(self.device) for b in micro])
 
     def score(self, micro: list[Batch], columns: frozenset[Column]) -> list[dict[Column, Tensor]]:
         return score_columns(self, [b.to(self.device) for b in micro], columns)
@@ -142,6 +145,26 @@ class DeepSpeedTrainer:
             held = [named[n] for n in names]
             with deepspeed.zero.GatheredParameters(held, enabled=self.cfg.zero_stage == 3):
                 yield [(n, p.detach()) for n, p in zip(names, held, strict=True)]
+
+    def open_sync(self, address: str, timeout_s: float) -> int:
+        """Rank 0 listens for engines at `address`; returns the port."""
+        from rollouts.weight_sync import WeightSender
+
+        self.sender = WeightSender(timeout_s=timeout_s)
+        return self.sender.open(address)
+
+    def join_sync(self, members: int) -> None:
+        """Rank 0 waits until every engine has joined."""
+        self.sender.join(members=members)
+
+    def send_weights(self, max_bytes: int) -> dict[str, int] | None:
+        """Stream the weights to the engines; rank 0 returns the fingerprint of what it sent."""
+        stream = self.weights(max_bytes)
+        if torch.distributed.get_rank() == 0:
+            return self.sender.send(stream)
+        for _ in stream:  # gathering a partitioned parameter takes every rank
+            pass
+        return None
 
     def state(self) -> Tensor:
         """All weights as one float32 vector on the CPU, for tests."""

@@ -16,7 +16,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def load_model(path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False) -> nn.Module:
     """A Hugging Face causal LM on the CPU, without dropout (two forward passes of one policy must agree)."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     kwargs: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **kwargs)
@@ -53,3 +55,9 @@ def check_model_folder(path: str) -> None:
         raise UserError(f"model.path={path} has no config.json: it is not a Hugging Face model folder")
     if read_config(path) is None:
         raise UserError(f"{folder / 'config.json'} cannot be read as a model config: repair it or save the model again")
+
+
+def max_positions(path: str) -> int | None:
+    """Tokens a sequence of this model may have, None where its config does not say."""
+    config = read_config(path)
+    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)

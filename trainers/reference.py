@@ -14,7 +14,7 @@ from core.types import Batch, Column, Policy
 from trainers.forward import forward, layout_for
 from trainers.models import load_model
 from trainers.optimizer import make_optimizer, schedule_of
-from trainers.step import probe, score_columns, train_step
+from trainers.step import measure, probe, score_columns, train_step
 
 
 class ReferenceTrainer:
@@ -50,6 +50,9 @@ class ReferenceTrainer:
         return train_step(
             self, [[b.to(self.device) for b in micro] for micro in updates], max_skipped=self.cfg.max_skipped_updates
         )
+
+    def measure(self, micro: list[Batch]) -> dict[str, float]:
+        return measure(self, [b.to(self.device) for b in micro])
 
     def score(self, micro: list[Batch], columns: frozenset[Column]) -> list[dict[Column, Tensor]]:
         return score_columns(self, [b.to(self.device) for b in micro], columns)

@@ -94,6 +94,16 @@ def with_totals(trainer: Steppable, micro: list[Batch]) -> list[Batch]:
 
 
 @torch.no_grad()
+def measure(trainer: Steppable, micro: list[Batch]) -> dict[str, float]:
+    """The metrics of an update without making it."""
+    meter = Meter()
+    for batch in with_totals(trainer, micro):
+        loss, metrics = trainer.alg.objective(trainer.forward(batch), batch.tokens)
+        meter.add(batch.tokens, {"loss": loss, **metrics})
+    return meter.means(trainer)
+
+
+@torch.no_grad()
 def score_columns(trainer: Steppable, micro: list[Batch], columns: frozenset[Column]) -> list[dict[Column, Tensor]]:
     """The columns credit and loss ask for, under the weights as they are now: [M] on the CPU, per micro-batch."""
 

@@ -58,7 +58,7 @@ async def run(ranks, plan: TrainerPlan, groups, *, max_tokens: int, steps: int =
     trainers = await trainers_of(ranks, plan)
     per_rank = micro_batches(groups, "token", max_tokens, ranks=len(trainers), padded=plan.trainer.layout != "packed")
     for _ in range(steps):
-        metrics = await trainers.map("step", [[micro] for micro in per_rank])
+        metrics = await trainers.map("step", [([micro],) for micro in per_rank])
     states = await trainers.all("state")
     assert all(m == metrics[0] for m in metrics), f"every rank reports the same: {metrics}"
     assert all(torch.equal(s, states[0]) for s in states), "every rank holds the same weights"
@@ -124,11 +124,11 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, tiny
     async def go():
         trainers = await trainers_of(ranks, plan)
         before = (await trainers.all("state"))[0]
-        bad_batches = [[m] for m in micro_batches(bad, "token", 60, ranks=2)]
+        bad_batches = [([m],) for m in micro_batches(bad, "token", 60, ranks=2)]
         metrics = await trainers.map("step", bad_batches)
         assert [m["updates_skipped"] for m in metrics] == [1.0, 1.0]
         assert torch.equal((await trainers.all("state"))[0], before), "nothing changed"
-        good = await trainers.map("step", [[m] for m in micro_batches(groups, "token", 60, ranks=2)])
+        good = await trainers.map("step", [([m],) for m in micro_batches(groups, "token", 60, ranks=2)])
         after = (await trainers.all("state"))[0]
         assert good[0]["updates_skipped"] == 0 and torch.isfinite(after).all() and not torch.equal(after, before)
         with pytest.raises(RunStopped, match="updates in a row"):

@@ -1,0 +1,37 @@
+"""The command line of both programs, and how a run ends: 0 done, 1 stopped, 2 a mistake of the user, 130 Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+
+def parse(program: str, description: str, argv: list[str] | None = None) -> argparse.Namespace:
+    """No heavy import happens before this returns, so --help is quick."""
+    parser = argparse.ArgumentParser(program, description=description)
+    parser.add_argument("--config", required=True, metavar="FILE", help="a YAML recipe; see configs/")
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="print the resolved configuration and the arithmetic that follows from it, and start nothing",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as trainer.lr=1e-5 steps=50")
+    return parser.parse_args(argv)
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Turn the ends that are no bugs into one sentence and an exit code; anything else keeps its traceback."""
+    from core.errors import RunStopped, UserError
+
+    try:
+        return run()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RunStopped as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,41 @@
+"""Where the seconds go: phases measured where they happen, and what is left over as its own row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Clock:
+    """Phases do not nest. `lap` gives the phases since the last lap, with `rest` so that they add up to `step`."""
+
+    def __init__(self) -> None:
+        self.started = self.lap_started = time.perf_counter()
+        self.total: dict[str, float] = {}
+        self.current: dict[str, float] = {}
+        self.phase_now = ""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.phase_now = name
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.current[name] = self.current.get(name, 0.0) + spent
+            self.total[name] = self.total.get(name, 0.0) + spent
+            self.phase_now = ""
+
+    def lap(self) -> dict[str, float]:
+        now = time.perf_counter()
+        whole = now - self.lap_started
+        parts = self.current | {"rest": whole - sum(self.current.values()), "step": whole}
+        self.lap_started, self.current = now, {}
+        return {f"time/{name}_s": seconds for name, seconds in parts.items()}
+
+    def totals(self) -> dict[str, float]:
+        """Seconds of every phase of the run, with `rest`, adding up to `all`."""
+        whole = time.perf_counter() - self.started
+        return self.total | {"rest": whole - sum(self.total.values()), "all": whole}

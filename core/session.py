@@ -1,0 +1,82 @@
+"""The frame around a training loop: run folder, clock, display, and an orderly end whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from configs.schema import RunConfig
+from core.clock import Clock
+from core.cluster import Cluster, Workers
+from core.errors import RunStopped, UserError
+from core.progress import Progress
+from core.run_folder import RunFolder
+
+CLOSE_TIMEOUT_S = 20.0
+
+
+@dataclass
+class Session:
+    """What both programs use while they run. `facts` ends up in summary.json."""
+
+    cfg: RunConfig
+    folder: RunFolder
+    clock: Clock
+    progress: Progress
+    cluster: Cluster | None = None
+    engines: Workers | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        metrics = {"step": float(step), **metrics, **self.clock.lap()}
+        self.folder.log(metrics)
+        self.progress.step(metrics)
+        self.facts["steps_done"] = step + 1
+
+    async def close(self) -> None:
+        if self.engines is not None:
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self.engines.all("close")
+            except (TimeoutError, RunStopped) as error:  # it is killed next
+                self.progress.say(f"an engine did not close by itself ({error or 'no answer'})")
+        if self.cluster is not None:
+            self.cluster.close()
+
+
+def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> int:
+    """Run `body` to its end, or to Ctrl-C or an error, and always leave a summary and no process behind."""
+    clock = Clock()
+    folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump())
+    session = Session(cfg=cfg, folder=folder, clock=clock, progress=Progress(cfg.steps, clock))
+    session.progress.say(f"run folder: {folder.path}")
+    reason = "error"
+
+    async def framed() -> None:
+        try:
+            if cfg.backend == "ray":
+                session.cluster = Cluster(cfg.ray_address)
+            await body(session)
+        finally:
+            with clock.phase("close"):
+                await session.close()
+
+    try:
+        with session.progress:
+            asyncio.run(framed())
+        reason = "done"
+    except KeyboardInterrupt:
+        reason = "interrupted"
+        raise
+    except (RunStopped, UserError) as error:
+        reason = f"stopped: {error}"
+        raise
+    except Exception as error:
+        reason = f"error: {type(error).__name__}: {error}"
+        raise
+    finally:
+        folder.write_summary(exit_reason=reason, seconds=clock.totals(), **session.facts)
+        folder.close()
+    return 0

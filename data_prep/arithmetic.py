@@ -1,0 +1,139 @@
+"""Arithmetic, generated: no two files share a problem, not even one turned round (12+34 and 34+12 are one).
+
+    python -m data_prep.arithmetic --out data/arithmetic --train 1000 --eval 200
+
+writes train.parquet and eval.parquet; `--sft N` adds sft.parquet, whose rows end in an assistant's turn.
+`--wrong-share 0.6` makes that teacher careless: in so many rows one digit of the answer is another. A model that
+learns from it is right about as often as its teacher, everywhere alike, with the right answer as its mode:
+a policy that reinforcement learning can sharpen at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.rows import Row, write_rows
+
+COMMUTATIVE = "+*"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Which problems there are, and how they are put."""
+
+    ops: str = "+"
+    """Some of + - *; each is drawn equally often."""
+    largest: int = 99
+    """The largest operand; the smallest is 0."""
+    padded: bool = False
+    """Write every operand and every answer with leading zeros, in as many digits as the largest needs."""
+    prompt_form: str = "{a}{op}{b}="
+
+    def question(self, a: int, op: str, b: int) -> str:
+        width = len(str(self.largest)) if self.padded else 1
+        return self.prompt_form.format(a=f"{a:0{width}d}", op=op, b=f"{b:0{width}d}")
+
+    def answer(self, a: int, op: str, b: int) -> str:
+        largest = _value(self.largest, op, 0 if op == "-" else self.largest)
+        value = _value(a, op, b)
+        digits = str(abs(value)).zfill(len(str(largest)) if self.padded else 1)
+        return f"-{digits}" if value < 0 else digits
+
+    def problems(self, count: int, rng: random.Random) -> list[tuple[int, str, int]]:
+        """Draw `count` problems, no two alike; ValueError when there are not so many."""
+        n = self.largest + 1
+        there_are = sum(n * (n + 1) // 2 if op in COMMUTATIVE else n * n for op in self.ops)
+        if count > there_are:
+            raise ValueError(f"{count} problems were asked for, there are {there_are}; raise --max or add --ops")
+        drawn: dict[tuple[int, str, int], tuple[int, str, int]] = {}
+        while len(drawn) < count:
+            a, op, b = rng.randrange(n), rng.choice(self.ops), rng.randrange(n)
+            drawn.setdefault((min(a, b), op, max(a, b)) if op in COMMUTATIVE else (a, op, b), (a, op, b))
+        return list(drawn.values())
+
+
+def make(
+    task: Task, *, train: int, held_out: int, sft: int = 0, copies: int = 1, wrong_share: float = 0.0, seed: int = 0
+) -> dict[str, list[Row]]:
+    """Draw the splits "eval", "train" and "sft" (in this order, so that eval depends on the seed alone).
+
+    `sft` counts problems, each with `copies` rows that differ in the operands' order and in the teacher's errors.
+    """
+    rng = random.Random(seed)
+    problems = task.problems(held_out + train + sft, rng)
+    to_learn = [_turned(problem, rng) for problem in problems[held_out + train :] for _ in range(copies)]
+    rng.shuffle(to_learn)
+    splits = {"eval": problems[:held_out], "train": problems[held_out : held_out + train], "sft": to_learn}
+    rows = {split: [_row(task, split, i, p) for i, p in enumerate(ps)] for split, ps in splits.items()}
+    return rows | {"sft": [_taught(row, wrong_share, rng) for row in rows["sft"]]}
+
+
+def _value(a: int, op: str, b: int) -> int:
+    return {"+": a + b, "-": a - b, "*": a * b}[op]
+
+
+def _turned(problem: tuple[int, str, int], rng: random.Random) -> tuple[int, str, int]:
+    a, op, b = problem
+    return (b, op, a) if op in COMMUTATIVE and rng.random() < 0.5 else problem
+
+
+def _row(task: Task, split: str, i: int, problem: tuple[int, str, int]) -> Row:
+    messages = [{"role": "user", "content": task.question(*problem)}]
+    return Row(id=f"arithmetic/{split}/{i}", messages=messages, answer=task.answer(*problem))
+
+
+def _taught(row: Row, wrong_share: float, rng: random.Random) -> Row:
+    said = list(row.answer)
+    if rng.random() < wrong_share:
+        at = rng.choice([i for i, char in enumerate(said) if char.isdigit()])
+        said[at] = rng.choice([d for d in "0123456789" if d != said[at]])
+    reply = {"role": "assistant", "content": "".join(said)}
+    return Row(id=row.id, messages=[*row.messages, reply], answer=row.answer)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.arithmetic", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for eval, train and sft files")
+    parser.add_argument("--jsonl", action="store_true", help="write JSONL instead of Parquet")
+    parser.add_argument("--ops", default="+", help="some of +-* (default %(default)s)")
+    parser.add_argument("--max", type=int, default=99, help="largest operand (default %(default)s)")
+    parser.add_argument("--padded", action="store_true", help="leading zeros, all numbers equally long")
+    parser.add_argument("--prompt-form", default="{a}{op}{b}=", help="default %(default)s")
+    parser.add_argument("--train", type=int, default=1000, help="problems for RL (default %(default)s)")
+    parser.add_argument("--eval", type=int, default=200, help="held-out problems (default %(default)s)")
+    parser.add_argument("--sft", type=int, default=0, help="problems for SFT (default none)")
+    parser.add_argument("--copies", type=int, default=1, help="SFT rows per problem (default %(default)s)")
+    parser.add_argument("--wrong-share", type=float, default=0.0, help="share of SFT rows with one wrong digit")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    if not args.ops or set(args.ops) - set("+-*"):
+        parser.error(f"--ops {args.ops!r}: give some of + - *")
+    if not 0 <= args.wrong_share <= 1:
+        parser.error(f"--wrong-share {args.wrong_share}: give a share between 0 and 1")
+    task = Task(ops=args.ops, largest=args.max, padded=args.padded, prompt_form=args.prompt_form)
+    try:
+        task.question(0, "+", 0)
+    except (KeyError, IndexError, ValueError):
+        parser.error(f"--prompt-form {args.prompt_form!r}: the places to fill are {{a}}, {{op}} and {{b}}")
+    try:
+        splits = make(
+            task,
+            train=args.train,
+            held_out=args.eval,
+            sft=args.sft,
+            copies=args.copies,
+            wrong_share=args.wrong_share,
+            seed=args.seed,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    for split, rows in splits.items():
+        if rows:
+            write_rows(args.out / f"{split}{'.jsonl' if args.jsonl else '.parquet'}", rows)
+
+
+if __name__ == "__main__":
+    main()

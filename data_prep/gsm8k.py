@@ -1,0 +1,75 @@
+"""GSM8K (https://arxiv.org/abs/2110.14168), from the hub or from a local copy in its original form.
+
+    python -m data_prep.gsm8k --split train --out data/gsm8k/train.parquet
+    python -m data_prep.gsm8k --split test --out data/gsm8k/test.parquet --from downloads/test.jsonl
+
+`--sft` adds the worked solution as the assistant's turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+from data_prep.rows import Row, write_rows
+
+HUB_ID = "openai/gsm8k"
+PROMPT_FORM = '{question}\nThink step by step, then give the final number after "####".'
+
+
+def make(records: list[dict[str, str]], *, split: str, prompt_form: str = PROMPT_FORM, sft: bool = False) -> list[Row]:
+    """Turn records with "question" and "answer" (a solution that ends in "#### number") into rows."""
+    return [_row(record, f"gsm8k/{split}/{i}", prompt_form, sft) for i, record in enumerate(records)]
+
+
+def read_original(path: Path) -> list[dict[str, str]]:
+    """Read JSONL of the original form; ValueError names the line that is not."""
+    records: list[dict[str, str]] = []
+    for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        record = json.loads(line)
+        if not isinstance(record, dict) or not {"question", "answer"} <= record.keys():
+            raise ValueError(f'{path}, line {n}: expected an object with "question" and "answer"')
+        records.append(record)
+    return records
+
+
+def read_hub(split: str) -> list[dict[str, str]]:
+    import pyarrow.parquet as pq
+    from huggingface_hub import hf_hub_download
+
+    return pq.read_table(
+        hf_hub_download(HUB_ID, f"main/{split}-00000-of-00001.parquet", repo_type="dataset")
+    ).to_pylist()
+
+
+def _row(record: dict[str, str], row_id: str, prompt_form: str, sft: bool) -> Row:
+    solution, mark, number = record["answer"].rpartition("####")
+    if not mark:
+        raise ValueError(f'{row_id}: the answer {record["answer"]!r} has no "####"')
+    messages = [{"role": "user", "content": prompt_form.format(question=record["question"])}]
+    if sft:
+        worked = re.sub(r"<<[^>]*>>", "", solution).strip()  # without the calculator's notes
+        messages.append({"role": "assistant", "content": f"{worked}\n#### {number.strip()}"})
+    return Row(id=row_id, messages=messages, answer=number.strip().replace(",", ""))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.gsm8k", description=__doc__.split("\n")[0])
+    parser.add_argument("--split", choices=["train", "test"], required=True)
+    parser.add_argument("--out", type=Path, required=True, help="a name that ends in .parquet or .jsonl")
+    parser.add_argument("--from", type=Path, dest="source", help="local JSONL instead of the hub")
+    parser.add_argument("--prompt-form", default=PROMPT_FORM, help="with {question} in it")
+    parser.add_argument("--sft", action="store_true", help="end each row in the worked solution")
+    parser.add_argument("--limit", type=int, help="only so many rows")
+    args = parser.parse_args(argv)
+    if args.source and not args.source.is_file():
+        parser.error(f"--from {args.source}: there is no such file")
+    records = read_original(args.source) if args.source else read_hub(args.split)
+    rows = make(records[: args.limit], split=args.split, prompt_form=args.prompt_form, sft=args.sft)
+    write_rows(args.out, rows)
+
+
+if __name__ == "__main__":
+    main()

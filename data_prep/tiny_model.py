@@ -1,0 +1,103 @@
+"""A tiny random Llama with a tokenizer of single characters, in a folder that transformers and vLLM load.
+
+    python -m data_prep.tiny_model --out models/tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import string
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
+ROLES = ("system", "user", "assistant", "tool")
+CHARACTERS = "\n" + string.digits + string.ascii_letters + string.punctuation + " "
+# Only the assistant's turns end in a mark: it is the one who must learn to stop.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, one per role; anything beyond ASCII is unknown."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    specials = [PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
+    vocabulary = {token: i for i, token in enumerate([*specials, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[f"<|{role}|>" for role in ROLES],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make(
+    out: Path, *, hidden_size: int = 64, layers: int = 2, heads: int = 2, max_length: int = 256, seed: int = 0
+) -> None:
+    """Save model, tokenizer, chat template and generation config under `out`; the same seed makes the same bytes."""
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=max_length,
+        initializer_range=0.05,  # the usual 0.02 is for wide models; a narrow one learns more slowly from it
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
+    )
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    print(f"{out}: a random Llama of {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.tiny_model", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--hidden-size", type=int, default=64, help="default %(default)s")
+    parser.add_argument("--layers", type=int, default=2, help="default %(default)s")
+    parser.add_argument("--heads", type=int, default=2, help="default %(default)s")
+    parser.add_argument("--max-length", type=int, default=256, help="positions (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    if args.hidden_size not in (32 * args.heads, 64 * args.heads):
+        parser.error("--hidden-size must be 32 or 64 times --heads: vLLM's CPU attention takes no other size of head")
+    make(
+        args.out,
+        hidden_size=args.hidden_size,
+        layers=args.layers,
+        heads=args.heads,
+        max_length=args.max_length,
+        seed=args.seed,
+    )
+
+
+if __name__ == "__main__":
+    main()

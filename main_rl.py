@@ -1,0 +1,55 @@
+"""Reinforcement learning: python main_rl.py --config configs/quickstart.yaml [key=value ...]
+
+A step: collect groups of samples, score the columns the algorithm asks for, assign credit, train,
+publish the new weights, log. `train` below is that step; everything it calls is one file away.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from core.cli import guarded, parse
+
+if TYPE_CHECKING:
+    from core.rl_run import Run
+    from core.session import Session
+
+
+async def train(run: Run) -> None:
+    """The loop. Prompts become groups of Samples, those become Batches, and the weights move."""
+    await run.publish(version=0)
+    await run.evaluate("before")
+    for step in range(run.cfg.steps):
+        groups = await run.collect()
+        groups = await run.score(groups)
+        groups = run.alg.credit(groups)
+        learnt = await run.learn(groups)
+        synced = await run.publish(version=step + 1)
+        run.log(step, groups, learnt | synced)
+    await run.evaluate("after")
+    await run.save()
+
+
+def main() -> int:
+    args = parse("main_rl.py", "Train a policy by reinforcement learning.")
+    from configs.load import load_recipe
+    from configs.schema import RLConfig
+    from core.explain import explain
+    from core.rl_run import prepare, start
+    from core.session import run_session
+
+    loaded = load_recipe(RLConfig, args.config, args.overrides)
+    if args.explain:
+        print(explain(loaded))
+        return 0
+    prepared = prepare(loaded)
+
+    async def body(session: Session) -> None:
+        await train(await start(prepared, session))
+
+    return run_session(loaded.cfg, body)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

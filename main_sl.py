@@ -1,0 +1,50 @@
+"""Supervised learning: python main_sl.py --config configs/quickstart_sft.yaml [key=value ...]
+
+The same trainers, batches and configuration as reinforcement learning; the data is given.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from core.cli import guarded, parse
+
+if TYPE_CHECKING:
+    from core.session import Session
+    from core.sl_run import Run
+
+
+async def train(run: Run) -> None:
+    """The loop: rows become Batches, and the weights move."""
+    await run.evaluate("before")
+    for step in range(run.cfg.steps):
+        learnt = await run.learn(run.rows.batch(step, run.cfg.rows_per_step))
+        measured = await run.evaluate_if_due(step)
+        run.session.log(step, learnt | measured)
+    await run.evaluate("after")
+    await run.save()
+
+
+def main() -> int:
+    args = parse("main_sl.py", "Train a model on given text.")
+    from configs.load import load_recipe
+    from configs.schema import SLConfig
+    from core.explain import explain
+    from core.session import run_session
+    from core.sl_run import prepare, start
+
+    loaded = load_recipe(SLConfig, args.config, args.overrides)
+    if args.explain:
+        print(explain(loaded))
+        return 0
+    prepared = prepare(loaded)
+
+    async def body(session: Session) -> None:
+        await train(await start(prepared, session))
+
+    return run_session(loaded.cfg, body)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

@@ -1,0 +1,91 @@
+"""Publish: every engine samples from the trainer's current weights, and has proven it, or the run stops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.cluster import Local, Remote
+from rollouts.fingerprint import fingerprint
+from rollouts.weight_sync import verify
+
+
+class WeightSync(Protocol):
+    async def publish(self, version: int) -> dict[str, float]:
+        """Return when every engine samples from version `version` and has shown it; raise RunStopped otherwise."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A prompt whose log-probabilities trainer and engines must agree on after every sync."""
+
+    token_ids: list[int]
+    bound: float
+    """Largest mean absolute difference, in nats."""
+
+
+@dataclass(slots=True)
+class LocalSync:
+    """Trainer and engine in this process: tensors are handed over."""
+
+    trainers: Local
+    rollouts: Local
+    probe: Probe
+    max_bytes: int
+
+    async def publish(self, version: int) -> dict[str, float]:
+        trainer, engine = self.trainers.worker, self.rollouts.worker.engine
+        await engine.load(version, trainer.weights(self.max_bytes))
+        sent: dict[str, int] = {}
+        for bucket in trainer.weights(self.max_bytes):
+            sent |= fingerprint(bucket)
+        gap = verify(
+            sent,
+            [await engine.fingerprint()],
+            expected_logp=trainer.probe(self.probe.token_ids),
+            probe_logp=[await engine.probe(self.probe.token_ids)],
+            bound=self.probe.bound,
+        )
+        return {"sync/probe_gap": gap}
+
+
+@dataclass(slots=True)
+class RemoteSync:
+    """Trainer rank 0 broadcasts to every rank of every engine."""
+
+    trainers: Remote
+    rollouts: Remote
+    probe: Probe
+    max_bytes: int
+    ranks_per_engine: int
+    timeout_s: float
+    joined: bool = False
+
+    async def publish(self, version: int) -> dict[str, float]:
+        if not self.joined:
+            await self._join()
+        # They meet in a broadcast; where one fails, the others are not waited for.
+        [sent, *_], _ = await self.trainers.together(
+            [self.trainers.all("send_weights", self.max_bytes), self.rollouts.all("engine.receive", version)]
+        )
+        expected, *_ = await self.trainers.all("probe", self.probe.token_ids)
+        gap = verify(
+            sent,
+            await self.rollouts.all("engine.fingerprint"),
+            expected_logp=expected,
+            probe_logp=await self.rollouts.all("engine.probe", self.probe.token_ids),
+            bound=self.probe.bound,
+        )
+        return {"sync/probe_gap": gap}
+
+    async def _join(self) -> None:
+        address, _ = await self.trainers.ask(0, "free_address")
+        port = await self.trainers.call(0, "open_sync", address, self.timeout_s)
+        members = 1 + len(self.rollouts) * self.ranks_per_engine
+        joins = [
+            self.rollouts.call(i, "engine.join", address, port, 1 + i * self.ranks_per_engine, members)
+            for i in range(len(self.rollouts))
+        ]
+        await self.trainers.together([self.trainers.call(0, "join_sync", members), *joins])
+        self.joined = True

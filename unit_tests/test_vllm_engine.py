@@ -1,0 +1,381 @@
+"""Real vLLM on a CPU: its log-probabilities are the trainer's, before and after a sync, and a bad sync is caught."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from core.errors import RunStopped
+from rollouts.engine import Completion
+from rollouts.fingerprint import fingerprint
+from rollouts.vllm_engine import LocalVllmEngine, VllmEngine
+from rollouts.weight_sync import Bucket, WeightReceiver, WeightSender, in_buckets, verify
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+T = TypeVar("T")
+BOUND = 1e-3
+TEMPERATURE = 0.7
+TIMEOUT_S = 60.0
+VOCABULARY = 300  # no multiple of vLLM's padding
+STOP = list(range(30))
+PROMPT = [(13 * i) % VOCABULARY for i in range(160)]  # longer than a block of the KV cache, which has 128
+BUCKET_BYTES = 150_000  # a dozen buckets; no layer fits one
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+}
+FAMILIES = {
+    "qwen2-tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3-untied": Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False),
+    "llama-tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "mistral-untied": MistralConfig(**SHAPE, head_dim=32, tie_word_embeddings=False),
+}
+
+
+def random_model(family: str, *, seed: int) -> PreTrainedModel:
+    """All parameters random, biases and norms too, so that a lost one is seen."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def save(family: str, folder: Path, *, seed: int) -> PreTrainedModel:
+    model = random_model(family, seed=seed)
+    model.save_pretrained(folder)
+    return model
+
+
+def logp(model: PreTrainedModel, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+    """Of token_ids[1:]."""
+    with torch.no_grad():
+        scores = model(torch.tensor([token_ids])).logits[0] / temperature
+    return scores.log_softmax(-1)[:-1].gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
+
+
+def gap(a: list[float], b: list[float]) -> float:
+    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
+
+
+def gap_of_samples(model: PreTrainedModel, completions: list[Completion]) -> float:
+    ours = [x for c in completions for x in logp(model, PROMPT + c.token_ids, TEMPERATURE)[-len(c.token_ids) :]]
+    return gap(ours, [x for c in completions for x in c.logp])
+
+
+async def sample(
+    engine: VllmEngine | LocalVllmEngine, seeds: range = range(6), max_new_tokens: int = 24
+) -> list[Completion]:
+    return await asyncio.gather(*[engine.generate(PROMPT, max_new_tokens=max_new_tokens, seed=seed) for seed in seeds])
+
+
+async def in_thread(call: Any, *args: Any, **kwargs: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, lambda: call(*args, **kwargs))
+
+
+async def agrees_before_and_only_after_a_sync(
+    engine: VllmEngine | LocalVllmEngine, old: PreTrainedModel, new: PreTrainedModel, sync: Coroutine[Any, Any, Any]
+) -> None:
+    assert gap(await engine.probe(PROMPT), logp(old, PROMPT)) < BOUND
+    samples = await sample(engine)
+    assert gap_of_samples(old, samples) < BOUND
+    # Without a sync the new model's bound would be missed by far more than tenfold.
+    assert gap_of_samples(new, samples) > 100 * BOUND
+    assert gap(await engine.probe(PROMPT), logp(new, PROMPT)) > 100 * BOUND
+
+    sent = await sync
+    samples = await sample(engine)
+    assert gap_of_samples(new, samples) < BOUND
+    verify(
+        sent,
+        [await engine.fingerprint()],
+        expected_logp=logp(new, PROMPT),
+        probe_logp=[await engine.probe(PROMPT)],
+        bound=BOUND,
+    )
+
+
+# In this process -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_process_engine_follows_the_trainer(family: str, tmp_path: Path) -> None:
+    old, new = save(family, tmp_path, seed=0), random_model(family, seed=1)
+    engine = LocalVllmEngine(
+        model_path=str(tmp_path),
+        dtype="float32",
+        temperature=TEMPERATURE,
+        max_model_len=256,
+        stop_token_ids=STOP,
+        kv_cache_gib=0.1,
+    )
+
+    async def load(version: int, model: PreTrainedModel) -> dict[str, int]:
+        await engine.load(version, in_buckets(model.named_parameters(), bucket_bytes=BUCKET_BYTES))
+        return fingerprint(model.named_parameters())
+
+    async def body() -> None:
+        await agrees_before_and_only_after_a_sync(engine, old, new, load(1, new))
+        # The second update starts from what the first one left behind.
+        await load(2, old)
+        completions = await sample(engine, range(20), max_new_tokens=4)
+        assert gap_of_samples(old, completions) < BOUND
+        for c in completions:
+            assert set(c.versions) == {2}
+            *before, last = [token in STOP for token in c.token_ids]
+            assert not any(before)
+            assert last == (c.stop == "eos")
+            assert last or len(c.token_ids) == 4
+        assert {c.stop for c in completions} == {"eos", "length"}
+        await engine.close()
+
+    threads = torch.get_num_threads()
+    asyncio.run(body())
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1  # vLLM disables this function, the engine gives it back
+    torch.set_num_threads(threads)
+
+
+# In processes of its own, two tensor-parallel ranks --------------------------------------------------------
+
+
+class Lab:
+    """An engine with two ranks, its event loop, and trainers that reach it over gloo."""
+
+    def __init__(self, family: str, folder: Path, *, tensor_parallel: int, stop: list[int]) -> None:
+        self.family = family
+        self.ranks = tensor_parallel
+        self.model = save(family, folder, seed=0)
+        self._runner = asyncio.Runner()
+        self.engine = self.run(self._start(folder, stop))
+        self.sender = WeightSender(timeout_s=TIMEOUT_S)
+        self.run(self._join())
+
+    def run(self, body: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(body)
+
+    async def _start(self, folder: Path, stop: list[int]) -> VllmEngine:
+        return VllmEngine(
+            model_path=str(folder),
+            dtype="float32",
+            temperature=TEMPERATURE,
+            max_model_len=1024,
+            stop_token_ids=stop,
+            tensor_parallel=self.ranks,
+            kv_cache_gib=0.25,
+            timeout_s=TIMEOUT_S,
+        )
+
+    async def _join(self) -> None:
+        port, members = self.sender.open(), self.ranks + 1
+        joined = self.engine.join(address="127.0.0.1", port=port, first_rank=1, members=members)
+        await asyncio.gather(in_thread(self.sender.join, members=members), joined)
+
+    async def publish(self, version: int, model: PreTrainedModel, tamper: Any = None) -> dict[str, int]:
+        """One sync. `tamper` maps each bucket to what is sent in its place, after the sender's fingerprint."""
+        ship = type(self.sender)._ship
+        sender = self.sender
+        if tamper is not None:
+            sender = WeightSender.__new__(Tampering)
+            sender.__dict__.update(self.sender.__dict__, tamper=tamper)
+        assert ship is WeightSender._ship
+        buckets = in_buckets(model.named_parameters(), bucket_bytes=BUCKET_BYTES)
+        sent, _ = await asyncio.gather(in_thread(sender.send, buckets), self.engine.receive(version))
+        return sent
+
+    def close(self) -> None:
+        processes = psutil.Process().children(recursive=True)
+        assert any("EngineCore" in p.name() or "VLLM" in " ".join(p.cmdline()) for p in processes)
+        self.run(self.engine.close())
+        self._runner.close()
+        gone, alive = psutil.wait_procs([p for p in processes if "tracker" not in " ".join(p.cmdline())], timeout=15)
+        assert not alive, f"{len(alive)} of {len(gone) + len(alive)} processes of the engine outlived it: {alive}"
+
+
+class Tampering(WeightSender):
+    """A sender that does not send what it took the fingerprint of."""
+
+    tamper: Any
+
+    def _ship(self, bucket: Bucket) -> None:
+        super()._ship(self.tamper(bucket))
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    lab = Lab("qwen2-tied", tmp_path_factory.mktemp("qwen2"), tensor_parallel=2, stop=[])
+    yield lab
+    lab.close()
+
+
+def test_two_ranks_follow_the_trainer_over_gloo(lab: Lab) -> None:
+    new = random_model(lab.family, seed=1)
+    lab.run(agrees_before_and_only_after_a_sync(lab.engine, lab.model, new, lab.publish(1, new)))
+
+
+def test_an_update_clears_the_prefix_cache(lab: Lab) -> None:
+    async def body() -> None:
+        await lab.publish(2, lab.model)
+        assert await lab.engine.cached_tokens(PROMPT) == 0
+        assert await lab.engine.cached_tokens(PROMPT) == 128  # the control: the same prompt again is served
+        await lab.publish(3, lab.model)
+        assert await lab.engine.cached_tokens(PROMPT) == 0
+
+    lab.run(body())
+
+
+def test_the_probe_is_never_served_from_the_cache(lab: Lab) -> None:
+    async def body() -> None:
+        await lab.publish(4, lab.model)
+        first = await lab.engine.probe(PROMPT)
+        assert len(first) == len(PROMPT) - 1
+        assert gap(await lab.engine.probe(PROMPT), first) < 1e-6
+
+    lab.run(body())
+
+
+def test_a_seed_decides_a_completion_whatever_else_runs(lab: Lab) -> None:
+    async def body() -> None:
+        together = [c.token_ids for c in await sample(lab.engine)]
+        alone = (await lab.engine.generate(PROMPT, max_new_tokens=24, seed=3)).token_ids
+        assert together[3] == alone
+        assert len(set(map(tuple, together))) == len(together)
+
+    lab.run(body())
+
+
+def test_tokens_in_flight_tell_the_version_that_sampled_them(lab: Lab) -> None:
+    new = random_model(lab.family, seed=5)
+
+    async def body() -> None:
+        await lab.publish(7, lab.model)
+        running = asyncio.create_task(lab.engine.generate(PROMPT, max_new_tokens=700, seed=0))
+        await asyncio.sleep(0.4)
+        await lab.publish(8, new)
+        c = await running
+        assert len(c.token_ids) == 700
+        assert c.versions == sorted(c.versions)
+        assert set(c.versions) == {7, 8}
+        for version, model in ((7, lab.model), (8, new)):
+            # After the update the whole prefix was computed anew: nothing of the old model is left in it.
+            expected = logp(model, PROMPT + c.token_ids, TEMPERATURE)[-700:]
+            at = [i for i, v in enumerate(c.versions) if v == version]
+            assert gap([expected[i] for i in at], [c.logp[i] for i in at]) < BOUND
+
+    lab.run(body())
+
+
+def changed(name: str) -> Any:
+    def tamper(bucket: Bucket) -> Bucket:
+        return [(n, t + (n == name) * 1e-6 * t.abs().max()) for n, t in bucket]
+
+    return tamper
+
+
+def dropped(name: str) -> Any:
+    return lambda bucket: [(n, t) for n, t in bucket if n != name]
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (changed("model.layers.1.mlp.down_proj.weight"), "ranks 0 to 1 .* model.layers.1.mlp.down_proj.weight"),
+        (changed("model.layers.0.self_attn.k_proj.bias"), "ranks 0 to 1 .* model.layers.0.self_attn.k_proj.bias"),
+        (changed("model.norm.weight"), "model.norm.weight"),
+        (dropped("model.layers.0.self_attn.k_proj.weight"), "did not load model.layers.0.self_attn.k_proj.weight"),
+        (dropped("model.layers.1.mlp.down_proj.weight"), "no values for 1 param.* model.layers.1.mlp.down_proj.weight"),
+    ],
+)
+def test_a_tampered_sync_stops_the_run_in_the_same_step(lab: Lab, fault: Any, says: str) -> None:
+    async def body() -> None:
+        sent = await lab.publish(9, lab.model, tamper=fault)
+        loaded = [await lab.engine.fingerprint()]
+        verify(sent, loaded, expected_logp=[], probe_logp=[], bound=BOUND)
+
+    with pytest.raises(RunStopped, match=says):
+        lab.run(body())
+
+
+def test_an_engine_left_out_stops_the_run(lab: Lab) -> None:
+    new = random_model(lab.family, seed=6)
+    sender = WeightSender(timeout_s=TIMEOUT_S)
+    port = sender.open()
+
+    def other_engine() -> dict[str, int]:
+        receiver = WeightReceiver(address="127.0.0.1", port=port, rank=1, members=2, timeout_s=TIMEOUT_S)
+        return fingerprint(pair for bucket in receiver.receive() for pair in bucket)
+
+    lab.run(lab.publish(10, lab.model))
+    with ThreadPoolExecutor() as pool:
+        heard = pool.submit(other_engine)
+        sender.join(members=2)
+        sent = sender.send(in_buckets(new.named_parameters()))
+    with pytest.raises(RunStopped, match="engine 1 are not the trainer's after the sync: ranks 0 to 1 together"):
+        verify(
+            sent,
+            [[heard.result()], lab.run(lab.engine.fingerprint())],
+            expected_logp=[],
+            probe_logp=[],
+            bound=BOUND,
+        )
+
+
+# Long evidence ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_follows_the_trainer_over_gloo(family: str, tensor_parallel: int, tmp_path: Path) -> None:
+    lab = Lab(family, tmp_path, tensor_parallel=tensor_parallel, stop=STOP)
+    new = random_model(family, seed=1)
+    lab.run(agrees_before_and_only_after_a_sync(lab.engine, lab.model, new, lab.publish(1, new)))
+    lab.close()
+
+
+@pytest.mark.verify
+def test_nothing_outlives_a_killed_engine(tmp_path: Path) -> None:
+    save("qwen2-tied", tmp_path, seed=0)
+    script = f"""
+        import sys, time
+        from rollouts.vllm_engine import VllmEngine
+        if __name__ == "__main__":
+            VllmEngine(model_path={str(tmp_path)!r}, dtype="float32", temperature=1.0, max_model_len=256,
+                       stop_token_ids=[], kv_cache_gib=0.1)
+            print("ready", flush=True)
+            time.sleep(600)
+    """
+    (tmp_path / "engine.py").write_text(textwrap.dedent(script))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, str(tmp_path / "engine.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as actor:
+        assert actor.stdout is not None
+        assert any(line.strip() == "ready" for line in actor.stdout)
+        children = psutil.Process(actor.pid).children(recursive=True)
+        assert len(children) >= 2
+        actor.kill()
+    began = time.monotonic()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive, f"still there {time.monotonic() - began:.0f} s after the kill: {alive}"

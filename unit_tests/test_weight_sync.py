@@ -1,0 +1,97 @@
+"""The stream of weights over gloo, between threads, and what `verify` says of it. No engine here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.errors import RunStopped
+from rollouts.fingerprint import fingerprint
+from rollouts.weight_sync import Bucket, WeightReceiver, WeightSender, in_buckets, verify
+
+TIMEOUT_S = 20.0
+WEIGHTS = {
+    "matrix": torch.randn(48, 64).bfloat16(),
+    "odd": torch.randn(3, 5, 7),
+    "scalar": torch.tensor(2.5),
+    "transposed": torch.randn(16, 8).t(),
+    "empty": torch.empty(0, 4),
+}
+
+
+def exchange(weights: dict[str, Tensor], *, receivers: int, rounds: int) -> tuple[dict[str, int], list[list[Bucket]]]:
+    """Send `rounds` times; what the sender says of the last one, and what each receiver got in it."""
+    sender = WeightSender(timeout_s=TIMEOUT_S)
+    port = sender.open()
+
+    def receive(rank: int) -> list[Bucket]:
+        receiver = WeightReceiver(address="127.0.0.1", port=port, rank=rank, members=receivers + 1, timeout_s=TIMEOUT_S)
+        return [list(receiver.receive()) for _ in range(rounds)][-1]
+
+    def send() -> dict[str, int]:
+        sender.join(members=receivers + 1)
+        return [sender.send(in_buckets(weights.items(), bucket_bytes=1024)) for _ in range(rounds)][-1]
+
+    with ThreadPoolExecutor() as pool:
+        got = [pool.submit(receive, rank + 1) for rank in range(receivers)]
+        return pool.submit(send).result(), [future.result() for future in got]
+
+
+def test_every_receiver_gets_every_tensor_bit_for_bit() -> None:
+    sent, received = exchange(WEIGHTS, receivers=2, rounds=2)
+    assert sent == fingerprint(WEIGHTS.items())
+    for buckets in received:
+        got = dict(pair for bucket in buckets for pair in bucket)
+        assert got.keys() == WEIGHTS.keys()
+        for name, tensor in got.items():
+            assert tensor.dtype == WEIGHTS[name].dtype
+            assert torch.equal(tensor, WEIGHTS[name])
+
+
+def test_buckets_are_bounded_and_a_larger_tensor_travels_alone() -> None:
+    named = [("a", torch.zeros(60)), ("b", torch.zeros(40)), ("big", torch.zeros(1000)), ("c", torch.zeros(1))]
+    # 240 and 160 bytes fill 400 exactly, 4000 do not fit anywhere.
+    buckets = [[name for name, _ in bucket] for bucket in in_buckets(named, bucket_bytes=400)]
+    assert buckets == [["a", "b"], ["big"], ["c"]]
+
+
+def test_a_member_who_does_not_come_is_an_error_in_time() -> None:
+    sender = WeightSender(timeout_s=1.0)
+    sender.open()
+    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|wait timeout"):
+        sender.join(members=2)
+
+
+SENT = fingerprint(WEIGHTS.items())
+
+
+def check(loaded: Sequence[Sequence[dict[str, int]]], probe_logp: Sequence[Sequence[float]] = ()) -> float:
+    return verify(SENT, loaded, expected_logp=[-1.0, -2.0], probe_logp=probe_logp, bound=0.01)
+
+
+def test_engines_that_agree_pass_and_the_largest_difference_is_told() -> None:
+    # Means of (0.004 + 0) / 2 and (0.001 + 0.001) / 2.
+    assert check([[SENT], [SENT]], [[-1.004, -2.0], [-1.001, -2.001]]) == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "says"),
+    [
+        ([[SENT], [{**SENT, "odd": 1}]], "engine 1 .* rank 0 loaded other values of odd"),
+        ([[SENT], [{}]], "engine 1 .* rank 0 did not load matrix, odd, scalar and 2 more"),
+        ([[{**SENT, "lm_head": 1}], [SENT]], "engine 0 .* rank 0 loaded lm_head, which was not sent"),
+    ],
+)
+def test_a_mismatch_stops_the_run_and_names_the_place(loaded: list[list[dict[str, int]]], says: str) -> None:
+    with pytest.raises(RunStopped, match=says):
+        check(loaded)
+
+
+@pytest.mark.parametrize("off", [-1.5, float("nan")])
+def test_a_probe_that_disagrees_stops_the_run(off: float) -> None:
+    with pytest.raises(RunStopped, match="engine 1 .* log-probabilities of the probe"):
+        check([[SENT], [SENT]], [[-1.0, -2.0], [off, -2.0]])
