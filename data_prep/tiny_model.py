@@ -1,6 +1,6 @@
 """A tiny random Llama with a tokenizer of single characters, in a folder that transformers and vLLM load.
 
-    python -m data_prep.tiny_model --out models/tiny
+python -m data_prep.tiny_model --out models/tiny
 """
 
 from __future__ import annotations

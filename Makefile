@@ -1,0 +1,47 @@
+# Two commands work from a bare clone: `make quickstart` and `make test`. Both install what is missing first.
+
+PYTHON := $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+# pytest's exit code 5 says that no test of this kind exists (yet), which is not a failure
+MAY_BE_EMPTY := || [ $$? -eq 5 ]
+
+.PHONY: help install newest quickstart lint types check test verify
+
+help:  ## what there is to make
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+install:  ## .venv with the tested versions, for the GPU or the CPU, whichever this machine has
+ifeq ($(PYTHON),)
+	@echo "FeynRL needs Python 3.11, 3.12 or 3.13, and neither python3 nor python3.11 to python3.13 is one" >&2; exit 1
+else
+	@$(PYTHON) tools/install.py
+endif
+
+quickstart: install  ## a tiny model from random weights: supervised warm-up, then GRPO to mastery of addition
+	$(BIN)/python -m data_prep.tiny_model --out models/quickstart
+	$(BIN)/python -m data_prep.arithmetic --out data/quickstart --padded --train 1200 --eval 256 \
+		--sft 3500 --copies 4 --wrong-share 0.65
+	$(BIN)/python main_sl.py --config configs/quickstart_sft.yaml
+	$(BIN)/python main_rl.py --config configs/quickstart.yaml
+
+lint: install  ## ruff, formatting included
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install  ## pyright, strict on algs/ core/ data_feeds/
+	$(BIN)/pyright
+
+check: lint types  ## lint, types and the fast tests: under two minutes
+	$(PYTEST) -q
+
+test: install  ## the fast and the slow tests
+	$(PYTEST) -q -m "not verify" $(MAY_BE_EMPTY)
+
+verify: install  ## long evidence runs
+	$(PYTEST) -q -m verify --timeout 3600 $(MAY_BE_EMPTY)
+
+newest:  ## the fast and the slow tests with the newest versions of everything, in .venv-newest
+	@$(PYTHON) tools/install.py --newest
+	.venv-newest/bin/python -m pytest -q -m "not verify" $(MAY_BE_EMPTY)
