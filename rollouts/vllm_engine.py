@@ -200,6 +200,7 @@ class VllmEngine(_Vllm):
     async def close(self) -> None:
         """End the engine's processes."""
         self._llm.shutdown(timeout=10.0)
+        del self._llm  # its finalizer fails when it runs at the interpreter's exit
 
     async def _ask(self, token_ids: list[int], params: Any) -> Any:
         request = self._llm.generate({"prompt_token_ids": token_ids}, params, request_id=str(next(self._requests)))
