@@ -27,7 +27,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 class Workers(Protocol):
     def __len__(self) -> int: ...
-    async def call(self, rank: int, method: str, *args: Any) -> Any: ...
+    async def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any: ...
     async def map(self, method: str, shards: list[tuple[Any, ...]]) -> list[Any]: ...
     async def all(self, method: str, *args: Any) -> list[Any]: ...
 
@@ -41,8 +41,8 @@ class Local:
     def __len__(self) -> int:
         return 1
 
-    async def call(self, rank: int, method: str, *args: Any) -> Any:
-        result = attrgetter(method)(self.worker)(*args)
+    async def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        result = attrgetter(method)(self.worker)(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
     async def map(self, method: str, shards: list[tuple[Any, ...]]) -> list[Any]:
@@ -68,8 +68,8 @@ class Remote:
         places = [Place(rank=i, size=len(self), address=address, port=port) for i in range(len(self))]
         await self.together(self.ask(i, "build", build, place, args) for i, place in enumerate(places))
 
-    async def call(self, rank: int, method: str, *args: Any) -> Any:
-        return await self.ask(rank, "call", method, *args)
+    async def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await self.ask(rank, "call", method, *args, **kwargs)
 
     async def map(self, method: str, shards: list[tuple[Any, ...]]) -> list[Any]:
         return await self.together(self.call(i, method, *args) for i, args in enumerate(shards))
@@ -77,14 +77,14 @@ class Remote:
     async def all(self, method: str, *args: Any) -> list[Any]:
         return await self.together(self.call(i, method, *args) for i in range(len(self)))
 
-    async def ask(self, rank: int, what: str, *args: Any) -> Any:
+    async def ask(self, rank: int, what: str, *args: Any, **kwargs: Any) -> Any:
         """Raises what the method raised; RunStopped naming worker and method if it died or took too long."""
         import ray
 
         who = f"{self.name} {rank} ({args[0] if what == 'call' else what})"
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await getattr(self.actors[rank], what).remote(*args)
+                return await getattr(self.actors[rank], what).remote(*args, **kwargs)
         except TimeoutError as error:
             raise RunStopped(f"{who} did not answer within timeout_s={self.timeout_s:g} seconds") from error
         except ray.exceptions.RayTaskError as error:
@@ -188,6 +188,6 @@ class Actor:
     async def build(self, build: Callable[..., Any], place: Place, args: tuple[Any, ...]) -> None:
         self.held = build(place, *args)
 
-    async def call(self, method: str, *args: Any) -> Any:
-        result = attrgetter(method)(self.held)(*args)
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        result = attrgetter(method)(self.held)(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result

@@ -140,7 +140,7 @@ class HfEngine:
             raise RunStopped(f"the sync of version {version} had no values for {len(missing)} tensors, such as {min(missing)}")
         self.version = version
 
-    async def join(self, address: str, port: int, first_rank: int, members: int) -> None:
+    async def join(self, *, address: str, port: int, first_rank: int, members: int) -> None:
         """Become member `first_rank` of the sender's group."""
         self.receiver = WeightReceiver(
             address=address, port=port, rank=first_rank, members=members, timeout_s=self.timeout_s

@@ -82,10 +82,10 @@ class RemoteSync:
     async def _join(self) -> None:
         address, _ = await self.trainers.ask(0, "free_address")
         port = await self.trainers.call(0, "open_sync", address, self.timeout_s)
-        members = 1 + len(self.rollouts) * self.ranks_per_engine
+        n = self.ranks_per_engine
+        group = {"address": address, "port": port, "members": 1 + len(self.rollouts) * n}
         joins = [
-            self.rollouts.call(i, "engine.join", address, port, 1 + i * self.ranks_per_engine, members)
-            for i in range(len(self.rollouts))
+            self.rollouts.call(i, "engine.join", first_rank=1 + i * n, **group) for i in range(len(self.rollouts))
         ]
-        await self.trainers.together([self.trainers.call(0, "join_sync", members), *joins])
+        await self.trainers.together([self.trainers.call(0, "join_sync", group["members"]), *joins])
         self.joined = True
