@@ -14,9 +14,13 @@ by itself. Afterwards `verify` compares what was sent with what every engine loa
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from math import prod
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -29,21 +33,33 @@ Bucket = list[tuple[str, Tensor]]
 """Named full tensors that travel together."""
 
 _ALIGNMENT = 64
+_PARENT_POLL_S = 1.0
 _Header = list[tuple[str, str, list[int]]]
 
 
 def register() -> None:
-    """Make our transports known to vLLM; it calls this in each of its processes (vllm.general_plugins)."""
+    """vLLM calls this in each of its processes (entry point group vllm.general_plugins), maybe more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
-    known = Factory._registry  # vLLM may call a plugin twice in a process, and refuses a second registration
-    for name, cls in {
-        "feynrl_gloo": "GlooTransfer",
-        "feynrl_local": "LocalTransfer",
-        "feynrl_nccl": "NcclTransfer",
-    }.items():
-        if name not in known:
+    _end_with_parent()
+    transports = {"feynrl_gloo": "GlooTransfer", "feynrl_local": "LocalTransfer", "feynrl_nccl": "NcclTransfer"}
+    for name, cls in transports.items():
+        if name not in Factory._registry:  # it refuses a second registration
             Factory.register_engine(name, "rollouts.vllm_worker", cls)
+
+
+def _end_with_parent() -> None:
+    """In a process that vLLM started: end when its parent is gone. After a kill of the parent vLLM would stay."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent.pid:
+            time.sleep(_PARENT_POLL_S)
+        os._exit(1)
+
+    Thread(target=watch, daemon=True, name="end with parent").start()
 
 
 def in_buckets(named: Iterable[tuple[str, Tensor]], *, bucket_bytes: int = 256 << 20) -> Iterator[Bucket]:
