@@ -72,8 +72,6 @@ class RolloutConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    transport: Literal["auto", "nccl", "gloo"] = "auto"
-    """How weights travel from trainer to engine on `backend: ray`; auto is nccl on GPUs and gloo on a CPU."""
     bucket_mib: int = Field(256, ge=1)
     """Weights are gathered and sent in buckets of this size; a single larger tensor makes its own."""
     timeout_s: float = Field(300.0, gt=0)
@@ -115,8 +113,8 @@ class RunConfig(Section):
     """The only clock."""
     backend: Literal["ray", "local"] = "ray"
     """ray: trainer ranks and engines are Ray actors. local: one process, so that breakpoint() works anywhere."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto: GPUs where there are some. cuda: refuse to run without enough of them."""
+    device: Literal["auto", "cuda"] = "auto"
+    """auto: GPUs where there are some, else the CPU. cuda: refuse to run without enough GPUs."""
     ray_address: str | None = None
     """Of a running cluster; unset starts a private one on this machine."""
     run_dir: str = "runs"

@@ -233,8 +233,8 @@ def check_devices(cfg: RunConfig) -> str | None:
     if cfg.ray_address is not None:
         return None  # Ray knows what the cluster has, and waits for it no longer than timeout_s
     if cfg.backend == "local":
-        return f"device: cuda, and this machine has no GPU: set device=cpu" if cfg.device == "cuda" and not gpus else None
-    on_gpu = cfg.device == "cuda" or (cfg.device == "auto" and gpus > 0)
+        return "device is cuda, and this machine has no GPU: set device=auto" if cfg.device == "cuda" and not gpus else None
+    on_gpu = cfg.device == "cuda" or gpus > 0
     if on_gpu and wanted > gpus:
         return (
             f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks want {wanted} GPUs, and this machine has "

@@ -62,9 +62,9 @@ def micro_batches(tokens: int, budget: int, ranks: int) -> str:
 
 def placement(cfg: RunConfig) -> list[tuple[str, str]]:
     if cfg.backend == "local":
-        device = "the GPU" if gpus_here() and cfg.device != "cpu" else "the CPU"
+        device = "the GPU" if gpus_here() else "the CPU"
         return [("this process", f"everything, on {device}: reference trainer" + (" and engine" if isinstance(cfg, RLConfig) else ""))]
-    on_gpu = cfg.device == "cuda" or (cfg.device == "auto" and gpus_here() > 0)
+    on_gpu = cfg.device == "cuda" or gpus_here() > 0
     kind = "GPU" if on_gpu else "share of the CPU"
     rows = [("trainer", f"{cfg.trainer.ranks} Ray actors, DeepSpeed ZeRO-{cfg.trainer.zero_stage}, one {kind} each")]
     if isinstance(cfg, RLConfig):

@@ -1,25 +1,70 @@
+import os
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import yaml
 
-SHAPE = dict(
-    vocab_size=64,
-    max_position_embeddings=128,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    eos_token_id=1,
-    bos_token_id=None,
-    pad_token_id=0,
-)  # head_dim 32: the least that vLLM's CPU attention takes
+from data_prep import arithmetic, tiny_model
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory) -> str:
-    """A random two-layer Llama, saved."""
-    torch.manual_seed(0)
+    """A random two-layer Llama with a tokenizer of characters, saved."""
     folder = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder)
+    tiny_model.make(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory) -> Path:
+    """A folder with train, eval and sft files of one-digit additions."""
+    folder = tmp_path_factory.mktemp("sums")
+    arithmetic.main(["--out", str(folder), "--max", "9", "--train", "30", "--eval", "10", "--sft", "15"])
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path, tiny_path, sums):
+    """Write a small, valid RL recipe with changes (dotted keys), and return its path."""
+
+    def write(changes: dict | None = None, *, kind: str = "rl") -> str:
+        common = {
+            "name": "test",
+            "steps": 2,
+            "backend": "local",
+            "run_dir": str(tmp_path / "runs"),
+            "model": {"path": tiny_path, "dtype": "float32"},
+        }
+        rl = {
+            "groups_per_step": 4,
+            "group_size": 4,
+            "alg": {"name": "grpo"},
+            "data": {"train": str(sums / "train.parquet"), "max_prompt_tokens": 32},
+            "reward": {"fn": "arithmetic", "workers": 1},
+            "rollout": {"engine": "hf", "max_new_tokens": 8},
+            "trainer": {"lr": 1e-3},
+        }
+        sl = {
+            "rows_per_step": 5,
+            "alg": {"name": "sft"},
+            "data": {"train": str(sums / "sft.parquet"), "max_prompt_tokens": 32},
+            "trainer": {"lr": 1e-3},
+        }
+        raw = common | (rl if kind == "rl" else sl)
+        for dotted, value in (changes or {}).items():
+            *parents, last = dotted.split(".")
+            node = raw
+            for key in parents:
+                node = node.setdefault(key, {})
+            if value is None:
+                del node[last]
+            else:
+                node[last] = value
+        path = tmp_path / f"{kind}.yaml"
+        path.write_text(yaml.safe_dump(raw))
+        return str(path)
+
+    return write

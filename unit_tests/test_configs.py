@@ -1,0 +1,169 @@
+"""A mistake gets one sentence that names the key or the file and the mend, exit code 2, and nothing is started."""
+
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import main_rl
+import main_sl
+from configs.load import load_recipe
+from configs.schema import RLConfig, SLConfig
+from core.cli import guarded
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def run(monkeypatch, capsys, program, *argv: str) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *argv])
+    code = guarded(program.main)
+    return code, capsys.readouterr().err
+
+
+def parquet(path: Path, rows: dict) -> str:
+    pq.write_table(pa.table(rows), path)
+    return str(path)
+
+
+def file_of(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+TWO_LOSSES = "from algs.sft import SFT\nclass A(SFT): pass\nclass B(SFT): pass\n"
+CONVERSATION = [{"role": "user", "content": "1+1="}]
+
+BROKEN = {
+    # name: (changes to the recipe, what the sentence must hold)
+    "unknown key": ({"trainer.lerning_rate": 1}, ["trainer.lerning_rate", "known keys", "lr"]),
+    "near miss": ({"rollout.temprature": 1}, ["rollout.temprature", "did you mean 'temperature'"]),
+    "unknown hyper-parameter": ({"alg.clip_hgih": 0.3}, ["alg.clip_hgih", "did you mean 'clip_high'"]),
+    "hyper-parameter out of range": ({"alg.clip_low": -1}, ["alg.clip_low=-1", "greater than 0"]),
+    "knob of another algorithm": ({"alg.gamma": 1.0}, ["alg.gamma is not a known key"]),
+    "wrong type": ({"steps": "many"}, ["steps='many'", "integer"]),
+    "missing key": ({"groups_per_step": None}, ["groups_per_step is missing"]),
+    "top-p": ({"rollout.top_p": 0.9}, ["rollout.top_p"]),
+    "unknown algorithm": ({"alg.name": "grop"}, ["alg.name", "did you mean 'grpo'"]),
+    "algorithm of the other program": ({"alg": {"name": "sft"}}, ["main_sl.py"]),
+    "missing algorithm file": ({"alg": {"file": "/nowhere/mine.py"}}, ["/nowhere/mine.py"]),
+    "missing data": ({"data.train": "/nowhere/train.parquet"}, ["data.train=/nowhere/train.parquet", "no such file"]),
+    "unreadable kind of data": ({"data.train": __file__}, ["must end in .parquet or .jsonl"]),
+    "missing reward": ({"reward.fn": "aritmetic"}, ["reward.fn", "did you mean 'arithmetic'"]),
+    "unknown engine": ({"rollout.engine": "vlm"}, ["rollout.engine='vlm'", "hf, vllm"]),
+    "unknown environment": ({"rollout.env": "chess"}, ["rollout.env='chess'", "single_turn"]),
+    "missing model folder": ({"model.path": "/nowhere/model"}, ["model.path=/nowhere/model does not exist"]),
+    "prompt longer than the model": ({"data.max_prompt_tokens": 300}, ["308 tokens", "room for 256"]),
+    "sample longer than a micro-batch": ({"trainer.micro_batch_tokens": 20}, ["40 tokens", "micro_batch_tokens=20"]),
+    "too few devices": ({"backend": "ray", "trainer.ranks": 512}, ["512 trainer ranks", "lower trainer.ranks"]),
+    "ranks in one process": ({"trainer.ranks": 2}, ["backend: local is one process"]),
+    "updates that do not divide": ({"updates_per_step": 3}, ["groups_per_step=4", "multiple of updates_per_step=3"]),
+    "ZeRO-0 with bfloat16": (
+        {"backend": "ray", "trainer.zero_stage": 0, "model.dtype": "bfloat16"},
+        ["trainer.zero_stage to 1"],
+    ),
+    "only too long prompts": ({"data.max_prompt_tokens": 2}, ["every prompt is longer", "max_prompt_tokens=2"]),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_recipe_gets_one_sentence(name, recipe, monkeypatch, capsys, tmp_path):
+    changes, words = BROKEN[name]
+    code, err = run(monkeypatch, capsys, main_rl, "--config", recipe(changes))
+    assert code == 2
+    assert len(err.splitlines()) == 1 and err.startswith("error: "), err
+    assert all(word in err for word in words), err
+    assert not (tmp_path / "runs").exists(), "nothing was started"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda d: parquet(d / "x.parquet", {"question": ["1+1="]}), ["no column messages", "it has question"]),
+        (lambda d: parquet(d / "x.parquet", {"messages": ["1+1="]}), ["row 0", "messages must be a list"]),
+        (lambda d: parquet(d / "x.parquet", {"messages": pa.array([], pa.string())}), ["has no rows"]),
+        (lambda d: file_of(d / "x.parquet", "no parquet"), ["is not a Parquet file"]),
+        (lambda d: file_of(d / "x.jsonl", '{"messages": \n'), ["line 1 is not JSON"]),
+        (lambda d: parquet(d / "x.parquet", {"messages": [CONVERSATION] * 2, "id": ["a", "a"]}), ["ids must be unique"]),
+    ],
+)
+def test_broken_data_names_file_and_row(make, words, recipe, monkeypatch, capsys, tmp_path):
+    code, err = run(monkeypatch, capsys, main_rl, "--config", recipe({"data.train": make(tmp_path)}))
+    assert code == 2 and len(err.splitlines()) == 1, err
+    assert all(word in err for word in ["data.train", *words]), err
+
+
+def test_broken_files_of_the_user(recipe, monkeypatch, capsys, tmp_path, tiny_path):
+    two = file_of(tmp_path / "two.py", TWO_LOSSES)
+    empty = tmp_path / "model"
+    empty.mkdir()
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "config.json").write_text("{")
+    cases = [
+        ({"alg": {"file": two}}, "exactly one subclass of algs.base.Algorithm, found A, B"),
+        ({"alg": {"file": file_of(tmp_path / "bad.py", "import nowhere\n")}}, "bad.py, line 1"),
+        ({"reward.fn": file_of(tmp_path / "r.py", "x = 1\n")}, "no function score"),
+        ({"model.path": str(empty)}, "no config.json"),
+        ({"model.path": str(half)}, "cannot be read as a model config"),
+    ]
+    for changes, words in cases:
+        code, err = run(monkeypatch, capsys, main_rl, "--config", recipe(changes))
+        assert code == 2 and len(err.splitlines()) == 1 and words in err, err
+
+
+def test_broken_command_lines(recipe, monkeypatch, capsys, tmp_path):
+    good = recipe()
+    cases = [
+        (["--config", str(tmp_path / "rk.yaml")], "did you mean 'rl.yaml'"),
+        (["--config", file_of(tmp_path / "bad.yaml", "a: [1\n")], "bad.yaml, line"),
+        (["--config", file_of(tmp_path / "list.yaml", "- 1\n")], "must hold keys and values"),
+        (["--config", good, "steps"], "not of the form key=value"),
+        (["--config", good, "name.x=1"], "name is not a section"),
+        (["--config", good, "trainer.lr=-1"], "trainer.lr=-1"),
+    ]
+    for argv, words in cases:
+        code, err = run(monkeypatch, capsys, main_rl, *argv)
+        assert code == 2 and len(err.splitlines()) == 1 and words in err, err
+
+
+def test_supervised_data_without_replies_is_refused(recipe, monkeypatch, capsys, sums):
+    path = recipe({"data.train": str(sums / "train.parquet")}, kind="sl")
+    code, err = run(monkeypatch, capsys, main_sl, "--config", path)
+    assert code == 2 and "30 have no assistant turn" in err
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_loads_and_explains_itself(path, monkeypatch, capsys):
+    supervised = "rows_per_step" in path.read_text()
+    loaded = load_recipe(SLConfig if supervised else RLConfig, str(path), [])
+    again = type(loaded.cfg).model_validate(loaded.cfg.model_dump())
+    assert again == loaded.cfg
+    monkeypatch.setattr(sys, "argv", ["main.py", "--config", str(path), "--explain"])
+    assert guarded((main_sl if supervised else main_rl).main) == 0
+    out = capsys.readouterr().out
+    assert "what follows from it" in out and "optimizer updates" in out
+
+
+def test_explain_does_the_arithmetic_and_warns_of_missing_devices(recipe, monkeypatch, capsys, tmp_path):
+    changes = {"backend": "ray", "trainer.ranks": 512, "updates_per_step": 2, "trainer.micro_batch_tokens": 64}
+    monkeypatch.setattr(sys, "argv", ["main_rl.py", "--config", recipe(changes), "--explain", "steps=7"])
+    assert guarded(main_rl.main) == 0
+    out = capsys.readouterr().out
+    assert "4 prompts x 4 samples -> 16 sequences" in out
+    assert "7 steps -> 112 sequences -> 14 optimizer updates" in out
+    assert "warning: 512 trainer ranks" in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_memory_is_unknown_where_the_config_cannot_be_read(recipe, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(sys, "argv", ["main_rl.py", "--config", recipe({"model.path": "some/model"}), "--explain"])
+    assert guarded(main_rl.main) == 0
+    assert "memory                 unknown" in capsys.readouterr().out
+
+
+def test_overrides_reach_the_algorithm(recipe):
+    assert load_recipe(RLConfig, recipe(), ["alg.clip_low=0.1", "seed=3"]).cfg.alg["clip_low"] == 0.1

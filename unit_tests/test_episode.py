@@ -1,0 +1,125 @@
+"""A scripted conversation: who said what, and who gets trained on it."""
+
+import asyncio
+
+import pytest
+
+from core.types import Prompt, Sample
+from rollouts.engine import Completion
+from rollouts.envs import Calculator
+from rollouts.episode import run_episode, seed_of
+
+PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1 2"}])
+
+
+class Words:
+    """Token id k is the word "k"."""
+
+    def render(self, messages):
+        return [int(w) for m in messages for w in m["content"].split()]
+
+    def render_turn(self, message):
+        return [int(w) for w in message["content"].split()]
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+class Scripted:
+    """Says each reply in turn; the version goes up between turns, as if weights landed in mid-episode."""
+
+    def __init__(self, *replies, stop="eos"):
+        self.replies, self.stop, self.version, self.asked = list(replies), stop, 7, []
+
+    async def generate(self, token_ids, *, max_new_tokens, seed):
+        self.asked.append((token_ids, max_new_tokens, seed))
+        ids = self.replies.pop(0)
+        self.version += 1
+        n = len(ids)
+        return Completion(token_ids=ids, logp=[-0.5] * n, versions=[self.version - 1] * n, stop=self.stop)
+
+
+class Tool:
+    """Answers a reply that begins with 3, and ends the episode on anything else."""
+
+    def __init__(self, answer="9 9"):
+        self.answer = answer
+
+    async def step(self, reply):
+        if reply.startswith("4"):
+            raise OSError("the tool broke")
+        return {"role": "tool", "content": self.answer} if reply.startswith("3") else None
+
+    def scores(self):
+        return {}
+
+
+def play(engine, *, env=None, max_turns=3, max_new_tokens=10):
+    episode = run_episode(
+        engine,
+        env or Tool(),
+        PROMPT,
+        Words(),
+        seed=lambda turn: 100 + turn,
+        max_new_tokens=max_new_tokens,
+        max_turns=max_turns,
+    )
+    return asyncio.run(episode)
+
+
+def test_only_what_the_policy_said_is_learnt():
+    sample, said = play(Scripted([3, 4], [5]))
+    assert sample.token_ids == [1, 2, 3, 4, 9, 9, 5]
+    assert sample.mask == [False, False, True, True, False, False, True]
+    assert sample.rollout_logp == [0, 0, -0.5, -0.5, 0, 0, -0.5]
+    assert sample.versions == [-1, -1, 7, 7, -1, -1, 8], "every token knows the policy that sampled it"
+    assert [m["role"] for m in said] == ["assistant", "tool", "assistant"]
+    assert sample.stop == "eos"
+
+
+def test_the_engine_continues_its_own_tokens_and_the_budget_is_for_the_episode():
+    engine = Scripted([3, 4], [5])
+    play(engine)
+    # 10 new tokens in all: 2 spoken and 2 observed leave 6
+    assert engine.asked == [([1, 2], 10, 100), ([1, 2, 3, 4, 9, 9], 6, 101)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "turns", "budget", "stop"),
+    [
+        (Scripted([3], [3]), 2, 10, "turns"),
+        (Scripted([3], stop="length"), 2, 10, "length"),
+        (Scripted([3]), 2, 3, "length"),  # the tool's answer would use the budget up
+    ],
+)
+def test_why_it_stopped(engine, turns, budget, stop):
+    sample, _ = play(engine, max_turns=turns, max_new_tokens=budget)
+    assert sample.stop == stop
+    assert sample.mask[-1], "nothing is observed that is not answered"
+
+
+def test_an_environment_that_raises_fails_its_sample():
+    sample, _ = play(Scripted([4]))
+    assert sample.failure == "OSError: the tool broke"
+    assert not any(sample.learnt)
+
+
+def test_the_calculator_answers_once_and_counts():
+    env = Calculator(PROMPT)
+    assert asyncio.run(env.step("12*3 = ?")) == {"role": "user", "content": "36"}
+    assert asyncio.run(env.step("I want to know\n2 + 3*4 = ?"))["content"] == "14"
+    assert asyncio.run(env.step("__import__('os') = ?"))["content"].startswith("error")
+    assert asyncio.run(env.step("36")) is None
+    assert env.scores()["calculator_calls"] == 3
+
+
+def test_seeds_tell_runs_tickets_siblings_and_turns_apart():
+    seeds = {seed_of(r, t, s, u) for r in range(3) for t in range(4) for s in range(4) for u in range(3)}
+    assert len(seeds) == 3 * 4 * 4 * 3
+    assert all(0 <= s < 2**63 for s in seeds)
+    assert seed_of(1, 2, 3, 4) == seed_of(1, 2, 3, 4)
+
+
+def test_a_sample_whose_lists_disagree_cannot_be_made():
+    with pytest.raises(ValueError, match="one length"):
+        Sample(prompt=PROMPT, token_ids=[1, 2], mask=[True], rollout_logp=[0.0, 0.0], versions=[0, 0])

@@ -1,0 +1,74 @@
+"""Who may import whom. The mathematics must run where no GPU library is installed."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ALLOWED = {"algs": {"torch", "pydantic", "core", "algs", "math"}}
+BANNED = {
+    "rewards": {"ray", "deepspeed", "vllm", "torch", "algs", "rollouts", "trainers"},
+    "rollouts": {"ray", "deepspeed", "algs"},
+    "trainers": {"ray", "vllm"},
+    "data_feeds": {"ray", "deepspeed", "vllm", "rollouts", "trainers", "algs"},
+    "core": {"deepspeed", "vllm"},
+}
+HOMES = {"ray": {"cluster.py"}, "deepspeed": {"deepspeed.py"}, "vllm": {"vllm_engine.py", "vllm_worker.py", "weight_sync.py"}}
+
+
+def imports(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (a.name.split(".")[0] for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").split(".")[0]
+
+
+def at_run_time(path: Path):
+    """Imports outside `if TYPE_CHECKING:`."""
+    tree = ast.parse(path.read_text())
+    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING")]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (a.name.split(".")[0] for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").split(".")[0]
+
+
+@pytest.mark.parametrize("folder", BANNED)
+def test_a_layer_imports_nothing_it_should_not(folder):
+    for path in (ROOT / folder).glob("*.py"):
+        assert not set(at_run_time(path)) & BANNED[folder], path
+
+
+def test_algorithms_import_torch_pydantic_and_types_only():
+    for path in (ROOT / "algs").glob("*.py"):
+        if path.stem not in ("__init__", "check"):
+            assert set(at_run_time(path)) <= ALLOWED["algs"] | {"__future__", "dataclasses", "typing"}, path
+
+
+@pytest.mark.parametrize("library", HOMES)
+def test_a_heavy_library_has_one_home(library):
+    users = {
+        p.name
+        for folder in ("algs", "core", "rollouts", "rewards", "trainers", "data_feeds", "data_prep", "configs")
+        for p in (ROOT / folder).glob("*.py")
+        if library in imports(p)
+    }
+    assert users <= HOMES[library]
+
+
+@pytest.mark.parametrize("program", ["main_rl.py", "main_sl.py"])
+def test_help_imports_no_heavy_module(program):
+    code = (
+        f"import sys, runpy; sys.argv = [{program!r}, '--help']\n"
+        f"try: runpy.run_path({program!r}, run_name='__main__')\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "print([m for m in ('torch', 'transformers', 'ray', 'vllm', 'deepspeed', 'pydantic') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
+    assert "--config" in out
