@@ -1,0 +1,152 @@
+"""Data sets and models that the scripts of data_prep/ make."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep import arithmetic, gsm8k, smollm2, tiny_model
+from data_prep.arithmetic import Task
+
+USER = {"role": "user", "content": "Hi 1+2=?\n"}
+ASSISTANT = {"role": "assistant", "content": "03"}
+
+
+def unordered(question: str) -> tuple[str, ...]:
+    return tuple(sorted(question.rstrip("=").split("+")))
+
+
+def test_no_two_splits_share_a_problem_not_even_turned_round() -> None:
+    splits = arithmetic.make(Task(), train=2000, held_out=500, sft=2000, copies=3)
+    problems = {split: {unordered(row.messages[0]["content"]) for row in rows} for split, rows in splits.items()}
+    assert {split: len(found) for split, found in problems.items()} == {"eval": 500, "train": 2000, "sft": 2000}
+    assert len(set.union(*problems.values())) == 4500
+    assert len(splits["sft"]) == 6000
+
+
+def test_the_held_out_problems_depend_on_the_seed_alone() -> None:
+    few = arithmetic.make(Task(), train=10, held_out=20)
+    many = arithmetic.make(Task(), train=1000, held_out=20, sft=50)
+    assert few["eval"] == many["eval"]
+    assert few["eval"] != arithmetic.make(Task(), train=10, held_out=20, seed=1)["eval"]
+
+
+@pytest.mark.parametrize(
+    ("task", "problem", "question", "answer"),
+    [
+        (Task(), (7, "+", 12), "7+12=", "19"),
+        (Task(padded=True), (7, "+", 12), "07+12=", "019"),  # the largest sum, 198, has three digits
+        (Task(padded=True), (7, "*", 12), "07*12=", "0084"),  # and the largest product, 9801, four
+        (Task(padded=True), (7, "-", 12), "07-12=", "-05"),
+        (Task(prompt_form="What is {a} {op} {b}?"), (7, "-", 2), "What is 7 - 2?", "5"),
+    ],
+)
+def test_how_a_problem_is_put(task: Task, problem: tuple[int, str, int], question: str, answer: str) -> None:
+    assert (task.question(*problem), task.answer(*problem)) == (question, answer)
+
+
+def test_a_careless_teacher_errs_in_one_digit_of_about_the_share_asked_for() -> None:
+    rows = arithmetic.make(Task(padded=True), train=0, held_out=0, sft=2000, wrong_share=0.6)["sft"]
+    wrong = [row for row in rows if row.messages[-1]["content"] != row.answer]
+    assert 0.55 < len(wrong) / len(rows) < 0.65
+    assert {sum(a != b for a, b in zip(r.answer, r.messages[-1]["content"], strict=True)) for r in wrong} == {1}
+
+
+def test_parquet_and_jsonl_hold_the_same_rows(tmp_path: Path) -> None:
+    common = ["--out", str(tmp_path), "--train", "5", "--eval", "3", "--sft", "4"]
+    arithmetic.main(common)
+    arithmetic.main([*common, "--jsonl"])
+    for split, count in {"train": 5, "eval": 3, "sft": 4}.items():
+        rows = [json.loads(line) for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]
+        assert rows == pq.read_table(tmp_path / f"{split}.parquet").to_pylist()
+        assert len({row["id"] for row in rows}) == len(rows) == count
+        assert [m["role"] for m in rows[0]["messages"]] == (["user", "assistant"] if split == "sft" else ["user"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--max", "3", "--train", "11"], "there are 10; raise --max"),  # 0..3: 10 unordered pairs
+        (["--ops", "/"], "give some of"),
+        (["--prompt-form", "{x}"], "the places to fill are {a}, {op} and {b}"),
+        (["--wrong-share", "2"], "between 0 and 1"),
+    ],
+)
+def test_a_bad_option_is_one_sentence(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        arithmetic.main(["--out", "nowhere", "--eval", "0", *options])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+RECORD = {"question": "How many?", "answer": "2*600 = <<2*600=1200>>1200 eggs.\n#### 1,200"}
+
+
+def test_gsm8k_keeps_the_number_and_for_sft_the_solution() -> None:
+    [row] = gsm8k.make([RECORD], split="test", prompt_form="{question} Now.")
+    assert (row.id, row.answer) == ("gsm8k/test/0", "1200")
+    assert row.messages == [{"role": "user", "content": "How many? Now."}]
+    [row] = gsm8k.make([RECORD], split="test", sft=True)
+    assert row.messages[1] == {"role": "assistant", "content": "2*600 = 1200 eggs.\n#### 1,200"}
+
+
+def test_gsm8k_reads_the_original_form_and_names_the_line_that_is_not(tmp_path: Path) -> None:
+    source = tmp_path / "test.jsonl"
+    source.write_text(json.dumps(RECORD) + "\n")
+    gsm8k.main(["--split", "test", "--from", str(source), "--out", str(tmp_path / "test.parquet")])
+    assert pq.read_table(tmp_path / "test.parquet").to_pylist()[0]["answer"] == "1200"
+    source.write_text(json.dumps(RECORD) + '\n{"prompt": "?"}\n')
+    with pytest.raises(ValueError, match=r'line 2: expected an object with "question" and "answer"'):
+        gsm8k.read_original(source)
+
+
+def test_the_tiny_model_loads_says_what_it_is_told_and_is_its_seed(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for name, seed in {"a": "3", "b": "3", "c": "4"}.items():
+        tiny_model.main(["--out", str(tmp_path / name), "--seed", seed])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    ids = tokenizer.apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<|user|>", *USER["content"], "<|assistant|>"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == USER["content"]
+    assert tokenizer.apply_chat_template([USER, ASSISTANT], return_dict=False)[: len(ids)] == ids
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|end|>")
+    assert model.config.hidden_size // model.config.num_attention_heads == 32
+
+    weights = [hashlib.sha256((tmp_path / name / "model.safetensors").read_bytes()).digest() for name in "abc"]
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_every_printable_character_survives_the_tiny_tokenizer() -> None:
+    tokenizer = tiny_model.make_tokenizer()
+    assert tokenizer.decode(tokenizer.encode(tiny_model.CHARACTERS)) == tiny_model.CHARACTERS
+    assert tokenizer.encode("é") == [tokenizer.unk_token_id]
+
+
+def test_a_head_that_vllm_does_not_take_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tiny_model.main(["--out", "nowhere", "--hidden-size", "48"])
+    assert "32 or 64 times --heads" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_smollm2_comes_out_of_its_package_and_can_add(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    smollm2.main(["--out", str(tmp_path)])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16
+    assert not hasattr(model.config, "quantization_config")
+    question = [{"role": "user", "content": "What is 7 + 5?"}]
+    inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    reply = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert "7 + 5 = 12" in tokenizer.decode(reply)
+    assert reply[-1] == model.generation_config.eos_token_id  # it knows how to stop
