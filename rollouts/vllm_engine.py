@@ -70,6 +70,8 @@ class _Vllm:
             "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
             # Compiling costs more than it brings on a CPU: see _prepare_cpu.
             "enforce_eager": enforce_eager or on_cpu,
+            # A prompt cut in two with a seed of its own ends vLLM on a CPU: "CPU Generator does not use offset".
+            "enable_chunked_prefill": not on_cpu,
             "load_format": load_format,
             "skip_tokenizer_init": True,
             "generation_config": "vllm",

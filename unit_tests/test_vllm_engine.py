@@ -273,6 +273,17 @@ def test_a_seed_decides_a_completion_whatever_else_runs(lab: Lab) -> None:
     lab.run(body())
 
 
+def test_more_prompts_than_one_batch_holds_are_all_answered(lab: Lab) -> None:
+    prompts = [[(31 * i + j) % VOCABULARY for j in range(150)] for i in range(40)]  # 6000 tokens; a batch has 2048
+
+    async def body() -> None:
+        await lab.publish(11, lab.model)
+        answers = await asyncio.gather(*[lab.engine.generate(p, max_new_tokens=2, seed=7) for p in prompts])
+        assert [len(c.token_ids) for c in answers] == [2] * len(prompts)
+
+    lab.run(body())
+
+
 def test_tokens_in_flight_tell_the_version_that_sampled_them(lab: Lab) -> None:
     new = random_model(lab.family, seed=5)
 
