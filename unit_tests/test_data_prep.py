@@ -136,6 +136,7 @@ def test_a_head_that_vllm_does_not_take_is_refused(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_smollm2_comes_out_of_its_package_and_can_add(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -147,6 +148,6 @@ def test_smollm2_comes_out_of_its_package_and_can_add(tmp_path: Path) -> None:
     assert not hasattr(model.config, "quantization_config")
     question = [{"role": "user", "content": "What is 7 + 5?"}]
     inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    reply = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    reply = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert "7 + 5 = 12" in tokenizer.decode(reply)
     assert reply[-1] == model.generation_config.eos_token_id  # it knows how to stop
