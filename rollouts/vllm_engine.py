@@ -177,9 +177,8 @@ class VllmEngine(_Vllm):
         from vllm.config import WeightTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        transport = "feynrl_nccl" if torch.cuda.is_available() else "feynrl_gloo"
         self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**self._settings, weight_transfer_config=WeightTransferConfig(backend=transport))
+            AsyncEngineArgs(**self._settings, weight_transfer_config=WeightTransferConfig(backend="feynrl_gloo"))
         )
         self._requests = count()
 
@@ -276,5 +275,7 @@ def _prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     # The first batch would compile C++ for 20 s and more, and later ones are no faster for it.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # Idle threads sleep instead of spinning: the trainer, and whatever else runs, needs the same cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # An explicit size replaces the settings' one, in whole GiB.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)

@@ -42,7 +42,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     _end_with_parent()
-    transports = {"feynrl_gloo": "GlooTransfer", "feynrl_local": "LocalTransfer", "feynrl_nccl": "NcclTransfer"}
+    transports = {"feynrl_gloo": "GlooTransfer", "feynrl_local": "LocalTransfer"}
     for name, cls in transports.items():
         if name not in Factory._registry:  # it refuses a second registration
             Factory.register_engine(name, "rollouts.vllm_worker", cls)
