@@ -22,7 +22,7 @@ endif
 quickstart: install  ## a tiny model from random weights: supervised warm-up, then GRPO to mastery of addition
 	$(BIN)/python -m data_prep.tiny_model --out models/quickstart
 	$(BIN)/python -m data_prep.arithmetic --out data/quickstart --padded --train 1200 --eval 256 \
-		--sft 3500 --copies 4 --wrong-share 0.65
+		--sft 3500 --copies 4 --wrong-share 0.6
 	$(BIN)/python main_sl.py --config configs/quickstart_sft.yaml
 	$(BIN)/python main_rl.py --config configs/quickstart.yaml
 
