@@ -9,6 +9,7 @@ import pytest
 
 import main_rl
 import main_sl
+from configs.document import README, document
 from configs.load import load_recipe
 from configs.schema import RLConfig, SLConfig
 from core.cli import guarded
@@ -167,3 +168,7 @@ def test_memory_is_unknown_where_the_config_cannot_be_read(recipe, monkeypatch, 
 
 def test_overrides_reach_the_algorithm(recipe):
     assert load_recipe(RLConfig, recipe(), ["alg.clip_low=0.1", "seed=3"]).cfg.alg["clip_low"] == 0.1
+
+
+def test_the_readme_of_the_recipes_is_the_schemas():
+    assert README.read_text() == document(), "run: python -m configs.document --write"

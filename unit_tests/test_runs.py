@@ -1,0 +1,275 @@
+"""Whole runs of main_rl.py, from the command line to the run folder."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+SEVENS = '''
+def score(prompt, messages):
+    """Share of the reply's first eight characters that are a 7."""
+    return {"correct": messages[-1]["content"][:8].count("7") / 8}
+'''
+MY_LOSS = '''
+"""REINFORCE with a leave-one-out baseline: A = R - mean of the siblings', L = -A log pi."""
+from dataclasses import replace
+from pydantic import Field
+from algs.base import PolicyGradient
+
+class MyLoss(PolicyGradient):
+    scale: float = Field(1.0, gt=0)
+
+    def credit(self, groups):
+        def one(group):
+            mean = sum(s.reward for s in group) / len(group)
+            n = len(group)
+            return [replace(s, advantage=[(s.reward - mean) * n / (n - 1)] * len(s.mask)) for s in group]
+        return [one(g) for g in groups]
+
+    def loss(self, policy, tokens):
+        return -self.scale * tokens.advantage * policy.logp, {}
+'''
+LEARN = {"steps": 25, "groups_per_step": 4, "group_size": 16, "trainer.lr": 1e-2}
+
+
+def program(config: str, *overrides: str, main: str = "main_rl.py") -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, main, "--config", config, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+
+
+def folder_of(tmp_path: Path) -> Path:
+    [folder] = (tmp_path / "runs").iterdir()
+    return folder
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def file_of(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_local_run_learns_and_leaves_everything_behind(recipe, tmp_path, sums):
+    reward = file_of(tmp_path / "sevens.py", SEVENS)
+    done = program(recipe(LEARN | {"reward.fn": reward, "data.eval": str(sums / "eval.parquet")}))
+    assert done.returncode == 0, done.stderr
+    folder = folder_of(tmp_path)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["exit_reason"] == "done" and summary["steps_done"] == 25
+    assert summary["before"]["reward/mean"] < 0.2 and summary["after"]["reward/mean"] > 0.9
+    assert set(summary["seconds"]) >= {"start", "generate", "train", "sync", "save", "rest", "all"}
+    metrics = metrics_of(folder)
+    assert [m["step"] for m in metrics] == list(range(25))
+    assert all(m["rollout/lag_max"] == 0 for m in metrics), "synchronous: every sample is on-policy"
+    assert all(abs(m["train/mismatch/kl"]) < 1e-6 for m in metrics), "engine and trainer agree on what was sampled"
+    for m in metrics:
+        phases = [v for k, v in m.items() if k.startswith("time/") and k != "time/step_s"]
+        assert sum(phases) == pytest.approx(m["time/step_s"], rel=1e-6)
+    row = json.loads((folder / "samples" / "step_00003.jsonl").read_text().splitlines()[0])
+    assert row["prompt"][0]["role"] == "user" and row["versions"] == [3] and "advantage" in row and "parts" in row
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert AutoTokenizer.from_pretrained(folder / "model").chat_template
+
+
+def test_several_updates_per_step_score_the_proximal_policy_first(recipe, tmp_path):
+    reward = file_of(tmp_path / "sevens.py", SEVENS)
+    done = program(recipe({"reward.fn": reward, "updates_per_step": 2, "steps": 1, "trainer.lr": 1e-2}))
+    assert done.returncode == 0, done.stderr
+    [metrics] = metrics_of(folder_of(tmp_path))
+    assert "time/score_s" in metrics
+    assert metrics["train/mismatch/abs_logp"] < 1e-4, "the anchor is the policy that sampled, in both updates"
+
+
+FAILURES = '''
+import os
+def score(prompt, messages):
+    last = int(prompt.answer) % 5
+    if last == 0:
+        raise RuntimeError("no luck")
+    if last == 1:
+        os._exit(3)
+    if last == 2:
+        while True: pass
+    return {"correct": 1.0}
+'''
+
+
+def test_a_reward_that_fails_costs_its_samples_not_the_run(recipe, tmp_path):
+    changes = {
+        "reward.fn": file_of(tmp_path / "unlucky.py", FAILURES),
+        "reward.timeout_s": 1.0,
+        "reward.workers": 4,
+        "reward.max_failed_share": 1.0,
+        "groups_per_step": 6,
+        "group_size": 2,
+        "steps": 1,
+    }
+    done = program(recipe(changes))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(r) for r in (folder_of(tmp_path) / "samples" / "step_00000.jsonl").read_text().splitlines()]
+    failed = [r for r in rows if int(r["answer"]) % 5 < 3]
+    assert failed and all(r["reward"] is None and r["failure"] and r["advantage"] is None for r in failed)
+    assert all(r["reward"] == 1.0 for r in rows if r not in failed)
+    [metrics] = metrics_of(folder_of(tmp_path))
+    assert metrics["rollout/failed"] == len(failed) and metrics["reward/mean"] == 1.0, "not counted as zero"
+
+
+def test_too_many_failures_stop_the_run_with_the_first_ones_words(recipe, tmp_path):
+    done = program(recipe({"reward.fn": file_of(tmp_path / "r.py", "def score(p, m):\n    return 1 / 0\n")}))
+    assert done.returncode == 1
+    assert "ZeroDivisionError: division by zero" in done.stderr and "max_failed_share=0.1" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert json.loads((folder_of(tmp_path) / "summary.json").read_text())["exit_reason"].startswith("stopped")
+
+
+def test_a_breakpoint_in_a_loss_stops_in_the_terminal(recipe, tmp_path):
+    loss = MY_LOSS.replace("        return -self", "        breakpoint()\n        return -self")
+    path = recipe({"alg": {"file": file_of(tmp_path / "mine.py", loss)}, "steps": 1})
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "main_rl.py", "--config", path])
+    said = ""
+
+    def wait_for(text: str, seconds: float = 90) -> None:
+        nonlocal said
+        end = time.monotonic() + seconds
+        while text not in said:
+            assert time.monotonic() < end, said
+            if select.select([terminal], [], [], 1)[0]:
+                said += os.read(terminal, 4096).decode(errors="replace")
+
+    wait_for("(Pdb)")
+    said = ""
+    os.write(terminal, b"p policy.logp.shape == tokens.weight.shape\n")
+    wait_for("True")
+    said = ""
+    os.write(terminal, b"where\n")
+    wait_for("(Pdb)")
+    assert "main_rl.py" in said and "train_step" in said, "the stack is whole, from the loop to the loss"
+    os.write(terminal, b"continue\n")
+    said = ""
+    while True:
+        try:
+            if not os.read(terminal, 4096):
+                break
+        except OSError:  # the terminal's other end is closed
+            break
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.slow
+def test_a_loss_outside_the_repository_trains_to_mastery_on_ray_actors(recipe, tmp_path):
+    assert len(MY_LOSS.strip().splitlines()) <= 40
+    changes = LEARN | {
+        "backend": "ray",
+        "alg": {"file": file_of(tmp_path / "my_loss.py", MY_LOSS), "scale": 1.5},
+        "reward.fn": file_of(tmp_path / "sevens.py", SEVENS),
+    }
+    done = program(recipe(changes))
+    assert done.returncode == 0, done.stderr
+    assert metrics_of(folder_of(tmp_path))[-1]["reward/mean"] > 0.9
+
+
+@pytest.mark.slow
+def test_the_same_run_gives_the_same_numbers_on_ray_and_in_one_process(recipe, tmp_path):
+    reward = file_of(tmp_path / "sevens.py", SEVENS)
+    runs = []
+    for backend in ("local", "ray"):
+        changes = LEARN | {"steps": 4, "reward.fn": reward, "backend": backend, "run_dir": str(tmp_path / backend)}
+        done = program(recipe(changes))
+        assert done.returncode == 0, done.stderr
+        [folder] = (tmp_path / backend).iterdir()
+        runs.append(metrics_of(folder))
+    for local, ray in zip(*runs, strict=True):
+        assert ray["reward/mean"] == pytest.approx(local["reward/mean"], abs=0.02)
+        assert ray["train/grad_norm"] == pytest.approx(local["train/grad_norm"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_two_trainer_ranks_two_engines_and_zero_3(recipe, tmp_path):
+    changes = LEARN | {
+        "backend": "ray",
+        "steps": 3,
+        "trainer.ranks": 2,
+        "trainer.zero_stage": 3,
+        "rollout.engines": 2,
+        "reward.fn": file_of(tmp_path / "sevens.py", SEVENS),
+    }
+    done = program(recipe(changes))
+    assert done.returncode == 0, done.stderr
+    metrics = metrics_of(folder_of(tmp_path))
+    assert metrics[2]["reward/mean"] > metrics[0]["reward/mean"]
+    assert all(abs(m["train/mismatch/kl"]) < 1e-6 for m in metrics)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder_of(tmp_path) / "model")
+    assert sum(p.numel() for p in model.parameters()) > 100_000, "the partitions were gathered"
+
+
+def descendants(pid: int) -> set[int]:
+    """Every living process below `pid`."""
+    rows = [line.split() for line in subprocess.check_output(["ps", "-eo", "pid,ppid"], text=True).splitlines()[1:]]
+    children = {int(p): int(pp) for p, pp in rows}
+    found, frontier = set(), {pid}
+    while frontier:
+        frontier = {p for p, pp in children.items() if pp in frontier}
+        found |= frontier
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_ctrl_c_ends_cleanly_and_leaves_no_process_behind(recipe, tmp_path, engine):
+    changes = {"backend": "ray", "steps": 100_000, "rollout.engine": engine, "rollout.kv_cache_gib": 0.25}
+    run = subprocess.Popen(
+        [sys.executable, "main_rl.py", "--config", recipe(changes)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    lines = iter(run.stdout.readline, "")
+    assert any(re.match(r"\s+1 ", line) for line in lines), run.stderr.read()
+    below = descendants(run.pid)
+    assert len(below) > 3
+    os.killpg(run.pid, signal.SIGINT)  # what a terminal does: the whole foreground group
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "interrupted" in err and "Traceback" not in err, err
+    folder = folder_of(tmp_path)
+    assert len(metrics_of(folder)) >= 2
+    assert json.loads((folder / "summary.json").read_text())["exit_reason"] == "interrupted"
+    for _ in range(100):
+        alive = {p for p in below if Path(f"/proc/{p}").exists()}
+        if not alive:
+            break
+        time.sleep(0.1)
+    assert not alive, subprocess.check_output(["ps", "-p", ",".join(map(str, alive))], text=True)
+
+
+def test_supervised_loss_falls_and_is_a_token_mean(recipe, tmp_path, sums):
+    changes = {"steps": 12, "trainer.lr": 3e-3, "data.eval": str(sums / "sft.parquet"), "eval_every": 6}
+    done = program(recipe(changes, kind="sl"), main="main_sl.py")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((folder_of(tmp_path) / "summary.json").read_text())
+    assert summary["before"]["eval/loss"] == pytest.approx(torch.log(torch.tensor(103.0)).item(), abs=0.3)
+    assert summary["after"]["eval/loss"] < 0.6 * summary["before"]["eval/loss"]
+    assert [m["step"] for m in metrics_of(folder_of(tmp_path)) if "eval/loss" in m] == [5, 11]
