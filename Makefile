@@ -19,12 +19,13 @@ else
 	@$(PYTHON) tools/install.py
 endif
 
+SEED ?= 0
 quickstart: install  ## a tiny model from random weights: supervised warm-up, then GRPO to mastery of addition
-	$(BIN)/python -m data_prep.tiny_model --out models/quickstart
-	$(BIN)/python -m data_prep.arithmetic --out data/quickstart --padded --train 1200 --eval 256 \
-		--sft 3500 --copies 4 --wrong-share 0.6
-	$(BIN)/python main_sl.py --config configs/quickstart_sft.yaml
-	$(BIN)/python main_rl.py --config configs/quickstart.yaml
+	$(BIN)/python -m data_prep.tiny_model --out models/quickstart --hidden-size 128 --heads 4 --seed $(SEED)
+	$(BIN)/python -m data_prep.arithmetic --out data/quickstart --max 49 --padded --train 475 --eval 200 \
+		--sft 600 --copies 24 --wrong-share 0.66 --seed $(SEED)
+	$(BIN)/python main_sl.py --config configs/quickstart_sft.yaml seed=$(SEED)
+	$(BIN)/python main_rl.py --config configs/quickstart.yaml seed=$(SEED)
 
 lint: install  ## ruff, formatting included
 	$(BIN)/ruff check .

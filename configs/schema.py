@@ -109,6 +109,7 @@ class RunConfig(Section):
     name: str
     """The run folder is <run_dir>/<name>-<time>."""
     seed: int = 0
+    """Of the order of the data and of all sampling."""
     steps: int = Field(ge=1)
     """The only clock."""
     backend: Literal["ray", "local"] = "ray"
@@ -118,6 +119,9 @@ class RunConfig(Section):
     ray_address: str | None = None
     """Of a running cluster; unset starts a private one on this machine."""
     run_dir: str = "runs"
+    """Where run folders are made."""
+    save_to: str | None = None
+    """Folder for a second copy of the final model, under a name that the next recipe can know."""
     timeout_s: float = Field(1800.0, gt=0)
     """Deadline of every remote call: start of an engine, collecting, a training step."""
     model: ModelConfig

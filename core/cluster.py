@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 import socket
 from collections.abc import Callable, Coroutine, Iterable
@@ -66,16 +67,16 @@ class Remote:
         """Let actor i hold `build(place, *args)` instead of what it held."""
         address, port = await self.ask(0, "free_address")
         places = [Place(rank=i, size=len(self), address=address, port=port) for i in range(len(self))]
-        await self.together(self.ask(i, "build", build, place, args) for i, place in enumerate(places))
+        await together(self.ask(i, "build", build, place, args) for i, place in enumerate(places))
 
     async def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         return await self.ask(rank, "call", method, *args, **kwargs)
 
     async def map(self, method: str, shards: list[tuple[Any, ...]]) -> list[Any]:
-        return await self.together(self.call(i, method, *args) for i, args in enumerate(shards))
+        return await together(self.call(i, method, *args) for i, args in enumerate(shards))
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        return await self.together(self.call(i, method, *args) for i in range(len(self)))
+        return await together(self.call(i, method, *args) for i in range(len(self)))
 
     async def ask(self, rank: int, what: str, *args: Any, **kwargs: Any) -> Any:
         """Raises what the method raised; RunStopped naming worker and method if it died or took too long."""
@@ -94,14 +95,15 @@ class Remote:
         except ray.exceptions.RayActorError as error:
             raise RunStopped(f"{who}: its process died; its log is in Ray's session folder") from error
 
-    async def together(self, calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """All at once; the first that fails ends the wait for the others (they would hang in a collective)."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(c) for c in calls]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return [t.result() for t in tasks]
+
+async def together(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """All at once; the first that fails ends the wait for the others (they would hang in a collective)."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(c) for c in calls]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [t.result() for t in tasks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,7 @@ class Cluster:
         import ray
 
         os.environ.setdefault("RAY_worker_niceness", "0")
+        logging.getLogger("ray").setLevel(logging.ERROR)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         ray.init(
             address=address,

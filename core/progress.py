@@ -26,25 +26,29 @@ COLUMNS: list[tuple[str, str, str]] = [
     ("eval", "eval/loss", "{:.4f}"),
 ]
 WIDTH = 9
+MOST_LINES = 60
+"""A longer run shows every second, third, ... step; metrics.jsonl has all of them."""
 
 
 class Progress:
-    """Use as a context; on something that is not a terminal the lines alone are printed."""
+    """Use as a context. `live` is off where a debugger may want the terminal; then the lines alone are printed."""
 
-    def __init__(self, steps: int, clock: Clock):
+    def __init__(self, steps: int, clock: Clock, *, live: bool):
         self.console = Console(highlight=False)
+        self.is_live = live and self.console.is_terminal
         self.steps, self.clock = steps, clock
+        self.every = -(-steps // MOST_LINES)
         self.headings: list[tuple[str, str, str]] = []
         self.done = 0
         self.live = Live(self, console=self.console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Progress:
-        if self.console.is_terminal:
+        if self.is_live:
             self.live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.console.is_terminal:
+        if self.is_live:
             self.live.stop()
 
     def __rich__(self) -> Spinner:
@@ -56,6 +60,8 @@ class Progress:
 
     def step(self, metrics: dict[str, float]) -> None:
         self.done += 1
+        if (self.done - 1) % self.every and self.done != self.steps and not any(k.startswith("eval/") for k in metrics):
+            return
         if not self.headings:
             self.headings = [c for c in COLUMNS if c[1] in metrics]
             self.say("".join(f"{heading:>{WIDTH}}" for heading, _, _ in self.headings))

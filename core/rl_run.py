@@ -18,7 +18,7 @@ from core.build import (
     start_trainers,
     weight_sync_of,
 )
-from core.cluster import Workers
+from core.cluster import Workers, together
 from core.describe import check_failures, describe
 from core.errors import RunStopped, UserError
 from core.session import Session
@@ -87,8 +87,12 @@ async def start(prepared: Prepared, session: Session) -> Run:
         cfg, prepared.loaded.alg_spec, temperature=cfg.rollout.temperature, total_updates=cfg.total_updates
     )
     with session.clock.phase("start"):
-        session.engines = await start_rollouts(session.cluster, prepared.rollouts, timeout_s=cfg.timeout_s)
-        trainers = await start_trainers(session.cluster, plan, timeout_s=cfg.timeout_s)
+        session.engines, trainers = await together(
+            [
+                start_rollouts(session.cluster, prepared.rollouts, timeout_s=cfg.timeout_s),
+                start_trainers(session.cluster, plan, timeout_s=cfg.timeout_s),
+            ]
+        )
     probe = prepared.tokenizer.render(feed.prompts[0].messages)[:PROBE_TOKENS]
     if len(probe) < 2:
         raise UserError("data.train: the first prompt has fewer than two tokens")
@@ -204,7 +208,7 @@ class Run:
         self.session.progress.say(f"{when}: held-out reward {numbers['reward/mean']:.3f} over {len(groups)} prompts")
 
     async def save(self) -> None:
-        folder = self.session.folder.path / "model"
         with self.session.clock.phase("save"):
-            await self.trainers.all("save", folder)
-            self.tokenizer.save(folder)
+            for folder in self.session.model_folders():
+                await self.trainers.all("save", folder)
+                self.tokenizer.save(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from configs.schema import RunConfig
@@ -35,6 +36,20 @@ class Session:
         self.progress.step(metrics)
         self.facts["steps_done"] = step + 1
 
+    def model_folders(self) -> list[Path]:
+        """Where the final model goes."""
+        named = [Path(self.cfg.save_to)] if self.cfg.save_to else []
+        return [self.folder.path / "model", *named]
+
+    def show_outcome(self) -> None:
+        """What was measured on held-out data before and after, if it was, and where everything lies."""
+        before, after = self.facts.get("before", {}), self.facts.get("after", {})
+        shown = [n for n in before if n in after and not n.endswith("/std") and (n != "rollout/failed" or after[n])]
+        if shown:
+            rows = [(name, f"{before[name]:.3f}", f"{after[name]:.3f}") for name in shown]
+            self.progress.table("on held-out data", rows, ("", "before", "after"))
+        self.progress.say(f"run folder: {self.folder.path}")
+
     async def close(self) -> None:
         if self.engines is not None:
             try:
@@ -50,7 +65,8 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
     """Run `body` to its end, or to Ctrl-C or an error, and always leave a summary and no process behind."""
     clock = Clock()
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump())
-    session = Session(cfg=cfg, folder=folder, clock=clock, progress=Progress(cfg.steps, clock))
+    progress = Progress(cfg.steps, clock, live=cfg.backend == "ray")
+    session = Session(cfg=cfg, folder=folder, clock=clock, progress=progress)
     session.progress.say(f"run folder: {folder.path}")
     reason = "error"
 
@@ -67,6 +83,7 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
         with session.progress:
             asyncio.run(framed())
         reason = "done"
+        session.show_outcome()
     except KeyboardInterrupt:
         reason = "interrupted"
         raise

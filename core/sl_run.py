@@ -113,7 +113,7 @@ class Run:
         )
 
     async def save(self) -> None:
-        folder = self.session.folder.path / "model"
         with self.session.clock.phase("save"):
-            await self.trainers.all("save", folder)
-            self.tokenizer.save(folder)
+            for folder in self.session.model_folders():
+                await self.trainers.all("save", folder)
+                self.tokenizer.save(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.cluster import Local, Remote
+from core.cluster import Local, Remote, together
 from rollouts.fingerprint import fingerprint
 from rollouts.weight_sync import verify
 
@@ -66,7 +66,7 @@ class RemoteSync:
         if not self.joined:
             await self._join()
         # They meet in a broadcast; where one fails, the others are not waited for.
-        [sent, *_], _ = await self.trainers.together(
+        [sent, *_], _ = await together(
             [self.trainers.all("send_weights", self.max_bytes), self.rollouts.all("engine.receive", version)]
         )
         expected, *_ = await self.trainers.all("probe", self.probe.token_ids)
@@ -87,5 +87,5 @@ class RemoteSync:
         joins = [
             self.rollouts.call(i, "engine.join", first_rank=1 + i * n, **group) for i in range(len(self.rollouts))
         ]
-        await self.trainers.together([self.trainers.call(0, "join_sync", group["members"]), *joins])
+        await together([self.trainers.call(0, "join_sync", group["members"]), *joins])
         self.joined = True
