@@ -77,9 +77,9 @@ class Correction(Section):
     level: Literal["off", "token"] = "token"
     mode: Literal["truncate", "clip", "mask"] = "truncate"
     """truncate: min(rho, high). clip: rho between low and high. mask: rho where low <= rho <= high, else 0."""
-    low: float = Field(0.5, ge=0)
+    low: float = Field(default=0.5, ge=0)
     """Read by clip and mask."""
-    high: float = Field(2.0, gt=0)
+    high: float = Field(default=2.0, gt=0)
 
     def weight(self, prox_logp: Tensor, rollout_logp: Tensor) -> Tensor:
         """[M], detached: what the policy term of each token is multiplied by."""
@@ -96,12 +96,12 @@ class Correction(Section):
 class KL(Section):
     """Penalty for leaving the reference model, added to the loss; the choice of estimator is a choice of gradient."""
 
-    coef: float = Field(0.0, ge=0)
+    coef: float = Field(default=0.0, ge=0)
     """0 means that no reference model is loaded at all."""
     estimator: Literal["k2", "k3", "unbiased"] = "unbiased"
     """Gradient of each under on-policy samples: k2 that of KL(pi||ref); k3 that of KL(ref||pi), as GRPO published it;
-    unbiased (live ratio x k3, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, Eq. 7) that of KL(pi||ref) off-policy too.
-    k1 is not offered: as a loss its expected gradient is zero."""
+    unbiased (live ratio x k3, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, Eq. 7) that of KL(pi||ref), off-policy
+    too. k1 is not offered: as a loss its expected gradient is zero."""
 
     def penalty(self, logp: Tensor, tokens: Tokens) -> Tensor:
         """[M], with gradient."""
@@ -137,16 +137,15 @@ class PolicyGradient(Algorithm):
         With one update per synchronous rollout the proximal policy is the current one, so its column
         is not scored: it is `logp`, detached.
         """
-        assert tokens.rollout_logp is not None
-        if tokens.prox_logp is None:
-            tokens = replace(tokens, prox_logp=policy.logp.detach())
-        assert tokens.prox_logp is not None
-        loss, metrics = self.loss(policy, tokens)
-        rho = importance_ratio(tokens.prox_logp, tokens.rollout_logp)
+        rollout = tokens.rollout_logp
+        assert rollout is not None
+        prox = policy.logp.detach() if tokens.prox_logp is None else tokens.prox_logp
+        loss, metrics = self.loss(policy, replace(tokens, prox_logp=prox))
+        rho = importance_ratio(prox, rollout)
         metrics["mismatch/kl"] = rho - 1 - rho.log()
-        metrics["mismatch/abs_logp"] = (tokens.prox_logp - tokens.rollout_logp).abs()
+        metrics["mismatch/abs_logp"] = (prox - rollout).abs()
         if self.correction.level == "token":
-            weight = self.correction.weight(tokens.prox_logp, tokens.rollout_logp)
+            weight = self.correction.weight(prox, rollout)
             metrics["mismatch/weight"] = weight
             loss = loss * weight
         if self.kl.coef > 0:
@@ -163,7 +162,7 @@ class GroupRelative(PolicyGradient):
     """Credit is reward above the mean of one's siblings; no critic."""
 
     std: Literal["none", "group", "batch"] = "none"
-    """Divide the centred reward by nothing, by the group's standard deviation, or by that of all rewards of the step."""
+    """Divide the centred reward by nothing, by the group's standard deviation, or by that of the step's rewards."""
     drop_dead_groups: bool = False
     """Draw another prompt in place of one whose rewards are all equal (DAPO's dynamic sampling)."""
 
@@ -181,5 +180,3 @@ class GroupRelative(PolicyGradient):
             return [replace(s, advantage=[a] * len(s.mask)) for s, a in zip(group, advantages, strict=True)]
 
         return [credited(g) for g in groups]
-
-

@@ -1,6 +1,6 @@
 """SFT: negative log-likelihood of the learnt tokens.
 
-    L_t = -log pi(y_t | x, y_<t)
+L_t = -log pi(y_t | x, y_<t)
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Seconds of one RL step, phase by phase, beside the raw ceiling of the same work: python -m benchmarks.rl_step
 
-The work: SmolLM2-135M-Instruct in bfloat16, 8 prompts x 8 samples of at most 32 tokens, one update, no KL,
-all cores in each phase. Ours is main_rl.py on Ray, DeepSpeed and vLLM. The ceiling is bare vLLM generating the
-same prompts, and bare torch training on sequences of the lengths ours had: padded rows, head on the response
-positions, plain AdamW on bfloat16 weights. Each part runs in a process of its own, one after another; the first
-step of each is warm-up and not counted; medians of the rest.
+The work: SmolLM2-135M-Instruct in bfloat16 (--dtype float32 for CPUs that multiply bfloat16 in software), 8 prompts x
+8 samples of at most 32 tokens, one update, no KL, all cores in each phase. Ours is main_rl.py on Ray, DeepSpeed and
+vLLM. The ceiling is bare vLLM generating the same prompts, and bare torch training on sequences of the lengths ours
+had: padded rows, head on the response positions, plain AdamW on the weights as they are. Each part runs in a process
+of its own, one after another; the first step of each is warm-up and not counted; medians of the rest.
 """
 
 from __future__ import annotations
@@ -29,26 +29,29 @@ def main() -> None:
     parser.add_argument("--model", default="models/smollm2", help="made by python -m data_prep.smollm2")
     parser.add_argument("--data", default="data/smollm2_arithmetic/train.parquet")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--bare", choices=["generate", "train"], help=argparse.SUPPRESS)
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.bare == "generate":
-        print(json.dumps(bare_generate(args.model, args.run)))
+        print(json.dumps(bare_generate(args.model, args.dtype, args.run)))
     elif args.bare == "train":
-        print(json.dumps(bare_train(args.model, args.run)))
+        print(json.dumps(bare_train(args.model, args.dtype, args.run)))
     else:
-        compare(args.model, args.data, args.steps)
+        compare(args.model, args.data, args.dtype, args.steps)
 
 
-def compare(model: str, data: str, steps: int) -> None:
+def compare(model: str, data: str, dtype: str, steps: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        run = our_run(model, data, steps, Path(scratch))
+        run = our_run(model, data, dtype, steps, Path(scratch))
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
         ours = {phase: statistics.median(r.get(f"time/{phase}_s", 0.0) for r in rows) for phase in PHASES}
         step = statistics.median(r["time/step_s"] for r in rows)
-        ceiling = {what: statistics.median(bare(what, model, run)[1:]) for what in ("generate", "train")}
+        ceiling = {what: statistics.median(bare(what, model, dtype, run)[1:]) for what in ("generate", "train")}
     total = sum(ceiling.values())
-    print(f"\n{'phase':<12}{'ours':>10}{'ceiling':>10}   seconds, medians of {len(rows)} steps on {os.cpu_count()} cores")
+    print(
+        f"\n{'phase':<12}{'ours':>10}{'ceiling':>10}   seconds, medians of {len(rows)} steps on {os.cpu_count()} cores"
+    )
     for phase in PHASES:
         print(f"{phase:<12}{ours[phase]:>10.2f}{ceiling.get(phase, 0.0):>10.2f}")
     print(f"{'step':<12}{step:>10.2f}{total:>10.2f}")
@@ -56,7 +59,7 @@ def compare(model: str, data: str, steps: int) -> None:
     print(f"neither generation nor training: {1 - (ours['generate'] + ours['train']) / step:.1%} of our step")
 
 
-def our_run(model: str, data: str, steps: int, scratch: Path) -> Path:
+def our_run(model: str, data: str, dtype: str, steps: int, scratch: Path) -> Path:
     recipe = scratch / "recipe.yaml"
     recipe.write_text(
         json.dumps(
@@ -66,7 +69,7 @@ def our_run(model: str, data: str, steps: int, scratch: Path) -> Path:
                 "run_dir": str(scratch / "runs"),
                 "groups_per_step": PROMPTS,
                 "group_size": SAMPLES,
-                "model": {"path": str(Path(model).absolute()), "dtype": "bfloat16"},
+                "model": {"path": str(Path(model).absolute()), "dtype": dtype},
                 "alg": {"name": "grpo"},
                 "data": {"train": str(Path(data).absolute()), "max_prompt_tokens": 128},
                 "reward": {"fn": "arithmetic"},
@@ -80,8 +83,9 @@ def our_run(model: str, data: str, steps: int, scratch: Path) -> Path:
     return run
 
 
-def bare(what: str, model: str, run: Path) -> list[float]:
-    command = [sys.executable, "-m", "benchmarks.rl_step", "--bare", what, "--run", str(run), "--model", model]
+def bare(what: str, model: str, dtype: str, run: Path) -> list[float]:
+    command = [sys.executable, "-m", "benchmarks.rl_step", "--bare", what]
+    command += ["--run", str(run), "--model", model, "--dtype", dtype]
     out = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(out.splitlines()[-1])
 
@@ -91,7 +95,7 @@ def steps_of(run: Path) -> list[list[dict]]:
     return [[json.loads(line) for line in f.read_text().splitlines()] for f in files]
 
 
-def bare_generate(model: str, run: Path) -> list[float]:
+def bare_generate(model: str, dtype: str, run: Path) -> list[float]:
     """Seconds of vLLM for the prompts of every step, and nothing else."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -103,7 +107,7 @@ def bare_generate(model: str, run: Path) -> list[float]:
     from vllm import LLM, SamplingParams
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    llm = LLM(model, dtype="bfloat16", max_model_len=256, enforce_eager=True, kv_cache_memory_bytes=2**30)
+    llm = LLM(model, dtype=dtype, max_model_len=256, enforce_eager=True, kv_cache_memory_bytes=2**30)
     params = SamplingParams(temperature=1.0, max_tokens=NEW_TOKENS, n=SAMPLES, detokenize=False)
     seconds = []
     for step in steps_of(run):
@@ -119,18 +123,21 @@ def bare_generate(model: str, run: Path) -> list[float]:
     return seconds
 
 
-def bare_train(model: str, run: Path) -> list[float]:
+def bare_train(model: str, dtype: str, run: Path) -> list[float]:
     """Seconds of forward, backward and AdamW over sequences of the same lengths, padded to rows of like length."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-6)
     seconds = []
     for step in steps_of(run):
         lengths = sorted(
-            (len(tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True, return_dict=False)), r["new_tokens"])
+            (
+                len(tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True, return_dict=False)),
+                r["new_tokens"],
+            )
             for r in step
         )
         start = time.perf_counter()

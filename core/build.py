@@ -113,7 +113,7 @@ def build_engine(place: Place | None, plan: RolloutPlan, stop_token_ids: list[in
         "timeout_s": plan.timeout_s,
     }
     if plan.engine_spec is not None:
-        return getattr(load_module(plan.engine_spec), "Engine")(**common)
+        return load_module(plan.engine_spec).Engine(**common)
     if rollout.engine == "hf":
         from rollouts.hf_engine import HfEngine
 
@@ -233,7 +233,11 @@ def check_devices(cfg: RunConfig) -> str | None:
     if cfg.ray_address is not None:
         return None  # Ray knows what the cluster has, and waits for it no longer than timeout_s
     if cfg.backend == "local":
-        return "device is cuda, and this machine has no GPU: set device=auto" if cfg.device == "cuda" and not gpus else None
+        return (
+            "device is cuda, and this machine has no GPU: set device=auto"
+            if cfg.device == "cuda" and not gpus
+            else None
+        )
     on_gpu = cfg.device == "cuda" or gpus > 0
     if on_gpu and wanted > gpus:
         return (

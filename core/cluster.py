@@ -80,7 +80,7 @@ class Remote:
 
     async def ask(self, rank: int, what: str, *args: Any, **kwargs: Any) -> Any:
         """Raises what the method raised; RunStopped naming worker and method if it died or took too long."""
-        import ray
+        from ray.exceptions import RayActorError, RayTaskError
 
         who = f"{self.name} {rank} ({args[0] if what == 'call' else what})"
         try:
@@ -88,11 +88,11 @@ class Remote:
                 return await getattr(self.actors[rank], what).remote(*args, **kwargs)
         except TimeoutError as error:
             raise RunStopped(f"{who} did not answer within timeout_s={self.timeout_s:g} seconds") from error
-        except ray.exceptions.RayTaskError as error:
+        except RayTaskError as error:
             if isinstance(error.cause, UserError | RunStopped):
                 raise error.cause from error
             raise
-        except ray.exceptions.RayActorError as error:
+        except RayActorError as error:
             raise RunStopped(f"{who}: its process died; its log is in Ray's session folder") from error
 
 
@@ -137,7 +137,7 @@ class Cluster:
         ray.init(
             address=address,
             include_dashboard=False if address is None else None,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             log_to_driver=False,
             configure_logging=False,
         )

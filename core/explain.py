@@ -37,18 +37,26 @@ def arithmetic(cfg: RunConfig) -> list[tuple[str, str]]:
         return [
             ("a step", f"{cfg.rows_per_step} rows -> at most {tokens:,} tokens -> 1 optimizer update"),
             ("micro-batches", micro_batches(tokens, trainer.micro_batch_tokens, trainer.ranks)),
-            ("the run", f"{cfg.steps} steps -> {cfg.steps * cfg.rows_per_step:,} rows -> {cfg.steps} optimizer updates"),
+            (
+                "the run",
+                f"{cfg.steps} steps -> {cfg.steps * cfg.rows_per_step:,} rows -> {cfg.steps} optimizer updates",
+            ),
         ]
     assert isinstance(cfg, RLConfig)
     samples = cfg.groups_per_step * cfg.group_size
     tokens = samples * cfg.longest
     per_update = tokens // cfg.updates_per_step
-    lag = "the policy that sampled is the one in training" if cfg.updates_per_step == 1 else (
-        "prox_logp is scored before the first"
+    lag = (
+        "the policy that sampled is the one in training"
+        if cfg.updates_per_step == 1
+        else ("prox_logp is scored before the first")
     )
     return [
         ("a step", f"{cfg.groups_per_step} prompts x {cfg.group_size} samples -> {samples} sequences"),
-        ("a sequence", f"at most {cfg.data.max_prompt_tokens} prompt + {cfg.rollout.max_new_tokens} new = {cfg.longest} tokens"),
+        (
+            "a sequence",
+            f"at most {cfg.data.max_prompt_tokens} prompt + {cfg.rollout.max_new_tokens} new = {cfg.longest} tokens",
+        ),
         ("tokens of a step", f"at most {tokens:,}, dealt over {cfg.updates_per_step} optimizer updates ({lag})"),
         ("micro-batches", micro_batches(per_update, trainer.micro_batch_tokens, trainer.ranks)),
         ("the run", f"{cfg.steps} steps -> {cfg.steps * samples:,} sequences -> {cfg.total_updates} optimizer updates"),
@@ -63,13 +71,20 @@ def micro_batches(tokens: int, budget: int, ranks: int) -> str:
 def placement(cfg: RunConfig) -> list[tuple[str, str]]:
     if cfg.backend == "local":
         device = "the GPU" if gpus_here() else "the CPU"
-        return [("this process", f"everything, on {device}: reference trainer" + (" and engine" if isinstance(cfg, RLConfig) else ""))]
+        return [
+            (
+                "this process",
+                f"everything, on {device}: reference trainer" + (" and engine" if isinstance(cfg, RLConfig) else ""),
+            )
+        ]
     on_gpu = cfg.device == "cuda" or gpus_here() > 0
     kind = "GPU" if on_gpu else "share of the CPU"
     rows = [("trainer", f"{cfg.trainer.ranks} Ray actors, DeepSpeed ZeRO-{cfg.trainer.zero_stage}, one {kind} each")]
     if isinstance(cfg, RLConfig):
         rollout = cfg.rollout
-        rows.append(("engines", f"{rollout.engines} Ray actors ({rollout.engine}), {rollout.tensor_parallel} {kind} each"))
+        rows.append(
+            ("engines", f"{rollout.engines} Ray actors ({rollout.engine}), {rollout.tensor_parallel} {kind} each")
+        )
         rows.append(("rewards", f"{cfg.reward.workers} processes beside each engine"))
     rows.append(("this machine", f"{gpus_here()} GPUs, {os.cpu_count()} CPU cores"))
     return rows

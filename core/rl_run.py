@@ -69,9 +69,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     held_out: list[Prompt] = []
     if cfg.data.eval is not None:
         held_out = load_prompts(cfg.data.eval, tokenizer, key="data.eval", limit=cfg.data.eval_rows, **limits).prompts
-    return Prepared(
-        loaded=loaded, alg=alg, tokenizer=tokenizer, prompts=prompts, held_out=held_out, rollouts=rollouts
-    )
+    return Prepared(loaded=loaded, alg=alg, tokenizer=tokenizer, prompts=prompts, held_out=held_out, rollouts=rollouts)
 
 
 async def start(prepared: Prepared, session: Session) -> Run:
@@ -87,12 +85,13 @@ async def start(prepared: Prepared, session: Session) -> Run:
         cfg, prepared.loaded.alg_spec, temperature=cfg.rollout.temperature, total_updates=cfg.total_updates
     )
     with session.clock.phase("start"):
-        session.engines, trainers = await together(
+        rollouts, trainers = await together(
             [
                 start_rollouts(session.cluster, prepared.rollouts, timeout_s=cfg.timeout_s),
                 start_trainers(session.cluster, plan, timeout_s=cfg.timeout_s),
             ]
         )
+        session.engines = rollouts
     probe = prepared.tokenizer.render(feed.prompts[0].messages)[:PROBE_TOKENS]
     if len(probe) < 2:
         raise UserError("data.train: the first prompt has fewer than two tokens")
@@ -102,9 +101,9 @@ async def start(prepared: Prepared, session: Session) -> Run:
         prompts=feed,
         held_out=prepared.held_out,
         tokenizer=prepared.tokenizer,
-        rollouts=session.engines,
+        rollouts=rollouts,
         trainers=trainers,
-        weights=weight_sync_of(cfg, trainers, session.engines, probe),
+        weights=weight_sync_of(cfg, trainers, rollouts, probe),
         session=session,
         tickets=count(),
     )
@@ -153,9 +152,8 @@ class Run:
 
         With one update per step the proximal policy is the one being trained, so only more need its column.
         """
-        columns: frozenset[Column] = self.alg.needs
-        if self.cfg.updates_per_step > 1:
-            columns |= {"prox_logp"}
+        proximal: frozenset[Column] = frozenset({"prox_logp"} if self.cfg.updates_per_step > 1 else ())
+        columns = self.alg.needs | proximal
         if not columns:
             return groups
         with self.session.clock.phase("score"):

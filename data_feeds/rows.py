@@ -59,8 +59,13 @@ def _jsonl(file: Path, key: str) -> Iterator[dict[str, Any]]:
 
 def _prompt(row: dict[str, Any], i: int, where: str) -> Prompt:
     messages = row["messages"]
-    fits = isinstance(messages, list) and messages and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    fits = (
+        isinstance(messages, list)
+        and messages
+        and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            for m in messages
+        )
     )
     if not fits:
         raise UserError(

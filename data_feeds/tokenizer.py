@@ -25,10 +25,14 @@ class ChatTokenizer:
         try:
             self.hf: Any = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
-            raise UserError(f"model.path={path}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
+            raise UserError(
+                f"model.path={path}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}"
+            ) from error
         self.template = template
         if template == "chat" and not self.hf.chat_template:
-            raise UserError(f"model.path={path} has no chat template: set data.template=plain, or add one to its tokenizer")
+            raise UserError(
+                f"model.path={path} has no chat template: set data.template=plain, or add one to its tokenizer"
+            )
         if self.hf.eos_token_id is None:
             raise UserError(f"model.path={path}: its tokenizer has no end-of-sequence token")
         self.stop_token_ids = sorted({self.hf.eos_token_id, *_eos_of_generation_config(path)})

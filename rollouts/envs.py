@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from core.types import Message, Prompt
 
@@ -42,7 +42,7 @@ class Calculator:
     Example: the policy says "12*3 = ?", the environment "36", and the policy goes on.
     """
 
-    OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    OPERATORS: ClassVar[dict[type[ast.operator], Callable[[int, int], int]]] = {
         ast.Add: operator.add,
         ast.Sub: operator.sub,
         ast.Mult: operator.mul,

@@ -137,7 +137,9 @@ class HfEngine:
                 own[name].data.copy_(tensor)
             self.loaded |= fingerprint((name, own[name].detach()) for name, _ in bucket)
         if missing := own.keys() - self.loaded.keys():
-            raise RunStopped(f"the sync of version {version} had no values for {len(missing)} tensors, such as {min(missing)}")
+            raise RunStopped(
+                f"the sync of version {version} had no values for {len(missing)} tensors, such as {min(missing)}"
+            )
         self.version = version
 
     async def join(self, *, address: str, port: int, first_rank: int, members: int) -> None:

@@ -84,8 +84,6 @@ class RemoteSync:
         port = await self.trainers.call(0, "open_sync", address, self.timeout_s)
         n = self.ranks_per_engine
         group = {"address": address, "port": port, "members": 1 + len(self.rollouts) * n}
-        joins = [
-            self.rollouts.call(i, "engine.join", first_rank=1 + i * n, **group) for i in range(len(self.rollouts))
-        ]
+        joins = [self.rollouts.call(i, "engine.join", first_rank=1 + i * n, **group) for i in range(len(self.rollouts))]
         await together([self.trainers.call(0, "join_sync", group["members"]), *joins])
         self.joined = True

@@ -172,9 +172,7 @@ class DeepSpeedTrainer:
 
     def save(self, folder: Path) -> None:
         """In Hugging Face format, from rank 0; the other ranks take part in gathering."""
-        state = {
-            name: tensor.to("cpu", copy=True) for bucket in self.weights(2**28) for name, tensor in bucket
-        }
+        state = {name: tensor.to("cpu", copy=True) for bucket in self.weights(2**28) for name, tensor in bucket}
         if torch.distributed.get_rank() == 0:
             self.model.save_pretrained(folder, state_dict=state)
         torch.distributed.barrier()

@@ -7,7 +7,7 @@ whatever scaling it does to its logits, runs on the learnt positions only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from core.types import Batch, Policy
 
 Layout = Literal["padded", "packed"]
+
 
 def layout_for(setting: Literal["auto", "padded", "packed"], model: nn.Module) -> Layout:
     """Packed rows pay where the kernel takes borders; with a dense mask they cost more than the padding they save."""
@@ -46,7 +47,7 @@ def forward(
 
 
 def score(logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool) -> Policy:
-    """log-softmax of [M, V] logits at [M] labels, in float32 and in chunks, so that no float32 copy of all stays alive."""
+    """log-softmax of [M, V] logits at [M] labels, in float32 and in chunks: no float32 copy of all stays alive."""
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
     parts = [
         checkpoint(_score_chunk, chunk, chosen, temperature, entropy, use_reentrant=False)
@@ -100,7 +101,7 @@ def _borders(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _head_only_at(model: nn.Module, rows: Tensor, columns: Tensor) -> Iterator[None]:
+def _head_only_at(model: nn.Module, rows: Tensor, columns: Tensor) -> Generator[None]:
     """Give the language-model head the hidden states of these positions alone, as one row of M."""
     head = model.get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda _, args: (args[0][rows, columns][None],))

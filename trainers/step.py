@@ -1,10 +1,10 @@
 """One training step, the same for every trainer: what they differ in are five primitives.
 
-    forward(batch)             -> Policy of the model in training; forward_reference: of the frozen one
-    backward(loss)             add to the gradient of this update
-    gradients_are_finite()     -> the same answer on every rank
-    update(lr=, apply=)        clip and step, or throw the gradient away; -> its norm
-    add_up(tensor)             -> the sum over ranks
+forward(batch)             -> Policy of the model in training; forward_reference: of the frozen one
+backward(loss)             add to the gradient of this update
+gradients_are_finite()     -> the same answer on every rank
+update(lr=, apply=)        clip and step, or throw the gradient away; -> its norm
+add_up(tensor)             -> the sum over ranks
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from algs.base import Algorithm
 from core.errors import RunStopped
-from core.types import Batch, Column, Policy, Sample, Prompt, Tokens
+from core.types import Batch, Column, Policy, Prompt, Sample, Tokens
 from data_feeds.packing import pack
 from trainers.optimizer import Schedule
 

@@ -87,7 +87,10 @@ def test_a_broken_recipe_gets_one_sentence(name, recipe, monkeypatch, capsys, tm
         (lambda d: parquet(d / "x.parquet", {"messages": pa.array([], pa.string())}), ["has no rows"]),
         (lambda d: file_of(d / "x.parquet", "no parquet"), ["is not a Parquet file"]),
         (lambda d: file_of(d / "x.jsonl", '{"messages": \n'), ["line 1 is not JSON"]),
-        (lambda d: parquet(d / "x.parquet", {"messages": [CONVERSATION] * 2, "id": ["a", "a"]}), ["ids must be unique"]),
+        (
+            lambda d: parquet(d / "x.parquet", {"messages": [CONVERSATION] * 2, "id": ["a", "a"]}),
+            ["ids must be unique"],
+        ),
     ],
 )
 def test_broken_data_names_file_and_row(make, words, recipe, monkeypatch, capsys, tmp_path):

@@ -14,14 +14,17 @@ from data_feeds.packing import micro_batches
 from unit_tests.examples import some_groups
 
 pytestmark = pytest.mark.slow
-SGD = dict(optimizer="sgd", lr=1.0, max_grad_norm=0.0)
+SGD = {"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0}
 
 
 @pytest.fixture(scope="module")
 def ranks():
     """Actors by number of ranks; a test builds its trainers in them, so that libraries are imported once."""
     cluster = Cluster(None)
-    start = lambda n: asyncio.run(cluster.spawn("trainer", n, Nothing, resources=Resources(threads=1), timeout_s=120))
+
+    def start(n):
+        return asyncio.run(cluster.spawn("trainer", n, Nothing, resources=Resources(threads=1), timeout_s=120))
+
     yield {n: start(n) for n in (1, 2)}
     cluster.close()
 
@@ -93,7 +96,7 @@ def test_a_rank_without_tokens_takes_part(ranks, tiny_path, stage):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_five_steps_of_adamw_agree(ranks, tiny_path, stage, dtype):
     groups = some_groups()
-    settings = dict(lr=1e-3, max_grad_norm=0.5, weight_decay=0.01)
+    settings = {"lr": 1e-3, "max_grad_norm": 0.5, "weight_decay": 0.01}
     want, _ = asyncio.run(run(None, plan_of(tiny_path, dtype=dtype, **settings), groups, max_tokens=10_000, steps=5))
     plan = plan_of(tiny_path, dtype=dtype, **settings, zero_stage=stage, ranks=2)
     got, _ = asyncio.run(run(ranks, plan, groups, max_tokens=60, steps=5))
@@ -110,7 +113,10 @@ class Infinite(SFT):
 """
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"), (3, "float32")])
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [(0, "float32"), (1, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"), (3, "float32")],
+)
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, tiny_path, tmp_path, stage, dtype):
     from dataclasses import replace
 

@@ -12,15 +12,15 @@ FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]
 
 
 def random_model(family: str, attention: str = "sdpa"):
-    shape = dict(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-    )
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    }
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **shape)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)

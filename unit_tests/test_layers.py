@@ -16,7 +16,11 @@ BANNED = {
     "data_feeds": {"ray", "deepspeed", "vllm", "rollouts", "trainers", "algs"},
     "core": {"deepspeed", "vllm"},
 }
-HOMES = {"ray": {"cluster.py"}, "deepspeed": {"deepspeed.py"}, "vllm": {"vllm_engine.py", "vllm_worker.py", "weight_sync.py"}}
+HOMES = {
+    "ray": {"cluster.py"},
+    "deepspeed": {"deepspeed.py"},
+    "vllm": {"vllm_engine.py", "vllm_worker.py", "weight_sync.py"},
+}
 
 
 def imports(path: Path):

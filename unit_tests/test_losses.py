@@ -85,7 +85,12 @@ def test_loss_and_gradient_are_the_oracles(name, dtype, rtol, poison):
     loss, _ = alg.objective(Policy(logp=logp), batch.tokens)
     total = (loss * batch.tokens.weight).sum()
     total.backward()
-    want = [g for row, mask in zip(case["grad"]["logp"], RL["mask"], strict=True) for g, m in zip(row, mask, strict=True) if m]
+    want = [
+        g
+        for row, mask in zip(case["grad"]["logp"], RL["mask"], strict=True)
+        for g, m in zip(row, mask, strict=True)
+        if m
+    ]
     torch.testing.assert_close(total.detach(), torch.tensor(case["loss"], dtype=dtype), rtol=rtol, atol=rtol / 100)
     torch.testing.assert_close(logp.grad, torch.tensor(want, dtype=dtype), rtol=rtol, atol=rtol / 100)
 

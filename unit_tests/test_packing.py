@@ -14,7 +14,7 @@ NORMS = ["token", "sequence", "sequence_sum", "constant", "prompt"]
 
 def sample(ids, mask, **more) -> Sample:
     n = len(ids)
-    fields = dict(rollout_logp=[0.1 * t for t in range(n)], versions=[0] * n) | more
+    fields = {"rollout_logp": [0.1 * t for t in range(n)], "versions": [0] * n} | more
     return Sample(prompt=Prompt(id="p", messages=[]), token_ids=ids, mask=mask, **fields)
 
 
@@ -59,9 +59,7 @@ def test_some_with_credit_and_some_without_is_an_error():
         pack([sample([1, 2], [False, True]), sample([1, 2], [False, True], advantage=[0.0, 1.0])], [0.5, 0.5])
 
 
-@given(
-    st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(50, 200), st.integers(1, 5), st.booleans()
-)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(50, 200), st.integers(1, 5), st.booleans())
 def test_a_cut_keeps_every_sequence_once_within_the_budget_and_evenly_for_ranks(sizes, max_tokens, ranks, padded):
     bins = cut(sizes, max_tokens, ranks=ranks, padded=padded)
     assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
@@ -72,7 +70,7 @@ def test_a_cut_keeps_every_sequence_once_within_the_budget_and_evenly_for_ranks(
 
 
 def test_a_sequence_longer_than_the_budget_names_the_key():
-    with pytest.raises(ValueError, match="trainer.micro_batch_tokens=10"):
+    with pytest.raises(ValueError, match=r"trainer\.micro_batch_tokens=10"):
         cut([11], 10)
 
 

@@ -45,7 +45,12 @@ LEARN = {"steps": 16, "groups_per_step": 4, "group_size": 16, "trainer.lr": 1e-2
 
 def program(config: str, *overrides: str, main: str = "main_rl.py") -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, main, "--config", config, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [sys.executable, main, "--config", config, *overrides],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
 
 
@@ -96,7 +101,7 @@ def test_several_updates_per_step_score_the_proximal_policy_first(recipe, tmp_pa
     assert metrics["train/mismatch/abs_logp"] < 1e-4, "the anchor is the policy that sampled, in both updates"
 
 
-FAILURES = '''
+FAILURES = """
 import os
 def score(prompt, messages):
     last = int(prompt.answer) % 5
@@ -107,7 +112,7 @@ def score(prompt, messages):
     if last == 2:
         while True: pass
     return {"correct": 1.0}
-'''
+"""
 
 
 def test_a_reward_that_fails_costs_its_samples_not_the_run(recipe, tmp_path):

@@ -93,5 +93,5 @@ def test_a_mismatch_stops_the_run_and_names_the_place(loaded: list[list[dict[str
 
 @pytest.mark.parametrize("off", [-1.5, float("nan")])
 def test_a_probe_that_disagrees_stops_the_run(off: float) -> None:
-    with pytest.raises(RunStopped, match="engine 1 .* log-probabilities of the probe"):
+    with pytest.raises(RunStopped, match=r"engine 1 .* log-probabilities of the probe"):
         check([[SENT], [SENT]], [[-1.0, -2.0], [off, -2.0]])

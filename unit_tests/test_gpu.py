@@ -1,0 +1,74 @@
+"""What differs on a GPU. These need torch, transformers and pydantic only; without a GPU they are skipped."""
+
+import asyncio
+import os
+
+import pytest
+import torch
+
+from algs.grpo import GRPO
+from configs.schema import ModelConfig, TrainerConfig
+from data_feeds.packing import micro_batches
+from rollouts.fingerprint import fingerprint
+from rollouts.hf_engine import HfEngine
+from trainers.forward import forward
+from trainers.models import load_model
+from trainers.reference import ReferenceTrainer
+from unit_tests.examples import some_groups
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def trainer_of(path: str, **changes) -> ReferenceTrainer:
+    model = ModelConfig(path=path, dtype=changes.pop("dtype", "float32"), attention=changes.pop("attention", "sdpa"))
+    cfg = TrainerConfig(**{"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0} | changes)
+    return ReferenceTrainer(model, cfg, GRPO(), temperature=0.9, total_updates=10)
+
+
+def update_of(trainer: ReferenceTrainer, max_tokens: int) -> torch.Tensor:
+    before = trainer.state()
+    trainer.step([micro_batches(some_groups(), "token", max_tokens)[0]])
+    return before - trainer.state()
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_the_gradient_does_not_depend_on_the_cut(tiny_path, layout):
+    whole = update_of(trainer_of(tiny_path), 10_000)
+    pieces = update_of(trainer_of(tiny_path, layout=layout), 40)
+    assert (pieces - whole).norm() < 1e-4 * whole.norm()
+
+
+@pytest.mark.skipif(os.environ.get("FLASH") != "1", reason="set FLASH=1 where flash-attn is installed")
+@torch.no_grad()
+def test_flash_attention_takes_the_borders(tiny_path):
+    [[batch]] = micro_batches(some_groups(), "token", 10_000)
+    models = [load_model(tiny_path, dtype="bfloat16", attention=a).cuda() for a in ("sdpa", "flash_attention_2")]
+    padded, packed = (
+        forward(m, m, batch.to("cuda"), layout=layout, temperature=1.0).logp
+        for m, layout in zip(models, ("padded", "packed"), strict=True)
+    )
+    assert (padded - packed).abs().mean() < 0.02
+
+
+def test_engine_and_trainer_agree_after_a_sync(tiny_path):
+    trainer = trainer_of(tiny_path)
+    engine = HfEngine(model_path=tiny_path, dtype="float32", temperature=0.9, stop_token_ids=[1])
+    update_of(trainer, 10_000)
+
+    async def sync_and_compare():
+        await engine.load(1, trainer.weights(2**20))
+        done = await engine.generate([5, 6, 7], max_new_tokens=12, seed=0)
+        return await engine.probe([5, 6, 7, *done.token_ids]), trainer.probe([5, 6, 7, *done.token_ids])
+
+    theirs, ours = asyncio.run(sync_and_compare())
+    assert theirs == pytest.approx(ours, abs=1e-3)
+    sent = {name: value for bucket in trainer.weights(2**20) for name, value in fingerprint(bucket).items()}
+    assert asyncio.run(engine.fingerprint()) == [sent]
+
+
+def test_a_fingerprint_is_the_same_on_every_device():
+    x = torch.randn(1000, 96, dtype=torch.bfloat16)
+    assert fingerprint([("x", x)]) == fingerprint([("x", x.cuda())])
