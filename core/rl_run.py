@@ -201,6 +201,7 @@ class Run:
             return
         with self.session.clock.phase("evaluate"):
             groups = await self._sample([(-1 - i, p) for i, p in enumerate(self.held_out)], 1)
+        check_failures(groups, bearable_share=self.cfg.reward.max_failed_share)
         numbers = describe(groups, version=self.version)
         self.session.facts[when] = {k: v for k, v in numbers.items() if k.startswith("reward/") or "failed" in k}
         self.session.progress.say(f"{when}: held-out reward {numbers['reward/mean']:.3f} over {len(groups)} prompts")

@@ -179,6 +179,57 @@ def test_a_breakpoint_in_a_loss_stops_in_the_terminal(recipe, tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def test_groups_without_signal_are_drawn_again_and_never_for_ever(recipe, tmp_path):
+    changes = {"alg.drop_dead_groups": True, "steps": 1, "trainer.lr": 1e-3}
+    luck = "import random\ndef score(p, m): return {'correct': float(hash(m[-1]['content']) % 3 == 0)}\n"
+    done = program(recipe(changes | {"reward.fn": file_of(tmp_path / "luck.py", luck)}))
+    assert done.returncode == 0, done.stderr
+    assert metrics_of(folder_of(tmp_path))[0]["rollout/dead_groups_share"] == 0
+    same = "def score(p, m): return {'correct': 1.0}\n"
+    stuck = program(recipe(changes | {"reward.fn": file_of(tmp_path / "same.py", same)}))
+    assert stuck.returncode == 1
+    assert "20 rounds of sampling gave 0 of groups_per_step=4" in stuck.stderr
+
+
+TALKATIVE = '''
+class Environment:
+    """Asks once more, whatever was said."""
+    def __init__(self, prompt):
+        self.turns = 0
+    async def step(self, reply):
+        self.turns += 1
+        return {"role": "user", "content": "9"} if self.turns == 1 else None
+    def scores(self):
+        return {"turns": float(self.turns)}
+'''
+MY_ENGINE = '''
+from rollouts.hf_engine import HfEngine
+class Engine(HfEngine):
+    """Ends every turn after two tokens at the latest."""
+    async def generate(self, token_ids, *, max_new_tokens, seed):
+        done = await super().generate(token_ids, max_new_tokens=min(2, max_new_tokens), seed=seed)
+        return type(done)(token_ids=done.token_ids, logp=done.logp, versions=done.versions, stop="eos")
+'''
+
+
+def test_environments_and_engines_of_ones_own_are_found_by_path(recipe, tmp_path):
+    changes = {
+        "rollout.env": file_of(tmp_path / "talkative.py", TALKATIVE),
+        "rollout.engine": file_of(tmp_path / "my_engine.py", MY_ENGINE),
+        "rollout.max_turns": 3,
+        "rollout.max_new_tokens": 24,
+        "reward.weights": {"correct": 1.0, "turns": 0.5},
+        "steps": 1,
+    }
+    done = program(recipe(changes))
+    assert done.returncode == 0, done.stderr
+    [metrics] = metrics_of(folder_of(tmp_path))
+    assert metrics["reward/turns"] == 2 and metrics["reward/mean"] >= 1.0
+    assert metrics["rollout/tokens_max"] == 4, "two turns of two tokens; what the environment said is not counted"
+    assert metrics["train/tokens"] == metrics["rollout/tokens"]
+    assert metrics["train/mismatch/abs_logp"] < 1e-4, "the second turn is scored in the context it was sampled in"
+
+
 @pytest.mark.slow
 def test_a_loss_outside_the_repository_trains_to_mastery_on_ray_actors(recipe, tmp_path):
     assert len(MY_LOSS.strip().splitlines()) <= 40
