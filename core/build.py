@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from algs import load_algorithm
@@ -84,6 +85,8 @@ class RolloutPlan:
     max_model_len: int
     seed: int
     timeout_s: float
+    over_nccl: bool
+    """How the weights come; decided once, for trainer and engines."""
 
 
 def build_worker(place: Place | None, plan: RolloutPlan) -> Any:
@@ -120,7 +123,7 @@ def build_engine(place: Place | None, plan: RolloutPlan, stop_token_ids: list[in
         return HfEngine(**common)
     from rollouts.vllm_engine import LocalVllmEngine, VllmEngine
 
-    return (LocalVllmEngine if place is None else VllmEngine)(
+    return (LocalVllmEngine if place is None else partial(VllmEngine, over_nccl=plan.over_nccl))(
         **common,
         max_model_len=plan.max_model_len,
         tensor_parallel=rollout.tensor_parallel,
@@ -171,7 +174,13 @@ def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
         max_model_len=cfg.longest,
         seed=cfg.seed,
         timeout_s=cfg.weight_sync.timeout_s,
+        over_nccl=over_nccl(cfg.rollout),
     )
+
+
+def over_nccl(rollout: RolloutConfig) -> bool:
+    """Weights go from GPU to GPU where there are any, but over gloo to the hf engine and to engines of one's own."""
+    return rollout.engine == "vllm" and gpus_here() > 0
 
 
 def plan_trainer(cfg: RunConfig, alg_spec: FileSpec, *, temperature: float, total_updates: int) -> TrainerPlan:
@@ -221,6 +230,7 @@ def weight_sync_of(cfg: RLConfig, trainers: Workers, rollouts: Workers, probe_id
         max_bytes=max_bytes,
         ranks_per_engine=cfg.rollout.tensor_parallel,
         timeout_s=cfg.weight_sync.timeout_s,
+        over_nccl=over_nccl(cfg.rollout),
     )
 
 

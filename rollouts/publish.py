@@ -60,6 +60,7 @@ class RemoteSync:
     max_bytes: int
     ranks_per_engine: int
     timeout_s: float
+    over_nccl: bool
     joined: bool = False
 
     async def publish(self, version: int) -> dict[str, float]:
@@ -81,7 +82,7 @@ class RemoteSync:
 
     async def _join(self) -> None:
         address, _ = await self.trainers.ask(0, "free_address")
-        port = await self.trainers.call(0, "open_sync", address, self.timeout_s)
+        port = await self.trainers.call(0, "open_sync", address, self.timeout_s, self.over_nccl)
         n = self.ranks_per_engine
         group = {"address": address, "port": port, "members": 1 + len(self.rollouts) * n}
         joins = [self.rollouts.call(i, "engine.join", first_rank=1 + i * n, **group) for i in range(len(self.rollouts))]

@@ -171,6 +171,11 @@ class _Vllm:
 class VllmEngine(_Vllm):
     """AsyncLLM: engine and workers run in processes of their own, requests are batched as they come."""
 
+    def __init__(self, *, over_nccl: bool = False, **settings: Any) -> None:
+        """over_nccl: an `NcclSender` will send the weights, which takes GPUs at both ends."""
+        self._transfer = "feynrl_nccl" if over_nccl else "feynrl_gloo"
+        super().__init__(**settings)
+
     def _start(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         from vllm import AsyncEngineArgs
@@ -178,7 +183,7 @@ class VllmEngine(_Vllm):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**self._settings, weight_transfer_config=WeightTransferConfig(backend="feynrl_gloo"))
+            AsyncEngineArgs(**self._settings, weight_transfer_config=WeightTransferConfig(backend=self._transfer))
         )
         self._requests = count()
 

@@ -7,8 +7,9 @@ a CPU the parameters are emptied after that, so the proof of a load is taken whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rollouts.fingerprint import checksum
@@ -180,6 +183,36 @@ class GlooTransfer(Proven):
 
     def receive_weights(self, update_info: NoInfo) -> None:
         self.load(self._receiver.receive())
+
+
+class NcclTransfer(Proven, NCCLWeightTransferEngine):
+    """vLLM's NCCL engine, sent to by an `NcclSender`, with the proof of what was loaded. Never run yet."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = NoInfo
+    shutdown = NCCLWeightTransferEngine.shutdown
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        super().init_transfer_engine(
+            NCCLWeightTransferInitInfo(
+                master_address=init_info.address,
+                master_port=init_info.port,
+                rank_offset=init_info.first_rank,
+                world_size=init_info.members,
+            )
+        )
+        self.model_update_group.group.store.set_timeout(timedelta(seconds=init_info.timeout_s))
+
+    def receive_weights(self, update_info: NoInfo) -> None:
+        self.load(self._buckets())
+
+    def _buckets(self) -> Iterator[Bucket]:
+        nccl, stream = self.model_update_group, torch.cuda.current_stream()
+        while (header := nccl.group.broadcast_obj(None, src=0)) is not None:
+            bucket = [(name, torch.empty(shape, dtype=dtype, device=self.device)) for name, dtype, shape in header]
+            for _, tensor in bucket:
+                nccl.broadcast(tensor, src=0, stream=stream)
+            yield bucket
 
 
 @dataclass

@@ -8,7 +8,8 @@ rank of every engine is a member. A sync is one stream over it:
 
 Nobody needs to know the names beforehand, no process holds more than a bucket besides its own weights,
 and all engines hear the same broadcast. vLLM's workers listen in rollouts/vllm_worker.py, the hf engine
-by itself. Afterwards `verify` compares what was sent with what every engine loaded.
+by itself. Afterwards `verify` compares what was sent with what every engine loaded. Where there are GPUs,
+vLLM's workers hear an `NcclSender` instead, and all else is the same.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     _end_with_parent()
-    transports = {"feynrl_gloo": "GlooTransfer", "feynrl_local": "LocalTransfer"}
+    transports = {"feynrl_gloo": "GlooTransfer", "feynrl_local": "LocalTransfer", "feynrl_nccl": "NcclTransfer"}
     for name, cls in transports.items():
         if name not in Factory._registry:  # it refuses a second registration
             Factory.register_engine(name, "rollouts.vllm_worker", cls)
@@ -104,7 +105,7 @@ class WeightSender:
         for bucket in buckets:
             sent.update(fingerprint(bucket))
             self._ship(bucket)
-        self._broadcast(torch.zeros(1, dtype=torch.int64))
+        self._end()
         return sent
 
     def close(self) -> None:
@@ -121,10 +122,46 @@ class WeightSender:
         self._broadcast(text)
         self._broadcast(flat)
 
+    def _end(self) -> None:
+        self._broadcast(torch.zeros(1, dtype=torch.int64))
+
     def _broadcast(self, tensor: Tensor) -> None:
         if self._group is None:
             raise RuntimeError("join() comes before send()")
         _broadcast(self._group, tensor)
+
+
+class NcclSender(WeightSender):
+    """From GPU to GPU, by vLLM's own NCCL group; headers go through the store where its members met. Never run yet.
+
+    NCCL knows no deadline: the engine's, and that of the call which came here, end a wait for a lost member.
+    """
+
+    def open(self, address: str = "127.0.0.1") -> int:
+        from vllm.utils.network_utils import get_open_port
+
+        self._where = {"master_address": address, "master_port": get_open_port()}
+        return self._where["master_port"]
+
+    def join(self, *, members: int) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+        # Else vLLM would put this thread on a new stream, which would not wait for the trainer's.
+        torch.cuda.set_stream(torch.cuda.current_stream())
+        self._nccl = trainer_init({**self._where, "world_size": members})
+
+    def close(self) -> None:
+        self._nccl.destroy()
+
+    def _ship(self, bucket: Bucket) -> None:
+        self._nccl.group.broadcast_obj([(name, t.dtype, t.shape) for name, t in bucket], src=0)
+        stream = torch.cuda.current_stream()
+        for _, tensor in bucket:
+            self._nccl.broadcast(tensor.to(self._nccl.device).contiguous(), src=0, stream=stream)
+        stream.synchronize()  # the bucket is let go of after this
+
+    def _end(self) -> None:
+        self._nccl.group.broadcast_obj(None, src=0)
 
 
 class WeightReceiver:

@@ -146,11 +146,11 @@ class DeepSpeedTrainer:
             with deepspeed.zero.GatheredParameters(held, enabled=self.cfg.zero_stage == 3):
                 yield [(n, p.detach()) for n, p in zip(names, held, strict=True)]
 
-    def open_sync(self, address: str, timeout_s: float) -> int:
+    def open_sync(self, address: str, timeout_s: float, over_nccl: bool) -> int:
         """Rank 0 listens for engines at `address`; returns the port."""
-        from rollouts.weight_sync import WeightSender
+        from rollouts.weight_sync import NcclSender, WeightSender
 
-        self.sender = WeightSender(timeout_s=timeout_s)
+        self.sender = (NcclSender if over_nccl else WeightSender)(timeout_s=timeout_s)
         return self.sender.open(address)
 
     def join_sync(self, members: int) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from inspect import signature
 
 import pytest
 import torch
 from torch import Tensor
 
+from configs.schema import RolloutConfig
+from core.build import over_nccl
 from core.errors import RunStopped
 from rollouts.fingerprint import fingerprint
-from rollouts.weight_sync import Bucket, WeightReceiver, WeightSender, in_buckets, verify
+from rollouts.weight_sync import Bucket, WeightReceiver, WeightSender, in_buckets, register, verify
 
 TIMEOUT_S = 20.0
 WEIGHTS = {
@@ -64,6 +67,37 @@ def test_a_member_who_does_not_come_is_an_error_in_time() -> None:
     sender.open()
     with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|wait timeout"):
         sender.join(members=2)
+
+
+def test_what_nccl_needs_of_vllm_is_there() -> None:
+    """All that can be seen of it without a GPU."""
+    pytest.importorskip("vllm")
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.distributed.weight_transfer.nccl_common import trainer_init
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    from rollouts.vllm_worker import JoinInfo, NcclTransfer, Proven
+
+    register()
+    assert WeightTransferEngineFactory._registry["feynrl_nccl"]() is NcclTransfer
+    for name in WeightTransferEngine.__abstractmethods__:
+        theirs, ours = (signature(getattr(c, name)) for c in (WeightTransferEngine, NcclTransfer))
+        assert list(ours.parameters) == list(theirs.parameters)
+    assert not NcclTransfer.__abstractmethods__
+    assert NcclTransfer.start_weight_update is Proven.start_weight_update
+    assert NcclTransfer.finish_weight_update is Proven.finish_weight_update
+    assert NcclTransfer.shutdown is NCCLWeightTransferEngine.shutdown
+    joined = {"address": "10.0.0.1", "port": 1, "first_rank": 1, "members": 2, "timeout_s": 1.0}
+    assert NcclTransfer.parse_init_info(NcclTransfer.__new__(NcclTransfer), joined) == JoinInfo(**joined)
+    assert {"tensor", "src", "stream"} <= signature(PyNcclCommunicator.broadcast).parameters.keys()
+    assert next(iter(signature(trainer_init).parameters)) == "init_info"
+
+
+def test_only_vllm_hears_nccl_and_only_on_gpus() -> None:
+    assert not over_nccl(RolloutConfig(engine="hf"))
+    assert over_nccl(RolloutConfig(engine="vllm")) == torch.cuda.is_available()
 
 
 SENT = fingerprint(WEIGHTS.items())
