@@ -20,6 +20,7 @@ async def train(run: Run) -> None:
     """The loop. Prompts become groups of Samples, those become Batches, and the weights move."""
     await run.publish(version=0)
     await run.evaluate("before")
+    run.session.clock.lap()
     for step in range(run.cfg.steps):
         groups = await run.collect()
         groups = await run.score(groups)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 async def train(run: Run) -> None:
     """The loop: rows become Batches, and the weights move."""
     await run.evaluate("before")
+    run.session.clock.lap()
     for step in range(run.cfg.steps):
         learnt = await run.learn(run.rows.batch(step, run.cfg.rows_per_step))
         measured = await run.evaluate_if_due(step)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from algs.ops import group_advantages, importance_ratio, k2, k3, spread
@@ -74,12 +74,18 @@ class Algorithm(Section):
 class Correction(Section):
     """Importance weights between the rollout engine and the trainer: rho = pi_prox / pi_rollout, detached."""
 
-    level: Literal["off", "token"] = "token"
+    level: Literal["none", "token"] = "token"
     mode: Literal["truncate", "clip", "mask"] = "truncate"
     """truncate: min(rho, high). clip: rho between low and high. mask: rho where low <= rho <= high, else 0."""
     low: float = Field(default=0.5, ge=0)
     """Read by clip and mask."""
     high: float = Field(default=2.0, gt=0)
+
+    @model_validator(mode="after")
+    def bounds_are_in_order(self) -> Correction:
+        if self.mode != "truncate" and self.low > self.high:
+            raise ValueError(f"low={self.low} is above high={self.high}, so no token would be left: swap them")
+        return self
 
     def weight(self, prox_logp: Tensor, rollout_logp: Tensor) -> Tensor:
         """[M], detached: what the policy term of each token is multiplied by."""

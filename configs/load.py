@@ -44,7 +44,7 @@ def read_yaml(path: str) -> dict[str, Any]:
         near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], n=1)
         raise UserError(f"--config {path}: there is no such file" + (f" (did you mean {near[0]!r}?)" if near else ""))
     try:
-        raw = yaml.safe_load(file.read_text())
+        raw = yaml.load(file.read_text(), StrictLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
@@ -52,6 +52,19 @@ def read_yaml(path: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise UserError(f"{path} must hold keys and values (name: ..., steps: ...), found {type(raw).__name__}")
     return raw
+
+
+class StrictLoader(yaml.SafeLoader):
+    """YAML lets the second of two equal keys win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key} stands there twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
 
 
 def override(raw: dict[str, Any], item: str) -> None:

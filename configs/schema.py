@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -40,7 +40,7 @@ class DataConfig(Section):
 class RewardConfig(Section):
     fn: str
     """A module of rewards/, or the path of a Python file with a function `score(prompt, messages)`."""
-    weights: dict[str, float] = {"correct": 1.0}
+    weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field({"correct": 1.0}, min_length=1)
     """Reward = sum of weight x part, over the parts that `fn` returns. Every part is logged, weighted or not."""
     workers: int = Field(2, ge=1)
     """Processes per rollout worker that score; one that hangs or dies costs its sample only."""
@@ -80,6 +80,14 @@ class WeightSyncConfig(Section):
     prompt after a sync. Unset: 0.002 in float32, 0.1 in bfloat16."""
 
 
+OURS_OF_DEEPSPEED = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("managed_gradient_accumulation", "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
+    *("bf16", "fp16", "data_types", "optimizer", "scheduler"),
+)
+"""What the gradient depends on, and the recipe says elsewhere."""
+
+
 class TrainerConfig(Section):
     ranks: int = Field(1, ge=1)
     zero_stage: Literal[0, 1, 2, 3] = 1
@@ -100,7 +108,15 @@ class TrainerConfig(Section):
     max_skipped_updates: int = Field(3, ge=1)
     """An update whose gradient is not finite is skipped on all ranks; so many in a row end the run."""
     deepspeed: dict[str, Any] = {}
-    """Merged last into the generated DeepSpeed configuration, for what has no key here."""
+    """Merged last into the generated DeepSpeed configuration, for what has no key here; what has one is refused."""
+
+    @field_validator("deepspeed")
+    @classmethod
+    def leaves_ours_alone(cls, given: dict[str, Any]) -> dict[str, Any]:
+        nested = [f"zero_optimization.{k}" for k in given.get("zero_optimization", {}) if k == "stage"]
+        if taken := [key for key in given if key in OURS_OF_DEEPSPEED] + nested:
+            raise ValueError(f"{taken[0]} follows from other keys of the recipe: leave it out here")
+        return given
 
 
 class RunConfig(Section):
@@ -161,6 +177,8 @@ class RLConfig(RunConfig):
             )
         if self.backend == "local" and (self.rollout.engines, self.rollout.tensor_parallel) != (1, 1):
             raise ValueError("backend: local is one process: set rollout.engines and rollout.tensor_parallel to 1")
+        if self.rollout.engine != "vllm" and self.rollout.tensor_parallel != 1:
+            raise ValueError("only rollout.engine=vllm has tensor parallelism: set rollout.tensor_parallel to 1")
         if self.longest > self.trainer.micro_batch_tokens:
             raise ValueError(
                 f"one sample may reach {self.longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens), more "
@@ -186,6 +204,8 @@ class SLConfig(RunConfig):
 
     @model_validator(mode="after")
     def sections_agree(self) -> SLConfig:
+        if self.eval_every and self.data.eval is None:
+            raise ValueError("eval_every wants held-out rows: set data.eval")
         if self.data.max_prompt_tokens > self.trainer.micro_batch_tokens:
             raise ValueError(
                 f"one row may have {self.data.max_prompt_tokens} tokens (data.max_prompt_tokens), more than "

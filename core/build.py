@@ -116,7 +116,7 @@ def build_engine(place: Place | None, plan: RolloutPlan, stop_token_ids: list[in
         "timeout_s": plan.timeout_s,
     }
     if plan.engine_spec is not None:
-        return load_module(plan.engine_spec).Engine(**common)
+        return engine_class_of(plan.engine_spec)(**common)
     if rollout.engine == "hf":
         from rollouts.hf_engine import HfEngine
 
@@ -134,6 +134,16 @@ def build_engine(place: Place | None, plan: RolloutPlan, stop_token_ids: list[in
         enforce_eager=rollout.enforce_eager,
         load_format="dummy",  # the first publish brings the weights
     )
+
+
+def engine_class_of(spec: FileSpec | None) -> Any:
+    """The class `Engine` of a file of the user's; None for one of ours."""
+    if spec is None:
+        return None
+    module = load_module(spec)
+    if not hasattr(module, "Engine"):
+        raise UserError(f"rollout.engine={spec.path} defines no class Engine")
+    return module.Engine
 
 
 def cores_of(place: Place | None) -> list[int]:

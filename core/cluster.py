@@ -86,12 +86,16 @@ class Remote:
         try:
             async with asyncio.timeout(self.timeout_s):
                 return await getattr(self.actors[rank], what).remote(*args, **kwargs)
-        except TimeoutError as error:
-            raise RunStopped(f"{who} did not answer within timeout_s={self.timeout_s:g} seconds") from error
-        except RayTaskError as error:
+        except RayTaskError as error:  # before TimeoutError: it may be one too
             if isinstance(error.cause, UserError | RunStopped):
                 raise error.cause from error
+            if isinstance(error.cause, TimeoutError):
+                raise RunStopped(
+                    f"{who} waited in vain, longer than its own deadline (weight_sync.timeout_s)"
+                ) from error
             raise
+        except TimeoutError as error:
+            raise RunStopped(f"{who} did not answer within timeout_s={self.timeout_s:g} seconds") from error
         except RayActorError as error:
             raise RunStopped(f"{who}: its process died; its log is in Ray's session folder") from error
 
@@ -135,7 +139,7 @@ class Cluster:
         logging.getLogger("ray").setLevel(logging.ERROR)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         ray.init(
-            address=address,
+            address=address or "local",  # None would join whatever Ray runs on this machine
             include_dashboard=False if address is None else None,
             logging_level=logging.ERROR,
             log_to_driver=False,
@@ -149,7 +153,8 @@ class Cluster:
         """Start `n` actors and wait until actor i holds `build(place, *args)`, with its own Place."""
         import ray
 
-        env = {"PYTHONPATH": ROOT, "TOKENIZERS_PARALLELISM": "false"}
+        path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+        env = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
         if resources.threads:
             env["OMP_NUM_THREADS"] = str(resources.threads)
         actor = ray.remote(Actor).options(

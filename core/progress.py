@@ -16,7 +16,8 @@ COLUMNS: list[tuple[str, str, str]] = [
     ("reward", "reward/mean", "{:.3f}"),
     ("length", "rollout/tokens_mean", "{:.1f}"),
     ("loss", "train/loss", "{:.4f}"),
-    ("kl", "train/mismatch/kl", "{:.1e}"),
+    ("mismatch", "train/mismatch/kl", "{:.1e}"),
+    ("kl", "train/kl_ref", "{:.1e}"),
     ("grad", "train/grad_norm", "{:.2f}"),
     ("tok/s", "tokens_per_s", "{:.0f}"),
     ("generate", "time/generate_s", "{:.1f}s"),
@@ -25,7 +26,7 @@ COLUMNS: list[tuple[str, str, str]] = [
     ("sync", "time/sync_s", "{:.1f}s"),
     ("eval", "eval/loss", "{:.4f}"),
 ]
-WIDTH = 9
+WIDTH = 10
 MOST_LINES = 60
 """A longer run shows every second, third, ... step; metrics.jsonl has all of them."""
 

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from itertools import count
 
 from algs import load_algorithm
-from algs.base import Algorithm
+from algs.base import Algorithm, GroupRelative
 from configs.load import Loaded
 from configs.schema import RLConfig
 from core.build import (
     RolloutPlan,
     check_devices,
+    engine_class_of,
+    environment_of,
     plan_rollouts,
     plan_trainer,
     start_rollouts,
@@ -52,6 +54,8 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     alg = load_algorithm(loaded.alg_spec, cfg.alg)
     if not hasattr(alg, "correction"):
         raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} learns from given text: run it with main_sl.py")
+    if isinstance(alg, GroupRelative) and cfg.group_size < 2:
+        raise UserError("group_size is 1, and a group of one has no siblings to be compared with: set it to 2 or more")
     if lacking := check_devices(cfg):
         raise UserError(lacking)
     check_model_folder(cfg.model.path)
@@ -63,6 +67,8 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         )
     rollouts = plan_rollouts(cfg)
     load_reward(rollouts.reward_spec)
+    environment_of(rollouts.env_spec, cfg.rollout.env)
+    engine_class_of(rollouts.engine_spec)
     tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template)
     limits = {"max_prompt_tokens": cfg.data.max_prompt_tokens, "seed": cfg.seed}
     prompts = load_prompts(cfg.data.train, tokenizer, key="data.train", **limits)
@@ -190,8 +196,6 @@ class Run:
 
     def log(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
         numbers = describe(groups, version=step) | metrics
-        spent = sum(self.session.clock.current.values())
-        numbers["tokens_per_s"] = numbers["rollout/tokens"] / spent
         self.session.folder.save_samples(step, groups, self.tokenizer.decode)
         self.session.log(step, numbers)
 

@@ -20,7 +20,7 @@ class RunFolder:
     """Files are appended to as the run goes, so an interrupted run keeps what was logged."""
 
     def __init__(self, run_dir: str, name: str, config: dict[str, Any]):
-        self.path = Path(run_dir) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.path = Path(run_dir).absolute() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         for n in range(2, 100):
             try:
                 self.path.mkdir(parents=True)

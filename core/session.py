@@ -32,13 +32,15 @@ class Session:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         metrics = {"step": float(step), **metrics, **self.clock.lap()}
+        tokens = metrics.get("rollout/tokens", metrics["train/tokens"])
+        metrics["tokens_per_s"] = tokens / metrics["time/step_s"]
         self.folder.log(metrics)
         self.progress.step(metrics)
         self.facts["steps_done"] = step + 1
 
     def model_folders(self) -> list[Path]:
         """Where the final model goes."""
-        named = [Path(self.cfg.save_to)] if self.cfg.save_to else []
+        named = [Path(self.cfg.save_to).absolute()] if self.cfg.save_to else []
         return [self.folder.path / "model", *named]
 
     def show_outcome(self) -> None:
@@ -51,14 +53,15 @@ class Session:
         self.progress.say(f"run folder: {self.folder.path}")
 
     async def close(self) -> None:
-        if self.engines is not None:
-            try:
+        try:
+            if self.engines is not None:
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await self.engines.all("close")
-            except (TimeoutError, RunStopped) as error:  # it is killed next
-                self.progress.say(f"an engine did not close by itself ({error or 'no answer'})")
-        if self.cluster is not None:
-            self.cluster.close()
+        except (TimeoutError, RunStopped) as error:  # it is killed next
+            self.progress.say(f"an engine did not close by itself ({error or 'no answer'})")
+        finally:
+            if self.cluster is not None:
+                self.cluster.close()
 
 
 def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> int:

@@ -109,6 +109,7 @@ class Run:
             self.alg.loss_norm,
             self.cfg.trainer.micro_batch_tokens,
             ranks=len(self.trainers),
+            horizon=self.cfg.data.max_prompt_tokens,
             padded=self.cfg.trainer.layout != "packed",
         )
 

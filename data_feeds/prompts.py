@@ -43,6 +43,11 @@ def load_prompts(
 ) -> PromptFeed:
     """Read prompts, and leave out those of more than `max_prompt_tokens` tokens."""
     rows = read_prompts(path, key=key)
+    if answered := [p.id for p in rows if p.messages[-1]["role"] == "assistant"]:
+        raise UserError(
+            f"{key}={path}: row {answered[0]} ends with an assistant turn, so its answer would stand in the prompt: "
+            "leave that turn out (the policy is to say it)"
+        )
     lengths = [len(tokenizer.render(p.messages)) for p in rows]
     fitting = [p for p, n in zip(rows, lengths, strict=True) if n <= max_prompt_tokens]
     if not fitting:

@@ -45,7 +45,7 @@ def _parquet(file: Path, key: str) -> list[dict[str, Any]]:
 
 
 def _jsonl(file: Path, key: str) -> Iterator[dict[str, Any]]:
-    for n, line in enumerate(file.read_text().splitlines(), start=1):
+    for n, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -77,6 +77,6 @@ def _prompt(row: dict[str, Any], i: int, where: str) -> Prompt:
     return Prompt(
         id=str(row.get("id", i)),
         messages=[{"role": m["role"], "content": m["content"]} for m in messages],
-        answer=str(row.get("answer") or ""),
+        answer="" if row.get("answer") is None else str(row["answer"]),
         extra=extra,
     )

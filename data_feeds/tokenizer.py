@@ -70,7 +70,12 @@ class ChatTokenizer:
                 )
             reply = whole[len(asked) :]
             end = reply.find(self.hf.eos_token)
-            spoken, after = (reply + self.hf.eos_token, "") if end < 0 else _cut(reply, end + len(self.hf.eos_token))
+            if end < 0:
+                raise UserError(
+                    f"the chat template does not end a turn with the tokenizer's end-of-sequence token "
+                    f"{self.hf.eos_token!r}, where the policy would stop: make eos_token the one the template writes"
+                )
+            spoken, after = _cut(reply, end + len(self.hf.eos_token))
             for text, learnt in ((asked[len(done) :], False), (spoken, True), (after, False)):
                 piece = self.encode(text)
                 ids += piece
@@ -101,8 +106,12 @@ def _eos_of_generation_config(path: str) -> list[int]:
     """The stop tokens a model names beside its tokenizer's; a chat model may have several."""
     from transformers import GenerationConfig
 
+    if Path(path).is_dir() and not (Path(path) / "generation_config.json").is_file():
+        return []
     try:
         found = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # a model without a generation_config.json has none
-        return []
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model.path={path}: its generation_config.json cannot be read, and says where to stop"
+        ) from error
     return found if isinstance(found, list) else [] if found is None else [found]

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from numbers import Real
 from pathlib import Path
@@ -49,19 +50,28 @@ def main(fd: int) -> None:
 
 def judge(score: RewardFn, fields: dict[str, Any], messages: list[dict[str, str]]) -> tuple[dict[str, float], str]:
     """The reward's parts, or why it has none."""
+    prompt: Any = SimpleNamespace(**fields)  # a Prompt without torch
+    parts, failure = attempt(lambda: score(prompt, messages), "score()")
+    if not parts and not failure:
+        failure = "score() must return a dict of named numbers, it returned {}"
+    return parts, failure
+
+
+def attempt(ask: Callable[[], Any], who: str) -> tuple[dict[str, float], str]:
+    """Named finite numbers from the user's code, or why there are none."""
     try:
-        parts: Any = score(SimpleNamespace(**fields), messages)  # type: ignore[arg-type]  # a Prompt without torch
+        parts = ask()
     except Exception as error:  # the border around what a user wrote
-        return {}, _last_line(error)
-    if not isinstance(parts, dict) or not parts:
-        return {}, f"score() must return a dict of named numbers, it returned {parts!r}"[:LONGEST_FAILURE]
+        return {}, last_line(error)
+    if not isinstance(parts, dict):
+        return {}, f"{who} must return a dict of named numbers, it returned {parts!r}"[:LONGEST_FAILURE]
     for name, value in parts.items():
         if not isinstance(name, str) or not isinstance(value, Real) or not math.isfinite(value):
-            return {}, f"score() must return finite numbers by name, it returned {name!r}: {value!r}"[:LONGEST_FAILURE]
+            return {}, f"{who} must return finite numbers by name, it returned {name!r}: {value!r}"[:LONGEST_FAILURE]
     return {name: float(value) for name, value in parts.items()}, ""
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     said = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_FAILURE]
     return f"{said} ({Path(frame.filename).name}, line {frame.lineno})"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from core.types import Message, Prompt, Sample, Stop
+from rewards.worker import attempt, last_line
 from rollouts.engine import Engine
 from rollouts.envs import Env
 
@@ -21,7 +22,7 @@ class Tokenizer(Protocol):
 
 async def run_episode(
     engine: Engine,
-    env: Env,
+    make_env: Callable[[Prompt], Env],
     prompt: Prompt,
     tokenizer: Tokenizer,
     *,
@@ -34,7 +35,7 @@ async def run_episode(
     Tokens are only ever appended: what the engine sampled is what is trained on. A reply is decoded for
     others to read and never encoded again, because encode(decode(ids)) need not be ids. `seed` gives the
     sampling seed of a turn; `max_new_tokens` is the budget of all turns together, the environment's included.
-    An environment that raises makes a failed sample, with the error as its failure.
+    The sample's parts are the environment's scores; one that raises makes a failed sample.
     """
     ids = tokenizer.render(prompt.messages)
     mask = [False] * len(ids)
@@ -43,9 +44,14 @@ async def run_episode(
     said: list[Message] = []
     left = max_new_tokens
     stop: Stop = "turns"
+    env: Env | None = None
     failure = ""
+    try:
+        env = make_env(prompt)
+    except Exception as error:  # the border to the user's environment
+        failure = last_line(error)
 
-    for turn in range(max_turns):
+    for turn in range(max_turns if env else 0):
         done = await engine.generate(ids, max_new_tokens=left, seed=seed(turn))
         ids = ids + done.token_ids
         mask += [True] * len(done.token_ids)
@@ -59,24 +65,34 @@ async def run_episode(
         try:
             answer = await env.step(said[-1]["content"])
         except Exception as error:  # the border to the user's environment
-            failure = f"{type(error).__name__}: {error}"
+            failure = last_line(error)
             break
         if answer is None:
             stop = "eos"
             break
-        said.append(answer)
         observed = tokenizer.render_turn(answer)
         if turn + 1 == max_turns or left - len(observed) <= 0:
             stop = "turns" if turn + 1 == max_turns else "length"
-            break
+            break  # the policy never sees this answer, so it was not said: the last word is the policy's
+        said.append(answer)
         left -= len(observed)
         ids = ids + observed
         mask += [False] * len(observed)
         logp += [0.0] * len(observed)
         versions += [-1] * len(observed)
 
+    parts: dict[str, float] = {}
+    if env and not failure:
+        parts, failure = attempt(env.scores, "Environment.scores()")
     sample = Sample(
-        prompt=prompt, token_ids=ids, mask=mask, rollout_logp=logp, versions=versions, stop=stop, failure=failure
+        prompt=prompt,
+        token_ids=ids,
+        mask=mask,
+        rollout_logp=logp,
+        versions=versions,
+        stop=stop,
+        parts=parts,
+        failure=failure,
     )
     return sample, said
 

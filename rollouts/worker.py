@@ -40,10 +40,9 @@ class RolloutWorker:
         return await asyncio.gather(*(self._sample(ticket, prompt, sibling) for sibling in range(size)))
 
     async def _sample(self, ticket: int, prompt: Prompt, sibling: int) -> Sample:
-        env = self.make_env(prompt)
         sample, said = await run_episode(
             self.engine,
-            env,
+            self.make_env,
             prompt,
             self.tokenizer,
             seed=lambda turn: seed_of(self.seed, ticket, sibling, turn),
@@ -55,7 +54,9 @@ class RolloutWorker:
         outcome = await self.rewards.score(prompt, said)
         if outcome.failure:
             return replace(sample, failure=outcome.failure)
-        parts = outcome.parts | env.scores()
+        if twice := outcome.parts.keys() & sample.parts.keys():
+            raise UserError(f"reward and environment both return a part {min(twice)!r}: rename one of them")
+        parts = outcome.parts | sample.parts
         return replace(sample, parts=parts, reward=self.total(parts))
 
     def total(self, parts: dict[str, float]) -> float:

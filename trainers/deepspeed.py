@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,20 +108,23 @@ class DeepSpeedTrainer:
         self.gradient_sum += grad.sum(dtype=torch.float32)
 
     def update(self, *, lr: float, apply: bool) -> float:
-        """Clip and step, or throw the gradients away; returns the norm before clipping."""
-        if not apply and self.cfg.zero_stage == 0:
-            self.engine.zero_grad()
-            return float("nan")
+        """Clip and step, or throw the gradients away; returns the norm before clipping, not finite if thrown away."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        norm = self._norm_without_zero() if self.cfg.zero_stage == 0 else None
-        self.engine.step()  # ZeRO 1 to 3 throw a non-finite gradient away themselves; that they did is checked
-        if self.cfg.zero_stage > 0 and self.engine.was_step_applied() != apply:
+        if self.cfg.zero_stage == 0:
+            norm = self._norm_without_zero()
+            if apply and math.isfinite(norm):
+                self.engine.step()
+            else:
+                self.engine.zero_grad()
+            return norm
+        self.engine.step()  # ZeRO 1 to 3 throw a gradient away by themselves whose norm is not finite
+        if self.engine.was_step_applied() and not apply:
             raise RunStopped(
-                f"DeepSpeed {'skipped' if apply else 'applied'} an update whose gradient was "
-                f"{'finite' if apply else 'not finite'} on every rank: the weights can no longer be trusted"
+                "DeepSpeed applied an update whose gradient was not finite on some rank: "
+                "the weights can no longer be trusted"
             )
-        return float(self.engine.get_global_grad_norm()) if norm is None else norm
+        return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.inf
 
     def _norm_without_zero(self) -> float:
         """ZeRO-0 keeps no norm, and would reduce its gradients in step(): reduce them now, and not again."""
@@ -188,11 +192,11 @@ def deepspeed_config(cfg: TrainerConfig, dtype: str) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "gradient_clipping": cfg.max_grad_norm,  # DeepSpeed's default is 1.0, not off
-        "zero_optimization": stage,
+        "zero_optimization": stage | cfg.deepspeed.get("zero_optimization", {}),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 10**9,
-        **cfg.deepspeed,
+        **{key: value for key, value in cfg.deepspeed.items() if key != "zero_optimization"},
     }

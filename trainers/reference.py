@@ -85,9 +85,9 @@ class ReferenceTrainer:
         return all(bool(torch.isfinite(m.grad).all()) for m in self.master if m.grad is not None)
 
     def update(self, *, lr: float, apply: bool) -> float:
-        """Clip and step, or throw the gradients away; returns the norm before clipping."""
+        """Clip and step, or throw the gradients away; returns the norm before clipping, not finite if thrown away."""
         norm = nn.utils.get_total_norm([m.grad for m in self.master if m.grad is not None])
-        if apply:
+        if apply and torch.isfinite(norm):
             if self.cfg.max_grad_norm > 0:
                 nn.utils.clip_grads_with_norm_(self.master, self.cfg.max_grad_norm, norm)
             for group in self.optimizer.param_groups:

@@ -9,6 +9,7 @@ add_up(tensor)             -> the sum over ranks
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -42,21 +43,25 @@ class Steppable(Protocol):
 def train_step(trainer: Steppable, updates: list[list[Batch]], *, max_skipped: int) -> dict[str, float]:
     """Make one optimizer update per inner list of micro-batches; returns metrics, the same on every rank.
 
+    The metrics are of the updates that were made; one that is skipped is counted.
     Every rank comes with the same number of updates and of micro-batches in each.
     """
     meter = Meter()
     norms: list[float] = []
     skipped = 0
     for micro in updates:
+        this = Meter()
         for batch in with_totals(trainer, micro):
             policy = trainer.forward(batch)
             loss, metrics = trainer.alg.objective(policy, batch.tokens)
             check_per_token(trainer.alg, loss, metrics, batch.tokens)
             trainer.backward((loss * batch.tokens.weight).sum())
-            meter.add(batch.tokens, {"loss": loss, **metrics})
-        finite = trainer.gradients_are_finite()
-        norm = trainer.update(lr=trainer.schedule.at(trainer.updates_done), apply=finite)
-        norms += [norm] if finite else []
+            this.add(batch.tokens, {"loss": loss, **metrics})
+        norm = trainer.update(lr=trainer.schedule.at(trainer.updates_done), apply=trainer.gradients_are_finite())
+        finite = math.isfinite(norm)  # the same on every rank
+        if finite:
+            meter.merge(this)
+            norms.append(norm)
         trainer.updates_done += 1
         trainer.skipped_in_a_row = 0 if finite else trainer.skipped_in_a_row + 1
         skipped += not finite
@@ -149,7 +154,14 @@ class Meter:
             weighted = (v.detach().double() * tokens.weight).sum()
             self.sums[name] = self.sums[name] + weighted if name in self.sums else weighted
 
+    def merge(self, other: Meter) -> None:
+        self.weight += other.weight
+        self.tokens += other.tokens
+        for name, total in other.sums.items():
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
+
     def means(self, trainer: Steppable) -> dict[str, float]:
+        """Over all ranks; of what was never added there is no mean."""
         names = sorted(self.sums)
         local = torch.tensor([self.weight, self.tokens, *(float(self.sums[n]) for n in names)], dtype=torch.float64)
         weight, tokens, *sums = trainer.add_up(local).tolist()

@@ -61,6 +61,15 @@ BROKEN = {
     "too few devices": ({"backend": "ray", "trainer.ranks": 512}, ["512 trainer ranks", "lower trainer.ranks"]),
     "ranks in one process": ({"trainer.ranks": 2}, ["backend: local is one process"]),
     "updates that do not divide": ({"updates_per_step": 3}, ["groups_per_step=4", "multiple of updates_per_step=3"]),
+    "a group of one": ({"group_size": 1}, ["group_size is 1"]),
+    "a key of ours for DeepSpeed": (
+        {"trainer.deepspeed": {"gradient_accumulation_steps": 8}},
+        ["gradient_accumulation_steps follows from other keys"],
+    ),
+    "tensor parallelism of the hf engine": (
+        {"backend": "ray", "rollout.tensor_parallel": 2},
+        ["only rollout.engine=vllm"],
+    ),
     "ZeRO-0 with bfloat16": (
         {"backend": "ray", "trainer.zero_stage": 0, "model.dtype": "bfloat16"},
         ["trainer.zero_stage to 1"],
@@ -124,6 +133,7 @@ def test_broken_command_lines(recipe, monkeypatch, capsys, tmp_path):
         (["--config", str(tmp_path / "rk.yaml")], "did you mean 'rl.yaml'"),
         (["--config", file_of(tmp_path / "bad.yaml", "a: [1\n")], "bad.yaml, line"),
         (["--config", file_of(tmp_path / "list.yaml", "- 1\n")], "must hold keys and values"),
+        (["--config", file_of(tmp_path / "twice.yaml", "a: 1\na: 2\n")], "a stands there twice"),
         (["--config", good, "steps"], "not of the form key=value"),
         (["--config", good, "name.x=1"], "name is not a section"),
         (["--config", good, "trainer.lr=-1"], "trainer.lr=-1"),

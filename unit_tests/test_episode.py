@@ -57,7 +57,7 @@ class Tool:
 def play(engine, *, env=None, max_turns=3, max_new_tokens=10):
     episode = run_episode(
         engine,
-        env or Tool(),
+        lambda prompt: env or Tool(),
         PROMPT,
         Words(),
         seed=lambda turn: 100 + turn,
@@ -93,14 +93,15 @@ def test_the_engine_continues_its_own_tokens_and_the_budget_is_for_the_episode()
     ],
 )
 def test_why_it_stopped(engine, turns, budget, stop):
-    sample, _ = play(engine, max_turns=turns, max_new_tokens=budget)
+    sample, said = play(engine, max_turns=turns, max_new_tokens=budget)
     assert sample.stop == stop
+    assert said[-1]["role"] == "assistant", "a reward that reads the last message reads the policy's"
     assert sample.mask[-1], "nothing is observed that is not answered"
 
 
 def test_an_environment_that_raises_fails_its_sample():
     sample, _ = play(Scripted([4]))
-    assert sample.failure == "OSError: the tool broke"
+    assert sample.failure.startswith("OSError: the tool broke (test_episode.py, line")
     assert not any(sample.learnt)
 
 

@@ -22,7 +22,7 @@ NORMS = {
     "seq-mean-token-sum-norm": "constant",
     "prompt-mean-token-mean": "prompt",
 }
-OFF = Correction(level="off")
+OFF = Correction(level="none")
 CASES = {
     "sft/token_mean": SFT(),
     "grpo/no_kl": GRPO(loss_norm="sequence", clip_high=0.2, correction=OFF),

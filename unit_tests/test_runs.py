@@ -302,12 +302,17 @@ def test_ctrl_c_ends_cleanly_and_leaves_no_process_behind(recipe, tmp_path, engi
         text=True,
         start_new_session=True,
     )
-    lines = iter(run.stdout.readline, "")
-    assert any(re.match(r"\s+1 ", line) for line in lines), run.stderr.read()
-    below = descendants(run.pid)
-    assert len(below) > 3
-    os.killpg(run.pid, signal.SIGINT)  # what a terminal does: the whole foreground group
-    _, err = run.communicate(timeout=60)
+    try:
+        lines = iter(run.stdout.readline, "")
+        assert any(re.match(r"\s+0 ", line) for line in lines), run.stderr.read()
+        while len(metrics_of(folder_of(tmp_path))) < 3:
+            time.sleep(0.2)
+        below = descendants(run.pid)
+        assert len(below) > 3
+        os.killpg(run.pid, signal.SIGINT)  # what a terminal does: the whole foreground group
+        _, err = run.communicate(timeout=60)
+    finally:
+        run.kill()  # where the test failed
     assert run.returncode == 130
     assert "interrupted" in err and "Traceback" not in err, err
     folder = folder_of(tmp_path)
