@@ -68,6 +68,7 @@ def file_of(path: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_local_run_learns_and_leaves_everything_behind(recipe, tmp_path, sums):
     reward = file_of(tmp_path / "sevens.py", SEVENS)
     done = program(recipe(LEARN | {"reward.fn": reward, "data.eval": str(sums / "eval.parquet")}))
@@ -92,6 +93,7 @@ def test_a_local_run_learns_and_leaves_everything_behind(recipe, tmp_path, sums)
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template
 
 
+@pytest.mark.slow
 def test_several_updates_per_step_score_the_proximal_policy_first(recipe, tmp_path):
     reward = file_of(tmp_path / "sevens.py", SEVENS)
     done = program(recipe({"reward.fn": reward, "updates_per_step": 2, "steps": 1, "trainer.lr": 1e-2}))
@@ -115,6 +117,7 @@ def score(prompt, messages):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_costs_its_samples_not_the_run(recipe, tmp_path):
     changes = {
         "reward.fn": file_of(tmp_path / "unlucky.py", FAILURES),
@@ -179,6 +182,7 @@ def test_a_breakpoint_in_a_loss_stops_in_the_terminal(recipe, tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.slow
 def test_groups_without_signal_are_drawn_again_and_never_for_ever(recipe, tmp_path):
     changes = {"alg.drop_dead_groups": True, "steps": 1, "trainer.lr": 1e-3}
     luck = "import random\ndef score(p, m): return {'correct': float(hash(m[-1]['content']) % 3 == 0)}\n"
@@ -212,6 +216,7 @@ class Engine(HfEngine):
 '''
 
 
+@pytest.mark.slow
 def test_environments_and_engines_of_ones_own_are_found_by_path(recipe, tmp_path):
     changes = {
         "rollout.env": file_of(tmp_path / "talkative.py", TALKATIVE),
@@ -243,7 +248,7 @@ def test_a_loss_outside_the_repository_trains_to_mastery_on_ray_actors(recipe, t
     assert metrics_of(folder_of(tmp_path))[-1]["reward/mean"] > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_the_same_run_gives_the_same_numbers_on_ray_and_in_one_process(recipe, tmp_path):
     reward = file_of(tmp_path / "sevens.py", SEVENS)
     runs = []
@@ -258,7 +263,7 @@ def test_the_same_run_gives_the_same_numbers_on_ray_and_in_one_process(recipe, t
         assert ray["train/grad_norm"] == pytest.approx(local["train/grad_norm"], rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_two_trainer_ranks_two_engines_and_zero_3(recipe, tmp_path):
     changes = LEARN | {
         "backend": "ray",
@@ -326,6 +331,7 @@ def test_ctrl_c_ends_cleanly_and_leaves_no_process_behind(recipe, tmp_path, engi
     assert not alive, subprocess.check_output(["ps", "-p", ",".join(map(str, alive))], text=True)
 
 
+@pytest.mark.slow
 def test_supervised_loss_falls_and_is_a_token_mean(recipe, tmp_path, sums):
     changes = {"steps": 12, "trainer.lr": 3e-3, "data.eval": str(sums / "sft.parquet"), "eval_every": 6}
     done = program(recipe(changes, kind="sl"), main="main_sl.py")
