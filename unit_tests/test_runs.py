@@ -21,25 +21,7 @@ def score(prompt, messages):
     """Share of the reply's first eight characters that are a 7."""
     return {"correct": messages[-1]["content"][:8].count("7") / 8}
 '''
-MY_LOSS = '''
-"""REINFORCE with a leave-one-out baseline: A = R - mean of the siblings', L = -A log pi."""
-from dataclasses import replace
-from pydantic import Field
-from algs.base import PolicyGradient
-
-class MyLoss(PolicyGradient):
-    scale: float = Field(1.0, gt=0)
-
-    def credit(self, groups):
-        def one(group):
-            mean = sum(s.reward for s in group) / len(group)
-            n = len(group)
-            return [replace(s, advantage=[(s.reward - mean) * n / (n - 1)] * len(s.mask)) for s in group]
-        return [one(g) for g in groups]
-
-    def loss(self, policy, tokens):
-        return -self.scale * tokens.advantage * policy.logp, {}
-'''
+[MY_LOSS] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 LEARN = {"steps": 16, "groups_per_step": 4, "group_size": 16, "trainer.lr": 1e-2}
 
 
@@ -240,7 +222,7 @@ def test_a_loss_outside_the_repository_trains_to_mastery_on_ray_actors(recipe, t
     assert len(MY_LOSS.strip().splitlines()) <= 40
     changes = LEARN | {
         "backend": "ray",
-        "alg": {"file": file_of(tmp_path / "my_loss.py", MY_LOSS), "scale": 1.5},
+        "alg": {"file": file_of(tmp_path / "my_loss.py", MY_LOSS), "temper": 1.5},
         "reward.fn": file_of(tmp_path / "sevens.py", SEVENS),
     }
     done = program(recipe(changes))
