@@ -13,7 +13,7 @@ from core.errors import RunStopped
 from data_feeds.packing import micro_batches
 from unit_tests.examples import some_groups
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SGD = {"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0}
 
 

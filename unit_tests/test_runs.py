@@ -15,6 +15,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.timeout(600)  # in a new environment vLLM first compiles for a minute and more
 
 SEVENS = '''
 def score(prompt, messages):
@@ -31,7 +32,7 @@ def program(config: str, *overrides: str, main: str = "main_rl.py") -> subproces
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
 

@@ -10,6 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from unit_tests.test_runs import SEVENS, file_of, folder_of, metrics_of, program
 
+pytestmark = pytest.mark.timeout(600)
+
 CASES = [
     pytest.param("qwen2", 3, 2, 2, marks=pytest.mark.slow),
     *(
