@@ -31,11 +31,6 @@ def clip_metrics(ratio: Tensor, advantage: Tensor, low: float, high: float) -> d
     }
 
 
-def k1(logp: Tensor, other: Tensor) -> Tensor:
-    """log pi - log q, [M]: unbiased for KL(pi || q) under samples of pi, of high variance, and signed."""
-    return logp - other
-
-
 def k2(logp: Tensor, other: Tensor) -> Tensor:
     """(log pi - log q)^2 / 2, [M]: biased in value, but on-policy its gradient is that of KL(pi || q)."""
     return (logp - other).square() / 2

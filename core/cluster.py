@@ -165,14 +165,6 @@ class Cluster:
         await workers.build(build, *args)
         return workers
 
-    def kill(self, workers: Remote) -> None:
-        """End these actors' processes."""
-        import ray
-
-        for actor in workers.actors:
-            ray.kill(actor)
-            self.actors.remove(actor)
-
     def close(self) -> None:
         """End every actor of this run, then our Ray. Called however the run ends."""
         import ray
