@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -132,37 +131,34 @@ def test_too_many_failures_stop_the_run_with_the_first_ones_words(recipe, tmp_pa
 def test_a_breakpoint_in_a_loss_stops_in_the_terminal(recipe, tmp_path):
     loss = MY_LOSS.replace("        return -self", "        breakpoint()\n        return -self")
     path = recipe({"alg": {"file": file_of(tmp_path / "mine.py", loss)}, "steps": 1})
-    child, terminal = pty.fork()
-    if child == 0:
-        os.chdir(ROOT)
-        os.execv(sys.executable, [sys.executable, "main_rl.py", "--config", path])
+    terminal, inner = pty.openpty()
+    # not pty.fork: a fork of this process would run the handlers of every library that it has imported
+    command = [sys.executable, "main_rl.py", "--config", path]
+    child = subprocess.Popen(command, cwd=ROOT, stdin=inner, stdout=inner, stderr=inner, start_new_session=True)
+    os.close(inner)
     said = ""
 
-    def wait_for(text: str, seconds: float = 90) -> None:
+    def prompt(answer: str) -> str:
+        """What was said up to pdb's next prompt, which is given `answer`."""
         nonlocal said
-        end = time.monotonic() + seconds
-        while text not in said:
-            assert time.monotonic() < end, said
-            if select.select([terminal], [], [], 1)[0]:
+        while "(Pdb) " not in said:
+            try:
                 said += os.read(terminal, 4096).decode(errors="replace")
+            except OSError:
+                pytest.fail(f"the run ended with exit code {child.wait()} before it asked for {answer!r}: {said}")
+        before, _, said = said.partition("(Pdb) ")
+        os.write(terminal, answer.encode() + b"\n")
+        return before
 
-    wait_for("(Pdb)")
-    said = ""
-    os.write(terminal, b"p policy.logp.shape == tokens.weight.shape\n")
-    wait_for("True")
-    said = ""
-    os.write(terminal, b"where\n")
-    wait_for("(Pdb)")
-    assert "main_rl.py" in said and "train_step" in said, "the stack is whole, from the loop to the loss"
-    os.write(terminal, b"continue\n")
-    said = ""
-    while True:
-        try:
-            if not os.read(terminal, 4096):
-                break
-        except OSError:  # the terminal's other end is closed
-            break
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    prompt("p policy.logp.shape == tokens.weight.shape")
+    assert "True" in prompt("where")
+    stack = prompt("continue")
+    assert "main_rl.py" in stack and "train_step" in stack, "the stack is whole, from the loop to the loss"
+    with pytest.raises(OSError):  # the terminal's other end is closed
+        while os.read(terminal, 4096):
+            pass
+    os.close(terminal)
+    assert child.wait() == 0
 
 
 @pytest.mark.slow
