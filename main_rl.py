@@ -22,12 +22,12 @@ async def train(run: Run) -> None:
     await run.evaluate("before")
     run.session.clock.lap()
     for step in range(run.cfg.steps):
-        groups = await run.collect()
+        groups, drawn = await run.collect()
         groups = await run.score(groups)
         groups = run.alg.credit(groups)
         learnt = await run.learn(groups)
         synced = await run.publish(version=step + 1)
-        run.log(step, groups, learnt | synced)
+        run.log(step, groups, drawn | learnt | synced)
     await run.evaluate("after")
     await run.save()
 

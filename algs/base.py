@@ -10,20 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from algs.ops import group_advantages, importance_ratio, k2, k3, spread
+from core.section import Section
 from core.types import Column, Group, LossNorm, Policy, Tokens
 
 Metrics = dict[str, Tensor]
 """Per-token values, [M] each. The framework averages them with the token weights, over micro-batches and ranks."""
-
-
-class Section(BaseModel):
-    """Settings that know every key they have: an unknown one is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Algorithm(Section):

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+from core.section import Section
 
 
 class ModelConfig(Section):
@@ -107,7 +105,7 @@ class TrainerConfig(Section):
     """How a micro-batch lies before the attention kernel; auto is packed for flash attention and padded else."""
     max_skipped_updates: int = Field(3, ge=1)
     """An update whose gradient is not finite is skipped on all ranks; so many in a row end the run."""
-    deepspeed: dict[str, Any] = {}
+    deepspeed: dict[str, Any] = Field({})
     """Merged last into the generated DeepSpeed configuration, for what has no key here; what has one is refused."""
 
     @field_validator("deepspeed")
@@ -133,7 +131,7 @@ class RunConfig(Section):
     device: Literal["auto", "cuda"] = "auto"
     """auto: GPUs where there are some, else the CPU. cuda: refuse to run without enough GPUs."""
     ray_address: str | None = None
-    """Of a running cluster; unset starts a private one on this machine."""
+    """host:port of a running cluster; unset starts a private one on this machine."""
     run_dir: str = "runs"
     """Where run folders are made."""
     save_to: str | None = None

@@ -184,13 +184,18 @@ def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
         max_model_len=cfg.longest,
         seed=cfg.seed,
         timeout_s=cfg.weight_sync.timeout_s,
-        over_nccl=over_nccl(cfg.rollout),
+        over_nccl=over_nccl(cfg),
     )
 
 
-def over_nccl(rollout: RolloutConfig) -> bool:
+def on_gpu(cfg: RunConfig) -> bool:
+    """Do trainers and engines get GPUs? With device=cuda a driver without one may start them on a cluster's."""
+    return cfg.device == "cuda" or gpus_here() > 0
+
+
+def over_nccl(cfg: RLConfig) -> bool:
     """Weights go from GPU to GPU where there are any, but over gloo to the hf engine and to engines of one's own."""
-    return rollout.engine == "vllm" and gpus_here() > 0
+    return cfg.rollout.engine == "vllm" and on_gpu(cfg)
 
 
 def plan_trainer(cfg: RunConfig, alg_spec: FileSpec, *, temperature: float, total_updates: int) -> TrainerPlan:
@@ -205,25 +210,27 @@ def plan_trainer(cfg: RunConfig, alg_spec: FileSpec, *, temperature: float, tota
     )
 
 
-async def start_trainers(cluster: Cluster | None, plan: TrainerPlan, *, timeout_s: float) -> Workers:
+async def start_trainers(cluster: Cluster | None, cfg: RunConfig, plan: TrainerPlan) -> Workers:
     if cluster is None:
         return Local(build_trainer(None, plan))
-    ranks = plan.trainer.ranks
-    on_gpu = gpus_here() > 0
-    threads = None if on_gpu else max(1, (os.cpu_count() or 1) // ranks)
-    resources = Resources(gpus=int(on_gpu), threads=threads)
-    return await cluster.spawn("trainer", ranks, build_trainer, plan, resources=resources, timeout_s=timeout_s)
+    ranks = cfg.trainer.ranks
+    resources = _share(cfg, ranks, gpus=1)
+    return await cluster.spawn("trainer", ranks, build_trainer, plan, resources=resources, timeout_s=cfg.timeout_s)
 
 
-async def start_rollouts(cluster: Cluster | None, plan: RolloutPlan, *, timeout_s: float) -> Workers:
+async def start_rollouts(cluster: Cluster | None, cfg: RLConfig, plan: RolloutPlan) -> Workers:
     if cluster is None:
         return Local(build_worker(None, plan))
-    on_gpu = gpus_here() > 0
-    threads = None if on_gpu else max(1, (os.cpu_count() or 1) // plan.rollout.engines)
-    resources = Resources(gpus=plan.rollout.tensor_parallel if on_gpu else 0, threads=threads)
-    return await cluster.spawn(
-        "engine", plan.rollout.engines, build_worker, plan, resources=resources, timeout_s=timeout_s
-    )
+    engines = cfg.rollout.engines
+    resources = _share(cfg, engines, gpus=cfg.rollout.tensor_parallel)
+    return await cluster.spawn("engine", engines, build_worker, plan, resources=resources, timeout_s=cfg.timeout_s)
+
+
+def _share(cfg: RunConfig, workers: int, *, gpus: int) -> Resources:
+    """What one of several equal workers gets: GPUs of its own, or on a CPU a share of its cores."""
+    if on_gpu(cfg):
+        return Resources(gpus=gpus)
+    return Resources(threads=max(1, (os.cpu_count() or 1) // workers))
 
 
 def weight_sync_of(cfg: RLConfig, trainers: Workers, rollouts: Workers, probe_ids: list[int]) -> WeightSync:
@@ -240,7 +247,7 @@ def weight_sync_of(cfg: RLConfig, trainers: Workers, rollouts: Workers, probe_id
         max_bytes=max_bytes,
         ranks_per_engine=cfg.rollout.tensor_parallel,
         timeout_s=cfg.weight_sync.timeout_s,
-        over_nccl=over_nccl(cfg.rollout),
+        over_nccl=over_nccl(cfg),
     )
 
 
@@ -258,13 +265,12 @@ def check_devices(cfg: RunConfig) -> str | None:
             if cfg.device == "cuda" and not gpus
             else None
         )
-    on_gpu = cfg.device == "cuda" or gpus > 0
-    if on_gpu and wanted > gpus:
+    if on_gpu(cfg) and wanted > gpus:
         return (
             f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks want {wanted} GPUs, and this machine has "
             f"{gpus}: lower trainer.ranks, rollout.engines or rollout.tensor_parallel"
         )
-    if not on_gpu and max(cfg.trainer.ranks, engines) > cores:
+    if not on_gpu(cfg) and max(cfg.trainer.ranks, engines) > cores:
         return (
             f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks are more than this machine's {cores} CPU "
             "cores: lower trainer.ranks, rollout.engines or rollout.tensor_parallel"

@@ -138,6 +138,9 @@ class Cluster:
         os.environ.setdefault("RAY_worker_niceness", "0")
         logging.getLogger("ray").setLevel(logging.ERROR)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        if address is not None:
+            _knock(address)
+        breakpoint_goes_to = os.environ.get("PYTHONBREAKPOINT", "")
         ray.init(
             address=address or "local",  # None would join whatever Ray runs on this machine
             include_dashboard=False if address is None else None,
@@ -145,6 +148,7 @@ class Cluster:
             log_to_driver=False,
             configure_logging=False,
         )
+        os.environ["PYTHONBREAKPOINT"] = breakpoint_goes_to  # Ray sends it to a debugger of its own, here too
         self.actors: list[Any] = []
 
     async def spawn(
@@ -172,6 +176,19 @@ class Cluster:
         for actor in self.actors:
             ray.kill(actor)
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raise UserError where nobody listens at host:port; Ray itself would ask again for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=10):
+            pass
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"ray_address={address}: no Ray cluster answers there ({error}); give the host:port of one that runs, or "
+            "leave the key unset"
+        ) from error
 
 
 class Actor:

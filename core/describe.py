@@ -35,6 +35,13 @@ def describe(groups: list[Group], *, version: int) -> dict[str, float]:
     return numbers
 
 
+def describe_drawn(groups: list[Group]) -> dict[str, float]:
+    """Of all groups that a step drew, those that the algorithm then left out included."""
+    rewards = [s.reward for g in groups for s in g if s.reward is not None]
+    mean = {"reward/mean_drawn": sum(rewards) / len(rewards)} if rewards else {}
+    return {"rollout/groups_drawn": float(len(groups)), **mean}
+
+
 def check_failures(groups: list[Group], *, bearable_share: float) -> None:
     """Raise RunStopped when too many samples have no reward; the first failure is quoted."""
     failures = [s.failure for g in groups for s in g if s.failure]

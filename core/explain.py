@@ -10,7 +10,7 @@ import yaml
 from algs import load_algorithm
 from configs.load import Loaded
 from configs.schema import RLConfig, RunConfig, SLConfig
-from core.build import check_devices, gpus_here
+from core.build import check_devices, gpus_here, on_gpu
 from trainers.models import read_config
 
 GIB = 2**30
@@ -77,8 +77,7 @@ def placement(cfg: RunConfig) -> list[tuple[str, str]]:
                 f"everything, on {device}: reference trainer" + (" and engine" if isinstance(cfg, RLConfig) else ""),
             )
         ]
-    on_gpu = cfg.device == "cuda" or gpus_here() > 0
-    kind = "GPU" if on_gpu else "share of the CPU"
+    kind = "GPU" if on_gpu(cfg) else "share of the CPU"
     rows = [("trainer", f"{cfg.trainer.ranks} Ray actors, DeepSpeed ZeRO-{cfg.trainer.zero_stage}, one {kind} each")]
     if isinstance(cfg, RLConfig):
         rollout = cfg.rollout

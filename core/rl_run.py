@@ -21,7 +21,7 @@ from core.build import (
     weight_sync_of,
 )
 from core.cluster import Workers, together
-from core.describe import check_failures, describe
+from core.describe import check_failures, describe, describe_drawn
 from core.errors import RunStopped, UserError
 from core.session import Session
 from core.types import Column, Group, Prompt
@@ -44,7 +44,7 @@ class Prepared:
     alg: Algorithm
     tokenizer: ChatTokenizer
     prompts: PromptFeed
-    held_out: list[Prompt]
+    held_out: PromptFeed | None
     rollouts: RolloutPlan
 
 
@@ -72,32 +72,33 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template)
     limits = {"max_prompt_tokens": cfg.data.max_prompt_tokens, "seed": cfg.seed}
     prompts = load_prompts(cfg.data.train, tokenizer, key="data.train", **limits)
-    held_out: list[Prompt] = []
+    held_out = None
     if cfg.data.eval is not None:
-        held_out = load_prompts(cfg.data.eval, tokenizer, key="data.eval", limit=cfg.data.eval_rows, **limits).prompts
+        held_out = load_prompts(cfg.data.eval, tokenizer, key="data.eval", limit=cfg.data.eval_rows, **limits)
     return Prepared(loaded=loaded, alg=alg, tokenizer=tokenizer, prompts=prompts, held_out=held_out, rollouts=rollouts)
 
 
 async def start(prepared: Prepared, session: Session) -> Run:
     """Start trainers and engines; returns when both are ready."""
     cfg, feed = prepared.loaded.cfg, prepared.prompts
-    if feed.dropped:
-        session.progress.say(
-            f"data.train: {feed.dropped} of {feed.dropped + len(feed.prompts)} prompts have more than "
-            f"{cfg.data.max_prompt_tokens} tokens and are left out, such as {feed.example}"
-        )
-    session.facts["prompts"] = {"used": len(feed.prompts), "too_long": feed.dropped}
+    feeds = {"data.train": feed} | ({"data.eval": prepared.held_out} if prepared.held_out else {})
+    for key, read in feeds.items():
+        if read.dropped:
+            session.progress.say(
+                f"{key}: {read.dropped} prompts have more than {cfg.data.max_prompt_tokens} tokens and are left out, "
+                f"such as {read.example}"
+            )
+        session.facts[key] = {"used": len(read.prompts), "too_long": read.dropped}
     plan = plan_trainer(
         cfg, prepared.loaded.alg_spec, temperature=cfg.rollout.temperature, total_updates=cfg.total_updates
     )
+
+    async def engines() -> Workers:
+        session.engines = await start_rollouts(session.cluster, cfg, prepared.rollouts)
+        return session.engines
+
     with session.clock.phase("start"):
-        rollouts, trainers = await together(
-            [
-                start_rollouts(session.cluster, prepared.rollouts, timeout_s=cfg.timeout_s),
-                start_trainers(session.cluster, plan, timeout_s=cfg.timeout_s),
-            ]
-        )
-        session.engines = rollouts
+        rollouts, trainers = await together([engines(), start_trainers(session.cluster, cfg, plan)])
     probe = prepared.tokenizer.render(feed.prompts[0].messages)[:PROBE_TOKENS]
     if len(probe) < 2:
         raise UserError("data.train: the first prompt has fewer than two tokens")
@@ -120,7 +121,7 @@ class Run:
     cfg: RLConfig
     alg: Algorithm
     prompts: PromptFeed
-    held_out: list[Prompt]
+    held_out: PromptFeed | None
     tokenizer: ChatTokenizer
     rollouts: Workers
     trainers: Workers
@@ -131,17 +132,22 @@ class Run:
     version: int = 0
     """Number of the last publish."""
 
-    async def collect(self) -> list[Group]:
-        """Exactly `groups_per_step` groups; one that the algorithm does not keep is replaced by another prompt's."""
+    async def collect(self) -> tuple[list[Group], dict[str, float]]:
+        """Exactly `groups_per_step` groups, and what was drawn for them in numbers.
+
+        A group that the algorithm does not keep is replaced by another prompt's.
+        """
         kept: list[Group] = []
+        drawn: list[Group] = []
         with self.session.clock.phase("generate"):
             for _ in range(REFILL_ROUNDS):
-                drawn = [next(self.tickets) for _ in range(self.cfg.groups_per_step - len(kept))]
-                groups = await self._sample([(t, self.prompts.draw(t)) for t in drawn], self.cfg.group_size)
-                check_failures(groups, bearable_share=self.cfg.reward.max_failed_share)
+                tickets = [next(self.tickets) for _ in range(self.cfg.groups_per_step - len(kept))]
+                groups = await self._sample([(t, self.prompts.draw(t)) for t in tickets], self.cfg.group_size)
+                drawn += groups
+                check_failures(drawn, bearable_share=self.cfg.reward.max_failed_share)
                 kept += [g for g in groups if self.alg.keep(g)]
                 if len(kept) == self.cfg.groups_per_step:
-                    return kept
+                    return kept, describe_drawn(drawn)
         raise RunStopped(
             f"{REFILL_ROUNDS} rounds of sampling gave {len(kept)} of groups_per_step={self.cfg.groups_per_step} groups "
             "that the algorithm keeps: the reward may be the same for every answer"
@@ -201,17 +207,14 @@ class Run:
 
     async def evaluate(self, when: str) -> None:
         """Reward on the held-out prompts, one sample of each at the run's temperature; failures are counted apart."""
-        if not self.held_out:
+        if self.held_out is None:
             return
         with self.session.clock.phase("evaluate"):
-            groups = await self._sample([(-1 - i, p) for i, p in enumerate(self.held_out)], 1)
+            groups = await self._sample([(-1 - i, p) for i, p in enumerate(self.held_out.prompts)], 1)
         check_failures(groups, bearable_share=self.cfg.reward.max_failed_share)
         numbers = describe(groups, version=self.version)
         self.session.facts[when] = {k: v for k, v in numbers.items() if k.startswith("reward/") or "failed" in k}
         self.session.progress.say(f"{when}: held-out reward {numbers['reward/mean']:.3f} over {len(groups)} prompts")
 
     async def save(self) -> None:
-        with self.session.clock.phase("save"):
-            for folder in self.session.model_folders():
-                await self.trainers.all("save", folder)
-                self.tokenizer.save(folder)
+        await self.session.save_model(self.trainers, self.tokenizer)

@@ -14,6 +14,7 @@ from core.cluster import Cluster, Workers
 from core.errors import RunStopped, UserError
 from core.progress import Progress
 from core.run_folder import RunFolder
+from data_feeds.tokenizer import ChatTokenizer
 
 CLOSE_TIMEOUT_S = 20.0
 
@@ -38,10 +39,13 @@ class Session:
         self.progress.step(metrics)
         self.facts["steps_done"] = step + 1
 
-    def model_folders(self) -> list[Path]:
-        """Where the final model goes."""
+    async def save_model(self, trainers: Workers, tokenizer: ChatTokenizer) -> None:
+        """The final model in the run folder, and a second time where `save_to` says."""
         named = [Path(self.cfg.save_to).absolute()] if self.cfg.save_to else []
-        return [self.folder.path / "model", *named]
+        with self.clock.phase("save"):
+            for folder in [self.folder.path / "model", *named]:
+                await trainers.all("save", folder)
+                tokenizer.save(folder)
 
     def show_outcome(self) -> None:
         """What was measured on held-out data before and after, if it was, and where everything lies."""

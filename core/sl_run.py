@@ -56,7 +56,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
         session.progress.say(f"data.train: {len(rows.samples)} rows are used; left out: {left_out}")
     plan = plan_trainer(cfg, prepared.loaded.alg_spec, temperature=1.0, total_updates=cfg.total_updates)
     with session.clock.phase("start"):
-        trainers = await start_trainers(session.cluster, plan, timeout_s=cfg.timeout_s)
+        trainers = await start_trainers(session.cluster, cfg, plan)
     return Run(
         cfg=cfg,
         alg=prepared.alg,
@@ -114,7 +114,4 @@ class Run:
         )
 
     async def save(self) -> None:
-        with self.session.clock.phase("save"):
-            for folder in self.session.model_folders():
-                await self.trainers.all("save", folder)
-                self.tokenizer.save(folder)
+        await self.session.save_model(self.trainers, self.tokenizer)

@@ -71,9 +71,17 @@ def _prompt(row: dict[str, Any], i: int, where: str) -> Prompt:
         raise UserError(
             f"{where}, row {i}: messages must be a list of {{role, content}} texts, found {str(messages)[:60]!r}"
         )
+    if lost := {k for m in messages for k, v in m.items() if k not in ("role", "content") and v is not None}:
+        raise UserError(
+            f"{where}, row {i}: a message holds {min(lost)!r}, which no template would be shown: leave it out, or "
+            "write it into the content"
+        )
     extra = {k: v for k, v in row.items() if k not in ("id", "messages", "answer", "extra")}
     nested = row.get("extra") or {}
-    extra |= json.loads(nested) if isinstance(nested, str) else nested
+    try:
+        extra |= json.loads(nested) if isinstance(nested, str) else nested
+    except (json.JSONDecodeError, TypeError) as error:
+        raise UserError(f"{where}, row {i}: extra must be an object, or JSON of one, found {nested!r:.60}") from error
     return Prompt(
         id=str(row.get("id", i)),
         messages=[{"role": m["role"], "content": m["content"]} for m in messages],

@@ -21,6 +21,7 @@ def make(out: Path) -> None:
     """Save model, tokenizer, chat template and generation config under `out`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
     folder = weights_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=WEIGHTS)
@@ -33,6 +34,7 @@ def make(out: Path) -> None:
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
+    logging.disable_progress_bar()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     print(f"{out}: SmolLM2-135M-Instruct, {model.num_parameters():,} parameters in bfloat16")

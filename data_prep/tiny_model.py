@@ -53,6 +53,7 @@ def make(
     """Save model, tokenizer, chat template and generation config under `out`; the same seed makes the same bytes."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
@@ -73,6 +74,7 @@ def make(
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
+    logging.disable_progress_bar()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     print(f"{out}: a random Llama of {model.num_parameters():,} parameters, {len(tokenizer)} tokens")

@@ -9,5 +9,7 @@ if TYPE_CHECKING:
 
 
 def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
-    """White space around the reply, or more of it inside, does not count."""
+    """White space around the reply, or more of it inside, does not count. Raise ValueError without a ground truth."""
+    if not prompt.answer.split():
+        raise ValueError(f"{prompt.id} has no answer")
     return {"correct": float(messages[-1]["content"].split() == prompt.answer.split())}

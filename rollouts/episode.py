@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.types import Message, Prompt, Sample, Stop
 from rewards.worker import attempt, last_line
-from rollouts.engine import Engine
+from rollouts.engine import Completion, Engine
 from rollouts.envs import Env
 
 
@@ -18,6 +20,29 @@ class Tokenizer(Protocol):
     def render(self, messages: list[Message]) -> list[int]: ...
     def render_turn(self, message: Message) -> list[int]: ...
     def decode(self, ids: list[int]) -> str: ...
+
+
+@dataclass
+class Transcript:
+    """An episode so far: its tokens, which are only ever appended, and what was said in them after the prompt."""
+
+    ids: list[int] = field(default_factory=list[int])
+    mask: list[bool] = field(default_factory=list[bool])
+    logp: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    said: list[Message] = field(default_factory=list[Message])
+
+    def told(self, ids: list[int]) -> None:
+        self._append(ids, [0.0] * len(ids), [-1] * len(ids), sampled=False)
+
+    def sampled(self, done: Completion) -> None:
+        self._append(done.token_ids, done.logp, done.versions, sampled=True)
+
+    def _append(self, ids: list[int], logp: list[float], versions: list[int], *, sampled: bool) -> None:
+        self.ids = self.ids + ids  # a new list: the engine may still hold the old one
+        self.mask += [sampled] * len(ids)
+        self.logp += logp
+        self.versions += versions
 
 
 async def run_episode(
@@ -32,69 +57,78 @@ async def run_episode(
 ) -> tuple[Sample, list[Message]]:
     """Play `prompt` to the end: the tokens to learn from, and what was said after the prompt.
 
-    Tokens are only ever appended: what the engine sampled is what is trained on. A reply is decoded for
-    others to read and never encoded again, because encode(decode(ids)) need not be ids. `seed` gives the
-    sampling seed of a turn; `max_new_tokens` is the budget of all turns together, the environment's included.
-    The sample's parts are the environment's scores; one that raises makes a failed sample.
+    `seed` gives the sampling seed of a turn; `max_new_tokens` is the budget of all turns together, the
+    environment's included. The sample's parts are the environment's scores; one that raises makes a failed sample.
     """
-    ids = tokenizer.render(prompt.messages)
-    mask = [False] * len(ids)
-    logp = [0.0] * len(ids)
-    versions = [-1] * len(ids)
-    said: list[Message] = []
-    left = max_new_tokens
+    script = Transcript()
+    script.told(tokenizer.render(prompt.messages))
     stop: Stop = "turns"
-    env: Env | None = None
-    failure = ""
-    try:
-        env = make_env(prompt)
-    except Exception as error:  # the border to the user's environment
-        failure = last_line(error)
-
-    for turn in range(max_turns if env else 0):
-        done = await engine.generate(ids, max_new_tokens=left, seed=seed(turn))
-        ids = ids + done.token_ids
-        mask += [True] * len(done.token_ids)
-        logp += done.logp
-        versions += done.versions
-        left -= len(done.token_ids)
-        said.append({"role": "assistant", "content": tokenizer.decode(done.token_ids)})
-        if done.stop == "length":
-            stop = "length"
-            break
-        try:
-            answer = await env.step(said[-1]["content"])
-        except Exception as error:  # the border to the user's environment
-            failure = last_line(error)
-            break
-        if answer is None:
-            stop = "eos"
-            break
-        observed = tokenizer.render_turn(answer)
-        if turn + 1 == max_turns or left - len(observed) <= 0:
-            stop = "turns" if turn + 1 == max_turns else "length"
-            break  # the policy never sees this answer, so it was not said: the last word is the policy's
-        said.append(answer)
-        left -= len(observed)
-        ids = ids + observed
-        mask += [False] * len(observed)
-        logp += [0.0] * len(observed)
-        versions += [-1] * len(observed)
-
     parts: dict[str, float] = {}
-    if env and not failure:
+    try:
+        with _users_code():
+            env = make_env(prompt)
+        stop = await _converse(engine, env, tokenizer, script, seed, max_new_tokens, max_turns)
         parts, failure = attempt(env.scores, "Environment.scores()")
+    except _EnvironmentFailed as error:
+        failure = str(error)
     sample = Sample(
         prompt=prompt,
-        token_ids=ids,
-        mask=mask,
-        rollout_logp=logp,
-        versions=versions,
+        token_ids=script.ids,
+        mask=script.mask,
+        rollout_logp=script.logp,
+        versions=script.versions,
         stop=stop,
         parts=parts,
         failure=failure,
     )
-    return sample, said
+    return sample, script.said
+
+
+async def _converse(
+    engine: Engine,
+    env: Env,
+    tokenizer: Tokenizer,
+    script: Transcript,
+    seed: Callable[[int], int],
+    left: int,
+    max_turns: int,
+) -> Stop:
+    """Continue `script` by at most `left` tokens and `max_turns` replies of the policy, which has the last word.
+
+    A reply is decoded for others to read and never encoded again, because encode(decode(ids)) need not be ids.
+    """
+    for turn in range(max_turns):
+        done = await engine.generate(script.ids, max_new_tokens=left, seed=seed(turn))
+        script.sampled(done)
+        left -= len(done.token_ids)
+        script.said.append({"role": "assistant", "content": tokenizer.decode(done.token_ids)})
+        if done.stop == "length":
+            return "length"
+        with _users_code():
+            answer = await env.step(script.said[-1]["content"])
+        if answer is None:
+            return "eos"
+        if turn + 1 == max_turns:
+            break
+        observed = tokenizer.render_turn(answer)
+        left -= len(observed)
+        if left <= 0:
+            return "length"
+        script.said.append(answer)
+        script.told(observed)
+    return "turns"
+
+
+class _EnvironmentFailed(Exception):
+    """Where and why."""
+
+
+@contextmanager
+def _users_code() -> Generator[None]:
+    try:
+        yield
+    except Exception as error:  # the border to the user's environment, whatever it raises
+        raise _EnvironmentFailed(last_line(error)) from error
 
 
 def seed_of(run_seed: int, ticket: int, sibling: int, turn: int) -> int:

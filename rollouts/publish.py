@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from core.cluster import Local, Remote, together
 from rollouts.fingerprint import fingerprint
-from rollouts.weight_sync import verify
+from rollouts.weight_sync import Bucket, verify
 
 
 class WeightSync(Protocol):
@@ -36,10 +37,14 @@ class LocalSync:
 
     async def publish(self, version: int) -> dict[str, float]:
         trainer, engine = self.trainers.worker, self.rollouts.worker.engine
-        await engine.load(version, trainer.weights(self.max_bytes))
         sent: dict[str, int] = {}
-        for bucket in trainer.weights(self.max_bytes):
-            sent |= fingerprint(bucket)
+
+        def sending() -> Iterator[Bucket]:
+            for bucket in trainer.weights(self.max_bytes):
+                sent.update(fingerprint(bucket))
+                yield bucket
+
+        await engine.load(version, sending())
         gap = verify(
             sent,
             [await engine.fingerprint()],

@@ -63,20 +63,6 @@ def _end_with_parent() -> None:
     Thread(target=watch, daemon=True, name="end with parent").start()
 
 
-def in_buckets(named: Iterable[tuple[str, Tensor]], *, bucket_bytes: int = 256 << 20) -> Iterator[Bucket]:
-    """Cut a stream of tensors into buckets of at most `bucket_bytes`; a larger tensor travels alone."""
-    bucket: Bucket = []
-    held = 0
-    for name, tensor in named:
-        if bucket and held + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append((name, tensor.detach()))
-        held += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
 class WeightSender:
     """The trainer's end. Life: `open`, tell the engines the port, `join` while they join, `send` once per step."""
 
@@ -107,9 +93,6 @@ class WeightSender:
             self._ship(bucket)
         self._end()
         return sent
-
-    def close(self) -> None:
-        self._group = self._store = None
 
     def _ship(self, bucket: Bucket) -> None:
         header: _Header = [(name, _dtype_name(t.dtype), list(t.shape)) for name, t in bucket]
@@ -149,9 +132,7 @@ class NcclSender(WeightSender):
         # Else vLLM would put this thread on a new stream, which would not wait for the trainer's.
         torch.cuda.set_stream(torch.cuda.current_stream())
         self._nccl = trainer_init({**self._where, "world_size": members})
-
-    def close(self) -> None:
-        self._nccl.destroy()
+        self._nccl.group.store.set_timeout(self._timeout)
 
     def _ship(self, bucket: Bucket) -> None:
         self._nccl.group.broadcast_obj([(name, t.dtype, t.shape) for name, t in bucket], src=0)

@@ -13,20 +13,14 @@ from torch import Tensor, nn
 
 from algs.base import Algorithm
 from configs.schema import ModelConfig, TrainerConfig
+from core.buckets import in_buckets
 from core.errors import RunStopped
-from core.types import Batch, Column, Policy
-from trainers.forward import forward, layout_for
-from trainers.models import load_model
-from trainers.optimizer import make_optimizer, schedule_of
-from trainers.reference import frozen, names_in_buckets
-from trainers.step import measure, probe, score_columns, train_step
+from trainers.optimizer import make_optimizer
+from trainers.step import Trainer
 
 
-class DeepSpeedTrainer:
-    """One rank. Every method is called on all ranks at once.
-
-    torch.distributed must be reachable through MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
-    """
+class DeepSpeedTrainer(Trainer):
+    """torch.distributed must be reachable through MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE."""
 
     def __init__(
         self,
@@ -42,57 +36,23 @@ class DeepSpeedTrainer:
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         on_gpu = torch.cuda.is_available()
+        # On a CPU DeepSpeed would first compile an all-reduce of its own, for a minute; gloo's is there.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False)
-        self.device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+        device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+        settings = {"temperature": temperature, "total_updates": total_updates, "reference": reference}
+        super().__init__(model, cfg, alg, device=device, **settings)
         self.ranks = torch.distributed.get_world_size()
-        self.cfg, self.alg, self.temperature = cfg, alg, temperature
-        self.model = load_model(
-            model.path,
-            dtype=model.dtype,
-            attention=model.attention,
-            gradient_checkpointing=cfg.gradient_checkpointing,
-        )
         self.bytes = {name: p.nbytes for name, p in self.model.named_parameters()}  # ZeRO-3 will hide them
-        self.layout = layout_for(cfg.layout, self.model)
         optimizer = make_optimizer(cfg, [p for p in self.model.parameters() if p.requires_grad])
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=self.model, optimizer=optimizer, config=deepspeed_config(cfg, model.dtype)
         )
-        self.reference = frozen(model).to(self.device) if reference else None
-        self.schedule = schedule_of(cfg, total_updates)
-        self.updates_done = self.skipped_in_a_row = 0
+        self.module = self.engine
         self.gradient_sum = torch.zeros((), device=self.device)
         for p in self.model.parameters():
             if p.requires_grad:
                 p.register_hook(self._see_gradient)
-
-    def step(self, updates: list[list[Batch]]) -> dict[str, float]:
-        return train_step(
-            self, [[b.to(self.device) for b in micro] for micro in updates], max_skipped=self.cfg.max_skipped_updates
-        )
-
-    def measure(self, micro: list[Batch]) -> dict[str, float]:
-        return measure(self, [b.to(self.device) for b in micro])
-
-    def score(self, micro: list[Batch], columns: frozenset[Column]) -> list[dict[Column, Tensor]]:
-        return score_columns(self, [b.to(self.device) for b in micro], columns)
-
-    def probe(self, token_ids: list[int]) -> list[float]:
-        return probe(self, token_ids)
-
-    def forward(self, batch: Batch, *, temperature: float | None = None) -> Policy:
-        return forward(
-            self.engine,
-            self.model,
-            batch,
-            layout=self.layout,
-            temperature=temperature or self.temperature,
-            entropy=self.alg.needs_entropy,
-        )
-
-    def forward_reference(self, batch: Batch) -> Policy:
-        assert self.reference is not None
-        return forward(self.reference, self.reference, batch, layout=self.layout, temperature=self.temperature)
 
     def backward(self, loss: Tensor) -> None:
         """DeepSpeed averages gradients over ranks; weights are shares of the whole update, so the sum is wanted."""
@@ -145,7 +105,7 @@ class DeepSpeedTrainer:
         import deepspeed
 
         named = dict(self.model.named_parameters())
-        for names in names_in_buckets(self.bytes, max_bytes):
+        for names in in_buckets(self.bytes, self.bytes.__getitem__, max_bytes):
             held = [named[n] for n in names]
             with deepspeed.zero.GatheredParameters(held, enabled=self.cfg.zero_stage == 3):
                 yield [(n, p.detach()) for n, p in zip(names, held, strict=True)]
@@ -169,10 +129,6 @@ class DeepSpeedTrainer:
         for _ in stream:  # gathering a partitioned parameter takes every rank
             pass
         return None
-
-    def state(self) -> Tensor:
-        """All weights as one float32 vector on the CPU, for tests."""
-        return torch.cat([t.flatten().float().cpu() for bucket in self.weights(2**28) for _, t in bucket])
 
     def save(self, folder: Path) -> None:
         """In Hugging Face format, from rank 0; the other ranks take part in gathering."""

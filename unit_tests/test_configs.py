@@ -1,5 +1,6 @@
 """A mistake gets one sentence that names the key or the file and the mend, exit code 2, and nothing is started."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -100,6 +101,11 @@ def test_a_broken_recipe_gets_one_sentence(name, recipe, monkeypatch, capsys, tm
             lambda d: parquet(d / "x.parquet", {"messages": [CONVERSATION] * 2, "id": ["a", "a"]}),
             ["ids must be unique"],
         ),
+        (lambda d: file_of(d / "x.jsonl", json.dumps({"messages": CONVERSATION, "extra": "{"})), ["row 0: extra must"]),
+        (
+            lambda d: file_of(d / "x.jsonl", json.dumps({"messages": [CONVERSATION[0] | {"tool_calls": [1]}]})),
+            ["row 0", "'tool_calls'"],
+        ),
     ],
 )
 def test_broken_data_names_file_and_row(make, words, recipe, monkeypatch, capsys, tmp_path):
@@ -173,7 +179,6 @@ def test_explain_does_the_arithmetic_and_warns_of_missing_devices(recipe, monkey
 
 
 def test_memory_is_unknown_where_the_config_cannot_be_read(recipe, monkeypatch, capsys):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(sys, "argv", ["main_rl.py", "--config", recipe({"model.path": "some/model"}), "--explain"])
     assert guarded(main_rl.main) == 0
     assert "memory                 unknown" in capsys.readouterr().out

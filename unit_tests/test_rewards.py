@@ -35,6 +35,11 @@ def test_arithmetic_wants_the_answer_and_nothing_else(reply: str, correct: float
     assert score("arithmetic", "46", reply) == {"correct": correct}
 
 
+def test_arithmetic_refuses_a_row_without_an_answer() -> None:
+    with pytest.raises(ValueError, match="has no answer"):
+        score("arithmetic", " ", "")
+
+
 @pytest.mark.parametrize(
     ("answer", "reply"),
     [

@@ -120,6 +120,14 @@ def test_a_reward_that_fails_costs_its_samples_not_the_run(recipe, tmp_path):
     assert metrics["rollout/failed"] == len(failed) and metrics["reward/mean"] == 1.0, "not counted as zero"
 
 
+@pytest.mark.slow
+def test_a_cluster_that_does_not_answer_is_one_sentence(recipe):
+    done = program(recipe({"backend": "ray", "ray_address": "127.0.0.1:1"}))
+    assert done.returncode == 2
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "ray_address=127.0.0.1:1" in line and "Traceback" not in done.stderr, done.stderr
+
+
 def test_too_many_failures_stop_the_run_with_the_first_ones_words(recipe, tmp_path):
     done = program(recipe({"reward.fn": file_of(tmp_path / "r.py", "def score(p, m):\n    return 1 / 0\n")}))
     assert done.returncode == 1
@@ -153,12 +161,32 @@ def test_a_breakpoint_in_a_loss_stops_in_the_terminal(recipe, tmp_path):
     prompt("p policy.logp.shape == tokens.weight.shape")
     assert "True" in prompt("where")
     stack = prompt("continue")
-    assert "main_rl.py" in stack and "train_step" in stack, "the stack is whole, from the loop to the loss"
+    assert "main_rl.py" in stack and "trainers/step.py" in stack, "the stack is whole, from the loop to the loss"
     with pytest.raises(OSError):  # the terminal's other end is closed
         while os.read(terminal, 4096):
             pass
     os.close(terminal)
     assert child.wait() == 0
+
+
+HICCUP = """
+from algs.grpo import GRPO
+calls = []
+class Hiccup(GRPO):
+    def loss(self, policy, tokens):
+        calls.append(1)
+        loss, metrics = super().loss(policy, tokens)
+        return loss * (float("inf") if len(calls) == 2 else 1.0), metrics
+"""
+
+
+@pytest.mark.slow
+def test_an_update_that_is_not_finite_is_skipped_and_said_so(recipe, tmp_path):
+    done = program(recipe({"alg": {"file": file_of(tmp_path / "hiccup.py", HICCUP)}, "steps": 3}))
+    assert done.returncode == 0, done.stderr
+    metrics = metrics_of(folder_of(tmp_path))
+    assert [m["train/updates_skipped"] for m in metrics] == [0, 1, 0]
+    assert ["train/loss" in m for m in metrics] == [True, False, True], "no number of an update that was not made"
 
 
 @pytest.mark.slow
@@ -167,7 +195,9 @@ def test_groups_without_signal_are_drawn_again_and_never_for_ever(recipe, tmp_pa
     luck = "import random\ndef score(p, m): return {'correct': float(hash(m[-1]['content']) % 3 == 0)}\n"
     done = program(recipe(changes | {"reward.fn": file_of(tmp_path / "luck.py", luck)}))
     assert done.returncode == 0, done.stderr
-    assert metrics_of(folder_of(tmp_path))[0]["rollout/dead_groups_share"] == 0
+    [metrics] = metrics_of(folder_of(tmp_path))
+    assert metrics["rollout/dead_groups_share"] == 0
+    assert metrics["rollout/groups_drawn"] >= 4 and 0 < metrics["reward/mean_drawn"] < 1
     same = "def score(p, m): return {'correct': 1.0}\n"
     stuck = program(recipe(changes | {"reward.fn": file_of(tmp_path / "same.py", same)}))
     assert stuck.returncode == 1

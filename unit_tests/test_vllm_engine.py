@@ -18,11 +18,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from core.buckets import in_buckets
 from core.errors import RunStopped
 from rollouts.engine import Completion
 from rollouts.fingerprint import fingerprint
 from rollouts.vllm_engine import LocalVllmEngine, VllmEngine
-from rollouts.weight_sync import Bucket, WeightReceiver, WeightSender, in_buckets, verify
+from rollouts.weight_sync import Bucket, WeightReceiver, WeightSender, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -50,6 +51,11 @@ FAMILIES = {
     "llama-tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "mistral-untied": MistralConfig(**SHAPE, head_dim=32, tie_word_embeddings=False),
 }
+
+
+def buckets_of(model: PreTrainedModel) -> Iterator[Bucket]:
+    named = [(name, p.detach()) for name, p in model.named_parameters()]
+    return in_buckets(named, lambda item: item[1].nbytes, BUCKET_BYTES)
 
 
 def random_model(family: str, *, seed: int) -> PreTrainedModel:
@@ -142,7 +148,7 @@ def test_in_process_engine_follows_the_trainer(family: str, tmp_path: Path) -> N
     )
 
     async def load(version: int, model: PreTrainedModel) -> dict[str, int]:
-        await engine.load(version, in_buckets(model.named_parameters(), bucket_bytes=BUCKET_BYTES))
+        await engine.load(version, buckets_of(model))
         return fingerprint(model.named_parameters())
 
     async def body() -> None:
@@ -217,7 +223,7 @@ class Lab:
     ) -> dict[str, int]:
         """One sync. `tamper` maps each bucket to what is sent in its place, after the sender's fingerprint."""
         self.sender.tamper = tamper
-        buckets = in_buckets(model.named_parameters(), bucket_bytes=BUCKET_BYTES)
+        buckets = buckets_of(model)
         sent, _ = await asyncio.gather(in_thread(self.sender.send, buckets), self.engine.receive(version))
         return sent
 
@@ -349,7 +355,7 @@ def test_an_engine_left_out_stops_the_run(lab: Lab) -> None:
     with ThreadPoolExecutor() as pool:
         heard = pool.submit(other_engine)
         sender.join(members=2)
-        sent = sender.send(in_buckets(new.named_parameters()))
+        sent = sender.send(buckets_of(new))
     with pytest.raises(RunStopped, match="engine 1 are not the trainer's after the sync: ranks 0 to 1 together"):
         verify(
             sent,

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.schema import RolloutConfig
+from configs.load import load_recipe
+from configs.schema import RLConfig
+from core.buckets import in_buckets
 from core.build import over_nccl
 from core.errors import RunStopped
 from rollouts.fingerprint import fingerprint
-from rollouts.weight_sync import Bucket, WeightReceiver, WeightSender, in_buckets, register, verify
+from rollouts.weight_sync import Bucket, WeightReceiver, WeightSender, register, verify
 
 TIMEOUT_S = 20.0
 WEIGHTS = {
@@ -24,6 +26,10 @@ WEIGHTS = {
     "transposed": torch.randn(16, 8).t(),
     "empty": torch.empty(0, 4),
 }
+
+
+def nbytes(named: tuple[str, Tensor]) -> int:
+    return named[1].nbytes
 
 
 def exchange(weights: dict[str, Tensor], *, receivers: int, rounds: int) -> tuple[dict[str, int], list[list[Bucket]]]:
@@ -37,7 +43,7 @@ def exchange(weights: dict[str, Tensor], *, receivers: int, rounds: int) -> tupl
 
     def send() -> dict[str, int]:
         sender.join(members=receivers + 1)
-        return [sender.send(in_buckets(weights.items(), bucket_bytes=1024)) for _ in range(rounds)][-1]
+        return [sender.send(in_buckets(weights.items(), nbytes, 1024)) for _ in range(rounds)][-1]
 
     with ThreadPoolExecutor() as pool:
         got = [pool.submit(receive, rank + 1) for rank in range(receivers)]
@@ -58,7 +64,7 @@ def test_every_receiver_gets_every_tensor_bit_for_bit() -> None:
 def test_buckets_are_bounded_and_a_larger_tensor_travels_alone() -> None:
     named = [("a", torch.zeros(60)), ("b", torch.zeros(40)), ("big", torch.zeros(1000)), ("c", torch.zeros(1))]
     # 240 and 160 bytes fill 400 exactly, 4000 do not fit anywhere.
-    buckets = [[name for name, _ in bucket] for bucket in in_buckets(named, bucket_bytes=400)]
+    buckets = [[name for name, _ in bucket] for bucket in in_buckets(named, nbytes, 400)]
     assert buckets == [["a", "b"], ["big"], ["c"]]
 
 
@@ -95,9 +101,13 @@ def test_what_nccl_needs_of_vllm_is_there() -> None:
     assert next(iter(signature(trainer_init).parameters)) == "init_info"
 
 
-def test_only_vllm_hears_nccl_and_only_on_gpus() -> None:
-    assert not over_nccl(RolloutConfig(engine="hf"))
-    assert over_nccl(RolloutConfig(engine="vllm")) == torch.cuda.is_available()
+def test_only_vllm_hears_nccl_and_only_on_gpus(recipe) -> None:
+    def answer(**changes: object) -> bool:
+        return over_nccl(load_recipe(RLConfig, recipe({"backend": "ray", **changes}), []).cfg)
+
+    assert not answer(device="cuda")  # the recipe's engine is hf
+    assert answer(**{"rollout.engine": "vllm"}) == torch.cuda.is_available()
+    assert answer(**{"rollout.engine": "vllm", "device": "cuda"}), "a driver without GPUs, on a cluster that has some"
 
 
 SENT = fingerprint(WEIGHTS.items())
