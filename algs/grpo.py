@@ -8,9 +8,15 @@ clipped policy-gradient step:
     L_t = max(-r_t A, -clip(r_t, 1 - low, 1 + high) A)
 
 Its relatives are settings:
-    as published  std: group, loss_norm: sequence, clip_high: 0.2, kl: {coef: 0.04, estimator: k3}
-    Dr. GRPO      loss_norm: constant                                        https://arxiv.org/abs/2503.20783
-    DAPO          drop_dead_groups: true (clip_high is 0.28 by default)      https://arxiv.org/abs/2503.14476
+    as published   scale: group, loss_norm: sequence, clip_high: 0.2, kl: {coef: 0.04, estimator: k3}
+    Dr. GRPO       loss_norm: constant                                        https://arxiv.org/abs/2503.20783
+    DAPO           drop_dead_groups: true, overlong: {mode: penalty, ...}     https://arxiv.org/abs/2503.14476
+    MaxRL          scale: mean                                                https://arxiv.org/abs/2602.02710
+    decoupled PPO  correction: {high: .inf}, or a cap; updates_per_step > 1   https://arxiv.org/abs/2110.00641
+
+Others: TRL's GRPOTrainer and verl normalise by token, as we do by default, and not as published; verl's
+Dr. GRPO divides by the padded width unless told otherwise, we by rollout.max_new_tokens; verl bounds the loss
+at ratio 3 where A < 0 (dual_clip: 3). We do not divide by the group's standard deviation unless asked.
 """
 
 from __future__ import annotations
@@ -26,9 +32,11 @@ from core.types import Policy, Tokens
 class GRPO(GroupRelative):
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.28, gt=0)
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound the loss of a token with A < 0 where its ratio exceeds this (INTELLECT-2's delta, verl's dual clip)."""
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         assert tokens.advantage is not None and tokens.prox_logp is not None
         ratio = importance_ratio(policy.logp, tokens.prox_logp)
-        loss = clipped_surrogate(ratio, tokens.advantage, self.clip_low, self.clip_high)
+        loss = clipped_surrogate(ratio, tokens.advantage, self.clip_low, self.clip_high, self.dual_clip)
         return loss, clip_metrics(ratio, tokens.advantage, self.clip_low, self.clip_high)

@@ -1,4 +1,7 @@
-"""Every key of a recipe, from the schema: python -m configs.document [--write] makes configs/README.md."""
+"""Every key and every algorithm, from the code: python -m configs.document --write makes both pages.
+
+configs/README.md comes from the schema, algs/LIBRARY.md from the docstrings and fields of the algorithms.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,22 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from algs import find_algorithm
-from algs.base import KL, Correction
+from algs import NOT_ALGORITHMS, find_algorithm
+from algs.base import Algorithm, GroupRelative, PolicyGradient
+from algs.parts import KL, Correction, Overlong
 from configs.schema import RLConfig, RunConfig, SLConfig
+from core.loading import load_module
 
 README = Path(__file__).parent / "README.md"
+LIBRARY = README.parent.parent / "algs" / "LIBRARY.md"
+LIBRARY_INTRO = """# The algorithms
+
+<!-- made by `python -m configs.document --write` from the algorithms' docstrings and fields; a test compares them -->
+
+A is the advantage, pi the policy in training, pi_prox the same when the step began, pi_rollout the engine's, sg[] holds
+the gradient back. L_t is the loss of one learnt token, L_b of one sequence; `loss_norm` says how they are averaged.
+How to write one of your own: [README.md](README.md).
+"""
 INTRO = """# Recipes and their keys
 
 <!-- made by `python -m configs.document --write`; a test compares it with the schema -->
@@ -40,10 +54,28 @@ def document() -> str:
     for name, field in {**RLConfig.model_fields}.items():
         if is_section(field.annotation):
             parts += section(f"`{name}`", f"{name}.", field.annotation)
-    parts += ["", "Every algorithm has keys of its own under `alg`; they are described in its file in `algs/`."]
-    parts += section("`alg` of grpo", "alg.", find_algorithm({"name": "grpo"})[1])
-    parts += section("`alg.correction`", "alg.correction.", Correction)
-    parts += section("`alg.kl`", "alg.kl.", KL)
+    parts += ["", "The keys under `alg` are the algorithm's: see [algs/LIBRARY.md](../algs/LIBRARY.md)."]
+    return "\n".join(parts) + "\n"
+
+
+def library() -> str:
+    """A page with every algorithm: its docstring, and the keys it declares itself."""
+    parts = [LIBRARY_INTRO.rstrip("\n")]
+    for name in sorted(p.stem for p in LIBRARY.parent.glob("*.py")):
+        if name.startswith("_") or name in NOT_ALGORITHMS:
+            continue
+        spec, cls = find_algorithm({"name": name})
+        parts += ["", f"## {name}", "", "```text", (load_module(spec).__doc__ or "").strip(), "```"]
+        own = set(cls.model_fields) - set(cls.__annotations__)
+        if cls.__annotations__.keys() & cls.model_fields.keys():
+            parts += section("", "alg.", cls, leave_out=own)[2:]
+    parts += section("Keys of every algorithm", "alg.", Algorithm)
+    parts += section(
+        "Keys of every policy-gradient algorithm", "alg.", PolicyGradient, leave_out={*Algorithm.model_fields}
+    )
+    for name, part in (("correction", Correction), ("kl", KL), ("overlong", Overlong)):
+        parts += section(f"`alg.{name}`", f"alg.{name}.", part)
+    parts += section("Keys of the group-relative ones", "alg.", GroupRelative, leave_out={*PolicyGradient.model_fields})
     return "\n".join(parts) + "\n"
 
 
@@ -75,5 +107,6 @@ def choices_of(field: FieldInfo) -> str:
 if __name__ == "__main__":
     if "--write" in sys.argv[1:]:
         README.write_text(document())
+        LIBRARY.write_text(library())
     else:
-        print(document(), end="")
+        print(document() + library(), end="")

@@ -50,11 +50,7 @@ def build_trainer(place: Place | None, plan: TrainerPlan) -> Any:
 
     alg = load_algorithm(plan.alg_spec, plan.alg)
     torch.manual_seed(plan.seed)
-    settings: dict[str, Any] = {
-        "temperature": plan.temperature,
-        "total_updates": plan.total_updates,
-        "reference": "ref_logp" in alg.needs,
-    }
+    settings: dict[str, Any] = {"temperature": plan.temperature, "total_updates": plan.total_updates}
     if place is None:
         from trainers.reference import ReferenceTrainer
 

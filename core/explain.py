@@ -102,14 +102,17 @@ def memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     weights = held / (ranks if stage == 3 else 1)
     gradients = 4 / (ranks if stage >= 2 else 1)
     optimizer = (master + states) / (ranks if stage >= 1 else 1)
-    reference = held if "ref_logp" in load_algorithm(loaded.alg_spec, cfg.alg).needs else 0
-    per_rank = n * (weights + gradients + optimizer + reference) / GIB
+    alg = load_algorithm(loaded.alg_spec, cfg.alg)
+    in_training = n * (1 if alg.value_lr is None else 2)  # the value model is as large as the policy
+    frozen = sum((count_parameters(path) or n if path else n) * held for path in alg.frozen.values())
+    per_rank = (in_training * (weights + gradients + optimizer) + frozen) / GIB
     rows = [
         ("parameters", f"{n:,}"),
         (
             "memory per rank",
-            f"about {per_rank:.2f} GiB: weights {n * weights / GIB:.2f}, gradients {n * gradients / GIB:.2f}, "
-            f"optimizer {n * optimizer / GIB:.2f}, reference {n * reference / GIB:.2f}; activations come on top",
+            f"about {per_rank:.2f} GiB: weights {in_training * weights / GIB:.2f}, gradients "
+            f"{in_training * gradients / GIB:.2f}, optimizer {in_training * optimizer / GIB:.2f}, frozen models "
+            f"{frozen / GIB:.2f}; activations come on top",
         ),
     ]
     if isinstance(cfg, RLConfig):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from algs import load_algorithm
-from algs.base import Algorithm, GroupRelative
+from algs.base import PolicyGradient
 from configs.load import Loaded
 from configs.schema import RLConfig
 from core.build import (
@@ -24,7 +24,7 @@ from core.cluster import Workers, together
 from core.describe import check_failures, describe, describe_drawn
 from core.errors import RunStopped, UserError
 from core.session import Session
-from core.types import Column, Group, Prompt
+from core.types import Group, Prompt, Scored
 from data_feeds.packing import Plan, plan_update
 from data_feeds.prompts import PromptFeed, load_prompts
 from data_feeds.tokenizer import ChatTokenizer
@@ -41,7 +41,7 @@ class Prepared:
     """Everything that can be read and refused before a process is started."""
 
     loaded: Loaded[RLConfig]
-    alg: Algorithm
+    alg: PolicyGradient
     tokenizer: ChatTokenizer
     prompts: PromptFeed
     held_out: PromptFeed | None
@@ -52,9 +52,9 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     """Raises UserError for whatever the user must mend."""
     cfg = loaded.cfg
     alg = load_algorithm(loaded.alg_spec, cfg.alg)
-    if not hasattr(alg, "correction"):
+    if not isinstance(alg, PolicyGradient):
         raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} learns from given text: run it with main_sl.py")
-    if isinstance(alg, GroupRelative) and cfg.group_size < 2:
+    if alg.needs_siblings and cfg.group_size < 2:
         raise UserError("group_size is 1, and a group of one has no siblings to be compared with: set it to 2 or more")
     if lacking := check_devices(cfg):
         raise UserError(lacking)
@@ -70,6 +70,13 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     environment_of(rollouts.env_spec, cfg.rollout.env)
     engine_class_of(rollouts.engine_spec)
     tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template)
+    for path in filter(None, alg.frozen.values()):
+        check_model_folder(path, key="alg")
+        if tokenizer.hf.get_vocab() != ChatTokenizer(path, "plain").hf.get_vocab():
+            raise UserError(
+                f"alg names the model {path}, whose vocabulary is not that of model.path={cfg.model.path}, so it "
+                "cannot score the same tokens: take one with the same tokenizer"
+            )
     limits = {"max_prompt_tokens": cfg.data.max_prompt_tokens, "seed": cfg.seed}
     prompts = load_prompts(cfg.data.train, tokenizer, key="data.train", **limits)
     held_out = None
@@ -119,7 +126,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
 @dataclass
 class Run:
     cfg: RLConfig
-    alg: Algorithm
+    alg: PolicyGradient
     prompts: PromptFeed
     held_out: PromptFeed | None
     tokenizer: ChatTokenizer
@@ -164,7 +171,7 @@ class Run:
 
         With one update per step the proximal policy is the one being trained, so only more need its column.
         """
-        proximal: frozenset[Column] = frozenset({"prox_logp"} if self.cfg.updates_per_step > 1 else ())
+        proximal: frozenset[Scored] = frozenset({"prox_logp"} if self.cfg.updates_per_step > 1 else ())
         columns = self.alg.needs | proximal
         if not columns:
             return groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from algs import load_algorithm
-from algs.base import Algorithm
+from algs.base import Algorithm, PolicyGradient
 from configs.load import Loaded
 from configs.schema import SLConfig
 from core.build import check_devices, plan_trainer, start_trainers
@@ -34,7 +34,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     """Raises UserError for whatever the user must mend."""
     cfg = loaded.cfg
     alg = load_algorithm(loaded.alg_spec, cfg.alg)
-    if hasattr(alg, "correction"):
+    if isinstance(alg, PolicyGradient):
         raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} learns from samples: run it with main_rl.py")
     if lacking := check_devices(cfg):
         raise UserError(lacking)

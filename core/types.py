@@ -24,8 +24,10 @@ Stop = Literal["eos", "length", "turns"]
 Message = dict[str, str]
 """{"role": ..., "content": ...}"""
 
-Column = Literal["prox_logp", "ref_logp"]
+Scored = Literal["prox_logp", "ref_logp", "teacher_logp", "values"]
 """A per-token quantity the trainer can score before credit is assigned."""
+Column = Scored | Literal["returns"]
+"""Those, and what credit may add to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,9 @@ class Sample:
     advantage: list[float] | None = None
     """Credit of each token, assigned by the algorithm once per step; [L]."""
     columns: dict[Column, list[float]] = field(default_factory=dict)
-    """What the trainer scored because the algorithm declared that it needs it; each [L]."""
+    """What the trainer scored because the algorithm declared that it needs it, and what credit added; each [L]."""
+    left_out: list[bool] | None = None
+    """True where the algorithm does not learn from a token that the policy chose; [L]."""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -76,6 +80,8 @@ class Sample:
         }
         if self.advantage is not None:
             lengths["advantage"] = len(self.advantage)
+        if self.left_out is not None:
+            lengths["left_out"] = len(self.left_out)
         if len(set(lengths.values())) != 1:
             raise ValueError(f"the lists of a Sample must have one length, found {lengths}")
 
@@ -84,7 +90,10 @@ class Sample:
         """[L], True where the token is trained on. Nothing predicts the first one; a failed sample teaches nothing."""
         if self.failure:
             return [False] * len(self.mask)
-        return [False, *self.mask[1:]]
+        chosen = [False, *self.mask[1:]]
+        if self.left_out is None:
+            return chosen
+        return [yes and not out for yes, out in zip(chosen, self.left_out, strict=True)]
 
 
 Group = list[Sample]
@@ -107,9 +116,14 @@ class Tokens:
     advantage: Tensor | None = None
     """[M] float, detached."""
     rollout_logp: Tensor | None = None
-    """[M] float, detached; as are the next two."""
+    """[M] float, detached; as are the next three."""
     prox_logp: Tensor | None = None
     ref_logp: Tensor | None = None
+    teacher_logp: Tensor | None = None
+    values: Tensor | None = None
+    """[M] float, detached: the value model's, of the state before each token, when the step began."""
+    returns: Tensor | None = None
+    """[M] float, detached: what the value model is to learn."""
     totals: dict[str, Tensor] = field(default_factory=dict)
     """Scalars summed over the whole update, all ranks; see Algorithm.totals."""
 

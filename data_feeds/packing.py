@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.types import Batch, Column, Group, LossNorm, Sample, Tokens
+from core.errors import RunStopped
+from core.types import Batch, Group, LossNorm, Sample, Scored, Tokens
 
 
 def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[float]:
@@ -53,7 +55,7 @@ def pack(samples: list[Sample], weights: list[float], *, dtype: torch.dtype = to
     whatever a column holds elsewhere never leaves this function.
     """
     lengths = [len(s.token_ids) - 1 for s in samples]
-    starts = [sum(lengths[:i]) for i in range(len(samples))]
+    starts = [0, *accumulate(lengths)][:-1]
     learnt = [[t for t, yes in enumerate(s.learnt) if yes] for s in samples]  # token positions, >= 1
 
     def ints(values: list[int]) -> Tensor:
@@ -101,7 +103,9 @@ def cut(sizes: list[int], max_tokens: int, *, ranks: int = 1, padded: bool = Tru
     `padded` counts rows x longest row, what a padded layout really holds; else the sum of lengths.
     """
     if not sizes:
-        raise ValueError("an update without a single learnt token: nothing can be trained on")
+        raise RunStopped(
+            "an update has no token to learn from: its samples failed, or the algorithm left them out (overlong.mode)"
+        )
     order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
     if sizes[order[0]] > max_tokens:
         raise ValueError(
@@ -148,7 +152,7 @@ class Plan:
             return idle(self.samples, dtype=dtype)
         return pack([self.samples[i] for i in chosen], [self.weights[i] for i in chosen], dtype=dtype)
 
-    def with_columns(self, scored: list[list[dict[Column, Tensor]]]) -> dict[int, Sample]:
+    def with_columns(self, scored: list[list[dict[Scored, Tensor]]]) -> dict[int, Sample]:
         """The samples with the columns a trainer scored, [rank][micro-batch][column][M], by id() of the sample."""
         done: dict[int, Sample] = {}
         for rank_bins, rank_scored in zip(self.bins, scored, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,14 @@ from configs.schema import ModelConfig, TrainerConfig
 from core.buckets import in_buckets
 from core.errors import RunStopped
 from trainers.optimizer import make_optimizer
-from trainers.step import Trainer
+from trainers.step import Learner, Trainer
 
 
 class DeepSpeedTrainer(Trainer):
     """torch.distributed must be reachable through MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        cfg: TrainerConfig,
-        alg: Algorithm,
-        *,
-        temperature: float,
-        total_updates: int,
-        reference: bool = False,
+        self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, *, temperature: float, total_updates: int
     ):
         import deepspeed
 
@@ -40,75 +33,16 @@ class DeepSpeedTrainer(Trainer):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False)
         device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
-        settings = {"temperature": temperature, "total_updates": total_updates, "reference": reference}
-        super().__init__(model, cfg, alg, device=device, **settings)
-        self.ranks = torch.distributed.get_world_size()
-        self.bytes = {name: p.nbytes for name, p in self.model.named_parameters()}  # ZeRO-3 will hide them
-        optimizer = make_optimizer(cfg, [p for p in self.model.parameters() if p.requires_grad])
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=self.model, optimizer=optimizer, config=deepspeed_config(cfg, model.dtype)
-        )
-        self.module = self.engine
-        self.gradient_sum = torch.zeros((), device=self.device)
-        for p in self.model.parameters():
-            if p.requires_grad:
-                p.register_hook(self._see_gradient)
+        self.dtype = model.dtype
+        super().__init__(model, cfg, alg, device=device, temperature=temperature, total_updates=total_updates)
 
-    def backward(self, loss: Tensor) -> None:
-        """DeepSpeed averages gradients over ranks; weights are shares of the whole update, so the sum is wanted."""
-        self.engine.backward(loss * self.ranks)
-
-    def gradients_are_finite(self) -> bool:
-        """Our own check, on every rank's gradients as they came out of autograd, before they are reduced."""
-        bad = self.add_up((~torch.isfinite(self.gradient_sum)).double())
-        self.gradient_sum.zero_()
-        return bad.item() == 0
-
-    def _see_gradient(self, grad: Tensor) -> None:
-        self.gradient_sum += grad.sum(dtype=torch.float32)
-
-    def update(self, *, lr: float, apply: bool) -> float:
-        """Clip and step, or throw the gradients away; returns the norm before clipping, not finite if thrown away."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        if self.cfg.zero_stage == 0:
-            norm = self._norm_without_zero()
-            if apply and math.isfinite(norm):
-                self.engine.step()
-            else:
-                self.engine.zero_grad()
-            return norm
-        self.engine.step()  # ZeRO 1 to 3 throw a gradient away by themselves whose norm is not finite
-        if self.engine.was_step_applied() and not apply:
-            raise RunStopped(
-                "DeepSpeed applied an update whose gradient was not finite on some rank: "
-                "the weights can no longer be trusted"
-            )
-        return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.inf
-
-    def _norm_without_zero(self) -> float:
-        """ZeRO-0 keeps no norm, and would reduce its gradients in step(): reduce them now, and not again."""
-        self.engine.buffered_allreduce_fallback()
-        self.engine.enable_backward_allreduce = False
-        return float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
+    def learner(self, model: nn.Module) -> Learner:
+        return DeepSpeedLearner(model, self.cfg, self.dtype, self.add_up)
 
     def add_up(self, values: Tensor) -> Tensor:
         total = values.to(self.device)
         torch.distributed.all_reduce(total)
         return total.to(values.device)
-
-    def weights(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Every tensor once, whole, in buckets of at most `max_bytes` (one tensor at least).
-
-        With ZeRO-3 every rank must run through all of it, and a bucket lives until the next is asked for.
-        """
-        import deepspeed
-
-        named = dict(self.model.named_parameters())
-        for names in in_buckets(self.bytes, self.bytes.__getitem__, max_bytes):
-            held = [named[n] for n in names]
-            with deepspeed.zero.GatheredParameters(held, enabled=self.cfg.zero_stage == 3):
-                yield [(n, p.detach()) for n, p in zip(names, held, strict=True)]
 
     def open_sync(self, address: str, timeout_s: float, over_nccl: bool) -> int:
         """Rank 0 listens for engines at `address`; returns the port."""
@@ -136,6 +70,73 @@ class DeepSpeedTrainer(Trainer):
         if torch.distributed.get_rank() == 0:
             self.model.save_pretrained(folder, state_dict=state)
         torch.distributed.barrier()
+
+
+class DeepSpeedLearner:
+    """One model in one DeepSpeed engine."""
+
+    def __init__(self, model: nn.Module, cfg: TrainerConfig, dtype: str, add_up: Callable[[Tensor], Tensor]):
+        import deepspeed
+
+        self.model, self.zero_stage, self.add_up = model, cfg.zero_stage, add_up
+        self.bytes = {name: p.nbytes for name, p in model.named_parameters()}  # ZeRO-3 will hide them
+        optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=deepspeed_config(cfg, dtype)
+        )
+        self.module = self.engine
+        self.ranks = torch.distributed.get_world_size()
+        self.gradient_sum = torch.zeros((), device=self.engine.device)
+        for p in model.parameters():
+            if p.requires_grad:
+                p.register_hook(self._see_gradient)
+
+    def backward(self, loss: Tensor) -> None:
+        """DeepSpeed averages gradients over ranks; weights are shares of the whole update, so the sum is wanted."""
+        self.engine.backward(loss * self.ranks)
+
+    def gradients_are_finite(self) -> bool:
+        """Our own check, on every rank's gradients as they came out of autograd, before they are reduced."""
+        bad = self.add_up((~torch.isfinite(self.gradient_sum)).double())
+        self.gradient_sum.zero_()
+        return bad.item() == 0
+
+    def _see_gradient(self, grad: Tensor) -> None:
+        self.gradient_sum += grad.sum(dtype=torch.float32)
+
+    def update(self, *, lr: float, apply: bool) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if self.zero_stage == 0:
+            norm = self._norm_without_zero()
+            if apply and math.isfinite(norm):
+                self.engine.step()
+                return norm
+            self.engine.zero_grad()
+            return math.inf
+        self.engine.step()  # ZeRO 1 to 3 throw a gradient away by themselves whose norm is not finite
+        if self.engine.was_step_applied() and not apply:
+            raise RunStopped(
+                "DeepSpeed applied an update whose gradient was not finite on some rank: "
+                "the weights can no longer be trusted"
+            )
+        return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.inf
+
+    def _norm_without_zero(self) -> float:
+        """ZeRO-0 keeps no norm, and would reduce its gradients in step(): reduce them now, and not again."""
+        self.engine.buffered_allreduce_fallback()
+        self.engine.enable_backward_allreduce = False
+        return float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
+
+    def weights(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """With ZeRO-3 every rank must run through all of it, and a bucket lives until the next is asked for."""
+        import deepspeed
+
+        named = dict(self.model.named_parameters())
+        for names in in_buckets(self.bytes, self.bytes.__getitem__, max_bytes):
+            held = [named[n] for n in names]
+            with deepspeed.zero.GatheredParameters(held, enabled=self.zero_stage == 3):
+                yield [(n, p.detach()) for n, p in zip(names, held, strict=True)]
 
 
 def deepspeed_config(cfg: TrainerConfig, dtype: str) -> dict[str, Any]:

@@ -46,6 +46,13 @@ def forward(
     return score(logits[0], batch.labels, temperature=temperature, entropy=entropy)
 
 
+def values_of(module: nn.Module, batch: Batch, *, layout: Layout, model: nn.Module) -> Tensor:
+    """Value of the state before every learnt token, [M] float32: read where that token is predicted from."""
+    (row, column), inputs = _lay_out(model, batch, layout)
+    values = module(**inputs, use_cache=False).logits  # [rows, columns, 1]
+    return values[row[batch.at], column[batch.at], 0].float()
+
+
 def score(logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool) -> Policy:
     """log-softmax of [M, V] logits at [M] labels, in float32 and in chunks: no float32 copy of all stays alive."""
     size = max(1, CHUNK_LOGITS // logits.shape[-1])

@@ -12,27 +12,33 @@ from algs.base import Algorithm
 from configs.schema import ModelConfig, TrainerConfig
 from core.buckets import in_buckets
 from trainers.optimizer import make_optimizer
-from trainers.step import Trainer
+from trainers.step import Learner, Trainer
 
 
 class ReferenceTrainer(Trainer):
-    """Keeps float32 master weights beside a bfloat16 model, as DeepSpeed does; in float32 they are one."""
-
     def __init__(
-        self,
-        model: ModelConfig,
-        cfg: TrainerConfig,
-        alg: Algorithm,
-        *,
-        temperature: float,
-        total_updates: int,
-        reference: bool = False,
+        self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, *, temperature: float, total_updates: int
     ):
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        settings = {"temperature": temperature, "total_updates": total_updates, "reference": reference}
-        super().__init__(model, cfg, alg, device=device, **settings)
-        self.module = self.model.to(device)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        super().__init__(model, cfg, alg, device=device, temperature=temperature, total_updates=total_updates)
+
+    def learner(self, model: nn.Module) -> Learner:
+        return TorchLearner(model.to(self.device), self.cfg)
+
+    def add_up(self, values: Tensor) -> Tensor:
+        return values
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+
+class TorchLearner:
+    """Keeps float32 master weights beside a bfloat16 model, as DeepSpeed does; in float32 they are one."""
+
+    def __init__(self, model: nn.Module, cfg: TrainerConfig):
+        self.model = self.module = model
+        self.max_grad_norm = cfg.max_grad_norm
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.master = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         self.optimizer = make_optimizer(cfg, self.master)
 
@@ -47,11 +53,12 @@ class ReferenceTrainer(Trainer):
         return all(bool(torch.isfinite(m.grad).all()) for m in self.master if m.grad is not None)
 
     def update(self, *, lr: float, apply: bool) -> float:
-        """Clip and step, or throw the gradients away; returns the norm before clipping, not finite if thrown away."""
         norm = nn.utils.get_total_norm([m.grad for m in self.master if m.grad is not None])
-        if apply and torch.isfinite(norm):
-            if self.cfg.max_grad_norm > 0:
-                nn.utils.clip_grads_with_norm_(self.master, self.cfg.max_grad_norm, norm)
+        if not apply:
+            norm = torch.full_like(norm, torch.inf)
+        if torch.isfinite(norm):
+            if self.max_grad_norm > 0:
+                nn.utils.clip_grads_with_norm_(self.master, self.max_grad_norm, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
@@ -62,13 +69,6 @@ class ReferenceTrainer(Trainer):
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def add_up(self, values: Tensor) -> Tensor:
-        return values
-
     def weights(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Every tensor once, in buckets of at most `max_bytes` (one tensor at least)."""
         named = [(name, p.detach()) for name, p in self.model.named_parameters()]
         return in_buckets(named, lambda item: item[1].nbytes, max_bytes)
-
-    def save(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)

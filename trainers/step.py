@@ -1,10 +1,7 @@
-"""What every trainer is: one training step, and the measurements around it, over a few primitives.
+"""What every trainer is: one training step, and the measurements around it, over learners.
 
-backward(loss)             add to the gradient of this update
-gradients_are_finite()     -> the same answer on every rank
-update(lr=, apply=)        clip and step, or throw the gradient away; -> its norm
-add_up(tensor)             -> the sum over ranks
-weights(max_bytes)         -> every tensor once, whole, in buckets
+A Learner is one model in training with its optimizer. The policy is one; where the algorithm needs values,
+the value model is another, and both take each update together.
 """
 
 from __future__ import annotations
@@ -12,25 +9,47 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from algs.base import Algorithm
+from algs.base import Algorithm, check_per_token
 from configs.schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped
-from core.types import Batch, Column, Policy, Prompt, Sample, Tokens
+from core.types import Batch, Policy, Prompt, Sample, Scored, Tokens
 from data_feeds.packing import pack
-from trainers.forward import forward, layout_for
-from trainers.models import load_model
+from trainers.forward import forward, layout_for, values_of
+from trainers.models import load_model, load_value_model
 from trainers.optimizer import schedule_of
+
+
+class Learner(Protocol):
+    """Every method is called on all ranks at once."""
+
+    model: nn.Module
+    module: nn.Module
+    """What is called in a forward pass: the model, or what wraps it."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add to the gradient of this update."""
+        ...
+
+    def gradients_are_finite(self) -> bool:
+        """The same answer on every rank."""
+        ...
+
+    def update(self, *, lr: float, apply: bool) -> float:
+        """Clip and step, or throw the gradients away; returns the norm before clipping, not finite if thrown away."""
+        ...
+
+    def weights(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Every tensor once, whole, in buckets of at most `max_bytes` (one tensor at least)."""
+        ...
 
 
 class Trainer:
     """One rank. Every method is called on all ranks at once, with as many micro-batches on each."""
-
-    module: nn.Module
-    """What is called in a forward pass: the model, or what wraps it."""
 
     def __init__(
         self,
@@ -41,36 +60,28 @@ class Trainer:
         device: str,
         temperature: float,
         total_updates: int,
-        reference: bool,
     ):
         self.device, self.cfg, self.alg, self.temperature = device, cfg, alg, temperature
-        self.model = load_model(
-            model.path,
-            dtype=model.dtype,
-            attention=model.attention,
-            gradient_checkpointing=cfg.gradient_checkpointing,
-        )
-        self.reference = None
-        if reference:  # the weights the run started from
-            frozen = load_model(model.path, dtype=model.dtype, attention=model.attention)
-            self.reference = frozen.requires_grad_(False).to(device)
+        kind = {"dtype": model.dtype, "attention": model.attention}
+        checkpointing = cfg.gradient_checkpointing
+        self.policy = self.learner(load_model(model.path, **kind, gradient_checkpointing=checkpointing))
+        self.critic: Learner | None = None
+        if alg.value_lr is not None:
+            self.critic = self.learner(load_value_model(model.path, **kind, gradient_checkpointing=checkpointing))
+        self.frozen = {
+            column: load_model(path or model.path, **kind).requires_grad_(False).to(device)
+            for column, path in alg.frozen.items()
+        }
+        self.model = self.policy.model
         self.layout = layout_for(cfg.layout, self.model)
         self.schedule = schedule_of(cfg, total_updates)
         self.updates_done = self.skipped_in_a_row = 0
 
-    def backward(self, loss: Tensor) -> None:
-        raise NotImplementedError
-
-    def gradients_are_finite(self) -> bool:
-        raise NotImplementedError
-
-    def update(self, *, lr: float, apply: bool) -> float:
+    def learner(self, model: nn.Module) -> Learner:
         raise NotImplementedError
 
     def add_up(self, values: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def weights(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The sum over ranks."""
         raise NotImplementedError
 
     def step(self, updates: list[list[Batch]]) -> dict[str, float]:
@@ -79,35 +90,50 @@ class Trainer:
         The metrics are of the updates that were made; one that is skipped is counted.
         """
         meter = Meter()
-        norms: list[float] = []
-        skipped = 0
+        norms: list[dict[str, float]] = []
         for micro in updates:
             this = Meter()
             for batch in self._with_totals(micro):
                 policy = self.forward(batch)
                 loss, metrics = self.alg.objective(policy, batch.tokens)
                 check_per_token(self.alg, loss, metrics, batch.tokens)
-                self.backward((loss * batch.tokens.weight).sum())
+                self.policy.backward((loss * batch.tokens.weight).sum())
+                if self.critic is not None:
+                    metrics |= self._learn_values(self.critic, batch)
                 this.add(batch.tokens, {"loss": loss, **metrics})
-            norm = self.update(lr=self.schedule.at(self.updates_done), apply=self.gradients_are_finite())
-            finite = math.isfinite(norm)  # the same on every rank
-            if finite:
+            if norm := self._update():
                 meter.merge(this)
                 norms.append(norm)
-            self.updates_done += 1
-            self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-            skipped += not finite
-            if self.skipped_in_a_row >= self.cfg.max_skipped_updates:
-                raise RunStopped(
-                    f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite: "
-                    "the model or the loss diverged (trainer.max_skipped_updates says how many are borne)"
-                )
         return {
             **meter.means(self),
-            **({"grad_norm": sum(norms) / len(norms)} if norms else {}),
+            **({name: sum(n[name] for n in norms) / len(norms) for name in norms[0]} if norms else {}),
             "lr": self.schedule.at(self.updates_done - 1),
-            "updates_skipped": float(skipped),
+            "updates_skipped": float(len(updates) - len(norms)),
         }
+
+    def _learn_values(self, critic: Learner, batch: Batch) -> dict[str, Tensor]:
+        values = values_of(critic.module, batch, layout=self.layout, model=critic.model)
+        loss, metrics = self.alg.value_loss(values, batch.tokens)
+        check_per_token(self.alg, loss, metrics, batch.tokens)
+        critic.backward((loss * batch.tokens.weight).sum())
+        return {"value/loss": loss, **metrics}
+
+    def _update(self) -> dict[str, float]:
+        """Move every learner whose gradient is finite; returns the norms, nothing if one was skipped."""
+        lr = self.schedule.at(self.updates_done)
+        learners = [("grad_norm", self.policy, lr)]
+        if self.critic is not None and self.alg.value_lr is not None:
+            learners.append(("value/grad_norm", self.critic, lr * self.alg.value_lr / self.cfg.lr))
+        norms = {name: learner.update(lr=lr, apply=learner.gradients_are_finite()) for name, learner, lr in learners}
+        finite = all(math.isfinite(n) for n in norms.values())  # the same on every rank
+        self.updates_done += 1
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row >= self.cfg.max_skipped_updates:
+            raise RunStopped(
+                f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite: "
+                "the model or the loss diverged (trainer.max_skipped_updates says how many are borne)"
+            )
+        return norms if finite else {}
 
     @torch.no_grad()
     def measure(self, micro: list[Batch]) -> dict[str, float]:
@@ -119,18 +145,19 @@ class Trainer:
         return meter.means(self)
 
     @torch.no_grad()
-    def score(self, micro: list[Batch], columns: frozenset[Column]) -> list[dict[Column, Tensor]]:
+    def score(self, micro: list[Batch], columns: frozenset[Scored]) -> list[dict[Scored, Tensor]]:
         """The columns credit and loss ask for, under the weights as they are now: [M] on the CPU, per micro-batch."""
 
-        def one(batch: Batch) -> dict[Column, Tensor]:
-            scored: dict[Column, Tensor] = {}
-            if "prox_logp" in columns:
-                scored["prox_logp"] = self.forward(batch).logp.cpu()
-            if "ref_logp" in columns:
-                scored["ref_logp"] = self.forward_reference(batch).logp.cpu()
-            return scored
+        def one(batch: Batch, column: Scored) -> Tensor:
+            if column == "values":
+                assert self.critic is not None
+                return values_of(self.critic.module, batch, layout=self.layout, model=self.critic.model)
+            if column == "prox_logp":
+                return self.forward(batch).logp
+            asked = self.frozen[column]
+            return forward(asked, asked, batch, layout=self.layout, temperature=self.temperature).logp
 
-        return [one(b.to(self.device)) for b in micro]
+        return [{c: one(b.to(self.device), c).cpu() for c in sorted(columns)} for b in micro]
 
     @torch.no_grad()
     def probe(self, token_ids: list[int]) -> list[float]:
@@ -148,7 +175,7 @@ class Trainer:
     def forward(self, batch: Batch, *, temperature: float | None = None) -> Policy:
         """What the model in training says, with gradient."""
         return forward(
-            self.module,
+            self.policy.module,
             self.model,
             batch,
             layout=self.layout,
@@ -156,13 +183,15 @@ class Trainer:
             entropy=self.alg.needs_entropy,
         )
 
-    def forward_reference(self, batch: Batch) -> Policy:
-        assert self.reference is not None
-        return forward(self.reference, self.reference, batch, layout=self.layout, temperature=self.temperature)
+    def weights(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The policy's, for the engines; see Learner.weights."""
+        return self.policy.weights(max_bytes)
 
     def state(self) -> Tensor:
-        """All weights as one float32 vector on the CPU, for tests."""
-        return torch.cat([t.flatten().float().cpu() for bucket in self.weights(2**28) for _, t in bucket])
+        """All weights in training as one float32 vector on the CPU, for tests."""
+        learners = [self.policy, *([self.critic] if self.critic is not None else [])]
+        buckets = (bucket for learner in learners for bucket in learner.weights(2**28))
+        return torch.cat([t.flatten().float().cpu() for bucket in buckets for _, t in bucket])
 
     @torch.no_grad()
     def _with_totals(self, micro: list[Batch]) -> list[Batch]:
@@ -173,16 +202,6 @@ class Trainer:
         parts = [self.alg.totals(self.forward(b), b.tokens) for b in micro]
         totals = {name: self.add_up(torch.stack([p[name] for p in parts]).sum(0)) for name in sorted(parts[0])}
         return [replace(b, tokens=replace(b.tokens, totals=totals)) for b in micro]
-
-
-def check_per_token(alg: Algorithm, loss: Tensor, metrics: dict[str, Tensor], tokens: Tokens) -> None:
-    """A loss that reduced, or returned one value per sequence, must not be broadcast into a wrong result."""
-    for name, value in {"the loss": loss, **metrics}.items():
-        if value.shape != tokens.weight.shape:
-            raise ValueError(
-                f"{type(alg).__name__}: {name} has shape {list(value.shape)}, expected one value per learnt token, "
-                f"{list(tokens.weight.shape)}: return it unreduced, the framework weighs and adds up"
-            )
 
 
 @dataclass

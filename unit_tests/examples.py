@@ -1,8 +1,11 @@
-"""Samples to train on, made by chance."""
+"""Samples to train on, made by chance; and what several tests ask."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+
+import psutil
 
 from core.types import Group, Prompt, Sample
 
@@ -21,6 +24,24 @@ def a_sample(rng: random.Random, *, group: int = 0, longest: int = 24, vocab: in
     )
 
 
+def with_values(groups: list[Group], *, seed: int = 0) -> list[Group]:
+    """What a value model said, and what credit made of it, by chance."""
+    rng = random.Random(seed)
+
+    def column(s: Sample) -> list[float]:
+        return [rng.gauss(0, 1) for _ in s.mask]
+
+    return [[replace(s, columns={"values": column(s), "returns": column(s)}) for s in g] for g in groups]
+
+
 def some_groups(n: int = 4, size: int = 3, *, seed: int = 0, longest: int = 24) -> list[Group]:
     rng = random.Random(seed)
     return [[a_sample(rng, group=g, longest=longest) for _ in range(size)] for g in range(n)]
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that has ended, whether or not somebody has asked for its exit code."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

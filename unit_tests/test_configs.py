@@ -1,6 +1,7 @@
 """A mistake gets one sentence that names the key or the file and the mend, exit code 2, and nothing is started."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 
 import main_rl
 import main_sl
-from configs.document import README, document
+from configs.document import LIBRARY, README, document, library
 from configs.load import load_recipe
 from configs.schema import RLConfig, SLConfig
 from core.cli import guarded
+from data_feeds.tokenizer import ChatTokenizer
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -50,6 +52,10 @@ BROKEN = {
     "top-p": ({"rollout.top_p": 0.9}, ["rollout.top_p"]),
     "unknown algorithm": ({"alg.name": "grop"}, ["alg.name", "did you mean 'grpo'"]),
     "algorithm of the other program": ({"alg": {"name": "sft"}}, ["main_sl.py"]),
+    "k1 in the loss": ({"alg.kl": {"coef": 0.1, "estimator": "k1"}}, ["alg.kl", "expected gradient of zero"]),
+    "a correction too many": ({"alg": {"name": "p3o", "correction": {"level": "token"}}}, ["correction.level to none"]),
+    "a clip that never binds": ({"alg": {"name": "gspo", "clip_high": 0.2}}, ["clip_high=0.2 never binds"]),
+    "missing teacher": ({"alg": {"name": "opd", "teacher": "/nowhere/t"}}, ["/nowhere/t does not exist"]),
     "missing algorithm file": ({"alg": {"file": "/nowhere/mine.py"}}, ["/nowhere/mine.py"]),
     "missing data": ({"data.train": "/nowhere/train.parquet"}, ["data.train=/nowhere/train.parquet", "no such file"]),
     "unreadable kind of data": ({"data.train": __file__}, ["must end in .parquet or .jsonl"]),
@@ -121,12 +127,18 @@ def test_broken_files_of_the_user(recipe, monkeypatch, capsys, tmp_path, tiny_pa
     half = tmp_path / "half"
     half.mkdir()
     (half / "config.json").write_text("{")
+    other = tmp_path / "other"
+    shutil.copytree(tiny_path, other)
+    foreign = ChatTokenizer(tiny_path, "chat")
+    foreign.hf.add_tokens(["<foreign>"])
+    foreign.save(other)
     cases = [
         ({"alg": {"file": two}}, "exactly one subclass of algs.base.Algorithm, found A, B"),
         ({"alg": {"file": file_of(tmp_path / "bad.py", "import nowhere\n")}}, "bad.py, line 1"),
         ({"reward.fn": file_of(tmp_path / "r.py", "x = 1\n")}, "no function score"),
         ({"model.path": str(empty)}, "no config.json"),
         ({"model.path": str(half)}, "cannot be read as a model config"),
+        ({"alg": {"name": "opd", "teacher": str(other)}}, "whose vocabulary is not that of model.path"),
     ]
     for changes, words in cases:
         code, err = run(monkeypatch, capsys, main_rl, "--config", recipe(changes))
@@ -188,5 +200,6 @@ def test_overrides_reach_the_algorithm(recipe):
     assert load_recipe(RLConfig, recipe(), ["alg.clip_low=0.1", "seed=3"]).cfg.alg["clip_low"] == 0.1
 
 
-def test_the_readme_of_the_recipes_is_the_schemas():
+def test_the_pages_are_what_the_code_says():
     assert README.read_text() == document(), "run: python -m configs.document --write"
+    assert LIBRARY.read_text() == library(), "run: python -m configs.document --write"

@@ -11,7 +11,7 @@ from core.build import TrainerPlan, build_trainer
 from core.cluster import Cluster, Local, Resources
 from core.errors import RunStopped
 from data_feeds.packing import micro_batches
-from unit_tests.examples import some_groups
+from unit_tests.examples import some_groups, with_values
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SGD = {"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0}
@@ -68,8 +68,8 @@ async def run(ranks, plan: TrainerPlan, groups, *, max_tokens: int, steps: int =
     return states[0], metrics[0]
 
 
-def start_of(path) -> torch.Tensor:
-    return build_trainer(None, plan_of(path)).state()
+def start_of(path, alg=None) -> torch.Tensor:
+    return build_trainer(None, plan_of(path, alg=alg)).state()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -82,6 +82,22 @@ def test_one_gradient_however_it_is_cut(ranks, tiny_path, stage, n, max_tokens, 
     start = start_of(tiny_path)
     assert (got - want).norm() < 1e-5 * (want - start).norm()
     assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["ppo", "p3o"])
+def test_a_value_model_and_sums_over_the_update_agree_too(ranks, tiny_path, stage, name):
+    """PPO has a second model with an optimizer of its own; P3O an effective sample size of the whole update."""
+    alg = {"name": name} | ({"critic_lr": 0.5} if name == "ppo" else {})
+    groups = with_values(some_groups())
+    want, metrics = asyncio.run(run(None, plan_of(tiny_path, alg=alg, **SGD), groups, max_tokens=10_000))
+    plan = plan_of(tiny_path, alg=alg, **SGD, zero_stage=stage, ranks=2)
+    got, got_metrics = asyncio.run(run(ranks, plan, groups, max_tokens=60))
+    start = start_of(tiny_path, alg)
+    assert len(start) == len(want)
+    assert (got - want).norm() < 1e-5 * (want - start).norm()
+    assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    assert ("value/loss" in metrics) == (name == "ppo")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -3,14 +3,19 @@
 import pytest
 import torch
 
-from algs.base import KL
+from algs.gmpo import GMPO
 from algs.grpo import GRPO
+from algs.gspo import GSPO
+from algs.p3o import P3O
+from algs.p4o import P4O
+from algs.parts import KL, Correction
+from algs.ppo import PPO
 from algs.sft import SFT
 from configs.schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped
 from data_feeds.packing import micro_batches
 from trainers.reference import ReferenceTrainer
-from unit_tests.examples import some_groups
+from unit_tests.examples import some_groups, with_values
 
 ALGS = [
     GRPO(),
@@ -18,6 +23,11 @@ ALGS = [
     GRPO(loss_norm="constant"),
     GRPO(loss_norm="prompt", kl=KL(coef=0.0)),
     SFT(),
+    GSPO(),
+    GMPO(correction=Correction(level="sequence")),
+    P3O(),
+    P4O(),
+    PPO(value_clip=0.2),
 ]
 
 
@@ -30,15 +40,15 @@ def trainer_of(path: str, alg, **changes) -> ReferenceTrainer:
 def change(path: str, alg, micro, **changes) -> tuple[torch.Tensor, dict[str, float]]:
     """What one SGD update with learning rate 1 takes off the weights: the gradient."""
     trainer = trainer_of(path, alg, **changes)
-    before = torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).clone()
+    before = trainer.state()
     metrics = trainer.step([micro])
-    return before - torch.cat([p.detach().flatten() for p in trainer.model.parameters()]), metrics
+    return before - trainer.state(), metrics
 
 
 @pytest.mark.parametrize("alg", ALGS, ids=lambda a: f"{type(a).__name__}-{a.loss_norm}")
 @pytest.mark.parametrize(("max_tokens", "ranks", "layout"), [(40, 1, "padded"), (64, 3, "packed"), (23, 7, "padded")])
 def test_a_step_does_not_depend_on_how_it_is_cut(tiny_path, alg, max_tokens, ranks, layout):
-    groups = some_groups()
+    groups = with_values(some_groups())
     [whole] = micro_batches(groups, alg.loss_norm, 10_000, horizon=30)
     per_rank = micro_batches(groups[::-1], alg.loss_norm, max_tokens, ranks=ranks, horizon=30)
     pieces = [batch for rank in per_rank for batch in rank]
@@ -77,9 +87,15 @@ class InfiniteLoss(SFT):
         return -policy.logp * float("inf"), {}
 
 
-def test_a_loss_that_reduces_is_refused(tiny_path):
+class MeanPolicyGradient(GRPO):
+    def loss(self, policy, tokens):
+        return -policy.logp.mean(), {}
+
+
+@pytest.mark.parametrize("alg", [MeanLoss(), MeanPolicyGradient()])
+def test_a_loss_that_reduces_is_refused(tiny_path, alg):
     with pytest.raises(ValueError, match="one value per learnt token"):
-        change(tiny_path, MeanLoss(), micro_batches(some_groups(), "token", 1000)[0])
+        change(tiny_path, alg, micro_batches(some_groups(), "token", 1000)[0])
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_a_run_of_them_ends_the_training(tiny_path):
@@ -92,6 +108,16 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_a_run_of_them_ends_th
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
     with pytest.raises(RunStopped, match="3 updates in a row"):
         trainer.step([micro])
+
+
+def test_a_value_model_begins_at_zero_and_learns_the_returns(tiny_path):
+    groups = with_values(some_groups(2))
+    trainer = trainer_of(tiny_path, PPO(critic_lr=1e-2), optimizer="adamw", lr=1e-5)
+    [micro] = micro_batches(groups, "token", 10_000)
+    [first] = trainer.score(micro, frozenset({"values"}))
+    assert first["values"].abs().max() == 0
+    losses = [trainer.step([micro])["value/loss"] for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_the_second_update_of_a_step_is_no_longer_on_policy(tiny_path):

@@ -18,6 +18,7 @@ from core.loading import resolve
 from core.types import Prompt
 from rewards import gsm8k, load_reward, resolve_reward
 from rewards.pool import Outcome, RewardPool
+from unit_tests.examples import is_running
 
 ROOT = Path(__file__).parent.parent
 
@@ -241,10 +242,11 @@ def test_a_looping_reward_dies_with_a_run_that_was_killed(tmp_path: Path) -> Non
         "asyncio.run(pool.score(Prompt(id='0', messages=[]), []))"
     )
     run = subprocess.Popen([sys.executable, "-c", code, file], cwd=ROOT)
-    wait_until((tmp_path / "pid").exists)
+    pid = tmp_path / "pid"
+    wait_until(lambda: pid.exists() and pid.read_text())
     run.kill()
     run.wait()
-    wait_until(lambda: not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists())
+    wait_until(lambda: not is_running(int(pid.read_text())))
 
 
 def test_a_reward_that_changed_under_the_run_stops_it(tmp_path: Path) -> None:

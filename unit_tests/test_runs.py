@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.types import Policy
+from unit_tests.examples import is_running
+
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.timeout(600)  # in a new environment vLLM first compiles for a minute and more
 
@@ -257,6 +260,39 @@ def test_a_loss_outside_the_repository_trains_to_mastery_on_ray_actors(recipe, t
     assert metrics_of(folder_of(tmp_path))[-1]["reward/mean"] > 0.9
 
 
+DRO = '''
+"""DRO: a quadratic pull towards the policy of the step's beginning instead of a clip."""
+from algs.base import GroupRelative
+
+class DRO(GroupRelative):
+    beta: float = 0.2
+
+    def loss(self, policy, tokens):
+        gap = policy.logp - tokens.prox_logp
+        return self.beta / 2 * gap.square() - tokens.advantage * policy.logp, {"pull": gap.detach().square()}
+'''
+
+
+@pytest.mark.slow
+def test_a_paper_that_the_library_lacks_is_one_file_and_its_recipe(recipe, tmp_path):
+    """Its gradient is the oracle's, and its recipe trains; nothing else is edited."""
+    from algs import find_algorithm
+    from unit_tests.test_losses import GOLDEN, RL, batch_of, live
+
+    settings = {"file": file_of(tmp_path / "dro.py", DRO), "correction": {"level": "none"}}
+    alg = find_algorithm(settings)[1](**settings)
+    logp = live(RL["logp"], torch.float64).requires_grad_()
+    tokens = batch_of("dro/quadratic", alg, torch.float64).tokens
+    (alg.objective(Policy(logp=logp), tokens)[0] * tokens.weight).sum().backward()
+    want = live(GOLDEN["cases"]["dro/quadratic"]["grad"]["logp"], torch.float64)
+    torch.testing.assert_close(logp.grad, want, rtol=1e-9, atol=1e-11)
+    changes = LEARN | {"alg": settings | {"beta": 0.05}, "updates_per_step": 2}
+    done = program(recipe(changes | {"reward.fn": file_of(tmp_path / "sevens.py", SEVENS)}))
+    assert done.returncode == 0, done.stderr
+    metrics = metrics_of(folder_of(tmp_path))
+    assert metrics[-1]["reward/mean"] > 0.9 and "train/pull" in metrics[-1]
+
+
 @pytest.mark.verify
 def test_the_same_run_gives_the_same_numbers_on_ray_and_in_one_process(recipe, tmp_path):
     reward = file_of(tmp_path / "sevens.py", SEVENS)
@@ -333,7 +369,7 @@ def test_ctrl_c_ends_cleanly_and_leaves_no_process_behind(recipe, tmp_path, engi
     assert len(metrics_of(folder)) >= 2
     assert json.loads((folder / "summary.json").read_text())["exit_reason"] == "interrupted"
     for _ in range(100):
-        alive = {p for p in below if Path(f"/proc/{p}").exists()}
+        alive = {p for p in below if is_running(p)}
         if not alive:
             break
         time.sleep(0.1)

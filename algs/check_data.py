@@ -1,0 +1,347 @@
+"""What algs.check shows an algorithm: a made-up step and a bandit; and how it holds detached values and notes reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
+
+import torch
+from pydantic import BaseModel, ValidationError
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from algs.base import Algorithm, PolicyGradient
+from core.section import Section
+from core.types import Column, Group, Prompt, Sample, Scored
+
+Tables = dict[str, Tensor]
+"""logp, entropy and values of every token as the models in training see it now, [N] float64 each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """A made-up step. Token t of the N in it has the id t, so the labels of a batch say where in a table to look."""
+
+    groups: list[Group]
+    now: Tables
+
+    def where(self, token: int) -> str:
+        for g, group in enumerate(self.groups):
+            for i, s in enumerate(group):
+                if token in s.token_ids:
+                    return f"group {g}, sample {i}, token {s.token_ids.index(token)}"
+        raise ValueError(f"there is no token {token}")
+
+
+STEP = [[1.0, 0.0, 0.3, 0.7], [0.0, 1.0, 0.5], [0.4] * 3, [1.0], [0.2, -0.5, 1.5, 1.0]]
+"""Rewards by group: two usual ones, all equal, a group of one, and one whose last answer was cut off."""
+USUAL, EQUAL, SINGLE = 1, 2, 3
+
+
+def made_up_step() -> World:
+    """The same one every time. Ratios are mostly near 1, with some far out on both sides."""
+    draw = torch.Generator().manual_seed(0)
+
+    def noise(n: int, scale: float, *, wild: int = 1, factor: float = 1.0) -> Tensor:
+        """Every `wild`-th is `factor` times as far out."""
+        steps = scale * torch.randn(n, generator=draw, dtype=torch.float64)
+        steps[::wild] *= factor
+        return steps
+
+    groups: list[Group] = []
+    rows: dict[str, list[Tensor]] = {"logp": [], "entropy": [], "values": []}
+    first = 0
+    for g, rewards in enumerate(STEP):
+        groups.append([])
+        for reward in rewards:
+            n = int(torch.randint(6, 15, (1,), generator=draw))
+            rollout = -0.3 - 4 * torch.rand(n, generator=draw, dtype=torch.float64)
+            prox = (rollout + noise(n, 0.1, wild=5, factor=8)).clamp(max=-0.01)
+            now = (prox + noise(n, 0.3, wild=6, factor=9)).clamp(max=-0.01)
+            ref, teacher = (now + noise(n, 0.4)).clamp(max=-0.01), (rollout + noise(n, 0.8)).clamp(max=-0.01)
+            values = noise(n, 0.5)
+            columns: dict[Scored, Tensor] = {"prox_logp": prox, "ref_logp": ref, "teacher_logp": teacher}
+            columns["values"] = values
+            groups[-1].append(_sample(draw, rollout, columns, group=g, first=first, reward=reward))
+            rows["logp"].append(now)
+            rows["entropy"].append(2 * torch.rand(n, generator=draw, dtype=torch.float64))
+            rows["values"].append(values + noise(n, 0.4))
+            first += n
+    groups[-1][-1] = replace(groups[-1][-1], stop="length")
+    return World(groups=groups, now={name: torch.cat(parts) for name, parts in rows.items()})
+
+
+def _sample(
+    draw: torch.Generator, rollout: Tensor, columns: dict[Scored, Tensor], *, group: int, first: int, reward: float
+) -> Sample:
+    n = len(rollout)
+    prompt = int(torch.randint(1, 4, (1,), generator=draw))
+    chosen = (torch.rand(n, generator=draw) < 0.8).tolist()
+    mask = [prompt <= t and (chosen[t] or t == n - 1) for t in range(n)]
+    return Sample(
+        prompt=Prompt(id=f"check/{group}", messages=[]),
+        token_ids=list(range(first, first + n)),
+        mask=mask,
+        rollout_logp=[x if m else 0.0 for x, m in zip(rollout.tolist(), mask, strict=True)],
+        versions=[0 if m else -1 for m in mask],
+        reward=reward,
+        columns={name: values.tolist() for name, values in columns.items()},
+    )
+
+
+def shown(groups: list[Group], names: frozenset[Scored]) -> list[Group]:
+    """With these columns and no other; a sample without a learnt token is never scored, so it has none."""
+    return [
+        [replace(s, columns={name: s.columns[name] for name in sorted(names)} if any(s.learnt) else {}) for s in g]
+        for g in groups
+    ]
+
+
+def shuffled(groups: list[Group], seed: int) -> list[Group]:
+    """Groups, and the samples in each, in another order."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def order(n: int) -> list[int]:
+        return cast(list[int], torch.randperm(n, generator=draw).tolist())
+
+    return [[groups[g][i] for i in order(len(groups[g]))] for g in order(len(groups))]
+
+
+Poisonable = Column | Literal["rollout_logp", "advantage"]
+POISONABLE: list[Poisonable] = [
+    *("rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "advantage"),
+]
+
+
+def holds(sample: Sample, name: Poisonable) -> bool:
+    if name == "advantage":
+        return sample.advantage is not None
+    return name == "rollout_logp" or name in sample.columns
+
+
+def poisoned(groups: list[Group], name: Poisonable, bad: float) -> list[Group]:
+    """With `bad` in this column, where it is, wherever a token is not learnt."""
+
+    def one(s: Sample) -> Sample:
+        def spoilt(values: list[float]) -> list[float]:
+            return [x if yes else bad for x, yes in zip(values, s.learnt, strict=True)]
+
+        if not holds(s, name):
+            return s
+        if name == "rollout_logp":
+            return replace(s, rollout_logp=spoilt(s.rollout_logp))
+        if name == "advantage":
+            return replace(s, advantage=spoilt(s.advantage or []))
+        return replace(s, columns=s.columns | {name: spoilt(s.columns[name])})
+
+    return [[one(s) for s in g] for g in groups]
+
+
+def on_policy(world: World) -> list[Group]:
+    """Engine, proximal policy and reference agree with the policy as it is now."""
+
+    def one(s: Sample) -> Sample:
+        now: list[float] = world.now["logp"][s.token_ids].tolist()
+        logps: dict[Column, list[float]] = {"prox_logp": now, "ref_logp": now}
+        return replace(s, rollout_logp=now, columns=s.columns | logps)
+
+    return [[one(s) for s in g] for g in world.groups]
+
+
+def ratio_pairs(ratios: Tensor) -> tuple[list[Group], Tensor]:
+    """Answers of one token with an advantage of +1 and of -1 at each ratio to the old policy; and logp now, [N].
+
+    A token is all of its sequence here, so a ratio of sequences is the same number.
+    """
+    old = -5.0
+    same, zero = [0.0, old], [0.0, 0.0]
+    columns: dict[Column, list[float]] = {"prox_logp": same, "ref_logp": same, "teacher_logp": same}
+    columns |= {"values": zero, "returns": zero}
+    arms = [_arm(str(n), [0, n], old, reward=1.0, columns=columns) for n in range(2 * len(ratios))]
+    groups = [[replace(arm, advantage=[0.0, 1.0 - 2 * (n % 2)])] for n, arm in enumerate(arms)]
+    return groups, old + ratios.log().repeat_interleave(2)
+
+
+PAYOFF = [0.1, 0.2, 0.3, 1.0]
+BEST = PAYOFF.index(max(PAYOFF))
+TEACHER = torch.tensor([0.05, 0.05, 0.05, 0.85], dtype=torch.float64).log()
+
+
+def bandit_answers(
+    logits: Tensor, columns: dict[Scored, Tensor], draw: torch.Generator, *, groups: int = 2, size: int = 8
+) -> list[Group]:
+    """One-token answers drawn from softmax(logits); `columns` holds a value for each arm, [arms]."""
+    logp: list[float] = logits.log_softmax(-1).tolist()
+    drawn = torch.multinomial(logits.softmax(-1).expand(groups, -1), size, replacement=True, generator=draw)
+    scored: list[dict[Column, list[float]]] = [
+        {name: [0.0, float(values[arm])] for name, values in columns.items()} for arm in range(len(PAYOFF))
+    ]
+
+    def one(g: int, arm: int) -> Sample:
+        return _arm(f"bandit/{g}", [0, arm], logp[arm], reward=PAYOFF[arm], columns=scored[arm])
+
+    return [[one(g, arm) for arm in row] for g, row in enumerate(drawn.tolist())]
+
+
+def _arm(prompt: str, ids: list[int], logp: float, *, reward: float, columns: dict[Column, list[float]]) -> Sample:
+    return Sample(
+        prompt=Prompt(id=prompt, messages=[]),
+        token_ids=ids,
+        mask=[False, True],
+        rollout_logp=[0.0, logp],
+        versions=[-1, 0],
+        reward=reward,
+        columns=columns,
+    )
+
+
+class OtherPath(Exception):
+    """The loss detached other things than at the base point: it branched on a number, which is a kink."""
+
+
+@dataclass
+class Tape:
+    """What a loss detached, in order of call."""
+
+    values: list[Tensor] = field(default_factory=list)
+    full: bool = False
+    """Recorded to the end: from now on it is played back."""
+
+
+class Held(TorchFunctionMode):
+    """Record every detached value the first time, and give the same ones back afterwards, wherever the input moved.
+
+    A value is detached on purpose by `.detach()` or under `torch.no_grad()`. What left the graph some other way
+    (`.item()`, `.tolist()`, `.data`, a numpy round trip) is not held: it moves with its input, and the differences
+    show what the gradient lacks. The inside of an autograd.Function runs without gradient too, but nobody switched it
+    off by a call, so it is not held either.
+    """
+
+    def __init__(self, tape: Tape):
+        super().__init__()
+        self.tape, self.calls, self.switched_off = tape, 0, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "_set_grad_enabled":
+            self.switched_off = not args[0]
+        by_name = func in (Tensor.detach, Tensor.detach_) and torch.is_grad_enabled()
+        by_context = self.switched_off and isinstance(out, Tensor) and out.is_floating_point() and _any_live(args)
+        return self._hold(out) if by_name or by_context else out
+
+    def _hold(self, out: Tensor) -> Tensor:
+        if not self.tape.full:
+            self.tape.values.append(out.clone())
+            return out
+        self.calls += 1
+        if self.calls > len(self.tape.values) or self.tape.values[self.calls - 1].shape != out.shape:
+            raise OtherPath
+        return self.tape.values[self.calls - 1].clone()
+
+
+def _any_live(args: Any) -> bool:
+    flat = [x for a in args for x in (cast(list[Any], a) if isinstance(a, (list, tuple)) else [a])]
+    return any(isinstance(x, Tensor) and x.requires_grad for x in flat)
+
+
+S = TypeVar("S", bound=Section)
+
+
+def noting_reads(section: S, reads: set[str], prefix: str = "") -> S:
+    """A twin that adds the name of each attribute it is asked for to `reads`; sections of its own file do likewise."""
+    cls = type(section)
+
+    def note(self: Any, name: str) -> Any:
+        reads.add(prefix + name)
+        return super(twin_cls, self).__getattribute__(name)
+
+    twin_cls = type(cls.__name__, (cls,), {"__getattribute__": note, "__module__": cls.__module__})
+    twin = section.model_copy()
+    inside = vars(twin)
+    for name, value in vars(section).items():
+        if isinstance(value, Section) and type(value).__module__ == cls.__module__:
+            inside[name] = noting_reads(value, reads, f"{prefix}{name}.")
+    object.__setattr__(twin, "__class__", twin_cls)  # the model itself is frozen
+    return twin
+
+
+def own_fields(alg: Algorithm) -> dict[str, Any]:
+    """Annotations of the hyper-parameters that the algorithm's own file declares, by dotted name."""
+    return dict(_declared(type(alg), type(alg).__module__, ""))
+
+
+def _declared(cls: type[BaseModel], module: str, prefix: str) -> Iterator[tuple[str, Any]]:
+    inherited = {n for b in cls.__mro__ if issubclass(b, BaseModel) and b.__module__ != module for n in b.model_fields}
+    for name, info in cls.model_fields.items():
+        if name in inherited:
+            continue
+        yield prefix + name, info.annotation
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            yield from _declared(info.annotation, module, f"{prefix}{name}.")
+
+
+def other_values(annotation: Any, value: Any) -> list[Any]:
+    """What else a field might hold; some may be refused. Nothing for a text or a section."""
+    if get_origin(annotation) in (Union, UnionType):
+        return [v for kind in get_args(annotation) for v in other_values(kind, value) if v != value]
+    if get_origin(annotation) is Literal:
+        return [v for v in get_args(annotation) if v != value]
+    if annotation is type(None):
+        return [None]
+    if annotation is bool:
+        return [not value]
+    if annotation in (int, float):
+        near = [value * 2, value / 2, value + 1, value - 1] if isinstance(value, (int, float)) else [2, 0.5, 10, 0.1]
+        return [annotation(v) for v in near if annotation(v) != value]
+    return []
+
+
+def value_of(alg: Algorithm, dotted: str) -> Any:
+    value: Any = alg
+    for key in dotted.split("."):
+        value = getattr(value, key)
+    return value
+
+
+def changed(alg: Algorithm, changes: dict[str, Any]) -> Algorithm | None:
+    """With other settings, by dotted name; None if they are refused."""
+    raw = alg.model_dump()
+    for dotted, value in changes.items():
+        *parents, last = dotted.split(".")
+        node = raw
+        for key in parents:
+            node = node[key]
+        node[last] = value
+    try:
+        return type(alg).model_validate(raw)
+    except ValidationError:
+        return None
+
+
+def variants(alg: Algorithm, base: dict[str, Any], name: str) -> list[Algorithm]:
+    """The algorithm under `base` with each other value of one field of its own that is not refused."""
+    found = [changed(alg, base | {name: v}) for v in other_values(own_fields(alg)[name], value_of(alg, name))]
+    return [other for other in found if other is not None]
+
+
+PLAIN: dict[str, Any] = {"kl.coef": 0.0, "overlong.mode": "none"}
+SHARED: dict[str, dict[str, Any]] = {
+    "kl.place: loss": {"kl.coef": 0.1, "kl.estimator": "auto", "kl.place": "loss"},
+    "kl.place: reward": {"kl.coef": 0.1, "kl.estimator": "auto", "kl.place": "reward"},
+    "overlong.mode: penalty": {"overlong.mode": "penalty", "overlong.longest": 8, "overlong.buffer": 6},
+    "overlong.mode: filter": {"overlong.mode": "filter"},
+}
+"""Settings of every policy gradient that its credit must heed: easily forgotten where credit is written anew."""
+
+
+def modes(alg: Algorithm) -> list[tuple[dict[str, Any], Algorithm]]:
+    """Settings under which something else may be read, the given ones first; and the algorithm under each."""
+    tries: list[dict[str, Any]] = [{}]
+    for name, kind in own_fields(alg).items():
+        others = other_values(kind, value_of(alg, name))
+        tries += [{name: v} for v in (others[:1] if kind in (int, float) else others)]
+    if isinstance(alg, PolicyGradient):
+        tries += [*SHARED.values(), *({**one, "correction.level": "none"} for one in tries if not changed(alg, one))]
+    return [(mode, other) for mode in tries if (other := changed(alg, mode)) is not None]

@@ -1,0 +1,91 @@
+"""Credit: from the rewards of a step to an advantage for every token. Floats, in float64; all groups at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+Scale = Literal["none", "group", "batch", "mean"]
+
+
+def group_advantages(
+    rewards: Sequence[float | None], *, scale: Scale = "none", leave_one_out: bool = False, batch_std: float = 1.0
+) -> list[float]:
+    """Reward above the mean of one's siblings, [G] -> [G].
+
+    scale: divide by nothing, the group's standard deviation (ddof 1, plus 1e-6), the batch's, which is given,
+    or the group's mean reward (MaxRL, https://arxiv.org/abs/2602.02710: 0 where it is not positive; so with rewards
+    0 and 1 it climbs the first G - 1 terms of log E R).
+    leave_one_out: the mean is the others' (RLOO, https://arxiv.org/abs/2402.14740).
+    A failed sample (None) is left out of the statistics and gets 0. A group without two different rewards
+    gets exactly 0, not rounding noise over epsilon.
+    """
+    scored = [r for r in rewards if r is not None]
+    if len(scored) < 2 or max(scored) == min(scored):
+        return [0.0] * len(rewards)
+    n = len(scored)
+    mean = math.fsum(scored) / n
+    match scale:
+        case "none":
+            factor = 1.0
+        case "group":
+            factor = 1 / spread(rewards)
+        case "batch":
+            factor = 1 / batch_std
+        case "mean":
+            factor = 1 / mean if mean > 0 else 0.0
+    if leave_one_out:
+        factor *= n / (n - 1)
+    return [0.0 if r is None else (r - mean) * factor for r in rewards]
+
+
+def spread(rewards: Sequence[float | None]) -> float:
+    """Sample standard deviation (ddof 1) of the rewards that are there, plus 1e-6."""
+    scored = [r for r in rewards if r is not None]
+    if len(scored) < 2:
+        return 1.0
+    mean = math.fsum(scored) / len(scored)
+    return (math.fsum((r - mean) ** 2 for r in scored) / (len(scored) - 1)) ** 0.5 + 1e-6
+
+
+def reward_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
+    """G_t = r_t + gamma G_{t+1} over the learnt tokens of one sample, [n] -> [n]."""
+    done: list[float] = []
+    following = 0.0
+    for r in reversed(rewards):
+        following = r + gamma * following
+        done.append(following)
+    return done[::-1]
+
+
+def generalised_advantages(
+    rewards: Sequence[float], values: Sequence[float], *, gamma: float, lam: float, bootstrap: float = 0.0
+) -> list[float]:
+    """GAE over the learnt tokens of one sample, [n] -> [n]  (https://arxiv.org/abs/1506.02438, Eq. 16).
+
+    values[t] is that of the state before token t; `bootstrap` that of the state after the last one, 0 where the
+    episode ended. Tokens of others in between are passed over: the next value is that of the next learnt token.
+    """
+    done: list[float] = []
+    advantage, following = 0.0, bootstrap
+    for r, v in zip(reversed(rewards), reversed(values), strict=True):
+        advantage = r + gamma * following - v + gamma * lam * advantage
+        following = v
+        done.append(advantage)
+    return done[::-1]
+
+
+def whiten(values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """(x - mean) / sqrt(var + 1e-8) over all numbers of all rows; the population's variance."""
+    flat = [x for row in values for x in row]
+    if not flat:
+        return [list(row) for row in values]
+    mean = math.fsum(flat) / len(flat)
+    scale = (math.fsum((x - mean) ** 2 for x in flat) / len(flat) + 1e-8) ** -0.5
+    return [[(x - mean) * scale for x in row] for row in values]
+
+
+def overlong_penalty(tokens: int, *, longest: int, buffer: int) -> float:
+    """0 up to longest - buffer tokens, from there down to -1 at longest (https://arxiv.org/abs/2503.14476, Eq. 13)."""
+    return max(-1.0, min(0.0, (longest - buffer - tokens) / buffer))

@@ -1,0 +1,32 @@
+"""GMPO: the geometric mean of clipped token ratios (https://arxiv.org/abs/2507.20673).
+
+    d_t = log pi(a_t) - log pi_prox(a_t), clipped on the side A pushes to: at +eps where A > 0, at -eps where A < 0
+    L_b = -A_b exp(mean_t d_t)                                        shared by the tokens of the sequence
+
+The clip is in log space and wide (0.4), because the mean over tokens tames what one of them does.
+
+Others: verl averages over the micro-batch at hand, so its result depends on how a step is cut; ours does not.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from algs.base import GroupRelative, Metrics
+from algs.ops import MAX_LOG_RATIO, sequence_mean
+from core.types import LossNorm, Policy, Tokens
+
+
+class GMPO(GroupRelative):
+    loss_norm: LossNorm = "sequence"
+    clip: float = Field(0.4, gt=0)
+    """In log space."""
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        assert tokens.advantage is not None and tokens.prox_logp is not None
+        d = (policy.logp - tokens.prox_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        bounded = torch.where(tokens.advantage > 0, d.clamp(max=self.clip), d.clamp(min=-self.clip))
+        ratio = sequence_mean(bounded, tokens.seq_ids).exp()
+        return -ratio * tokens.advantage, {"clip_frac": (bounded != d).to(d.dtype)}

@@ -1,0 +1,66 @@
+"""On-policy distillation: the student speaks, the teacher grades every token
+(https://thinkingmachines.ai/blog/on-policy-distillation; https://arxiv.org/abs/2306.13649).
+
+    A_t = -coef (log pi_rollout(a_t) - log pi_teacher(a_t))           the reverse KL of this token, discount 0
+    L_t = -u_t A_t,  u_t = pi(a_t) / pi_rollout(a_t), live
+
+While pi is the policy that sampled, the expected gradient is that of KL(pi || teacher) at each token of the student's
+own text. The reward is logged and does not teach. The teacher must have the student's tokenizer, and is asked at the
+sampling temperature.
+
+Others: back-propagating log pi - log pi_teacher itself, as some do, has an expected gradient of zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from algs.base import Metrics, PolicyGradient
+from algs.ops import importance_ratio
+from algs.parts import Correction
+from core.types import Group, Policy, Sample, Scored, Tokens
+
+
+class OPD(PolicyGradient):
+    teacher: str
+    """Path of the teacher's model."""
+    coef: float = Field(1.0, gt=0)
+    correction: Correction = Correction(level="none")
+
+    @property
+    def anchored_on_rollout(self) -> bool:
+        return True
+
+    @property
+    def needs(self) -> frozenset[Scored]:
+        columns: frozenset[Scored] = frozenset({"teacher_logp"})
+        return super().needs | columns
+
+    @property
+    def frozen(self) -> dict[Scored, str]:
+        return {**super().frozen, "teacher_logp": self.teacher}
+
+    @model_validator(mode="after")
+    def learns_from_the_teacher_alone(self) -> OPD:
+        if self.kl.in_reward or self.overlong.mode == "penalty":
+            raise ValueError(
+                "the reward does not teach here: kl.place: reward and overlong.mode: penalty would do nothing"
+            )
+        return self
+
+    def assign(self, groups: list[Group]) -> list[Group]:
+        def graded(s: Sample) -> Sample:
+            if s.failure:  # never scored
+                return replace(s, advantage=[0.0] * len(s.mask))
+            gaps = zip(s.rollout_logp, s.columns["teacher_logp"], strict=True)
+            return replace(s, advantage=[-self.coef * (said - taught) for said, taught in gaps])
+
+        return [[graded(s) for s in g] for g in groups]
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        assert tokens.advantage is not None and tokens.rollout_logp is not None
+        ratio = importance_ratio(policy.logp, tokens.rollout_logp)
+        return -ratio * tokens.advantage, {"teacher_kl": -tokens.advantage / self.coef}

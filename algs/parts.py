@@ -1,0 +1,122 @@
+"""What any policy-gradient algorithm can be given: a correction, a KL penalty, a rule for answers that grow long."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from algs.credit import overlong_penalty
+from algs.ops import importance_ratio, k2, k3, sequence_ratio
+from core.section import Section
+from core.types import Sample, Tokens
+
+
+class Correction(Section):
+    """Importance weights between the rollout engine and the trainer: rho = pi_prox / pi_rollout, detached."""
+
+    level: Literal["none", "token", "sequence", "geometric"] = "token"
+    """Of what the ratio is: each token, the product over its sequence, or the geometric mean over its sequence."""
+    mode: Literal["truncate", "clip", "mask"] = "truncate"
+    """truncate: min(rho, high). clip: rho between low and high. mask: rho where low <= rho <= high, else 0."""
+    low: float = Field(default=0.5, ge=0)
+    """Read by clip and mask."""
+    high: float = Field(default=2.0, gt=0)
+    """.inf does not bound."""
+    token_high: float = Field(default=2.0, gt=0)
+    """Read by geometric and mask together: a token of a sequence that is kept weighs min(its own rho, token_high)."""
+
+    @model_validator(mode="after")
+    def bounds_are_in_order(self) -> Correction:
+        if self.mode != "truncate" and self.low > self.high:
+            raise ValueError(f"low={self.low} is above high={self.high}, so no token would be left: swap them")
+        return self
+
+    def weight(self, prox_logp: Tensor, rollout_logp: Tensor, seq_ids: Tensor) -> Tensor:
+        """[M], detached: what the policy term of each token is multiplied by."""
+        if self.level == "none":
+            return prox_logp.new_ones(prox_logp.shape)
+        token = importance_ratio(prox_logp, rollout_logp)
+        rho = token
+        if self.level != "token":
+            rho = sequence_ratio(prox_logp, rollout_logp, seq_ids, product=self.level == "sequence")
+        match self.mode:
+            case "truncate":
+                return rho.clamp(max=self.high)
+            case "clip":
+                return rho.clamp(self.low, self.high)
+            case "mask":
+                kept = token.clamp(max=self.token_high) if self.level == "geometric" else rho
+                return kept * ((rho >= self.low) & (rho <= self.high))
+
+
+class KL(Section):
+    """Penalty for leaving the reference model; the choice of place and estimator is a choice of gradient."""
+
+    coef: float = Field(default=0.0, ge=0)
+    """0 means that no reference model is loaded at all."""
+    place: Literal["loss", "reward"] = "loss"
+    """loss: added to it, token by token. reward: subtracted from it, before credit is assigned."""
+    estimator: Literal["auto", "k1", "k2", "k3", "k3plus", "unbiased"] = "auto"
+    """auto: unbiased in the loss, k1 in the reward. Gradient of each in the loss, under on-policy samples: k2 and
+    k3plus (k3's value) that of KL(pi||ref); k3 that of KL(ref||pi), as GRPO published it; unbiased (live ratio x k3,
+    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, Eq. 7) that of KL(pi||ref), off-policy too."""
+
+    @model_validator(mode="after")
+    def gradient_is_a_kl_gradient(self) -> KL:
+        if self.place == "loss" and self.estimator == "k1":
+            raise ValueError("k1 in the loss has an expected gradient of zero: use unbiased, k2, or place: reward")
+        if self.place == "reward" and self.estimator not in ("auto", "k1"):
+            raise ValueError(
+                f"{self.estimator} in the reward has a gradient that is not the KL's, only k1's is unbiased there: "
+                "use estimator: k1"
+            )
+        return self
+
+    @property
+    def in_loss(self) -> bool:
+        return self.coef > 0 and self.place == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        return self.coef > 0 and self.place == "reward"
+
+    def penalty(self, logp: Tensor, tokens: Tokens) -> Tensor:
+        """[M], with gradient."""
+        assert tokens.ref_logp is not None and tokens.rollout_logp is not None
+        match self.estimator:
+            case "k2":
+                return k2(logp, tokens.ref_logp)
+            case "k3":
+                return k3(logp, tokens.ref_logp)
+            case "k3plus":
+                return (logp - logp.detach()).exp() * k3(logp, tokens.ref_logp)
+            case _:
+                return importance_ratio(logp, tokens.rollout_logp) * k3(logp, tokens.ref_logp)
+
+
+class Overlong(Section):
+    """What becomes of answers that come near the budget, or hit it."""
+
+    mode: Literal["none", "penalty", "filter"] = "none"
+    """penalty: the reward falls by up to `coef` over the last `buffer` tokens before `longest` (DAPO's soft overlong
+    punishment). filter: an answer cut off by the budget is not learnt from; its siblings still see its reward."""
+    longest: int | None = Field(default=None, ge=1)
+    """Read by penalty: sampled tokens at which it is full, as a rule rollout.max_new_tokens."""
+    buffer: int | None = Field(default=None, ge=1)
+    """Read by penalty."""
+    coef: float = Field(default=1.0, gt=0)
+    """Read by penalty."""
+
+    @model_validator(mode="after")
+    def penalty_knows_its_ramp(self) -> Overlong:
+        if self.mode == "penalty" and (self.longest is None or self.buffer is None or self.buffer > self.longest):
+            raise ValueError("mode: penalty wants longest and buffer, in tokens, with buffer no larger than longest")
+        return self
+
+    def penalty(self, sample: Sample) -> float:
+        if self.mode != "penalty":
+            return 0.0
+        assert self.longest is not None and self.buffer is not None
+        return self.coef * overlong_penalty(sum(sample.mask), longest=self.longest, buffer=self.buffer)

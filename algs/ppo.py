@@ -1,0 +1,94 @@
+"""PPO: proximal policy optimisation with a value model (https://arxiv.org/abs/1707.06347, Eq. 7, 9, 11).
+
+    delta_t = r_t + gamma V_{t+1} - V_t           r_t: the reward at the last token, -coef x k1 at each if asked
+    A_t = delta_t + gamma lam A_{t+1},  R_t = A_t + V_t      (GAE, https://arxiv.org/abs/1506.02438, Eq. 16)
+    L_t = max(-r_t A, -clip(r_t, 1 - low, 1 + high) A)       A whitened over the step's tokens
+    V-loss_t = 1/2 max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2)       the second only with value_clip
+
+The value model is a copy of the policy's transformer with a scalar head that begins at zero; it has an optimizer of
+its own and V_t is read where token t is predicted from. Tokens of the environment are passed over. Only the policy is
+saved at the end.
+
+bootstrap_truncated: an answer cut off by the budget did not end there. Its last token is given up for learning, and
+the value before it stands for what would have come; by default the episode counts as over (TRL, verl, OpenRLHF).
+
+Others: TRL adds 0.1 x V-loss to one shared loss; verl clips doubly (dual_clip: 3) by default; slime leaves out the 1/2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from algs.base import Metrics, PolicyGradient, over_learnt
+from algs.credit import generalised_advantages, whiten
+from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
+from core.types import Group, Policy, Sample, Scored, Tokens
+
+
+class PPO(PolicyGradient):
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    dual_clip: float | None = Field(None, gt=1)
+    gamma: float = Field(1.0, gt=0, le=1)
+    lam: float = Field(0.95, ge=0, le=1)
+    whiten: bool = True
+    """Bring the advantages of a step's tokens to mean 0 and variance 1; the returns stay as they are."""
+    value_clip: float | None = Field(None, gt=0)
+    bootstrap_truncated: bool = False
+    critic_lr: float = Field(1e-5, gt=0)
+    """Peak learning rate of the value model; the schedule and all else are the trainer's."""
+
+    @property
+    def needs(self) -> frozenset[Scored]:
+        columns: frozenset[Scored] = frozenset({"values"})
+        return super().needs | columns
+
+    @property
+    def value_lr(self) -> float:
+        return self.critic_lr
+
+    def assign(self, groups: list[Group]) -> list[Group]:
+        samples = [self._without_last(s) for g in groups for s in g]
+        values = [[s.columns["values"][t] for t, yes in enumerate(s.learnt) if yes] for s in samples]
+        advantages = [self._gae(s, v) for s, v in zip(samples, values, strict=True)]
+        returns = [[a + v for a, v in zip(*pair, strict=True)] for pair in zip(advantages, values, strict=True)]
+        rows = zip(samples, whiten(advantages) if self.whiten else advantages, returns, strict=True)
+        done = iter(
+            [
+                replace(s, advantage=over_learnt(s, a), columns=s.columns | {"returns": over_learnt(s, r)})
+                for s, a, r in rows
+            ]
+        )
+        return [[next(done) for _ in g] for g in groups]
+
+    def _without_last(self, sample: Sample) -> Sample:
+        if not (self.bootstrap_truncated and sample.stop == "length"):
+            return sample
+        return replace(sample, left_out=[t == len(sample.mask) - 1 for t in range(len(sample.mask))])
+
+    def _gae(self, sample: Sample, values: list[float]) -> list[float]:
+        rewards = self.kl_rewards(sample)
+        if not rewards:
+            return []
+        assert sample.reward is not None
+        rewards[-1] += sample.reward + self.overlong.penalty(sample)
+        bootstrap = sample.columns["values"][-1] if sample.left_out else 0.0
+        return generalised_advantages(rewards, values, gamma=self.gamma, lam=self.lam, bootstrap=bootstrap)
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        assert tokens.advantage is not None and tokens.prox_logp is not None
+        ratio = importance_ratio(policy.logp, tokens.prox_logp)
+        loss = clipped_surrogate(ratio, tokens.advantage, self.clip_low, self.clip_high, self.dual_clip)
+        return loss, clip_metrics(ratio, tokens.advantage, self.clip_low, self.clip_high)
+
+    def value_loss(self, values: Tensor, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        assert tokens.values is not None and tokens.returns is not None
+        error = (values - tokens.returns).square()
+        if self.value_clip is not None:
+            near = tokens.values + (values - tokens.values).clamp(-self.value_clip, self.value_clip)
+            error = torch.maximum(error, (near - tokens.returns).square())
+        return error / 2, {"value/mean": values.detach(), "value/return": tokens.returns}

@@ -1,0 +1,62 @@
+"""REINFORCE++: no critic and no group needed; advantages whitened over the whole step
+(https://arxiv.org/abs/2501.03262).
+
+    G_t = sum_{t' >= t} gamma^(t' - t) r_t'        r: the reward at the last token, -coef x k1 at each if asked
+    A_t = (G_t - mean G) / std G                    over all tokens of the step, all ranks
+    L_t = max(-r_t A, -clip(r_t, 1 - low, 1 + high) A)
+
+baseline: true first takes the mean reward of the group off the reward (REINFORCE++-baseline); the paper then has
+kl: {coef: ..., estimator: k2} in the loss.
+
+Others: verl's whitening has the variance of a sample, ours and OpenRLHF's that of the population; slime takes
+coef x k1 off the advantage of each token instead of putting it into the reward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pydantic import Field
+from torch import Tensor
+
+from algs.base import Metrics, PolicyGradient, over_learnt
+from algs.credit import group_advantages, reward_to_go, whiten
+from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
+from core.types import Group, Policy, Sample, Tokens
+
+
+class ReinforcePP(PolicyGradient):
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    gamma: float = Field(1.0, gt=0, le=1)
+    baseline: bool = False
+
+    @property
+    def needs_siblings(self) -> bool:
+        return self.baseline
+
+    def assign(self, groups: list[Group]) -> list[Group]:
+        samples = [s for g in groups for s in g]
+        rewards = [self._rewards(g) for g in groups]
+        ends = [r for g in rewards for r in g]
+        returns = [self._to_go(s, r) for s, r in zip(samples, ends, strict=True)]
+        rows = zip(samples, whiten(returns), strict=True)
+        done = iter([replace(s, advantage=over_learnt(s, a)) for s, a in rows])
+        return [[next(done) for _ in g] for g in groups]
+
+    def _rewards(self, group: Group) -> list[float]:
+        """Of each answer as a whole, without the KL's part."""
+        whole = [None if s.reward is None else s.reward + self.overlong.penalty(s) for s in group]
+        return group_advantages(whole) if self.baseline else [r or 0.0 for r in whole]
+
+    def _to_go(self, sample: Sample, reward: float) -> list[float]:
+        rewards = self.kl_rewards(sample)
+        if rewards:
+            rewards[-1] += reward
+        return reward_to_go(rewards, self.gamma)
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        assert tokens.advantage is not None and tokens.prox_logp is not None
+        ratio = importance_ratio(policy.logp, tokens.prox_logp)
+        loss = clipped_surrogate(ratio, tokens.advantage, self.clip_low, self.clip_high)
+        return loss, clip_metrics(ratio, tokens.advantage, self.clip_low, self.clip_high)
