@@ -14,10 +14,15 @@ import io
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import product, repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 import main_rl
@@ -36,7 +41,8 @@ README = ROOT / "algs" / "README.md"
 BEGIN, END = "<!-- learning matrix: begin -->\n", "<!-- learning matrix: end -->\n"
 GOAL = 0.9
 STEPS = 16
-TEACHER = "the model that grpo trained"
+TEACHER = "GRPO"
+"""Trains on to the end of a longer run, and then teaches distillation."""
 
 
 def of_recipe(name: str) -> dict[str, Any]:
@@ -116,24 +122,23 @@ def learn(name: str, seed: int, folder: Path) -> Row:
     """One run of one algorithm; its model is saved under its name."""
     alg = dict(MATRIX[name])
     if alg.get("teacher") == TEACHER:
-        alg["teacher"] = str(folder / "GRPO")
-        if not (folder / "GRPO").exists():
-            learn("GRPO", seed, folder)
+        alg["teacher"] = str(folder / f"{TEACHER}-{seed}")
+        if not Path(alg["teacher"]).exists():
+            learn(TEACHER, seed, folder)
+    run_dir = Path(tempfile.mkdtemp(dir=folder))
     overrides = {
         "backend": "local",
         "rollout.engine": "hf",
-        "run_dir": folder / "runs",
-        "name": f"matrix-{seed}",
-        "save_to": folder / name,
+        "run_dir": run_dir,
+        "save_to": folder / f"{name}-{seed}",
         "model.path": folder / "warm",
         "data.train": folder / "data" / "train.parquet",
         "data.eval": "null",
-        "steps": STEPS,
+        "steps": STEPS * (2 if name == TEACHER else 1),
         "seed": seed,
         "alg": json.dumps(alg).replace("Infinity", ".inf"),
     }
     items = [f"{key}={value}" for key, value in overrides.items()]
-    before = set((folder / "runs").glob(f"matrix-{seed}-*"))
 
     def work() -> None:
         prepared = prepare(load_recipe(RLConfig, str(ROOT / "configs/quickstart.yaml"), items))
@@ -144,7 +149,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
 
             def log_until_there(step: int, groups: list[Group], metrics: dict[str, float]) -> None:
                 log(step, groups, metrics)
-                if metrics["reward/mean_drawn"] >= GOAL:
+                if metrics["reward/mean_drawn"] >= GOAL and name != TEACHER:
                     raise Reached
 
             run.log = log_until_there
@@ -156,12 +161,20 @@ def learn(name: str, seed: int, folder: Path) -> Row:
         run_session(prepared.loaded.cfg, body)
 
     quietly(work)
-    [run] = set((folder / "runs").glob(f"matrix-{seed}-*")) - before
+    [run] = run_dir.iterdir()
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rewards = [m["reward/mean_drawn"] for m in metrics]
     reached = next((i + 1 for i, r in enumerate(rewards) if r >= GOAL), None)
-    seconds = sum(m["time/step_s"] for m in metrics)
+    seconds = sum(m["time/step_s"] for m in metrics[:reached])
     return Row(name=name, seed=seed, start=rewards[0], best=max(rewards), steps=reached, seconds=seconds)
+
+
+def learn_all(names: list[str], seeds: list[int], folder: Path) -> Iterator[Row]:
+    """Two runs at a time, one thread each: a model this small has no work for more."""
+    tasks = list(product(seeds, names))
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield from pool.map(learn, [n for _, n in tasks], [s for s, _ in tasks], repeat(folder))
 
 
 def table(rows: list[Row]) -> str:
@@ -185,10 +198,9 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         warm_up(folder)
-        for seed in args.seeds:
-            for name in args.only:
-                rows.append(learn(name, seed, folder))
-                print(table(rows[-1:]).splitlines()[-1], flush=True)
+        for row in learn_all(args.only, args.seeds, folder):
+            rows.append(row)
+            print(table([row]).splitlines()[-1], flush=True)
     print("\n" + table(rows))
     if args.write:
         text = README.read_text()

@@ -36,6 +36,8 @@ def main(fd: int) -> None:
     pool = Connection(fd)
     try:
         score = load_reward(pool.recv())
+    except EOFError:  # the run was over before it needed this worker
+        return
     except UserError as error:
         pool.send(str(error))
         return

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,18 @@ def test_a_looping_reward_dies_with_a_run_that_was_killed(tmp_path: Path) -> Non
     run.kill()
     run.wait()
     wait_until(lambda: not is_running(int(pid.read_text())))
+
+
+def test_a_worker_that_was_never_needed_ends_without_a_word() -> None:
+    here, there = Pipe()
+    command = [sys.executable, "-P", "-m", "rewards.worker", str(there.fileno())]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.Popen(
+        command, pass_fds=[there.fileno()], stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    )
+    there.close()
+    here.close()
+    assert run.communicate()[1] == b"" and run.returncode == 0
 
 
 def test_a_reward_that_changed_under_the_run_stops_it(tmp_path: Path) -> None:
