@@ -43,6 +43,7 @@ GOAL = 0.9
 STEPS = 16
 TEACHER = "GRPO"
 """Trains on to the end of a longer run, and then teaches distillation."""
+LONGER = {TEACHER: 2, "on-policy distillation": 2}
 
 
 def of_recipe(name: str) -> dict[str, Any]:
@@ -134,7 +135,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
         "model.path": folder / "warm",
         "data.train": folder / "data" / "train.parquet",
         "data.eval": "null",
-        "steps": STEPS * (2 if name == TEACHER else 1),
+        "steps": STEPS * LONGER.get(name, 1),
         "seed": seed,
         "alg": json.dumps(alg).replace("Infinity", ".inf"),
     }
