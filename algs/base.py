@@ -195,6 +195,12 @@ def over_learnt(sample: Sample, values: list[float]) -> list[float]:
     return [next(rest) if yes else 0.0 for yes in sample.learnt]
 
 
+def with_advantages(groups: list[Group], per_token: list[list[float]]) -> list[Group]:
+    """The groups with the advantages of their samples' learnt tokens; one row per sample, in order."""
+    rows = iter(per_token)
+    return [[replace(s, advantage=over_learnt(s, next(rows))) for s in g] for g in groups]
+
+
 class GroupRelative(PolicyGradient):
     """Credit is reward above the mean of one's siblings; no critic."""
 
@@ -207,12 +213,6 @@ class GroupRelative(PolicyGradient):
     """Bring the advantages of a step's tokens to mean 0 and variance 1 at the end."""
     drop_dead_groups: bool = False
     """Draw another prompt in place of one whose rewards are all equal (DAPO's dynamic sampling)."""
-
-    @property
-    def not_on_policy(self) -> str:
-        """Why the gradient of `loss` is not -weight x advantage when policy, proximal policy and engine are one; it
-        is, if nothing is said here. Read by algs.check."""
-        return ""
 
     @property
     def needs_siblings(self) -> bool:
@@ -230,5 +230,4 @@ class GroupRelative(PolicyGradient):
         ]
         samples = [s for g in groups for s in g]
         per_token = [[a] * sum(s.learnt) for s, a in zip(samples, (a for g in advantages for a in g), strict=True)]
-        laid = iter(whiten(per_token) if self.whiten else per_token)
-        return [[replace(s, advantage=over_learnt(s, next(laid))) for s in g] for g in groups]
+        return with_advantages(groups, whiten(per_token) if self.whiten else per_token)

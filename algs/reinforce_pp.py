@@ -14,12 +14,10 @@ coef x k1 off the advantage of each token instead of putting it into the reward.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pydantic import Field
 from torch import Tensor
 
-from algs.base import Metrics, PolicyGradient, over_learnt
+from algs.base import Metrics, PolicyGradient, with_advantages
 from algs.credit import group_advantages, reward_to_go, whiten
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
 from core.types import Group, Policy, Sample, Tokens
@@ -40,9 +38,7 @@ class ReinforcePP(PolicyGradient):
         rewards = [self._rewards(g) for g in groups]
         ends = [r for g in rewards for r in g]
         returns = [self._to_go(s, r) for s, r in zip(samples, ends, strict=True)]
-        rows = zip(samples, whiten(returns), strict=True)
-        done = iter([replace(s, advantage=over_learnt(s, a)) for s, a in rows])
-        return [[next(done) for _ in g] for g in groups]
+        return with_advantages(groups, whiten(returns))
 
     def _rewards(self, group: Group) -> list[float]:
         """Of each answer as a whole, without the KL's part."""

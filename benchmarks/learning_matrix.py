@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning_matrix [--seeds 0 1 2] [--only NAME ...] [--write]
 
-Runs main_rl's loop in this process (backend: local, engine: hf) and prints the steps and seconds each took;
+Runs main_rl's loop (backend: local, engine: hf), two runs at a time, and prints the steps and seconds each took;
 --write puts the table into algs/README.md. Exit code 1 if one did not get there.
 """
 

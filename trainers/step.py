@@ -1,7 +1,7 @@
 """What every trainer is: one training step, and the measurements around it, over learners.
 
 A Learner is one model in training with its optimizer. The policy is one; where the algorithm needs values,
-the value model is another, and both take each update together.
+the value model is another; each moves by its own gradient, and an update counts as made when both did.
 """
 
 from __future__ import annotations
