@@ -13,6 +13,21 @@ from pydantic import Field, field_validator, model_validator
 from core.section import Section
 
 
+class LoraConfig(Section):
+    """PEFT's LoRA (https://arxiv.org/abs/2106.09685)."""
+
+    r: int = Field(16, ge=1)
+    """Rank."""
+    alpha: float = Field(32.0, gt=0)
+    """The update is scaled by alpha / r, with rslora by alpha / sqrt(r)."""
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Names of the linear layers that get an adapter; all-linear: all but the head."""
+    rslora: bool = False
+    dora: bool = False
+    merge_on_save: bool = False
+    """Save the whole model with the adapter merged into it, beside the adapter."""
+
+
 class ModelConfig(Section):
     path: str
     """A Hugging Face folder, or a name on the hub. Trainer, reference model and engines all start from it."""
@@ -20,15 +35,50 @@ class ModelConfig(Section):
     """Of the weights in use; master weights, gradients and log-softmax are float32 either way."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernel of the trainer; auto leaves the choice to transformers."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights; unset trains the weights."""
+
+
+COLUMNS = ("id", "messages", "answer", "chosen", "rejected", "label")
+
+
+class SourceConfig(Section):
+    path: str
+    """A Parquet or JSONL file, a folder written by datasets.save_to_disk, or hub:NAME (hub:NAME/CONFIG)."""
+    name: str = ""
+    """In the log; unset, the file's or data set's own name. Names are unique within a mixture."""
+    ratio: float = Field(1.0, gt=0)
+    """Rows drawn from it, relative to the other sources. Exact: counts of any prefix are within one row of it."""
+    split: str = "train"
+    """Of a Hugging Face data set."""
+    columns: dict[str, str] = Field({})
+    """Our column -> theirs, where the names differ: id, messages, answer, chosen, rejected, label. A column of plain
+    text under `messages` is one user turn."""
+    replacement: bool = False
+    """Draw each row anew from all; else every row comes once per pass."""
+
+    @field_validator("columns")
+    @classmethod
+    def maps_ours(cls, given: dict[str, str]) -> dict[str, str]:
+        if unknown := [key for key in given if key not in COLUMNS]:
+            raise ValueError(f"{unknown[0]} is not one of our columns: {', '.join(COLUMNS)}")
+        return given
 
 
 class DataConfig(Section):
-    train: str
-    """Parquet or JSONL file with the columns id, messages and answer (see data_prep/)."""
-    eval: str | None = None
+    train: str | list[SourceConfig]
+    """Parquet or JSONL file with the columns id, messages and answer (see data_prep/), or a mixture: a list of
+    sources, each with a path and a ratio."""
+    eval: str | SourceConfig | None = None
     """The same columns, held out: accuracy (or loss) on it is measured before and after."""
     eval_rows: int = Field(200, ge=1)
     """At most so many rows of `eval` are used."""
+    learn: Literal["everything", "last_reply"] | list[str] = ["assistant"]
+    """Supervised: the roles whose turns are learnt, their end-of-turn tokens included; last_reply: the last assistant
+    turn only (completion-only); everything: every token. Preferences always compare the last reply."""
+    max_unfit_share: float = Field(0.1, ge=0, le=1)
+    """Rows that do not fit (a missing or empty column, too long, no reply) are counted and shown; a larger share of
+    them stops the run before it starts."""
     template: Literal["chat", "plain"] = "chat"
     """chat: the tokenizer's chat template. plain: the contents as they stand, one after another."""
     max_prompt_tokens: int = Field(1024, ge=1)
@@ -73,6 +123,8 @@ class WeightSyncConfig(Section):
     bucket_mib: int = Field(256, ge=1)
     """Weights are gathered and sent in buckets of this size; a single larger tensor makes its own."""
     timeout_s: float = Field(300.0, gt=0)
+    lora: Literal["merged", "adapter"] = "merged"
+    """What is sent of a LoRA model: its weights with the adapter merged in, or the adapter alone."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Largest mean absolute difference allowed between the trainer's and an engine's log-probabilities of a probe
     prompt after a sync. Unset: 0.002 in float32, 0.1 in bfloat16."""
@@ -117,6 +169,13 @@ class TrainerConfig(Section):
         return given
 
 
+class CheckpointConfig(Section):
+    every: int = Field(0, ge=0)
+    """Steps between two checkpoints; 0 makes none. One is made at the end as well."""
+    keep: int = Field(2, ge=1)
+    """So many of the newest stay, and the one with the best held-out measure."""
+
+
 class RunConfig(Section):
     """What RL and supervised runs have in common."""
 
@@ -136,6 +195,9 @@ class RunConfig(Section):
     """Where run folders are made."""
     save_to: str | None = None
     """Folder for a second copy of the final model, under a name that the next recipe can know."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resume: str | None = None
+    """A run folder: go on from its newest complete checkpoint, exactly, in a new run folder."""
     timeout_s: float = Field(1800.0, gt=0)
     """Deadline of every remote call: start of an engine, collecting, a training step."""
     model: ModelConfig
@@ -197,6 +259,9 @@ class RLConfig(RunConfig):
 class SLConfig(RunConfig):
     rows_per_step: int = Field(ge=1)
     """Rows (conversations) in one update."""
+    reference: Literal["each_step", "ahead"] = "each_step"
+    """Where the algorithm compares with a reference: score it anew at each step by a second model, or once for all
+    rows before training, with the model itself, and keep the numbers (of no use where rows are seen once)."""
     eval_every: int = Field(0, ge=0)
     """Steps between two measurements of the loss on data.eval; 0 measures at the start and the end only."""
 

@@ -26,7 +26,7 @@ Message = dict[str, str]
 
 Scored = Literal["prox_logp", "ref_logp", "teacher_logp", "values"]
 """A per-token quantity the trainer can score before credit is assigned."""
-Column = Scored | Literal["returns"]
+Column = Scored | Literal["returns", "reference_point"]
 """Those, and what credit may add to them."""
 
 
@@ -38,6 +38,8 @@ class Prompt:
     answer: str = ""
     """Ground truth for the reward; the policy never sees it."""
     extra: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    """Name of the data set it comes from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,12 @@ class Tokens:
     """[M] float, detached: the value model's, of the state before each token, when the step began."""
     returns: Tensor | None = None
     """[M] float, detached: what the value model is to learn."""
+    reference_point: Tensor | None = None
+    """[M] float, detached: KTO's z0, the same at every token of an update."""
+    group_ids: Tensor | None = None
+    """[M] int64, which group of the micro-batch the token belongs to; None where groups may be cut apart."""
+    source_ids: Tensor | None = None
+    """[M] int64, which data set of a mixture the token comes from; None without a mixture."""
     totals: dict[str, Tensor] = field(default_factory=dict)
     """Scalars summed over the whole update, all ranks; see Algorithm.totals."""
 
