@@ -8,6 +8,7 @@ framework masks, corrects, weighs and reduces; an algorithm says what one token 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -16,7 +17,7 @@ from algs.credit import Scale, group_advantages, spread, whiten
 from algs.ops import importance_ratio, k3
 from algs.parts import KL, Correction, Overlong
 from core.section import Section
-from core.types import Group, LossNorm, Policy, Sample, Scored, Tokens
+from core.types import Group, LossNorm, Policy, Rows, Sample, Scored, Tokens
 
 Metrics = dict[str, Tensor]
 """Per-token values, [M] each. The framework averages them with the token weights, over micro-batches and ranks."""
@@ -31,6 +32,21 @@ class Algorithm(Section):
     loss_norm: LossNorm = "token"
     """What counts the same: every token of the update (token), every sequence (sequence: its tokens share;
     sequence_sum: they add up), every token of every update (constant), or every prompt (prompt)."""
+
+    @property
+    def rows(self) -> Rows:
+        """What it learns from in supervised learning."""
+        return "conversations"
+
+    @property
+    def trains(self) -> Literal["policy", "reward"]:
+        """A language model, by `loss`; or a reward model, which gives one number per sequence, by `value_loss`."""
+        return "policy"
+
+    @property
+    def whole_groups(self) -> bool:
+        """True if the loss compares the samples of a group: no group is split, and `tokens.group_ids` is there."""
+        return False
 
     @property
     def needs(self) -> frozenset[Scored]:
@@ -55,6 +71,10 @@ class Algorithm(Section):
     def keep(self, group: Group) -> bool:
         """Is this group worth training on? Asked at collection; if not, another prompt is drawn in its place."""
         return True
+
+    def arrange(self, groups: list[Group]) -> list[Group]:
+        """What to score and learn from, made of the rows of a step; before any column is scored."""
+        return groups
 
     def credit(self, groups: list[Group]) -> list[Group]:
         """Give every sample its advantage, [L]; once per step, over all its groups, when the columns exist."""

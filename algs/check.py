@@ -3,7 +3,8 @@
     python -m algs.check grpo                          a module of this folder
     python -m algs.check my_loss.py temper=0.5         a file, with hyper-parameters
 
-What is asked depends on the kind: of a policy gradient everything, of a supervised algorithm (a) (b) (c) (e) (g).
+What is asked depends on the kind: (d) (f) (h) of policy gradients, (i) of algorithms that learn from given rows
+(conversations, pairs of answers, labelled answers), and the others of all.
 All numbers are float64, and the micro-batches are the real ones of data_feeds/packing.py. Exit code 0: all hold,
 1: one fails, 2: a mistake in the file, the name or a hyper-parameter.
 """
@@ -30,7 +31,7 @@ from algs.check_data import Tables, World, changed
 from configs.load import override, validate
 from core.cli import guarded
 from core.types import Batch, Group, LossNorm, Policy, Sample, Scored
-from data_feeds.packing import idle, plan_update
+from data_feeds.packing import Plan, plan_update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +98,15 @@ def batches_of(
     alg: Algorithm, groups: list[Group], tables: Tables, *, cut: Cut = WHOLE, horizon: int = HORIZON
 ) -> list[Batch]:
     """The micro-batches of all ranks, with totals."""
-    norm, size = alg.loss_norm, cut.max_tokens
-    plan = plan_update(groups, norm, size, ranks=cut.ranks, horizon=horizon, padded=cut.padded)
+    plan = plan_of(alg, groups, cut=cut, horizon=horizon)
     return with_totals(alg, [batch for rank in plan.batches(torch.float64) for batch in rank], tables)
+
+
+def plan_of(alg: Algorithm, groups: list[Group], *, cut: Cut = WHOLE, horizon: int = HORIZON) -> Plan:
+    whole = alg.whole_groups
+    size = cut.max_tokens * (2 if whole else 1)  # for it holds two answers
+    how = {"ranks": cut.ranks, "horizon": horizon, "padded": cut.padded}
+    return plan_update(groups, alg.loss_norm, size, whole_groups=whole, **how)
 
 
 @torch.no_grad()
@@ -119,7 +126,10 @@ def policy_on(alg: Algorithm, batch: Batch, tables: Tables) -> Policy:
 
 def losses(alg: Algorithm, batch: Batch, tables: Tables) -> list[Tensor]:
     """What a trainer calls backward() on: the policy's loss, and the value model's if there is one."""
-    loss, metrics = alg.objective(policy_on(alg, batch, tables), batch.tokens)
+    if alg.trains == "reward":
+        loss, metrics = alg.value_loss(tables["values"][batch.labels], batch.tokens)
+    else:
+        loss, metrics = alg.objective(policy_on(alg, batch, tables), batch.tokens)
     terms, per_token = [loss], {"the loss": loss, **metrics}
     if alg.value_lr is not None:
         value_loss, metrics = alg.value_loss(tables["values"][batch.labels], batch.tokens)
@@ -184,7 +194,7 @@ def when(stale: bool) -> str:
 
 
 def does_not_depend_on_the_cut(alg: Algorithm) -> str:
-    world, worst = exhibit.made_up_step(), 0.0
+    world, worst = exhibit.made_up_step(alg), 0.0
     norms = [norm for norm in get_args(LossNorm) if norm != alg.loss_norm]
     others = [other for norm in norms if (other := changed(alg, {"loss_norm": norm})) is not None]
     trials = [(alg, False, CUTS), (alg, True, CUTS), *((other, True, CUTS[1:2]) for other in others)]
@@ -200,7 +210,7 @@ def does_not_depend_on_the_cut(alg: Algorithm) -> str:
 
 
 def is_blind_to_what_is_not_learnt(alg: Algorithm) -> str:
-    world = exhibit.made_up_step()
+    world = exhibit.made_up_step(alg)
     there: list[exhibit.Poisonable] = []
     for stale in (False, True):
         clean = credited(alg, world.groups, stale=stale)
@@ -225,7 +235,7 @@ def any_difference(world: World, got: Outcome, want: Outcome) -> str:
 
 
 def has_the_gradient_of_its_loss(alg: Algorithm) -> str:
-    world, done, kinks = exhibit.made_up_step(), 0, 0
+    world, done, kinks = exhibit.made_up_step(alg), 0, 0
     for stale in (False, True):
         [batch] = batches_of(alg, credited(alg, world.groups[:2], stale=stale), world.now)
         agreed, bent = compare_with_differences(alg, world, batch, where=when(stale))
@@ -283,7 +293,7 @@ def one_sided(
 def is_a_policy_gradient(alg: Algorithm) -> str:
     if isinstance(alg, PolicyGradient) and alg.not_on_policy:
         raise NotAsked(f"declared: {alg.not_on_policy}")
-    world = exhibit.made_up_step()
+    world = exhibit.made_up_step(alg)
     for stale in (False, True):
         [batch] = batches_of(alg, credited(alg, exhibit.on_policy(world), stale=stale), world.now)
         if batch.tokens.advantage is None:
@@ -298,13 +308,13 @@ def is_a_policy_gradient(alg: Algorithm) -> str:
 
 
 def bears_the_corner_cases(alg: Algorithm) -> str:
-    world = exhibit.made_up_step()
+    world = exhibit.made_up_step(alg)
     for stale in (False, True):
-        for name, group in {"equal rewards in a group": exhibit.EQUAL, "a group of one": exhibit.SINGLE}.items():
+        for name, group in exhibit.CORNERS[exhibit.kind_of(alg)].items():
             expect_sound(of_groups(alg, world, [world.groups[group]], stale=stale), name)
         expect_no_effect_of_an_idle_rank(alg, world, stale=stale)
         expect_no_effect_of_failures(alg, world, stale=stale)
-    return "an empty micro-batch, equal rewards, a group of one, failed samples"
+    return ", ".join(["an empty micro-batch", *exhibit.CORNERS[exhibit.kind_of(alg)], "failed samples"])
 
 
 def expect_sound(got: Outcome, where: str) -> None:
@@ -317,7 +327,7 @@ def expect_sound(got: Outcome, where: str) -> None:
 def expect_no_effect_of_an_idle_rank(alg: Algorithm, world: World, *, stale: bool) -> None:
     groups = credited(alg, world.groups, stale=stale)
     batches = batches_of(alg, groups, world.now)
-    empty = idle([s for g in groups for s in g if any(s.learnt)], dtype=torch.float64)
+    empty = plan_of(alg, groups).idle(torch.float64)
     got = outcome(alg, with_totals(alg, [*batches, empty], world.now), world.now)
     expect_sound(got, "an empty micro-batch")
     if said := difference(world, got.gradient, outcome(alg, batches, world.now).gradient):
@@ -379,7 +389,7 @@ def bandit_tables(logits: Tensor, value: Tensor) -> Tables:
 
 
 def reads_what_it_declares(alg: Algorithm) -> str:
-    world, declared = exhibit.made_up_step(), exhibit.own_fields(alg)
+    world, declared = exhibit.made_up_step(alg), exhibit.own_fields(alg)
     to_try = {name for name in declared if exhibit.variants(alg, {}, name)}
     read, effective = set[str](), set[str]()
     for mode, here in exhibit.modes(alg):
@@ -456,6 +466,25 @@ def slopes_by_ratio(alg: Algorithm) -> dict[tuple[float, float], float]:
     return {(1.0 - 2 * (i % 2), float(ratios[i // 2])): slope for i, slope in enumerate(slopes.tolist())}
 
 
+def prefers_what_the_rows_prefer(alg: Algorithm) -> str:
+    """At the reference, a step downhill raises the learnt tokens of good answers and lowers those of bad ones."""
+    world = exhibit.made_up_step(alg)
+    groups = credited(alg, exhibit.on_policy(world), stale=False)
+    gradient = outcome(alg, batches_of(alg, groups, world.now), world.now).gradient
+    slopes = gradient["values" if alg.trains == "reward" else "logp"]
+    moved = {"raised": 0, "lowered": 0}
+    for s in (s for group in groups for s in group):
+        wish = "lowered" if alg.rows != "conversations" and s.reward == 0 else "raised"
+        for token in (t for t, yes in zip(s.token_ids, s.learnt, strict=True) if yes):
+            slope = float(slopes[token])
+            if not (slope < 0 if wish == "raised" else slope > 0):
+                raise Broken(
+                    f"the gradient at {world.where(token)} is {slope:.4g}: a step downhill should have {wish} it"
+                )
+            moved[wish] += 1
+    return ", ".join(f"{n} tokens {how}" for how, n in moved.items() if n)
+
+
 OBLIGATIONS: list[tuple[str, str, Callable[[Algorithm], str]]] = [
     ("a", "one gradient however a step is cut", does_not_depend_on_the_cut),
     ("b", "what is not learnt has no influence", is_blind_to_what_is_not_learnt),
@@ -465,14 +494,20 @@ OBLIGATIONS: list[tuple[str, str, Callable[[Algorithm], str]]] = [
     ("f", "it learns a bandit", learns_a_bandit),
     ("g", "every hyper-parameter is read", reads_what_it_declares),
     ("h", "clip_low and clip_high bind on their own side", clips_on_the_right_side),
+    ("i", "it descends towards what the rows prefer", prefers_what_the_rows_prefer),
 ]
-OF_POLICY_GRADIENTS_ONLY = "dfh"
+ASKED: dict[exhibit.Kind, str] = {
+    "policy gradient": "abcdefgh",
+    "conversations": "abcegi",
+    "pairs": "abcegi",
+    "labelled": "abcegi",
+}
 
 
 def check(what: str | type[Algorithm], settings: dict[str, Any] | None = None) -> list[Result]:
     """The obligations of an algorithm, by its name, its file or its class, under these hyper-parameters."""
     alg: Algorithm = validate(what if isinstance(what, type) else found(what), settings or {}, prefix="")
-    asked = [o for o in OBLIGATIONS if isinstance(alg, PolicyGradient) or o[0] not in OF_POLICY_GRADIENTS_ONLY]
+    asked = [o for o in OBLIGATIONS if o[0] in ASKED[exhibit.kind_of(alg)]]
     return [examined(alg, letter, title, obligation=holds) for letter, title, holds in asked]
 
 
@@ -511,8 +546,8 @@ def run(argv: list[str]) -> int:
         override(settings, item)
     began, cls = time.monotonic(), found(args.algorithm)
     results = check(cls, settings)
-    kind = "a policy gradient" if issubclass(cls, PolicyGradient) else "supervised, so (d) (f) (h) are not asked"
-    print(f"{cls.__name__}, {kind}", *results, sep="\n")
+    alone = "" if issubclass(cls, PolicyGradient) else "supervised, so (d) (f) (h) are not asked"
+    print(f"{cls.__name__}, {alone or 'a policy gradient'}", *results, sep="\n")
     failed = [f"({r.letter})" for r in results if r.status == "FAILED"]
     verdict = f"{len(failed)} of {len(results)} FAILED: {' '.join(failed)}" if failed else "all that is asked holds"
     print(f"{verdict} ({time.monotonic() - began:.1f} s)")

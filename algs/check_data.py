@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from algs.base import Algorithm, PolicyGradient
 from core.section import Section
-from core.types import Column, Group, Prompt, Sample, Scored
+from core.types import Column, Group, Prompt, Rows, Sample, Scored
 
 Tables = dict[str, Tensor]
 """logp, entropy and values of every token as the models in training see it now, [N] float64 each."""
@@ -35,13 +35,34 @@ class World:
         raise ValueError(f"there is no token {token}")
 
 
-STEP = [[1.0, 0.0, 0.3, 0.7], [0.0, 1.0, 0.5], [0.4] * 3, [1.0], [0.2, -0.5, 1.5, 1.0]]
+Kind = Literal["policy gradient"] | Rows
+
+SAMPLED = [[1.0, 0.0, 0.3, 0.7], [0.0, 1.0, 0.5], [0.4] * 3, [1.0], [0.2, -0.5, 1.5, 1.0]]
 """Rewards by group: two usual ones, all equal, a group of one, and one whose last answer was cut off."""
+STEP: dict[Kind, list[list[float]]] = {
+    "policy gradient": SAMPLED,
+    "conversations": SAMPLED,
+    "pairs": [[1.0, 0.0]] * 6,
+    "labelled": [[1.0], [0.0], [1.0], [0.0], [0.0], [1.0]],
+}
 USUAL, EQUAL, SINGLE = 1, 2, 3
+CORNERS: dict[Kind, dict[str, int]] = {
+    "policy gradient": {"equal rewards in a group": EQUAL, "a group of one": SINGLE},
+    "conversations": {"one conversation": SINGLE},
+    "pairs": {"one pair": SINGLE},
+    "labelled": {"one desirable answer": EQUAL, "one undesirable answer": SINGLE},
+}
 
 
-def made_up_step() -> World:
-    """The same one every time. Ratios are mostly near 1, with some far out on both sides."""
+def kind_of(alg: Algorithm) -> Kind:
+    return "policy gradient" if isinstance(alg, PolicyGradient) else alg.rows
+
+
+def made_up_step(alg: Algorithm) -> World:
+    """What an algorithm of this kind makes of a step, the same one every time.
+
+    Ratios are mostly near 1, with some far out on both sides.
+    """
     draw = torch.Generator().manual_seed(0)
 
     def noise(n: int, scale: float, *, wild: int = 1, factor: float = 1.0) -> Tensor:
@@ -52,8 +73,9 @@ def made_up_step() -> World:
 
     groups: list[Group] = []
     rows: dict[str, list[Tensor]] = {"logp": [], "entropy": [], "values": []}
+    scored: dict[Scored, list[Tensor]] = {"prox_logp": [], "ref_logp": [], "teacher_logp": [], "values": []}
     first = 0
-    for g, rewards in enumerate(STEP):
+    for g, rewards in enumerate(STEP[kind_of(alg)]):
         groups.append([])
         for reward in rewards:
             n = int(torch.randint(6, 15, (1,), generator=draw))
@@ -64,18 +86,24 @@ def made_up_step() -> World:
             values = noise(n, 0.5)
             columns: dict[Scored, Tensor] = {"prox_logp": prox, "ref_logp": ref, "teacher_logp": teacher}
             columns["values"] = values
-            groups[-1].append(_sample(draw, rollout, columns, group=g, first=first, reward=reward))
+            for name, column in columns.items():
+                scored[name].append(column)
+            groups[-1].append(_sample(draw, rollout, group=g, first=first, reward=reward))
             rows["logp"].append(now)
             rows["entropy"].append(2 * torch.rand(n, generator=draw, dtype=torch.float64))
             rows["values"].append(values + noise(n, 0.4))
             first += n
     groups[-1][-1] = replace(groups[-1][-1], stop="length")
+    tables = {name: torch.cat(parts) for name, parts in scored.items()}
+    groups = [[_with_columns(s, tables) for s in group] for group in alg.arrange(groups)]
     return World(groups=groups, now={name: torch.cat(parts) for name, parts in rows.items()})
 
 
-def _sample(
-    draw: torch.Generator, rollout: Tensor, columns: dict[Scored, Tensor], *, group: int, first: int, reward: float
-) -> Sample:
+def _with_columns(s: Sample, tables: dict[Scored, Tensor]) -> Sample:
+    return replace(s, columns={name: table[s.token_ids].tolist() for name, table in tables.items()})
+
+
+def _sample(draw: torch.Generator, rollout: Tensor, *, group: int, first: int, reward: float) -> Sample:
     n = len(rollout)
     prompt = int(torch.randint(1, 4, (1,), generator=draw))
     chosen = (torch.rand(n, generator=draw) < 0.8).tolist()
@@ -87,7 +115,6 @@ def _sample(
         rollout_logp=[x if m else 0.0 for x, m in zip(rollout.tolist(), mask, strict=True)],
         versions=[0 if m else -1 for m in mask],
         reward=reward,
-        columns={name: values.tolist() for name, values in columns.items()},
     )
 
 
@@ -111,7 +138,7 @@ def shuffled(groups: list[Group], seed: int) -> list[Group]:
 
 Poisonable = Column | Literal["rollout_logp", "advantage"]
 POISONABLE: list[Poisonable] = [
-    *("rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "advantage"),
+    *("rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "reference_point", "advantage"),
 ]
 
 

@@ -73,7 +73,7 @@ class DataConfig(Section):
     """The same columns, held out: accuracy (or loss) on it is measured before and after."""
     eval_rows: int = Field(200, ge=1)
     """At most so many rows of `eval` are used."""
-    learn: Literal["everything", "last_reply"] | list[str] = ["assistant"]
+    learn: Literal["everything", "last_reply"] | list[str] = Field(["assistant"])
     """Supervised: the roles whose turns are learnt, their end-of-turn tokens included; last_reply: the last assistant
     turn only (completion-only); everything: every token. Preferences always compare the last reply."""
     max_unfit_share: float = Field(0.1, ge=0, le=1)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from algs import load_algorithm
 from configs.schema import DataConfig, ModelConfig, RewardConfig, RLConfig, RolloutConfig, RunConfig, TrainerConfig
@@ -20,6 +20,9 @@ from rollouts.engine import Engine
 from rollouts.envs import ENVIRONMENTS, Env
 from rollouts.publish import LocalSync, Probe, RemoteSync, WeightSync
 
+if TYPE_CHECKING:
+    from trainers.step import Settings
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerPlan:
@@ -32,6 +35,8 @@ class TrainerPlan:
     temperature: float
     total_updates: int
     seed: int
+    sources: tuple[str, ...]
+    reference_ahead: bool
 
 
 def gpus_here() -> int:
@@ -50,7 +55,12 @@ def build_trainer(place: Place | None, plan: TrainerPlan) -> Any:
 
     alg = load_algorithm(plan.alg_spec, plan.alg)
     torch.manual_seed(plan.seed)
-    settings: dict[str, Any] = {"temperature": plan.temperature, "total_updates": plan.total_updates}
+    settings: Settings = {
+        "temperature": plan.temperature,
+        "total_updates": plan.total_updates,
+        "sources": plan.sources,
+        "reference_ahead": plan.reference_ahead,
+    }
     if place is None:
         from trainers.reference import ReferenceTrainer
 
@@ -194,7 +204,15 @@ def over_nccl(cfg: RLConfig) -> bool:
     return cfg.rollout.engine == "vllm" and on_gpu(cfg)
 
 
-def plan_trainer(cfg: RunConfig, alg_spec: FileSpec, *, temperature: float, total_updates: int) -> TrainerPlan:
+def plan_trainer(
+    cfg: RunConfig,
+    alg_spec: FileSpec,
+    *,
+    temperature: float,
+    total_updates: int,
+    sources: tuple[str, ...] = (),
+    reference_ahead: bool = False,
+) -> TrainerPlan:
     return TrainerPlan(
         model=cfg.model,
         trainer=cfg.trainer,
@@ -203,6 +221,8 @@ def plan_trainer(cfg: RunConfig, alg_spec: FileSpec, *, temperature: float, tota
         temperature=temperature,
         total_updates=total_updates,
         seed=cfg.seed,
+        sources=sources,
+        reference_ahead=reference_ahead,
     )
 
 

@@ -23,6 +23,7 @@ from core.build import (
 from core.cluster import Workers, together
 from core.describe import check_failures, describe, describe_drawn
 from core.errors import RunStopped, UserError
+from core.scoring import with_scores
 from core.session import Session
 from core.types import Group, Prompt, Scored
 from data_feeds.packing import Plan, plan_update
@@ -173,13 +174,8 @@ class Run:
         """
         proximal: frozenset[Scored] = frozenset({"prox_logp"} if self.cfg.updates_per_step > 1 else ())
         columns = self.alg.needs | proximal
-        if not columns:
-            return groups
         with self.session.clock.phase("score"):
-            plan = self._plan(groups)
-            scored = await self.trainers.map("score", [(micro, columns) for micro in plan.batches()])
-            filled = plan.with_columns(scored)
-            return [[filled.get(id(s), s) for s in group] for group in groups]
+            return await with_scores(self.trainers, groups, self._plan(groups), columns)
 
     async def learn(self, groups: list[Group]) -> dict[str, float]:
         """Train on the groups of a step, dealt over its updates."""
@@ -199,6 +195,7 @@ class Run:
             ranks=len(self.trainers),
             horizon=self.cfg.rollout.max_new_tokens,
             padded=self.cfg.trainer.layout != "packed",
+            whole_groups=self.alg.whole_groups,
         )
 
     async def publish(self, version: int) -> dict[str, float]:

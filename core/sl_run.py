@@ -11,6 +11,7 @@ from configs.schema import SLConfig
 from core.build import check_devices, plan_trainer, start_trainers
 from core.cluster import Workers
 from core.errors import UserError
+from core.scoring import ReferenceAhead, with_scores
 from core.session import Session
 from core.types import Group
 from data_feeds.chats import ChatFeed, load_chats
@@ -77,8 +78,10 @@ class Run:
     tokenizer: ChatTokenizer
     trainers: Workers
     session: Session
+    reference_ahead: ReferenceAhead | None = None
 
     async def learn(self, groups: list[Group]) -> dict[str, float]:
+        groups = await self._credited(groups)
         with self.session.clock.phase("train"):
             per_rank = self._plan(groups).batches()
             metrics = await self.trainers.map("step", [([micro],) for micro in per_rank])
@@ -88,20 +91,44 @@ class Run:
         every = self.cfg.eval_every
         if self.held_out is None or every == 0 or (step + 1) % every:
             return {}
-        return {"eval/loss": await self._loss(self.held_out)}
+        return await self._measure(self.held_out)
 
     async def evaluate(self, when: str) -> None:
         if self.held_out is None:
             return
-        loss = await self._loss(self.held_out)
-        self.session.facts[when] = {"eval/loss": loss}
-        self.session.progress.say(f"{when}: held-out loss {loss:.4f} over {len(self.held_out.samples)} rows")
+        measured = await self._measure(self.held_out)
+        self.session.facts[when] = measured
+        said = [f"loss {measured['eval/loss']:.4f}"]
+        if "eval/pair/accuracy" in measured:
+            said.append(f"accuracy {measured['eval/pair/accuracy']:.3f}")
+        self.session.progress.say(f"{when}: held-out {', '.join(said)} over {len(self.held_out.samples)} rows")
 
-    async def _loss(self, feed: ChatFeed) -> float:
+    async def _measure(self, feed: ChatFeed) -> dict[str, float]:
+        """All rows as one update that is not made."""
+        groups = await self._credited(feed.all())
         with self.session.clock.phase("evaluate"):
-            per_rank = self._plan(feed.all()).batches()
+            per_rank = self._plan(groups).batches()
             metrics = await self.trainers.map("measure", [(micro,) for micro in per_rank])
-        return metrics[0]["loss"]
+        return {f"eval/{name}": value for name, value in metrics[0].items() if name != "tokens"}
+
+    async def _credited(self, groups: list[Group]) -> list[Group]:
+        """The rows as the algorithm learns from them, with the columns it asked for."""
+        groups = self.alg.arrange(groups)
+        columns = self.alg.needs
+        if self.reference_ahead is not None:
+            groups, columns = self.reference_ahead.fill(groups), columns - {"ref_logp"}
+        if columns:
+            with self.session.clock.phase("score"):
+                groups = await with_scores(self.trainers, groups, self._plan(groups), columns)
+        return self.alg.credit(groups)
+
+    async def score_reference(self) -> None:
+        """Once for all rows, by the model itself, before it is trained."""
+        feeds = [self.rows] if self.held_out is None else [self.rows, self.held_out]
+        with self.session.clock.phase("score"):
+            groups = self.alg.arrange([group for feed in feeds for group in feed.all()])
+            scored = await with_scores(self.trainers, groups, self._plan(groups), frozenset({"prox_logp"}))
+        self.reference_ahead = ReferenceAhead.of(scored)
 
     def _plan(self, groups: list[Group]) -> Plan:
         return plan_update(
@@ -111,6 +138,7 @@ class Run:
             ranks=len(self.trainers),
             horizon=self.cfg.data.max_prompt_tokens,
             padded=self.cfg.trainer.layout != "packed",
+            whole_groups=self.alg.whole_groups,
         )
 
     async def save(self) -> None:

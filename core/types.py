@@ -30,6 +30,10 @@ Column = Scored | Literal["returns", "reference_point"]
 """Those, and what credit may add to them."""
 
 
+Rows = Literal["conversations", "pairs", "labelled"]
+"""What a supervised row is: one conversation, a chosen and a rejected answer, or an answer and whether it is good."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     id: str

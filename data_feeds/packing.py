@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
@@ -47,8 +48,18 @@ def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[
     return [weight(n, sum(group)) if n else 0.0 for group in counts for n in group]
 
 
-def pack(samples: list[Sample], weights: list[float], *, dtype: torch.dtype = torch.float32) -> Batch:
+def pack(
+    samples: list[Sample],
+    weights: list[float],
+    *,
+    groups: list[int] | None = None,
+    sources: Sequence[str] = (),
+    dtype: torch.dtype = torch.float32,
+) -> Batch:
     """Lay samples end to end; `weights[i]` is the weight of each learnt token of `samples[i]`.
+
+    `groups[i]` numbers the group of `samples[i]`, where groups lie whole in a batch; `sources` are the data sets that
+    are told apart.
 
     A Sample is token-aligned (entry t is about token t), a Batch is input-aligned: position t predicts
     token t+1. The shift happens here and nowhere else, and so does the choice of the learnt tokens:
@@ -67,6 +78,15 @@ def pack(samples: list[Sample], weights: list[float], *, dtype: torch.dtype = to
     columns: dict[str, Any] = {name: floats([s.columns[name] for s in samples]) for name in samples[0].columns}
     if all_credited(samples):
         columns["advantage"] = floats([s.advantage or [] for s in samples])
+
+    def per_token(per_sample: list[int]) -> Tensor:
+        return ints([n for n, at in zip(per_sample, learnt, strict=True) for _ in at])
+
+    if groups is not None:
+        numbers = {g: n for n, g in enumerate(dict.fromkeys(groups))}
+        columns["group_ids"] = per_token([numbers[g] for g in groups])
+    if sources:
+        columns["source_ids"] = per_token([sources.index(s.prompt.source) for s in samples])
     return Batch(
         input_ids=ints([i for s in samples for i in s.token_ids[:-1]]),
         position_ids=ints([t for n in lengths for t in range(n)]),
@@ -74,7 +94,7 @@ def pack(samples: list[Sample], weights: list[float], *, dtype: torch.dtype = to
         at=ints([start + t - 1 for start, at in zip(starts, learnt, strict=True) for t in at]),
         labels=ints([s.token_ids[t] for s, at in zip(samples, learnt, strict=True) for t in at]),
         tokens=Tokens(
-            seq_ids=ints([i for i, at in enumerate(learnt) for _ in at]),
+            seq_ids=per_token(list(range(len(samples)))),
             weight=torch.tensor([w for w, at in zip(weights, learnt, strict=True) for _ in at], dtype=dtype),
             rollout_logp=floats([s.rollout_logp for s in samples]),
             **columns,
@@ -142,6 +162,10 @@ class Plan:
     weights: list[float]
     bins: list[list[list[int]]]
     """[rank][micro-batch] -> indices into `samples`."""
+    groups: list[int] | None
+    """Of each sample, where groups are kept whole."""
+    sources: Sequence[str]
+    """The data sets that are told apart."""
 
     def batches(self, dtype: torch.dtype = torch.float32) -> list[list[Batch]]:
         """[rank][micro-batch]."""
@@ -149,8 +173,23 @@ class Plan:
 
     def _batch(self, chosen: list[int], dtype: torch.dtype) -> Batch:
         if not chosen:
-            return idle(self.samples, dtype=dtype)
-        return pack([self.samples[i] for i in chosen], [self.weights[i] for i in chosen], dtype=dtype)
+            return self.idle(dtype)
+        return pack(
+            [self.samples[i] for i in chosen],
+            [self.weights[i] for i in chosen],
+            groups=None if self.groups is None else [self.groups[i] for i in chosen],
+            sources=self.sources,
+            dtype=dtype,
+        )
+
+    def idle(self, dtype: torch.dtype = torch.float32) -> Batch:
+        """A batch that teaches nothing: its rank still takes part in every collective of the step."""
+        shortest = min(range(len(self.samples)), key=lambda i: len(self.samples[i].token_ids))
+        batch = self._batch([shortest], dtype)
+        columns: dict[str, Any] = {f.name: getattr(batch.tokens, f.name) for f in fields(Tokens)}
+        batch.tokens = replace(batch.tokens, **{name: v[:0] for name, v in columns.items() if isinstance(v, Tensor)})
+        batch.at, batch.labels = batch.at[:0], batch.labels[:0]
+        return batch
 
     def with_columns(self, scored: list[list[dict[Scored, Tensor]]]) -> dict[int, Sample]:
         """The samples with the columns a trainer scored, [rank][micro-batch][column][M], by id() of the sample."""
@@ -166,21 +205,6 @@ class Plan:
 
 
 def plan_update(
-    groups: list[Group], norm: LossNorm, max_tokens: int, *, ranks: int = 1, horizon: int = 1, padded: bool = True
-) -> Plan:
-    """Cut one update into micro-batches of at most `max_tokens` tokens, as many for every rank.
-
-    The cut is a matter of memory and speed only: weights are fixed before it.
-    """
-    weights = token_weights(groups, norm, horizon=horizon)
-    rows = [(s, w) for s, w in zip((s for g in groups for s in g), weights, strict=True) if any(s.learnt)]
-    bins = cut([len(s.token_ids) - 1 for s, _ in rows], max_tokens, ranks=ranks, padded=padded)
-    return Plan(
-        samples=[s for s, _ in rows], weights=[w for _, w in rows], bins=[bins[rank::ranks] for rank in range(ranks)]
-    )
-
-
-def micro_batches(
     groups: list[Group],
     norm: LossNorm,
     max_tokens: int,
@@ -188,17 +212,31 @@ def micro_batches(
     ranks: int = 1,
     horizon: int = 1,
     padded: bool = True,
-    dtype: torch.dtype = torch.float32,
-) -> list[list[Batch]]:
+    whole_groups: bool = False,
+    sources: Sequence[str] = (),
+) -> Plan:
+    """Cut one update into micro-batches of at most `max_tokens` tokens, as many for every rank.
+
+    The cut is a matter of memory and speed only: weights are fixed before it.
+    """
+    weights = token_weights(groups, norm, horizon=horizon)
+    numbered = [(g, s) for g, group in enumerate(groups) for s in group]
+    rows = [(g, s, w) for (g, s), w in zip(numbered, weights, strict=True) if any(s.learnt)]
+    units: dict[int, list[int]] = {}  # what is cut: whole groups, or single samples
+    for i, (g, _, _) in enumerate(rows):
+        units.setdefault(g if whole_groups else i, []).append(i)
+    members = list(units.values())
+    lengths = [[len(rows[i][1].token_ids) - 1 for i in unit] for unit in members]
+    bins = cut([len(u) * max(u) if padded else sum(u) for u in lengths], max_tokens, ranks=ranks, padded=padded)
+    return Plan(
+        samples=[s for _, s, _ in rows],
+        weights=[w for _, _, w in rows],
+        bins=[[[i for unit in b for i in members[unit]] for b in bins[rank::ranks]] for rank in range(ranks)],
+        groups=[g for g, _, _ in rows] if whole_groups else None,
+        sources=sources,
+    )
+
+
+def micro_batches(groups: list[Group], norm: LossNorm, max_tokens: int, **how: Any) -> list[list[Batch]]:
     """`plan_update` and its batches in one: [rank][micro-batch]."""
-    return plan_update(groups, norm, max_tokens, ranks=ranks, horizon=horizon, padded=padded).batches(dtype)
-
-
-def idle(samples: list[Sample], *, dtype: torch.dtype) -> Batch:
-    """A batch that teaches nothing: its rank still takes part in every collective of the step."""
-    shortest = min(samples, key=lambda s: len(s.token_ids))
-    batch = pack([shortest], [0.0], dtype=dtype)
-    columns: dict[str, Any] = {f.name: getattr(batch.tokens, f.name) for f in fields(Tokens)}
-    batch.tokens = replace(batch.tokens, **{name: v[:0] for name, v in columns.items() if isinstance(v, Tensor)})
-    batch.at, batch.labels = batch.at[:0], batch.labels[:0]
-    return batch
+    return plan_update(groups, norm, max_tokens, **how).batches()

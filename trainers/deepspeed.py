@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,13 @@ from configs.schema import ModelConfig, TrainerConfig
 from core.buckets import in_buckets
 from core.errors import RunStopped
 from trainers.optimizer import make_optimizer
-from trainers.step import Learner, Trainer
+from trainers.step import Learner, Settings, Trainer
 
 
 class DeepSpeedTrainer(Trainer):
     """torch.distributed must be reachable through MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE."""
 
-    def __init__(
-        self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, *, temperature: float, total_updates: int
-    ):
+    def __init__(self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, **settings: Unpack[Settings]):
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -34,7 +32,7 @@ class DeepSpeedTrainer(Trainer):
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False)
         device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
         self.dtype = model.dtype
-        super().__init__(model, cfg, alg, device=device, temperature=temperature, total_updates=total_updates)
+        super().__init__(model, cfg, alg, device=device, **settings)
 
     def learner(self, model: nn.Module) -> Learner:
         return DeepSpeedLearner(model, self.cfg, self.dtype, self.add_up)

@@ -49,7 +49,13 @@ def forward(
 def values_of(module: nn.Module, batch: Batch, *, layout: Layout, model: nn.Module) -> Tensor:
     """Value of the state before every learnt token, [M] float32: read where that token is predicted from."""
     (row, column), inputs = _lay_out(model, batch, layout)
-    values = module(**inputs, use_cache=False).logits  # [rows, columns, 1]
+    seen: list[Tensor] = []
+    hook = model.score.register_forward_hook(lambda _, args, out: seen.append(out))  # every position's, before pooling
+    try:
+        module(**inputs, use_cache=False)
+    finally:
+        hook.remove()
+    [values] = seen  # [rows, columns, 1]
     return values[row[batch.at], column[batch.at], 0].float()
 
 

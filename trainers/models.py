@@ -20,13 +20,21 @@ def load_model(path: str, *, dtype: str, attention: str, gradient_checkpointing:
     return _load(AutoModelForCausalLM, path, dtype, attention, gradient_checkpointing)
 
 
-def load_value_model(path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False) -> nn.Module:
-    """The transformer of a causal LM with one number per token instead of logits; the new head begins at zero."""
-    from transformers import AutoModelForTokenClassification
+def load_scalar_model(path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False) -> nn.Module:
+    """A value or reward model: the transformer with one number instead of logits, `score`, a sequence classifier's.
 
-    model = _load(AutoModelForTokenClassification, path, dtype, attention, gradient_checkpointing, num_labels=1)
-    for p in model.score.parameters():
-        nn.init.zeros_(p)
+    The head of a reward model that was saved is kept; a new one begins at zero.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    was_scalar = any(
+        "SequenceClassification" in name for name in getattr(read_config(path), "architectures", None) or []
+    )
+    model = _load(AutoModelForSequenceClassification, path, dtype, attention, gradient_checkpointing, num_labels=1)
+    if not was_scalar:
+        nn.init.zeros_(model.score.weight)
+    # A sequence classifier looks for its last token by this; values are read elsewhere, see forward.values_of.
+    model.config.pad_token_id = model.config.pad_token_id or 0
     return model
 
 

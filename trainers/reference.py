@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +13,13 @@ from algs.base import Algorithm
 from configs.schema import ModelConfig, TrainerConfig
 from core.buckets import in_buckets
 from trainers.optimizer import make_optimizer
-from trainers.step import Learner, Trainer
+from trainers.step import Learner, Settings, Trainer
 
 
 class ReferenceTrainer(Trainer):
-    def __init__(
-        self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, *, temperature: float, total_updates: int
-    ):
+    def __init__(self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, **settings: Unpack[Settings]):
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        super().__init__(model, cfg, alg, device=device, temperature=temperature, total_updates=total_updates)
+        super().__init__(model, cfg, alg, device=device, **settings)
 
     def learner(self, model: nn.Module) -> Learner:
         return TorchLearner(model.to(self.device), self.cfg)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NotRequired, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from core.errors import RunStopped
 from core.types import Batch, Policy, Prompt, Sample, Scored, Tokens
 from data_feeds.packing import pack
 from trainers.forward import forward, layout_for, values_of
-from trainers.models import load_model, load_value_model
+from trainers.models import load_model, load_scalar_model
 from trainers.optimizer import schedule_of
 
 
@@ -48,6 +48,17 @@ class Learner(Protocol):
         ...
 
 
+class Settings(TypedDict):
+    """What a trainer is told beside its model, its algorithm and its own section of the recipe."""
+
+    temperature: float
+    total_updates: int
+    sources: NotRequired[tuple[str, ...]]
+    """Data sets whose loss is told apart."""
+    reference_ahead: NotRequired[bool]
+    """The reference was scored before training: no second model is loaded for it."""
+
+
 class Trainer:
     """One rank. Every method is called on all ranks at once, with as many micro-batches on each."""
 
@@ -60,17 +71,21 @@ class Trainer:
         device: str,
         temperature: float,
         total_updates: int,
+        sources: tuple[str, ...] = (),
+        reference_ahead: bool = False,
     ):
-        self.device, self.cfg, self.alg, self.temperature = device, cfg, alg, temperature
+        self.device, self.cfg, self.alg, self.temperature, self.sources = device, cfg, alg, temperature, sources
         kind = {"dtype": model.dtype, "attention": model.attention}
         checkpointing = cfg.gradient_checkpointing
-        self.policy = self.learner(load_model(model.path, **kind, gradient_checkpointing=checkpointing))
+        load = load_scalar_model if alg.trains == "reward" else load_model
+        self.policy = self.learner(load(model.path, **kind, gradient_checkpointing=checkpointing))
         self.critic: Learner | None = None
         if alg.value_lr is not None:
-            self.critic = self.learner(load_value_model(model.path, **kind, gradient_checkpointing=checkpointing))
+            self.critic = self.learner(load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing))
         self.frozen = {
             column: load_model(path or model.path, **kind).requires_grad_(False).to(device)
             for column, path in alg.frozen.items()
+            if path or not reference_ahead
         }
         self.model = self.policy.model
         self.layout = layout_for(cfg.layout, self.model)
@@ -89,13 +104,12 @@ class Trainer:
 
         The metrics are of the updates that were made; one that is skipped is counted.
         """
-        meter = Meter()
+        meter = Meter(self.sources)
         norms: list[dict[str, float]] = []
         for micro in updates:
-            this = Meter()
+            this = Meter(self.sources)
             for batch in self._with_totals(micro):
-                policy = self.forward(batch)
-                loss, metrics = self.alg.objective(policy, batch.tokens)
+                loss, metrics = self._objective(batch)
                 check_per_token(self.alg, loss, metrics, batch.tokens)
                 self.policy.backward((loss * batch.tokens.weight).sum())
                 if self.critic is not None:
@@ -110,6 +124,12 @@ class Trainer:
             "lr": self.schedule.at(self.updates_done - 1),
             "updates_skipped": float(len(updates) - len(norms)),
         }
+
+    def _objective(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.alg.trains == "reward":
+            values = values_of(self.policy.module, batch, layout=self.layout, model=self.model)
+            return self.alg.value_loss(values, batch.tokens)
+        return self.alg.objective(self.forward(batch), batch.tokens)
 
     def _learn_values(self, critic: Learner, batch: Batch) -> dict[str, Tensor]:
         values = values_of(critic.module, batch, layout=self.layout, model=critic.model)
@@ -138,9 +158,9 @@ class Trainer:
     @torch.no_grad()
     def measure(self, micro: list[Batch]) -> dict[str, float]:
         """The metrics of an update without making it."""
-        meter = Meter()
+        meter = Meter(self.sources)
         for batch in self._with_totals(micro):
-            loss, metrics = self.alg.objective(self.forward(batch), batch.tokens)
+            loss, metrics = self._objective(batch)
             meter.add(batch.tokens, {"loss": loss, **metrics})
         return meter.means(self)
 
@@ -208,27 +228,40 @@ class Trainer:
 class Meter:
     """Averages per-token values with the token weights, over everything it is shown, on every rank."""
 
-    weight: float = 0.0
+    sources: tuple[str, ...] = ()
+    """Data sets whose loss is told apart."""
     tokens: float = 0.0
     sums: dict[str, Tensor] = field(default_factory=dict)
+    """By name: the sum of weight x value, and of the weights, [2] float64."""
 
     @torch.no_grad()
     def add(self, tokens: Tokens, values: dict[str, Tensor]) -> None:
-        self.weight += float(tokens.weight.double().sum())
         self.tokens += tokens.weight.numel()
-        for name, v in values.items():
-            weighted = (v.detach().double() * tokens.weight).sum()
-            self.sums[name] = self.sums[name] + weighted if name in self.sums else weighted
+        weight = tokens.weight.double()
+        for name, value in values.items():
+            self._add(name, torch.stack([(value.detach().double() * weight).sum(), weight.sum()]))
+        for i, source in enumerate(self.sources):
+            assert tokens.source_ids is not None
+            of_source = weight * (tokens.source_ids == i)
+            loss = (values["loss"].detach().double() * of_source).sum()
+            self._add(f"loss/{source}", torch.stack([loss, of_source.sum()]))
 
     def merge(self, other: Meter) -> None:
-        self.weight += other.weight
         self.tokens += other.tokens
-        for name, total in other.sums.items():
-            self.sums[name] = self.sums[name] + total if name in self.sums else total
+        for name, pair in other.sums.items():
+            self._add(name, pair)
 
     def means(self, trainer: Trainer) -> dict[str, float]:
         """Over all ranks; of what was never added there is no mean."""
         names = sorted(self.sums)
-        local = torch.tensor([self.weight, self.tokens, *(float(self.sums[n]) for n in names)], dtype=torch.float64)
-        weight, tokens, *sums = trainer.add_up(local).tolist()
-        return {"tokens": tokens, **{n: s / weight for n, s in zip(names, sums, strict=True)}}
+        local = torch.stack(
+            [torch.tensor([self.tokens, 1.0], dtype=torch.float64), *(self.sums[n].cpu() for n in names)]
+        )
+        (tokens, _), *sums = trainer.add_up(local).tolist()
+        return {
+            "tokens": tokens,
+            **{n: total / weight for n, (total, weight) in zip(names, sums, strict=True) if weight},
+        }
+
+    def _add(self, name: str, pair: Tensor) -> None:
+        self.sums[name] = self.sums[name] + pair if name in self.sums else pair

@@ -55,6 +55,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("ppo", {"dual_clip": 3.0, **KL_IN_REWARD}),
     ("rloo", KL_IN_REWARD),
     ("sft", {"dft": True}),
+    ("dpo", {"form": "hinge", "beta": 2.0}),
+    ("dpo", {"form": "ipo", "length_norm": True}),
+    ("dpo", {"form": "robust", "label_smoothing": 0.2}),
+    ("dpo", {"reference_free": True, "length_norm": True, "beta": 2.0, "target_margin": 1.0}),
+    ("reward_model", {"target_margin": 0.5, "center": 0.01}),
 ]
 
 
@@ -67,7 +72,7 @@ def test_every_algorithm_holds_as_it_comes(name):
     results = check(name, NEEDED.get(name))
     assert broken(results) == []
     supervised = not any(r.letter == "d" for r in results)
-    assert supervised == (name == "sft")
+    assert supervised == (name in ("sft", "dpo", "orpo", "kto", "reward_model"))
 
 
 @pytest.mark.parametrize(("name", "settings"), VARIANTS, ids=lambda x: x if isinstance(x, str) else ",".join(x))

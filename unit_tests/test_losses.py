@@ -27,6 +27,7 @@ from algs.sft import SFT
 from core.types import Policy, Prompt, Sample
 from data_feeds.packing import pack, token_weights
 from trainers.forward import score
+from unit_tests import test_preferences as preferences
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_losses.json").read_text())
 RL = GOLDEN["fixtures"]["rl"]
@@ -85,6 +86,7 @@ ELSEWHERE = {
     "sft/from_logits_T1.0": "test_the_path_from_logits_is_the_oracles",
     "sft/from_logits_T0.7": "test_the_path_from_logits_is_the_oracles",
     "entropy/mean": "test_entropy_is_the_oracles",
+    **dict.fromkeys(preferences.CASES, "test_preferences.py"),
 }
 LEFT_OUT = {
     "ppo/clip_kl_in_loss_k1": "refused: its expected gradient is zero",
@@ -99,7 +101,6 @@ LEFT_OUT = {
         ["opd/full_reverse_kl", "opd/full_forward_kl", "opd/forward_kl_top2", "opd/gkd_jsd"],
         "needs the teacher's whole distribution; the library distils from the sampled token",
     ),
-    **{name: "preference learning" for name in GOLDEN["cases"] if name.startswith("dpo/")},
 }
 
 

@@ -1,0 +1,86 @@
+"""KTO: learning from answers that are good or bad, without pairs (https://arxiv.org/abs/2402.01306, Eq. 7-8).
+
+For an answer y to x, labelled desirable (+1) or undesirable (-1):
+
+    S  = sum_t [log pi - log pi_ref](y_t)
+    z0 = max(0, mean over the update of S for mismatched pairs (x_i, y_i+1)), held back from the gradient
+    L  = lambda_y (1 - sigmoid(beta (S - z0)))       desirable
+    L  = lambda_y (1 - sigmoid(beta (z0 - S)))       undesirable
+
+z0 is computed once over the whole update, before it is cut: it needs two rows at least. Choose the lambdas so that
+lambda_D x (desirable rows) is 1 to 4/3 of lambda_U x (undesirable rows).
+
+Others: TRL takes z0 over a micro-batch of each rank, so its loss depends on how an update is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from algs.base import Algorithm, Metrics
+from algs.ops import sequence_sum
+from algs.preference import sign, with_advantage_of
+from core.types import Group, Policy, Rows, Sample, Scored, Tokens
+
+
+class KTO(Algorithm):
+    loss_norm: Literal["sequence"] = "sequence"
+    """Every answer counts the same: its loss stands at each of its tokens, which share its weight."""
+    beta: float = Field(0.1, gt=0)
+    desirable_weight: float = Field(1.0, gt=0)
+    """lambda_D."""
+    undesirable_weight: float = Field(1.0, gt=0)
+    """lambda_U."""
+
+    @property
+    def rows(self) -> Rows:
+        return "labelled"
+
+    @property
+    def needs(self) -> frozenset[Scored]:
+        return frozenset({"ref_logp", "prox_logp"})
+
+    def arrange(self, groups: list[Group]) -> list[Group]:
+        """Beside every row its prompt with the next row's answer, which has no reward and is scored only."""
+        rows = [g[0] for g in groups]
+        return [[s, mismatched(s, after)] for s, after in zip(rows, rows[1:] + rows[:1], strict=True)]
+
+    def credit(self, groups: list[Group]) -> list[Group]:
+        """Advantage +lambda_D or -lambda_U, and z0 as the reference point."""
+        sums = [gained(s) for g in groups for s in g if s.reward is None and not s.failure]
+        z0 = max(0.0, sum(sums) / max(1, len(sums)))
+        kept = [[s for s in g if s.reward is not None or s.failure] for g in groups]
+        kept = [[replace(s, columns=s.columns | {"reference_point": [z0] * len(s.mask)}) for s in g] for g in kept]
+        weights = {1.0: self.desirable_weight, -1.0: -self.undesirable_weight}
+        return with_advantage_of(kept, lambda s: weights[sign(s)])
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        assert tokens.ref_logp is not None and tokens.reference_point is not None and tokens.advantage is not None
+        gain = sequence_sum(policy.logp - tokens.ref_logp, tokens.seq_ids)  # [M]
+        away = self.beta * tokens.advantage.sign() * (gain - tokens.reference_point)
+        loss = tokens.advantage.abs() * (-away).sigmoid()
+        right = (away > 0).to(gain.dtype)
+        return loss, {"kto/z0": tokens.reference_point, "kto/accuracy": right}
+
+
+def mismatched(asked: Sample, answered: Sample) -> Sample:
+    """The prompt of one row with the answer of another, by token ids."""
+    n, start = asked.mask.index(True), answered.mask.index(True)
+    ids = asked.token_ids[:n] + answered.token_ids[start:]
+    return Sample(
+        prompt=asked.prompt,
+        token_ids=ids,
+        mask=[False] * n + answered.mask[start:],
+        rollout_logp=[0.0] * len(ids),
+        versions=[-1] * len(ids),
+    )
+
+
+def gained(sample: Sample) -> float:
+    """Sum over the answer of log pi - log pi_ref, the policy being the one that this update begins with."""
+    now, ref = sample.columns["prox_logp"], sample.columns["ref_logp"]
+    return sum(now[t] - ref[t] for t, yes in enumerate(sample.learnt) if yes)

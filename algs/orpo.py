@@ -1,0 +1,51 @@
+"""ORPO: odds-ratio preference optimisation (https://arxiv.org/abs/2403.07691, Eq. 6-7); no reference model.
+
+    m(y) = mean_t log pi(y_t)                 log odds(y) = m(y) - log(1 - exp m(y))
+    L    = NLL(y_w) - lam log sigmoid(log odds(y_w) - log odds(y_l))
+
+NLL is the mean over all tokens of the update's chosen answers, the second term the mean over its pairs.
+
+Others: TRL averages the NLL over the prompt's tokens too; we take the answer's, as the paper does.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from algs.base import Metrics
+from algs.ops import sequence_mean, sequence_sum
+from algs.preference import Pairwise, pair_metrics, pair_sum, sign, with_advantage_of
+from core.types import Group, Policy, Tokens
+
+
+class ORPO(Pairwise):
+    lam: float = Field(0.1, gt=0)
+    """Weight of the odds ratio."""
+
+    def credit(self, groups: list[Group]) -> list[Group]:
+        """Advantage: weight x advantage is one over the number of chosen tokens; negative for the rejected."""
+        groups = super().credit(groups)
+        sizes = [sum(sum(s.learnt) for s in g) for g in groups]
+        pairs, chosen = sum(n > 0 for n in sizes), sum(sum(s.learnt) for g in groups for s in g if sign(s) > 0)
+        size_of = {id(s): n for g, n in zip(groups, sizes, strict=True) for s in g}
+        return with_advantage_of(groups, lambda s: sign(s) * size_of[id(s)] * pairs / chosen)
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        assert tokens.advantage is not None
+        mean = sequence_mean(policy.logp, tokens.seq_ids)  # [M]
+        log_odds = mean - log1mexp(mean)
+        signed = tokens.advantage.sign() * log_odds / sequence_sum(torch.ones_like(mean), tokens.seq_ids)
+        odds_loss = -logsigmoid(pair_sum(signed, tokens))
+        nll = -policy.logp * tokens.advantage.clamp(min=0)
+        return nll + self.lam * odds_loss, pair_metrics(signed, tokens) | {"nll": nll, "odds_loss": odds_loss}
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp x) for x < 0, without losing the digits near 0 (Maechler 2012); -1e-7 stands in for what is above."""
+    x = x.clamp(max=-1e-7)
+    near = x > -0.6931
+    at_near, at_far = torch.where(near, x, -torch.ones_like(x)), torch.where(near, -torch.ones_like(x), x)
+    return torch.where(near, (-torch.expm1(at_near)).log(), torch.log1p(-at_far.exp()))

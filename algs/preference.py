@@ -1,0 +1,72 @@
+"""What algorithms share that learn from a preferred and a rejected answer to the same prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from torch import Tensor
+
+from algs.base import Algorithm, Metrics, with_advantages
+from algs.ops import sequence_sum
+from core.types import Group, Rows, Sample, Tokens
+
+
+class Pairwise(Algorithm):
+    """Learns from groups of one chosen and one rejected answer; a pair is never split between micro-batches."""
+
+    loss_norm: Literal["prompt"] = "prompt"
+    """Every pair counts the same: its loss stands at each of its tokens, which share its weight."""
+
+    @property
+    def rows(self) -> Rows:
+        return "pairs"
+
+    @property
+    def whole_groups(self) -> bool:
+        return True
+
+    def share(self, sample: Sample) -> float:
+        """What each of the answer's tokens adds to the pair's margin, before its sign."""
+        return 1.0
+
+    def credit(self, groups: list[Group]) -> list[Group]:
+        """Advantage +share for the chosen answer and -share for the rejected one; half a pair is not learnt from."""
+        groups = [g if is_pair(g) else [replace(s, left_out=[True] * len(s.mask)) for s in g] for g in groups]
+        return with_advantage_of(groups, lambda s: sign(s) * self.share(s))
+
+
+def is_pair(group: Group) -> bool:
+    rewards = sorted(s.reward for s in group if s.reward is not None and any(s.learnt))
+    return len(group) == len(rewards) == 2 and rewards[0] < rewards[1]
+
+
+def sign(sample: Sample) -> float:
+    """+1 for a chosen or desirable answer (reward 1), -1 for the other (reward 0)."""
+    return 1.0 if sample.reward else -1.0
+
+
+def with_advantage_of(groups: list[Group], one: Callable[[Sample], float]) -> list[Group]:
+    """The groups with the same advantage at every learnt token of a sample."""
+    return with_advantages(groups, [[one(s)] * n if (n := sum(s.learnt)) else [] for g in groups for s in g])
+
+
+def pair_sum(signed: Tensor, tokens: Tokens) -> Tensor:
+    """Each token gets the sum over its pair, [M]: of what speaks for the chosen answer, less for the rejected."""
+    assert tokens.group_ids is not None
+    return sequence_sum(signed, tokens.group_ids)
+
+
+def pair_metrics(signed: Tensor, tokens: Tokens) -> Metrics:
+    """Of each pair, [M] each: what speaks for either answer, their margin, and if it is positive (a tie is not)."""
+    assert tokens.advantage is not None
+    signed = signed.detach()
+    chosen = pair_sum(signed * (tokens.advantage > 0), tokens)
+    margin = pair_sum(signed, tokens)
+    return {
+        "pair/chosen": chosen,
+        "pair/rejected": chosen - margin,
+        "pair/margin": margin,
+        "pair/accuracy": (margin > 0).to(signed.dtype),
+    }

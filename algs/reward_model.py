@@ -1,0 +1,49 @@
+"""A reward model from preferences: Bradley and Terry's (1952; https://arxiv.org/abs/2203.02155, Eq. 1).
+
+The model's transformer with one number instead of logits, r(x, y), read at the last token:
+
+    L = -log sigmoid(r(x, y_w) - r(x, y_l) - target_margin) + center (r(x, y_w) + r(x, y_l))^2
+
+Only differences of r mean anything; `center` pulls them towards zero (https://arxiv.org/abs/2312.09244). It is saved
+as a Hugging Face sequence classifier with one label; `reward.fn: reward_model` makes it the reward of an RL run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from algs.base import Metrics
+from algs.preference import Pairwise, pair_metrics, pair_sum
+from core.types import Group, Sample, Tokens
+
+
+class RewardModel(Pairwise):
+    target_margin: float = Field(0.0, ge=0)
+    center: float = Field(0.0, ge=0)
+
+    @property
+    def trains(self) -> Literal["policy", "reward"]:
+        return "reward"
+
+    def arrange(self, groups: list[Group]) -> list[Group]:
+        return [[scored_at_its_end(s) for s in g] for g in groups]
+
+    def value_loss(self, values: Tensor, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        """[M] -> [M]; every answer has one learnt token, before which its reward is read."""
+        assert tokens.advantage is not None
+        signed = tokens.advantage * values
+        loss = -logsigmoid(pair_sum(signed, tokens) - self.target_margin)
+        loss = loss + self.center * pair_sum(values, tokens).square()
+        return loss, pair_metrics(signed, tokens)
+
+
+def scored_at_its_end(sample: Sample) -> Sample:
+    """One token more, which is the only one learnt: a value is read where the token is predicted from, the last one."""
+    ids = [*sample.token_ids, sample.token_ids[-1]]
+    mask = [False] * (len(ids) - 1) + [True]
+    return replace(sample, token_ids=ids, mask=mask, rollout_logp=[0.0] * len(ids), versions=[-1] * len(ids))
