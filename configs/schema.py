@@ -90,6 +90,8 @@ class RewardConfig(Section):
     """A module of rewards/, or the path of a Python file with a function `score(prompt, messages)`."""
     weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field({"correct": 1.0}, min_length=1)
     """Reward = sum of weight x part, over the parts that `fn` returns. Every part is logged, weighted or not."""
+    settings: dict[str, Any] = Field({})
+    """Passed to `score` by name, such as the path of a reward model."""
     workers: int = Field(2, ge=1)
     """Processes per rollout worker that score; one that hangs or dies costs its sample only."""
     timeout_s: float = Field(20.0, gt=0)

@@ -105,7 +105,7 @@ def build_worker(place: Place | None, plan: RolloutPlan) -> Any:
         build_engine(place, plan, tokenizer.stop_token_ids),
         tokenizer,
         environment_of(plan.env_spec, plan.rollout.env),
-        RewardPool(plan.reward_spec, plan.reward.workers, plan.reward.timeout_s),
+        RewardPool(plan.reward_spec, plan.reward.settings, plan.reward.workers, plan.reward.timeout_s),
         reward=plan.reward,
         rollout=plan.rollout,
         seed=plan.seed,

@@ -67,7 +67,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
             f"model.path={cfg.model.path} has room for {positions}: lower one of the two"
         )
     rollouts = plan_rollouts(cfg)
-    load_reward(rollouts.reward_spec)
+    load_reward(rollouts.reward_spec, cfg.reward.settings)
     environment_of(rollouts.env_spec, cfg.rollout.env)
     engine_class_of(rollouts.engine_spec)
     tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template)

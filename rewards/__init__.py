@@ -7,14 +7,19 @@
 name, and the sample's reward is their weighted sum. A reward that raises fails its sample, which is then neither
 right nor wrong: it has no reward at all.
 
+`score` may take settings by name (`reward.settings` of the recipe), and a function `prepare` of the same settings is
+called once in every worker before the first sample, where there is something to load.
+
 Import core.types only under TYPE_CHECKING, as the rewards here do: it brings torch along, and every worker would
 pay for it. What `score` gets as `prompt` has the fields of a Prompt (id, messages, answer, extra).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError
 from core.loading import FileSpec, load_module, resolve
@@ -29,9 +34,20 @@ def resolve_reward(name_or_path: str, *, key: str = "reward") -> FileSpec:
     return resolve(name_or_path, "rewards", key=key, leave_out=("pool", "worker"))
 
 
-def load_reward(spec: FileSpec) -> RewardFn:
-    """Import the reward and return its `score`; UserError when it has none."""
+def load_reward(spec: FileSpec, settings: dict[str, Any]) -> RewardFn:
+    """Import the reward and return its `score` with these settings; UserError when it has none, or not these."""
     score = getattr(load_module(spec), "score", None)
     if not callable(score):
         raise UserError(f"{spec.path} has no function score(prompt, messages) -> dict[str, float]")
-    return score
+    try:
+        inspect.signature(score).bind(None, None, **settings)
+    except TypeError as error:
+        raise UserError(f"reward.settings does not fit score() of {spec.path}: {error}") from error
+    return partial(score, **settings)
+
+
+def prepare_reward(spec: FileSpec, settings: dict[str, Any]) -> None:
+    """Let the reward load what it needs, if it has something to load."""
+    prepare = getattr(load_module(spec), "prepare", None)
+    if prepare is not None:
+        prepare(**settings)

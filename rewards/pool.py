@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 from core.errors import UserError
 from core.loading import FileSpec
@@ -46,10 +47,10 @@ class RewardPool:
     workers; they also die with the process that owns the pool.
     """
 
-    def __init__(self, spec: FileSpec, workers: int, timeout_s: float) -> None:
+    def __init__(self, spec: FileSpec, settings: dict[str, Any], workers: int, timeout_s: float) -> None:
         self.spec = spec
         self.timeout_s = timeout_s
-        self._workers = [_Worker(spec) for _ in range(workers)]
+        self._workers = [_Worker(spec, settings) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         # The kernel ties a worker to the thread that started it, so these threads both start and feed them.
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
@@ -79,8 +80,8 @@ class RewardPool:
 class _Worker:
     """One process at a time; a dead one is replaced when the next sample comes."""
 
-    def __init__(self, spec: FileSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: FileSpec, settings: dict[str, Any]) -> None:
+        self._spec, self._settings = spec, settings
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -134,7 +135,7 @@ class _Worker:
 
     def _load(self) -> None:
         try:
-            self._socket.send(self._spec)
+            self._socket.send((self._spec, self._settings))
             refusal = self._socket.recv() if self._socket.poll(START_TIMEOUT_S) else "takes too long to load"
         except (EOFError, OSError):
             refusal = f"{self._spec.path}: the worker process {self.bury()} while it loaded the reward"

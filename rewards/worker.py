@@ -1,7 +1,7 @@
 """One process that scores one sample at a time: `python -m rewards.worker FD`, started by rewards/pool.py.
 
-It reads a FileSpec, then samples, from the socket FD, and answers each with (parts, failure). It may die at any
-time, by the reward's hand or by the pool's.
+It reads a FileSpec and settings, then samples, from the socket FD, and answers each with (parts, failure). It may die
+at any time, by the reward's hand or by the pool's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError
-from rewards import load_reward
+from rewards import load_reward, prepare_reward
 
 if TYPE_CHECKING:
     from rewards import RewardFn
@@ -35,7 +35,9 @@ def main(fd: int) -> None:
     os.set_inheritable(fd, False)
     pool = Connection(fd)
     try:
-        score = load_reward(pool.recv())
+        spec, settings = pool.recv()
+        score = load_reward(spec, settings)
+        prepare_reward(spec, settings)
     except EOFError:  # the run was over before it needed this worker
         return
     except UserError as error:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 
 def score(name: str, answer: str, reply: str) -> dict[str, float]:
     prompt = Prompt(id="test/0", messages=[{"role": "user", "content": "?"}], answer=answer)
-    return load_reward(resolve_reward(name))(prompt, [{"role": "assistant", "content": reply}])
+    return load_reward(resolve_reward(name), {})(prompt, [{"role": "assistant", "content": reply}])
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_file_without_score_is_one_sentence(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def scores(prompt, messages): ...\n")
     with pytest.raises(UserError, match=r"mine.py has no function score\(prompt, messages\)"):
-        load_reward(resolve_reward(str(file)))
+        load_reward(resolve_reward(str(file)), {})
 
 
 WRECKER = """
@@ -163,7 +163,7 @@ def score(prompt, messages):
 def wrecker_pool(folder: Path, *, workers: int = 1, timeout_s: float = 20.0) -> Iterator[RewardPool]:
     file = folder / "wrecker.py"
     file.write_text(WRECKER)
-    with closing(RewardPool(resolve_reward(str(file)), workers, timeout_s)) as pool:
+    with closing(RewardPool(resolve_reward(str(file)), {}, workers, timeout_s)) as pool:
         yield pool
 
 
@@ -239,7 +239,7 @@ def test_a_looping_reward_dies_with_a_run_that_was_killed(tmp_path: Path) -> Non
     )
     code = (
         "import asyncio, sys; from core.types import Prompt; from rewards import resolve_reward;"
-        "from rewards.pool import RewardPool; pool = RewardPool(resolve_reward(sys.argv[1]), 1, 600.0);"
+        "from rewards.pool import RewardPool; pool = RewardPool(resolve_reward(sys.argv[1]), {}, 1, 600.0);"
         "asyncio.run(pool.score(Prompt(id='0', messages=[]), []))"
     )
     run = subprocess.Popen([sys.executable, "-c", code, file], cwd=ROOT)
@@ -267,21 +267,24 @@ def test_a_reward_that_changed_under_the_run_stops_it(tmp_path: Path) -> None:
     file.write_text(WRECKER)
     spec = resolve(str(file), "rewards")
     file.write_text(WRECKER + "# edited\n")
-    with closing(RewardPool(spec, 1, 5.0)) as pool, pytest.raises(UserError, match="not the file this run began with"):
+    with (
+        closing(RewardPool(spec, {}, 1, 5.0)) as pool,
+        pytest.raises(UserError, match="not the file this run began with"),
+    ):
         ask(pool, "yes")
 
 
 def test_a_reward_that_ends_its_process_while_loading_stops_the_run(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("import os\nos._exit(5)\n")
-    pool = RewardPool(resolve(str(file), "rewards"), 1, 5.0)
+    pool = RewardPool(resolve(str(file), "rewards"), {}, 1, 5.0)
     with closing(pool), pytest.raises(UserError, match="exited with code 5 while it loaded the reward"):
         ask(pool, "yes")
 
 
 def test_math_verify_works_in_the_pool() -> None:
     prompt = Prompt(id="test/0", messages=[], answer="12")
-    with closing(RewardPool(resolve_reward("math_verify"), 1, 20.0)) as pool:
+    with closing(RewardPool(resolve_reward("math_verify"), {}, 1, 20.0)) as pool:
         reply = [{"role": "assistant", "content": r"\boxed{24/2}"}]
         assert asyncio.run(pool.score(prompt, reply)) == Outcome(parts={"correct": 1.0})
 
@@ -292,3 +295,26 @@ def wait_until(done: object, within_s: float = 30.0) -> None:
     while not done():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
+
+
+SCALED = """
+READY = []
+
+def prepare(*, scale):
+    READY.append(scale)
+
+def score(prompt, messages, *, scale):
+    return {"correct": scale * (READY == [scale])}
+"""
+
+
+def test_settings_reach_the_reward_and_what_it_prepares(tmp_path: Path) -> None:
+    file = tmp_path / "scaled.py"
+    file.write_text(SCALED)
+    with closing(RewardPool(resolve_reward(str(file)), {"scale": 0.5}, 1, 20.0)) as pool:
+        assert asyncio.run(pool.score(Prompt(id="0", messages=[]), [])) == Outcome(parts={"correct": 0.5})
+
+
+def test_settings_that_the_reward_does_not_take_are_refused() -> None:
+    with pytest.raises(UserError, match=r"reward\.settings does not fit score\(\).*scale"):
+        load_reward(resolve_reward("gsm8k"), {"scale": 2})

@@ -1,0 +1,49 @@
+"""A reward model as the reward: what algs/reward_model.py trains, or any sequence classifier with one label.
+
+    reward: {fn: reward_model, settings: {model: runs/rm/model}, weights: {reward: 1.0}, workers: 1}
+
+`template` is that of the reward model's own training (data.template). Every worker loads the model for itself, on the
+CPU.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from core.types import Message, Prompt
+
+Template = Literal["chat", "plain"]
+
+
+def score(prompt: Prompt, messages: list[Message], *, model: str, template: Template = "chat") -> dict[str, float]:
+    """{"reward": r}, read at the last token of the conversation, just as in training."""
+    import torch
+
+    from algs.reward_model import scored_at_its_end
+    from core import types
+    from data_feeds.packing import pack
+    from trainers.forward import values_of
+
+    net, tokenizer = loaded(model, template)
+    ids, mask = tokenizer.learnt_turns([*prompt.messages, *messages])
+    nothing = [0.0] * len(ids)
+    whole = types.Prompt(id=prompt.id, messages=[])
+    sample = types.Sample(prompt=whole, token_ids=ids, mask=mask, rollout_logp=nothing, versions=[-1] * len(ids))
+    with torch.no_grad():
+        batch = pack([scored_at_its_end(sample)], [0.0])
+        return {"reward": float(values_of(net, batch, layout="padded", model=net))}
+
+
+def prepare(*, model: str, template: Template = "chat") -> None:
+    loaded(model, template)
+
+
+@lru_cache(maxsize=1)
+def loaded(model: str, template: Template) -> tuple[Any, Any]:
+    from data_feeds.tokenizer import ChatTokenizer
+    from trainers.models import check_model_folder, load_scalar_model
+
+    check_model_folder(model, key="reward.settings.model")
+    return load_scalar_model(model, dtype="float32", attention="auto").eval(), ChatTokenizer(model, template)
