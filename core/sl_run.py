@@ -13,7 +13,7 @@ from core.cluster import Workers
 from core.errors import UserError
 from core.session import Session
 from core.types import Group
-from data_feeds.chats import ChatFeed, load_chats
+from data_feeds.feed import Feed, load_groups
 from data_feeds.packing import Plan, plan_update
 from data_feeds.tokenizer import ChatTokenizer
 from trainers.models import check_model_folder
@@ -26,8 +26,8 @@ class Prepared:
     loaded: Loaded[SLConfig]
     alg: Algorithm
     tokenizer: ChatTokenizer
-    rows: ChatFeed
-    held_out: ChatFeed | None
+    rows: Feed[Group]
+    held_out: Feed[Group] | None
 
 
 def prepare(loaded: Loaded[SLConfig]) -> Prepared:
@@ -40,20 +40,16 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
         raise UserError(lacking)
     check_model_folder(cfg.model.path)
     tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template)
-    limits = {"max_tokens": cfg.data.max_prompt_tokens, "seed": cfg.seed}
-    rows = load_chats(cfg.data.train, tokenizer, key="data.train", **limits)
+    rows = load_groups(cfg.data, "train", tokenizer, rows="conversations", seed=cfg.seed)
     held_out = None
     if cfg.data.eval is not None:
-        held_out = load_chats(cfg.data.eval, tokenizer, key="data.eval", limit=cfg.data.eval_rows, **limits)
+        held_out = load_groups(cfg.data, "eval", tokenizer, rows="conversations", seed=cfg.seed)
     return Prepared(loaded=loaded, alg=alg, tokenizer=tokenizer, rows=rows, held_out=held_out)
 
 
 async def start(prepared: Prepared, session: Session) -> Run:
     cfg, rows = prepared.loaded.cfg, prepared.rows
-    left_out = {"too_long": rows.rows.dropped, "no_reply": rows.no_reply}
-    session.facts["rows"] = {"used": len(rows.samples), **left_out}
-    if any(left_out.values()):
-        session.progress.say(f"data.train: {len(rows.samples)} rows are used; left out: {left_out}")
+    session.tell_data({"data.train": rows, "data.eval": prepared.held_out})
     plan = plan_trainer(cfg, prepared.loaded.alg_spec, temperature=1.0, total_updates=cfg.total_updates)
     with session.clock.phase("start"):
         trainers = await start_trainers(session.cluster, cfg, plan)
@@ -72,11 +68,18 @@ async def start(prepared: Prepared, session: Session) -> Run:
 class Run:
     cfg: SLConfig
     alg: Algorithm
-    rows: ChatFeed
-    held_out: ChatFeed | None
+    rows: Feed[Group]
+    held_out: Feed[Group] | None
     tokenizer: ChatTokenizer
     trainers: Workers
     session: Session
+
+    def draw(self, step: int) -> list[Group]:
+        n = self.cfg.rows_per_step
+        return [self.rows.draw(ticket) for ticket in range(step * n, (step + 1) * n)]
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.session.log(step, metrics | self.rows.progress((step + 1) * self.cfg.rows_per_step))
 
     async def learn(self, groups: list[Group]) -> dict[str, float]:
         with self.session.clock.phase("train"):
@@ -95,9 +98,9 @@ class Run:
             return
         loss = await self._loss(self.held_out)
         self.session.facts[when] = {"eval/loss": loss}
-        self.session.progress.say(f"{when}: held-out loss {loss:.4f} over {len(self.held_out.samples)} rows")
+        self.session.progress.say(f"{when}: held-out loss {loss:.4f} over {len(self.held_out.all())} rows")
 
-    async def _loss(self, feed: ChatFeed) -> float:
+    async def _loss(self, feed: Feed[Group]) -> float:
         with self.session.clock.phase("evaluate"):
             per_rank = self._plan(feed.all()).batches()
             metrics = await self.trainers.map("measure", [(micro,) for micro in per_rank])
