@@ -20,9 +20,9 @@ async def train(run: Run) -> None:
     await run.evaluate("before")
     run.session.clock.lap()
     for step in range(run.cfg.steps):
-        learnt = await run.learn(run.rows.batch(step, run.cfg.rows_per_step))
+        learnt = await run.learn(run.draw(step))
         measured = await run.evaluate_if_due(step)
-        run.session.log(step, learnt | measured)
+        run.log(step, learnt | measured)
     await run.evaluate("after")
     await run.save()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -90,9 +90,20 @@ def validate(cls: type[BaseModel], raw: dict[str, Any], *, prefix: str) -> Any:
     try:
         return cls.model_validate(raw)
     except ValidationError as error:
-        found = error.errors(include_url=False)
+        found = without_branches(error.errors(include_url=False))
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise UserError(sentence(cls, found[0], prefix) + more) from error
+
+
+def without_branches(found: list[Any]) -> list[Any]:
+    """The errors under the keys of the recipe; where a union has a choice that was meant, that one's only."""
+    meant = [e for e in found if not any(map(is_branch, e["loc"][-1:]))] or found[:1]
+    return [e | {"loc": tuple(p for p in e["loc"] if not is_branch(p))} for e in meant]
+
+
+def is_branch(part: str | int) -> bool:
+    """Is it pydantic's name for a choice of a union, and no key of a recipe?"""
+    return isinstance(part, str) and (part in ("str", "SourceConfig") or part.startswith(("list[", "literal[")))
 
 
 def sentence(cls: type[BaseModel], found: Any, prefix: str) -> str:
@@ -116,8 +127,17 @@ def sentence(cls: type[BaseModel], found: Any, prefix: str) -> str:
 
 def section_at(cls: type[BaseModel], loc: list[str]) -> type[BaseModel]:
     for key in loc:
-        annotation = cls.model_fields[key].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        if key.isdigit():
+            continue
+        inside = sections_in(cls.model_fields[key].annotation)
+        if not inside:
             return cls
-        cls = annotation
+        cls = inside[0]
     return cls
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field may hold: itself, in a list, or as a choice of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for choice in get_args(annotation) for section in sections_in(choice)]

@@ -6,6 +6,7 @@ key is an error; nothing is filled in later, so the printed configuration is the
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -64,11 +65,20 @@ class SourceConfig(Section):
             raise ValueError(f"{unknown[0]} is not one of our columns: {', '.join(COLUMNS)}")
         return given
 
+    @property
+    def called(self) -> str:
+        """Its name in the log."""
+        if self.name:
+            return self.name
+        if self.path.startswith("hub:"):
+            return self.path.removeprefix("hub:").split("/")[:2][-1]
+        return PurePath(self.path).stem
+
 
 class DataConfig(Section):
     train: str | list[SourceConfig]
-    """Parquet or JSONL file with the columns id, messages and answer (see data_prep/), or a mixture: a list of
-    sources, each with a path and a ratio."""
+    """Where the rows are, as `path` of a source (data_prep/ makes such files); or a mixture: a list of sources, each
+    with a path and a ratio. Rows have id, messages and answer; pairs also chosen and rejected, labelled ones label."""
     eval: str | SourceConfig | None = None
     """The same columns, held out: accuracy (or loss) on it is measured before and after."""
     eval_rows: int = Field(200, ge=1)
@@ -82,7 +92,24 @@ class DataConfig(Section):
     template: Literal["chat", "plain"] = "chat"
     """chat: the tokenizer's chat template. plain: the contents as they stand, one after another."""
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Longer prompts (in supervised learning: longer rows) are dropped when the file is read, counted and reported."""
+    """Longer prompts (in supervised learning: longer rows) are rows that do not fit."""
+
+    def sources(self, which: Literal["train", "eval"]) -> list[SourceConfig]:
+        """What `train` or `eval` names, a plain path as a source; none where it is unset."""
+        given = self.train if which == "train" else self.eval
+        listed = given if isinstance(given, list) else [] if given is None else [given]
+        return [SourceConfig(path=source) if isinstance(source, str) else source for source in listed]
+
+    @model_validator(mode="after")
+    def a_mixture_has_names(self) -> DataConfig:
+        if not self.learn:
+            raise ValueError("learn names no role: give some, such as [assistant]")
+        if not self.train:
+            raise ValueError("train names no source: give a path, or a list of sources")
+        names = [source.called for source in self.sources("train")]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two sources of train are called {twice[0]}: give them names of their own (name: ...)")
+        return self
 
 
 class RewardConfig(Section):
@@ -241,6 +268,11 @@ class RLConfig(RunConfig):
             raise ValueError("backend: local is one process: set rollout.engines and rollout.tensor_parallel to 1")
         if self.rollout.engine != "vllm" and self.rollout.tensor_parallel != 1:
             raise ValueError("only rollout.engine=vllm has tensor parallelism: set rollout.tensor_parallel to 1")
+        taken = {"mean", "std", "mean_drawn", *self.reward.weights}
+        if isinstance(self.data.train, list) and (clash := taken & {s.called for s in self.data.train}):
+            raise ValueError(
+                f"a source of data.train is called {min(clash)}, as is another reward in the log: set its name"
+            )
         if self.longest > self.trainer.micro_batch_tokens:
             raise ValueError(
                 f"one sample may reach {self.longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens), more "

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from core.errors import RunStopped
 from core.types import Group
 
 
-def describe(groups: list[Group], *, version: int) -> dict[str, float]:
-    """Reward and its parts over the scored samples, lengths over all; lag is in publishes."""
+def describe(groups: list[Group], *, version: int, sources: Sequence[str] = ()) -> dict[str, float]:
+    """Reward and its parts over the scored samples, lengths over all; lag is in publishes.
+
+    `sources` names those of a mixture: each one's mean reward is told too.
+    """
     samples = [s for g in groups for s in g]
     scored = [s for s in samples if s.reward is not None]
     names = sorted({name for s in scored for name in s.parts})
@@ -32,6 +37,13 @@ def describe(groups: list[Group], *, version: int) -> dict[str, float]:
         for name in names:
             with_part = [s.parts[name] for s in scored if name in s.parts]
             numbers[f"reward/{name}"] = sum(with_part) / len(with_part)
+    for source in sources:
+        if f"reward/{source}" in numbers:
+            raise RunStopped(
+                f"reward/{source} is a part of the reward and a source of data.train: give the source another name"
+            )
+        if own := [s.reward for s in scored if s.reward is not None and s.prompt.source == source]:
+            numbers[f"reward/{source}"] = sum(own) / len(own)
     return numbers
 
 

@@ -26,8 +26,8 @@ from core.errors import RunStopped, UserError
 from core.scoring import with_scores
 from core.session import Session
 from core.types import Group, Prompt, Scored
+from data_feeds.feed import Feed, load_prompts
 from data_feeds.packing import Plan, plan_update
-from data_feeds.prompts import PromptFeed, load_prompts
 from data_feeds.tokenizer import ChatTokenizer
 from rewards import load_reward
 from rollouts.publish import WeightSync
@@ -44,8 +44,8 @@ class Prepared:
     loaded: Loaded[RLConfig]
     alg: PolicyGradient
     tokenizer: ChatTokenizer
-    prompts: PromptFeed
-    held_out: PromptFeed | None
+    prompts: Feed[Prompt]
+    held_out: Feed[Prompt] | None
     rollouts: RolloutPlan
 
 
@@ -78,25 +78,17 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
                 f"alg names the model {path}, whose vocabulary is not that of model.path={cfg.model.path}, so it "
                 "cannot score the same tokens: take one with the same tokenizer"
             )
-    limits = {"max_prompt_tokens": cfg.data.max_prompt_tokens, "seed": cfg.seed}
-    prompts = load_prompts(cfg.data.train, tokenizer, key="data.train", **limits)
+    prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed)
     held_out = None
     if cfg.data.eval is not None:
-        held_out = load_prompts(cfg.data.eval, tokenizer, key="data.eval", limit=cfg.data.eval_rows, **limits)
+        held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed)
     return Prepared(loaded=loaded, alg=alg, tokenizer=tokenizer, prompts=prompts, held_out=held_out, rollouts=rollouts)
 
 
 async def start(prepared: Prepared, session: Session) -> Run:
     """Start trainers and engines; returns when both are ready."""
     cfg, feed = prepared.loaded.cfg, prepared.prompts
-    feeds = {"data.train": feed} | ({"data.eval": prepared.held_out} if prepared.held_out else {})
-    for key, read in feeds.items():
-        if read.dropped:
-            session.progress.say(
-                f"{key}: {read.dropped} prompts have more than {cfg.data.max_prompt_tokens} tokens and are left out, "
-                f"such as {read.example}"
-            )
-        session.facts[key] = {"used": len(read.prompts), "too_long": read.dropped}
+    session.tell_data({"data.train": feed, "data.eval": prepared.held_out})
     plan = plan_trainer(
         cfg, prepared.loaded.alg_spec, temperature=cfg.rollout.temperature, total_updates=cfg.total_updates
     )
@@ -107,7 +99,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
 
     with session.clock.phase("start"):
         rollouts, trainers = await together([engines(), start_trainers(session.cluster, cfg, plan)])
-    probe = prepared.tokenizer.render(feed.prompts[0].messages)[:PROBE_TOKENS]
+    probe = prepared.tokenizer.render(feed.all()[0].messages)[:PROBE_TOKENS]
     if len(probe) < 2:
         raise UserError("data.train: the first prompt has fewer than two tokens")
     return Run(
@@ -128,8 +120,8 @@ async def start(prepared: Prepared, session: Session) -> Run:
 class Run:
     cfg: RLConfig
     alg: PolicyGradient
-    prompts: PromptFeed
-    held_out: PromptFeed | None
+    prompts: Feed[Prompt]
+    held_out: Feed[Prompt] | None
     tokenizer: ChatTokenizer
     rollouts: Workers
     trainers: Workers
@@ -155,7 +147,7 @@ class Run:
                 check_failures(drawn, bearable_share=self.cfg.reward.max_failed_share)
                 kept += [g for g in groups if self.alg.keep(g)]
                 if len(kept) == self.cfg.groups_per_step:
-                    return kept, describe_drawn(drawn)
+                    return kept, describe_drawn(drawn) | self.prompts.progress(tickets[-1] + 1)
         raise RunStopped(
             f"{REFILL_ROUNDS} rounds of sampling gave {len(kept)} of groups_per_step={self.cfg.groups_per_step} groups "
             "that the algorithm keeps: the reward may be the same for every answer"
@@ -205,7 +197,7 @@ class Run:
         return proof
 
     def log(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
-        numbers = describe(groups, version=step) | metrics
+        numbers = describe(groups, version=step, sources=self.prompts.mixed) | metrics
         self.session.folder.save_samples(step, groups, self.tokenizer.decode)
         self.session.log(step, numbers)
 
@@ -214,7 +206,7 @@ class Run:
         if self.held_out is None:
             return
         with self.session.clock.phase("evaluate"):
-            groups = await self._sample([(-1 - i, p) for i, p in enumerate(self.held_out.prompts)], 1)
+            groups = await self._sample([(-1 - i, p) for i, p in enumerate(self.held_out.all())], 1)
         check_failures(groups, bearable_share=self.cfg.reward.max_failed_share)
         numbers = describe(groups, version=self.version)
         self.session.facts[when] = {k: v for k, v in numbers.items() if k.startswith("reward/") or "failed" in k}

@@ -14,6 +14,7 @@ from core.cluster import Cluster, Workers
 from core.errors import RunStopped, UserError
 from core.progress import Progress
 from core.run_folder import RunFolder
+from data_feeds.feed import Feed
 from data_feeds.tokenizer import ChatTokenizer
 
 CLOSE_TIMEOUT_S = 20.0
@@ -38,6 +39,14 @@ class Session:
         self.folder.log(metrics)
         self.progress.step(metrics)
         self.facts["steps_done"] = step + 1
+
+    def tell_data(self, feeds: dict[str, Feed[Any] | None]) -> None:
+        """Say which rows do not fit, by the setting that named their file."""
+        for key, feed in feeds.items():
+            if feed is not None:
+                sentences, self.facts[key] = feed.told(key)
+                for sentence in sentences:
+                    self.progress.say(sentence)
 
     async def save_model(self, trainers: Workers, tokenizer: ChatTokenizer) -> None:
         """The final model in the run folder, and a second time where `save_to` says."""

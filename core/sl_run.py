@@ -14,7 +14,7 @@ from core.errors import UserError
 from core.scoring import ReferenceAhead, with_scores
 from core.session import Session
 from core.types import Group
-from data_feeds.chats import ChatFeed, load_chats
+from data_feeds.feed import Feed, load_groups
 from data_feeds.packing import Plan, plan_update
 from data_feeds.tokenizer import ChatTokenizer
 from trainers.models import check_model_folder
@@ -27,8 +27,8 @@ class Prepared:
     loaded: Loaded[SLConfig]
     alg: Algorithm
     tokenizer: ChatTokenizer
-    rows: ChatFeed
-    held_out: ChatFeed | None
+    rows: Feed[Group]
+    held_out: Feed[Group] | None
 
 
 def prepare(loaded: Loaded[SLConfig]) -> Prepared:
@@ -41,20 +41,16 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
         raise UserError(lacking)
     check_model_folder(cfg.model.path)
     tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template)
-    limits = {"max_tokens": cfg.data.max_prompt_tokens, "seed": cfg.seed}
-    rows = load_chats(cfg.data.train, tokenizer, key="data.train", **limits)
+    rows = load_groups(cfg.data, "train", tokenizer, rows="conversations", seed=cfg.seed)
     held_out = None
     if cfg.data.eval is not None:
-        held_out = load_chats(cfg.data.eval, tokenizer, key="data.eval", limit=cfg.data.eval_rows, **limits)
+        held_out = load_groups(cfg.data, "eval", tokenizer, rows="conversations", seed=cfg.seed)
     return Prepared(loaded=loaded, alg=alg, tokenizer=tokenizer, rows=rows, held_out=held_out)
 
 
 async def start(prepared: Prepared, session: Session) -> Run:
     cfg, rows = prepared.loaded.cfg, prepared.rows
-    left_out = {"too_long": rows.rows.dropped, "no_reply": rows.no_reply}
-    session.facts["rows"] = {"used": len(rows.samples), **left_out}
-    if any(left_out.values()):
-        session.progress.say(f"data.train: {len(rows.samples)} rows are used; left out: {left_out}")
+    session.tell_data({"data.train": rows, "data.eval": prepared.held_out})
     plan = plan_trainer(cfg, prepared.loaded.alg_spec, temperature=1.0, total_updates=cfg.total_updates)
     with session.clock.phase("start"):
         trainers = await start_trainers(session.cluster, cfg, plan)
@@ -73,12 +69,19 @@ async def start(prepared: Prepared, session: Session) -> Run:
 class Run:
     cfg: SLConfig
     alg: Algorithm
-    rows: ChatFeed
-    held_out: ChatFeed | None
+    rows: Feed[Group]
+    held_out: Feed[Group] | None
     tokenizer: ChatTokenizer
     trainers: Workers
     session: Session
     reference_ahead: ReferenceAhead | None = None
+
+    def draw(self, step: int) -> list[Group]:
+        n = self.cfg.rows_per_step
+        return [self.rows.draw(ticket) for ticket in range(step * n, (step + 1) * n)]
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.session.log(step, metrics | self.rows.progress((step + 1) * self.cfg.rows_per_step))
 
     async def learn(self, groups: list[Group]) -> dict[str, float]:
         groups = await self._credited(groups)
@@ -101,9 +104,9 @@ class Run:
         said = [f"loss {measured['eval/loss']:.4f}"]
         if "eval/pair/accuracy" in measured:
             said.append(f"accuracy {measured['eval/pair/accuracy']:.3f}")
-        self.session.progress.say(f"{when}: held-out {', '.join(said)} over {len(self.held_out.samples)} rows")
+        self.session.progress.say(f"{when}: held-out {', '.join(said)} over {len(self.held_out.all())} rows")
 
-    async def _measure(self, feed: ChatFeed) -> dict[str, float]:
+    async def _measure(self, feed: Feed[Group]) -> dict[str, float]:
         """All rows as one update that is not made."""
         groups = await self._credited(feed.all())
         with self.session.clock.phase("evaluate"):

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from core.errors import UserError
 from core.types import Message
 
+Learn = Literal["everything", "last_reply"] | Sequence[str]
+"""What of a conversation is learnt: all, its last reply, or the turns of these roles."""
 STAND_IN = "\u2402"
 """A reply whose end can be found again in a rendered conversation."""
+
+
+class TemplateRefuses(UserError):
+    """The chat template does not take this conversation."""
 
 
 class ChatTokenizer:
@@ -50,24 +59,28 @@ class ChatTokenizer:
         rest = text[text.rindex(STAND_IN) + len(STAND_IN) :]
         return self.encode(rest.removeprefix(self.hf.eos_token))
 
-    def learnt_turns(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
-        """Ids of a whole conversation and where the assistant speaks, its end-of-turn token included.
+    def learnt_turns(self, messages: list[Message], learn: Learn = ("assistant",)) -> tuple[list[int], list[bool]]:
+        """Ids of a conversation and which are learnt, up to its last reply or the last turn that `learn` names.
 
-        Every turn is encoded by itself, as it will be when the policy speaks: what is learnt is what is sampled.
+        The assistant's turns are encoded one by one, and what stands between them in one piece each, as when the
+        policy speaks: what is learnt is what is sampled, whatever `learn` says. A reply is learnt with its end-of-turn
+        token and without the header that asks for it; another's turn likewise, as far as the template ends it so.
         """
         ids: list[int] = []
         mask: list[bool] = []
-        done = ""
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+
+        def add(text: str, learnt: bool | list[range]) -> None:
+            piece, marks = self._marked(text, learnt)
+            ids.extend(piece)
+            mask.extend(marks)
+
+        chosen, whole_text = _learnt(messages, learn), learn == "everything"
+        replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        done, after = "", 0
+        for i in replies:
             asked = self._text(messages[:i], reply_next=True)
             whole = self._text(messages[: i + 1], reply_next=False)
-            if not asked.startswith(done) or not whole.startswith(asked):
-                raise UserError(
-                    "the chat template rewrites earlier turns (a conversation's beginning is not the beginning of its "
-                    "continuation), so turns cannot be learnt one by one: use a template that only appends"
-                )
+            _check_appends(done, asked, whole)
             reply = whole[len(asked) :]
             end = reply.find(self.hf.eos_token)
             if end < 0:
@@ -75,13 +88,44 @@ class ChatTokenizer:
                     f"the chat template does not end a turn with the tokenizer's end-of-sequence token "
                     f"{self.hf.eos_token!r}, where the policy would stop: make eos_token the one the template writes"
                 )
-            spoken, after = _cut(reply, end + len(self.hf.eos_token))
-            for text, learnt in ((asked[len(done) :], False), (spoken, True), (after, False)):
-                piece = self.encode(text)
-                ids += piece
-                mask += [learnt] * len(piece)
-            done = whole
+            end += len(self.hf.eos_token)
+            add(asked[len(done) :], whole_text or self._spans(messages, chosen & {*range(after, i)}, skip=len(done)))
+            add(reply[:end], i in chosen)
+            add(reply[end:], whole_text)
+            done, after = whole, i + 1
+        if rest := {j for j in chosen if j >= after}:
+            until = max(rest) + 1
+            whole = self._text(messages[:until], reply_next=False)
+            _check_appends(done, whole, whole)
+            add(whole[len(done) :], whole_text or self._spans(messages, rest, skip=len(done)))
         return ids, mask
+
+    def _spans(self, messages: list[Message], turns: set[int], *, skip: int) -> list[range]:
+        """Where the contents of turns stand in the rendered conversation, with the end-of-sequence token that follows
+        at once; counted from character `skip` on."""
+        return [range(span.start - skip, span.stop - skip) for span in map(partial(self._span, messages), turns)]
+
+    def _span(self, messages: list[Message], turn: int) -> range:
+        until = messages[: turn + 1]
+        blank = self._text([*until[:-1], {"role": until[-1]["role"], "content": STAND_IN}], reply_next=False)
+        header, _, tail = blank.rpartition(STAND_IN)
+        whole = self._text(until, reply_next=False)
+        _check_appends(header, whole, whole)
+        if not whole.endswith(tail):
+            raise UserError(
+                "the chat template writes a turn differently according to its content, so turns of "
+                f"{until[-1]['role']} cannot be learnt: leave that role out of data.learn"
+            )
+        ends = len(self.hf.eos_token) if tail.startswith(self.hf.eos_token) else 0
+        return range(len(header), len(whole) - len(tail) + ends)
+
+    def _marked(self, text: str, learnt: bool | list[range]) -> tuple[list[int], list[bool]]:
+        """Ids of one piece, and which are learnt: all, none, or those that begin within the given characters."""
+        if not learnt or learnt is True:
+            ids = self.encode(text)
+            return ids, [bool(learnt)] * len(ids)
+        encoded = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoded["input_ids"], [any(at in span for span in learnt) for at, _ in encoded["offset_mapping"]]
 
     def decode(self, ids: list[int]) -> str:
         return self.hf.decode(ids, skip_special_tokens=True)
@@ -94,12 +138,30 @@ class ChatTokenizer:
 
     def _text(self, messages: list[Message], *, reply_next: bool) -> str:
         if self.template == "chat":
-            return self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply_next)
+            from jinja2.exceptions import TemplateError
+
+            try:
+                return self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply_next)
+            except TemplateError as error:
+                raise TemplateRefuses(str(error).splitlines()[0]) from error
         return "".join(m["content"] + (self.hf.eos_token if m["role"] == "assistant" else "") for m in messages)
 
 
-def _cut(text: str, at: int) -> tuple[str, str]:
-    return text[:at], text[at:]
+def _learnt(messages: list[Message], learn: Learn) -> set[int]:
+    """The turns that are learnt."""
+    if learn == "everything":
+        return {*range(len(messages))}
+    if learn == "last_reply":
+        return {*[i for i, m in enumerate(messages) if m["role"] == "assistant"][-1:]}
+    return {i for i, m in enumerate(messages) if m["role"] in learn}
+
+
+def _check_appends(*longer: str) -> None:
+    if not all(after.startswith(before) for before, after in pairwise(longer)):
+        raise UserError(
+            "the chat template rewrites earlier turns (a conversation's beginning is not the beginning of its "
+            "continuation), so turns cannot be learnt one by one: use a template that only appends"
+        )
 
 
 def _eos_of_generation_config(path: str) -> list[int]:

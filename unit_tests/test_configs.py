@@ -59,6 +59,15 @@ BROKEN = {
     "missing algorithm file": ({"alg": {"file": "/nowhere/mine.py"}}, ["/nowhere/mine.py"]),
     "missing data": ({"data.train": "/nowhere/train.parquet"}, ["data.train=/nowhere/train.parquet", "no such file"]),
     "unreadable kind of data": ({"data.train": __file__}, ["must end in .parquet or .jsonl"]),
+    "an unreadable source of a mixture": (
+        {"data.train": [{"path": "/nowhere/a.jsonl"}, {"path": "/nowhere/b.jsonl", "ratio": 2}]},
+        ["data.train[0]=/nowhere/a.jsonl", "no such file"],
+    ),
+    "a key that a source has not": ({"data.train": [{"path": "a", "ratoi": 2}]}, ["data.train.0.ratoi", "'ratio'"]),
+    "a ratio of nothing": ({"data.train": [{"path": "a", "ratio": 0}]}, ["data.train.0.ratio=0", "greater than 0"]),
+    "sources of one name": ({"data.train": [{"path": "a/x.jsonl"}, {"path": "b/x.jsonl"}]}, ["are called x"]),
+    "a source called like a reward": ({"data.train": [{"path": "correct.jsonl"}]}, ["called correct", "set its name"]),
+    "held-out rows of a wrong form": ({"data.eval": {"path": "a", "columns": {"x": "y"}}}, ["data.eval.columns", "x"]),
     "missing reward": ({"reward.fn": "aritmetic"}, ["reward.fn", "did you mean 'arithmetic'"]),
     "unknown engine": ({"rollout.engine": "vlm"}, ["rollout.engine='vlm'", "hf, vllm"]),
     "unknown environment": ({"rollout.env": "chess"}, ["rollout.env='chess'", "single_turn"]),
@@ -81,7 +90,10 @@ BROKEN = {
         {"backend": "ray", "trainer.zero_stage": 0, "model.dtype": "bfloat16"},
         ["trainer.zero_stage to 1"],
     ),
-    "only too long prompts": ({"data.max_prompt_tokens": 2}, ["every prompt is longer", "max_prompt_tokens=2"]),
+    "only too long prompts": (
+        {"data.max_prompt_tokens": 2},
+        ["none of 30 rows fits: 30 too_long", "max_prompt_tokens=2"],
+    ),
 }
 
 
@@ -99,7 +111,7 @@ def test_a_broken_recipe_gets_one_sentence(name, recipe, monkeypatch, capsys, tm
     ("make", "words"),
     [
         (lambda d: parquet(d / "x.parquet", {"question": ["1+1="]}), ["no column messages", "it has question"]),
-        (lambda d: parquet(d / "x.parquet", {"messages": ["1+1="]}), ["row 0", "messages must be a list"]),
+        (lambda d: parquet(d / "x.parquet", {"messages": [1]}), ["row 0", "messages must be text or a list"]),
         (lambda d: parquet(d / "x.parquet", {"messages": pa.array([], pa.string())}), ["has no rows"]),
         (lambda d: file_of(d / "x.parquet", "no parquet"), ["is not a Parquet file"]),
         (lambda d: file_of(d / "x.jsonl", '{"messages": \n'), ["line 1 is not JSON"]),
@@ -164,7 +176,7 @@ def test_broken_command_lines(recipe, monkeypatch, capsys, tmp_path):
 def test_supervised_data_without_replies_is_refused(recipe, monkeypatch, capsys, sums):
     path = recipe({"data.train": str(sums / "train.parquet")}, kind="sl")
     code, err = run(monkeypatch, capsys, main_sl, "--config", path)
-    assert code == 2 and "30 have no assistant turn" in err
+    assert code == 2 and "30 no_reply" in err and "it has no turn of assistant" in err
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)

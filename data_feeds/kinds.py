@@ -1,0 +1,146 @@
+"""What a row becomes: a Prompt to answer, or Samples to learn from. Raises DoesNotFit for a row that cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from core.errors import UserError
+from core.types import Group, Message, Prompt, Sample
+from data_feeds.rows import Record
+from data_feeds.tokenizer import ChatTokenizer, Learn, TemplateRefuses
+from data_feeds.unfit import DoesNotFit
+
+Written = TypeVar("Written")
+Rows = Literal["prompts", "conversations", "pairs", "labelled"]
+NEEDED: dict[Rows, tuple[str, ...]] = {
+    "prompts": ("messages",),
+    "conversations": ("messages",),
+    "pairs": ("chosen", "rejected"),
+    "labelled": ("messages", "label"),
+}
+"""Columns that some row must have."""
+KNOWN: dict[Rows, tuple[str, ...]] = {
+    rows: tuple(dict.fromkeys(("id", "messages", "answer", *needed))) for rows, needed in NEEDED.items()
+}
+"""Columns that are read by our names; a row's other columns are its prompt's `extra`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Makes something of the records of one source."""
+
+    tokenizer: ChatTokenizer
+    source: str
+    prefix: str
+    """Before every id, so that ids are unique in a mixture."""
+    max_tokens: int
+    learn: Learn
+
+    def prompt(self, record: Record) -> Prompt:
+        """To be answered by the policy."""
+        messages = record.turns("messages", text_is="user")
+        if messages[-1]["role"] == "assistant":
+            raise DoesNotFit(
+                "ends_in_reply",
+                "it ends with an assistant turn, so its answer would stand in the prompt: leave that turn out",
+            )
+        if not any(m["content"].strip() for m in messages):
+            raise DoesNotFit("empty", "nothing is said in it")
+        self._check_length(len(_templated(lambda: self.tokenizer.render(messages))))
+        return self._prompt(record, messages)
+
+    def conversation(self, record: Record) -> Group:
+        """One Sample; the turns that `learn` names are learnt."""
+        messages = _said(record.turns("messages", text_is="user"))
+        sample = self._sample(self._prompt(record, messages), messages, self.learn)
+        if not any(sample.learnt):
+            named = "turn to learn" if isinstance(self.learn, str) else f"turn of {' or '.join(self.learn)}"
+            raise DoesNotFit("no_reply", f"it has no {named}")
+        return [sample]
+
+    def pair(self, record: Record) -> Group:
+        """[chosen, rejected] with rewards 1 and 0; the last replies are learnt, and what precedes them is the same."""
+        asked = record.turns("messages", text_is="user") if "messages" in record.columns else None
+        chosen, rejected = (_whole(record, column, asked) for column in ("chosen", "rejected"))
+        if chosen[:-1] != rejected[:-1]:
+            raise DoesNotFit("not_one_prompt", "chosen and rejected part before their last reply")
+        if chosen[-1]["content"].strip() == rejected[-1]["content"].strip():
+            raise DoesNotFit("same_reply", "chosen and rejected are the same")
+        prompt = self._prompt(record, chosen[:-1])
+        group = [self._sample(prompt, chosen, "last_reply", 1.0), self._sample(prompt, rejected, "last_reply", 0.0)]
+        before = [s.token_ids[: s.mask.index(True)] for s in group]
+        if before[0] != before[1]:
+            raise UserError(
+                f"{record.where}: the chat template writes the prompt differently before the two replies, so they "
+                "cannot be compared: use a template that only appends"
+            )
+        return group
+
+    def labelled(self, record: Record) -> Group:
+        """One Sample with reward 1 where `label` says desirable, else 0; the last reply is learnt."""
+        messages = _ending_in_reply(record.turns("messages", text_is="user"), "messages")
+        label = record.has("label")
+        if not isinstance(label, bool | int | float) or label not in (0, 1):
+            raise DoesNotFit("bad_label", f"label must be true, false, 1 or 0, found {label!r:.60}")
+        return [self._sample(self._prompt(record, messages[:-1]), messages, "last_reply", float(label))]
+
+    def _prompt(self, record: Record, messages: list[Message]) -> Prompt:
+        return Prompt(
+            id=self.prefix + record.id,
+            messages=messages,
+            answer=str(record.columns.get("answer", "")),
+            extra=record.extra,
+            source=self.source,
+        )
+
+    def _sample(self, prompt: Prompt, messages: list[Message], learn: Learn, reward: float | None = None) -> Sample:
+        ids, mask = _templated(lambda: self.tokenizer.learnt_turns(messages, learn))
+        self._check_length(len(ids))
+        nothing = [0.0] * len(ids)
+        return Sample(
+            prompt=prompt, token_ids=ids, mask=mask, rollout_logp=nothing, versions=[-1] * len(ids), reward=reward
+        )
+
+    def _check_length(self, tokens: int) -> None:
+        if tokens > self.max_tokens:
+            raise DoesNotFit("too_long", f"{tokens} tokens, more than data.max_prompt_tokens={self.max_tokens}")
+
+
+def _whole(record: Record, column: str, asked: list[Message] | None) -> list[Message]:
+    """The conversation that ends in the chosen or the rejected reply.
+
+    The column holds that reply as text, the turns that follow `asked`, or all turns, those of `asked` first.
+    """
+    turns = record.turns(column, text_is="assistant")
+    begins_with_asked = asked is None or (len(turns) > len(asked) and turns[: len(asked)] == asked)
+    if not begins_with_asked and turns[0]["role"] != "assistant":
+        raise DoesNotFit(
+            "not_one_prompt", f"{column} is neither the reply to messages nor a conversation that begins with them"
+        )
+    whole = _ending_in_reply(turns if begins_with_asked else [*(asked or []), *turns], column)
+    if len(whole) < 2:
+        raise DoesNotFit("missing_column", f"it has no messages, and {column} is a reply alone")
+    if whole[-2]["role"] == "assistant":
+        raise DoesNotFit("ends_in_reply", f"the reply of {column} follows another assistant turn")
+    return whole
+
+
+def _ending_in_reply(messages: list[Message], column: str) -> list[Message]:
+    if messages[-1]["role"] != "assistant":
+        raise DoesNotFit("no_reply", f"{column} must end in an assistant turn, found a turn of {messages[-1]['role']}")
+    return _said(messages)
+
+
+def _said(messages: list[Message]) -> list[Message]:
+    if any(m["role"] == "assistant" and not m["content"].strip() for m in messages):
+        raise DoesNotFit("empty", "an assistant turn is empty")
+    return messages
+
+
+def _templated(write: Callable[[], Written]) -> Written:
+    try:
+        return write()
+    except TemplateRefuses as refusal:
+        raise DoesNotFit("bad_messages", f"the chat template refuses it: {refusal}") from refusal
