@@ -81,8 +81,8 @@ def check_model_folder(path: str, *, key: str = "model.path") -> None:
         return
     if (folder / "adapter_config.json").is_file():
         raise UserError(
-            f"{key}={path} is an adapter without its model: train it with model.lora.merge_on_save, which saves the whole "
-            "model"
+            f"{key}={path} is an adapter without its model: train it with model.lora.merge_on_save, which saves the "
+            "whole model"
         )
     if not (folder / "config.json").is_file():
         raise UserError(f"{key}={path} has no config.json: it is not a Hugging Face model folder")

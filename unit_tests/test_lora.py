@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,18 @@ KINDS = {
 IDS = torch.arange(2, 40)[None]
 
 
-def trainer_of(path: str, lora: LoraConfig | None, *, seed: int = 0, dtype="float32", alg=None, **cfg) -> ReferenceTrainer:
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small for two, which would wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def trainer_of(
+    path: str, lora: LoraConfig | None, *, seed: int = 0, dtype="float32", alg=None, **cfg
+) -> ReferenceTrainer:
     torch.manual_seed(seed)
     alg = alg or {"name": "grpo"}
     return ReferenceTrainer(
@@ -79,7 +92,9 @@ def test_what_leaves_the_trainer_is_the_model_with_its_adapter_merged_in(tiny_pa
     sent = whole(trainer)
     assert {n: t.shape for n, t in sent.items()} == {n: p.shape for n, p in start.named_parameters()}
     torch.testing.assert_close(logits(as_plain_model(tiny_path, sent)), logits(trainer.model), atol=1e-4, rtol=0)
-    assert all(torch.equal(p, held[name]) for name, p in trainer.model.named_parameters()), "nothing was merged in place"
+    assert all(torch.equal(p, held[name]) for name, p in trainer.model.named_parameters()), (
+        "nothing was merged in place"
+    )
     assert fingerprint(sent.items()) == fingerprint(whole(trainer).items())
 
 
@@ -155,8 +170,6 @@ def test_the_reference_is_the_model_without_its_adapter(tiny_path, column):
 
 def scored(trainer: ReferenceTrainer) -> list[Batch]:
     """With the columns that a KL in the loss needs."""
-    from dataclasses import replace
-
     columns = trainer.score(batches(), frozenset({"ref_logp"}))
     return [replace(b, tokens=replace(b.tokens, **c)) for b, c in zip(batches(), columns, strict=True)]
 
@@ -197,7 +210,9 @@ def test_an_adapter_alone_is_no_model_path(tiny_path, tmp_path):
 
 @pytest.mark.parametrize("target", ["q_prj", "embed_tokens", "lm_head", "self_attn"])
 def test_a_target_that_is_no_linear_layer_is_one_sentence(tiny_path, target):
-    with pytest.raises(UserError, match=f"model.lora.targets names '{target}'.* down_proj, gate_proj, .* or all-linear"):
+    with pytest.raises(
+        UserError, match=f"model.lora.targets names '{target}'.* down_proj, gate_proj, .* or all-linear"
+    ):
         load_model(tiny_path, dtype="float32", attention="sdpa", lora=LoraConfig(targets=["q_proj", target]))
 
 
