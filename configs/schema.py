@@ -26,7 +26,8 @@ class LoraConfig(Section):
     rslora: bool = False
     dora: bool = False
     merge_on_save: bool = False
-    """Save the whole model with the adapter merged into it, beside the adapter."""
+    """Save the whole model, the adapter merged into it, where the next recipe's model.path looks, and the adapter in
+    `adapter/` below it. Else the adapter alone is saved, in PEFT's format."""
 
 
 class ModelConfig(Section):

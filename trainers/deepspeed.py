@@ -15,8 +15,10 @@ from algs.base import Algorithm
 from configs.schema import ModelConfig, TrainerConfig
 from core.buckets import in_buckets
 from core.errors import RunStopped
+from trainers.lora import save_parts
 from trainers.optimizer import make_optimizer
 from trainers.step import Learner, Settings, Trainer
+from trainers.weights import Part, pieces_of
 
 
 class DeepSpeedTrainer(Trainer):
@@ -64,9 +66,9 @@ class DeepSpeedTrainer(Trainer):
 
     def save(self, folder: Path) -> None:
         """In Hugging Face format, from rank 0; the other ranks take part in gathering."""
-        state = {name: tensor.to("cpu", copy=True) for bucket in self.weights(2**28) for name, tensor in bucket}
+        parts = self.gathered()
         if torch.distributed.get_rank() == 0:
-            self.model.save_pretrained(folder, state_dict=state)
+            save_parts(self.model, folder, parts)
         torch.distributed.barrier()
 
 
@@ -77,7 +79,7 @@ class DeepSpeedLearner:
         import deepspeed
 
         self.model, self.zero_stage, self.add_up = model, cfg.zero_stage, add_up
-        self.bytes = {name: p.nbytes for name, p in model.named_parameters()}  # ZeRO-3 will hide them
+        self.pieces = pieces_of(model)
         optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=deepspeed_config(cfg, dtype)
@@ -126,15 +128,14 @@ class DeepSpeedLearner:
         self.engine.enable_backward_allreduce = False
         return float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
 
-    def weights(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def weights(self, max_bytes: int, part: Part = "whole") -> Iterator[list[tuple[str, Tensor]]]:
         """With ZeRO-3 every rank must run through all of it, and a bucket lives until the next is asked for."""
         import deepspeed
 
-        named = dict(self.model.named_parameters())
-        for names in in_buckets(self.bytes, self.bytes.__getitem__, max_bytes):
-            held = [named[n] for n in names]
+        for bucket in in_buckets(self.pieces[part], lambda piece: piece.nbytes, max_bytes):
+            held = [p for piece in bucket for p in piece.parameters]
             with deepspeed.zero.GatheredParameters(held, enabled=self.zero_stage == 3):
-                yield [(n, p.detach()) for n, p in zip(names, held, strict=True)]
+                yield [(piece.name, piece.make()) for piece in bucket]
 
 
 def deepspeed_config(cfg: TrainerConfig, dtype: str) -> dict[str, Any]:

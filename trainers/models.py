@@ -8,16 +8,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from configs.schema import LoraConfig
 from core.errors import UserError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def load_model(path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False) -> nn.Module:
-    """A Hugging Face causal LM on the CPU, without dropout (two forward passes of one policy must agree)."""
+def load_model(
+    path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False, lora: LoraConfig | None = None
+) -> nn.Module:
+    """A Hugging Face causal LM on the CPU, without dropout (two forward passes of one policy must agree).
+
+    With `lora` it has a new adapter, and all else is frozen.
+    """
     from transformers import AutoModelForCausalLM
 
-    return _load(AutoModelForCausalLM, path, dtype, attention, gradient_checkpointing)
+    model = _load(AutoModelForCausalLM, path, dtype, attention, gradient_checkpointing)
+    if lora is None:
+        return model
+    from trainers.lora import with_adapter
+
+    return with_adapter(model, lora, path=path)
 
 
 def load_scalar_model(path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False) -> nn.Module:
@@ -76,6 +87,11 @@ def check_model_folder(path: str, *, key: str = "model.path") -> None:
         if path.startswith((".", "/", "~")) or path.count("/") > 1 or path.split("/")[0] in ("models", "runs", "data"):
             raise UserError(f"{key}={path} does not exist: make the folder first, or name a model of the hub")
         return
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{key}={path} is an adapter without its model: train it with model.lora.merge_on_save, which saves the "
+            "whole model"
+        )
     if not (folder / "config.json").is_file():
         raise UserError(f"{key}={path} has no config.json: it is not a Hugging Face model folder")
     if read_config(path) is None:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from algs.base import Algorithm
 from configs.schema import ModelConfig, TrainerConfig
 from core.buckets import in_buckets
+from trainers.lora import save_parts
 from trainers.optimizer import make_optimizer
 from trainers.step import Learner, Settings, Trainer
+from trainers.weights import Part, pieces_of
 
 
 class ReferenceTrainer(Trainer):
@@ -28,7 +30,7 @@ class ReferenceTrainer(Trainer):
         return values
 
     def save(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
+        save_parts(self.model, folder, self.gathered())
 
 
 class TorchLearner:
@@ -36,6 +38,7 @@ class TorchLearner:
 
     def __init__(self, model: nn.Module, cfg: TrainerConfig):
         self.model = self.module = model
+        self.pieces = pieces_of(model)
         self.max_grad_norm = cfg.max_grad_norm
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.master = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
@@ -68,6 +71,6 @@ class TorchLearner:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def weights(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        named = [(name, p.detach()) for name, p in self.model.named_parameters()]
-        return in_buckets(named, lambda item: item[1].nbytes, max_bytes)
+    def weights(self, max_bytes: int, part: Part = "whole") -> Iterator[list[tuple[str, Tensor]]]:
+        for bucket in in_buckets(self.pieces[part], lambda piece: piece.nbytes, max_bytes):
+            yield [(piece.name, piece.make()) for piece in bucket]

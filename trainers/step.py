@@ -20,8 +20,10 @@ from core.errors import RunStopped
 from core.types import Batch, Policy, Prompt, Sample, Scored, Tokens
 from data_feeds.packing import pack
 from trainers.forward import forward, layout_for, values_of
+from trainers.lora import saved_parts
 from trainers.models import load_model, load_scalar_model
 from trainers.optimizer import schedule_of
+from trainers.weights import Part
 
 
 class Learner(Protocol):
@@ -43,7 +45,7 @@ class Learner(Protocol):
         """Clip and step, or throw the gradients away; returns the norm before clipping, not finite if thrown away."""
         ...
 
-    def weights(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def weights(self, max_bytes: int, part: Part = "whole") -> Iterator[list[tuple[str, Tensor]]]:
         """Every tensor once, whole, in buckets of at most `max_bytes` (one tensor at least)."""
         ...
 
@@ -77,15 +79,20 @@ class Trainer:
         self.device, self.cfg, self.alg, self.temperature, self.sources = device, cfg, alg, temperature, sources
         kind = {"dtype": model.dtype, "attention": model.attention}
         checkpointing = cfg.gradient_checkpointing
-        load = load_scalar_model if alg.trains == "reward" else load_model
-        self.policy = self.learner(load(model.path, **kind, gradient_checkpointing=checkpointing))
+        self.lora = model.lora
+        if alg.trains == "reward":
+            self.policy = self.learner(load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing))
+        else:
+            policy = load_model(model.path, **kind, gradient_checkpointing=checkpointing, lora=model.lora)
+            self.policy = self.learner(policy)
         self.critic: Learner | None = None
         if alg.value_lr is not None:
             self.critic = self.learner(load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing))
         self.frozen = {
             column: load_model(path or model.path, **kind).requires_grad_(False).to(device)
             for column, path in alg.frozen.items()
-            if path or not reference_ahead
+            # a reference may be scored already, and that of an adapter is the policy without it
+            if path or not (reference_ahead or model.lora)
         }
         self.model = self.policy.model
         self.layout = layout_for(cfg.layout, self.model)
@@ -174,6 +181,9 @@ class Trainer:
                 return values_of(self.critic.module, batch, layout=self.layout, model=self.critic.model)
             if column == "prox_logp":
                 return self.forward(batch).logp
+            if column not in self.frozen:
+                with self.model.disable_adapter():
+                    return self.forward(batch).logp
             asked = self.frozen[column]
             return forward(asked, asked, batch, layout=self.layout, temperature=self.temperature).logp
 
@@ -203,9 +213,17 @@ class Trainer:
             entropy=self.alg.needs_entropy,
         )
 
-    def weights(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def weights(self, max_bytes: int, part: Part = "whole") -> Iterator[list[tuple[str, Tensor]]]:
         """The policy's, for the engines; see Learner.weights."""
-        return self.policy.weights(max_bytes)
+        return self.policy.weights(max_bytes, part)
+
+    def gathered(self) -> dict[Part, dict[str, Tensor]]:
+        """What is to be saved, on the CPU."""
+
+        def one(part: Part) -> dict[str, Tensor]:
+            return {name: t.to("cpu", copy=True) for bucket in self.weights(2**28, part) for name, t in bucket}
+
+        return {part: one(part) for part in saved_parts(self.lora)}
 
     def state(self) -> Tensor:
         """All weights in training as one float32 vector on the CPU, for tests."""

@@ -1,12 +1,14 @@
 """Real DeepSpeed on real Ray actors equals the reference trainer, for every ZeRO stage and number of ranks."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from algs import find_algorithm
-from configs.schema import ModelConfig, TrainerConfig
+from configs.schema import LoraConfig, ModelConfig, TrainerConfig
 from core.build import TrainerPlan, build_trainer
 from core.cluster import Cluster, Local, Resources
 from core.errors import RunStopped
@@ -34,11 +36,11 @@ class Nothing:
         pass
 
 
-def plan_of(path: str, *, alg=None, dtype="float32", **trainer) -> TrainerPlan:
+def plan_of(path: str, *, alg=None, dtype="float32", lora=None, **trainer) -> TrainerPlan:
     alg = alg or {"name": "grpo"}
     spec, cls = find_algorithm(alg)
     return TrainerPlan(
-        model=ModelConfig(path=path, dtype=dtype, attention="sdpa"),
+        model=ModelConfig(path=path, dtype=dtype, attention="sdpa", lora=lora),
         trainer=TrainerConfig(**trainer),
         alg_spec=spec,
         alg=cls(**alg).model_dump(),
@@ -68,8 +70,8 @@ async def run(ranks, plan: TrainerPlan, groups, *, max_tokens: int, steps: int =
     return states[0], metrics[0]
 
 
-def start_of(path, alg=None) -> torch.Tensor:
-    return build_trainer(None, plan_of(path, alg=alg)).state()
+def start_of(path, alg=None, dtype="float32") -> torch.Tensor:
+    return build_trainer(None, plan_of(path, alg=alg, dtype=dtype)).state()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -120,6 +122,55 @@ def test_five_steps_of_adamw_agree(ranks, tiny_path, stage, dtype):
     assert (got - want).norm() < (1e-3 if dtype == "float32" else 0.2) * moved
 
 
+@pytest.mark.parametrize(
+    ("stage", "n", "dora", "dtype"),
+    [
+        *((stage, 2, False, "float32") for stage in (0, 1, 2, 3)),
+        (1, 1, True, "float32"),
+        (2, 2, True, "float32"),
+        (3, 2, True, "float32"),
+        (1, 2, False, "bfloat16"),
+        (3, 2, False, "bfloat16"),
+    ],
+)
+def test_an_adapter_trains_and_is_saved_alike_everywhere(ranks, tiny_path, tmp_path, stage, n, dora, dtype):
+    """With a KL to the reference, which is the same model with its adapter off, asked for between the updates."""
+    alg = {"name": "grpo", "kl": {"coef": 0.1}}
+    lora = LoraConfig(r=4, dora=dora, merge_on_save=True)
+    same = {"alg": alg, "lora": lora, "dtype": dtype, "lr": 1e-2}
+
+    async def learn(where, plan, max_tokens):
+        trainers = await trainers_of(where, plan)
+        per_rank = micro_batches(some_groups(), "token", max_tokens, ranks=len(trainers))
+        for _ in range(3):
+            scored = await trainers.map("score", [(micro, frozenset({"ref_logp"})) for micro in per_rank])
+            filled = [
+                [replace(b, tokens=replace(b.tokens, **c)) for b, c in zip(micro, columns, strict=True)]
+                for micro, columns in zip(per_rank, scored, strict=True)
+            ]
+            metrics = await trainers.map("step", [([micro],) for micro in filled])
+        folder = tmp_path / type(trainers).__name__
+        await trainers.all("save", folder)
+        state, *_ = await trainers.all("state")
+        adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+        return state, torch.cat([t.float().flatten() for t in adapter.values()]), metrics[0]
+
+    want, want_adapter, metrics = asyncio.run(learn(None, plan_of(tiny_path, **same), 10_000))
+    start = start_of(tiny_path, alg, dtype)
+    # else ZeRO-3 would leave tensors as small as these whole
+    small = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
+    plan = plan_of(tiny_path, **same, zero_stage=stage, ranks=n, deepspeed=small)
+    got, got_adapter, got_metrics = asyncio.run(learn(ranks, plan, 60))
+    exact = dtype == "float32"
+    assert (got - want).norm() < (1e-3 if exact else 0.2) * (want - start).norm()
+    assert (got_adapter - want_adapter).norm() < (1e-3 if exact else 0.2) * want_adapter.norm()
+    if exact:
+        assert got_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-4)
+    assert metrics["kl_ref"] > 0
+    saved = load_file(tmp_path / "Remote" / "model.safetensors")
+    assert sum(t.numel() for t in saved.values()) == len(start), "the whole model, gathered"
+
+
 INFINITE = """
 from algs.sft import SFT
 class Infinite(SFT):
@@ -134,8 +185,6 @@ class Infinite(SFT):
     [(0, "float32"), (1, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"), (3, "float32")],
 )
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, tiny_path, tmp_path, stage, dtype):
-    from dataclasses import replace
-
     file = tmp_path / "infinite.py"
     file.write_text(INFINITE)
     groups = some_groups()
