@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from algs import load_algorithm
 from algs.base import Algorithm, PolicyGradient
 from configs.load import Loaded
 from configs.schema import SLConfig
 from core.build import check_devices, plan_trainer, start_trainers
+from core.checkpoint import Checkpoint, Stand
 from core.cluster import Workers
 from core.errors import UserError
+from core.recipe import recipe_of, resume_from
 from core.session import Session
 from core.types import Group
 from data_feeds.chats import ChatFeed, load_chats
@@ -28,6 +31,9 @@ class Prepared:
     tokenizer: ChatTokenizer
     rows: ChatFeed
     held_out: ChatFeed | None
+    recipe: dict[str, Any]
+    checkpoint: Checkpoint | None
+    """What the run goes on from."""
 
 
 def prepare(loaded: Loaded[SLConfig]) -> Prepared:
@@ -45,7 +51,16 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_chats(cfg.data.eval, tokenizer, key="data.eval", limit=cfg.data.eval_rows, **limits)
-    return Prepared(loaded=loaded, alg=alg, tokenizer=tokenizer, rows=rows, held_out=held_out)
+    recipe = recipe_of(loaded, {})
+    return Prepared(
+        loaded=loaded,
+        alg=alg,
+        tokenizer=tokenizer,
+        rows=rows,
+        held_out=held_out,
+        recipe=recipe,
+        checkpoint=resume_from(loaded, recipe),
+    )
 
 
 async def start(prepared: Prepared, session: Session) -> Run:
@@ -57,6 +72,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
     plan = plan_trainer(cfg, prepared.loaded.alg_spec, temperature=1.0, total_updates=cfg.total_updates)
     with session.clock.phase("start"):
         trainers = await start_trainers(session.cluster, cfg, plan)
+    first_step = await session.resume(trainers, prepared.checkpoint, prepared.recipe)
     return Run(
         cfg=cfg,
         alg=prepared.alg,
@@ -65,6 +81,8 @@ async def start(prepared: Prepared, session: Session) -> Run:
         tokenizer=prepared.tokenizer,
         trainers=trainers,
         session=session,
+        recipe=prepared.recipe,
+        first_step=first_step,
     )
 
 
@@ -77,6 +95,9 @@ class Run:
     tokenizer: ChatTokenizer
     trainers: Workers
     session: Session
+    recipe: dict[str, Any]
+    first_step: int
+    """Of this run: what a resumed one has behind it is not done again."""
 
     async def learn(self, groups: list[Group]) -> dict[str, float]:
         with self.session.clock.phase("train"):
@@ -112,6 +133,10 @@ class Run:
             horizon=self.cfg.data.max_prompt_tokens,
             padded=self.cfg.trainer.layout != "packed",
         )
+
+    async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
+        stand = Stand(steps_done=step + 1, metrics=metrics, position={}, recipe=self.recipe)
+        await self.session.checkpoint_if_due(self.trainers, stand)
 
     async def save(self) -> None:
         await self.session.save_model(self.trainers, self.tokenizer)

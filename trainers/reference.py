@@ -69,6 +69,19 @@ class TorchLearner:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
+    def save_state(self, folder: Path) -> None:
+        folder.mkdir()
+        torch.save({"weights": self.master, "optimizer": self.optimizer.state_dict()}, folder / "state.pt")
+
+    @torch.no_grad()
+    def load_state(self, folder: Path) -> None:
+        saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        for p, m, weights in zip(self.parameters, self.master, saved["weights"], strict=True):
+            m.copy_(weights)
+            if p is not m:
+                p.copy_(m)  # as after every update
+        self.optimizer.load_state_dict(saved["optimizer"])
+
     def weights(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         named = [(name, p.detach()) for name, p in self.model.named_parameters()]
         return in_buckets(named, lambda item: item[1].nbytes, max_bytes)
