@@ -76,7 +76,7 @@ def resume_from(loaded: Loaded[Any], recipe: dict[str, Any]) -> Checkpoint | Non
 
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UserError naming the first key on which the resumed run would not be the same."""
-    free = {*NOT_FOR_TRAINING, *OTHER_BITS} | ({"steps"} if now["trainer.lr_schedule"] == "constant" else set[str]())
+    free = {*NOT_FOR_TRAINING, *OTHER_BITS} | ({"steps"} if then["trainer.lr_schedule"] == "constant" else set[str]())
     sections = tuple(key for key in free if key.endswith("."))
     for key in [*now, *(k for k in then if k not in now)]:
         if key in free or key.startswith(sections) or then.get(key) == now.get(key):
