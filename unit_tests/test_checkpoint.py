@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import main_rl
 import main_sl
@@ -346,21 +345,32 @@ class Mortal(SFT):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_nothing_had_been(recipe, tmp_path):
+def test_a_killed_run_goes_on_as_if_nothing_had_been(recipe, tmp_path, monkeypatch, capsys):
     (tmp_path / "mortal.py").write_text(MORTAL)
     changes = SCHEDULED | {"alg": {"file": str(tmp_path / "mortal.py")}, "checkpoint": {"every": 2}}
     path = recipe(changes, kind="sl")
-
-    def program(*overrides: str, **env: str) -> int:
-        command = [sys.executable, "main_sl.py", "--config", path, *overrides]
-        return subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | env).returncode
-
-    assert program("name=whole") == 0
-    assert program("name=killed", DIE_AT="4") == -signal.SIGKILL, "in the fourth step, two after the checkpoint"
+    command = [sys.executable, "main_sl.py", "--config", path, "name=killed"]
+    dead = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "DIE_AT": "4"})
+    assert dead.returncode == -signal.SIGKILL, "in the fourth step, two after the checkpoint"
     killed = folder_of(tmp_path, "killed")
+    assert len(numbers_of(killed)) == 3 and not (killed / "summary.json").exists()
     half = killed / "checkpoints/step_00004.partial"  # as a kill somewhat later would have left it
     half.mkdir()
     (half / "rank_0.pt").write_bytes(b"PK")
-    assert program("name=resumed", f"resume={killed}") == 0
-    assert_same_end(folder_of(tmp_path, "whole"), folder_of(tmp_path, "resumed"), first_step=2)
-    assert yaml.safe_load((folder_of(tmp_path, "resumed") / "config.yaml").read_text())["resume"] == str(killed)
+    assert run(monkeypatch, capsys, main_sl, path, "name=whole") == (0, "")
+    assert run(monkeypatch, capsys, main_sl, path, "name=resumed", f"resume={killed}") == (0, "")
+    whole, resumed = folder_of(tmp_path, "whole"), folder_of(tmp_path, "resumed")
+    assert_same_end(whole, resumed, first_step=2)
+    assert numbers_of(killed) == numbers_of(whole)[:3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_of_two_deepspeed_ranks_goes_on_to_the_bit(recipe, tmp_path, monkeypatch, capsys):
+    parallel = {"backend": "ray", "trainer.ranks": 2, "trainer.zero_stage": 2, "steps": 4}
+    path = recipe(SCHEDULED | parallel | {"checkpoint.every": 2}, kind="sl")
+    assert run(monkeypatch, capsys, main_sl, path, "name=whole") == (0, "")
+    whole = folder_of(tmp_path, "whole")
+    half_way = f"resume={whole / 'checkpoints/step_00002'}"
+    assert run(monkeypatch, capsys, main_sl, path, "name=resumed", half_way) == (0, "")
+    assert_same_end(whole, folder_of(tmp_path, "resumed"), first_step=2)
