@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 
 async def train(run: Run) -> None:
     """The loop. Prompts become groups of Samples, those become Batches, and the weights move."""
-    await run.publish(version=0)
+    await run.publish(version=run.first_step)
     await run.evaluate("before")
     run.session.clock.lap()
-    for step in range(run.cfg.steps):
+    for step in range(run.first_step, run.cfg.steps):
         groups, drawn = await run.collect()
         groups = await run.score(groups)
         groups = run.alg.credit(groups)
         learnt = await run.learn(groups)
         synced = await run.publish(version=step + 1)
         run.log(step, groups, drawn | learnt | synced)
+        await run.checkpoint_if_due(step, drawn | learnt | synced)
     await run.evaluate("after")
     await run.save()
 

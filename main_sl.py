@@ -19,10 +19,11 @@ async def train(run: Run) -> None:
     """The loop: rows become Batches, and the weights move."""
     await run.evaluate("before")
     run.session.clock.lap()
-    for step in range(run.cfg.steps):
+    for step in range(run.first_step, run.cfg.steps):
         learnt = await run.learn(run.draw(step))
         measured = await run.evaluate_if_due(step)
         run.log(step, learnt | measured)
+        await run.checkpoint_if_due(step, learnt | measured)
     await run.evaluate("after")
     await run.save()
 

@@ -105,8 +105,15 @@ def batches_of(
 def plan_of(alg: Algorithm, groups: list[Group], *, cut: Cut = WHOLE, horizon: int = HORIZON) -> Plan:
     whole = alg.whole_groups
     size = cut.max_tokens * (2 if whole else 1)  # for it holds two answers
-    how = {"ranks": cut.ranks, "horizon": horizon, "padded": cut.padded}
-    return plan_update(groups, alg.loss_norm, size, whole_groups=whole, **how)
+    return plan_update(
+        groups,
+        alg.loss_norm,
+        size,
+        ranks=cut.ranks,
+        horizon=horizon,
+        padded=cut.padded,
+        whole_groups=whole,
+    )
 
 
 @torch.no_grad()

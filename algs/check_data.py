@@ -94,7 +94,7 @@ def made_up_step(alg: Algorithm) -> World:
             rows["values"].append(values + noise(n, 0.4))
             first += n
     groups[-1][-1] = replace(groups[-1][-1], stop="length")
-    tables = {name: torch.cat(parts) for name, parts in scored.items()}
+    tables: dict[Scored, Tensor] = {name: torch.cat(parts) for name, parts in scored.items()}
     groups = [[_with_columns(s, tables) for s in group] for group in alg.arrange(groups)]
     return World(groups=groups, now={name: torch.cat(parts) for name, parts in rows.items()})
 

@@ -16,25 +16,29 @@ Others: TRL takes z0 over a micro-batch of each rank, so its loss depends on how
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from algs.base import Algorithm, Metrics
 from algs.ops import sequence_sum
-from algs.preference import sign, with_advantage_of
-from core.types import Group, Policy, Rows, Sample, Scored, Tokens
+from algs.preference import only, sign, with_advantage_of
+from core.types import Group, LossNorm, Policy, Rows, Sample, Scored, Tokens
 
 
 class KTO(Algorithm):
-    loss_norm: Literal["sequence"] = "sequence"
-    """Every answer counts the same: its loss stands at each of its tokens, which share its weight."""
+    loss_norm: LossNorm = "sequence"
+    """sequence: its loss stands at each token of an answer, which share its weight."""
     beta: float = Field(0.1, gt=0)
     desirable_weight: float = Field(1.0, gt=0)
     """lambda_D."""
     undesirable_weight: float = Field(1.0, gt=0)
     """lambda_U."""
+
+    @field_validator("loss_norm")
+    @classmethod
+    def weighs_answers(cls, given: LossNorm) -> LossNorm:
+        return only("sequence", given)
 
     @property
     def rows(self) -> Rows:

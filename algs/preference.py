@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
 
+from pydantic import field_validator
 from torch import Tensor
 
 from algs.base import Algorithm, Metrics, with_advantages
 from algs.ops import sequence_sum
-from core.types import Group, Rows, Sample, Tokens
+from core.types import Group, LossNorm, Rows, Sample, Tokens
 
 
 class Pairwise(Algorithm):
     """Learns from groups of one chosen and one rejected answer; a pair is never split between micro-batches."""
 
-    loss_norm: Literal["prompt"] = "prompt"
-    """Every pair counts the same: its loss stands at each of its tokens, which share its weight."""
+    loss_norm: LossNorm = "prompt"
+    """prompt: its loss stands at each token of a pair, which share its weight."""
+
+    @field_validator("loss_norm")
+    @classmethod
+    def weighs_pairs(cls, given: LossNorm) -> LossNorm:
+        return only("prompt", given)
 
     @property
     def rows(self) -> Rows:
@@ -35,6 +40,12 @@ class Pairwise(Algorithm):
         """Advantage +share for the chosen answer and -share for the rejected one; half a pair is not learnt from."""
         groups = [g if is_pair(g) else [replace(s, left_out=[True] * len(s.mask)) for s in g] for g in groups]
         return with_advantage_of(groups, lambda s: sign(s) * self.share(s))
+
+
+def only(norm: LossNorm, given: LossNorm) -> LossNorm:
+    if given != norm:
+        raise ValueError(f"the loss is one number per answer or pair, and only {norm} weighs it rightly: leave it out")
+    return given
 
 
 def is_pair(group: Group) -> bool:

@@ -35,8 +35,8 @@ class TrainerPlan:
     temperature: float
     total_updates: int
     seed: int
-    sources: tuple[str, ...]
-    reference_ahead: bool
+    sources: tuple[str, ...] = ()
+    reference_ahead: bool = False
 
 
 def gpus_here() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
+from typing import Any
 
 from algs import load_algorithm
 from algs.base import PolicyGradient
@@ -20,9 +20,11 @@ from core.build import (
     start_trainers,
     weight_sync_of,
 )
+from core.checkpoint import Checkpoint, Stand
 from core.cluster import Workers, together
 from core.describe import check_failures, describe, describe_drawn
 from core.errors import RunStopped, UserError
+from core.recipe import recipe_of, resume_from
 from core.scoring import with_scores
 from core.session import Session
 from core.types import Group, Prompt, Scored
@@ -47,6 +49,9 @@ class Prepared:
     prompts: Feed[Prompt]
     held_out: Feed[Prompt] | None
     rollouts: RolloutPlan
+    recipe: dict[str, Any]
+    checkpoint: Checkpoint | None
+    """What the run goes on from."""
 
 
 def prepare(loaded: Loaded[RLConfig]) -> Prepared:
@@ -82,7 +87,18 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed)
-    return Prepared(loaded=loaded, alg=alg, tokenizer=tokenizer, prompts=prompts, held_out=held_out, rollouts=rollouts)
+    code = {"reward.fn": rollouts.reward_spec, "rollout.env": rollouts.env_spec, "rollout.engine": rollouts.engine_spec}
+    recipe = recipe_of(loaded, code)
+    return Prepared(
+        loaded=loaded,
+        alg=alg,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=held_out,
+        rollouts=rollouts,
+        recipe=recipe,
+        checkpoint=resume_from(loaded, recipe),
+    )
 
 
 async def start(prepared: Prepared, session: Session) -> Run:
@@ -100,6 +116,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
     with session.clock.phase("start"):
         rollouts, trainers = await together([engines(), start_trainers(session.cluster, cfg, plan)])
     probe = prepared.tokenizer.render(feed.all()[0].messages)[:PROBE_TOKENS]
+    first_step = await session.resume(trainers, prepared.checkpoint, prepared.recipe)
     if len(probe) < 2:
         raise UserError("data.train: the first prompt has fewer than two tokens")
     return Run(
@@ -112,7 +129,9 @@ async def start(prepared: Prepared, session: Session) -> Run:
         trainers=trainers,
         weights=weight_sync_of(cfg, trainers, rollouts, probe),
         session=session,
-        tickets=count(),
+        recipe=prepared.recipe,
+        first_step=first_step,
+        ticket=prepared.checkpoint.stand.position["ticket"] if prepared.checkpoint else 0,
     )
 
 
@@ -127,8 +146,11 @@ class Run:
     trainers: Workers
     weights: WeightSync
     session: Session
-    tickets: count[int]
-    """Every prompt drawn has a number of its own; it seeds the sampling."""
+    recipe: dict[str, Any]
+    first_step: int
+    """Of this run: what a resumed one has behind it is not done again."""
+    ticket: int
+    """The next. Every prompt drawn has a number of its own; it seeds the sampling."""
     version: int = 0
     """Number of the last publish."""
 
@@ -141,7 +163,8 @@ class Run:
         drawn: list[Group] = []
         with self.session.clock.phase("generate"):
             for _ in range(REFILL_ROUNDS):
-                tickets = [next(self.tickets) for _ in range(self.cfg.groups_per_step - len(kept))]
+                tickets = range(self.ticket, self.ticket + self.cfg.groups_per_step - len(kept))
+                self.ticket = tickets.stop
                 groups = await self._sample([(t, self.prompts.draw(t)) for t in tickets], self.cfg.group_size)
                 drawn += groups
                 check_failures(drawn, bearable_share=self.cfg.reward.max_failed_share)
@@ -211,6 +234,11 @@ class Run:
         numbers = describe(groups, version=self.version)
         self.session.facts[when] = {k: v for k, v in numbers.items() if k.startswith("reward/") or "failed" in k}
         self.session.progress.say(f"{when}: held-out reward {numbers['reward/mean']:.3f} over {len(groups)} prompts")
+
+    async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
+        position = {"ticket": self.ticket, "version": self.version}
+        stand = Stand(steps_done=step + 1, metrics=metrics, position=position, recipe=self.recipe)
+        await self.session.checkpoint_if_due(self.trainers, stand)
 
     async def save(self) -> None:
         await self.session.save_model(self.trainers, self.tokenizer)

@@ -5,10 +5,6 @@ from __future__ import annotations
 import hashlib
 from array import array
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import torch
-from safetensors.torch import load_file, save_file
 
 from core.cluster import Workers
 from core.types import Group, Sample, Scored
@@ -38,13 +34,6 @@ class ReferenceAhead:
         return [
             [replace(s, columns=s.columns | {"ref_logp": self.ref_logp[key_of(s)]}) for s in group] for group in groups
         ]
-
-    def save(self, path: Path) -> None:
-        save_file({key: torch.tensor(values, dtype=torch.float32) for key, values in self.ref_logp.items()}, path)
-
-    @staticmethod
-    def load(path: Path) -> ReferenceAhead:
-        return ReferenceAhead(ref_logp={key: values.tolist() for key, values in load_file(path).items()})
 
 
 def key_of(sample: Sample) -> str:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import RunConfig
+from core.checkpoint import Checkpoint, Stand, is_due, retain, write_checkpoint
 from core.clock import Clock
 from core.cluster import Cluster, Workers
 from core.errors import RunStopped, UserError
 from core.progress import Progress
+from core.recipe import other_bits
 from core.run_folder import RunFolder
 from data_feeds.feed import Feed
 from data_feeds.tokenizer import ChatTokenizer
@@ -55,6 +57,28 @@ class Session:
             for folder in [self.folder.path / "model", *named]:
                 await trainers.all("save", folder)
                 tokenizer.save(folder)
+
+    async def checkpoint_if_due(self, trainers: Workers, stand: Stand) -> None:
+        every, keep = self.cfg.checkpoint.every, self.cfg.checkpoint.keep
+        if is_due(stand.steps_done, every=every, steps=self.cfg.steps):
+            with self.clock.phase("checkpoint"):
+                home = self.folder.path / "checkpoints"
+                await write_checkpoint(home, trainers, stand)
+                retain(home, keep)
+
+    async def resume(self, trainers: Workers, checkpoint: Checkpoint | None, recipe: dict[str, Any]) -> int:
+        """Put the trainers where `checkpoint` left off; returns the steps that are done, 0 without one."""
+        if checkpoint is None:
+            return 0
+        with self.clock.phase("resume"):
+            await trainers.all("load_state", checkpoint.folder)
+        done = checkpoint.stand.steps_done
+        self.facts["resumed"] = {"checkpoint": str(checkpoint.folder), "steps_done": done}
+        self.progress.done = done
+        self.progress.say(f"resumed after {done} steps: {checkpoint.folder}")
+        if moved := other_bits(checkpoint.stand.recipe["settings"], recipe["settings"]):
+            self.progress.say(f"not to the last bit: {', '.join(moved)} differs from the run that is resumed")
+        return done
 
     def show_outcome(self) -> None:
         """What was measured on held-out data before and after, if it was, and where everything lies."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from algs import load_algorithm
 from algs.base import Algorithm, PolicyGradient
 from configs.load import Loaded
 from configs.schema import SLConfig
 from core.build import check_devices, plan_trainer, start_trainers
+from core.checkpoint import Checkpoint, Stand
 from core.cluster import Workers
 from core.errors import UserError
+from core.recipe import recipe_of, resume_from
 from core.scoring import ReferenceAhead, with_scores
 from core.session import Session
 from core.types import Group
@@ -29,6 +33,9 @@ class Prepared:
     tokenizer: ChatTokenizer
     rows: Feed[Group]
     held_out: Feed[Group] | None
+    recipe: dict[str, Any]
+    checkpoint: Checkpoint | None
+    """What the run goes on from."""
 
 
 def prepare(loaded: Loaded[SLConfig]) -> Prepared:
@@ -39,22 +46,59 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
         raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} learns from samples: run it with main_rl.py")
     if lacking := check_devices(cfg):
         raise UserError(lacking)
+    check_rows(cfg, alg)
     check_model_folder(cfg.model.path)
     tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template)
-    rows = load_groups(cfg.data, "train", tokenizer, rows="conversations", seed=cfg.seed)
+    rows = load_groups(cfg.data, "train", tokenizer, rows=alg.rows, seed=cfg.seed)
     held_out = None
     if cfg.data.eval is not None:
-        held_out = load_groups(cfg.data, "eval", tokenizer, rows="conversations", seed=cfg.seed)
-    return Prepared(loaded=loaded, alg=alg, tokenizer=tokenizer, rows=rows, held_out=held_out)
+        held_out = load_groups(cfg.data, "eval", tokenizer, rows=alg.rows, seed=cfg.seed)
+    recipe = recipe_of(loaded, {})
+    return Prepared(
+        loaded=loaded,
+        alg=alg,
+        tokenizer=tokenizer,
+        rows=rows,
+        held_out=held_out,
+        recipe=recipe,
+        checkpoint=resume_from(loaded, recipe),
+    )
+
+
+def check_rows(cfg: SLConfig, alg: Algorithm) -> None:
+    """Raise UserError where the recipe and what the algorithm learns from do not go together."""
+    size, budget = cfg.data.max_prompt_tokens, cfg.trainer.micro_batch_tokens
+    if alg.rows != "conversations" and 2 * size > budget:
+        raise UserError(
+            f"two answers of data.max_prompt_tokens={size} may have to lie together, and trainer.micro_batch_tokens="
+            f"{budget} has no room for them: raise that to {2 * size}, or lower the first"
+        )
+    if alg.rows == "labelled" and cfg.rows_per_step < 2:
+        raise UserError("rows_per_step=1 leaves no other row's answer to compare with: set it to 2 or more")
+    if alg.trains == "reward" and cfg.model.lora is not None:
+        raise UserError("model.lora: a reward model is trained whole, for its head is new: leave model.lora out")
+    if cfg.reference == "ahead" and "ref_logp" not in alg.needs:
+        raise UserError("reference: ahead, and this algorithm compares with no reference: leave reference out")
+    if cfg.reference == "ahead" and alg.rows == "labelled":
+        raise UserError(
+            "reference: ahead cannot be: what this algorithm compares is paired anew at each step: leave reference out"
+        )
 
 
 async def start(prepared: Prepared, session: Session) -> Run:
     cfg, rows = prepared.loaded.cfg, prepared.rows
     session.tell_data({"data.train": rows, "data.eval": prepared.held_out})
-    plan = plan_trainer(cfg, prepared.loaded.alg_spec, temperature=1.0, total_updates=cfg.total_updates)
+    plan = plan_trainer(
+        cfg,
+        prepared.loaded.alg_spec,
+        temperature=1.0,
+        total_updates=cfg.total_updates,
+        sources=tuple(rows.mixed),
+        reference_ahead=cfg.reference == "ahead",
+    )
     with session.clock.phase("start"):
         trainers = await start_trainers(session.cluster, cfg, plan)
-    return Run(
+    run = Run(
         cfg=cfg,
         alg=prepared.alg,
         rows=rows,
@@ -62,7 +106,12 @@ async def start(prepared: Prepared, session: Session) -> Run:
         tokenizer=prepared.tokenizer,
         trainers=trainers,
         session=session,
+        recipe=prepared.recipe,
     )
+    if cfg.reference == "ahead":
+        await run.score_reference()  # while the model is still the one that was loaded
+    run.first_step = await session.resume(trainers, prepared.checkpoint, prepared.recipe)
+    return run
 
 
 @dataclass
@@ -74,6 +123,9 @@ class Run:
     tokenizer: ChatTokenizer
     trainers: Workers
     session: Session
+    recipe: dict[str, Any]
+    first_step: int = 0
+    """Of this run: what a resumed one has behind it is not done again."""
     reference_ahead: ReferenceAhead | None = None
 
     def draw(self, step: int) -> list[Group]:
@@ -86,7 +138,7 @@ class Run:
     async def learn(self, groups: list[Group]) -> dict[str, float]:
         groups = await self._credited(groups)
         with self.session.clock.phase("train"):
-            per_rank = self._plan(groups).batches()
+            per_rank = self._plan(groups, self.rows.mixed).batches()
             metrics = await self.trainers.map("step", [([micro],) for micro in per_rank])
         return {f"train/{name}": value for name, value in metrics[0].items()}
 
@@ -133,7 +185,7 @@ class Run:
             scored = await with_scores(self.trainers, groups, self._plan(groups), frozenset({"prox_logp"}))
         self.reference_ahead = ReferenceAhead.of(scored)
 
-    def _plan(self, groups: list[Group]) -> Plan:
+    def _plan(self, groups: list[Group], sources: Sequence[str] = ()) -> Plan:
         return plan_update(
             groups,
             self.alg.loss_norm,
@@ -142,7 +194,12 @@ class Run:
             horizon=self.cfg.data.max_prompt_tokens,
             padded=self.cfg.trainer.layout != "packed",
             whole_groups=self.alg.whole_groups,
+            sources=sources,
         )
+
+    async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
+        stand = Stand(steps_done=step + 1, metrics=metrics, position={}, recipe=self.recipe)
+        await self.session.checkpoint_if_due(self.trainers, stand)
 
     async def save(self) -> None:
         await self.session.save_model(self.trainers, self.tokenizer)

@@ -33,7 +33,8 @@ class DeepSpeedTrainer(Trainer):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False)
         device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
-        self.dtype = model.dtype
+        self.dtype, self.zero_stage = model.dtype, cfg.zero_stage
+        self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         super().__init__(model, cfg, alg, device=device, **settings)
 
     def learner(self, model: nn.Module) -> Learner:
@@ -136,6 +137,18 @@ class DeepSpeedLearner:
             held = [p for piece in bucket for p in piece.parameters]
             with deepspeed.zero.GatheredParameters(held, enabled=self.zero_stage == 3):
                 yield [(piece.name, piece.make()) for piece in bucket]
+
+    def save_state(self, folder: Path) -> None:
+        """DeepSpeed's own files, of every rank its share; what is frozen stays out."""
+        self.engine.save_checkpoint(
+            str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True
+        )
+
+    def load_state(self, folder: Path) -> None:
+        all_trained = all(p.requires_grad for p in self.model.parameters())
+        found, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=all_trained)
+        if found is None:
+            raise RunStopped(f"DeepSpeed finds no checkpoint in {folder}, though it is said to be complete")
 
 
 def deepspeed_config(cfg: TrainerConfig, dtype: str) -> dict[str, Any]:

@@ -74,3 +74,16 @@ class TorchLearner:
     def weights(self, max_bytes: int, part: Part = "whole") -> Iterator[list[tuple[str, Tensor]]]:
         for bucket in in_buckets(self.pieces[part], lambda piece: piece.nbytes, max_bytes):
             yield [(piece.name, piece.make()) for piece in bucket]
+
+    def save_state(self, folder: Path) -> None:
+        folder.mkdir()
+        torch.save({"weights": self.master, "optimizer": self.optimizer.state_dict()}, folder / "state.pt")
+
+    @torch.no_grad()
+    def load_state(self, folder: Path) -> None:
+        saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        for p, m, weights in zip(self.parameters, self.master, saved["weights"], strict=True):
+            m.copy_(weights)
+            if p is not m:
+                p.copy_(m)  # as after every update
+        self.optimizer.load_state_dict(saved["optimizer"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NotRequired, Protocol, TypedDict
 
 import torch
@@ -23,6 +24,7 @@ from trainers.forward import forward, layout_for, values_of
 from trainers.lora import saved_parts
 from trainers.models import load_model, load_scalar_model
 from trainers.optimizer import schedule_of
+from trainers.state import load_state, save_state
 from trainers.weights import Part
 
 
@@ -49,6 +51,12 @@ class Learner(Protocol):
         """Every tensor once, whole, in buckets of at most `max_bytes` (one tensor at least)."""
         ...
 
+    def save_state(self, folder: Path) -> None:
+        """Write what `load_state` needs to go on to the bit: the float32 weights in training and the optimizer."""
+        ...
+
+    def load_state(self, folder: Path) -> None: ...
+
 
 class Settings(TypedDict):
     """What a trainer is told beside its model, its algorithm and its own section of the recipe."""
@@ -63,6 +71,10 @@ class Settings(TypedDict):
 
 class Trainer:
     """One rank. Every method is called on all ranks at once, with as many micro-batches on each."""
+
+    rank, ranks = 0, 1
+    zero_stage: int | None = None
+    """None: not partitioned."""
 
     def __init__(
         self,
@@ -165,7 +177,7 @@ class Trainer:
     @torch.no_grad()
     def measure(self, micro: list[Batch]) -> dict[str, float]:
         """The metrics of an update without making it."""
-        meter = Meter(self.sources)
+        meter = Meter()
         for batch in self._with_totals(micro):
             loss, metrics = self._objective(batch)
             meter.add(batch.tokens, {"loss": loss, **metrics})
@@ -230,6 +242,13 @@ class Trainer:
         learners = [self.policy, *([self.critic] if self.critic is not None else [])]
         buckets = (bucket for learner in learners for bucket in learner.weights(2**28))
         return torch.cat([t.flatten().float().cpu() for bucket in buckets for _, t in bucket])
+
+    def save_state(self, folder: Path) -> None:
+        """This rank's share of a checkpoint, into a folder that all ranks see."""
+        save_state(self, folder)
+
+    def load_state(self, folder: Path) -> None:
+        load_state(self, folder)
 
     @torch.no_grad()
     def _with_totals(self, micro: list[Batch]) -> list[Batch]:

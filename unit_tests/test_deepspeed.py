@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from algs import find_algorithm
 from configs.schema import LoraConfig, ModelConfig, TrainerConfig
 from core.build import TrainerPlan, build_trainer
 from core.cluster import Cluster, Local, Resources
-from core.errors import RunStopped
+from core.errors import RunStopped, UserError
 from data_feeds.packing import micro_batches
+from trainers.deepspeed import DeepSpeedTrainer
 from unit_tests.examples import some_groups, with_values
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -207,3 +209,96 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, tiny
                 await trainers.map("step", bad_batches)
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "name"),
+    [
+        (0, "float32", "ppo"),
+        (1, "bfloat16", "ppo"),
+        (2, "bfloat16", "grpo"),
+        (3, "bfloat16", "ppo"),
+        (3, "float32", "sft"),
+    ],
+)
+def test_saved_and_loaded_ranks_go_on_to_the_bit(ranks, tiny_path, tmp_path, stage, dtype, name):
+    """Against ranks that saved nothing: neither saving nor loading moves a bit."""
+    settings = {"lr": 1e-2, "lr_schedule": "cosine", "warmup_updates": 3, "weight_decay": 0.1}
+    plan = plan_of(tiny_path, alg={"name": name}, dtype=dtype, **settings, zero_stage=stage, ranks=2)
+    shards = [([m],) for m in micro_batches(with_values(some_groups()), "token", 60, ranks=2, padded=True)]
+
+    async def go(kept: Path | None, found: Path | None, steps: int):
+        trainers = await trainers_of(ranks, plan)
+        if found:
+            await trainers.all("load_state", found)
+        metrics = [(await trainers.map("step", shards))[0] for _ in range(steps)]
+        if kept:
+            await trainers.all("save_state", kept)
+            metrics += [(await trainers.map("step", shards))[0] for _ in range(2)]
+        return metrics, (await trainers.all("state"))[0]
+
+    want, weights = asyncio.run(go(None, None, 4))
+    saved, after = asyncio.run(go(tmp_path, None, 2))
+    assert saved == want and torch.equal(after, weights)
+    resumed, after = asyncio.run(go(None, tmp_path, 2))
+    assert resumed == want[2:] and torch.equal(after, weights)
+
+
+def test_a_checkpoint_fits_its_own_ranks_and_stage_only(ranks, tiny_path, tmp_path):
+    async def go():
+        two = await trainers_of(ranks, plan_of(tiny_path, zero_stage=2, ranks=2))
+        await two.all("save_state", tmp_path)
+        others = {
+            "trainer.ranks is 1 and .* made with 2, .* set trainer.ranks=2": plan_of(tiny_path, zero_stage=2, ranks=1),
+            "trainer.zero_stage is 3 and .* made with 2": plan_of(tiny_path, zero_stage=3, ranks=2),
+        }
+        for words, plan in others.items():
+            trainers = await trainers_of(ranks, plan)
+            with pytest.raises(UserError, match=words):
+                await trainers.all("load_state", tmp_path)
+
+    asyncio.run(go())
+
+
+class HeadOnly(DeepSpeedTrainer):
+    """Trains the last layer; stands for adapters."""
+
+    def learner(self, model):
+        for name, p in model.named_parameters():
+            p.requires_grad_(".layers.1." in name)
+        return super().learner(model)
+
+
+def head_only(place, plan):
+    """As build_trainer does, with the class replaced."""
+    import trainers.deepspeed as home
+
+    ours, home.DeepSpeedTrainer = home.DeepSpeedTrainer, HeadOnly
+    try:
+        return build_trainer(place, plan)
+    finally:
+        home.DeepSpeedTrainer = ours
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_frozen_is_in_no_checkpoint(ranks, tiny_path, tmp_path, stage):
+    plan = plan_of(tiny_path, lr=1e-2, zero_stage=stage, ranks=2)
+    shards = [([m],) for m in micro_batches(some_groups(), "token", 60, ranks=2, padded=True)]
+
+    async def go():
+        workers = ranks[2]
+        await workers.build(head_only, plan)
+        await workers.map("step", shards)
+        await workers.all("save_state", tmp_path)
+        want, weights = (await workers.map("step", shards))[0], (await workers.all("state"))[0]
+        await workers.build(head_only, plan)
+        await workers.all("load_state", tmp_path)
+        assert (await workers.map("step", shards))[0] == want
+        assert torch.equal((await workers.all("state"))[0], weights)
+
+    asyncio.run(go())
+    fits = torch.load(tmp_path / "rank_0.pt", weights_only=True)["fits"]["model"]
+    assert fits and all(name.startswith("policy.model.layers.1.") for name in fits)
+    [model, *_] = (tmp_path / "policy").glob("*model_states.pt")
+    held = torch.load(model, weights_only=False)["module"]
+    assert (held or stage == 3) and all(".layers.1." in name for name in held), "ZeRO-3 keeps its weights elsewhere"
