@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from core.errors import UserError
+from core.errors import UserError, first_line
 from data_feeds.unfit import Unfit
 
 Record = dict[str, Any]
@@ -94,7 +94,7 @@ def read_hub(name: str, split: str, **more: Any) -> list[Record]:
     try:
         return load_dataset(name, split=split, **more).to_list()
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        raise UserError(f"{name} cannot be had from the hub: {str(error).splitlines()[0]}; use --from") from error
+        raise UserError(f"{name} cannot be had from the hub: {first_line(error)}; use --from") from error
 
 
 def convert(
