@@ -47,8 +47,8 @@ COLUMNS = ("id", "messages", "answer", "chosen", "rejected", "label")
 class SourceConfig(Section):
     path: str
     """A Parquet or JSONL file, a folder written by datasets.save_to_disk, or hub:NAME (hub:NAME/CONFIG)."""
-    name: str = ""
-    """In the log; unset, the file's or data set's own name. Names are unique within a mixture."""
+    name: str = Field("", pattern="^[^/]*$")
+    """In the log; unset, the file's or data set's own name. Names are unique within a mixture, and have no /."""
     ratio: float = Field(1.0, gt=0)
     """Rows drawn from it, relative to the other sources. Exact: counts of any prefix are within one row of it."""
     split: str = "train"

@@ -9,3 +9,8 @@ class UserError(Exception):
 
 class RunStopped(Exception):
     """A run that must not go on: what happened, where, and what it means for the result. Exit code 1."""
+
+
+def first_line(error: Exception) -> str:
+    """What a library said, short enough to stand in a sentence."""
+    return str(error).partition("\n")[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import SourceConfig
-from core.errors import UserError
+from core.errors import UserError, first_line
 from core.types import Message
 from data_feeds.unfit import DoesNotFit
 
@@ -126,7 +126,7 @@ def _parquet(file: Path, key: str) -> list[dict[str, Any]]:
     try:
         return pyarrow.parquet.read_table(file).to_pylist()
     except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{key} is not a Parquet file: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{key} is not a Parquet file: {first_line(error)}") from error
 
 
 def _jsonl(file: Path, key: str) -> list[dict[str, Any]]:
@@ -165,11 +165,8 @@ def _hub(source: SourceConfig, key: str) -> list[dict[str, Any]]:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
-    owner, name, *config = source.path.removeprefix(HUB).split("/", 2) + [""] * ("/" not in source.path)
-    path = f"{owner}/{name}" if name else owner
+    parts = source.path.removeprefix(HUB).split("/", 2)  # NAME is OWNER/NAME but for a few old sets
     try:
-        return load_dataset(path, config[0] if config else None, split=source.split).to_list()
+        return load_dataset("/".join(parts[:2]), *parts[2:], split=source.split).to_list()
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        raise UserError(
-            f"{key} (split {source.split}) cannot be had from the hub: {str(error).splitlines()[0]}"
-        ) from error
+        raise UserError(f"{key} (split {source.split}) cannot be had from the hub: {first_line(error)}") from error

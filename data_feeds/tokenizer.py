@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from core.errors import UserError
+from core.errors import UserError, first_line
 from core.types import Message
 
 Learn = Literal["everything", "last_reply"] | Sequence[str]
@@ -143,7 +143,7 @@ class ChatTokenizer:
             try:
                 return self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply_next)
             except TemplateError as error:
-                raise TemplateRefuses(str(error).splitlines()[0]) from error
+                raise TemplateRefuses(first_line(error)) from error
         return "".join(m["content"] + (self.hf.eos_token if m["role"] == "assistant" else "") for m in messages)
 
 

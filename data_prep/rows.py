@@ -1,13 +1,23 @@
-"""The columns that every data set has here: id, messages, answer."""
+"""The columns that every data set has here: id, messages, answer; and two more where there are preferences."""
 
 from __future__ import annotations
 
+import argparse
+import gzip
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from core.errors import UserError, first_line
+from data_feeds.unfit import Unfit
+
+Record = dict[str, Any]
+"""One row in its original form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +28,9 @@ class Row:
     """Chat turns with "role" and "content"; one for SFT ends in an assistant's turn."""
     answer: str
     """Ground truth for the reward; the policy never sees it."""
+    chosen: str | None = None
+    """Preferences: the better reply to `messages`, and the worse."""
+    rejected: str | None = None
 
 
 SCHEMA = pa.schema(
@@ -25,15 +38,75 @@ SCHEMA = pa.schema(
         ("id", pa.string()),
         ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
         ("answer", pa.string()),
+        ("chosen", pa.string()),
+        ("rejected", pa.string()),
     ]
 )
+PREFERENCES = ("chosen", "rejected")
+"""Written only where some row has them."""
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
     """Write Parquet, or JSONL when the name ends so; the folder is made."""
+    written = [n for n in SCHEMA.names if n not in PREFERENCES or any(getattr(row, n) is not None for row in rows)]
+    plain = [{name: asdict(row)[name] for name in written} for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in plain), encoding="utf-8")
     else:
-        pq.write_table(pa.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA), path)
+        schema = pa.schema([SCHEMA.field(name) for name in written])
+        pq.write_table(pa.Table.from_pylist(plain, schema=schema), path)
     print(f"{path}: {len(rows)} rows")
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read JSON (a list of objects) or JSONL, either also as .gz. Raises UserError naming the file and the line."""
+    if not path.is_file():
+        raise UserError(f"--from {path}: there is no such file")
+    whole = path.read_bytes()
+    text = (gzip.decompress(whole) if path.suffix == ".gz" else whole).decode("utf-8")
+    if path.name.removesuffix(".gz").endswith(".json"):
+        listed = _parsed(text, f"--from {path}")
+        if not isinstance(listed, list):
+            raise UserError(f"--from {path} must hold a list of objects, found {type(listed).__name__}")
+        records = list(enumerate(listed, start=1))
+    else:
+        lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
+        records = [(n, _parsed(line, f"--from {path}, line {n}")) for n, line in lines]
+    for n, record in records:
+        if not isinstance(record, dict):
+            raise UserError(f"--from {path}: row {n} is not an object, found {record!r:.60}")
+    return [record for _, record in records]
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is not JSON: {error.msg}") from error
+
+
+def read_hub(name: str, split: str, **more: Any) -> list[Record]:
+    """Read a split of a data set on the Hugging Face hub; `more` goes to datasets.load_dataset."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return load_dataset(name, split=split, **more).to_list()
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        raise UserError(f"{name} cannot be had from the hub: {first_line(error)}; use --from") from error
+
+
+def convert(
+    parser: argparse.ArgumentParser, out: Path, make: Callable[[], tuple[list[Row], Unfit]], *, limit: int | None
+) -> None:
+    """Write what `make` gives and say what did not fit; whatever is wrong ends the program with one sentence."""
+    try:
+        rows, unfit = make()
+    except UserError as error:
+        parser.error(str(error))
+    if not rows:
+        parser.error(f"none of {unfit.looked_at} rows fits: {str(unfit) or 'it is empty'}")
+    write_rows(out, rows[:limit])
+    if unfit.rows:
+        print(f"{out}: {unfit.rows} of {unfit.looked_at} rows do not fit and are left out: {unfit}")

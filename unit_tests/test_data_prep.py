@@ -9,9 +9,15 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep import arithmetic, gsm8k, smollm2, tiny_model
+from configs.schema import DataConfig
+from core.errors import UserError
+from data_feeds.feed import load_groups
+from data_feeds.tokenizer import ChatTokenizer
+from data_prep import arithmetic, chats, deepscaler, gsm8k, hh_rlhf, smollm2, tiny_model
 from data_prep.arithmetic import Task
+from data_prep.rows import read_records
 
+HERE = Path(__file__).parent
 USER = {"role": "user", "content": "Hi 1+2=?\n"}
 ASSISTANT = {"role": "assistant", "content": "03"}
 
@@ -102,6 +108,125 @@ def test_gsm8k_reads_the_original_form_and_names_the_line_that_is_not(tmp_path: 
     source.write_text(json.dumps(RECORD) + '\n{"prompt": "?"}\n')
     with pytest.raises(ValueError, match=r'line 2: expected an object with "question" and "answer"'):
         gsm8k.read_original(source)
+
+
+def test_deepscaler_keeps_real_problems_and_counts_those_without_an_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows are some of the originals (MIT): two of AIME, one of AMC, three of MATH's test and two of its train."""
+    out = tmp_path / "rows.parquet"
+    deepscaler.main(["--out", str(out), "--from", str(HERE / "deepscaler_rows.json")])
+    rows = pq.read_table(out).to_pylist()
+    answers = ["630", "250", "8", r"\left( 3, \frac{\pi}{2} \right)", "6+9i", "6", "(3, -1)"]
+    assert [row["answer"] for row in rows] == answers  # AMC's stands there as 8.0
+    assert rows[0]["id"] == "deepscaler/unit_tests/deepscaler_rows/0" and "chosen" not in rows[0]
+    assert rows[0]["messages"][0]["content"].endswith(r"final answer within \boxed{}.")
+    assert "1 of 8 rows do not fit and are left out: 1 missing_column" in capsys.readouterr().out
+
+
+def test_hh_rlhf_is_cut_where_the_two_conversations_part(tmp_path: Path) -> None:
+    """Short pairs of the original (MIT), without the most offensive ones."""
+    out = tmp_path / "rows.jsonl"
+    hh_rlhf.main(["--split", "test", "--out", str(out), "--from", str(HERE / "hh_rlhf_rows.jsonl")])
+    originals = read_records(HERE / "hh_rlhf_rows.jsonl")
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == len(originals) == 300
+    names = {"user": "Human", "assistant": "Assistant"}
+    for row, original in zip(rows, originals, strict=True):
+        for column in ("chosen", "rejected"):
+            turns = [*row["messages"], {"role": "assistant", "content": row[column]}]
+            written = "".join(f"{names[m['role']]}:{m['content']}" for m in turns)
+            assert "".join(written.split()) == "".join(original[column].split())
+
+
+def test_hh_rlhf_counts_pairs_that_part_early_or_have_no_two_replies() -> None:
+    asked = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: And?\n\nAssistant:"
+    records = [
+        {"chosen": asked + " Yes", "rejected": asked + " No"},
+        {"chosen": asked + " Yes", "rejected": asked.replace("Hello", "Go") + " No"},
+        {"chosen": asked + " Yes", "rejected": asked},
+        {"chosen": asked + " Yes", "rejected": asked + " Yes "},
+        {"chosen": asked + " Yes", "rejected": asked + " No\n\nHuman: Why?"},
+        {"chosen": asked + " Yes"},
+        {"chosen": "Yes", "rejected": "No"},
+    ]
+    [row], unfit = hh_rlhf.make(records, split="test")
+    assert [m["role"] for m in row.messages] == ["user", "assistant", "user"]
+    assert (row.chosen, row.rejected) == ("Yes", "No")
+    assert {reason: case.rows for reason, case in unfit.cases.items()} == {
+        "not_one_prompt": 1,
+        "empty": 1,
+        "same_reply": 1,
+        "no_reply": 1,
+        "missing_column": 1,
+        "bad_messages": 1,
+    }
+
+
+def test_prepared_pairs_are_read_as_pairs(tmp_path: Path, tiny_path: str) -> None:
+    out = tmp_path / "pairs.parquet"
+    hh_rlhf.main(["--split", "test", "--out", str(out), "--from", str(HERE / "hh_rlhf_rows.jsonl")])
+    data = DataConfig(train=str(out), max_prompt_tokens=800, max_unfit_share=0)
+    feed = load_groups(data, "train", ChatTokenizer(tiny_path, "chat"), rows="pairs", seed=0)
+    assert len(feed.all()) == 300
+    assert {tuple(s.reward for s in group) for group in feed.all()} == {(1.0, 0.0)}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [USER, ASSISTANT]},
+        {"conversations": [{"from": "human", "value": "Hi 1+2=?\n"}, {"from": "gpt", "value": "03"}]},
+        {"prompt": "Hi 1+2=?\n", "completion": "03"},
+        {"prompt": "Hi 1+2=?\n", "response": "03"},
+        {"prompt": [USER], "completion": [ASSISTANT]},
+    ],
+    ids=["messages", "ShareGPT", "completion", "response", "lists"],
+)
+def test_common_forms_of_chats_become_one(record: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "talk.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps(record | {"system": "Be brief.", "score": 1}) + "\n")
+    chats.main(["--from", str(source), "--out", str(out)])
+    told = {"role": "system", "content": "Be brief."}
+    assert json.loads(out.read_text()) == {"id": "talk/0", "messages": [told, USER, ASSISTANT], "answer": ""}
+    assert "not kept: score" in capsys.readouterr().out
+
+
+def test_chats_that_would_be_misread_are_counted() -> None:
+    turn = {"from": "gpt", "value": "03"}
+    records = [
+        {"id": "a", "answer": 3, "messages": [USER]},
+        {"conversations": [{"from": "bing", "value": "?"}, turn]},
+        {"messages": [USER | {"tool_calls": [1]}]},
+        {"messages": [USER], "prompt": "?", "completion": "!"},
+        {"prompt": "?"},
+        {"prompt": "?", "completion": "!", "response": "!"},
+        {"conversations": [turn | {"value": ""}]},
+    ]
+    [row], unfit = chats.make(records, name="talk")
+    assert (row.id, row.answer) == ("a", "3")
+    found = {reason: (case.rows, case.example) for reason, case in unfit.cases.items()}
+    assert found == {"bad_messages": (3, "talk/1"), "missing_column": (2, "talk/4"), "empty": (1, "talk/6")}
+
+
+def test_a_file_that_is_not_of_the_original_form_ends_a_script_with_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = {
+        "bad.jsonl": ("{", "line 1 is not JSON"),
+        "bad.json": ("{}", "must hold a list"),
+        "one.jsonl": ("3", "row 1"),
+    }
+    for name, (text, said) in (cases | {"empty.jsonl": ("", "it is empty"), "odd.jsonl": ("{}", "none of 1 ")}).items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(SystemExit):
+            chats.main(["--from", str(tmp_path / name), "--out", str(tmp_path / "out.jsonl")])
+        assert said in capsys.readouterr().err
+    with pytest.raises(UserError, match="no such file"):
+        read_records(tmp_path / "nowhere.jsonl")
+    with pytest.raises(SystemExit):
+        hh_rlhf.main(["--split", "test", "--out", str(tmp_path / "out.jsonl")])
+    assert "cannot be had from the hub" in capsys.readouterr().err, "no test asks a model hub"
 
 
 def test_the_tiny_model_loads_says_what_it_is_told_and_is_its_seed(tmp_path: Path) -> None:

@@ -385,3 +385,23 @@ def test_supervised_loss_falls_and_is_a_token_mean(recipe, tmp_path, sums):
     assert summary["before"]["eval/loss"] == pytest.approx(torch.log(torch.tensor(103.0)).item(), abs=0.3)
     assert summary["after"]["eval/loss"] < 0.6 * summary["before"]["eval/loss"]
     assert [m["step"] for m in metrics_of(folder_of(tmp_path)) if "eval/loss" in m] == [5, 11]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rl", "sl"])
+def test_a_mixture_tells_what_it_drew_from_whom(recipe, tmp_path, sums, kind):
+    first = "train" if kind == "rl" else "sft"
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}][: 1 if kind == "rl" else 2]
+    small = file_of(tmp_path / "small.jsonl", json.dumps({"messages": turns, "answer": "2"}) + '\n{"messages": []}\n')
+    sources = [{"path": str(sums / f"{first}.parquet"), "ratio": 3}, {"path": small}]
+    config = recipe({"data.train": sources, "data.max_unfit_share": 0.5}, kind=kind)
+    done = program(config, main=f"main_{kind}.py")
+    assert done.returncode == 0, done.stderr
+    per_step = 4 if kind == "rl" else 5
+    last = metrics_of(folder_of(tmp_path))[-1]
+    assert last[f"data/{first}/rows"] + last["data/small/rows"] == 2 * per_step
+    assert last["data/small/epoch"] == last["data/small/rows"] == 2.0
+    assert ("reward/small" in last) == (kind == "rl")
+    assert "data.train: of small, 1 rows are used and 1 do not fit: 1 " in done.stdout
+    summary = json.loads((folder_of(tmp_path) / "summary.json").read_text())
+    assert summary["data.train"]["small"]["used"] == 1

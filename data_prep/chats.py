@@ -1,0 +1,102 @@
+"""Conversations in the forms that are common, from JSONL or the hub.
+
+    python -m data_prep.chats --out data/chats.parquet --from downloads/chats.jsonl
+    python -m data_prep.chats --out data/chats.parquet --hub OWNER/NAME --split train
+
+A row is {"messages": [{"role", "content"}]}, {"conversations": [{"from", "value"}]} (ShareGPT), or {"prompt"} with
+{"completion"} or {"response"}, each text or messages. "system" goes before the first turn; "id" and "answer" are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from core.types import Message
+from data_feeds.unfit import DoesNotFit, Unfit, sift
+from data_prep.rows import Record, Row, convert, read_hub, read_records
+
+ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
+"""Their name -> ours."""
+REPLIES = ("completion", "response")
+KEPT = {"id", "answer", "system", "messages", "conversations", "prompt", *REPLIES}
+
+
+def make(records: list[Record], *, name: str) -> tuple[list[Row], Unfit]:
+    """Rows in our form; those without an id get `name` and their number."""
+    numbered = [(str(record.get("id") or f"{name}/{i}"), record) for i, record in enumerate(records)]
+    return sift([(row_id, (row_id, record)) for row_id, record in numbered], lambda one: _row(*one))
+
+
+def not_kept(records: list[Record]) -> list[str]:
+    """The columns that our form has no place for."""
+    return sorted({name for record in records for name in record} - KEPT)
+
+
+def _row(row_id: str, record: Record) -> Row:
+    messages = _turns(record)
+    if system := record.get("system"):
+        messages = [*_messages(system, "system", text_is="system"), *messages]
+    if any(m["role"] == "assistant" and not m["content"].strip() for m in messages):
+        raise DoesNotFit("empty", "an assistant turn is empty")
+    answer = record.get("answer")
+    return Row(id=row_id, messages=messages, answer="" if answer is None else str(answer))
+
+
+def _turns(record: Record) -> list[Message]:
+    """What is said in a row, in whichever form it is written."""
+    whole = [column for column in ("messages", "conversations") if record.get(column)]
+    if len(whole) > 1 or (whole and record.get("prompt")):
+        raise DoesNotFit("bad_messages", f"it is written in two forms at once: {', '.join([*whole, 'prompt'][:2])}")
+    if whole:
+        return _messages(record[whole[0]], whole[0], text_is="user")
+    replies = [column for column in REPLIES if record.get(column)]
+    if not record.get("prompt") or len(replies) != 1:
+        raise DoesNotFit(
+            "missing_column", "it has neither messages nor conversations, nor prompt and one of completion and response"
+        )
+    asked = _messages(record["prompt"], "prompt", text_is="user")
+    return [*asked, *_messages(record[replies[0]], replies[0], text_is="assistant")]
+
+
+def _messages(given: Any, column: str, *, text_is: str) -> list[Message]:
+    if isinstance(given, str):
+        return [{"role": text_is, "content": given}]
+    if not isinstance(given, list) or not given:
+        raise DoesNotFit("bad_messages", f"{column} must be text or a list of turns, found {given!r:.60}")
+    return [_message(turn, column) for turn in given]
+
+
+def _message(turn: Any, column: str) -> Message:
+    who, said = ("from", "value") if isinstance(turn, dict) and "from" in turn else ("role", "content")
+    if not isinstance(turn, dict) or not isinstance(turn.get(said), str) or turn.get(who) not in ROLES:
+        raise DoesNotFit(
+            "bad_messages", f"a turn of {column} must have a {who} of {', '.join(ROLES)} and text, found {turn!r:.60}"
+        )
+    if lost := {name for name, value in turn.items() if name not in (who, said) and value is not None}:
+        raise DoesNotFit("bad_messages", f"a turn of {column} holds {min(lost)!r}, which no template would be shown")
+    return {"role": ROLES[turn[who]], "content": turn[said]}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.chats", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="a name that ends in .parquet or .jsonl")
+    origin = parser.add_mutually_exclusive_group(required=True)
+    origin.add_argument("--from", type=Path, dest="source", help="local JSONL or JSON, also .gz")
+    origin.add_argument("--hub", help="name of a data set on the hub")
+    parser.add_argument("--split", default="train", help="of the hub's data set (default %(default)s)")
+    parser.add_argument("--limit", type=int, help="only so many rows")
+    args = parser.parse_args(argv)
+
+    def made() -> tuple[list[Row], Unfit]:
+        records = read_records(args.source) if args.source else read_hub(args.hub, args.split)
+        if lost := not_kept(records):
+            print(f"not kept: {', '.join(lost)}")
+        return make(records, name=args.source.stem if args.source else args.hub)
+
+    convert(parser, args.out, made, limit=args.limit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""DeepScaleR's mathematics (https://github.com/agentica-project/rllm, MIT): problems of AIME, AMC and MATH.
+
+    python -m data_prep.deepscaler --out data/deepscaler/train.parquet
+    python -m data_prep.deepscaler --out data/deepscaler/aime.parquet --from downloads/test/aime.json
+
+The answers are LaTeX or numbers, for reward.fn=math_verify. From the hub comes DeepScaleR-Preview, 40,000 problems;
+`--from` takes files of the original form, several at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from data_feeds.unfit import DoesNotFit, Unfit, sift
+from data_prep.rows import Record, Row, convert, read_hub, read_records
+
+HUB_ID = "agentica-org/DeepScaleR-Preview-Dataset"
+PROMPT_FORM = "{problem}\nLet's think step by step and output the final answer within \\boxed{{}}."
+
+
+def make(records: dict[str, list[Record]], *, prompt_form: str = PROMPT_FORM) -> tuple[list[Row], Unfit]:
+    """Rows from records with "problem" and "answer", by the name of the file they come from."""
+    numbered = [(f"deepscaler/{name}/{i}", record) for name, of in records.items() for i, record in enumerate(of)]
+    return sift([(row_id, (row_id, record)) for row_id, record in numbered], lambda one: _row(*one, prompt_form))
+
+
+def _row(row_id: str, record: Record, prompt_form: str) -> Row:
+    problem, answer = record.get("problem"), record.get("answer")
+    if not isinstance(problem, str) or not problem.strip():
+        raise DoesNotFit("missing_column", "it has no problem")
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)  # AMC's are written 142.0
+    if answer is None or not str(answer).strip():
+        raise DoesNotFit("missing_column", "it has no answer")
+    messages = [{"role": "user", "content": prompt_form.format(problem=problem)}]
+    return Row(id=row_id, messages=messages, answer=str(answer).strip())
+
+
+def read(files: list[Path]) -> dict[str, list[Record]]:
+    """By folder and file ("test/aime"); the whole of the hub's data set where no file is given."""
+    if not files:
+        return {"preview": read_hub(HUB_ID, "train")}
+    return {f"{path.parent.name}/{path.stem}": read_records(path) for path in files}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.deepscaler", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="a name that ends in .parquet or .jsonl")
+    parser.add_argument("--from", type=Path, nargs="+", dest="files", default=[], help="local JSON instead of the hub")
+    parser.add_argument("--prompt-form", default=PROMPT_FORM, help="with {problem} in it")
+    parser.add_argument("--limit", type=int, help="only so many rows")
+    args = parser.parse_args(argv)
+    convert(parser, args.out, lambda: make(read(args.files), prompt_form=args.prompt_form), limit=args.limit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""HH-RLHF (https://arxiv.org/abs/2204.05862, MIT): pairs of conversations of which people preferred one.
+
+    python -m data_prep.hh_rlhf --split train --out data/hh_rlhf/train.parquet
+    python -m data_prep.hh_rlhf --split test --out data/hh_rlhf/test.parquet --from downloads/test.jsonl.gz
+
+`messages` are the turns that both conversations share, `chosen` and `rejected` the last replies. `--subset` names a
+part of the hub's data set (harmless-base, helpful-base, ...). The texts were made to provoke harm; many are offensive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from core.types import Message
+from data_feeds.unfit import DoesNotFit, Unfit, sift
+from data_prep.rows import Record, Row, convert, read_hub, read_records
+
+HUB_ID = "Anthropic/hh-rlhf"
+ROLES = {"Human": "user", "Assistant": "assistant"}
+TURN = re.compile(r"\n\n(Human|Assistant):")
+
+
+def make(records: list[Record], *, split: str) -> tuple[list[Row], Unfit]:
+    """Rows from records with two whole conversations, "chosen" and "rejected"."""
+    numbered = [(f"hh_rlhf/{split}/{i}", record) for i, record in enumerate(records)]
+    return sift([(row_id, (row_id, record)) for row_id, record in numbered], lambda one: _row(*one))
+
+
+def _row(row_id: str, record: Record) -> Row:
+    chosen, rejected = _turns(record, "chosen"), _turns(record, "rejected")
+    if chosen[:-1] != rejected[:-1]:
+        raise DoesNotFit("not_one_prompt", "the two conversations part before their last turn")
+    if not chosen[:-1]:
+        raise DoesNotFit("empty", "nothing comes before the reply")
+    if chosen[-1]["content"] == rejected[-1]["content"]:
+        raise DoesNotFit("same_reply", "chosen and rejected are the same")
+    return Row(
+        id=row_id, messages=chosen[:-1], answer="", chosen=chosen[-1]["content"], rejected=rejected[-1]["content"]
+    )
+
+
+def _turns(record: Record, column: str) -> list[Message]:
+    """The turns of a conversation that ends in a reply."""
+    text = record.get(column)
+    if not isinstance(text, str):
+        raise DoesNotFit("missing_column", f"it has no {column}")
+    before, *parts = TURN.split(text)
+    turns = [{"role": ROLES[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
+    if before.strip() or not turns:
+        raise DoesNotFit("bad_messages", f"{column} does not begin with a turn of Human or Assistant: {text[:60]!r}")
+    if turns[-1]["role"] != "assistant":
+        raise DoesNotFit("no_reply", f"{column} does not end in a turn of Assistant")
+    if not turns[-1]["content"]:
+        raise DoesNotFit("empty", f"the last reply of {column} is empty")
+    return turns
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.hh_rlhf", description=__doc__.split("\n")[0])
+    parser.add_argument("--split", choices=["train", "test"], required=True)
+    parser.add_argument("--subset", default="harmless-base", help="folder of the hub's data set (default %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help="a name that ends in .parquet or .jsonl")
+    parser.add_argument("--from", type=Path, dest="source", help="local JSONL or JSONL.gz instead of the hub")
+    parser.add_argument("--limit", type=int, help="only so many rows")
+    args = parser.parse_args(argv)
+
+    def made() -> tuple[list[Row], Unfit]:
+        whole = read_records(args.source) if args.source else read_hub(HUB_ID, args.split, data_dir=args.subset)
+        return make(whole, split=args.split)
+
+    convert(parser, args.out, made, limit=args.limit)
+
+
+if __name__ == "__main__":
+    main()
