@@ -201,9 +201,11 @@ class TrainerConfig(Section):
 
 class CheckpointConfig(Section):
     every: int = Field(0, ge=0)
-    """Steps between two checkpoints; 0 makes none. One is made at the end as well."""
+    """Steps between two checkpoints; 0 makes none. One is made at the end as well. They lie in the run folder's
+    checkpoints/; every rank writes its share there, so on several machines run_dir must be a folder that all share."""
     keep: int = Field(2, ge=1)
-    """So many of the newest stay, and the one with the best held-out measure."""
+    """So many of the newest stay, and the one with the lowest eval/loss of those made at a step that measured it (see
+    eval_every; RL measures none). `last` and `best` point at them."""
 
 
 class RunConfig(Section):
@@ -227,7 +229,9 @@ class RunConfig(Section):
     """Folder for a second copy of the final model, under a name that the next recipe can know."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: str | None = None
-    """A run folder: go on from its newest complete checkpoint, exactly, in a new run folder."""
+    """A run folder, or one of its checkpoints: go on from it (its newest complete one), exactly, in a new run folder.
+    What the gradient depends on must be as it was, or one sentence names the first key that is not; core/recipe.py
+    lists what may differ, such as steps under a constant learning rate. Name only what you trust: it is unpickled."""
     timeout_s: float = Field(1800.0, gt=0)
     """Deadline of every remote call: start of an engine, collecting, a training step."""
     model: ModelConfig

@@ -364,7 +364,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(recipe, tmp_path, monkeypat
     assert numbers_of(killed) == numbers_of(whole)[:3]
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 @pytest.mark.timeout(300)
 def test_a_run_of_two_deepspeed_ranks_goes_on_to_the_bit(recipe, tmp_path, monkeypatch, capsys):
     parallel = {"backend": "ray", "trainer.ranks": 2, "trainer.zero_stage": 2, "steps": 4}
