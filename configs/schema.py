@@ -278,12 +278,28 @@ class RLConfig(RunConfig):
             raise ValueError(
                 f"a source of data.train is called {min(clash)}, as is another reward in the log: set its name"
             )
+        if refused := self._why_no_adapter_alone():
+            raise ValueError(f"weight_sync.lora is adapter, {refused}, or weight_sync.lora to merged")
         if self.longest > self.trainer.micro_batch_tokens:
             raise ValueError(
                 f"one sample may reach {self.longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens), more "
                 f"than trainer.micro_batch_tokens={self.trainer.micro_batch_tokens}: raise that, or lower those"
             )
         return self
+
+    def _why_no_adapter_alone(self) -> str | None:
+        lora = self.model.lora
+        if self.weight_sync.lora == "merged":
+            return None
+        if lora is None:
+            return "and the model has none: set model.lora"
+        if self.rollout.engine != "vllm":
+            return "and only vLLM samples with an adapter beside the weights: set rollout.engine to vllm"
+        if lora.dora:
+            return "and vLLM has no DoRA: set model.lora.dora to false"
+        if lora.r > 512:
+            return f"and vLLM takes ranks up to 512: lower model.lora.r={lora.r}"
+        return None
 
     @property
     def longest(self) -> int:

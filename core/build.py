@@ -9,7 +9,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from algs import load_algorithm
-from configs.schema import DataConfig, ModelConfig, RewardConfig, RLConfig, RolloutConfig, RunConfig, TrainerConfig
+from configs.schema import (
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    RewardConfig,
+    RLConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from core.cluster import Cluster, Local, Place, Remote, Resources, Workers
 from core.errors import UserError
 from core.loading import FileSpec, load_module, resolve
@@ -19,6 +28,7 @@ from rewards import resolve_reward
 from rollouts.engine import Engine
 from rollouts.envs import ENVIRONMENTS, Env
 from rollouts.publish import LocalSync, Probe, RemoteSync, WeightSync
+from trainers.weights import Part
 
 if TYPE_CHECKING:
     from trainers.step import Settings
@@ -93,6 +103,8 @@ class RolloutPlan:
     timeout_s: float
     over_nccl: bool
     """How the weights come; decided once, for trainer and engines."""
+    lora: LoraConfig | None
+    """The adapter that comes instead of weights, beside those of the model's folder; None where weights come."""
 
 
 def build_worker(place: Place | None, plan: RolloutPlan) -> Any:
@@ -128,6 +140,7 @@ def build_engine(place: Place | None, plan: RolloutPlan, stop_token_ids: list[in
 
         return HfEngine(**common)
     from rollouts.vllm_engine import LocalVllmEngine, VllmEngine
+    from trainers.lora import with_named_targets
 
     return (LocalVllmEngine if place is None else partial(VllmEngine, over_nccl=plan.over_nccl))(
         **common,
@@ -138,7 +151,8 @@ def build_engine(place: Place | None, plan: RolloutPlan, stop_token_ids: list[in
         kv_cache_gib=rollout.kv_cache_gib if gpus_here() == 0 else None,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enforce_eager=rollout.enforce_eager,
-        load_format="dummy",  # the first publish brings the weights
+        load_format="dummy" if plan.lora is None else "auto",  # the first publish brings the weights
+        lora=plan.lora and with_named_targets(plan.lora, plan.model.path),
     )
 
 
@@ -191,6 +205,7 @@ def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
         seed=cfg.seed,
         timeout_s=cfg.weight_sync.timeout_s,
         over_nccl=over_nccl(cfg),
+        lora=cfg.model.lora if cfg.weight_sync.lora == "adapter" else None,
     )
 
 
@@ -253,14 +268,16 @@ def weight_sync_of(cfg: RLConfig, trainers: Workers, rollouts: Workers, probe_id
     bound = cfg.weight_sync.probe_tolerance or (0.002 if cfg.model.dtype == "float32" else 0.1)
     probe = Probe(token_ids=probe_ids, bound=bound)
     max_bytes = cfg.weight_sync.bucket_mib * 2**20
+    part: Part = "adapter" if cfg.weight_sync.lora == "adapter" else "whole"
     if isinstance(trainers, Local) and isinstance(rollouts, Local):
-        return LocalSync(trainers, rollouts, probe, max_bytes)
+        return LocalSync(trainers, rollouts, probe, max_bytes, part)
     assert isinstance(trainers, Remote) and isinstance(rollouts, Remote)
     return RemoteSync(
         trainers=trainers,
         rollouts=rollouts,
         probe=probe,
         max_bytes=max_bytes,
+        part=part,
         ranks_per_engine=cfg.rollout.tensor_parallel,
         timeout_s=cfg.weight_sync.timeout_s,
         over_nccl=over_nccl(cfg),

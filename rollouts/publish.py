@@ -9,6 +9,7 @@ from typing import Protocol
 from core.cluster import Local, Remote, together
 from rollouts.fingerprint import fingerprint
 from rollouts.weight_sync import Bucket, verify
+from trainers.weights import Part
 
 
 class WeightSync(Protocol):
@@ -34,14 +35,18 @@ class LocalSync:
     rollouts: Local
     probe: Probe
     max_bytes: int
+    part: Part
 
     async def publish(self, version: int) -> dict[str, float]:
         trainer, engine = self.trainers.worker, self.rollouts.worker.engine
         sent: dict[str, int] = {}
+        nbytes = 0
 
         def sending() -> Iterator[Bucket]:
-            for bucket in trainer.weights(self.max_bytes):
+            nonlocal nbytes
+            for bucket in trainer.weights(self.max_bytes, self.part):
                 sent.update(fingerprint(bucket))
+                nbytes += sum(tensor.nbytes for _, tensor in bucket)
                 yield bucket
 
         await engine.load(version, sending())
@@ -52,7 +57,7 @@ class LocalSync:
             probe_logp=[await engine.probe(self.probe.token_ids)],
             bound=self.probe.bound,
         )
-        return {"sync/probe_gap": gap}
+        return {"sync/probe_gap": gap, "sync/bytes": float(nbytes)}
 
 
 @dataclass(slots=True)
@@ -63,6 +68,7 @@ class RemoteSync:
     rollouts: Remote
     probe: Probe
     max_bytes: int
+    part: Part
     ranks_per_engine: int
     timeout_s: float
     over_nccl: bool
@@ -73,17 +79,17 @@ class RemoteSync:
             await self._join()
         # They meet in a broadcast; where one fails, the others are not waited for.
         [sent, *_], _ = await together(
-            [self.trainers.all("send_weights", self.max_bytes), self.rollouts.all("engine.receive", version)]
+            [self.trainers.all("send_weights", self.max_bytes, self.part), self.rollouts.all("engine.receive", version)]
         )
         expected, *_ = await self.trainers.all("probe", self.probe.token_ids)
         gap = verify(
-            sent,
+            sent.checksums,
             await self.rollouts.all("engine.fingerprint"),
             expected_logp=expected,
             probe_logp=await self.rollouts.all("engine.probe", self.probe.token_ids),
             bound=self.probe.bound,
         )
-        return {"sync/probe_gap": gap}
+        return {"sync/probe_gap": gap, "sync/bytes": float(sent.nbytes)}
 
     async def _join(self) -> None:
         address, _ = await self.trainers.ask(0, "free_address")

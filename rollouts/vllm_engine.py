@@ -1,7 +1,8 @@
 """vLLM behind the `Engine` interface: `VllmEngine` in processes of its own, `LocalVllmEngine` in the caller's.
 
-Both take weights through vLLM's weight-transfer API (rollouts/vllm_worker.py) and clear the prefix cache
-with every update. vLLM is imported when an engine is made, after its environment is set.
+Both take weights through vLLM's weight-transfer API (rollouts/vllm_worker.py), or an adapter alone beside the model's
+own weights, and clear the prefix cache with every update. vLLM is imported when an engine is made, after its
+environment is set.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ from typing import Any, Literal
 
 import torch
 
+from configs.schema import LoraConfig
 from core.errors import RunStopped
 from rollouts.engine import Completion
 from rollouts.weight_sync import Bucket
 
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM can make room for."""
+ADAPTER_ID = 1
+"""As in rollouts/vllm_worker.py, which cannot be imported before vLLM's environment is set."""
 _UNPUBLISHED = -1
 """The version of tokens that were sampled before the first update."""
 
@@ -41,6 +47,7 @@ class _Vllm:
         gpu_memory_utilization: float = 0.85,
         enforce_eager: bool = False,
         load_format: Literal["auto", "dummy"] = "auto",
+        lora: LoraConfig | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         """Start the engine; it returns when requests can be made.
@@ -49,11 +56,13 @@ class _Vllm:
         cores: the CPU cores of this engine, shared out among its ranks; all that the process may use by default.
         kv_cache_gib: size of the KV cache per rank; by default what `gpu_memory_utilization` leaves (4 on a CPU).
         load_format: "dummy" leaves the weights random until the first update.
+        lora: updates bring this adapter, its `targets` named one by one, and the weights stay the model's own.
         timeout_s: how long one step of a weight update may take.
         """
         self._temperature = temperature
         self._stop_token_ids = list(stop_token_ids)
         self._timeout_s = timeout_s
+        self._lora = lora
         on_cpu = not torch.cuda.is_available()
         if on_cpu:
             _prepare_cpu(cores, tensor_parallel)
@@ -80,6 +89,7 @@ class _Vllm:
             "enable_prefix_caching": True,
             "worker_extension_cls": "rollouts.vllm_worker.WorkerMethods",
             "disable_log_stats": True,
+            **({} if lora is None else _lora_settings(lora)),
         }
         self._start()
 
@@ -150,6 +160,8 @@ class _Vllm:
         return await self._rpc("feynrl_consumed")
 
     async def _update(self, version: int, update_info: dict[str, Any]) -> None:
+        if self._lora is not None:
+            return await self._update_adapter(version, update_info, self._lora)
         await self._rpc("start_weight_update")
         await self._rpc("update_weights", kwargs={"update_info": update_info})
         await self._rpc("finish_weight_update")
@@ -159,6 +171,24 @@ class _Vllm:
                     f"the sync of version {version} had no values for {len(left_out)} parameters of rank {rank}, "
                     f"such as {left_out[0]}"
                 )
+
+    async def _update_adapter(self, version: int, update_info: dict[str, Any], lora: LoraConfig) -> None:
+        config = {"r": lora.r, "lora_alpha": lora.alpha, "target_modules": lora.targets, "use_rslora": lora.rslora}
+        lost = await self._rpc("feynrl_load_adapter", kwargs={"update_info": update_info, "config": config})
+        for rank, names in enumerate(lost):
+            if names:
+                raise RunStopped(
+                    f"the sync of version {version} brought an adapter for {len(names)} layers that vLLM's model has "
+                    f"not (rank {rank}), such as {names[0]}: set weight_sync.lora to merged"
+                )
+
+    def _adapter(self) -> Any:
+        """What a request says of the adapter: the one in memory, never loaded from a folder."""
+        if self._lora is None:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest("policy", ADAPTER_ID, "in memory")
 
     async def _ask(self, token_ids: list[int], params: Any) -> Any:
         raise NotImplementedError
@@ -209,7 +239,12 @@ class VllmEngine(_Vllm):
         del self._llm  # its finalizer fails when it runs at the interpreter's exit
 
     async def _ask(self, token_ids: list[int], params: Any) -> Any:
-        request = self._llm.generate({"prompt_token_ids": token_ids}, params, request_id=str(next(self._requests)))
+        request = self._llm.generate(
+            {"prompt_token_ids": token_ids},
+            params,
+            request_id=str(next(self._requests)),
+            lora_request=self._adapter(),
+        )
         async with aclosing(request) as answers:
             async for answer in answers:
                 return answer
@@ -259,12 +294,20 @@ class LocalVllmEngine(_Vllm):
     def _answer_all(self) -> None:
         waiting, self._waiting = self._waiting, []
         prompts = [{"prompt_token_ids": token_ids} for token_ids, _, _ in waiting]
-        answers = self._llm.generate(prompts, [params for _, params, _ in waiting], use_tqdm=False)
+        params = [params for _, params, _ in waiting]
+        answers = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter())
         for (_, _, future), answer in zip(waiting, answers, strict=True):
             future.set_result(answer)
 
     async def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
         return self._llm.collective_rpc(method, kwargs=kwargs)
+
+
+def _lora_settings(lora: LoraConfig) -> dict[str, Any]:
+    """Only the layers of the adapter are wrapped: vLLM's wrapped head fails where a batch mixes prompts and samples."""
+    rank = next(rank for rank in LORA_RANKS if rank >= lora.r)
+    targets = [name.rpartition(".")[2] for name in lora.targets]
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
 
 
 def _version(label: str) -> int:

@@ -3,6 +3,8 @@
 vLLM loads layer by layer (`initialize_layerwise_reload`): tensors wait until their layer is complete,
 are written into fresh parameters by the model's weight loaders, and are then packed for the kernels. On
 a CPU the parameters are emptied after that, so the proof of a load is taken while the loaders write.
+
+An adapter goes another way: vLLM's LoRA manager takes it from memory, under an id that stays the same.
 """
 
 from __future__ import annotations
@@ -23,12 +25,16 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rollouts.fingerprint import checksum
+from rollouts.fingerprint import checksum, fingerprint
 from rollouts.weight_sync import Bucket, WeightReceiver
 
 _WRAP = 1 << 64
+ADAPTER_ID = 1
+"""Of the only adapter; requests name it."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,19 @@ class Proven(WeightTransferEngine[Any, Any]):
         self.consumed, self.left_out = self._trace.consumed(), sorted(self._untouched)
         del self._trace
 
+    def buckets(self, update_info: Any) -> Iterable[Bucket]:
+        """What the trainer sends in one update."""
+        raise NotImplementedError
+
+    def receive_weights(self, update_info: Any) -> None:
+        self.load(self.buckets(update_info))
+
+    def receive_adapter(self, update_info: Any) -> dict[str, Tensor]:
+        """The adapter's tensors, in memory of our own, and the proof that they came."""
+        tensors = {name: tensor.clone() for bucket in self.buckets(update_info) for name, tensor in bucket}
+        self.consumed, self.left_out = fingerprint(tensors.items()), []
+        return tensors
+
     def shutdown(self) -> None:
         pass
 
@@ -181,8 +200,8 @@ class GlooTransfer(Proven):
             timeout_s=init_info.timeout_s,
         )
 
-    def receive_weights(self, update_info: NoInfo) -> None:
-        self.load(self._receiver.receive())
+    def buckets(self, update_info: NoInfo) -> Iterable[Bucket]:
+        return self._receiver.receive()
 
 
 class NcclTransfer(Proven, NCCLWeightTransferEngine):
@@ -203,10 +222,7 @@ class NcclTransfer(Proven, NCCLWeightTransferEngine):
         )
         self.model_update_group.group.store.set_timeout(timedelta(seconds=init_info.timeout_s))
 
-    def receive_weights(self, update_info: NoInfo) -> None:
-        self.load(self._buckets())
-
-    def _buckets(self) -> Iterator[Bucket]:
+    def buckets(self, update_info: NoInfo) -> Iterator[Bucket]:
         nccl, stream = self.model_update_group, torch.cuda.current_stream()
         while (header := nccl.group.broadcast_obj(None, src=0)) is not None:
             bucket = [(name, torch.empty(shape, dtype=dtype, device=self.device)) for name, dtype, shape in header]
@@ -229,14 +245,45 @@ class LocalTransfer(Proven):
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         pass
 
-    def receive_weights(self, update_info: LocalInfo) -> None:
-        self.load(update_info.buckets)
+    def buckets(self, update_info: LocalInfo) -> Iterable[Bucket]:
+        return update_info.buckets
+
+
+def install_adapter(manager: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> list[str]:
+    """Put an adapter into vLLM's (worker's) LoRA manager in place of the one before it.
+
+    config: of PEFT's. Returns the adapter's layers that the model has not.
+    """
+    helper = PEFTHelper.from_dict(config)
+    helper.validate_legal(manager.lora_config)
+    models = manager._adapter_manager
+    mapper = getattr(models.model, "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
+        ADAPTER_ID,
+        tensors,
+        helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=mapper and mapper.get_rename_mapper(),
+    )
+    fused = {part for parts in models.packed_modules.values() for part in parts}
+    lost = sorted(adapter.loras.keys() - models.modules.keys() - fused)
+    manager.remove_adapter(ADAPTER_ID)
+    models.add_adapter(adapter)
+    models.activate_adapter(ADAPTER_ID)
+    return lost
 
 
 class WorkerMethods:
     """Mixed into vLLM's worker, so that the engine can ask every rank."""
 
     weight_transfer_engine: Proven
+    model_runner: Any
+
+    def feynrl_load_adapter(self, update_info: dict[str, Any], config: dict[str, Any]) -> list[str]:
+        transfer = self.weight_transfer_engine
+        tensors = transfer.receive_adapter(transfer.parse_update_info(update_info))
+        return install_adapter(self.model_runner.lora_manager, tensors, config)
 
     def feynrl_consumed(self) -> dict[str, int]:
         return self.weight_transfer_engine.consumed

@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 from threading import Thread
@@ -32,6 +33,16 @@ from rollouts.fingerprint import difference, fingerprint
 
 Bucket = list[tuple[str, Tensor]]
 """Named full tensors that travel together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What a trainer says of one sync."""
+
+    checksums: dict[str, int]
+    nbytes: int
+    """Of the tensors; what goes to each engine."""
+
 
 _ALIGNMENT = 64
 _PARENT_POLL_S = 1.0
@@ -66,6 +77,9 @@ def _end_with_parent() -> None:
 class WeightSender:
     """The trainer's end. Life: `open`, tell the engines the port, `join` while they join, `send` once per step."""
 
+    sent_bytes: int
+    """Of the tensors of the last `send`."""
+
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._store: TCPStore | None = None
@@ -88,8 +102,10 @@ class WeightSender:
         The tensors are full ones, of the dtype that the engines hold. Buckets are drawn one at a time.
         """
         sent: dict[str, int] = {}
+        self.sent_bytes = 0
         for bucket in buckets:
             sent.update(fingerprint(bucket))
+            self.sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
             self._ship(bucket)
         self._end()
         return sent

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from trainers.lora import save_parts
 from trainers.optimizer import make_optimizer
 from trainers.step import Learner, Settings, Trainer
 from trainers.weights import Part, pieces_of
+
+if TYPE_CHECKING:
+    from rollouts.weight_sync import Sent
 
 
 class DeepSpeedTrainer(Trainer):
@@ -56,11 +59,14 @@ class DeepSpeedTrainer(Trainer):
         """Rank 0 waits until every engine has joined."""
         self.sender.join(members=members)
 
-    def send_weights(self, max_bytes: int) -> dict[str, int] | None:
-        """Stream the weights to the engines; rank 0 returns the fingerprint of what it sent."""
-        stream = self.weights(max_bytes)
+    def send_weights(self, max_bytes: int, part: Part) -> Sent | None:
+        """Stream the weights, or the adapter alone, to the engines; rank 0 says what it sent."""
+        from rollouts.weight_sync import Sent
+
+        stream = self.weights(max_bytes, part)
         if torch.distributed.get_rank() == 0:
-            return self.sender.send(stream)
+            checksums = self.sender.send(stream)
+            return Sent(checksums=checksums, nbytes=self.sender.sent_bytes)
         for _ in stream:  # gathering a partitioned parameter takes every rank
             pass
         return None

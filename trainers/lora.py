@@ -50,15 +50,30 @@ def with_adapter(model: nn.Module, lora: LoraConfig, *, path: str) -> PeftModel:
 
 def check_targets(model: nn.Module, targets: list[str], *, path: str) -> list[str]:
     """The names as given, if each is that of linear layers other than the head."""
-    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if _may_adapt(model, module)}
     matched = {t: [m for name, m in model.named_modules() if f".{name}".endswith(f".{t}")] for t in targets}
     for target, modules in matched.items():
         if not modules or not all(_may_adapt(model, m) for m in modules):
             raise UserError(
                 f"model.lora.targets names {target!r}, which is no linear layer below the head of model.path={path}: "
-                f"take some of {', '.join(sorted(linear))}, or all-linear"
+                f"take some of {', '.join(linear_names(model))}, or all-linear"
             )
     return targets
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Last parts of the names of all linear layers below the head."""
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _may_adapt(model, module)})
+
+
+def with_named_targets(lora: LoraConfig, path: str) -> LoraConfig:
+    """The same with its targets named one by one."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if lora.targets != "all-linear":
+        return lora
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    return lora.model_copy(update={"targets": linear_names(model)})
 
 
 def _may_adapt(model: nn.Module, module: nn.Module) -> bool:

@@ -1,0 +1,137 @@
+"""vLLM samples with an adapter that came alone, beside the weights it read itself; what it says is the trainer's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from configs.schema import LoraConfig
+from core.errors import RunStopped
+from rollouts.fingerprint import fingerprint
+from rollouts.vllm_engine import LocalVllmEngine
+from rollouts.weight_sync import Bucket, verify
+from trainers.lora import with_adapter, with_named_targets
+from trainers.models import load_model
+from trainers.weights import pieces_of
+from unit_tests.test_runs import SEVENS, file_of, folder_of, metrics_of, program
+from unit_tests.test_vllm_engine import BOUND, PROMPT, TEMPERATURE, gap_of_samples, logp, sample, save
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ALPHA = 16.0
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small for two, which would wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def adapted(folder: Path, lora: LoraConfig, *, seed: int) -> nn.Module:
+    """The folder's model with a random adapter, both of its matrices far from zero."""
+    torch.manual_seed(seed)
+    model = with_adapter(load_model(str(folder), dtype="float32", attention="sdpa"), lora, path=str(folder)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def buckets(model: nn.Module) -> list[Bucket]:
+    named = [(piece.name, piece.make()) for piece in pieces_of(model)["adapter"]]
+    return [named[:5], named[5:]]
+
+
+def engine_of(folder: Path, lora: LoraConfig) -> LocalVllmEngine:
+    return LocalVllmEngine(
+        model_path=str(folder),
+        dtype="float32",
+        temperature=TEMPERATURE,
+        max_model_len=256,
+        stop_token_ids=[],
+        kv_cache_gib=0.1,
+        lora=with_named_targets(lora, str(folder)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("qwen2-tied", LoraConfig(r=5, alpha=ALPHA, rslora=True)),
+        ("llama-tied", LoraConfig(r=8, alpha=ALPHA, targets=["v_proj", "mlp.gate_proj", "down_proj"])),
+        *(pytest.param(f, LoraConfig(r=12), marks=pytest.mark.verify) for f in ("qwen3-untied", "mistral-untied")),
+    ],
+)
+def test_an_adapter_alone_brings_the_trainers_policy(family: str, lora: LoraConfig, tmp_path: Path) -> None:
+    base = save(family, tmp_path, seed=0)
+    first, second = (adapted(tmp_path, lora, seed=seed) for seed in (1, 2))
+    engine = engine_of(tmp_path, lora)
+
+    async def follows(version: int, model: nn.Module, others: list[nn.Module]) -> None:
+        held = [p.detach().clone() for p in model.parameters()]
+        await engine.load(version, buckets(model))
+        assert all(torch.equal(p, h) for p, h in zip(model.parameters(), held, strict=True)), "left as it was"
+        assert await engine.cached_tokens(PROMPT) == 0, "keys and values of the old policy are not used again"
+        assert await engine.cached_tokens(PROMPT) == 128, "the control: those of the same policy are"
+        samples = await sample(engine)
+        assert gap_of_samples(model, samples) < BOUND
+        assert all(gap_of_samples(other, samples) > 100 * BOUND for other in others)
+        assert {v for c in samples for v in c.versions} == {version}
+        probing, *_ = await asyncio.gather(engine.probe(PROMPT), sample(engine))
+        verify(
+            fingerprint(pair for bucket in buckets(model) for pair in bucket),
+            [await engine.fingerprint()],
+            expected_logp=logp(model, PROMPT),
+            probe_logp=[probing],
+            bound=BOUND,
+        )
+
+    async def body() -> None:
+        await follows(1, first, [base, second])
+        await follows(2, second, [base, first])
+        tampered = [(name, tensor + 1e-6) for name, tensor in buckets(first)[0]]
+        await engine.load(3, [tampered, buckets(first)[1]])
+        with pytest.raises(RunStopped, match="rank 0 loaded other values of base_model"):
+            sent = fingerprint(pair for bucket in buckets(first) for pair in bucket)
+            verify(sent, [await engine.fingerprint()], expected_logp=[], probe_logp=[], bound=BOUND)
+        stranger = [(name.replace("layers.1", "layers.7"), tensor) for name, tensor in buckets(first)[1]]
+        with pytest.raises(RunStopped, match=r"layers that vLLM's model has not .*layers\.7"):
+            await engine.load(4, [buckets(first)[0], stranger])
+        await engine.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(("zero", "ranks", "tp"), [(1, 1, 1), pytest.param(3, 2, 2, marks=pytest.mark.verify)])
+def test_a_run_sends_the_adapter_alone(recipe, tmp_path, tiny_path, zero, ranks, tp):
+    changes = {
+        "backend": "ray",
+        "steps": 3,
+        "group_size": 16,
+        "model.lora": {"r": 1, "alpha": 8.0},
+        "weight_sync.lora": "adapter",
+        "trainer.lr": 3e-2,
+        "trainer.zero_stage": zero,
+        "trainer.ranks": ranks,
+        "rollout.engine": "vllm",
+        "rollout.tensor_parallel": tp,
+        "rollout.kv_cache_gib": 0.25,
+        "reward.fn": file_of(tmp_path / "sevens.py", SEVENS),
+    }
+    done = program(recipe(changes))
+    assert done.returncode == 0, done.stderr
+    metrics = metrics_of(folder_of(tmp_path))
+    assert all(m["train/mismatch/abs_logp"] < 1e-3 for m in metrics), "what was sampled is what is trained on"
+    assert all(m["sync/probe_gap"] < 1e-3 for m in metrics)
+    whole = (Path(tiny_path) / "model.safetensors").stat().st_size
+    assert all(0 < m["sync/bytes"] < 0.05 * whole for m in metrics)
+    assert metrics[2]["reward/mean"] != metrics[0]["reward/mean"]
+    assert (folder_of(tmp_path) / "model" / "adapter_model.safetensors").is_file()
