@@ -106,6 +106,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
 
     with session.clock.phase("start"):
         rollouts, trainers = await together([engines(), start_trainers(session.cluster, cfg, plan)])
+        pads = await trainers.call(0, "pads")
     probe = prepared.tokenizer.render(feed.prompts[0].messages)[:PROBE_TOKENS]
     if len(probe) < 2:
         raise UserError("data.train: the first prompt has fewer than two tokens")
@@ -119,6 +120,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
         trainers=trainers,
         weights=weight_sync_of(cfg, trainers, rollouts, probe),
         session=session,
+        pads=pads,
         tickets=count(),
     )
 
@@ -134,6 +136,8 @@ class Run:
     trainers: Workers
     weights: WeightSync
     session: Session
+    pads: bool
+    """Do the trainers pad rows? Only they know, having seen the model."""
     tickets: count[int]
     """Every prompt drawn has a number of its own; it seeds the sampling."""
     version: int = 0
@@ -185,11 +189,13 @@ class Run:
         """Train on the groups of a step, dealt over its updates."""
         k = self.cfg.updates_per_step
         with self.session.clock.phase("train"):
-            updates = [self._plan(groups[i::k]).batches() for i in range(k)]  # [update][rank][micro-batch]
+            plans = [self._plan(groups[i::k]) for i in range(k)]
+            updates = [plan.batches() for plan in plans]  # [update][rank][micro-batch]
             metrics = await self.trainers.map(
                 "step", [([update[rank] for update in updates],) for rank in range(len(self.trainers))]
             )
-        return {f"train/{name}": value for name, value in metrics[0].items()}
+        padding = sum(plan.padding for plan in plans) / k
+        return {f"train/{name}": value for name, value in metrics[0].items()} | {"train/padding": padding}
 
     def _plan(self, groups: list[Group]) -> Plan:
         return plan_update(
@@ -198,7 +204,7 @@ class Run:
             self.cfg.trainer.micro_batch_tokens,
             ranks=len(self.trainers),
             horizon=self.cfg.rollout.max_new_tokens,
-            padded=self.cfg.trainer.layout != "packed",
+            padded=self.pads,
         )
 
     async def publish(self, version: int) -> dict[str, float]:

@@ -57,6 +57,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
     plan = plan_trainer(cfg, prepared.loaded.alg_spec, temperature=1.0, total_updates=cfg.total_updates)
     with session.clock.phase("start"):
         trainers = await start_trainers(session.cluster, cfg, plan)
+        pads = await trainers.call(0, "pads")
     return Run(
         cfg=cfg,
         alg=prepared.alg,
@@ -65,6 +66,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
         tokenizer=prepared.tokenizer,
         trainers=trainers,
         session=session,
+        pads=pads,
     )
 
 
@@ -77,12 +79,14 @@ class Run:
     tokenizer: ChatTokenizer
     trainers: Workers
     session: Session
+    pads: bool
+    """Do the trainers pad rows? Only they know, having seen the model."""
 
     async def learn(self, groups: list[Group]) -> dict[str, float]:
         with self.session.clock.phase("train"):
-            per_rank = self._plan(groups).batches()
-            metrics = await self.trainers.map("step", [([micro],) for micro in per_rank])
-        return {f"train/{name}": value for name, value in metrics[0].items()}
+            plan = self._plan(groups)
+            metrics = await self.trainers.map("step", [([micro],) for micro in plan.batches()])
+        return {f"train/{name}": value for name, value in metrics[0].items()} | {"train/padding": plan.padding}
 
     async def evaluate_if_due(self, step: int) -> dict[str, float]:
         every = self.cfg.eval_every
@@ -110,7 +114,7 @@ class Run:
             self.cfg.trainer.micro_batch_tokens,
             ranks=len(self.trainers),
             horizon=self.cfg.data.max_prompt_tokens,
-            padded=self.cfg.trainer.layout != "packed",
+            padded=self.pads,
         )
 
     async def save(self) -> None:
