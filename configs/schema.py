@@ -184,7 +184,9 @@ class TrainerConfig(Section):
     """Tokens in one forward pass. A matter of memory only: the gradient does not depend on it."""
     gradient_checkpointing: bool = False
     layout: Literal["auto", "padded", "packed"] = "auto"
-    """How a micro-batch lies before the attention kernel; auto is packed for flash attention and padded else."""
+    """How a micro-batch lies before the attention kernel: all sequences in one row, or each in a row of its own. auto
+    is packed where the kernel is told the borders: flash attention, and sdpa in the model families of
+    trainers/attention.py; padded elsewhere."""
     max_skipped_updates: int = Field(3, ge=1)
     """An update whose gradient is not finite is skipped on all ranks; so many in a row end the run."""
     deepspeed: dict[str, Any] = Field({})

@@ -115,6 +115,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
 
     with session.clock.phase("start"):
         rollouts, trainers = await together([engines(), start_trainers(session.cluster, cfg, plan)])
+        pads = await trainers.call(0, "pads")
     probe = prepared.tokenizer.render(feed.all()[0].messages)[:PROBE_TOKENS]
     first_step = await session.resume(trainers, prepared.checkpoint, prepared.recipe)
     if len(probe) < 2:
@@ -132,6 +133,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
         recipe=prepared.recipe,
         first_step=first_step,
         ticket=prepared.checkpoint.stand.position["ticket"] if prepared.checkpoint else 0,
+        pads=pads,
     )
 
 
@@ -151,6 +153,8 @@ class Run:
     """Of this run: what a resumed one has behind it is not done again."""
     ticket: int
     """The next. Every prompt drawn has a number of its own; it seeds the sampling."""
+    pads: bool
+    """Do the trainers pad rows? Only they know, having seen the model."""
     version: int = 0
     """Number of the last publish."""
 
@@ -196,11 +200,13 @@ class Run:
         """Train on the groups of a step, dealt over its updates."""
         k = self.cfg.updates_per_step
         with self.session.clock.phase("train"):
-            updates = [self._plan(groups[i::k]).batches() for i in range(k)]  # [update][rank][micro-batch]
+            plans = [self._plan(groups[i::k]) for i in range(k)]
+            updates = [plan.batches() for plan in plans]  # [update][rank][micro-batch]
             metrics = await self.trainers.map(
                 "step", [([update[rank] for update in updates],) for rank in range(len(self.trainers))]
             )
-        return {f"train/{name}": value for name, value in metrics[0].items()}
+        padding = sum(plan.padding for plan in plans) / k
+        return {f"train/{name}": value for name, value in metrics[0].items()} | {"train/padding": padding}
 
     def _plan(self, groups: list[Group]) -> Plan:
         return plan_update(
@@ -209,7 +215,7 @@ class Run:
             self.cfg.trainer.micro_batch_tokens,
             ranks=len(self.trainers),
             horizon=self.cfg.rollout.max_new_tokens,
-            padded=self.cfg.trainer.layout != "packed",
+            padded=self.pads,
             whole_groups=self.alg.whole_groups,
         )
 

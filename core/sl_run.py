@@ -98,6 +98,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
     )
     with session.clock.phase("start"):
         trainers = await start_trainers(session.cluster, cfg, plan)
+        pads = await trainers.call(0, "pads")
     run = Run(
         cfg=cfg,
         alg=prepared.alg,
@@ -107,6 +108,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
         trainers=trainers,
         session=session,
         recipe=prepared.recipe,
+        pads=pads,
     )
     if cfg.reference == "ahead":
         await run.score_reference()  # while the model is still the one that was loaded
@@ -123,6 +125,8 @@ class Run:
     tokenizer: ChatTokenizer
     trainers: Workers
     session: Session
+    pads: bool
+    """Do the trainers pad rows? Only they know, having seen the model."""
     recipe: dict[str, Any]
     first_step: int = 0
     """Of this run: what a resumed one has behind it is not done again."""
@@ -138,9 +142,9 @@ class Run:
     async def learn(self, groups: list[Group]) -> dict[str, float]:
         groups = await self._credited(groups)
         with self.session.clock.phase("train"):
-            per_rank = self._plan(groups, self.rows.mixed).batches()
-            metrics = await self.trainers.map("step", [([micro],) for micro in per_rank])
-        return {f"train/{name}": value for name, value in metrics[0].items()}
+            plan = self._plan(groups, self.rows.mixed)
+            metrics = await self.trainers.map("step", [([micro],) for micro in plan.batches()])
+        return {f"train/{name}": value for name, value in metrics[0].items()} | {"train/padding": plan.padding}
 
     async def evaluate_if_due(self, step: int) -> dict[str, float]:
         every = self.cfg.eval_every
@@ -192,7 +196,7 @@ class Run:
             self.cfg.trainer.micro_batch_tokens,
             ranks=len(self.trainers),
             horizon=self.cfg.data.max_prompt_tokens,
-            padded=self.cfg.trainer.layout != "packed",
+            padded=self.pads,
             whole_groups=self.alg.whole_groups,
             sources=sources,
         )

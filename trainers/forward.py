@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from core.types import Batch, Policy
+from trainers.attention import BY_SEQUENCE
 
 Layout = Literal["padded", "packed"]
 
@@ -23,9 +24,12 @@ Layout = Literal["padded", "packed"]
 def layout_for(setting: Literal["auto", "padded", "packed"], model: nn.Module) -> Layout:
     """Packed rows pay where the kernel takes borders; with a dense mask they cost more than the padding they save."""
     if setting == "auto":
-        return "packed" if model.config._attn_implementation == "flash_attention_2" else "padded"
+        return "packed" if model.config._attn_implementation in TAKE_BORDERS else "padded"
     return setting
 
+
+TAKE_BORDERS = ("flash_attention_2", BY_SEQUENCE)
+"""Attention that is told where the sequences of a packed row begin and end, and needs no mask."""
 
 CHUNK_LOGITS = 2**26
 """Logits upcast to float32 at a time: 256 MiB."""
@@ -97,15 +101,16 @@ def _borders(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """What keeps packed sequences apart, said outright rather than left to be guessed from position_ids."""
     config = model.config.get_text_config()
     lengths = torch.bincount(batch.seq_ids)
-    if config._attn_implementation == "flash_attention_2":
+    if config._attn_implementation in TAKE_BORDERS:
         ends = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         longest = int(lengths.max())
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True) and int(lengths.max()) > window:
         raise ValueError(
-            f"packed rows without flash attention take one mask for all layers, and this model's sliding window of "
-            f"{window} is shorter than a sequence of {int(lengths.max())} tokens: set trainer.layout=padded"
+            f"packed rows under {config._attn_implementation} attention take one mask for all layers, and this "
+            f"model's sliding window of {window} is shorter than a sequence of {int(lengths.max())} tokens: "
+            "set trainer.layout=padded"
         )
     may_look = (batch.seq_ids[:, None] == batch.seq_ids[None, :]).tril()[None, None]  # [1, 1, T, T]
     if config._attn_implementation == "eager":  # adds its mask to the scores

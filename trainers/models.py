@@ -10,6 +10,7 @@ from torch import nn
 
 from configs.schema import LoraConfig
 from core.errors import UserError
+from trainers.attention import attend_by_sequence_if_able
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -65,6 +66,8 @@ def _load(auto: Any, path: str, dtype: str, attention: str, checkpointing: bool,
             module.p = 0.0
     if any(getattr(model.config, key, 0.0) for key in ("attention_dropout", "attn_pdrop", "hidden_dropout")):
         raise UserError(f"model.path={path} has dropout in its config.json: set it to 0")
+    if attention in ("auto", "sdpa"):
+        attend_by_sequence_if_able(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()

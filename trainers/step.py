@@ -118,6 +118,11 @@ class Trainer:
         """The sum over ranks."""
         raise NotImplementedError
 
+    def pads(self) -> bool:
+        """Does any of the models take padded rows? Then micro-batches are to be cut for them."""
+        models = [self.model, *self.frozen.values()]
+        return any(layout_for(self.cfg.layout, m) == "padded" for m in models)
+
     def step(self, updates: list[list[Batch]]) -> dict[str, float]:
         """Make one optimizer update per inner list of micro-batches; returns metrics, the same on every rank.
 
@@ -197,7 +202,8 @@ class Trainer:
                 with self.model.disable_adapter():
                     return self.forward(batch).logp
             asked = self.frozen[column]
-            return forward(asked, asked, batch, layout=self.layout, temperature=self.temperature).logp
+            layout = layout_for(self.cfg.layout, asked)
+            return forward(asked, asked, batch, layout=layout, temperature=self.temperature).logp
 
         return [{c: one(b.to(self.device), c).cpu() for c in sorted(columns)} for b in micro]
 

@@ -10,8 +10,11 @@ import psutil
 from core.types import Group, Prompt, Sample
 
 
-def a_sample(rng: random.Random, *, group: int = 0, longest: int = 24, vocab: int = 64) -> Sample:
-    length, prompt = rng.randint(6, longest), rng.randint(1, 4)
+def a_sample(
+    rng: random.Random, *, group: int = 0, longest: int = 24, length: int | None = None, vocab: int = 64
+) -> Sample:
+    length = length or rng.randint(6, longest)
+    prompt = rng.randint(1, min(4, length - 1))
     mask = [False] * prompt + [rng.random() < 0.8 for _ in range(length - prompt - 1)] + [True]
     return Sample(
         prompt=Prompt(id=str(group), messages=[]),

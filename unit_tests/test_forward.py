@@ -1,17 +1,29 @@
 """A layout is a matter of speed: every token gets the log-probability it has on its own."""
 
+import random
+
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from data_feeds.packing import micro_batches
-from trainers.forward import forward
-from unit_tests.examples import some_groups
+from data_feeds.packing import micro_batches, pack
+from trainers.attention import BY_SEQUENCE, FAMILIES, attend_by_sequence_if_able
+from trainers.forward import forward, layout_for, values_of
+from trainers.models import load_model, load_value_model
+from unit_tests.examples import a_sample, some_groups
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]
+KERNELS = [
+    ("padded", "sdpa"),
+    ("packed", "sdpa"),
+    ("packed", "eager"),
+    ("padded", BY_SEQUENCE),
+    ("packed", BY_SEQUENCE),
+]
 
 
-def random_model(family: str, attention: str = "sdpa"):
+def random_model(family: str, attention: str = "sdpa", **more):
+    """The same weights whatever the attention."""
     shape = {
         "vocab_size": 64,
         "hidden_size": 64,
@@ -20,31 +32,120 @@ def random_model(family: str, attention: str = "sdpa"):
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 32,
+        "pad_token_id": 0,
+        **more,
     }
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **shape)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    by_torch = "sdpa" if attention == BY_SEQUENCE else attention
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=by_torch)
+    if attention == BY_SEQUENCE:
+        attend_by_sequence_if_able(model)
+    assert model.config._attn_implementation == attention
+    return model
 
 
-def one_by_one(model, samples, temperature):
+def gradient(model, values) -> torch.Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(values.square().sum(), list(model.parameters()))])
+
+
+def one_by_one(model, samples, temperature) -> torch.Tensor:
     """Plain transformers: one sequence, all logits, log_softmax."""
+    logp = []
     for s in samples:
         logits = model(input_ids=torch.tensor([s.token_ids])).logits[0].float() / temperature
-        logp = logits.log_softmax(-1)
-        yield [float(logp[t - 1, s.token_ids[t]]) for t, yes in enumerate(s.learnt) if yes]
+        logp += [logits[t - 1].log_softmax(-1)[s.token_ids[t]] for t, yes in enumerate(s.learnt) if yes]
+    return torch.stack(logp)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("layout", "attention"), [("padded", "sdpa"), ("packed", "sdpa"), ("packed", "eager")])
-@torch.no_grad()
-def test_sequences_never_see_one_another(family, layout, attention):
-    model = random_model(family, attention)
-    groups = some_groups(3, 3)
-    [[batch]] = micro_batches(groups, "token", 10_000)
-    samples = sorted((s for g in groups for s in g), key=lambda s: -(len(s.token_ids) - 1))
-    expected = torch.tensor([v for row in one_by_one(model, samples, 0.7) for v in row])
-    got = forward(model, model, batch, layout=layout, temperature=0.7).logp
+def some_samples(*lengths: int):
+    rng = random.Random(0)
+    return [a_sample(rng, length=n) for n in lengths]
+
+
+def packed(samples):
+    return pack(samples, [1.0] * len(samples))
+
+
+def check_alike(model, plain, samples, layout):
+    """Values and gradients of a batch are those of `plain` transformers, one sequence at a time."""
+    expected = one_by_one(plain, samples, 0.7)
+    got = forward(model, model, packed(samples), layout=layout, temperature=0.7).logp
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    want = gradient(plain, expected)
+    assert (gradient(model, got) - want).norm() < 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(("layout", "attention"), KERNELS)
+def test_sequences_never_see_one_another(family, layout, attention):
+    plain = random_model(family, "eager" if attention == "eager" else "sdpa")
+    check_alike(random_model(family, attention), plain, some_samples(9, 9, 6, 20, 20, 20, 3, 9), layout)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_by_sequence_a_sliding_window_is_kept_exactly(family, layout):
+    window = {"sliding_window": 4}
+    if family in ("qwen2", "qwen3"):
+        window |= {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+    samples = some_samples(4, 5, 6, 12, 12, 20)
+    plain = random_model(family, **window)
+    unbounded = one_by_one(random_model(family, **window | {"sliding_window": 64}), samples, 0.7)
+    assert (one_by_one(plain, samples, 0.7) - unbounded).abs().max() > 0.01, "the window matters here"
+    check_alike(random_model(family, BY_SEQUENCE, **window), plain, samples, layout)
+
+
+def test_by_sequence_checkpointed_layers_give_the_same_gradient():
+    model, batch = random_model("llama", BY_SEQUENCE).train(), packed(some_samples(9, 6, 6, 20))
+    want = gradient(model, forward(model, model, batch, layout="packed", temperature=1.0).logp)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    got = gradient(model, forward(model, model, batch, layout="packed", temperature=1.0).logp)
+    torch.testing.assert_close(got, want)
+
+
+def test_values_do_not_depend_on_the_layout(tiny_path):
+    kind = {"dtype": "float32", "attention": "auto"}
+    model = load_value_model(tiny_path, **kind)
+    nn.init.normal_(model.score.weight)
+    samples = some_samples(9, 9, 6, 20, 3)
+    assert layout_for("auto", model) == "packed"
+    got = values_of(model, packed(samples), layout="packed", model=model)
+    padded = values_of(model, packed(samples), layout="padded", model=model)
+    alone = torch.cat([values_of(model, packed([s]), layout="padded", model=model) for s in samples])
+    torch.testing.assert_close(got, alone, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-4)
+    want = gradient(model, alone)
+    assert (gradient(model, got) - want).norm() < 1e-5 * want.norm()
+
+
+def test_rows_are_packed_where_the_kernel_takes_borders(tiny_path):
+    def layout(attention):
+        return layout_for("auto", load_model(tiny_path, dtype="float32", attention=attention))
+
+    assert (layout("auto"), layout("sdpa"), layout("eager")) == ("packed", "packed", "padded")
+
+
+def test_a_model_nobody_tested_keeps_its_attention_and_is_padded():
+    class Own(LlamaForCausalLM):
+        """What trust_remote_code might bring."""
+
+    llama = random_model("llama")
+    own = Own(llama.config)
+    gpt = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=8, n_layer=1, n_head=1, vocab_size=8))
+    for model in (own, gpt):
+        attend_by_sequence_if_able(model)
+        assert model.config._attn_implementation == "sdpa"
+        assert layout_for("auto", model) == "padded"
+
+
+def test_by_sequence_neither_a_mask_nor_a_cache_is_taken():
+    model, ids = random_model("llama", BY_SEQUENCE), torch.tensor([[1, 2, 3]])
+    with pytest.raises(ValueError, match="neither a mask nor a cache"):
+        model(input_ids=ids, attention_mask=torch.tensor([[0, 1, 1]]))
+    seen = model(input_ids=ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="neither a mask nor a cache"):
+        model(input_ids=ids, past_key_values=seen)
 
 
 @torch.no_grad()

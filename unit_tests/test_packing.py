@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.types import Prompt, Sample
-from data_feeds.packing import cut, micro_batches, pack, token_weights
+from data_feeds.packing import cost_of, cut, micro_batches, pack, plan_update, token_weights
 from unit_tests.examples import some_groups
 
 NORMS = ["token", "sequence", "sequence_sum", "constant", "prompt"]
@@ -67,6 +67,36 @@ def test_a_cut_keeps_every_sequence_once_within_the_budget_and_evenly_for_ranks(
     for b in bins:
         held = [sizes[i] for i in b]
         assert not held or (len(held) * max(held) if padded else sum(held)) <= max_tokens
+
+
+@given(st.lists(st.integers(1, 5000), min_size=12, max_size=60), st.integers(2, 4))
+def test_ranks_get_work_of_about_the_same_cost(sizes, ranks):
+    """The bound of dealing the longest first: no rank is ahead of another by more than one unit."""
+    bins = cut(sizes, sum(sizes), ranks=ranks, padded=False)
+    assert len(bins) == ranks
+    costs = [sum(cost_of(sizes[i]) for i in b) for b in bins]
+    assert max(costs) - min(costs) <= cost_of(max(sizes)) + 1e-6
+
+
+def test_a_long_sequence_counts_for_more_than_its_tokens():
+    assert cost_of(12_288) == 2 * 12_288
+    a, b = cut([12_288, *[1024] * 16], 100_000, ranks=2, padded=False)
+    # 12288 tokens cost 24576; 16 sequences of 1024 tokens cost 17749 together, and stay so
+    assert sorted(map(len, (a, b))) == [1, 16]
+
+
+def test_micro_batches_that_run_at_the_same_time_are_alike_and_every_rank_has_as_many():
+    sizes = [100, 90, 80, 70, 60, 50]
+    bins = cut(sizes, 100, ranks=2)  # padded: one sequence each
+    assert [[sizes[i] for i in b] for b in bins] == [[100], [90], [70], [80], [50], [60]]
+    # 100 + 70 = 90 + 80, but not their squares: rank 0 costs more so far, and gets the 50
+
+
+def test_packed_rows_hold_no_padding_and_padded_ones_say_how_much():
+    groups = [[sample([1] * n, [False] + [True] * (n - 1))] for n in (11, 6, 3)]  # 10, 5, 2 tokens
+    assert plan_update(groups, "token", 100, padded=False).padding == 0
+    assert plan_update(groups, "token", 100, padded=True).padding == pytest.approx(1 - 17 / 30)
+    assert plan_update(groups, "token", 10, padded=True).padding == pytest.approx(1 - 17 / 20)
 
 
 def test_a_sequence_longer_than_the_budget_names_the_key():
