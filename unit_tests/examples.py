@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import psutil
 
-from core.types import Group, Prompt, Sample
+from core.types import Group, Prompt, Rows, Sample
 
 
 def a_sample(
@@ -48,3 +48,27 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def some_answers(rows: Rows, n: int = 4, *, seed: int = 0) -> list[Group]:
+    """Rows of supervised learning, as data_feeds makes them: the mask is on the last turn."""
+    rng = random.Random(seed)
+    groups: list[Group] = []
+    for g in range(n):
+        prompt = [rng.randrange(2, 64) for _ in range(rng.randint(2, 6))]
+        rewards = {"conversations": [1.0], "pairs": [1.0, 0.0], "labelled": [float(g % 2)]}[rows]
+        groups.append([an_answer(rng, prompt, reward, row=g) for reward in rewards])
+    return groups
+
+
+def an_answer(rng: random.Random, prompt: list[int], reward: float, *, row: int) -> Sample:
+    reply = [rng.randrange(2, 64) for _ in range(rng.randint(3, 12))]
+    ids = prompt + reply
+    return Sample(
+        prompt=Prompt(id=str(row), messages=[]),
+        token_ids=ids,
+        mask=[False] * len(prompt) + [True] * len(reply),
+        rollout_logp=[0.0] * len(ids),
+        versions=[-1] * len(ids),
+        reward=reward,
+    )

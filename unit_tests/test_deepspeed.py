@@ -8,14 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from algs import find_algorithm
+from algs import find_algorithm, load_algorithm
 from configs.schema import LoraConfig, ModelConfig, TrainerConfig
 from core.build import TrainerPlan, build_trainer
 from core.cluster import Cluster, Local, Resources
 from core.errors import RunStopped, UserError
-from data_feeds.packing import micro_batches
+from core.scoring import with_scores
+from data_feeds.packing import micro_batches, plan_update
 from trainers.deepspeed import DeepSpeedTrainer
-from unit_tests.examples import some_groups, with_values
+from unit_tests.examples import some_answers, some_groups, with_values
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SGD = {"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0}
@@ -102,6 +103,36 @@ def test_a_value_model_and_sums_over_the_update_agree_too(ranks, tiny_path, stag
     assert (got - want).norm() < 1e-5 * (want - start).norm()
     assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
     assert ("value/loss" in metrics) == (name == "ppo")
+
+
+async def learn_rows(ranks, plan: TrainerPlan, *, max_tokens: int):
+    """Two updates as main_sl.py makes them: arrange, score, credit, step. Weights and metrics of both."""
+    trainers = await trainers_of(ranks, plan)
+    alg = load_algorithm(plan.alg_spec, plan.alg)
+    said = []
+    for seed in (0, 1):
+        groups = alg.arrange(some_answers(alg.rows, 5, seed=seed))
+        cut = {"ranks": len(trainers), "whole_groups": alg.whole_groups}
+        scored = plan_update(groups, alg.loss_norm, max_tokens, **cut)
+        groups = alg.credit(await with_scores(trainers, groups, scored, alg.needs))
+        per_rank = plan_update(groups, alg.loss_norm, max_tokens, **cut).batches()
+        said.append((await trainers.map("step", [([micro],) for micro in per_rank]))[0])
+    return (await trainers.all("state"))[0], said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", ["sft", "dpo", "orpo", "kto", "reward_model"])
+def test_two_ranks_learn_from_rows_as_one_does(ranks, tiny_path, stage, name):
+    """Loss, metrics and weights; the second update has moved away from the reference."""
+    alg = {"name": name}
+    settings = SGD | {"lr": 0.1}
+    want, metrics = asyncio.run(learn_rows(None, plan_of(tiny_path, alg=alg, **settings), max_tokens=10_000))
+    plan = plan_of(tiny_path, alg=alg, **settings, zero_stage=stage, ranks=2)
+    got, got_metrics = asyncio.run(learn_rows(ranks, plan, max_tokens=80))
+    start = start_of(tiny_path, alg)
+    assert (got - want).norm() < 1e-5 * (want - start).norm()
+    for ours, theirs in zip(got_metrics, metrics, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
