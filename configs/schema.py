@@ -36,7 +36,8 @@ class ModelConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the weights in use; master weights, gradients and log-softmax are float32 either way."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernel of the trainer; auto leaves the choice to transformers."""
+    """Attention kernel of the trainer; auto leaves the choice to transformers, and runs torch's (sdpa) sequence by
+    sequence where the model's family was tested with that (trainers/attention.py)."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights; unset trains the weights."""
 
@@ -185,7 +186,7 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     layout: Literal["auto", "padded", "packed"] = "auto"
     """How a micro-batch lies before the attention kernel: all sequences in one row, or each in a row of its own. auto
-    is packed where the kernel is told the borders: flash attention, and sdpa in the model families of
+    is packed where the kernel is told the borders: flash attention, and attention: auto in the model families of
     trainers/attention.py; padded elsewhere."""
     max_skipped_updates: int = Field(3, ge=1)
     """An update whose gradient is not finite is skipped on all ranks; so many in a row end the run."""

@@ -66,7 +66,7 @@ def _load(auto: Any, path: str, dtype: str, attention: str, checkpointing: bool,
             module.p = 0.0
     if any(getattr(model.config, key, 0.0) for key in ("attention_dropout", "attn_pdrop", "hidden_dropout")):
         raise UserError(f"model.path={path} has dropout in its config.json: set it to 0")
-    if attention in ("auto", "sdpa"):
+    if attention == "auto":
         attend_by_sequence_if_able(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

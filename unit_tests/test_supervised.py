@@ -1,0 +1,202 @@
+"""Whole runs of main_sl.py on pairs and labelled answers, in this process; and a reward model that then rewards."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+import main_rl
+import main_sl
+from configs.load import load_recipe
+from configs.schema import RLConfig, SLConfig
+from core.errors import UserError
+from core.rl_run import prepare as prepare_rl
+from core.rl_run import start as start_rl
+from core.session import Session, run_session
+from core.sl_run import prepare, start
+from data_prep import hh_rlhf
+
+HH = Path(__file__).parent / "hh_rlhf_rows.jsonl"
+
+
+def recipe_of(tmp_path: Path, model: str, *, lora: dict | None = None, **changes) -> str:
+    """A change to None leaves the key out."""
+    recipe = {
+        "name": "rows",
+        "steps": 3,
+        "rows_per_step": 8,
+        "backend": "local",
+        "run_dir": str(tmp_path / "runs"),
+        "model": {"path": model, "dtype": "float32", "lora": lora},
+        "alg": {"name": "dpo"},
+        "trainer": {"lr": 1e-3, "micro_batch_tokens": 4096},
+    }
+    recipe |= {key: value for key, value in changes.items() if value is not None}
+    recipe = {key: value for key, value in recipe.items() if key not in changes or changes[key] is not None}
+    path = tmp_path / f"recipe_{len(list(tmp_path.iterdir()))}.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return str(path)
+
+
+def learn(recipe: str) -> tuple[list[dict], dict]:
+    """Metrics of every step and summary.json of a run of main_sl.py."""
+    prepared = prepare(load_recipe(SLConfig, recipe, []))
+
+    async def body(session: Session) -> None:
+        await main_sl.train(await start(prepared, session))
+
+    run_session(prepared.loaded.cfg, body)
+    return said_of(prepared.loaded.cfg.run_dir)
+
+
+def said_of(run_dir: str) -> tuple[list[dict], dict]:
+    run = max(Path(run_dir).iterdir(), key=lambda p: p.stat().st_mtime_ns)
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return metrics, json.loads((run / "summary.json").read_text()) | {"run": run}
+
+
+@pytest.fixture(scope="module")
+def hh(tmp_path_factory) -> Path:
+    """Real pairs, in our columns."""
+    path = tmp_path_factory.mktemp("hh") / "pairs.parquet"
+    hh_rlhf.main(["--split", "test", "--out", str(path), "--from", str(HH), "--limit", "40"])
+    return path
+
+
+def data_of(path: Path, **more) -> dict:
+    return {"train": str(path), "max_prompt_tokens": 1000} | more
+
+
+@pytest.mark.parametrize(
+    "alg", [{"name": "dpo"}, {"name": "orpo"}, {"name": "dpo", "form": "ipo", "length_norm": True}]
+)
+def test_a_run_on_real_pairs_learns_them(tmp_path, tiny_path, hh, alg):
+    data = data_of(hh, eval=str(hh), eval_rows=8)
+    trainer = {"lr": 3e-3, "micro_batch_tokens": 4096}
+    metrics, summary = learn(recipe_of(tmp_path, tiny_path, alg=alg, data=data, steps=6, eval_every=3, trainer=trainer))
+    assert summary["after"]["eval/loss"] < summary["before"]["eval/loss"]
+    if alg["name"] == "dpo":  # ORPO's likelihood of the chosen answers comes first
+        assert summary["after"]["eval/pair/margin"] > summary["before"]["eval/pair/margin"]
+    assert "eval/pair/accuracy" in metrics[2] and "eval/loss" not in metrics[0]
+
+
+def test_a_reference_scored_ahead_gives_the_same_run(tmp_path, tiny_path, hh):
+    losses = {}
+    for reference in ("each_step", "ahead"):
+        metrics, _ = learn(recipe_of(tmp_path, tiny_path, data=data_of(hh), reference=reference))
+        losses[reference] = [m["train/loss"] for m in metrics]
+    assert losses["ahead"] == pytest.approx(losses["each_step"], rel=1e-5)
+    assert losses["ahead"][0] == pytest.approx(0.693147, abs=1e-5)
+
+
+def test_kto_learns_from_labels_alone(tmp_path, tiny_path):
+    rows = [
+        {
+            "id": str(i),
+            "messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": "ab"[i % 2] * 3}],
+            "label": i % 2 == 0,
+        }
+        for i in range(16)
+    ]
+    path = tmp_path / "labelled.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics, summary = learn(
+        recipe_of(
+            tmp_path,
+            tiny_path,
+            alg={"name": "kto"},
+            data={"train": str(path), "eval": str(path), "max_prompt_tokens": 64},
+            steps=10,
+        )
+    )
+    assert metrics[0]["train/kto/z0"] == 0 and metrics[0]["train/loss"] == pytest.approx(0.5)
+    assert summary["after"]["eval/kto/accuracy"] > 0.9
+
+
+def some_pairs(path: Path, n: int, *, seed: int) -> Path:
+    """Replies of eight digits, of which the one with more sevens is chosen."""
+    rng = random.Random(seed)
+
+    def reply() -> str:
+        return "".join(rng.choice("7777012345689") for _ in range(8))
+
+    rows = []
+    while len(rows) < n:
+        a, b = sorted((reply(), reply()), key=lambda text: text.count("7"))
+        if b.count("7") > a.count("7"):
+            prompt = [{"role": "user", "content": f"{rng.randrange(100)}?"}]
+            rows.append({"id": str(len(rows)), "messages": prompt, "chosen": b, "rejected": a})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.slow
+def test_a_reward_model_learns_and_then_rewards(tmp_path, tiny_path):
+    """It is trained on pairs, saved, and leads an RL run to what the pairs preferred."""
+    pairs, held_out = (
+        some_pairs(tmp_path / "pairs.jsonl", 400, seed=0),
+        some_pairs(tmp_path / "eval.jsonl", 100, seed=1),
+    )
+    _, summary = learn(
+        recipe_of(
+            tmp_path,
+            tiny_path,
+            alg={"name": "reward_model", "center": 0.01},
+            data={"train": str(pairs), "eval": str(held_out), "max_prompt_tokens": 64},
+            steps=40,
+            rows_per_step=64,
+            trainer={"lr": 2e-3, "warmup_updates": 5},
+        )
+    )
+    assert summary["before"]["eval/pair/accuracy"] == 0, "its head begins at zero, and a tie is not right"
+    assert summary["after"]["eval/pair/accuracy"] > 0.95
+    model = summary["run"] / "model"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "".join(
+            json.dumps({"id": str(i), "messages": [{"role": "user", "content": f"{i}?"}]}) + "\n" for i in range(20)
+        )
+    )
+    recipe = recipe_of(
+        tmp_path,
+        tiny_path,
+        name="rewarded",
+        rows_per_step=None,
+        alg={"name": "grpo"},
+        steps=12,
+        groups_per_step=4,
+        group_size=16,
+        reward={"fn": "reward_model", "settings": {"model": str(model)}, "weights": {"reward": 1.0}, "workers": 1},
+        rollout={"engine": "hf", "max_new_tokens": 8},
+        data={"train": str(prompts), "max_prompt_tokens": 32},
+        trainer={"lr": 1e-2},
+    )
+    prepared = prepare_rl(load_recipe(RLConfig, recipe, []))
+
+    async def body(session: Session) -> None:
+        await main_rl.train(await start_rl(prepared, session))
+
+    run_session(prepared.loaded.cfg, body)
+    metrics, summary = said_of(str(tmp_path / "runs"))
+    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 1
+    said = [
+        json.loads(line)["text"] for line in (summary["run"] / "samples" / "step_00011.jsonl").read_text().splitlines()
+    ]
+    assert sum(text.count("7") for text in said) / len(said) > 4, said[:3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"alg": {"name": "kto"}, "rows_per_step": 1}, "rows_per_step=1 leaves no other row's answer"),
+        ({"alg": {"name": "kto"}, "reference": "ahead"}, "reference: ahead cannot be"),
+        ({"alg": {"name": "sft"}, "reference": "ahead"}, "compares with no reference"),
+        ({"alg": {"name": "reward_model"}, "lora": {"r": 4}}, "a reward model is trained whole"),
+        ({"trainer": {"micro_batch_tokens": 1500}}, "raise that to 2000"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, tiny_path, hh, changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        prepare(load_recipe(SLConfig, recipe_of(tmp_path, tiny_path, data=data_of(hh), **changes), []))
