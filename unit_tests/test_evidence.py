@@ -60,3 +60,33 @@ def test_gsm8k_runs_through_on_real_rows(smollm2, tmp_path):
     assert len(rewards(folder)) == 3
     row = json.loads((folder / "samples" / "step_00002.jsonl").read_text().splitlines()[0])
     assert len(row["text"]) > 20 and row["answer"]
+
+
+def supervised(config: str, run_dir: Path, *overrides: str) -> tuple[dict, dict]:
+    """What was held out before and after."""
+    command = [sys.executable, "main_sl.py", "--config", f"configs/{config}", f"run_dir={run_dir}", *overrides]
+    subprocess.run(command, cwd=ROOT, check=True)
+    [folder] = run_dir.iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    return summary["before"], summary["after"]
+
+
+def cut_in_two(path: Path, tmp_path: Path, at: int) -> tuple[Path, Path]:
+    """Files with the lines before and from `at`."""
+    lines = path.read_text().splitlines(keepends=True)
+    parts = tmp_path / "first.jsonl", tmp_path / "rest.jsonl"
+    for part, some in zip(parts, (lines[:at], lines[at:]), strict=True):
+        part.write_text("".join(some))
+    return parts
+
+
+def test_sft_on_real_gsm8k_rows_lowers_the_held_out_loss(smollm2, tmp_path):
+    rows = cut_in_two(Path(__file__).parent / "gsm8k_rows.jsonl", tmp_path, 200)
+    data = []
+    for key, part in zip(("train", "eval"), rows, strict=True):
+        out = tmp_path / f"{key}.parquet"
+        module("data_prep.gsm8k", "--sft", "--split", "train", "--from", str(part), "--out", str(out))
+        data.append(f"data.{key}={out}")
+    small = ["steps=24", "rows_per_step=8", "eval_every=8", "checkpoint.every=0"]
+    before, after = supervised("gsm8k_sft_smollm2.yaml", tmp_path / "runs", f"model.path={smollm2}", *data, *small)
+    assert after["eval/loss"] < 0.9 * before["eval/loss"]
