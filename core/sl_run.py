@@ -16,6 +16,7 @@ from core.types import Group
 from data_feeds.chats import ChatFeed, load_chats
 from data_feeds.packing import Plan, plan_update
 from data_feeds.tokenizer import ChatTokenizer
+from trainers.lora import check_recipe
 from trainers.models import check_model_folder
 
 
@@ -39,6 +40,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     if lacking := check_devices(cfg):
         raise UserError(lacking)
     check_model_folder(cfg.model.path)
+    check_recipe(cfg.model)
     tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template)
     limits = {"max_tokens": cfg.data.max_prompt_tokens, "seed": cfg.seed}
     rows = load_chats(cfg.data.train, tokenizer, key="data.train", **limits)

@@ -19,7 +19,7 @@ from trainers.lora import with_adapter, with_named_targets
 from trainers.models import load_model
 from trainers.weights import pieces_of
 from unit_tests.test_runs import SEVENS, file_of, folder_of, metrics_of, program
-from unit_tests.test_vllm_engine import BOUND, PROMPT, TEMPERATURE, gap, gap_of_samples, logp, sample, save
+from unit_tests.test_vllm_engine import BOUND, PROMPT, TEMPERATURE, gap_of_samples, logp, sample, save
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ALPHA = 16.0
