@@ -76,7 +76,10 @@ MATRIX: dict[str, dict[str, Any]] = {
     "P3O": {"name": "p3o"},
     "P4O": {"name": "p4o"},
     "on-policy distillation": {"name": "opd", "teacher": TEACHER},
+    "GRPO, LoRA": {"name": "grpo"},
 }
+RECIPES = {"GRPO, LoRA": "quickstart_lora"}
+"""Of those that do not learn by the quickstart's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +133,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
     overrides = {
         "backend": "local",
         "rollout.engine": "hf",
+        "weight_sync.lora": "merged",
         "run_dir": run_dir,
         "save_to": folder / f"{name}-{seed}",
         "model.path": folder / "warm",
@@ -142,7 +146,9 @@ def learn(name: str, seed: int, folder: Path) -> Row:
     items = [f"{key}={value}" for key, value in overrides.items()]
 
     def work() -> None:
-        prepared = prepare(load_recipe(RLConfig, str(ROOT / "configs/quickstart.yaml"), items))
+        prepared = prepare(
+            load_recipe(RLConfig, str(ROOT / "configs" / f"{RECIPES.get(name, 'quickstart')}.yaml"), items)
+        )
 
         async def body(session: Session) -> None:
             run = await start(prepared, session)

@@ -9,9 +9,9 @@ import yaml
 
 from algs import load_algorithm
 from configs.load import Loaded
-from configs.schema import RLConfig, RunConfig, SLConfig
+from configs.schema import LoraConfig, RLConfig, RunConfig, SLConfig
 from core.build import check_devices, gpus_here, on_gpu
-from trainers.models import read_config
+from trainers.models import skeleton
 
 GIB = 2**30
 
@@ -103,14 +103,19 @@ def memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     gradients = 4 / (ranks if stage >= 2 else 1)
     optimizer = (master + states) / (ranks if stage >= 1 else 1)
     alg = load_algorithm(loaded.alg_spec, cfg.alg)
-    in_training = n * (1 if alg.value_lr is None else 2)  # the value model is as large as the policy
-    frozen = sum((count_parameters(path) or n if path else n) * held for path in alg.frozen.values())
-    per_rank = (in_training * (weights + gradients + optimizer) + frozen) / GIB
+    lora = cfg.model.lora
+    adapter = 0 if lora is None else count_adapter(cfg.model.path, lora)
+    critic = 0 if alg.value_lr is None else n  # the value model is as large as the policy, and has no adapter
+    present = n + adapter + critic
+    in_training = (n if lora is None else adapter) + critic
+    beside = [path for path in alg.frozen.values() if path or lora is None]  # else it is the policy without its adapter
+    frozen = sum((count_parameters(path) or n if path else n) * held for path in beside)
+    per_rank = (present * weights + in_training * (gradients + optimizer) + frozen) / GIB
     rows = [
-        ("parameters", f"{n:,}"),
+        ("parameters", f"{n:,}" + (f", and {adapter:,} of the adapter, which alone are trained" if adapter else "")),
         (
             "memory per rank",
-            f"about {per_rank:.2f} GiB: weights {in_training * weights / GIB:.2f}, gradients "
+            f"about {per_rank:.2f} GiB: weights {present * weights / GIB:.2f}, gradients "
             f"{in_training * gradients / GIB:.2f}, optimizer {in_training * optimizer / GIB:.2f}, frozen models "
             f"{frozen / GIB:.2f}; activations come on top",
         ),
@@ -121,14 +126,17 @@ def memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def count_adapter(path: str, lora: LoraConfig) -> int:
+    """Parameters of a new adapter for this model, 0 where its config cannot be read."""
+    from trainers.lora import with_adapter
+
+    model = skeleton(path)
+    if model is None:
+        return 0
+    return sum(p.numel() for p in with_adapter(model, lora, path=path).parameters() if p.requires_grad)
+
+
 def count_parameters(path: str) -> int | None:
     """Parameters of the model, counted without making them; None where its config cannot be read."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    config = read_config(path)
-    if config is None:
-        return None
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(p.numel() for p in model.parameters())
+    model = skeleton(path)
+    return None if model is None else sum(p.numel() for p in model.parameters())

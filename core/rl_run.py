@@ -33,6 +33,7 @@ from data_feeds.packing import Plan, plan_update
 from data_feeds.tokenizer import ChatTokenizer
 from rewards import load_reward
 from rollouts.publish import WeightSync
+from trainers.lora import check_recipe
 from trainers.models import check_model_folder, max_positions
 
 REFILL_ROUNDS = 20
@@ -65,6 +66,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     if lacking := check_devices(cfg):
         raise UserError(lacking)
     check_model_folder(cfg.model.path)
+    check_recipe(cfg.model)
     positions = max_positions(cfg.model.path)
     if positions is not None and cfg.longest > positions:
         raise UserError(

@@ -21,6 +21,7 @@ from core.types import Group
 from data_feeds.feed import Feed, load_groups
 from data_feeds.packing import Plan, plan_update
 from data_feeds.tokenizer import ChatTokenizer
+from trainers.lora import check_recipe
 from trainers.models import check_model_folder
 
 
@@ -48,6 +49,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
         raise UserError(lacking)
     check_rows(cfg, alg)
     check_model_folder(cfg.model.path)
+    check_recipe(cfg.model)
     tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template)
     rows = load_groups(cfg.data, "train", tokenizer, rows=alg.rows, seed=cfg.seed)
     held_out = None

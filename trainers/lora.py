@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from configs.schema import LoraConfig
+from configs.schema import LoraConfig, ModelConfig
 from core.errors import UserError
+from trainers.models import skeleton
 from trainers.weights import Part, Piece, piece_of
 
 if TYPE_CHECKING:
@@ -65,15 +66,21 @@ def linear_names(model: nn.Module) -> list[str]:
     return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _may_adapt(model, module)})
 
 
+def check_recipe(model: ModelConfig) -> None:
+    """Raise UserError for a target that is no linear layer, before anything is started, if the model can be read."""
+    if model.lora is None or model.lora.targets == "all-linear":
+        return
+    if (bones := skeleton(model.path)) is not None:
+        check_targets(bones, model.lora.targets, path=model.path)
+
+
 def with_named_targets(lora: LoraConfig, path: str) -> LoraConfig:
     """The same with its targets named one by one."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     if lora.targets != "all-linear":
         return lora
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    return lora.model_copy(update={"targets": linear_names(model)})
+    bones = skeleton(path)
+    assert bones is not None, path
+    return lora.model_copy(update={"targets": linear_names(bones)})
 
 
 def _may_adapt(model: nn.Module, module: nn.Module) -> bool:

@@ -83,6 +83,17 @@ def read_config(path: str) -> Any | None:
         return None
 
 
+def skeleton(path: str) -> nn.Module | None:
+    """The model without memory for its weights, None where its config cannot be read."""
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(path)
+    if config is None:
+        return None
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
 def check_model_folder(path: str, *, key: str = "model.path") -> None:
     """Refuse a local folder that is not a model, in one sentence, before anything is started."""
     folder = Path(path)

@@ -94,6 +94,19 @@ BROKEN = {
         {"data.max_prompt_tokens": 2},
         ["none of 30 rows fits: 30 too_long", "max_prompt_tokens=2"],
     ),
+    "an adapter for no layer": (
+        {"model.lora": {"targets": ["q_prj"]}},
+        ["model.lora.targets names 'q_prj'", "down_proj", "or all-linear"],
+    ),
+    "an adapter sent without one": ({"weight_sync.lora": "adapter"}, ["weight_sync.lora is adapter", "set model.lora"]),
+    "an adapter sent to the hf engine": (
+        {"weight_sync.lora": "adapter", "model.lora": {}},
+        ["only vLLM", "set rollout.engine to vllm, or weight_sync.lora to merged"],
+    ),
+    "a DoRA sent to vLLM": (
+        {"weight_sync.lora": "adapter", "model.lora": {"dora": True}, "rollout.engine": "vllm"},
+        ["vLLM has no DoRA", "model.lora.dora", "or weight_sync.lora to merged"],
+    ),
 }
 
 
@@ -200,6 +213,16 @@ def test_explain_does_the_arithmetic_and_warns_of_missing_devices(recipe, monkey
     assert "7 steps -> 112 sequences -> 14 optimizer updates" in out
     assert "warning: 512 trainer ranks" in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_explain_counts_what_an_adapter_trains(recipe, monkeypatch, capsys):
+    path = recipe({"model.lora": {"r": 1, "targets": ["q_proj"]}, "alg.kl": {"coef": 0.1}})
+    monkeypatch.setattr(sys, "argv", ["main_rl.py", "--config", path, "--explain"])
+    assert guarded(main_rl.main) == 0
+    out = capsys.readouterr().out
+    # two layers of q_proj, 64 -> 64: A and B have 64 numbers each
+    assert "and 256 of the adapter" in out
+    assert "gradients 0.00, optimizer 0.00, frozen models 0.00" in out
 
 
 def test_memory_is_unknown_where_the_config_cannot_be_read(recipe, monkeypatch, capsys):

@@ -13,13 +13,25 @@ from torch import nn
 from configs.schema import LoraConfig
 from core.errors import RunStopped
 from rollouts.fingerprint import fingerprint
-from rollouts.vllm_engine import LocalVllmEngine
+from rollouts.vllm_engine import LocalVllmEngine, VllmEngine
 from rollouts.weight_sync import Bucket, verify
 from trainers.lora import with_adapter, with_named_targets
 from trainers.models import load_model
 from trainers.weights import pieces_of
 from unit_tests.test_runs import SEVENS, file_of, folder_of, metrics_of, program
-from unit_tests.test_vllm_engine import BOUND, PROMPT, TEMPERATURE, gap_of_samples, logp, sample, save
+from unit_tests.test_vllm_engine import (
+    BOUND,
+    PROMPT,
+    TEMPERATURE,
+    TIMEOUT_S,
+    Lab,
+    gap,
+    gap_of_samples,
+    in_thread,
+    logp,
+    sample,
+    save,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ALPHA = 16.0
@@ -108,6 +120,53 @@ def test_an_adapter_alone_brings_the_trainers_policy(family: str, lora: LoraConf
         await engine.close()
 
     asyncio.run(body())
+
+
+class AdapterLab(Lab):
+    """Its models differ in their adapters, and those alone are sent."""
+
+    lora = LoraConfig(r=8)
+
+    async def _start(self, folder: Path, stop: list[int]) -> VllmEngine:
+        return VllmEngine(
+            model_path=str(folder),
+            dtype="float32",
+            temperature=TEMPERATURE,
+            max_model_len=1024,
+            stop_token_ids=stop,
+            tensor_parallel=self.ranks,
+            kv_cache_gib=0.25,
+            timeout_s=TIMEOUT_S,
+            lora=with_named_targets(self.lora, str(folder)),
+        )
+
+    async def publish_adapter(self, version: int, model: nn.Module) -> None:
+        self.sender.tamper = lambda bucket: bucket
+        sent, _ = await asyncio.gather(in_thread(self.sender.send, buckets(model)), self.engine.receive(version))
+        loaded, probe = [await self.engine.fingerprint()], [await self.engine.probe(PROMPT)]
+        verify(sent, loaded, expected_logp=logp(model, PROMPT), probe_logp=probe, bound=BOUND)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_an_adapter_is_exchanged_under_tokens_in_flight(tmp_path: Path, tensor_parallel: int) -> None:
+    lab = AdapterLab("qwen2-tied", tmp_path, tensor_parallel=tensor_parallel, stop=[])
+    first, second = (adapted(tmp_path, lab.lora, seed=seed) for seed in (1, 2))
+
+    async def body() -> None:
+        await lab.publish_adapter(7, first)
+        running = asyncio.create_task(lab.engine.generate(PROMPT, max_new_tokens=700, seed=0))
+        await asyncio.sleep(1.0)
+        await lab.publish_adapter(8, second)
+        c = await running
+        assert set(c.versions) == {7, 8}
+        for version, model in ((7, first), (8, second)):
+            expected = logp(model, PROMPT + c.token_ids, TEMPERATURE)[-700:]
+            at = [i for i, v in enumerate(c.versions) if v == version]
+            assert gap([expected[i] for i in at], [c.logp[i] for i in at]) < BOUND
+
+    lab.run(body())
+    lab.close()
 
 
 @pytest.mark.parametrize(("zero", "ranks", "tp"), [(1, 1, 1), pytest.param(3, 2, 2, marks=pytest.mark.verify)])
