@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.types import Prompt, Sample
-from data_feeds.packing import cost_of, cut, micro_batches, pack, plan_update, token_weights
+from data_feeds.cutting import cost_of, cut
+from data_feeds.packing import micro_batches, pack, plan_update, token_weights
 from unit_tests.examples import some_groups
 
 NORMS = ["token", "sequence", "sequence_sum", "constant", "prompt"]
