@@ -14,24 +14,35 @@ from trainers.attention import attend_by_sequence_if_able
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def load_model(path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False) -> nn.Module:
-    """A Hugging Face causal LM on the CPU, without dropout (two forward passes of one policy must agree)."""
+def load_model(
+    path: str, *, dtype: str, attention: str, by_sequence: bool = False, gradient_checkpointing: bool = False
+) -> nn.Module:
+    """A Hugging Face causal LM on the CPU, without dropout (two forward passes of one policy must agree).
+
+    `by_sequence`: with trainers/attention.py where it is able, which cannot generate.
+    """
     from transformers import AutoModelForCausalLM
 
-    return _load(AutoModelForCausalLM, path, dtype, attention, gradient_checkpointing)
+    return _load(AutoModelForCausalLM, path, dtype, attention, by_sequence, gradient_checkpointing)
 
 
-def load_value_model(path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False) -> nn.Module:
+def load_value_model(
+    path: str, *, dtype: str, attention: str, by_sequence: bool = False, gradient_checkpointing: bool = False
+) -> nn.Module:
     """The transformer of a causal LM with one number per token instead of logits; the new head begins at zero."""
     from transformers import AutoModelForTokenClassification
 
-    model = _load(AutoModelForTokenClassification, path, dtype, attention, gradient_checkpointing, num_labels=1)
+    model = _load(
+        AutoModelForTokenClassification, path, dtype, attention, by_sequence, gradient_checkpointing, num_labels=1
+    )
     for p in model.score.parameters():
         nn.init.zeros_(p)
     return model
 
 
-def _load(auto: Any, path: str, dtype: str, attention: str, checkpointing: bool, **settings: Any) -> nn.Module:
+def _load(
+    auto: Any, path: str, dtype: str, attention: str, by_sequence: bool, checkpointing: bool, **settings: Any
+) -> nn.Module:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -47,7 +58,7 @@ def _load(auto: Any, path: str, dtype: str, attention: str, checkpointing: bool,
             module.p = 0.0
     if any(getattr(model.config, key, 0.0) for key in ("attention_dropout", "attn_pdrop", "hidden_dropout")):
         raise UserError(f"model.path={path} has dropout in its config.json: set it to 0")
-    if attention in ("auto", "sdpa"):
+    if by_sequence:
         attend_by_sequence_if_able(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ class Trainer:
         total_updates: int,
     ):
         self.device, self.cfg, self.alg, self.temperature = device, cfg, alg, temperature
-        kind = {"dtype": model.dtype, "attention": model.attention}
+        kind: Any = {"dtype": model.dtype, "attention": model.attention, "by_sequence": cfg.layout != "padded"}
         checkpointing = cfg.gradient_checkpointing
         self.policy = self.learner(load_model(model.path, **kind, gradient_checkpointing=checkpointing))
         self.critic: Learner | None = None

@@ -105,8 +105,7 @@ def test_by_sequence_checkpointed_layers_give_the_same_gradient():
 
 
 def test_values_do_not_depend_on_the_layout(tiny_path):
-    kind = {"dtype": "float32", "attention": "auto"}
-    model = load_value_model(tiny_path, **kind)
+    model = load_value_model(tiny_path, dtype="float32", attention="auto", by_sequence=True)
     nn.init.normal_(model.score.weight)
     samples = some_samples(9, 9, 6, 20, 3)
     assert layout_for("auto", model) == "packed"
@@ -121,9 +120,10 @@ def test_values_do_not_depend_on_the_layout(tiny_path):
 
 def test_rows_are_packed_where_the_kernel_takes_borders(tiny_path):
     def layout(attention):
-        return layout_for("auto", load_model(tiny_path, dtype="float32", attention=attention))
+        return layout_for("auto", load_model(tiny_path, dtype="float32", attention=attention, by_sequence=True))
 
     assert (layout("auto"), layout("sdpa"), layout("eager")) == ("packed", "packed", "padded")
+    assert layout_for("auto", load_model(tiny_path, dtype="float32", attention="auto")) == "padded", "can generate"
 
 
 def test_a_model_nobody_tested_keeps_its_attention_and_is_padded():
