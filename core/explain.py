@@ -108,7 +108,9 @@ def memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     critic = 0 if alg.value_lr is None else n  # the value model is as large as the policy, and has no adapter
     present = n + adapter + critic
     in_training = (n if lora is None else adapter) + critic
-    beside = [path for path in alg.frozen.values() if path or lora is None]  # else it is the policy without its adapter
+    # a reference that was scored ahead is not loaded, and that of an adapter is the policy without it
+    spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.reference == "ahead")
+    beside = [path for path in alg.frozen.values() if path or not spared]
     frozen = sum((count_parameters(path) or n if path else n) * held for path in beside)
     per_rank = (present * weights + in_training * (gradients + optimizer) + frozen) / GIB
     rows = [

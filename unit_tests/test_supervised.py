@@ -21,6 +21,10 @@ from data_prep import hh_rlhf
 HH = Path(__file__).parent / "hh_rlhf_rows.jsonl"
 
 
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def recipe_of(tmp_path: Path, model: str, *, lora: dict | None = None, **changes) -> str:
     """A change to None leaves the key out."""
     recipe = {
@@ -101,7 +105,7 @@ def test_kto_learns_from_labels_alone(tmp_path, tiny_path):
         for i in range(16)
     ]
     path = tmp_path / "labelled.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     metrics, summary = learn(
         recipe_of(
             tmp_path,
@@ -128,8 +132,35 @@ def some_pairs(path: Path, n: int, *, seed: int) -> Path:
         if b.count("7") > a.count("7"):
             prompt = [{"role": "user", "content": f"{rng.randrange(100)}?"}]
             rows.append({"id": str(len(rows)), "messages": prompt, "chosen": b, "rejected": a})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return path
+
+
+def said(metrics: dict) -> dict:
+    """What does not depend on the clock."""
+    return {k: v for k, v in metrics.items() if not k.startswith("time/") and k != "tokens_per_s"}
+
+
+def test_a_mixture_goes_on_in_the_middle_of_a_pass(tmp_path, tiny_path):
+    """Seven and three rows at 2:1, three a step: every source is within a pass when the run stops after two steps."""
+    for name, n in (("long", 7), ("short", 3)):
+        turns = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}" * 3}] for i in range(n)]
+        write_rows(tmp_path / f"{name}.jsonl", [{"id": str(i), "messages": turns[i]} for i in range(n)])
+    sources = [{"path": str(tmp_path / "long.jsonl"), "ratio": 2}, {"path": str(tmp_path / "short.jsonl")}]
+    mixed = {"alg": {"name": "sft"}, "data": {"train": sources, "max_prompt_tokens": 32}, "rows_per_step": 3}
+    whole, _ = learn(recipe_of(tmp_path, tiny_path, **mixed, steps=4))
+    assert [m["data/long/rows"] for m in whole] == [2, 4, 6, 8] and [m["data/short/rows"] for m in whole] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    for m in whole:  # each source's loss, over its share of the tokens, makes the loss
+        low, high = sorted((m["train/loss/long"], m["train/loss/short"]))
+        assert low <= m["train/loss"] <= high
+    _, first = learn(recipe_of(tmp_path, tiny_path, **mixed, steps=2, checkpoint={"every": 2}))
+    rest, _ = learn(recipe_of(tmp_path, tiny_path, **mixed, steps=4, resume=str(first["run"])))
+    assert [said(m) for m in rest] == [said(m) for m in whole[2:]]
 
 
 @pytest.mark.slow
@@ -154,11 +185,7 @@ def test_a_reward_model_learns_and_then_rewards(tmp_path, tiny_path):
     assert summary["after"]["eval/pair/accuracy"] > 0.95
     model = summary["run"] / "model"
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(
-        "".join(
-            json.dumps({"id": str(i), "messages": [{"role": "user", "content": f"{i}?"}]}) + "\n" for i in range(20)
-        )
-    )
+    write_rows(prompts, [{"id": str(i), "messages": [{"role": "user", "content": f"{i}?"}]} for i in range(20)])
     recipe = recipe_of(
         tmp_path,
         tiny_path,
