@@ -31,8 +31,8 @@ def layout_for(setting: Literal["auto", "padded", "packed"], model: nn.Module) -
 TAKE_BORDERS = ("flash_attention_2", BY_SEQUENCE)
 """Attention that is told where the sequences of a packed row begin and end, and needs no mask."""
 
-CHUNK_LOGITS = 2**26
-"""Logits upcast to float32 at a time: 256 MiB."""
+CHUNK_LOGITS = 2**24
+"""Logits upcast to float32 at a time: 64 MiB."""
 
 
 def forward(
