@@ -19,6 +19,7 @@ from configs.schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped
 from core.types import Batch, Policy, Prompt, Sample, Scored, Tokens
 from data_feeds.packing import pack
+from trainers.allocator import keep_freed_memory
 from trainers.forward import forward, layout_for, values_of
 from trainers.models import load_model, load_value_model
 from trainers.optimizer import schedule_of
@@ -62,6 +63,8 @@ class Trainer:
         total_updates: int,
     ):
         self.device, self.cfg, self.alg, self.temperature = device, cfg, alg, temperature
+        if device == "cpu":
+            keep_freed_memory()
         kind: Any = {"dtype": model.dtype, "attention": model.attention, "by_sequence": cfg.layout != "padded"}
         checkpointing = cfg.gradient_checkpointing
         self.policy = self.learner(load_model(model.path, **kind, gradient_checkpointing=checkpointing))
