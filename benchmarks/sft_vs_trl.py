@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,8 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=8, help="that are timed in each run")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each side")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="ours")
-    parser.add_argument("--trl-batch", type=int, nargs="+", default=[4, 8, 16], help="rows in a forward pass, to try")
+    parser.add_argument("--micro-batch-tokens", type=int, default=512, help="ours")
+    parser.add_argument("--trl-batch", type=int, nargs="+", default=[1, 2, 4], help="rows in a forward pass, to try")
     parser.add_argument("--ours", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.ours:
@@ -111,8 +111,8 @@ def best_for_trl(task: dict[str, Any], batches: list[int], trl_python: Path, scr
     """The fastest of TRL's settings over one update after a warm-up."""
     short = task | {"updates": task["updates"][:2]}
     rows = len(task["updates"][0])
-    settings = [{"trl_batch": b, "trl_padding_free": False} for b in batches if rows % b == 0]
-    settings.append({"trl_batch": settings[0]["trl_batch"], "trl_padding_free": True})
+    fitting = [b for b in batches if rows % b == 0]
+    settings = [{"trl_batch": b, "trl_padding_free": free} for b, free in product(fitting, (False, True))]
     taken = []
     for setting in settings:
         taken.append(run("trl", short | setting, trl_python, scratch).cpu_seconds[-1])

@@ -20,6 +20,7 @@ from configs.schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped
 from core.types import Batch, Policy, Prompt, Sample, Scored, Tokens
 from data_feeds.packing import pack
+from trainers.allocator import keep_freed_memory
 from trainers.forward import forward, layout_for, values_of
 from trainers.lora import saved_parts
 from trainers.models import load_model, load_scalar_model
@@ -89,6 +90,8 @@ class Trainer:
         reference_ahead: bool = False,
     ):
         self.device, self.cfg, self.alg, self.temperature, self.sources = device, cfg, alg, temperature, sources
+        if device == "cpu":
+            keep_freed_memory()
         kind = {"dtype": model.dtype, "attention": model.attention}
         checkpointing = cfg.gradient_checkpointing
         self.lora = model.lora
