@@ -18,6 +18,7 @@ from core.session import Session, run_session
 from core.sl_run import prepare, start
 from data_prep import hh_rlhf
 
+pytestmark = pytest.mark.timeout(400)
 HH = Path(__file__).parent / "hh_rlhf_rows.jsonl"
 
 
@@ -73,6 +74,7 @@ def data_of(path: Path, **more) -> dict:
     return {"train": str(path), "max_prompt_tokens": 1000} | more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "alg", [{"name": "dpo"}, {"name": "orpo"}, {"name": "dpo", "form": "ipo", "length_norm": True}]
 )
@@ -86,6 +88,7 @@ def test_a_run_on_real_pairs_learns_them(tmp_path, tiny_path, hh, alg):
     assert "eval/pair/accuracy" in metrics[2] and "eval/loss" not in metrics[0]
 
 
+@pytest.mark.slow
 def test_a_reference_scored_ahead_gives_the_same_run(tmp_path, tiny_path, hh):
     losses = {}
     for reference in ("each_step", "ahead"):
