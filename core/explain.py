@@ -14,6 +14,7 @@ from core.build import check_devices, gpus_here, on_gpu
 from trainers.models import skeleton
 
 GIB = 2**30
+ROWS = {"conversations": "rows", "pairs": "pairs", "labelled": "rows"}
 
 
 def explain(loaded: Loaded[Any]) -> str:
@@ -23,19 +24,21 @@ def explain(loaded: Loaded[Any]) -> str:
         yaml.safe_dump(cfg.model_dump(), sort_keys=False).rstrip(),
         "",
         "# what follows from it",
-        *(f"{name:<22} {text}" for name, text in (*arithmetic(cfg), *placement(cfg), *memory(loaded))),
+        *(f"{name:<22} {text}" for name, text in (*arithmetic(loaded), *placement(cfg), *memory(loaded))),
     ]
     if lacking := check_devices(cfg):
         parts += ["", f"warning: {lacking}"]
     return "\n".join(parts)
 
 
-def arithmetic(cfg: RunConfig) -> list[tuple[str, str]]:
+def arithmetic(loaded: Loaded[Any]) -> list[tuple[str, str]]:
+    cfg: RunConfig = loaded.cfg
     trainer = cfg.trainer
     if isinstance(cfg, SLConfig):
-        tokens = cfg.rows_per_step * cfg.data.max_prompt_tokens
+        rows = load_algorithm(loaded.alg_spec, cfg.alg).rows
+        tokens = cfg.rows_per_step * cfg.data.max_prompt_tokens * (2 if rows == "pairs" else 1)
         return [
-            ("a step", f"{cfg.rows_per_step} rows -> at most {tokens:,} tokens -> 1 optimizer update"),
+            ("a step", f"{cfg.rows_per_step} {ROWS[rows]} -> at most {tokens:,} tokens -> 1 optimizer update"),
             ("micro-batches", micro_batches(tokens, trainer.micro_batch_tokens, trainer.ranks)),
             (
                 "the run",
