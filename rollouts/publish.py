@@ -49,7 +49,8 @@ class LocalSync:
                 nbytes += sum(tensor.nbytes for _, tensor in bucket)
                 yield bucket
 
-        await engine.load(version, sending())
+        with trainer.ledger.doing("sync"), self.rollouts.worker.ledger.doing("sync"):
+            await engine.load(version, sending())
         gap = verify(
             sent,
             [await engine.fingerprint()],

@@ -63,20 +63,22 @@ class DeepSpeedTrainer(Trainer):
         """Stream the weights, or the adapter alone, to the engines; rank 0 says what it sent."""
         from rollouts.weight_sync import Sent
 
-        stream = self.weights(max_bytes, part)
-        if torch.distributed.get_rank() == 0:
-            checksums = self.sender.send(stream)
-            return Sent(checksums=checksums, nbytes=self.sender.sent_bytes)
-        for _ in stream:  # gathering a partitioned parameter takes every rank
-            pass
-        return None
+        with self.ledger.doing("sync"):
+            stream = self.weights(max_bytes, part)
+            if torch.distributed.get_rank() == 0:
+                checksums = self.sender.send(stream)
+                return Sent(checksums=checksums, nbytes=self.sender.sent_bytes)
+            for _ in stream:  # gathering a partitioned parameter takes every rank
+                pass
+            return None
 
     def save(self, folder: Path) -> None:
         """In Hugging Face format, from rank 0; the other ranks take part in gathering."""
-        parts = self.gathered()
-        if torch.distributed.get_rank() == 0:
-            save_parts(self.model, folder, parts)
-        torch.distributed.barrier()
+        with self.ledger.doing("save"):
+            parts = self.gathered()
+            if torch.distributed.get_rank() == 0:
+                save_parts(self.model, folder, parts)
+            torch.distributed.barrier()
 
 
 class DeepSpeedLearner:
