@@ -6,6 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from configs.load import load_recipe
+from configs.schema import RLConfig
+from core.build import build_engine, plan_rollouts
 from rollouts.hf_engine import HfEngine
 
 PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15], [9, 9]]
@@ -166,6 +169,13 @@ def test_a_drain_finishes_what_runs_with_the_old_weights(tiny_path):
 def test_a_request_goes_on_with_its_own_random_numbers(tiny_path):
     held, cut_off = (updated_in_flight(tiny_path, mode)[0] for mode in ("in_flight", "abort"))
     assert [c.token_ids for c in held] == [c.token_ids for c in cut_off]
+
+
+@pytest.mark.parametrize("mode", ["in_flight", "drain", "abort"])
+def test_the_recipe_decides_what_an_update_does(recipe, mode):
+    cfg = load_recipe(RLConfig, recipe({"rollout.update": mode}), []).cfg
+    engine = build_engine(None, plan_rollouts(cfg), [1])
+    assert isinstance(engine, HfEngine) and engine.update == mode
 
 
 @pytest.mark.parametrize("mode", ["in_flight", "drain", "abort"])
