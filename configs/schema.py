@@ -128,6 +128,9 @@ class RewardConfig(Section):
     """The run stops when more of a step's samples than this have no reward because it failed."""
 
 
+UpdateMode = Literal["in_flight", "drain", "abort"]
+
+
 class RolloutConfig(Section):
     engine: str = "vllm"
     """vllm, hf, or the path of a Python file with a class `Engine`."""
@@ -145,6 +148,10 @@ class RolloutConfig(Section):
     timeout_s: float = Field(900.0, gt=0)
     """Deadline of one group. One that has not come is asked of another engine, and the run stops where that brings
     none either."""
+    update: UpdateMode = "in_flight"
+    """What new weights do to requests that are being answered. in_flight: they are held, and go on under the new
+    weights, their cache computed anew. drain: they are finished first (within timeout_s), while new ones wait. abort:
+    they are cut off, and asked again from the tokens already there. Every token carries the version that sampled it."""
     enforce_eager: bool = False
     """vLLM without compiled graphs; always so on a CPU."""
     kv_cache_gib: float = Field(1.0, gt=0)

@@ -132,6 +132,7 @@ def build_engine(place: Place | None, plan: RolloutPlan, stop_token_ids: list[in
         "temperature": rollout.temperature,
         "stop_token_ids": stop_token_ids,
         "timeout_s": plan.timeout_s,
+        "update": rollout.update,
     }
     if plan.engine_spec is not None:
         return engine_class_of(plan.engine_spec)(**common)

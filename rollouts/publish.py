@@ -50,6 +50,7 @@ class LocalSync:
                 yield bucket
 
         with trainer.ledger.doing("sync"), self.rollouts.worker.ledger.doing("sync"):
+            await engine.hold()
             await engine.load(version, sending())
         gap = verify(
             sent,
@@ -78,6 +79,8 @@ class RemoteSync:
     async def publish(self, version: int) -> dict[str, float]:
         if not self.joined:
             await self._join()
+        # Before anything is sent: a drain may take the run's timeout_s, a broadcast waits weight_sync.timeout_s.
+        await self.rollouts.all("engine.hold")
         # They meet in a broadcast; where one fails, the others are not waited for.
         [sent, *_], _ = await together(
             [self.trainers.all("send_weights", self.max_bytes, self.part), self.rollouts.all("engine.receive", version)]

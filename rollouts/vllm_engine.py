@@ -8,6 +8,7 @@ environment is set.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from configs.schema import LoraConfig
+from configs.schema import LoraConfig, UpdateMode
 from core.errors import RunStopped
 from rollouts.engine import Completion
 from rollouts.weight_sync import Bucket
@@ -27,6 +28,8 @@ ADAPTER_ID = 1
 """As in rollouts/vllm_worker.py, which cannot be imported before vLLM's environment is set."""
 _UNPUBLISHED = -1
 """The version of tokens that were sampled before the first update."""
+_PAUSES: dict[UpdateMode, Literal["keep", "wait", "abort"]] = {"in_flight": "keep", "drain": "wait", "abort": "abort"}
+"""What vLLM does with the requests it is answering; all three queue new ones."""
 
 
 class _Vllm:
@@ -49,6 +52,7 @@ class _Vllm:
         load_format: Literal["auto", "dummy"] = "auto",
         lora: LoraConfig | None = None,
         timeout_s: float = 300.0,
+        update: UpdateMode = "in_flight",
     ) -> None:
         """Start the engine; it returns when requests can be made.
 
@@ -57,11 +61,13 @@ class _Vllm:
         kv_cache_gib: size of the KV cache per rank; by default what `gpu_memory_utilization` leaves (4 on a CPU).
         load_format: "dummy" leaves the weights random until the first update.
         lora: updates bring this adapter, its `targets` named one by one, and the weights stay the model's own.
-        timeout_s: how long one step of a weight update may take.
+        timeout_s: how long one step of a weight update may take; a drain is none.
+        update: what becomes of requests that are being answered when weights come.
         """
         self._temperature = temperature
         self._stop_token_ids = list(stop_token_ids)
         self._timeout_s = timeout_s
+        self._on_update: UpdateMode = update
         self._lora = lora
         on_cpu = not torch.cuda.is_available()
         if on_cpu:
@@ -98,7 +104,25 @@ class _Vllm:
         raise NotImplementedError
 
     async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
-        """Sample one continuation of `token_ids` at the run's temperature; it includes the token that stopped it."""
+        """Sample one continuation of `token_ids` at the run's temperature; it includes the token that stopped it.
+
+        What an update cut off (update=abort) is asked again from the tokens already there.
+        """
+        ids: list[int] = []
+        logp: list[float] = []
+        versions: list[int] = []
+        stop: Literal["eos", "length"] | None = None
+        while stop is None:
+            # Asked while the engine is held, it waits there: this does not spin.
+            said = await self._sample(token_ids + ids, max_new_tokens - len(ids), _seed_after(len(ids), seed))
+            stop = self._stop(said.finish_reason, [*ids, *said.token_ids], max_new_tokens)
+            ids += said.token_ids
+            logp += [at[token].logprob for token, at in zip(said.token_ids, said.logprobs, strict=True)]
+            versions += [_version(span.version) for span in said.weight_versions for _ in range(span.start, span.end)]
+        return Completion(token_ids=ids, logp=logp, versions=versions, stop=stop)
+
+    async def _sample(self, token_ids: list[int], max_new_tokens: int, seed: int) -> Any:
+        """One request of vLLM's, to its end, which may come early."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -119,15 +143,17 @@ class _Vllm:
             ),
         )
         [said] = answer.outputs
-        if said.finish_reason not in ("stop", "length"):
-            raise RunStopped(f"vLLM ended a request with {said.finish_reason!r} instead of a completion")
-        ids = list(said.token_ids)
-        return Completion(
-            token_ids=ids,
-            logp=[at[token].logprob for token, at in zip(ids, said.logprobs, strict=True)],
-            versions=[_version(span.version) for span in said.weight_versions for _ in range(span.start, span.end)],
-            stop="eos" if said.finish_reason == "stop" else "length",
-        )
+        return said
+
+    def _stop(self, reason: str, ids: list[int], max_new_tokens: int) -> Literal["eos", "length"] | None:
+        """Why a completion is over; None if it was cut off and lacks tokens."""
+        if reason == "abort" and self._on_update == "abort":
+            if ids and ids[-1] in self._stop_token_ids:
+                return "eos"
+            return "length" if len(ids) == max_new_tokens else None
+        if reason not in ("stop", "length"):
+            raise RunStopped(f"vLLM ended a request with {reason!r} instead of a completion")
+        return "eos" if reason == "stop" else "length"
 
     async def probe(self, token_ids: list[int]) -> list[float]:
         """Log-probability, at temperature 1, of token_ids[1:] given what is before each; never from the cache."""
@@ -204,6 +230,7 @@ class VllmEngine(_Vllm):
     def __init__(self, *, over_nccl: bool = False, **settings: Any) -> None:
         """over_nccl: an `NcclSender` will send the weights, which takes GPUs at both ends."""
         self._transfer = "feynrl_nccl" if over_nccl else "feynrl_gloo"
+        self._held = False
         super().__init__(**settings)
 
     def _start(self) -> None:
@@ -222,16 +249,28 @@ class VllmEngine(_Vllm):
         where = {"address": address, "port": port, "first_rank": first_rank, "members": members}
         await self._rpc("init_weight_transfer_engine", kwargs={"init_info": {**where, "timeout_s": self._timeout_s}})
 
+    async def hold(self) -> None:
+        """Keep, finish or cut off what runs, as `update` says; new requests wait. `receive` lets all go on."""
+        # A drain is as long as the longest completion, and its deadline that of every remote call, the run's timeout_s.
+        # What vLLM has preempted for want of cache is not drained: it waits, and goes on as with in_flight.
+        async with asyncio.timeout(None if self._on_update == "drain" else self._timeout_s):
+            await self._llm.pause_generation(mode=_PAUSES[self._on_update], clear_cache=False)
+        self._held = True
+
     async def receive(self, version: int) -> None:
-        """Take part in one `WeightSender.send`. Requests in flight wait, and go on with the new weights."""
-        async with asyncio.timeout(self._timeout_s):
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+        """Take part in one `WeightSender.send`, after a `hold`."""
+        if not self._held:
+            raise RuntimeError("receive without hold: requests would run while their weights are replaced")
         await self._update(version, {})
+        await self._go_on(version)
+
+    async def _go_on(self, version: int) -> None:
         async with asyncio.timeout(self._timeout_s):
             await self._llm.update_weight_version(str(version))
-            # What is in flight is computed anew from its tokens, or old keys and values would live on in it.
+            # What was kept is computed anew from its tokens, or old keys and values would live on in it.
             await self._llm.reset_prefix_cache(reset_running_requests=True)
             await self._llm.resume_generation()
+        self._held = False
 
     async def close(self) -> None:
         """End the engine's processes."""
@@ -273,6 +312,9 @@ class LocalVllmEngine(_Vllm):
         torch.set_num_threads(threads)
         self._waiting: list[tuple[list[int], Any, asyncio.Future[Any]]] = []
 
+    async def hold(self) -> None:
+        """Return at once, whatever `update` says: while requests run, nobody else does, so none is running now."""
+
     async def load(self, version: int, buckets: Iterable[Bucket]) -> None:
         """Take the weights straight from the trainer, which is in this process."""
         await self._update(version, {"buckets": buckets})
@@ -308,6 +350,14 @@ def _lora_settings(lora: LoraConfig) -> dict[str, Any]:
     rank = next(rank for rank in LORA_RANKS if rank >= lora.r)
     targets = [name.rpartition(".")[2] for name in lora.targets]
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
+
+
+def _seed_after(tokens: int, seed: int) -> int:
+    """The seed of a request's rest: vLLM draws from the beginning again for each request."""
+    if tokens == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{tokens}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def _version(label: str) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +17,10 @@ from configs.load import load_recipe
 from configs.schema import RLConfig
 from core.buckets import in_buckets
 from core.build import over_nccl
+from core.cluster import Remote
 from core.errors import RunStopped
 from rollouts.fingerprint import fingerprint
+from rollouts.publish import Probe, RemoteSync
 from rollouts.weight_sync import Bucket, WeightReceiver, WeightSender, register, verify
 
 TIMEOUT_S = 20.0
@@ -139,3 +144,36 @@ def test_a_mismatch_stops_the_run_and_names_the_place(loaded: list[list[dict[str
 def test_a_probe_that_disagrees_stops_the_run(off: float) -> None:
     with pytest.raises(RunStopped, match=r"engine 1 .* log-probabilities of the probe"):
         check([[SENT], [SENT]], [[-1.0, -2.0], [off, -2.0]])
+
+
+class Recorder:
+    """Workers that note what is called and what has returned."""
+
+    def __init__(self, notes: list[str], answers: dict[str, Any]) -> None:
+        self.notes, self.answers = notes, answers
+
+    async def all(self, method: str, *args: Any) -> list[Any]:
+        self.notes.append(f"{method} called")
+        await asyncio.sleep(0.01)
+        self.notes.append(f"{method} done")
+        return [self.answers.get(method)]
+
+
+def test_nothing_is_sent_before_the_engines_are_held() -> None:
+    """A drain takes as long as the longest completion, and the members of a broadcast do not wait for that."""
+    notes: list[str] = []
+    sent = SimpleNamespace(checksums={}, nbytes=0)
+    sync = RemoteSync(
+        trainers=cast(Remote, Recorder(notes, {"send_weights": sent, "probe": [-1.0]})),
+        rollouts=cast(Remote, Recorder(notes, {"engine.fingerprint": [{}], "engine.probe": [-1.0]})),
+        probe=Probe(token_ids=[1, 2], bound=0.1),
+        max_bytes=1,
+        part="whole",
+        ranks_per_engine=1,
+        timeout_s=1.0,
+        over_nccl=False,
+        joined=True,
+    )
+    asyncio.run(sync.publish(3))
+    assert notes[:3] == ["engine.hold called", "engine.hold done", "send_weights called"]
+    assert notes[3] == "engine.receive called"
