@@ -68,9 +68,8 @@ def arithmetic(loaded: Loaded[Any]) -> list[tuple[str, str]]:
 
 
 def schedule(cfg: RLConfig) -> str:
-    publishes = (
-        f"weights are published {'every step' if cfg.publish_every == 1 else f'every {cfg.publish_every} steps'}"
-    )
+    often = "every step" if cfg.publish_every == 1 else f"every {cfg.publish_every} steps"
+    publishes = f"weights are published {often}"
     if cfg.publish_drift is not None:
         publishes += f", or earlier where train/mismatch/kl is above {cfg.publish_drift:g}"
     if cfg.max_lag == 0:

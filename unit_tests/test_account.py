@@ -60,8 +60,8 @@ def test_the_bottleneck_is_named(trainer_waits, engine_waits, sync, max_lag, say
 @pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 2])
 def test_a_runs_seconds_are_accounted_for(recipe, tmp_path, max_lag):
-    slow = SEVENS + "    # a loss that takes its time makes a step long enough to be measured\n"
-    changes = {"backend": "ray", "steps": 6, "max_lag": max_lag, "reward.fn": file_of(tmp_path / "sevens.py", slow)}
+    sevens = file_of(tmp_path / "sevens.py", SEVENS)
+    changes = {"backend": "ray", "steps": 6, "max_lag": max_lag, "reward.fn": sevens}
     sizes = {"groups_per_step": 16, "group_size": 8, "updates_per_step": 2}
     done = program(recipe(changes | sizes))
     assert done.returncode == 0, done.stderr
