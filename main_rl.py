@@ -25,7 +25,7 @@ async def train(run: Run) -> None:
         for step in range(run.first_step, run.steps):
             groups, drawn = await run.take(step)
             groups = await run.score(groups)
-            groups = run.alg.credit(groups)
+            groups = run.credit(groups)
             learnt = await run.learn(groups)
             synced = await run.publish_if_due(step + 1, learnt)
             await run.log(step, groups, drawn | learnt | synced)

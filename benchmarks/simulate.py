@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import main_rl
-from algs.base import Algorithm
 from core.types import Group, Prompt, Sample
 from rollouts.buffer import Drawn, ReplayBuffer, Schedule
 from rollouts.generation import Generation
@@ -142,7 +141,6 @@ class SimulatedRun:
     times: Times
     timeout_s: float = math.inf
     first_step: int = 0
-    alg: Algorithm = field(default_factory=Algorithm)
     waited: float = 0.0
     trained: list[list[Group]] = field(default_factory=list)
     drawn: list[Drawn] = field(default_factory=list)
@@ -185,6 +183,9 @@ class SimulatedRun:
         return groups, {}
 
     async def score(self, groups: list[Group]) -> list[Group]:
+        return groups
+
+    def credit(self, groups: list[Group]) -> list[Group]:
         return groups
 
     async def learn(self, groups: list[Group]) -> dict[str, float]:

@@ -89,6 +89,16 @@ def of_engine(seconds: Seconds, driver: Seconds) -> Seconds:
     return named | {"rest": driver["all"] - sum(named.values())}
 
 
+def shares(devices: dict[str, Seconds]) -> list[str]:
+    """One line on the mean trainer rank and one on the mean engine, in shares of the time."""
+    lines: list[str] = []
+    for kind in ("trainer", "engine"):
+        mean = mean_of([seconds for device, seconds in devices.items() if device.startswith(kind)])
+        parts = ", ".join(f"{name.replace('_', ' ')} {value / sum(mean.values()):.1%}" for name, value in mean.items())
+        lines.append(f"{kind}s: {parts}")
+    return lines
+
+
 def bottleneck(devices: dict[str, Seconds], *, max_lag: int) -> str:
     """One sentence on what holds the run up, from the mean trainer's and the mean engine's seconds."""
     trainer = mean_of([seconds for device, seconds in devices.items() if device.startswith("trainer")])

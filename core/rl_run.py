@@ -196,14 +196,15 @@ class Run:
         """The step's groups, `groups_per_step` of them, and what was drawn for them in numbers."""
         with self.session.clock.phase("wait_for_data"):
             groups, drawn = await self.buffer.take(step)
-        check_failures([d.group for d in drawn], bearable_share=self.cfg.reward.max_failed_share)
-        if len(groups) < self.cfg.groups_per_step:
-            raise RunStopped(
-                f"of {len(drawn)} groups, the algorithm keeps {len(groups)} of the groups_per_step="
-                f"{self.cfg.groups_per_step} that a step wants: the reward may be the same for every answer"
-            )
-        check_lag(groups, step=step, max_lag=self.cfg.max_lag)
-        return groups, describe_drawn(drawn) | self.prompts.progress(drawn[-1].ticket + 1)
+        with self.session.clock.phase("check"):
+            check_failures([d.group for d in drawn], bearable_share=self.cfg.reward.max_failed_share)
+            if len(groups) < self.cfg.groups_per_step:
+                raise RunStopped(
+                    f"of {len(drawn)} groups, the algorithm keeps {len(groups)} of the groups_per_step="
+                    f"{self.cfg.groups_per_step} that a step wants: the reward may be the same for every answer"
+                )
+            check_lag(groups, step=step, max_lag=self.cfg.max_lag)
+            return groups, describe_drawn(drawn) | self.prompts.progress(drawn[-1].ticket + 1)
 
     async def score(self, groups: list[Group]) -> list[Group]:
         """Add the columns that credit and loss ask for, from the trainer's models as they are now.
@@ -214,6 +215,11 @@ class Run:
         columns = self.alg.needs | proximal
         with self.session.clock.phase("logp"):
             return await with_scores(self.trainers, groups, self._plan(groups), columns)
+
+    def credit(self, groups: list[Group]) -> list[Group]:
+        """Every token's advantage, over all groups of the step."""
+        with self.session.clock.phase("credit"):
+            return self.alg.credit(groups)
 
     async def learn(self, groups: list[Group]) -> dict[str, float]:
         """Train on the groups of a step, dealt over its updates."""

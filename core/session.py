@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import RunConfig
+from core.account import shares
 from core.checkpoint import Checkpoint, Stand, is_due, retain, write_checkpoint
 from core.clock import Clock
 from core.cluster import Cluster, Workers
@@ -89,10 +90,8 @@ class Session:
             rows = [(name, f"{before[name]:.3f}", f"{after[name]:.3f}") for name in shown]
             self.progress.table("on held-out data", rows, ("", "before", "after"))
         if devices := self.facts.get("devices"):
-            names = list(dict.fromkeys(name for seconds in devices.values() for name in seconds))
-            rows = [(d, *(f"{s[n]:.1f}" if n in s else "" for n in names)) for d, s in devices.items()]
-            self.progress.table("seconds of every device", rows, ("", *(n.replace("_", " ") for n in names)))
-            self.progress.say(self.facts["bottleneck"])
+            for line in (*shares(devices), self.facts["bottleneck"]):
+                self.progress.say(line)
         self.progress.say(f"run folder: {self.folder.path}")
 
     async def close(self) -> None:
