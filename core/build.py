@@ -47,6 +47,8 @@ class TrainerPlan:
     seed: int
     sources: tuple[str, ...] = ()
     reference_ahead: bool = False
+    timeout_s: float = 1800.0
+    """Deadline of the ranks' collectives."""
 
 
 def gpus_here() -> int:
@@ -84,7 +86,7 @@ def build_trainer(place: Place | None, plan: TrainerPlan) -> Any:
         "WORLD_SIZE": str(place.size),
         "LOCAL_RANK": "0",  # Ray shows each actor its own device only
     }
-    return DeepSpeedTrainer(plan.model, plan.trainer, alg, **settings)
+    return DeepSpeedTrainer(plan.model, plan.trainer, alg, timeout_s=plan.timeout_s, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +240,7 @@ def plan_trainer(
         seed=cfg.seed,
         sources=sources,
         reference_ahead=reference_ahead,
+        timeout_s=cfg.timeout_s,
     )
 
 

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.cluster import Local, Remote, together
+from core.cluster import Local, Remote, blaming, together
+from core.errors import ProcessDied
 from rollouts.fingerprint import fingerprint
 from rollouts.weight_sync import Bucket, verify
 from trainers.weights import Part
+
+GRACE_S = 5.0
+"""So much later than the deadlines inside a worker ends the wait for it: the worker knows better what failed."""
 
 
 class WeightSync(Protocol):
@@ -74,13 +78,23 @@ class RemoteSync:
     over_nccl: bool
     joined: bool = False
 
+    def __post_init__(self) -> None:
+        deadline = {"timeout_s": self.timeout_s + GRACE_S, "key": "weight_sync.timeout_s"}
+        self.trainers, self.rollouts = self.trainers.within(**deadline), self.rollouts.within(**deadline)
+
     async def publish(self, version: int) -> dict[str, float]:
+        try:
+            return await self._publish(version)
+        except ProcessDied as error:
+            raise ProcessDied(f"in the sync of version {version}, {error}") from error
+
+    async def _publish(self, version: int) -> dict[str, float]:
         if not self.joined:
             await self._join()
         # They meet in a broadcast; where one fails, the others are not waited for.
-        [sent, *_], _ = await together(
-            [self.trainers.all("send_weights", self.max_bytes, self.part), self.rollouts.all("engine.receive", version)]
-        )
+        sends = self.trainers.calls("send_weights", self.max_bytes, self.part)
+        receives = self.rollouts.calls("engine.receive", version)
+        sent, *_ = await blaming([self.trainers, self.rollouts], together([*sends, *receives]))
         expected, *_ = await self.trainers.all("probe", self.probe.token_ids)
         gap = verify(
             sent.checksums,
@@ -96,6 +110,10 @@ class RemoteSync:
         port = await self.trainers.call(0, "open_sync", address, self.timeout_s, self.over_nccl)
         n = self.ranks_per_engine
         group = {"address": address, "port": port, "members": 1 + len(self.rollouts) * n}
-        joins = [self.rollouts.call(i, "engine.join", first_rank=1 + i * n, **group) for i in range(len(self.rollouts))]
-        await together([self.trainers.call(0, "join_sync", group["members"]), *joins])
+        joins = [
+            self.rollouts.ask(i, "call", "engine.join", first_rank=1 + i * n, **group)
+            for i in range(len(self.rollouts))
+        ]
+        meets = self.trainers.ask(0, "call", "join_sync", group["members"])
+        await blaming([self.trainers, self.rollouts], together([meets, *joins]))
         self.joined = True

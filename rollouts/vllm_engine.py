@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from configs.schema import LoraConfig
-from core.errors import RunStopped
+from core.errors import ProcessDied, RunStopped
 from rollouts.engine import Completion
 from rollouts.weight_sync import Bucket
 
@@ -27,6 +27,9 @@ ADAPTER_ID = 1
 """As in rollouts/vllm_worker.py, which cannot be imported before vLLM's environment is set."""
 _UNPUBLISHED = -1
 """The version of tokens that were sampled before the first update."""
+_POLL_S = 0.5
+_DIED = "vLLM's own process died; what it said last is in the log of this worker, in Ray's session folder"
+T = TypeVar("T")
 
 
 class _Vllm:
@@ -225,7 +228,7 @@ class VllmEngine(_Vllm):
     async def receive(self, version: int) -> None:
         """Take part in one `WeightSender.send`. Requests in flight wait, and go on with the new weights."""
         async with asyncio.timeout(self._timeout_s):
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            await self._while_alive(self._llm.pause_generation(mode="keep", clear_cache=False))
         await self._update(version, {})
         async with asyncio.timeout(self._timeout_s):
             await self._llm.update_weight_version(str(version))
@@ -239,20 +242,41 @@ class VllmEngine(_Vllm):
         del self._llm  # its finalizer fails when it runs at the interpreter's exit
 
     async def _ask(self, token_ids: list[int], params: Any) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         request = self._llm.generate(
             {"prompt_token_ids": token_ids},
             params,
             request_id=str(next(self._requests)),
             lora_request=self._adapter(),
         )
-        async with aclosing(request) as answers:
-            async for answer in answers:
-                return answer
+        try:
+            async with aclosing(request) as answers:
+                async for answer in answers:
+                    return answer
+        except EngineDeadError as error:
+            raise ProcessDied(_DIED) from error
         raise RunStopped("vLLM ended a request without an answer")
 
     async def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
         async with asyncio.timeout(self._timeout_s):
-            return await self._llm.collective_rpc(method, kwargs=kwargs)
+            return await self._while_alive(self._llm.collective_rpc(method, kwargs=kwargs))
+
+    async def _while_alive(self, call: Awaitable[T]) -> T:
+        """Await `call`, and raise ProcessDied once vLLM's own process is gone: vLLM would leave it unanswered."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=_POLL_S)
+                if self._llm.errored and not task.done():
+                    raise ProcessDied(_DIED)
+            return task.result()
+        except EngineDeadError as error:
+            raise ProcessDied(_DIED) from error
+        finally:
+            task.cancel()
 
 
 class LocalVllmEngine(_Vllm):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from algs.base import Algorithm
 from configs.schema import ModelConfig, TrainerConfig
@@ -27,18 +29,30 @@ if TYPE_CHECKING:
 class DeepSpeedTrainer(Trainer):
     """torch.distributed must be reachable through MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE."""
 
-    def __init__(self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, **settings: Unpack[Settings]):
+    def __init__(
+        self,
+        model: ModelConfig,
+        cfg: TrainerConfig,
+        alg: Algorithm,
+        *,
+        timeout_s: float,
+        **settings: Unpack[Settings],
+    ):
+        """timeout_s: deadline of every collective."""
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         on_gpu = torch.cuda.is_available()
         # On a CPU DeepSpeed would first compile an all-reduce of its own, for a minute; gloo's is there.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False)
+        timeout = timedelta(seconds=timeout_s)
+        deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False, timeout=timeout)
         device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
         self.dtype, self.zero_stage = model.dtype, cfg.zero_stage
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         super().__init__(model, cfg, alg, device=device, **settings)
+        for group in distributed_c10d._world.pg_map:  # DeepSpeed makes groups of its own, with torch's default
+            distributed_c10d._set_pg_timeout(timeout, group)
 
     def learner(self, model: nn.Module) -> Learner:
         return DeepSpeedLearner(model, self.cfg, self.dtype, self.add_up)
