@@ -38,6 +38,7 @@ WATCH = "watch"
 """Ray's name for the thread of an actor that answers while its main one is in a collective."""
 PULSE_S = 10.0
 """A process that says nothing on that thread for so long gives no sign of life."""
+IDLE = "is idle"
 LAST_WORDS_S = 2.0
 """After a failure the others have so long to fail as well: one of them may know better why."""
 T = TypeVar("T")
@@ -224,7 +225,8 @@ async def blaming(groups: Iterable[Remote], call: Awaitable[T]) -> T:
         if lost := [clause for alive, clause in pulses if not alive]:
             raise ProcessDied(lost[0]) from error
         if isinstance(error, CallFailed):
-            raise type(error)(error.what, ", ".join(clause for _, clause in pulses)) from error
+            busy = [clause for _, clause in pulses if not clause.endswith(IDLE)]
+            raise type(error)(error.what, ", ".join(busy)) from error
         raise
 
 
@@ -343,7 +345,7 @@ class Actor:
             f"has been in {method} for {time.monotonic() - since:.0f} s" for method, since in [*self.busy.values()]
         ]
         place = _place_in_our_code(self.thread)
-        return (" and ".join(calls) or "is idle") + (f" (at {place})" if calls and place else "")
+        return (" and ".join(calls) or IDLE) + (f" (at {place})" if calls and place else "")
 
     @contextmanager
     def _busy(self, method: str) -> Generator[None]:

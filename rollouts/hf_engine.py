@@ -17,6 +17,7 @@ from torch import Tensor
 from core.errors import RunStopped
 from rollouts.engine import Completion
 from rollouts.fingerprint import fingerprint
+from rollouts.parcels import Parcel, unpack
 from rollouts.weight_sync import Bucket, WeightReceiver
 
 
@@ -51,6 +52,7 @@ class HfEngine:
         self.temperature, self.stop, self.max_batch = temperature, set(stop_token_ids), max_batch
         self.timeout_s = timeout_s
         self.version = -1
+        self.fed = False
         self.loaded: dict[str, int] = {}
         self.waiting: list[_Request] = []
 
@@ -128,29 +130,46 @@ class HfEngine:
 
     async def load(self, version: int, buckets: Iterable[Bucket]) -> None:
         """Copy every tensor of the stream into the model's own; each must be there, in its shape."""
-        own = dict(self.model.named_parameters())
         self.loaded = {}
         for bucket in buckets:
-            for name, tensor in bucket:
-                if name not in own or own[name].shape != tensor.shape:
-                    raise RunStopped(f"the hf engine's model has no {name} of shape {list(tensor.shape)}")
-                own[name].data.copy_(tensor)
-            self.loaded |= fingerprint((name, own[name].detach()) for name, _ in bucket)
-        if missing := own.keys() - self.loaded.keys():
+            self._copy(bucket)
+        self._complete(version)
+
+    def _copy(self, bucket: Bucket) -> None:
+        own = dict(self.model.named_parameters())
+        for name, tensor in bucket:
+            if name not in own or own[name].shape != tensor.shape:
+                raise RunStopped(f"the hf engine's model has no {name} of shape {list(tensor.shape)}")
+            own[name].data.copy_(tensor)
+        self.loaded |= fingerprint((name, own[name].detach()) for name, _ in bucket)
+
+    def _complete(self, version: int) -> None:
+        if missing := dict(self.model.named_parameters()).keys() - self.loaded.keys():
             raise RunStopped(
                 f"the sync of version {version} had no values for {len(missing)} tensors, such as {min(missing)}"
             )
         self.version = version
 
     async def join(self, *, address: str, port: int, first_rank: int, members: int) -> None:
-        """Become member `first_rank` of the sender's group."""
+        """Become member `first_rank` of the sender's group, from which weights come now."""
+        self.fed = False
         self.receiver = WeightReceiver(
             address=address, port=port, rank=first_rank, members=members, timeout_s=self.timeout_s
         )
 
+    async def open_feed(self) -> None:
+        """From now on weights come by `feed`."""
+        self.fed, self.loaded = True, {}
+
+    async def feed(self, parcel: Parcel) -> None:
+        self._copy(unpack(parcel))
+
     async def receive(self, version: int) -> None:
-        """Take part in one `WeightSender.send`."""
-        await self.load(version, self.receiver.receive())
+        """Take part in one `WeightSender.send`, or complete what was fed."""
+        if self.fed:
+            self._complete(version)
+        else:
+            await self.load(version, self.receiver.receive())
 
     async def fingerprint(self) -> list[Mapping[str, int]]:
         return [self.loaded]

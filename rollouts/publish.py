@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from core.cluster import Local, Remote, blaming, together
-from core.errors import ProcessDied
+from core.cluster import Local
+from core.errors import CallFailed, ProcessDied, TransportFailed
 from rollouts.fingerprint import fingerprint
-from rollouts.weight_sync import Bucket, verify
+from rollouts.transports import Ends, Transport
+from rollouts.weight_sync import Bucket, Sent, verify
 from trainers.weights import Part
-
-GRACE_S = 5.0
-"""So much later than the deadlines inside a worker ends the wait for it: the worker knows better what failed."""
 
 
 class WeightSync(Protocol):
@@ -66,54 +64,49 @@ class LocalSync:
 
 @dataclass(slots=True)
 class RemoteSync:
-    """Trainer rank 0 broadcasts to every rank of every engine."""
+    """Over the first of `transports` that works; the proof is the same whatever carried the weights."""
 
-    trainers: Remote
-    rollouts: Remote
+    ends: Ends
     probe: Probe
-    max_bytes: int
-    part: Part
-    ranks_per_engine: int
-    timeout_s: float
-    over_nccl: bool
-    joined: bool = False
-
-    def __post_init__(self) -> None:
-        deadline = {"timeout_s": self.timeout_s + GRACE_S, "key": "weight_sync.timeout_s"}
-        self.trainers, self.rollouts = self.trainers.within(**deadline), self.rollouts.within(**deadline)
+    transports: list[Transport]
+    """Those that failed are taken off."""
+    may_fall_back: bool
+    """Else a transport that fails ends the run."""
+    say: Callable[[str], None]
+    facts: dict[str, Any]
+    """What stands in the run's summary."""
 
     async def publish(self, version: int) -> dict[str, float]:
         try:
             return await self._publish(version)
-        except ProcessDied as error:
-            raise ProcessDied(f"in the sync of version {version}, {error}") from error
+        except (CallFailed, ProcessDied) as error:
+            raise type(error)(f"in the sync of version {version}, {error}") from error
 
     async def _publish(self, version: int) -> dict[str, float]:
-        if not self.joined:
-            await self._join()
-        # They meet in a broadcast; where one fails, the others are not waited for.
-        sends = self.trainers.calls("send_weights", self.max_bytes, self.part)
-        receives = self.rollouts.calls("engine.receive", version)
-        sent, *_ = await blaming([self.trainers, self.rollouts], together([*sends, *receives]))
-        expected, *_ = await self.trainers.all("probe", self.probe.token_ids)
+        sent = await self._carry(version)
+        engines = self.ends.engines
+        expected, *_ = await self.ends.trainers.all("probe", self.probe.token_ids)
         gap = verify(
             sent.checksums,
-            await self.rollouts.all("engine.fingerprint"),
+            await engines.all("engine.fingerprint"),
             expected_logp=expected,
-            probe_logp=await self.rollouts.all("engine.probe", self.probe.token_ids),
+            probe_logp=await engines.all("engine.probe", self.probe.token_ids),
             bound=self.probe.bound,
         )
         return {"sync/probe_gap": gap, "sync/bytes": float(sent.nbytes)}
 
-    async def _join(self) -> None:
-        address, _ = await self.trainers.ask(0, "free_address")
-        port = await self.trainers.call(0, "open_sync", address, self.timeout_s, self.over_nccl)
-        n = self.ranks_per_engine
-        group = {"address": address, "port": port, "members": 1 + len(self.rollouts) * n}
-        joins = [
-            self.rollouts.ask(i, "call", "engine.join", first_rank=1 + i * n, **group)
-            for i in range(len(self.rollouts))
-        ]
-        meets = self.trainers.ask(0, "call", "join_sync", group["members"])
-        await blaming([self.trainers, self.rollouts], together([meets, *joins]))
-        self.joined = True
+    async def _carry(self, version: int) -> Sent:
+        while True:
+            transport, *others = self.transports
+            try:
+                sent = await transport.carry(version)
+                self.facts["transport"] = transport.name
+                return sent
+            except TransportFailed as error:
+                if not others or not self.may_fall_back:
+                    raise
+                self.say(
+                    f"WARNING: in the sync of version {version}, {error}; from here on weight_sync.transport is "
+                    f"{others[0].name} instead of {transport.name}"
+                )
+                self.transports = others

@@ -17,8 +17,9 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from configs.schema import LoraConfig
-from core.errors import ProcessDied, RunStopped
+from core.errors import ProcessDied, RunStopped, TransportFailed
 from rollouts.engine import Completion
+from rollouts.parcels import Parcel
 from rollouts.weight_sync import Bucket
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -28,6 +29,8 @@ ADAPTER_ID = 1
 _UNPUBLISHED = -1
 """The version of tokens that were sampled before the first update."""
 _POLL_S = 0.5
+_GRACE_S = 2.0
+"""So much later than the deadlines of vLLM's workers ends the wait for them."""
 _DIED = "vLLM's own process died; what it said last is in the log of this worker, in Ray's session folder"
 T = TypeVar("T")
 
@@ -163,10 +166,21 @@ class _Vllm:
         return await self._rpc("feynrl_consumed")
 
     async def _update(self, version: int, update_info: dict[str, Any]) -> None:
+        await self._begin()
+        await self._bring(update_info)
+        await self._finish(version)
+
+    async def _begin(self) -> None:
+        await self._rpc("feynrl_begin", kwargs={"adapter": self._lora is not None})
+
+    async def _bring(self, update_info: dict[str, Any]) -> None:
+        _raise_first(
+            await self._rpc("feynrl_bring", kwargs={"adapter": self._lora is not None, "update_info": update_info})
+        )
+
+    async def _finish(self, version: int) -> None:
         if self._lora is not None:
-            return await self._update_adapter(version, update_info, self._lora)
-        await self._rpc("start_weight_update")
-        await self._rpc("update_weights", kwargs={"update_info": update_info})
+            return await self._finish_adapter(version, self._lora)
         await self._rpc("finish_weight_update")
         for rank, left_out in enumerate(await self._rpc("feynrl_left_out")):
             if left_out:
@@ -175,9 +189,9 @@ class _Vllm:
                     f"such as {left_out[0]}"
                 )
 
-    async def _update_adapter(self, version: int, update_info: dict[str, Any], lora: LoraConfig) -> None:
+    async def _finish_adapter(self, version: int, lora: LoraConfig) -> None:
         config = {"r": lora.r, "lora_alpha": lora.alpha, "target_modules": lora.targets, "use_rslora": lora.rslora}
-        lost = await self._rpc("feynrl_load_adapter", kwargs={"update_info": update_info, "config": config})
+        lost = await self._rpc("feynrl_load_adapter", kwargs={"config": config})
         for rank, names in enumerate(lost):
             if names:
                 raise RunStopped(
@@ -207,6 +221,7 @@ class VllmEngine(_Vllm):
     def __init__(self, *, over_nccl: bool = False, **settings: Any) -> None:
         """over_nccl: an `NcclSender` will send the weights, which takes GPUs at both ends."""
         self._transfer = "feynrl_nccl" if over_nccl else "feynrl_gloo"
+        self._fed = False
         super().__init__(**settings)
 
     def _start(self) -> None:
@@ -221,20 +236,39 @@ class VllmEngine(_Vllm):
         self._requests = count()
 
     async def join(self, *, address: str, port: int, first_rank: int, members: int) -> None:
-        """Make this engine's workers members `first_rank`, `first_rank` + 1, ... of the sender's group."""
+        """Make this engine's workers members `first_rank`, `first_rank` + 1, ... of the sender's group.
+
+        From now on weights come from there.
+        """
+        self._fed = False
         where = {"address": address, "port": port, "first_rank": first_rank, "members": members}
-        await self._rpc("init_weight_transfer_engine", kwargs={"init_info": {**where, "timeout_s": self._timeout_s}})
+        _raise_first(await self._rpc("feynrl_join", kwargs={"init_info": {**where, "timeout_s": self._timeout_s}}))
+
+    async def open_feed(self) -> None:
+        """From now on weights come by `feed`. Requests in flight wait from here to the end of `receive`."""
+        self._fed = True
+        await self._pause()
+        await self._begin()
+
+    async def feed(self, parcel: Parcel) -> None:
+        await self._bring({"parcel": parcel})
 
     async def receive(self, version: int) -> None:
-        """Take part in one `WeightSender.send`. Requests in flight wait, and go on with the new weights."""
-        async with asyncio.timeout(self._timeout_s):
-            await self._while_alive(self._llm.pause_generation(mode="keep", clear_cache=False))
-        await self._update(version, {})
+        """Take part in one `WeightSender.send`, or complete what was fed.
+
+        Requests in flight wait, and go on with the new weights.
+        """
+        await self._pause()
+        await (self._finish(version) if self._fed else self._update(version, {}))
         async with asyncio.timeout(self._timeout_s):
             await self._llm.update_weight_version(str(version))
             # What is in flight is computed anew from its tokens, or old keys and values would live on in it.
             await self._llm.reset_prefix_cache(reset_running_requests=True)
             await self._llm.resume_generation()
+
+    async def _pause(self) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            await self._while_alive(self._llm.pause_generation(mode="keep", clear_cache=False))
 
     async def close(self) -> None:
         """End the engine's processes."""
@@ -259,7 +293,7 @@ class VllmEngine(_Vllm):
         raise RunStopped("vLLM ended a request without an answer")
 
     async def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
-        async with asyncio.timeout(self._timeout_s):
+        async with asyncio.timeout(self._timeout_s + _GRACE_S):
             return await self._while_alive(self._llm.collective_rpc(method, kwargs=kwargs))
 
     async def _while_alive(self, call: Awaitable[T]) -> T:
@@ -332,6 +366,13 @@ def _lora_settings(lora: LoraConfig) -> dict[str, Any]:
     rank = next(rank for rank in LORA_RANKS if rank >= lora.r)
     targets = [name.rpartition(".")[2] for name in lora.targets]
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
+
+
+def _raise_first(failures: list[str]) -> None:
+    """failures: by rank, what its transport said; an empty string where all went well."""
+    for rank, said in enumerate(failures):
+        if said:
+            raise TransportFailed(said if len(failures) == 1 else f"rank {rank}: {said}")
 
 
 def _version(label: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -16,13 +16,14 @@ from torch.distributed import distributed_c10d
 from algs.base import Algorithm
 from configs.schema import ModelConfig, TrainerConfig
 from core.buckets import in_buckets
-from core.errors import RunStopped
+from core.errors import RunStopped, TransportFailed
 from trainers.lora import save_parts
 from trainers.optimizer import make_optimizer
 from trainers.step import Learner, Settings, Trainer
 from trainers.weights import Part, pieces_of
 
 if TYPE_CHECKING:
+    from rollouts.parcels import Parcel
     from rollouts.weight_sync import Sent
 
 
@@ -79,11 +80,26 @@ class DeepSpeedTrainer(Trainer):
 
         stream = self.weights(max_bytes, part)
         if torch.distributed.get_rank() == 0:
-            checksums = self.sender.send(stream)
+            try:
+                checksums = self.sender.send(stream)
+            except TransportFailed:
+                for _ in stream:  # the other ranks gather it to the end, and this one must keep step
+                    pass
+                raise
             return Sent(checksums=checksums, nbytes=self.sender.sent_bytes)
         for _ in stream:  # gathering a partitioned parameter takes every rank
             pass
         return None
+
+    def pack_for(self, max_bytes: int, part: Part, folder: str | None) -> None:
+        """Begin a sync in parcels; see rollouts/parcels.py, and for the stream `send_weights`."""
+        from rollouts.parcels import Packer
+
+        self.packer = Packer(self.weights(max_bytes, part), packs=torch.distributed.get_rank() == 0, folder=folder)
+
+    def packed(self) -> Parcel:
+        """The last parcel of rank 0."""
+        return self.packer.parcel
 
     def save(self, folder: Path) -> None:
         """In Hugging Face format, from rank 0; the other ranks take part in gathering."""
@@ -149,7 +165,7 @@ class DeepSpeedLearner:
         self.engine.enable_backward_allreduce = False
         return float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
 
-    def weights(self, max_bytes: int, part: Part = "whole") -> Iterator[list[tuple[str, Tensor]]]:
+    def weights(self, max_bytes: int, part: Part = "whole") -> Generator[list[tuple[str, Tensor]]]:
         """With ZeRO-3 every rank must run through all of it, and a bucket lives until the next is asked for."""
         import deepspeed
 

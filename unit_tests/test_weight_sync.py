@@ -13,8 +13,8 @@ from torch import Tensor
 from configs.load import load_recipe
 from configs.schema import RLConfig
 from core.buckets import in_buckets
-from core.build import over_nccl
-from core.errors import RunStopped
+from core.build import check_devices, transports_of
+from core.errors import RunStopped, TransportFailed, UserError
 from rollouts.fingerprint import fingerprint
 from rollouts.weight_sync import Bucket, WeightReceiver, WeightSender, register, verify
 
@@ -71,7 +71,7 @@ def test_buckets_are_bounded_and_a_larger_tensor_travels_alone() -> None:
 def test_a_member_who_does_not_come_is_an_error_in_time() -> None:
     sender = WeightSender(timeout_s=1.0)
     sender.open()
-    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|wait timeout"):
+    with pytest.raises(TransportFailed, match=r"did not get through over gloo: .*(?i:timed? ?out|wait timeout)"):
         sender.join(members=2)
 
 
@@ -103,11 +103,40 @@ def test_what_nccl_needs_of_vllm_is_there() -> None:
 
 def test_only_vllm_hears_nccl_and_only_on_gpus(recipe) -> None:
     def answer(**changes: object) -> bool:
-        return over_nccl(load_recipe(RLConfig, recipe({"backend": "ray", **changes}), []).cfg)
+        cfg = load_recipe(RLConfig, recipe({"backend": "ray", **changes}), []).cfg
+        assert transports_of(cfg)[1:] == ["direct", "disk"]
+        return transports_of(cfg)[0] == "nccl"
 
     assert not answer(device="cuda")  # the recipe's engine is hf
     assert answer(**{"rollout.engine": "vllm"}) == torch.cuda.is_available()
     assert answer(**{"rollout.engine": "vllm", "device": "cuda"}), "a driver without GPUs, on a cluster that has some"
+
+
+NOT_FED = """
+class Engine:
+    async def join(self, **where): ...
+    async def receive(self, version): ...
+"""
+
+
+def test_a_transport_that_cannot_be_is_refused(recipe, tmp_path) -> None:
+    def cfg_of(**changes: object) -> RLConfig:
+        return load_recipe(RLConfig, recipe({"backend": "ray", **changes}), []).cfg
+
+    with pytest.raises(UserError, match=r"backend: local hands weights over .* set weight_sync.transport to auto"):
+        cfg_of(backend="local", **{"weight_sync.transport": "gloo"})
+    with pytest.raises(UserError, match=r"only rollout.engine=vllm takes weights over NCCL"):
+        cfg_of(**{"weight_sync.transport": "nccl"})
+    over_nccl = cfg_of(**{"weight_sync.transport": "nccl", "rollout.engine": "vllm"})
+    if not torch.cuda.is_available():
+        assert "weight_sync.transport is nccl, and trainers and engines get no GPUs" in (check_devices(over_nccl) or "")
+    engine = tmp_path / "engine.py"
+    engine.write_text(NOT_FED)
+    assert transports_of(cfg_of(**{"rollout.engine": str(engine)})) == ["gloo"], "nothing it could fall back to"
+    with pytest.raises(UserError, match=r"has no method feed: add it and open_feed"):
+        transports_of(cfg_of(**{"rollout.engine": str(engine), "weight_sync.transport": "disk"}))
+    engine.write_text("from rollouts.hf_engine import HfEngine as Engine")
+    assert transports_of(cfg_of(**{"rollout.engine": str(engine)})) == ["gloo", "direct", "disk"]
 
 
 SENT = fingerprint(WEIGHTS.items())
