@@ -161,9 +161,14 @@ class RolloutConfig(Section):
 
 
 class WeightSyncConfig(Section):
+    transport: Literal["auto", "nccl", "gloo", "direct", "disk"] = "auto"
+    """nccl, gloo: trainer rank 0 broadcasts, from GPU to GPU or over TCP. direct: in buckets through Ray's object
+    store. disk: in files below the run folder, which on several machines all must share. auto: nccl for vLLM on GPUs,
+    else gloo; in synchronous runs one that raises is replaced by direct, and that by disk, for the rest of the run."""
     bucket_mib: int = Field(256, ge=1)
     """Weights are gathered and sent in buckets of this size; a single larger tensor makes its own."""
     timeout_s: float = Field(300.0, gt=0)
+    """Deadline of each step of a sync: forming the group, sending, probing."""
     lora: Literal["merged", "adapter"] = "merged"
     """What is sent of a LoRA model: its weights with the adapter merged in, or the adapter alone."""
     probe_tolerance: float | None = Field(None, gt=0)
@@ -270,6 +275,8 @@ class RLConfig(RunConfig):
     """Prompts drawn per step."""
     group_size: int = Field(8, ge=1)
     """Samples of each prompt."""
+    max_lag: int = Field(0, ge=0)
+    """Updates that the policy which samples may be behind the one in training; 0 is a synchronous run."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer updates that the groups of a step are dealt over."""
     max_lag: int = Field(0, ge=0)
@@ -311,6 +318,10 @@ class RLConfig(RunConfig):
             raise ValueError(
                 f"a source of data.train is called {min(clash)}, as is another reward in the log: set its name"
             )
+        if self.backend == "local" and self.weight_sync.transport != "auto":
+            raise ValueError("backend: local hands weights over in one process: set weight_sync.transport to auto")
+        if self.weight_sync.transport == "nccl" and self.rollout.engine != "vllm":
+            raise ValueError("only rollout.engine=vllm takes weights over NCCL: set weight_sync.transport to auto")
         if refused := self._why_no_adapter_alone():
             raise ValueError(f"weight_sync.lora is adapter, {refused}, or weight_sync.lora to merged")
         if self.longest > self.trainer.micro_batch_tokens:

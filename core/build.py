@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from algs import load_algorithm
@@ -28,10 +29,14 @@ from rewards import resolve_reward
 from rollouts.engine import Engine
 from rollouts.envs import ENVIRONMENTS, Env
 from rollouts.publish import LocalSync, Probe, RemoteSync, WeightSync
+from rollouts.transports import GRACE_S, Ends, Parcels, Stream, Transport, TransportName
 from trainers.weights import Part
 
 if TYPE_CHECKING:
     from trainers.step import Settings
+
+
+OUR_ENGINES = ["hf", "vllm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,8 @@ class TrainerPlan:
     seed: int
     sources: tuple[str, ...] = ()
     reference_ahead: bool = False
+    timeout_s: float = 1800.0
+    """Deadline of the ranks' collectives."""
 
 
 def gpus_here() -> int:
@@ -84,7 +91,7 @@ def build_trainer(place: Place | None, plan: TrainerPlan) -> Any:
         "WORLD_SIZE": str(place.size),
         "LOCAL_RANK": "0",  # Ray shows each actor its own device only
     }
-    return DeepSpeedTrainer(plan.model, plan.trainer, alg, **settings)
+    return DeepSpeedTrainer(plan.model, plan.trainer, alg, timeout_s=plan.timeout_s, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,11 +208,11 @@ def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
         reward=cfg.reward,
         reward_spec=resolve_reward(cfg.reward.fn, key="reward.fn"),
         env_spec=by_path(cfg.rollout.env, sorted(ENVIRONMENTS), key="rollout.env"),
-        engine_spec=by_path(cfg.rollout.engine, ["hf", "vllm"], key="rollout.engine"),
+        engine_spec=by_path(cfg.rollout.engine, OUR_ENGINES, key="rollout.engine"),
         max_model_len=cfg.longest,
         seed=cfg.seed,
         timeout_s=cfg.weight_sync.timeout_s,
-        over_nccl=over_nccl(cfg),
+        over_nccl=transports_of(cfg)[0] == "nccl",
         lora=cfg.model.lora if cfg.weight_sync.lora == "adapter" else None,
     )
 
@@ -215,9 +222,22 @@ def on_gpu(cfg: RunConfig) -> bool:
     return cfg.device == "cuda" or gpus_here() > 0
 
 
-def over_nccl(cfg: RLConfig) -> bool:
-    """Weights go from GPU to GPU where there are any, but over gloo to the hf engine and to engines of one's own."""
-    return cfg.rollout.engine == "vllm" and on_gpu(cfg)
+def transports_of(cfg: RLConfig) -> list[TransportName]:
+    """What weights go over, and what a synchronous run may fall back to, in this order.
+
+    From GPU to GPU where there are any, but over gloo to the hf engine and to engines of one's own.
+    """
+    engine = engine_class_of(by_path(cfg.rollout.engine, OUR_ENGINES, key="rollout.engine"))
+    is_fed = engine is None or hasattr(engine, "feed")
+    if (chosen := cfg.weight_sync.transport) == "auto":
+        first = "nccl" if cfg.rollout.engine == "vllm" and on_gpu(cfg) else "gloo"
+        return [first, "direct", "disk"] if is_fed else [first]
+    if chosen in ("direct", "disk") and not is_fed:
+        raise UserError(
+            f"weight_sync.transport is {chosen}, and the Engine of rollout.engine={cfg.rollout.engine} has no method "
+            "feed: add it and open_feed, as in rollouts/hf_engine.py, or set the transport to auto"
+        )
+    return [chosen]
 
 
 def plan_trainer(
@@ -239,6 +259,7 @@ def plan_trainer(
         seed=cfg.seed,
         sources=sources,
         reference_ahead=reference_ahead,
+        timeout_s=cfg.timeout_s,
     )
 
 
@@ -265,7 +286,18 @@ def _share(cfg: RunConfig, workers: int, *, gpus: int) -> Resources:
     return Resources(threads=max(1, (os.cpu_count() or 1) // workers))
 
 
-def weight_sync_of(cfg: RLConfig, trainers: Workers, rollouts: Workers, probe_ids: list[int]) -> WeightSync:
+def weight_sync_of(
+    cfg: RLConfig,
+    trainers: Workers,
+    rollouts: Workers,
+    probe_ids: list[int],
+    *,
+    say: Callable[[str], None],
+    facts: dict[str, Any],
+    folder: Path,
+) -> WeightSync:
+    """say: tells the user that another transport is used; facts: gets the name of the last one.
+    folder: of the run, where weights may lie for a moment."""
     bound = cfg.weight_sync.probe_tolerance or (0.002 if cfg.model.dtype == "float32" else 0.1)
     probe = Probe(token_ids=probe_ids, bound=bound)
     max_bytes = cfg.weight_sync.bucket_mib * 2**20
@@ -273,16 +305,30 @@ def weight_sync_of(cfg: RLConfig, trainers: Workers, rollouts: Workers, probe_id
     if isinstance(trainers, Local) and isinstance(rollouts, Local):
         return LocalSync(trainers, rollouts, probe, max_bytes, part)
     assert isinstance(trainers, Remote) and isinstance(rollouts, Remote)
-    return RemoteSync(
-        trainers=trainers,
-        rollouts=rollouts,
-        probe=probe,
+    deadline_s, key = cfg.weight_sync.timeout_s + GRACE_S, "weight_sync.timeout_s"
+    ends = Ends(
+        trainers=trainers.within(deadline_s, key=key),
+        engines=rollouts.within(deadline_s, key=key),
+        ranks_per_engine=cfg.rollout.tensor_parallel,
         max_bytes=max_bytes,
         part=part,
-        ranks_per_engine=cfg.rollout.tensor_parallel,
         timeout_s=cfg.weight_sync.timeout_s,
-        over_nccl=over_nccl(cfg),
     )
+    return RemoteSync(
+        ends=ends,
+        rollouts=rollouts,
+        probe=probe,
+        transports=[transport_of(name, ends, folder) for name in transports_of(cfg)],
+        may_fall_back=cfg.max_lag == 0,
+        say=say,
+        facts=facts,
+    )
+
+
+def transport_of(name: TransportName, ends: Ends, folder: Path) -> Transport:
+    if name in ("nccl", "gloo"):
+        return Stream(name, ends)
+    return Parcels(name, ends, folder / "weights" if name == "disk" else None)
 
 
 def check_devices(cfg: RunConfig) -> str | None:
@@ -291,6 +337,8 @@ def check_devices(cfg: RunConfig) -> str | None:
     engines = rollout.engines * rollout.tensor_parallel if rollout else 0
     wanted = cfg.trainer.ranks + engines
     gpus, cores = gpus_here(), os.cpu_count() or 1
+    if isinstance(cfg, RLConfig) and cfg.weight_sync.transport == "nccl" and not on_gpu(cfg):
+        return "weight_sync.transport is nccl, and trainers and engines get no GPUs: set it to auto, or device=cuda"
     if cfg.ray_address is not None:
         return None  # Ray knows what the cluster has, and waits for it no longer than timeout_s
     if cfg.backend == "local":

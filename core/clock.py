@@ -54,13 +54,19 @@ class Ledger:
 
     @contextmanager
     def doing(self, activity: str) -> Generator[None]:
-        self._settle()
-        self.going[activity] += 1
+        self.begin(activity)
         try:
             yield
         finally:
-            self._settle()
-            self.going[activity] -= 1
+            self.end(activity)
+
+    def begin(self, activity: str) -> None:
+        self._settle()
+        self.going[activity] += 1
+
+    def end(self, activity: str) -> None:
+        self._settle()
+        self.going[activity] -= 1
 
     def read(self) -> dict[str, float]:
         """Seconds of every activity, and idle, since the ledger was made."""

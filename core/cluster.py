@@ -7,23 +7,41 @@
 
 With `Local` there is one worker, it lives in this process, and every call is awaited in place: a
 breakpoint() in a loss stops in your terminal, and `up` walks through the trainer to the loop.
+
+Where a remote call fails, its whole group is asked for signs of life before anything is said: who notices
+a dead or stopped process first is one of its peers, in a collective, and the sentence must name the culprit.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine, Iterable
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from core.errors import RunStopped, UserError
+from core.errors import CallFailed, ProcessDied, RunStopped, UserError, first_line
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_STANDARD_LIBRARY = os.path.dirname(os.__file__)
+WATCH = "watch"
+"""Ray's name for the thread of an actor that answers while its main one is in a collective."""
+PULSE_S = 10.0
+"""A process that says nothing on that thread for so long gives no sign of life."""
+IDLE = "is idle"
+LAST_WORDS_S = 2.0
+"""After a failure the others have so long to fail as well: one of them may know better why."""
+T = TypeVar("T")
 
 
 class Workers(Protocol):
@@ -58,56 +76,158 @@ class Remote:
     """The same calls made to Ray actors, each with a deadline."""
 
     def __init__(self, name: str, actors: list[Any], timeout_s: float):
-        self.name, self.actors, self.timeout_s = name, actors, timeout_s
+        self.name, self.actors, self.timeout_s, self.key = name, actors, timeout_s, "timeout_s"
+        self.asked: dict[int, str] = {}
+        """By rank, the last method that was called."""
+        self.started: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.actors)
 
+    def within(self, timeout_s: float, *, key: str) -> Remote:
+        """The same workers under another deadline, which the configuration calls `key`."""
+        other = copy(self)
+        other.timeout_s, other.key = timeout_s, key
+        return other
+
     async def build(self, build: Callable[..., Any], *args: Any) -> None:
         """Let actor i hold `build(place, *args)` instead of what it held."""
-        address, port = await self.ask(0, "free_address")
+        address, port = await blaming([self], self.ask(0, "free_address"))
         places = [Place(rank=i, size=len(self), address=address, port=port) for i in range(len(self))]
-        await together(self.ask(i, "build", build, place, args) for i, place in enumerate(places))
+        asks = (self.ask(i, "build", build, place, args) for i, place in enumerate(places))
+        await blaming([self], together(asks))
 
     async def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        return await self.ask(rank, "call", method, *args, **kwargs)
+        return await blaming([self], self.ask(rank, "call", method, *args, **kwargs))
 
     async def map(self, method: str, shards: list[tuple[Any, ...]]) -> list[Any]:
-        return await together(self.call(i, method, *args) for i, args in enumerate(shards))
+        return await blaming([self], together(self.ask(i, "call", method, *args) for i, args in enumerate(shards)))
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        return await together(self.call(i, method, *args) for i in range(len(self)))
+        return await blaming([self], together(self.calls(method, *args)))
+
+    def calls(self, method: str, *args: Any) -> list[Coroutine[Any, Any, Any]]:
+        """The same call to every worker, to be awaited with others; see `blaming`."""
+        return [self.ask(i, "call", method, *args) for i in range(len(self))]
+
+    def refer(self, rank: int, method: str, *args: Any) -> Any:
+        """Start a call; returns what stands for its result among the arguments of another, with no copy here."""
+        self.asked[rank] = method
+        return self.actors[rank].call.remote(method, *args)
 
     async def ask(self, rank: int, what: str, *args: Any, **kwargs: Any) -> Any:
-        """Raises what the method raised; RunStopped naming worker and method if it died or took too long."""
-        from ray.exceptions import RayActorError, RayTaskError
+        """Raises UserError and RunStopped as the method did, and any other of its errors with both tracebacks;
+        CallFailed where an answer did not come in time or a collective broke; ProcessDied."""
+        from ray.exceptions import RayActorError, RayError, RayTaskError
 
-        who = f"{self.name} {rank} ({args[0] if what == 'call' else what})"
+        phase = str(args[0]) if what == "call" else what
+        who = f"{self.name} {rank} ({phase})"
+        self.asked[rank] = phase
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await getattr(self.actors[rank], what).remote(*args, **kwargs)
+                answer = await getattr(self.actors[rank], what).remote(*args, **kwargs)
         except RayTaskError as error:  # before TimeoutError: it may be one too
-            if isinstance(error.cause, UserError | RunStopped):
-                raise error.cause from error
-            if isinstance(error.cause, TimeoutError):
-                raise RunStopped(
+            cause: Exception = error.cause
+            if isinstance(cause, CallFailed | ProcessDied):
+                raise type(cause)(f"{who}: {cause}") from error
+            if isinstance(cause, UserError | RunStopped):
+                raise cause from error
+            if isinstance(cause, TimeoutError):
+                raise CallFailed(
                     f"{who} waited in vain, longer than its own deadline (weight_sync.timeout_s)"
                 ) from error
+            if _broke_off(cause):
+                said = first_line(cause).rpartition("] ")[2]  # gloo begins with the place in its own source
+                raise CallFailed(f"{who} failed: {said}") from error
             raise
         except TimeoutError as error:
-            raise RunStopped(f"{who} did not answer within timeout_s={self.timeout_s:g} seconds") from error
+            raise CallFailed(f"{who} did not answer within {self.timeout_s:g} seconds ({self.key})") from error
         except RayActorError as error:
-            raise RunStopped(f"{who}: its process died; its log is in Ray's session folder") from error
+            raise ProcessDied(f"{who}: its process died; its log is in Ray's session folder") from error
+        except RayError as error:
+            raise CallFailed(f"{who} failed: {first_line(error)}") from error
+        self.started.add(rank)
+        return answer
+
+    async def pulse(self, rank: int) -> tuple[bool, str]:
+        """Does the process live, and a clause that says what it does or what became of it."""
+        from ray.exceptions import RayActorError
+
+        who, phase = f"{self.name} {rank}", self.asked.get(rank, "start")
+        try:
+            async with asyncio.timeout(min(self.timeout_s, PULSE_S)):
+                doing = await self.actors[rank].doing.options(concurrency_group=WATCH).remote()
+        except RayActorError:
+            return False, f"{who} ({phase}): its process died; its log is in Ray's session folder"
+        except TimeoutError:
+            if rank not in self.started:
+                return (
+                    False,
+                    f"{who} did not start within {self.timeout_s:g} seconds ({self.key}): has Ray room for it?",
+                )
+            why = "it is stopped or stuck, or its machine is gone"
+            return False, f"{who} ({phase}): its process gives no sign of life: {why}"
+        return True, f"{who} {doing}"
 
 
-async def together(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """All at once; the first that fails ends the wait for the others (they would hang in a collective)."""
+def _broke_off(error: BaseException) -> bool:
+    """Is it a collective that lost a member, or waited in vain? gloo says so in a plain RuntimeError."""
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError | ConnectionError) or (type(error) is RuntimeError and "gloo" in str(error))
+
+
+async def together(calls: Iterable[Coroutine[Any, Any, Any]], *, last_words_s: float = LAST_WORDS_S) -> list[Any]:
+    """All at once; the first that fails ends the wait for the others (they would hang in a collective).
+
+    Where its reason may lie with another, the others have `last_words_s` to fail with a better one.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    if not tasks:
+        return []
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(c) for c in calls]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [t.result() for t in tasks]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        until = time.monotonic() + last_words_s
+        while (worst := _worst(tasks)) and not _is_certain(worst):
+            pending = [task for task in tasks if not task.done()]
+            left_s = until - time.monotonic()
+            if not pending or left_s <= 0:
+                break
+            await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if worst := _worst(tasks):
+            raise worst
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _worst(tasks: list[asyncio.Task[Any]]) -> BaseException | None:
+    """The failure to tell of: one that is certain, else the first in order."""
+    failures = [error for task in tasks if task.done() and not task.cancelled() and (error := task.exception())]
+    return next(filter(_is_certain, failures), failures[0] if failures else None)
+
+
+def _is_certain(error: BaseException) -> bool:
+    """Has whoever raised it named the reason?"""
+    return isinstance(error, UserError | RunStopped) and not isinstance(error, CallFailed)
+
+
+async def blaming(groups: Iterable[Remote], call: Awaitable[T]) -> T:
+    """Await `call`; where it fails because a process of `groups` died or is stopped, raise ProcessDied naming it."""
+    from ray.exceptions import RayTaskError
+
+    try:
+        return await call
+    except (CallFailed, RayTaskError) as error:
+        pulses = await asyncio.gather(*(group.pulse(rank) for group in groups for rank in range(len(group))))
+        if lost := [clause for alive, clause in pulses if not alive]:
+            raise ProcessDied(lost[0]) from error
+        if isinstance(error, CallFailed):
+            busy = [clause for _, clause in pulses if not clause.endswith(IDLE)]
+            raise type(error)(error.what, ", ".join(busy)) from error
+        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +268,8 @@ class Cluster:
             log_to_driver=False,
             configure_logging=False,
         )
+        of_ray: Any = importlib.import_module("ray._private.worker")
+        of_ray._worker_logs_enabled = False  # else it tells of a death in a paragraph of its own
         os.environ["PYTHONBREAKPOINT"] = breakpoint_goes_to  # Ray sends it to a debugger of its own, here too
         self.actors: list[Any] = []
 
@@ -161,7 +283,8 @@ class Cluster:
         env = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
         if resources.threads:
             env["OMP_NUM_THREADS"] = str(resources.threads)
-        actor = ray.remote(Actor).options(
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups={WATCH: 1})(Actor).options(
             num_gpus=resources.gpus, num_cpus=0, max_concurrency=1000, runtime_env={"env_vars": env}
         )
         workers = Remote(name, [actor.remote() for _ in range(n)], timeout_s)
@@ -194,6 +317,11 @@ def _knock(address: str) -> None:
 class Actor:
     """Holds one object in an actor process and calls its methods by name."""
 
+    def __init__(self) -> None:
+        self.busy: dict[object, tuple[str, float]] = {}
+        """Calls in progress: method and when it began."""
+        self.thread = threading.get_ident()
+
     def free_address(self) -> tuple[str, int]:
         """Where the others can meet this process: its machine's address and a port that is free."""
         import ray
@@ -203,8 +331,38 @@ class Actor:
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
     async def build(self, build: Callable[..., Any], place: Place, args: tuple[Any, ...]) -> None:
-        self.held = build(place, *args)
+        with self._busy("build"):
+            self.held = build(place, *args)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        result = attrgetter(method)(self.held)(*args, **kwargs)
-        return await result if inspect.isawaitable(result) else result
+        with self._busy(method):
+            result = attrgetter(method)(self.held)(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+
+    async def doing(self) -> str:
+        """A clause on the calls in progress. It runs in a thread of its own, and so answers during any of them."""
+        calls = [
+            f"has been in {method} for {time.monotonic() - since:.0f} s" for method, since in [*self.busy.values()]
+        ]
+        place = _place_in_our_code(self.thread)
+        return (" and ".join(calls) or IDLE) + (f" (at {place})" if calls and place else "")
+
+    @contextmanager
+    def _busy(self, method: str) -> Generator[None]:
+        self.thread, call = threading.get_ident(), object()
+        self.busy[call] = (method, time.monotonic())
+        try:
+            yield
+        finally:
+            del self.busy[call]
+
+
+def _place_in_our_code(thread: int) -> str:
+    """The file and line where a thread is, in this repository or in a file of the user's; nothing while it waits."""
+    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]: the documented way
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "site-packages" not in file and not file.startswith((_STANDARD_LIBRARY, "<")):
+            return f"{os.path.basename(file)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

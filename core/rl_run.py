@@ -137,7 +137,9 @@ async def start(prepared: Prepared, session: Session) -> Run:
         tokenizer=prepared.tokenizer,
         rollouts=rollouts,
         trainers=trainers,
-        weights=weight_sync_of(cfg, trainers, rollouts, probe),
+        weights=weight_sync_of(
+            cfg, trainers, rollouts, probe, say=session.progress.say, facts=session.facts, folder=session.folder.path
+        ),
         session=session,
         recipe=prepared.recipe,
         first_step=first_step,

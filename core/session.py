@@ -13,7 +13,7 @@ from core.account import shares
 from core.checkpoint import Checkpoint, Stand, is_due, retain, write_checkpoint
 from core.clock import Clock
 from core.cluster import Cluster, Workers
-from core.errors import RunStopped, UserError
+from core.errors import ProcessDied, RunStopped, UserError
 from core.progress import Progress
 from core.recipe import other_bits
 from core.run_folder import RunFolder
@@ -120,6 +120,9 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
             if cfg.backend == "ray":
                 session.cluster = Cluster(cfg.ray_address)
             await body(session)
+        except ProcessDied:
+            session.engines = None  # they may wait for it; all are killed next
+            raise
         finally:
             with clock.phase("close"):
                 await session.close()

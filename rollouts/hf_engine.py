@@ -24,6 +24,7 @@ from configs.schema import UpdateMode
 from core.errors import RunStopped
 from rollouts.engine import Completion
 from rollouts.fingerprint import fingerprint
+from rollouts.parcels import Parcel, unpack
 from rollouts.weight_sync import Bucket, WeightReceiver
 
 
@@ -77,10 +78,14 @@ class HfEngine:
         self.timeout_s, self.update = timeout_s, update
         self.version = -1
         self.loads = 0
+        self.fed = False
         self.loaded: dict[str, int] = {}
         self.waiting: list[_Request] = []
         self.running: asyncio.Task[None] | None = None
         self.held = False
+        self.whole = asyncio.Event()
+        """Cleared while the weights are in part the old ones and in part the new."""
+        self.whole.set()
 
     async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -102,8 +107,9 @@ class HfEngine:
         """Generate all of `batch`, token by token; with update=abort, no further than to the next load."""
         live = sorted(batch, key=lambda r: len(r.so_far))
         while live:
+            await self.whole.wait()
             loads, rows = self.loads, self._rows(live)
-            while live and loads == self.loads:
+            while live and loads == self.loads and self.whole.is_set():
                 live = self._step(rows, live)
                 await asyncio.sleep(0)
             if self.update == "abort":
@@ -199,33 +205,52 @@ class HfEngine:
 
     async def load(self, version: int, buckets: Iterable[Bucket]) -> None:
         """Copy every tensor of the stream into the model's own; each must be there, in its shape."""
-        own = dict(self.model.named_parameters())
         self.loaded = {}
-        self.loads += 1
         for bucket in buckets:
-            for name, tensor in bucket:
-                if name not in own or own[name].shape != tensor.shape:
-                    raise RunStopped(f"the hf engine's model has no {name} of shape {list(tensor.shape)}")
-                own[name].data.copy_(tensor)
-            self.loaded |= fingerprint((name, own[name].detach()) for name, _ in bucket)
-        if missing := own.keys() - self.loaded.keys():
+            self._copy(bucket)
+        self._complete(version)
+
+    def _copy(self, bucket: Bucket) -> None:
+        own = dict(self.model.named_parameters())
+        for name, tensor in bucket:
+            if name not in own or own[name].shape != tensor.shape:
+                raise RunStopped(f"the hf engine's model has no {name} of shape {list(tensor.shape)}")
+            own[name].data.copy_(tensor)
+        self.loaded |= fingerprint((name, own[name].detach()) for name, _ in bucket)
+
+    def _complete(self, version: int) -> None:
+        if missing := dict(self.model.named_parameters()).keys() - self.loaded.keys():
             raise RunStopped(
                 f"the sync of version {version} had no values for {len(missing)} tensors, such as {min(missing)}"
             )
         self.version = version
+        self.loads += 1
+        self.whole.set()
         if self.held:
             self.held = False
             self._begin()
 
     async def join(self, *, address: str, port: int, first_rank: int, members: int) -> None:
-        """Become member `first_rank` of the sender's group."""
+        """Become member `first_rank` of the sender's group, from which weights come now."""
+        self.fed = False
         self.receiver = WeightReceiver(
             address=address, port=port, rank=first_rank, members=members, timeout_s=self.timeout_s
         )
 
+    async def open_feed(self) -> None:
+        """From now on weights come by `feed`. Nothing is generated from here to the end of `receive`."""
+        self.fed, self.loaded = True, {}
+        self.whole.clear()
+
+    async def feed(self, parcel: Parcel) -> None:
+        self._copy(unpack(parcel))
+
     async def receive(self, version: int) -> None:
-        """Take part in one `WeightSender.send`, without giving way."""
-        await self.load(version, self.receiver.receive())
+        """Take part in one `WeightSender.send`, or complete what was fed; either way without giving way."""
+        if self.fed:
+            self._complete(version)
+        else:
+            await self.load(version, self.receiver.receive())
 
     async def fingerprint(self) -> list[Mapping[str, int]]:
         return [self.loaded]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from core.cluster import Local, Remote, together
+from core.cluster import Local, Remote
+from core.errors import CallFailed, ProcessDied, TransportFailed
 from rollouts.fingerprint import fingerprint
-from rollouts.weight_sync import Bucket, verify
+from rollouts.transports import Ends, Transport
+from rollouts.weight_sync import Bucket, Sent, verify
 from trainers.weights import Part
 
 
@@ -64,42 +66,54 @@ class LocalSync:
 
 @dataclass(slots=True)
 class RemoteSync:
-    """Trainer rank 0 broadcasts to every rank of every engine."""
+    """Over the first of `transports` that works; the proof is the same whatever carried the weights."""
 
-    trainers: Remote
+    ends: Ends
     rollouts: Remote
+    """The engines again, with the run's deadline: a drain may take that long, a transport weight_sync.timeout_s."""
     probe: Probe
-    max_bytes: int
-    part: Part
-    ranks_per_engine: int
-    timeout_s: float
-    over_nccl: bool
-    joined: bool = False
+    transports: list[Transport]
+    """Those that failed are taken off."""
+    may_fall_back: bool
+    """Else a transport that fails ends the run."""
+    say: Callable[[str], None]
+    facts: dict[str, Any]
+    """What stands in the run's summary."""
 
     async def publish(self, version: int) -> dict[str, float]:
-        if not self.joined:
-            await self._join()
-        # Before anything is sent: a drain may take the run's timeout_s, a broadcast waits weight_sync.timeout_s.
-        await self.rollouts.all("engine.hold")
-        # They meet in a broadcast; where one fails, the others are not waited for.
-        [sent, *_], _ = await together(
-            [self.trainers.all("send_weights", self.max_bytes, self.part), self.rollouts.all("engine.receive", version)]
-        )
-        expected, *_ = await self.trainers.all("probe", self.probe.token_ids)
+        try:
+            return await self._publish(version)
+        except (CallFailed, ProcessDied) as error:
+            raise type(error)(f"in the sync of version {version}, {error}") from error
+
+    async def _publish(self, version: int) -> dict[str, float]:
+        engines = self.ends.engines
+        await engines.all("ledger.begin", "sync")
+        await self.rollouts.all("engine.hold")  # before anything is sent, for whose members nobody waits long
+        sent = await self._carry(version)
+        expected, *_ = await self.ends.trainers.all("probe", self.probe.token_ids)
         gap = verify(
             sent.checksums,
-            await self.rollouts.all("engine.fingerprint"),
+            await engines.all("engine.fingerprint"),
             expected_logp=expected,
-            probe_logp=await self.rollouts.all("engine.probe", self.probe.token_ids),
+            probe_logp=await engines.all("engine.probe", self.probe.token_ids),
             bound=self.probe.bound,
         )
+        await engines.all("ledger.end", "sync")
         return {"sync/probe_gap": gap, "sync/bytes": float(sent.nbytes)}
 
-    async def _join(self) -> None:
-        address, _ = await self.trainers.ask(0, "free_address")
-        port = await self.trainers.call(0, "open_sync", address, self.timeout_s, self.over_nccl)
-        n = self.ranks_per_engine
-        group = {"address": address, "port": port, "members": 1 + len(self.rollouts) * n}
-        joins = [self.rollouts.call(i, "engine.join", first_rank=1 + i * n, **group) for i in range(len(self.rollouts))]
-        await together([self.trainers.call(0, "join_sync", group["members"]), *joins])
-        self.joined = True
+    async def _carry(self, version: int) -> Sent:
+        while True:
+            transport, *others = self.transports
+            try:
+                sent = await transport.carry(version)
+                self.facts["transport"] = transport.name
+                return sent
+            except TransportFailed as error:
+                if not others or not self.may_fall_back:
+                    raise
+                self.say(
+                    f"WARNING: in the sync of version {version}, {error}; from here on weight_sync.transport is "
+                    f"{others[0].name} instead of {transport.name}"
+                )
+                self.transports = others

@@ -10,16 +10,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from configs.schema import LoraConfig, UpdateMode
-from core.errors import RunStopped
+from core.errors import ProcessDied, RunStopped, TransportFailed
 from rollouts.engine import Completion
+from rollouts.parcels import Parcel
 from rollouts.weight_sync import Bucket
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -30,6 +31,11 @@ _UNPUBLISHED = -1
 """The version of tokens that were sampled before the first update."""
 _PAUSES: dict[UpdateMode, Literal["keep", "wait", "abort"]] = {"in_flight": "keep", "drain": "wait", "abort": "abort"}
 """What vLLM does with the requests it is answering; all three queue new ones."""
+_POLL_S = 0.5
+_GRACE_S = 2.0
+"""So much later than the deadlines of vLLM's workers ends the wait for them."""
+_DIED = "vLLM's own process died; what it said last is in the log of this worker, in Ray's session folder"
+T = TypeVar("T")
 
 
 class _Vllm:
@@ -186,10 +192,21 @@ class _Vllm:
         return await self._rpc("feynrl_consumed")
 
     async def _update(self, version: int, update_info: dict[str, Any]) -> None:
+        await self._begin()
+        await self._bring(update_info)
+        await self._finish(version)
+
+    async def _begin(self) -> None:
+        await self._rpc("feynrl_begin", kwargs={"adapter": self._lora is not None})
+
+    async def _bring(self, update_info: dict[str, Any]) -> None:
+        _raise_first(
+            await self._rpc("feynrl_bring", kwargs={"adapter": self._lora is not None, "update_info": update_info})
+        )
+
+    async def _finish(self, version: int) -> None:
         if self._lora is not None:
-            return await self._update_adapter(version, update_info, self._lora)
-        await self._rpc("start_weight_update")
-        await self._rpc("update_weights", kwargs={"update_info": update_info})
+            return await self._finish_adapter(version, self._lora)
         await self._rpc("finish_weight_update")
         for rank, left_out in enumerate(await self._rpc("feynrl_left_out")):
             if left_out:
@@ -198,9 +215,9 @@ class _Vllm:
                     f"such as {left_out[0]}"
                 )
 
-    async def _update_adapter(self, version: int, update_info: dict[str, Any], lora: LoraConfig) -> None:
+    async def _finish_adapter(self, version: int, lora: LoraConfig) -> None:
         config = {"r": lora.r, "lora_alpha": lora.alpha, "target_modules": lora.targets, "use_rslora": lora.rslora}
-        lost = await self._rpc("feynrl_load_adapter", kwargs={"update_info": update_info, "config": config})
+        lost = await self._rpc("feynrl_load_adapter", kwargs={"config": config})
         for rank, names in enumerate(lost):
             if names:
                 raise RunStopped(
@@ -230,7 +247,7 @@ class VllmEngine(_Vllm):
     def __init__(self, *, over_nccl: bool = False, **settings: Any) -> None:
         """over_nccl: an `NcclSender` will send the weights, which takes GPUs at both ends."""
         self._transfer = "feynrl_nccl" if over_nccl else "feynrl_gloo"
-        self._held = False
+        self._held = self._fed = False
         super().__init__(**settings)
 
     def _start(self) -> None:
@@ -245,23 +262,35 @@ class VllmEngine(_Vllm):
         self._requests = count()
 
     async def join(self, *, address: str, port: int, first_rank: int, members: int) -> None:
-        """Make this engine's workers members `first_rank`, `first_rank` + 1, ... of the sender's group."""
+        """Make this engine's workers members `first_rank`, `first_rank` + 1, ... of the sender's group.
+
+        From now on weights come from there.
+        """
+        self._fed = False
         where = {"address": address, "port": port, "first_rank": first_rank, "members": members}
-        await self._rpc("init_weight_transfer_engine", kwargs={"init_info": {**where, "timeout_s": self._timeout_s}})
+        _raise_first(await self._rpc("feynrl_join", kwargs={"init_info": {**where, "timeout_s": self._timeout_s}}))
+
+    async def open_feed(self) -> None:
+        """From now on weights come by `feed`, after a `hold`."""
+        self._fed = True
+        await self._begin()
+
+    async def feed(self, parcel: Parcel) -> None:
+        await self._bring({"parcel": parcel})
 
     async def hold(self) -> None:
         """Keep, finish or cut off what runs, as `update` says; new requests wait. `receive` lets all go on."""
         # A drain is as long as the longest completion, and its deadline that of every remote call, the run's timeout_s.
         # What vLLM has preempted for want of cache is not drained: it waits, and goes on as with in_flight.
         async with asyncio.timeout(None if self._on_update == "drain" else self._timeout_s):
-            await self._llm.pause_generation(mode=_PAUSES[self._on_update], clear_cache=False)
+            await self._while_alive(self._llm.pause_generation(mode=_PAUSES[self._on_update], clear_cache=False))
         self._held = True
 
     async def receive(self, version: int) -> None:
-        """Take part in one `WeightSender.send`, after a `hold`."""
+        """Take part in one `WeightSender.send`, or complete what was fed; after a `hold`."""
         if not self._held:
             raise RuntimeError("receive without hold: requests would run while their weights are replaced")
-        await self._update(version, {})
+        await (self._finish(version) if self._fed else self._update(version, {}))
         await self._go_on(version)
 
     async def _go_on(self, version: int) -> None:
@@ -278,20 +307,41 @@ class VllmEngine(_Vllm):
         del self._llm  # its finalizer fails when it runs at the interpreter's exit
 
     async def _ask(self, token_ids: list[int], params: Any) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         request = self._llm.generate(
             {"prompt_token_ids": token_ids},
             params,
             request_id=str(next(self._requests)),
             lora_request=self._adapter(),
         )
-        async with aclosing(request) as answers:
-            async for answer in answers:
-                return answer
+        try:
+            async with aclosing(request) as answers:
+                async for answer in answers:
+                    return answer
+        except EngineDeadError as error:
+            raise ProcessDied(_DIED) from error
         raise RunStopped("vLLM ended a request without an answer")
 
     async def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
-        async with asyncio.timeout(self._timeout_s):
-            return await self._llm.collective_rpc(method, kwargs=kwargs)
+        async with asyncio.timeout(self._timeout_s + _GRACE_S):
+            return await self._while_alive(self._llm.collective_rpc(method, kwargs=kwargs))
+
+    async def _while_alive(self, call: Awaitable[T]) -> T:
+        """Await `call`, and raise ProcessDied once vLLM's own process is gone: vLLM would leave it unanswered."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=_POLL_S)
+                if self._llm.errored and not task.done():
+                    raise ProcessDied(_DIED)
+            return task.result()
+        except EngineDeadError as error:
+            raise ProcessDied(_DIED) from error
+        finally:
+            task.cancel()
 
 
 class LocalVllmEngine(_Vllm):
@@ -358,6 +408,13 @@ def _seed_after(tokens: int, seed: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}/{tokens}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def _raise_first(failures: list[str]) -> None:
+    """failures: by rank, what its transport said; an empty string where all went well."""
+    for rank, said in enumerate(failures):
+        if said:
+            raise TransportFailed(said if len(failures) == 1 else f"rank {rank}: {said}")
 
 
 def _version(label: str) -> int:

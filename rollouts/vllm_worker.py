@@ -9,7 +9,7 @@ An adapter goes another way: vLLM's LoRA manager takes it from memory, under an 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,9 +28,12 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from core.errors import TransportFailed
 from rollouts.fingerprint import checksum, fingerprint
-from rollouts.weight_sync import Bucket, WeightReceiver
+from rollouts.parcels import Parcel, unpack
+from rollouts.weight_sync import Bucket, WeightReceiver, carrying
 
 _WRAP = 1 << 64
 ADAPTER_ID = 1
@@ -121,7 +124,8 @@ class Proven(WeightTransferEngine[Any, Any]):
 
     def start_weight_update(self) -> None:
         self.consumed, self.left_out = {}, []
-        self._tied = _tied_parameters(self.model)
+        if not _forget_half_loaded(self.model):  # else some parameters are stand-ins, and nothing is tied
+            self._tied = _tied_parameters(self.model)
         initialize_layerwise_reload(self.model)
         self._trace = LoadTrace()
         self._untouched = {name for name, _ in self.model.named_parameters() if name not in self._tied}
@@ -143,20 +147,33 @@ class Proven(WeightTransferEngine[Any, Any]):
         del self._trace
 
     def buckets(self, update_info: Any) -> Iterable[Bucket]:
-        """What the trainer sends in one update."""
+        """What comes with one call: all, or as much as it brings itself."""
         raise NotImplementedError
 
     def receive_weights(self, update_info: Any) -> None:
         self.load(self.buckets(update_info))
 
-    def receive_adapter(self, update_info: Any) -> dict[str, Tensor]:
-        """The adapter's tensors, in memory of our own, and the proof that they came."""
-        tensors = {name: tensor.clone() for bucket in self.buckets(update_info) for name, tensor in bucket}
-        self.consumed, self.left_out = fingerprint(tensors.items()), []
-        return tensors
+    def start_adapter(self) -> None:
+        self.consumed, self.left_out = {}, []
+        self.adapter: dict[str, Tensor] = {}
+
+    def receive_adapter(self, update_info: Any) -> None:
+        """Keep the adapter's tensors, in memory of our own, and the proof that they came."""
+        for bucket in self.buckets(update_info):
+            self.adapter |= {name: tensor.clone() for name, tensor in bucket}
+            self.consumed |= fingerprint((name, self.adapter[name]) for name, _ in bucket)
 
     def shutdown(self) -> None:
         pass
+
+
+def _forget_half_loaded(model: torch.nn.Module) -> bool:
+    """After an update that broke off vLLM would go on with the tensors that came; returns whether there was one."""
+    half_loaded = [info for layer in model.modules() if (info := get_layerwise_info(layer)).can_load()]
+    for info in half_loaded:
+        info.load_numel = 0
+        info.loaded_weights.clear()
+    return bool(half_loaded)
 
 
 def _tied_parameters(model: torch.nn.Module) -> list[str]:
@@ -181,15 +198,27 @@ class JoinInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class NoInfo(WeightTransferUpdateInfo):
-    """All that an update needs is in the stream."""
+class Incoming(WeightTransferUpdateInfo):
+    """A parcel, or nothing where all is in the stream."""
+
+    parcel: Parcel | None = None
 
 
-class GlooTransfer(Proven):
-    """Weights over gloo and TCP, see rollouts/weight_sync.py."""
+class Streamed(Proven):
+    """Weights from a stream that this worker has joined, or in parcels."""
 
     init_info_cls = JoinInfo
-    update_info_cls = NoInfo
+    update_info_cls = Incoming
+
+    def buckets(self, update_info: Incoming) -> Iterable[Bucket]:
+        return self.stream() if update_info.parcel is None else [unpack(update_info.parcel)]
+
+    def stream(self) -> Iterable[Bucket]:
+        raise NotImplementedError
+
+
+class GlooTransfer(Streamed):
+    """Weights over gloo and TCP, see rollouts/weight_sync.py."""
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         self._receiver = WeightReceiver(
@@ -200,35 +229,42 @@ class GlooTransfer(Proven):
             timeout_s=init_info.timeout_s,
         )
 
-    def buckets(self, update_info: NoInfo) -> Iterable[Bucket]:
+    def stream(self) -> Iterable[Bucket]:
         return self._receiver.receive()
 
 
-class NcclTransfer(Proven, NCCLWeightTransferEngine):
+class NcclTransfer(Streamed, NCCLWeightTransferEngine):
     """vLLM's NCCL engine, sent to by an `NcclSender`, with the proof of what was loaded. Never run yet."""
 
-    init_info_cls = JoinInfo
-    update_info_cls = NoInfo
     shutdown = NCCLWeightTransferEngine.shutdown
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        super().init_transfer_engine(
-            NCCLWeightTransferInitInfo(
-                master_address=init_info.address,
-                master_port=init_info.port,
-                rank_offset=init_info.first_rank,
-                world_size=init_info.members,
+        with carrying("nccl"):
+            NCCLWeightTransferEngine.init_transfer_engine(
+                self,
+                NCCLWeightTransferInitInfo(
+                    master_address=init_info.address,
+                    master_port=init_info.port,
+                    rank_offset=init_info.first_rank,
+                    world_size=init_info.members,
+                ),
             )
-        )
         self.model_update_group.group.store.set_timeout(timedelta(seconds=init_info.timeout_s))
 
-    def buckets(self, update_info: NoInfo) -> Iterator[Bucket]:
-        nccl, stream = self.model_update_group, torch.cuda.current_stream()
-        while (header := nccl.group.broadcast_obj(None, src=0)) is not None:
+    def stream(self) -> Iterator[Bucket]:
+        while (bucket := self._next()) is not None:
+            yield bucket
+
+    def _next(self) -> Bucket | None:
+        nccl = self.model_update_group
+        with carrying("nccl"):
+            header = nccl.group.broadcast_obj(None, src=0)
+            if header is None:
+                return None
             bucket = [(name, torch.empty(shape, dtype=dtype, device=self.device)) for name, dtype, shape in header]
             for _, tensor in bucket:
-                nccl.broadcast(tensor, src=0, stream=stream)
-            yield bucket
+                nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+            return bucket
 
 
 @dataclass
@@ -279,14 +315,40 @@ class WorkerMethods:
 
     weight_transfer_engine: Proven
     model_runner: Any
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
 
-    def feynrl_load_adapter(self, update_info: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    def feynrl_join(self, init_info: dict[str, Any]) -> str:
+        """Why the transport failed, or an empty string: of an exception vLLM would pass on some text only."""
+        return _failure(self.init_weight_transfer_engine, init_info)
+
+    def feynrl_begin(self, adapter: bool) -> None:
+        if adapter:
+            return self.weight_transfer_engine.start_adapter()
+        self._weight_update_active = False  # vLLM would refuse to begin again after an update that broke off
+        self.start_weight_update()
+
+    def feynrl_bring(self, adapter: bool, update_info: dict[str, Any]) -> str:
+        """As feynrl_join."""
+        if not adapter:
+            return _failure(self.update_weights, update_info)
         transfer = self.weight_transfer_engine
-        tensors = transfer.receive_adapter(transfer.parse_update_info(update_info))
-        return install_adapter(self.model_runner.lora_manager, tensors, config)
+        return _failure(transfer.receive_adapter, transfer.parse_update_info(update_info))
+
+    def feynrl_load_adapter(self, config: dict[str, Any]) -> list[str]:
+        return install_adapter(self.model_runner.lora_manager, self.weight_transfer_engine.adapter, config)
 
     def feynrl_consumed(self) -> dict[str, int]:
         return self.weight_transfer_engine.consumed
 
     def feynrl_left_out(self) -> list[str]:
         return self.weight_transfer_engine.left_out
+
+
+def _failure(call: Callable[[Any], None], argument: Any) -> str:
+    try:
+        call(argument)
+    except TransportFailed as failed:
+        return str(failed)
+    return ""

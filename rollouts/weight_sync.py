@@ -9,7 +9,8 @@ rank of every engine is a member. A sync is one stream over it:
 Nobody needs to know the names beforehand, no process holds more than a bucket besides its own weights,
 and all engines hear the same broadcast. vLLM's workers listen in rollouts/vllm_worker.py, the hf engine
 by itself. Afterwards `verify` compares what was sent with what every engine loaded. Where there are GPUs,
-vLLM's workers hear an `NcclSender` instead, and all else is the same.
+vLLM's workers hear an `NcclSender` instead, and all else is the same. A member that fails leaves the group,
+so that the others notice at once. rollouts/parcels.py does without a group.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 from threading import Thread
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from core.errors import RunStopped
+from core.errors import RunStopped, TransportFailed, first_line
 from rollouts.fingerprint import difference, fingerprint
 
 Bucket = list[tuple[str, Tensor]]
@@ -47,6 +50,16 @@ class Sent:
 _ALIGNMENT = 64
 _PARENT_POLL_S = 1.0
 _Header = list[tuple[str, str, list[int]]]
+
+
+@contextmanager
+def carrying(transport: str) -> Generator[None]:
+    """Around what moves bytes: its failures become TransportFailed."""
+    try:
+        yield
+    except (RuntimeError, OSError, SafetensorError) as error:  # gloo, NCCL and the store raise RuntimeErrors
+        said = first_line(error).rpartition("] ")[2]  # gloo begins with the place in its own source
+        raise TransportFailed(f"weights did not get through over {transport}: {said}") from error
 
 
 def register() -> None:
@@ -77,6 +90,7 @@ def _end_with_parent() -> None:
 class WeightSender:
     """The trainer's end. Life: `open`, tell the engines the port, `join` while they join, `send` once per step."""
 
+    transport = "gloo"
     sent_bytes: int
     """Of the tensors of the last `send`."""
 
@@ -94,7 +108,12 @@ class WeightSender:
         """Wait until the `members` - 1 receivers have joined."""
         if self._store is None:
             raise RuntimeError("open() comes before join()")
-        self._group = _join(self._store, rank=0, members=members, timeout=self._timeout)
+        with carrying(self.transport):
+            self._group = _join(self._store, rank=0, members=members, timeout=self._timeout)
+
+    def leave(self) -> None:
+        """Close the connections: no member waits any longer."""
+        self._group = None
 
     def send(self, buckets: Iterable[Bucket]) -> dict[str, int]:
         """Broadcast every bucket; returns the fingerprint of what was sent.
@@ -106,9 +125,17 @@ class WeightSender:
         for bucket in buckets:
             sent.update(fingerprint(bucket))
             self.sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
-            self._ship(bucket)
-        self._end()
+            self._carry(self._ship, bucket)
+        self._carry(self._end)
         return sent
+
+    def _carry(self, act: Callable[..., None], *args: Bucket) -> None:
+        try:
+            with carrying(self.transport):
+                act(*args)
+        except TransportFailed:
+            self.leave()
+            raise
 
     def _ship(self, bucket: Bucket) -> None:
         header: _Header = [(name, _dtype_name(t.dtype), list(t.shape)) for name, t in bucket]
@@ -136,6 +163,8 @@ class NcclSender(WeightSender):
     NCCL knows no deadline: the engine's, and that of the call which came here, end a wait for a lost member.
     """
 
+    transport = "nccl"
+
     def open(self, address: str = "127.0.0.1") -> int:
         from vllm.utils.network_utils import get_open_port
 
@@ -147,8 +176,12 @@ class NcclSender(WeightSender):
 
         # Else vLLM would put this thread on a new stream, which would not wait for the trainer's.
         torch.cuda.set_stream(torch.cuda.current_stream())
-        self._nccl = trainer_init({**self._where, "world_size": members})
+        with carrying(self.transport):
+            self._nccl = trainer_init({**self._where, "world_size": members})
         self._nccl.group.store.set_timeout(self._timeout)
+
+    def leave(self) -> None:
+        del self._nccl
 
     def _ship(self, bucket: Bucket) -> None:
         self._nccl.group.broadcast_obj([(name, t.dtype, t.shape) for name, t in bucket], src=0)
@@ -167,20 +200,31 @@ class WeightReceiver:
     def __init__(self, *, address: str, port: int, rank: int, members: int, timeout_s: float) -> None:
         """Join the group as `rank` of 1..members-1; returns when all have joined."""
         timeout = timedelta(seconds=timeout_s)
-        store = TCPStore(address, port, is_master=False, timeout=timeout)
-        self._group = _join(store, rank=rank, members=members, timeout=timeout)
+        with carrying("gloo"):
+            store = TCPStore(address, port, is_master=False, timeout=timeout)
+            self._group: ProcessGroupGloo | None = _join(store, rank=rank, members=members, timeout=timeout)
 
     def receive(self) -> Iterator[Bucket]:
         """The buckets of one `send`. Each has storage of its own, which a consumer may keep."""
-        while length := int(_broadcast(self._group, torch.zeros(1, dtype=torch.int64))):
-            text = _broadcast(self._group, torch.empty(length, dtype=torch.uint8))
+        while length := int(self._hear(torch.zeros(1, dtype=torch.int64))):
+            text = self._hear(torch.empty(length, dtype=torch.uint8))
             header: _Header = json.loads(bytes(text.tolist()))
             places, size = _layout(header)
-            flat = _broadcast(self._group, torch.empty(size, dtype=torch.uint8))
+            flat = self._hear(torch.empty(size, dtype=torch.uint8))
             yield [
                 (name, flat[at : at + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape))
                 for at, (name, dtype, shape) in zip(places, header, strict=True)
             ]
+
+    def _hear(self, tensor: Tensor) -> Tensor:
+        try:
+            with carrying("gloo"):
+                if self._group is None:
+                    raise ConnectionError("this member has left the group")
+                return _broadcast(self._group, tensor)
+        except TransportFailed:
+            self._group = None
+            raise
 
 
 def verify(

@@ -4,41 +4,56 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from algs.base import Algorithm
 from configs.schema import ModelConfig, TrainerConfig
 from core.buckets import in_buckets
-from core.errors import RunStopped
+from core.errors import RunStopped, TransportFailed
 from trainers.lora import save_parts
 from trainers.optimizer import make_optimizer
 from trainers.step import Learner, Settings, Trainer
 from trainers.weights import Part, pieces_of
 
 if TYPE_CHECKING:
+    from rollouts.parcels import Parcel
     from rollouts.weight_sync import Sent
 
 
 class DeepSpeedTrainer(Trainer):
     """torch.distributed must be reachable through MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE."""
 
-    def __init__(self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, **settings: Unpack[Settings]):
+    def __init__(
+        self,
+        model: ModelConfig,
+        cfg: TrainerConfig,
+        alg: Algorithm,
+        *,
+        timeout_s: float,
+        **settings: Unpack[Settings],
+    ):
+        """timeout_s: deadline of every collective."""
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         on_gpu = torch.cuda.is_available()
         # On a CPU DeepSpeed would first compile an all-reduce of its own, for a minute; gloo's is there.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False)
+        timeout = timedelta(seconds=timeout_s)
+        deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False, timeout=timeout)
         device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
         self.dtype, self.zero_stage = model.dtype, cfg.zero_stage
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         super().__init__(model, cfg, alg, device=device, **settings)
+        for group in distributed_c10d._world.pg_map:  # DeepSpeed makes groups of its own, with torch's default
+            distributed_c10d._set_pg_timeout(timeout, group)
 
     def learner(self, model: nn.Module) -> Learner:
         return DeepSpeedLearner(model, self.cfg, self.dtype, self.add_up)
@@ -66,11 +81,26 @@ class DeepSpeedTrainer(Trainer):
         with self.ledger.doing("sync"):
             stream = self.weights(max_bytes, part)
             if torch.distributed.get_rank() == 0:
-                checksums = self.sender.send(stream)
+                try:
+                    checksums = self.sender.send(stream)
+                except TransportFailed:
+                    for _ in stream:  # the other ranks gather it to the end, and this one must keep step
+                        pass
+                    raise
                 return Sent(checksums=checksums, nbytes=self.sender.sent_bytes)
             for _ in stream:  # gathering a partitioned parameter takes every rank
                 pass
             return None
+
+    def pack_for(self, max_bytes: int, part: Part, folder: str | None) -> None:
+        """Begin a sync in parcels; see rollouts/parcels.py, and for the stream `send_weights`."""
+        from rollouts.parcels import Packer
+
+        self.packer = Packer(self.weights(max_bytes, part), packs=torch.distributed.get_rank() == 0, folder=folder)
+
+    def packed(self) -> Parcel:
+        """The last parcel of rank 0."""
+        return self.packer.parcel
 
     def save(self, folder: Path) -> None:
         """In Hugging Face format, from rank 0; the other ranks take part in gathering."""
@@ -137,7 +167,7 @@ class DeepSpeedLearner:
         self.engine.enable_backward_allreduce = False
         return float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
 
-    def weights(self, max_bytes: int, part: Part = "whole") -> Iterator[list[tuple[str, Tensor]]]:
+    def weights(self, max_bytes: int, part: Part = "whole") -> Generator[list[tuple[str, Tensor]]]:
         """With ZeRO-3 every rank must run through all of it, and a bucket lives until the next is asked for."""
         import deepspeed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Unpack
 
@@ -72,7 +72,7 @@ class TorchLearner:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def weights(self, max_bytes: int, part: Part = "whole") -> Iterator[list[tuple[str, Tensor]]]:
+    def weights(self, max_bytes: int, part: Part = "whole") -> Generator[list[tuple[str, Tensor]]]:
         for bucket in in_buckets(self.pieces[part], lambda piece: piece.nbytes, max_bytes):
             yield [(piece.name, piece.make()) for piece in bucket]
 

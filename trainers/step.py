@@ -7,7 +7,7 @@ the value model is another; each moves by its own gradient, and an update counts
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NotRequired, Protocol, TypedDict
@@ -49,7 +49,7 @@ class Learner(Protocol):
         """Clip and step, or throw the gradients away; returns the norm before clipping, not finite if thrown away."""
         ...
 
-    def weights(self, max_bytes: int, part: Part = "whole") -> Iterator[list[tuple[str, Tensor]]]:
+    def weights(self, max_bytes: int, part: Part = "whole") -> Generator[list[tuple[str, Tensor]]]:
         """Every tensor once, whole, in buckets of at most `max_bytes` (one tensor at least)."""
         ...
 
@@ -242,7 +242,7 @@ class Trainer:
             entropy=self.alg.needs_entropy,
         )
 
-    def weights(self, max_bytes: int, part: Part = "whole") -> Iterator[list[tuple[str, Tensor]]]:
+    def weights(self, max_bytes: int, part: Part = "whole") -> Generator[list[tuple[str, Tensor]]]:
         """The policy's, for the engines; see Learner.weights."""
         return self.policy.weights(max_bytes, part)
 

@@ -39,7 +39,7 @@ class Nothing:
         pass
 
 
-def plan_of(path: str, *, alg=None, dtype="float32", lora=None, **trainer) -> TrainerPlan:
+def plan_of(path: str, *, alg=None, dtype="float32", lora=None, timeout_s=1800.0, **trainer) -> TrainerPlan:
     alg = alg or {"name": "grpo"}
     spec, cls = find_algorithm(alg)
     return TrainerPlan(
@@ -50,6 +50,7 @@ def plan_of(path: str, *, alg=None, dtype="float32", lora=None, **trainer) -> Tr
         temperature=0.9,
         total_updates=10,
         seed=0,
+        timeout_s=timeout_s,
     )
 
 

@@ -37,9 +37,8 @@ def family_folder(family: str, tiny_path: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("family", "zero", "ranks", "tp"), CASES)
-def test_engines_follow_the_trainer(recipe, tmp_path, tiny_path, family, zero, ranks, tp):
-    changes = {
+def follow(recipe, tmp_path, tiny_path, family, zero, ranks, tp, **more):
+    changes = more | {
         "backend": "ray",
         "model.path": family_folder(family, tiny_path, tmp_path / family),
         "steps": 3,
@@ -59,3 +58,14 @@ def test_engines_follow_the_trainer(recipe, tmp_path, tiny_path, family, zero, r
     assert all(m["sync/probe_gap"] < 1e-3 for m in metrics)
     assert metrics[2]["train/loss"] != metrics[0]["train/loss"]
     assert all(m["train/grad_norm"] > 0 for m in metrics), "the weights did change"
+
+
+@pytest.mark.parametrize(("family", "zero", "ranks", "tp"), CASES)
+def test_engines_follow_the_trainer(recipe, tmp_path, tiny_path, family, zero, ranks, tp):
+    follow(recipe, tmp_path, tiny_path, family, zero, ranks, tp)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("transport", ["direct", "disk"])
+def test_engines_follow_the_trainer_without_a_process_group(recipe, tmp_path, tiny_path, transport):
+    follow(recipe, tmp_path, tiny_path, "qwen2", 3, 2, 2, **{"weight_sync.transport": transport})

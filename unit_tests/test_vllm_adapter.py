@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -170,14 +171,21 @@ def test_an_adapter_is_exchanged_under_tokens_in_flight(tmp_path: Path, tensor_p
     lab.close()
 
 
-@pytest.mark.parametrize(("zero", "ranks", "tp"), [(1, 1, 1), pytest.param(3, 2, 2, marks=pytest.mark.verify)])
-def test_a_run_sends_the_adapter_alone(recipe, tmp_path, tiny_path, zero, ranks, tp):
+@pytest.mark.parametrize(
+    ("transport", "zero", "ranks", "tp"),
+    [
+        ("direct", 1, 1, 1),
+        *(pytest.param(t, 3, 2, 2, marks=pytest.mark.verify) for t in ("gloo", "direct", "disk")),
+    ],
+)
+def test_a_run_sends_the_adapter_alone(recipe, tmp_path, tiny_path, transport, zero, ranks, tp):
     changes = {
         "backend": "ray",
         "steps": 3,
         "group_size": 16,
         "model.lora": {"r": 1, "alpha": 8.0},
         "weight_sync.lora": "adapter",
+        "weight_sync.transport": transport,
         "trainer.lr": 3e-2,
         "trainer.zero_stage": zero,
         "trainer.ranks": ranks,
@@ -194,4 +202,5 @@ def test_a_run_sends_the_adapter_alone(recipe, tmp_path, tiny_path, zero, ranks,
     whole = (Path(tiny_path) / "model.safetensors").stat().st_size
     assert all(0 < m["sync/bytes"] < 0.05 * whole for m in metrics)
     assert metrics[2]["reward/mean"] != metrics[0]["reward/mean"]
+    assert json.loads((folder_of(tmp_path) / "summary.json").read_text())["transport"] == transport
     assert (folder_of(tmp_path) / "model" / "adapter_model.safetensors").is_file()

@@ -22,11 +22,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 
 from configs.schema import UpdateMode
 from core.buckets import in_buckets
-from core.errors import RunStopped
+from core.errors import RunStopped, TransportFailed
 from rollouts.engine import Completion
 from rollouts.fingerprint import fingerprint
+from rollouts.parcels import Packer
 from rollouts.vllm_engine import LocalVllmEngine, VllmEngine
-from rollouts.weight_sync import Bucket, WeightReceiver, WeightSender, verify
+from rollouts.weight_sync import Bucket, Sent, WeightReceiver, WeightSender, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -37,6 +38,9 @@ TIMEOUT_S = 60.0
 VOCABULARY = 300  # no multiple of vLLM's padding
 STOP = list(range(30))
 PROMPT = [(13 * i) % VOCABULARY for i in range(160)]  # longer than a block of the KV cache, which has 128
+DOWN = "model.layers.1.mlp.down_proj.weight"
+HALF = "model.layers.1.mlp.up_proj.weight"
+"""vLLM has it in one parameter with gate_proj, which comes a bucket earlier."""
 BUCKET_BYTES = 150_000  # a dozen buckets; no layer fits one
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -502,6 +506,84 @@ def test_an_engine_left_out_stops_the_run(lab: Lab) -> None:
             probe_logp=[],
             bound=BOUND,
         )
+
+
+# The same ranks, with weights in parcels --------------------------------------------------------------------
+
+
+async def feed(lab: Lab, stream: Iterator[Bucket], folder: Path | None, most: int | None = None) -> Sent:
+    """The parcels of a sync, or the first few of them; `receive` is to follow."""
+    packer = Packer(stream, packs=True, folder=None if folder is None else str(folder))
+    await lab.engine.open_feed()
+    count = 0
+    while count != most and packer.pack():
+        await lab.engine.feed(packer.parcel)
+        count += 1
+    return packer.sent()
+
+
+async def holds(lab: Lab, version: int, model: PreTrainedModel, sent: Sent) -> None:
+    loaded, probe = [await lab.engine.fingerprint()], [await lab.engine.probe(PROMPT)]
+    verify(sent.checksums, loaded, expected_logp=logp(model, PROMPT), probe_logp=probe, bound=BOUND)
+    samples = await sample(lab.engine)
+    assert gap_of_samples(model, samples) < BOUND
+    assert {v for c in samples for v in c.versions} == {version}
+
+
+class CutSender(TamperingSender):
+    """Over a cable that is cut in the middle of a layer."""
+
+    def _ship(self, bucket: Bucket) -> None:
+        if HALF in dict(bucket):
+            raise OSError("the cable is cut")
+        super()._ship(bucket)
+
+
+async def broken_broadcast(lab: Lab, version: int, stream: Iterator[Bucket]) -> None:
+    lab.sender = CutSender(timeout_s=TIMEOUT_S)
+    lab.sender.tamper = lambda bucket: bucket
+    await lab._join()
+    began = time.monotonic()
+    sends, receives = await asyncio.gather(
+        in_thread(lab.sender.send, stream), lab.engine.receive(version), return_exceptions=True
+    )
+    assert time.monotonic() - began < TIMEOUT_S / 2, "who waits is told, and does not wait for its deadline"
+    assert isinstance(sends, TransportFailed) and "over gloo: the cable is cut" in str(sends)
+    assert isinstance(receives, TransportFailed) and "did not get through over gloo" in str(receives)
+
+
+def test_parcels_bring_what_a_stream_brings_and_an_update_that_broke_off_is_no_obstacle(
+    lab: Lab, tmp_path: Path
+) -> None:
+    models = [random_model(lab.family, seed=seed) for seed in (1, 2, 3)]
+
+    async def body() -> None:
+        await lab.publish(21, lab.model)
+        sent = await feed(lab, buckets_of(models[0]), None)
+        await lab.engine.receive(22)
+        await holds(lab, 22, models[0], sent)
+
+        await feed(lab, buckets_of(models[0]), None, most=4)  # the last brings layer 0's gate_proj
+        sent = await feed(lab, buckets_of(models[1]), tmp_path)
+        await lab.engine.receive(23)
+        await holds(lab, 23, models[1], sent)
+
+        await broken_broadcast(lab, 24, buckets_of(models[0]))
+        sent = await feed(lab, buckets_of(models[2]), None)
+        await lab.engine.receive(24)
+        await holds(lab, 24, models[2], sent)
+
+        await feed(lab, (dropped(DOWN)(bucket) for bucket in buckets_of(models[1])), None)
+        with pytest.raises(RunStopped, match=f"no values for 1 param.* {DOWN}"):
+            await lab.engine.receive(25)
+        with pytest.raises(TransportFailed, match=r"did not get through over disk: .*No such file"):
+            await lab.engine.open_feed()
+            await lab.engine.feed(str(tmp_path / "nowhere"))
+
+        lab.sender = TamperingSender(timeout_s=TIMEOUT_S)
+        await lab._join()
+
+    lab.run(body())
 
 
 # Long evidence ---------------------------------------------------------------------------------------------

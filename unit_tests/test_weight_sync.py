@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,12 +15,13 @@ from torch import Tensor
 from configs.load import load_recipe
 from configs.schema import RLConfig
 from core.buckets import in_buckets
-from core.build import over_nccl
+from core.build import check_devices, transports_of
 from core.cluster import Remote
-from core.errors import RunStopped
+from core.errors import RunStopped, TransportFailed, UserError
 from rollouts.fingerprint import fingerprint
 from rollouts.publish import Probe, RemoteSync
-from rollouts.weight_sync import Bucket, WeightReceiver, WeightSender, register, verify
+from rollouts.transports import Ends, Transport
+from rollouts.weight_sync import Bucket, Sent, WeightReceiver, WeightSender, register, verify
 
 TIMEOUT_S = 20.0
 WEIGHTS = {
@@ -76,7 +76,7 @@ def test_buckets_are_bounded_and_a_larger_tensor_travels_alone() -> None:
 def test_a_member_who_does_not_come_is_an_error_in_time() -> None:
     sender = WeightSender(timeout_s=1.0)
     sender.open()
-    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out|wait timeout"):
+    with pytest.raises(TransportFailed, match=r"did not get through over gloo: .*(?i:timed? ?out|wait timeout)"):
         sender.join(members=2)
 
 
@@ -108,11 +108,40 @@ def test_what_nccl_needs_of_vllm_is_there() -> None:
 
 def test_only_vllm_hears_nccl_and_only_on_gpus(recipe) -> None:
     def answer(**changes: object) -> bool:
-        return over_nccl(load_recipe(RLConfig, recipe({"backend": "ray", **changes}), []).cfg)
+        cfg = load_recipe(RLConfig, recipe({"backend": "ray", **changes}), []).cfg
+        assert transports_of(cfg)[1:] == ["direct", "disk"]
+        return transports_of(cfg)[0] == "nccl"
 
     assert not answer(device="cuda")  # the recipe's engine is hf
     assert answer(**{"rollout.engine": "vllm"}) == torch.cuda.is_available()
     assert answer(**{"rollout.engine": "vllm", "device": "cuda"}), "a driver without GPUs, on a cluster that has some"
+
+
+NOT_FED = """
+class Engine:
+    async def join(self, **where): ...
+    async def receive(self, version): ...
+"""
+
+
+def test_a_transport_that_cannot_be_is_refused(recipe, tmp_path) -> None:
+    def cfg_of(**changes: object) -> RLConfig:
+        return load_recipe(RLConfig, recipe({"backend": "ray", **changes}), []).cfg
+
+    with pytest.raises(UserError, match=r"backend: local hands weights over .* set weight_sync.transport to auto"):
+        cfg_of(backend="local", **{"weight_sync.transport": "gloo"})
+    with pytest.raises(UserError, match=r"only rollout.engine=vllm takes weights over NCCL"):
+        cfg_of(**{"weight_sync.transport": "nccl"})
+    over_nccl = cfg_of(**{"weight_sync.transport": "nccl", "rollout.engine": "vllm"})
+    if not torch.cuda.is_available():
+        assert "weight_sync.transport is nccl, and trainers and engines get no GPUs" in (check_devices(over_nccl) or "")
+    engine = tmp_path / "engine.py"
+    engine.write_text(NOT_FED)
+    assert transports_of(cfg_of(**{"rollout.engine": str(engine)})) == ["gloo"], "nothing it could fall back to"
+    with pytest.raises(UserError, match=r"has no method feed: add it and open_feed"):
+        transports_of(cfg_of(**{"rollout.engine": str(engine), "weight_sync.transport": "disk"}))
+    engine.write_text("from rollouts.hf_engine import HfEngine as Engine")
+    assert transports_of(cfg_of(**{"rollout.engine": str(engine)})) == ["gloo", "direct", "disk"]
 
 
 SENT = fingerprint(WEIGHTS.items())
@@ -162,18 +191,25 @@ class Recorder:
 def test_nothing_is_sent_before_the_engines_are_held() -> None:
     """A drain takes as long as the longest completion, and the members of a broadcast do not wait for that."""
     notes: list[str] = []
-    sent = SimpleNamespace(checksums={}, nbytes=0)
+    trainers = cast(Remote, Recorder(notes, {"probe": [-1.0]}))
+    engines = cast(Remote, Recorder(notes, {"engine.fingerprint": [{}], "engine.probe": [-1.0]}))
+
+    class Noted:
+        name = "gloo"
+
+        async def carry(self, version: int) -> Sent:
+            notes.append("carry called")
+            return Sent(checksums={}, nbytes=0)
+
     sync = RemoteSync(
-        trainers=cast(Remote, Recorder(notes, {"send_weights": sent, "probe": [-1.0]})),
-        rollouts=cast(Remote, Recorder(notes, {"engine.fingerprint": [{}], "engine.probe": [-1.0]})),
+        ends=Ends(trainers=trainers, engines=engines, ranks_per_engine=1, max_bytes=1, part="whole", timeout_s=1.0),
+        rollouts=engines,
         probe=Probe(token_ids=[1, 2], bound=0.1),
-        max_bytes=1,
-        part="whole",
-        ranks_per_engine=1,
-        timeout_s=1.0,
-        over_nccl=False,
-        joined=True,
+        transports=[cast(Transport, Noted())],
+        may_fall_back=False,
+        say=notes.append,
+        facts={},
     )
     asyncio.run(sync.publish(3))
-    assert notes[:3] == ["engine.hold called", "engine.hold done", "send_weights called"]
-    assert notes[3] == "engine.receive called"
+    steps = [note for note in notes if "ledger" not in note]
+    assert steps[:3] == ["engine.hold called", "engine.hold done", "carry called"]

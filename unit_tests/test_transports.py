@@ -1,0 +1,156 @@
+"""Whatever carries them, engines get the trainer's weights or the run stops. Real Ray, ZeRO-3, the hf engine."""
+
+import asyncio
+import os
+import re
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from algs import find_algorithm
+from configs.load import load_recipe
+from configs.schema import RLConfig
+from core.build import build_trainer, build_worker, plan_rollouts, plan_trainer, transport_of, weight_sync_of
+from core.cluster import Cluster, Resources
+from core.errors import ProcessDied, RunStopped, TransportFailed
+from data_feeds.packing import micro_batches
+from rollouts.publish import RemoteSync
+from unit_tests.examples import some_groups
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+PROBE = [5, 6, 7, 8]
+LOST = "model.layers.1.mlp.down_proj.weight"
+
+
+def build_saboteur(place, plan):
+    """A trainer that can be told what goes wrong, on its rank 0, with what it sends."""
+    from rollouts.parcels import Packer
+    from rollouts.weight_sync import WeightSender
+
+    ship, wrap = WeightSender._ship, Packer._wrap
+    trainer = build_trainer(place, plan)
+    open_sync = trainer.open_sync
+    faults: set[str] = set()
+
+    def tell(now):
+        faults.clear()
+        faults.update(now)
+
+    def broken(send, of, self, bucket):
+        names = [name for name, _ in bucket]
+        if of in faults and LOST in names:  # in the middle of the stream
+            raise OSError("the cable is cut")
+        send(self, [(n, t) for n, t in bucket if "drop" not in faults or n != LOST])
+
+    def wrong_port(*args):
+        port = open_sync(*args)
+        return 1 if "port" in faults else port
+
+    trainer.tell, trainer.open_sync = tell, wrong_port
+    WeightSender._ship = lambda self, bucket: broken(ship, "gloo", self, bucket)
+    Packer._wrap = lambda self, bucket: broken(wrap, "disk" if self._folder else "direct", self, bucket)
+    return trainer
+
+
+def build_mortal(place, plan):
+    """A rollout worker whose engine can be told to die in its next sync."""
+    worker = build_worker(place, plan)
+    copy = worker.engine._copy
+
+    def tell(last):
+        worker.engine._copy = (lambda bucket: os.kill(os.getpid(), signal.SIGKILL)) if last else copy
+
+    worker.tell = tell
+    return worker
+
+
+@pytest.fixture
+def cluster():
+    cluster = Cluster(None)
+    yield cluster
+    cluster.close()
+
+
+def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(cluster, recipe, tmp_path):
+    partitioned = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # small tensors, too
+    common = {"backend": "ray", "trainer.ranks": 2, "trainer.zero_stage": 3, "trainer.deepspeed": partitioned}
+    common |= {"rollout.engines": 2, "weight_sync.timeout_s": 5.0}
+    shards = [([m],) for m in micro_batches(some_groups(), "token", 60, ranks=2, padded=True)]
+    said: list[str] = []
+    facts: dict[str, str] = {}
+    version = 0
+
+    def cfg_of(**changes) -> RLConfig:
+        return load_recipe(
+            RLConfig, recipe(common | {"rollout.engines": 2, "weight_sync.timeout_s": 5.0} | changes), []
+        ).cfg
+
+    async def go() -> None:
+        cfg = cfg_of()
+        plan = plan_trainer(cfg, find_algorithm(cfg.alg)[0], temperature=1.0, total_updates=100)
+        here = {"resources": Resources(threads=1), "timeout_s": 120}
+        trainers, engines = await asyncio.gather(
+            cluster.spawn("trainer", 2, build_saboteur, plan, **here),
+            cluster.spawn("engine", 2, build_mortal, plan_rollouts(cfg), **here),
+        )
+
+        def sync_over(**changes) -> RemoteSync:
+            sync = weight_sync_of(
+                cfg_of(**changes), trainers, engines, PROBE, say=said.append, facts=facts, folder=tmp_path
+            )
+            assert isinstance(sync, RemoteSync)
+            sync.ends = replace(sync.ends, max_bytes=100_000)  # several buckets
+            sync.transports = [transport_of(t.name, sync.ends, tmp_path) for t in sync.transports]
+            return sync
+
+        async def publish(sync: RemoteSync, *faults: str) -> str:
+            """What carried the weights of a new step."""
+            nonlocal version
+            version += 1
+            await trainers.map("step", shards)
+            await trainers.all("tell", faults)
+            proof = await sync.publish(version)
+            assert proof["sync/probe_gap"] < 1e-3 and proof["sync/bytes"] > 500_000
+            assert not (tmp_path / "weights").exists()
+            return facts["transport"]
+
+        for transport in ("gloo", "direct", "disk"):
+            sync = sync_over(**{"weight_sync.transport": transport})
+            assert [await publish(sync) for _ in range(2)] == [transport, transport]
+            with pytest.raises(RunStopped, match=f"no values for 1 tensors, such as {LOST}") as stopped:
+                await publish(sync, "drop")
+            assert not isinstance(stopped.value, TransportFailed)
+            named = sync_over(**{"weight_sync.transport": transport})
+            with pytest.raises(
+                TransportFailed, match=f"in the sync of .*trainer 0 .* over {transport}: the cable is cut"
+            ):
+                await publish(named, transport)
+        with pytest.raises(TransportFailed, match="over gloo: the cable is cut"):
+            await publish(sync_over(max_lag=1), "gloo")
+        assert not said
+
+        began = time.monotonic()
+        patient = sync_over(**{"weight_sync.timeout_s": 100.0})
+        assert await publish(patient, "gloo", "direct") == "disk"
+        assert time.monotonic() - began < 50, "who waits for a broadcast that broke off is told at once"
+        assert [re.search("transport is (.*)", s)[1] for s in said] == [
+            "direct instead of gloo",
+            "disk instead of direct",
+        ]
+        assert await publish(patient) == "disk" and len(said) == 2
+        with pytest.raises(RunStopped, match="no values for 1 tensors"):
+            await publish(sync_over(), "gloo", "drop")
+        assert len(said) == 3 and facts["transport"] == "disk", "it was said, and then direct's bad news was final"
+
+        assert await publish(sync_over(), "port") == "direct"
+        assert re.match("WARNING: in the sync of version .* over gloo: .*; from here on weight_sync.transport", said[3])
+
+        await engines.call(1, "tell", "last")
+        with pytest.raises(
+            ProcessDied, match=r"^in the sync of version \d+, engine 1 \(engine.receive\): its process died"
+        ):
+            await publish(sync_over())
+
+    asyncio.run(go())

@@ -1,0 +1,167 @@
+"""A process dies or stops: the run ends in time, with one sentence that names it, and leaves nothing running."""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from core.build import build_trainer
+from core.cluster import Cluster, Resources
+from core.errors import CallFailed, ProcessDied
+from data_feeds.packing import micro_batches
+from unit_tests.examples import is_running, some_groups
+from unit_tests.test_deepspeed import plan_of
+from unit_tests.test_runs import ROOT, descendants, file_of, folder_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+STRIKES = '''
+"""GRPO whose second rank does to itself, in a loss, what the file `order` says."""
+import os, pathlib, signal, time
+from algs.grpo import GRPO
+
+class Strikes(GRPO):
+    def loss(self, policy, tokens):
+        order = pathlib.Path(__file__).with_name("order").read_text()
+        if order and os.environ["RANK"] == "1":
+            time.sleep(8) if order == "sleep" else os.kill(os.getpid(), getattr(signal, order))
+        return super().loss(policy, tokens)
+'''
+COLLECTIVE_S = 3.0
+
+
+def build_observed(place, plan):
+    """A trainer that also tells its process, and the deadlines of its process groups."""
+    from torch.distributed import distributed_c10d
+
+    trainer = build_trainer(place, plan)
+    groups = list(distributed_c10d._world.pg_map)
+    trainer.pid = os.getpid
+    trainer.deadlines_s = lambda: [
+        group._get_backend(group._device_types[0]).options._timeout.total_seconds() for group in groups
+    ]
+    return trainer
+
+
+def test_the_rank_that_sleeps_or_is_stopped_is_named_and_not_the_one_that_noticed(tiny_path, tmp_path):
+    order = tmp_path / "order"
+    order.write_text("")
+    alg = {"file": file_of(tmp_path / "strikes.py", STRIKES)}
+    shards = [([m],) for m in micro_batches(some_groups(), "token", 60, ranks=2, padded=True)]
+    plan = plan_of(tiny_path, alg=alg, zero_stage=1, ranks=2, timeout_s=COLLECTIVE_S)
+    cluster = Cluster(None)
+
+    async def go() -> list[int]:
+        trainers = await cluster.spawn(
+            "trainer", 2, build_observed, plan, resources=Resources(threads=1), timeout_s=120
+        )
+        deadlines_s = await trainers.call(0, "deadlines_s")
+        assert len(deadlines_s) > 1 and set(deadlines_s) == {COLLECTIVE_S}, "those that DeepSpeed made, too"
+        await trainers.map("step", shards)
+
+        order.write_text("sleep")
+        with pytest.raises(CallFailed) as failed:
+            await trainers.map("step", shards)
+        assert re.match(r"trainer 0 \(step\) failed: Timed out waiting 3000ms", str(failed.value)), failed.value
+        assert re.search(r"trainer 1 has been in step for \d s \(at strikes.py:10\)", str(failed.value)), failed.value
+        pids = await trainers.all("pid")  # it is awake again
+
+        order.write_text("SIGSTOP")
+        with pytest.raises(ProcessDied, match=r"^trainer 1 \(step\): its process gives no sign of life"):
+            await trainers.within(5.0, key="timeout_s").map("step", shards)
+        return pids
+
+    try:
+        pids = asyncio.run(go())
+    finally:
+        cluster.close()
+    assert not any(is_running(pid) for pid in pids), "not even the stopped one"
+
+
+STOPS = """
+import os, signal
+from rollouts.hf_engine import HfEngine
+
+class Engine(HfEngine):
+    async def load(self, version, buckets):
+        def until_struck():
+            for bucket in buckets:
+                if version == 1:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                yield bucket
+        await super().load(version, until_struck())
+"""
+LOSES_VLLM = """
+import os, signal, psutil
+from rollouts.vllm_engine import VllmEngine
+
+class Engine(VllmEngine):
+    def __init__(self, **settings):
+        super().__init__(**settings, max_model_len=64, kv_cache_gib=0.1)
+
+    async def _update(self, version, *args):
+        if version == 1:
+            [core] = [p for p in psutil.Process().children() if "EngineCore" in " ".join(p.cmdline())]
+            core.kill()
+        await super()._update(version, *args)
+"""
+SYNC_S = 4.0
+CASES = {
+    "a trainer rank dies": (
+        {"trainer.ranks": 2, "trainer.zero_stage": 3},
+        r"trainer 1 \(step\): its process died; its log is in Ray's session folder",
+    ),
+    "an engine stops": (
+        {"rollout.engine": STOPS, "weight_sync.timeout_s": SYNC_S},
+        r"in the sync of version 1, engine 0 \(engine.receive\): its process gives no sign of life: .*",
+    ),
+    "vLLM dies": (
+        {"rollout.engine": LOSES_VLLM},
+        r"in the sync of version 1, engine 0 \(engine.receive\): vLLM's own process died; .*",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_ends_in_time_with_one_sentence_that_names_the_culprit(recipe, tmp_path, case):
+    changes, says = CASES[case]
+    if "rollout.engine" in changes:
+        changes = changes | {"rollout.engine": file_of(tmp_path / "engine.py", changes["rollout.engine"])}
+    if "trainer.ranks" in changes:
+        (tmp_path / "order").write_text("SIGKILL")
+        changes = changes | {"alg": {"file": file_of(tmp_path / "strikes.py", STRIKES)}}
+    run = subprocess.Popen(
+        [sys.executable, "main_rl.py", "--config", recipe(changes | {"backend": "ray", "steps": 1})],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    below: set[int] = set()
+    try:
+        while run.poll() is None:
+            below |= descendants(run.pid)
+            time.sleep(0.5)
+    finally:
+        run.kill()  # where the test failed
+    out, err = run.communicate()
+    assert run.returncode == 1
+    assert re.fullmatch(f"stopped: {says}\n", err), err
+    assert len(out.splitlines()) <= 2, out  # the run folder, and the head of the table
+    summary = json.loads((folder_of(tmp_path) / "summary.json").read_text())
+    assert re.fullmatch(f"stopped: {says}", summary["exit_reason"])
+    assert not wait_until_gone(below, seconds=5)
+
+
+def wait_until_gone(pids: set[int], *, seconds: float) -> set[int]:
+    """Those that run even after so long."""
+    until = time.monotonic() + seconds
+    while (alive := {pid for pid in pids if is_running(pid)}) and time.monotonic() < until:
+        time.sleep(0.1)
+    return alive
