@@ -1,7 +1,8 @@
 """Reinforcement learning: python main_rl.py --config configs/quickstart.yaml [key=value ...]
 
-A step: collect groups of samples, score the columns the algorithm asks for, assign credit, train,
+A step: take groups of samples, score the columns the algorithm asks for, assign credit, train,
 publish the new weights, log. `train` below is that step; everything it calls is one file away.
+Beside it the engines generate as far ahead as `max_lag` lets them: with 0 they wait for every publish.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ async def train(run: Run) -> None:
     """The loop. Prompts become groups of Samples, those become Batches, and the weights move."""
     await run.publish(version=run.first_step)
     await run.evaluate("before")
-    run.session.clock.lap()
-    for step in range(run.first_step, run.cfg.steps):
-        groups, drawn = await run.collect()
-        groups = await run.score(groups)
-        groups = run.alg.credit(groups)
-        learnt = await run.learn(groups)
-        synced = await run.publish(version=step + 1)
-        run.log(step, groups, drawn | learnt | synced)
-        await run.checkpoint_if_due(step, drawn | learnt | synced)
+    async with run.generation.beside():
+        for step in range(run.first_step, run.steps):
+            groups, drawn = await run.take(step)
+            groups = await run.score(groups)
+            groups = run.alg.credit(groups)
+            learnt = await run.learn(groups)
+            synced = await run.publish_if_due(step + 1, learnt)
+            await run.log(step, groups, drawn | learnt | synced)
+            await run.checkpoint_if_due(step, drawn | learnt | synced)
     await run.evaluate("after")
     await run.save()
 

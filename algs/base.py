@@ -180,6 +180,7 @@ class PolicyGradient(Algorithm):
         rho = importance_ratio(prox, rollout)
         metrics["mismatch/kl"] = rho - 1 - rho.log()
         metrics["mismatch/abs_logp"] = (prox - rollout).abs()
+        metrics["mismatch/ratio"], metrics["mismatch/ratio_sq"] = rho, rho.square()  # their means give the ESS
         if self.correction.level != "none":
             weight = self.correction.weight(prox, rollout, tokens.seq_ids)
             metrics["mismatch/weight"] = weight

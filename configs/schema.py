@@ -128,6 +128,9 @@ class RewardConfig(Section):
     """The run stops when more of a step's samples than this have no reward because it failed."""
 
 
+UpdateMode = Literal["in_flight", "drain", "abort"]
+
+
 class RolloutConfig(Section):
     engine: str = "vllm"
     """vllm, hf, or the path of a Python file with a class `Engine`."""
@@ -142,6 +145,13 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(256, ge=1)
     """Budget of one episode, over all its turns, the environment's included."""
     max_turns: int = Field(1, ge=1)
+    timeout_s: float = Field(900.0, gt=0)
+    """Deadline of one group. One that has not come is asked of another engine, and the run stops where that brings
+    none either."""
+    update: UpdateMode = "in_flight"
+    """What new weights do to requests that are being answered. in_flight: they are held, and go on under the new
+    weights, their cache computed anew. drain: they are finished first (within timeout_s), while new ones wait. abort:
+    they are cut off, and asked again from the tokens already there. Every token carries the version that sampled it."""
     enforce_eager: bool = False
     """vLLM without compiled graphs; always so on a CPU."""
     kv_cache_gib: float = Field(1.0, gt=0)
@@ -265,10 +275,17 @@ class RLConfig(RunConfig):
     """Prompts drawn per step."""
     group_size: int = Field(8, ge=1)
     """Samples of each prompt."""
-    max_lag: int = Field(0, ge=0)
-    """Updates that the policy which samples may be behind the one in training; 0 is a synchronous run."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer updates that the groups of a step are dealt over."""
+    max_lag: int = Field(0, ge=0)
+    """How many steps of training the policy may be ahead of the one that sampled a token it learns from. 0:
+    generation waits for every publish; n: it runs on while the trainer works, and stops where it would go too far."""
+    publish_every: int = Field(1, ge=1)
+    """Steps between two publishes of the weights, at most."""
+    publish_drift: float | None = Field(None, gt=0)
+    """Publish earlier, as soon as train/mismatch/kl of a step is above this."""
+    reuse: int = Field(1, ge=1)
+    """Steps that train on each group: a step takes groups_per_step / reuse new groups beside those it has."""
     reward: RewardConfig
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -278,6 +295,17 @@ class RLConfig(RunConfig):
         if self.groups_per_step % self.updates_per_step:
             raise ValueError(
                 f"groups_per_step={self.groups_per_step} must be a multiple of updates_per_step={self.updates_per_step}"
+            )
+        if self.groups_per_step % self.reuse:
+            raise ValueError(f"groups_per_step={self.groups_per_step} must be a multiple of reuse={self.reuse}")
+        if self.max_lag < (least := self.publish_every + self.reuse - 2):
+            raise ValueError(
+                f"max_lag={self.max_lag}, and with publish_every={self.publish_every} and reuse={self.reuse} a sample "
+                f"gets {least} steps old: raise max_lag to {least} or more, or lower the others"
+            )
+        if self.publish_drift is not None and self.publish_every == 1:
+            raise ValueError(
+                "publish_drift publishes earlier than publish_every=1 does, which is every step: raise publish_every"
             )
         if self.backend == "local" and (self.rollout.engines, self.rollout.tensor_parallel) != (1, 1):
             raise ValueError("backend: local is one process: set rollout.engines and rollout.tensor_parallel to 1")

@@ -139,6 +139,7 @@ def build_engine(place: Place | None, plan: RolloutPlan, stop_token_ids: list[in
         "temperature": rollout.temperature,
         "stop_token_ids": stop_token_ids,
         "timeout_s": plan.timeout_s,
+        "update": rollout.update,
     }
     if plan.engine_spec is not None:
         return engine_class_of(plan.engine_spec)(**common)
@@ -315,6 +316,7 @@ def weight_sync_of(
     )
     return RemoteSync(
         ends=ends,
+        rollouts=rollouts,
         probe=probe,
         transports=[transport_of(name, ends, folder) for name in transports_of(cfg)],
         may_fall_back=cfg.max_lag == 0,

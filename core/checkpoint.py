@@ -38,8 +38,8 @@ class Stand:
     steps_done: int
     metrics: dict[str, float]
     """Of the last of these steps."""
-    position: dict[str, int]
-    """What the data feed and the engines count: nothing for given rows, which are a function of the step."""
+    position: dict[str, Any]
+    """What is under way in an RL run (see rollouts/buffer.py); nothing for given rows, a function of the step."""
     recipe: dict[str, Any]
     """See core/recipe.py."""
 

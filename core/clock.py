@@ -1,4 +1,7 @@
-"""Where the seconds go: phases measured where they happen, and what is left over as its own row."""
+"""Where the seconds go: phases measured where they happen, and what is left over as its own row.
+
+`Clock` is the driver's, which does one thing at a time; `Ledger` is a device's.
+"""
 
 from __future__ import annotations
 
@@ -39,3 +42,33 @@ class Clock:
         """Seconds of every phase of the run, with `rest`, adding up to `all`."""
         whole = time.perf_counter() - self.started
         return self.total | {"rest": whole - sum(self.total.values()), "all": whole}
+
+
+class Ledger:
+    """What one device does, moment by moment. Of what goes on at once the activity named first counts."""
+
+    def __init__(self, *activities: str):
+        self.going = dict.fromkeys(activities, 0)
+        self.seconds = dict.fromkeys([*activities, "idle"], 0.0)
+        self.settled = time.perf_counter()
+
+    @contextmanager
+    def doing(self, activity: str) -> Generator[None]:
+        self._settle()
+        self.going[activity] += 1
+        try:
+            yield
+        finally:
+            self._settle()
+            self.going[activity] -= 1
+
+    def read(self) -> dict[str, float]:
+        """Seconds of every activity, and idle, since the ledger was made."""
+        self._settle()
+        return dict(self.seconds)
+
+    def _settle(self) -> None:
+        now = time.perf_counter()
+        at = next((name for name, n in self.going.items() if n), "idle")
+        self.seconds[at] += now - self.settled
+        self.settled = now

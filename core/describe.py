@@ -6,10 +6,39 @@ from collections.abc import Sequence
 
 from core.errors import RunStopped
 from core.types import Group
+from rollouts.buffer import Drawn
 
 
-def describe(groups: list[Group], *, version: int, sources: Sequence[str] = ()) -> dict[str, float]:
-    """Reward and its parts over the scored samples, lengths over all; lag is in publishes.
+def describe(groups: list[Group], *, step: int, max_lag: int, sources: Sequence[str] = ()) -> dict[str, float]:
+    """Of the groups that a step trained on: rewards, lengths, and how far behind the policy their tokens were."""
+    return describe_rewards(groups, sources) | describe_lag(groups, step=step, max_lag=max_lag)
+
+
+def lags(groups: list[Group], *, step: int) -> list[int]:
+    """Of every sampled token: the step that trains on it less the version that sampled it."""
+    return [step - v for g in groups for s in g for v, m in zip(s.versions, s.mask, strict=True) if m]
+
+
+def describe_lag(groups: list[Group], *, step: int, max_lag: int) -> dict[str, float]:
+    """The histogram over tokens, as shares, and its mean and maximum."""
+    found = lags(groups, step=step)
+    if not found:
+        return {}
+    shares = {f"rollout/lag/{lag}": found.count(lag) / len(found) for lag in range(max_lag + 1)} if max_lag else {}
+    return {"rollout/lag_mean": sum(found) / len(found), "rollout/lag_max": float(max(found)), **shares}
+
+
+def check_lag(groups: list[Group], *, step: int, max_lag: int) -> None:
+    """Raise RunStopped for a token that is older than promised, or younger than can be."""
+    if wrong := [lag for lag in lags(groups, step=step) if not 0 <= lag <= max_lag]:
+        raise RunStopped(
+            f"step {step} was to train on a token that lags by {wrong[0]} steps, where max_lag={max_lag}: its engine "
+            "did not sample from the version that it named, or a group was started too early"
+        )
+
+
+def describe_rewards(groups: list[Group], sources: Sequence[str] = ()) -> dict[str, float]:
+    """Reward and its parts over the scored samples, lengths over all.
 
     `sources` names those of a mixture: each one's mean reward is told too.
     """
@@ -18,7 +47,6 @@ def describe(groups: list[Group], *, version: int, sources: Sequence[str] = ()) 
     names = sorted({name for s in scored for name in s.parts})
     rewards = [s.reward for s in scored if s.reward is not None]
     lengths = [sum(s.mask) for s in samples]
-    sampled = [v for s in samples for v, m in zip(s.versions, s.mask, strict=True) if m]
     numbers = {
         "rollout/samples": float(len(samples)),
         "rollout/failed": float(len(samples) - len(scored)),
@@ -28,7 +56,6 @@ def describe(groups: list[Group], *, version: int, sources: Sequence[str] = ()) 
         "rollout/truncated_share": sum(s.stop == "length" for s in samples) / len(samples),
         "rollout/dead_groups_share": sum(len({s.reward for s in g if s.reward is not None}) < 2 for g in groups)
         / len(groups),
-        "rollout/lag_max": float(version - min(sampled)) if sampled else 0.0,
     }
     if rewards:
         mean = sum(rewards) / len(rewards)
@@ -47,11 +74,22 @@ def describe(groups: list[Group], *, version: int, sources: Sequence[str] = ()) 
     return numbers
 
 
-def describe_drawn(groups: list[Group]) -> dict[str, float]:
+def describe_drawn(drawn: Sequence[Drawn]) -> dict[str, float]:
     """Of all groups that a step drew, those that the algorithm then left out included."""
-    rewards = [s.reward for g in groups for s in g if s.reward is not None]
+    samples = [s for d in drawn for s in d.group]
+    rewards = [s.reward for s in samples if s.reward is not None]
     mean = {"reward/mean_drawn": sum(rewards) / len(rewards)} if rewards else {}
-    return {"rollout/groups_drawn": float(len(groups)), **mean}
+    seconds = [d.seconds for d in drawn]
+    average = sum(seconds) / len(seconds)
+    tokens = sum(sum(s.mask) for s in samples)
+    wasted = sum(sum(s.mask) for d in drawn for s in d.group if not d.kept or s.failure)
+    return {
+        "rollout/groups_drawn": float(len(drawn)),
+        "rollout/wasted_share": wasted / tokens if tokens else 0.0,
+        "time/group_s_mean": average,
+        "time/group_s_std": (sum((s - average) ** 2 for s in seconds) / len(seconds)) ** 0.5,
+        **mean,
+    }
 
 
 def check_failures(groups: list[Group], *, bearable_share: float) -> None:

@@ -63,7 +63,19 @@ def arithmetic(loaded: Loaded[Any]) -> list[tuple[str, str]]:
         ("tokens of a step", f"at most {tokens:,}, dealt over {cfg.updates_per_step} optimizer updates ({lag})"),
         ("micro-batches", micro_batches(per_update, trainer.micro_batch_tokens, trainer.ranks)),
         ("the run", f"{cfg.steps} steps -> {cfg.steps * samples:,} sequences -> {cfg.total_updates} optimizer updates"),
+        ("generation", schedule(cfg)),
     ]
+
+
+def schedule(cfg: RLConfig) -> str:
+    often = "every step" if cfg.publish_every == 1 else f"every {cfg.publish_every} steps"
+    publishes = f"weights are published {often}"
+    if cfg.publish_drift is not None:
+        publishes += f", or earlier where train/mismatch/kl is above {cfg.publish_drift:g}"
+    if cfg.max_lag == 0:
+        return f"waits for every publish (max_lag=0); {publishes}"
+    ahead = (cfg.max_lag + 1) * cfg.groups_per_step // cfg.reuse
+    return f"runs up to {ahead} groups ahead of the trainer (max_lag={cfg.max_lag}); {publishes}"
 
 
 def micro_batches(tokens: int, budget: int, ranks: int) -> str:

@@ -20,10 +20,12 @@ COLUMNS: list[tuple[str, str, str]] = [
     ("kl", "train/kl_ref", "{:.1e}"),
     ("grad", "train/grad_norm", "{:.2f}"),
     ("tok/s", "tokens_per_s", "{:.0f}"),
-    ("generate", "time/generate_s", "{:.1f}s"),
-    ("score", "time/score_s", "{:.1f}s"),
+    ("lag", "rollout/lag_mean", "{:.2f}"),
+    ("wait", "time/wait_for_data_s", "{:.1f}s"),
+    ("logp", "time/logp_s", "{:.1f}s"),
     ("train", "time/train_s", "{:.1f}s"),
     ("sync", "time/sync_s", "{:.1f}s"),
+    ("eng.idle", "time/engines/idle_share", "{:.0%}"),
     ("eval", "eval/loss", "{:.4f}"),
 ]
 WIDTH = 10

@@ -21,7 +21,8 @@ NOT_FOR_TRAINING = (
     *("name", "run_dir", "save_to", "checkpoint.", "resume", "timeout_s", "device", "ray_address"),
     *("data.eval", "data.eval.", "data.eval_rows", "data.max_unfit_share", "eval_every", "model.lora.merge_on_save"),
     *("trainer.max_skipped_updates", "reward.workers", "reward.timeout_s", "reward.max_failed_share"),
-    *("weight_sync.bucket_mib", "weight_sync.timeout_s", "weight_sync.probe_tolerance", "weight_sync.transport"),
+    *("rollout.timeout_s", "weight_sync.bucket_mib", "weight_sync.timeout_s", "weight_sync.probe_tolerance"),
+    "weight_sync.transport",
     "alg.file",  # its contents are compared, wherever it lies
 )
 """May differ, and the run's numbers stay the same. A name that ends in a dot is a whole section."""

@@ -9,6 +9,7 @@ from algs import load_algorithm
 from algs.base import PolicyGradient
 from configs.load import Loaded
 from configs.schema import RLConfig
+from core.account import Account, bottleneck
 from core.build import (
     RolloutPlan,
     check_devices,
@@ -22,7 +23,7 @@ from core.build import (
 )
 from core.checkpoint import Checkpoint, Stand
 from core.cluster import Workers, together
-from core.describe import check_failures, describe, describe_drawn
+from core.describe import check_failures, check_lag, describe, describe_drawn, describe_rewards
 from core.errors import RunStopped, UserError
 from core.recipe import recipe_of, resume_from
 from core.scoring import with_scores
@@ -32,11 +33,12 @@ from data_feeds.feed import Feed, load_prompts
 from data_feeds.packing import Plan, plan_update
 from data_feeds.tokenizer import ChatTokenizer
 from rewards import load_reward
+from rollouts.buffer import ReplayBuffer, Schedule
+from rollouts.generation import Generation
 from rollouts.publish import WeightSync
 from trainers.lora import check_recipe
 from trainers.models import check_model_folder, max_positions
 
-REFILL_ROUNDS = 20
 PROBE_TOKENS = 64
 
 
@@ -122,6 +124,11 @@ async def start(prepared: Prepared, session: Session) -> Run:
     first_step = await session.resume(trainers, prepared.checkpoint, prepared.recipe)
     if len(probe) < 2:
         raise UserError("data.train: the first prompt has fewer than two tokens")
+    schedule = schedule_of(cfg)
+    if prepared.checkpoint is None:
+        buffer = ReplayBuffer(schedule)
+    else:
+        buffer = ReplayBuffer.restored(prepared.checkpoint.stand.position, schedule, feed.draw, step=first_step)
     return Run(
         cfg=cfg,
         alg=prepared.alg,
@@ -136,8 +143,27 @@ async def start(prepared: Prepared, session: Session) -> Run:
         session=session,
         recipe=prepared.recipe,
         first_step=first_step,
-        ticket=prepared.checkpoint.stand.position["ticket"] if prepared.checkpoint else 0,
+        generation=Generation(
+            rollouts,
+            draw=feed.draw,
+            keep=prepared.alg.keep,
+            buffer=buffer,
+            group_size=cfg.group_size,
+            timeout_s=cfg.rollout.timeout_s,
+        ),
         pads=pads,
+        account=await Account.opened(session.clock, trainers=trainers, engines=rollouts),
+    )
+
+
+def schedule_of(cfg: RLConfig) -> Schedule:
+    return Schedule(
+        steps=cfg.steps,
+        per_step=cfg.groups_per_step,
+        max_lag=cfg.max_lag,
+        publish_every=cfg.publish_every,
+        publish_drift=cfg.publish_drift,
+        reuse=cfg.reuse,
     )
 
 
@@ -155,40 +181,31 @@ class Run:
     recipe: dict[str, Any]
     first_step: int
     """Of this run: what a resumed one has behind it is not done again."""
-    ticket: int
-    """The next. Every prompt drawn has a number of its own; it seeds the sampling."""
+    generation: Generation
     pads: bool
     """Do the trainers pad rows? Only they know, having seen the model."""
-    version: int = 0
-    """Number of the last publish."""
+    account: Account
 
-    async def collect(self) -> tuple[list[Group], dict[str, float]]:
-        """Exactly `groups_per_step` groups, and what was drawn for them in numbers.
+    @property
+    def steps(self) -> int:
+        return self.cfg.steps
 
-        A group that the algorithm does not keep is replaced by another prompt's.
-        """
-        kept: list[Group] = []
-        drawn: list[Group] = []
-        with self.session.clock.phase("generate"):
-            for _ in range(REFILL_ROUNDS):
-                tickets = range(self.ticket, self.ticket + self.cfg.groups_per_step - len(kept))
-                self.ticket = tickets.stop
-                groups = await self._sample([(t, self.prompts.draw(t)) for t in tickets], self.cfg.group_size)
-                drawn += groups
-                check_failures(drawn, bearable_share=self.cfg.reward.max_failed_share)
-                kept += [g for g in groups if self.alg.keep(g)]
-                if len(kept) == self.cfg.groups_per_step:
-                    return kept, describe_drawn(drawn) | self.prompts.progress(tickets[-1] + 1)
-        raise RunStopped(
-            f"{REFILL_ROUNDS} rounds of sampling gave {len(kept)} of groups_per_step={self.cfg.groups_per_step} groups "
-            "that the algorithm keeps: the reward may be the same for every answer"
-        )
+    @property
+    def buffer(self) -> ReplayBuffer:
+        return self.generation.buffer
 
-    async def _sample(self, tickets: list[tuple[int, Prompt]], group_size: int) -> list[Group]:
-        """Dealt over the workers; groups in the order of the tickets."""
-        n = len(self.rollouts)
-        shards = await self.rollouts.map("collect", [(tickets[i::n], group_size) for i in range(n)])
-        return [shards[k % n][k // n] for k in range(len(tickets))]
+    async def take(self, step: int) -> tuple[list[Group], dict[str, float]]:
+        """The step's groups, `groups_per_step` of them, and what was drawn for them in numbers."""
+        with self.session.clock.phase("wait_for_data"):
+            groups, drawn = await self.buffer.take(step)
+        check_failures([d.group for d in drawn], bearable_share=self.cfg.reward.max_failed_share)
+        if len(groups) < self.cfg.groups_per_step:
+            raise RunStopped(
+                f"of {len(drawn)} groups, the algorithm keeps {len(groups)} of the groups_per_step="
+                f"{self.cfg.groups_per_step} that a step wants: the reward may be the same for every answer"
+            )
+        check_lag(groups, step=step, max_lag=self.cfg.max_lag)
+        return groups, describe_drawn(drawn) | self.prompts.progress(drawn[-1].ticket + 1)
 
     async def score(self, groups: list[Group]) -> list[Group]:
         """Add the columns that credit and loss ask for, from the trainer's models as they are now.
@@ -197,7 +214,7 @@ class Run:
         """
         proximal: frozenset[Scored] = frozenset({"prox_logp"} if self.cfg.updates_per_step > 1 else ())
         columns = self.alg.needs | proximal
-        with self.session.clock.phase("score"):
+        with self.session.clock.phase("logp"):
             return await with_scores(self.trainers, groups, self._plan(groups), columns)
 
     async def learn(self, groups: list[Group]) -> dict[str, float]:
@@ -209,8 +226,11 @@ class Run:
             metrics = await self.trainers.map(
                 "step", [([update[rank] for update in updates],) for rank in range(len(self.trainers))]
             )
-        padding = sum(plan.padding for plan in plans) / k
-        return {f"train/{name}": value for name, value in metrics[0].items()} | {"train/padding": padding}
+        learnt = {f"train/{name}": value for name, value in metrics[0].items()}
+        learnt["train/padding"] = sum(plan.padding for plan in plans) / k
+        if "train/mismatch/ratio" in learnt:
+            learnt["train/mismatch/ess"] = learnt["train/mismatch/ratio"] ** 2 / learnt.pop("train/mismatch/ratio_sq")
+        return learnt
 
     def _plan(self, groups: list[Group]) -> Plan:
         return plan_update(
@@ -226,12 +246,22 @@ class Run:
     async def publish(self, version: int) -> dict[str, float]:
         with self.session.clock.phase("sync"):
             proof = await self.weights.publish(version)
-        self.version = version
+        self.buffer.publish(version)
         return proof
 
-    def log(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
-        numbers = describe(groups, version=step, sources=self.prompts.mixed) | metrics
-        self.session.folder.save_samples(step, groups, self.tokenizer.decode)
+    async def publish_if_due(self, done: int, learnt: dict[str, float]) -> dict[str, float]:
+        """After `done` steps, as the schedule says."""
+        drift = learnt.get("train/mismatch/kl")  # there is none where no update of the step was made
+        if not self.buffer.schedule.is_due(done, version=self.buffer.version, drift=drift):
+            return {}
+        return await self.publish(done)
+
+    async def log(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
+        with self.session.clock.phase("log"):
+            numbers = describe(groups, step=step, max_lag=self.cfg.max_lag, sources=self.prompts.mixed) | metrics
+            self.session.folder.save_samples(step, groups, self.tokenizer.decode)
+            numbers |= await self.account.lap()
+        numbers["rollout/asked_again"] = float(self.generation.lost)
         self.session.log(step, numbers)
 
     async def evaluate(self, when: str) -> None:
@@ -239,16 +269,21 @@ class Run:
         if self.held_out is None:
             return
         with self.session.clock.phase("evaluate"):
-            groups = await self._sample([(-1 - i, p) for i, p in enumerate(self.held_out.all())], 1)
+            prompts = self.held_out.all()
+            groups = await together(self.generation.ask(-1 - i, prompt, 1) for i, prompt in enumerate(prompts))
         check_failures(groups, bearable_share=self.cfg.reward.max_failed_share)
-        numbers = describe(groups, version=self.version)
+        numbers = describe_rewards(groups)
         self.session.facts[when] = {k: v for k, v in numbers.items() if k.startswith("reward/") or "failed" in k}
         self.session.progress.say(f"{when}: held-out reward {numbers['reward/mean']:.3f} over {len(groups)} prompts")
 
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
-        position = {"ticket": self.ticket, "version": self.version}
-        stand = Stand(steps_done=step + 1, metrics=metrics, position=position, recipe=self.recipe)
-        await self.session.checkpoint_if_due(self.trainers, stand)
+        if self.session.checkpoint_is_due(step + 1):
+            stand = Stand(steps_done=step + 1, metrics=metrics, position=self.buffer.state(), recipe=self.recipe)
+            await self.session.checkpoint(self.trainers, stand)
 
     async def save(self) -> None:
+        """The model, and where the time went."""
         await self.session.save_model(self.trainers, self.tokenizer)
+        devices = await self.account.close()
+        self.session.facts["devices"] = devices
+        self.session.facts["bottleneck"] = bottleneck(devices, max_lag=self.cfg.max_lag)

@@ -58,13 +58,14 @@ class Session:
                 await trainers.all("save", folder)
                 tokenizer.save(folder)
 
-    async def checkpoint_if_due(self, trainers: Workers, stand: Stand) -> None:
-        every, keep = self.cfg.checkpoint.every, self.cfg.checkpoint.keep
-        if is_due(stand.steps_done, every=every, steps=self.cfg.steps):
-            with self.clock.phase("checkpoint"):
-                home = self.folder.path / "checkpoints"
-                await write_checkpoint(home, trainers, stand)
-                retain(home, keep)
+    def checkpoint_is_due(self, steps_done: int) -> bool:
+        return is_due(steps_done, every=self.cfg.checkpoint.every, steps=self.cfg.steps)
+
+    async def checkpoint(self, trainers: Workers, stand: Stand) -> None:
+        with self.clock.phase("checkpoint"):
+            home = self.folder.path / "checkpoints"
+            await write_checkpoint(home, trainers, stand)
+            retain(home, self.cfg.checkpoint.keep)
 
     async def resume(self, trainers: Workers, checkpoint: Checkpoint | None, recipe: dict[str, Any]) -> int:
         """Put the trainers where `checkpoint` left off; returns the steps that are done, 0 without one."""
@@ -87,6 +88,11 @@ class Session:
         if shown:
             rows = [(name, f"{before[name]:.3f}", f"{after[name]:.3f}") for name in shown]
             self.progress.table("on held-out data", rows, ("", "before", "after"))
+        if devices := self.facts.get("devices"):
+            names = list(dict.fromkeys(name for seconds in devices.values() for name in seconds))
+            rows = [(d, *(f"{s[n]:.1f}" if n in s else "" for n in names)) for d, s in devices.items()]
+            self.progress.table("seconds of every device", rows, ("", *(n.replace("_", " ") for n in names)))
+            self.progress.say(self.facts["bottleneck"])
         self.progress.say(f"run folder: {self.folder.path}")
 
     async def close(self) -> None:

@@ -204,8 +204,9 @@ class Run:
         )
 
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
-        stand = Stand(steps_done=step + 1, metrics=metrics, position={}, recipe=self.recipe)
-        await self.session.checkpoint_if_due(self.trainers, stand)
+        if self.session.checkpoint_is_due(step + 1):
+            stand = Stand(steps_done=step + 1, metrics=metrics, position={}, recipe=self.recipe)
+            await self.session.checkpoint(self.trainers, stand)
 
     async def save(self) -> None:
         await self.session.save_model(self.trainers, self.tokenizer)

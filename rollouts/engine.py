@@ -22,8 +22,12 @@ class Completion:
 class Engine(Protocol):
     """Knows nothing of chat, groups, rewards or algorithms.
 
-    Life: built in its process, `start`ed once, then weights arrive (see rollouts/weight_sync.py) and
-    completions are asked for, concurrently; `close` ends its processes.
+    Life: built in its process, with the keywords model_path, dtype, temperature, stop_token_ids, timeout_s (of one step
+    of a weight update) and update (`rollout.update`: what becomes of requests that are being answered); then weights
+    arrive and completions are asked for, concurrently; `close` ends its processes.
+
+    An update is a `hold`, and then `load(version, buckets)` by a trainer in the same process, or `receive(version)` of
+    what trainers send (rollouts/weight_sync.py). At its end the engine samples again, with the new weights alone.
     """
 
     async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
@@ -32,6 +36,10 @@ class Engine(Protocol):
 
     async def probe(self, token_ids: list[int]) -> list[float]:
         """Log-probability, at temperature 1, of token_ids[1:] given what is before each; float32."""
+        ...
+
+    async def hold(self) -> None:
+        """Return when the weights may be replaced; with update=drain that is after the last token of what runs."""
         ...
 
     async def fingerprint(self) -> list[Mapping[str, int]]:

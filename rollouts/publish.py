@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from core.cluster import Local
+from core.cluster import Local, Remote
 from core.errors import CallFailed, ProcessDied, TransportFailed
 from rollouts.fingerprint import fingerprint
 from rollouts.transports import Ends, Transport
@@ -51,7 +51,9 @@ class LocalSync:
                 nbytes += sum(tensor.nbytes for _, tensor in bucket)
                 yield bucket
 
-        await engine.load(version, sending())
+        with trainer.ledger.doing("sync"), self.rollouts.worker.ledger.doing("sync"):
+            await engine.hold()
+            await engine.load(version, sending())
         gap = verify(
             sent,
             [await engine.fingerprint()],
@@ -67,6 +69,8 @@ class RemoteSync:
     """Over the first of `transports` that works; the proof is the same whatever carried the weights."""
 
     ends: Ends
+    rollouts: Remote
+    """The engines under the run's timeout_s, which a drain may take; that of `ends` is weight_sync's."""
     probe: Probe
     transports: list[Transport]
     """Those that failed are taken off."""
@@ -83,6 +87,7 @@ class RemoteSync:
             raise type(error)(f"in the sync of version {version}, {error}") from error
 
     async def _publish(self, version: int) -> dict[str, float]:
+        await self.rollouts.all("engine.hold")
         sent = await self._carry(version)
         engines = self.ends.engines
         expected, *_ = await self.ends.trainers.all("probe", self.probe.token_ids)

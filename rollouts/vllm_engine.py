@@ -8,6 +8,7 @@ environment is set.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -16,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from configs.schema import LoraConfig
+from configs.schema import LoraConfig, UpdateMode
 from core.errors import ProcessDied, RunStopped, TransportFailed
 from rollouts.engine import Completion
 from rollouts.parcels import Parcel
@@ -33,6 +34,8 @@ _GRACE_S = 2.0
 """So much later than the deadlines of vLLM's workers ends the wait for them."""
 _DIED = "vLLM's own process died; what it said last is in the log of this worker, in Ray's session folder"
 T = TypeVar("T")
+_PAUSES: dict[UpdateMode, Literal["keep", "wait", "abort"]] = {"in_flight": "keep", "drain": "wait", "abort": "abort"}
+"""What vLLM does with the requests it is answering; all three queue new ones."""
 
 
 class _Vllm:
@@ -55,6 +58,7 @@ class _Vllm:
         load_format: Literal["auto", "dummy"] = "auto",
         lora: LoraConfig | None = None,
         timeout_s: float = 300.0,
+        update: UpdateMode = "in_flight",
     ) -> None:
         """Start the engine; it returns when requests can be made.
 
@@ -63,11 +67,13 @@ class _Vllm:
         kv_cache_gib: size of the KV cache per rank; by default what `gpu_memory_utilization` leaves (4 on a CPU).
         load_format: "dummy" leaves the weights random until the first update.
         lora: updates bring this adapter, its `targets` named one by one, and the weights stay the model's own.
-        timeout_s: how long one step of a weight update may take.
+        timeout_s: how long one step of a weight update may take; a drain is none.
+        update: what becomes of requests that are being answered when weights come.
         """
         self._temperature = temperature
         self._stop_token_ids = list(stop_token_ids)
         self._timeout_s = timeout_s
+        self._on_update: UpdateMode = update
         self._lora = lora
         on_cpu = not torch.cuda.is_available()
         if on_cpu:
@@ -104,7 +110,25 @@ class _Vllm:
         raise NotImplementedError
 
     async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
-        """Sample one continuation of `token_ids` at the run's temperature; it includes the token that stopped it."""
+        """Sample one continuation of `token_ids` at the run's temperature; it includes the token that stopped it.
+
+        What an update cut off (update=abort) is asked again from the tokens already there.
+        """
+        ids: list[int] = []
+        logp: list[float] = []
+        versions: list[int] = []
+        stop: Literal["eos", "length"] | None = None
+        while stop is None:
+            # Asked while the engine is held, it waits there: this does not spin.
+            said = await self._sample(token_ids + ids, max_new_tokens - len(ids), _seed_after(len(ids), seed))
+            stop = self._stop(said.finish_reason, [*ids, *said.token_ids], max_new_tokens)
+            ids += said.token_ids
+            logp += [at[token].logprob for token, at in zip(said.token_ids, said.logprobs, strict=True)]
+            versions += [_version(span.version) for span in said.weight_versions for _ in range(span.start, span.end)]
+        return Completion(token_ids=ids, logp=logp, versions=versions, stop=stop)
+
+    async def _sample(self, token_ids: list[int], max_new_tokens: int, seed: int) -> Any:
+        """One request of vLLM's, to its end, which may come early."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -125,15 +149,17 @@ class _Vllm:
             ),
         )
         [said] = answer.outputs
-        if said.finish_reason not in ("stop", "length"):
-            raise RunStopped(f"vLLM ended a request with {said.finish_reason!r} instead of a completion")
-        ids = list(said.token_ids)
-        return Completion(
-            token_ids=ids,
-            logp=[at[token].logprob for token, at in zip(ids, said.logprobs, strict=True)],
-            versions=[_version(span.version) for span in said.weight_versions for _ in range(span.start, span.end)],
-            stop="eos" if said.finish_reason == "stop" else "length",
-        )
+        return said
+
+    def _stop(self, reason: str, ids: list[int], max_new_tokens: int) -> Literal["eos", "length"] | None:
+        """Why a completion is over; None if it was cut off and lacks tokens."""
+        if reason == "abort" and self._on_update == "abort":
+            if ids and ids[-1] in self._stop_token_ids:
+                return "eos"
+            return "length" if len(ids) == max_new_tokens else None
+        if reason not in ("stop", "length"):
+            raise RunStopped(f"vLLM ended a request with {reason!r} instead of a completion")
+        return "eos" if reason == "stop" else "length"
 
     async def probe(self, token_ids: list[int]) -> list[float]:
         """Log-probability, at temperature 1, of token_ids[1:] given what is before each; never from the cache."""
@@ -221,7 +247,7 @@ class VllmEngine(_Vllm):
     def __init__(self, *, over_nccl: bool = False, **settings: Any) -> None:
         """over_nccl: an `NcclSender` will send the weights, which takes GPUs at both ends."""
         self._transfer = "feynrl_nccl" if over_nccl else "feynrl_gloo"
-        self._fed = False
+        self._fed = self._held = False
         super().__init__(**settings)
 
     def _start(self) -> None:
@@ -245,30 +271,42 @@ class VllmEngine(_Vllm):
         _raise_first(await self._rpc("feynrl_join", kwargs={"init_info": {**where, "timeout_s": self._timeout_s}}))
 
     async def open_feed(self) -> None:
-        """From now on weights come by `feed`. Requests in flight wait from here to the end of `receive`."""
+        """From now on weights come by `feed`, between a `hold` and a `receive`."""
+        self._must_be_held()
         self._fed = True
-        await self._pause()
         await self._begin()
 
     async def feed(self, parcel: Parcel) -> None:
         await self._bring({"parcel": parcel})
 
-    async def receive(self, version: int) -> None:
-        """Take part in one `WeightSender.send`, or complete what was fed.
+    async def hold(self) -> None:
+        """Keep, finish or cut off what runs, as `update` says; new requests wait. `receive` lets all go on."""
+        # A drain is as long as the longest completion, and its deadline that of every remote call, the run's timeout_s.
+        # What vLLM has preempted for want of cache is not drained: it waits, and goes on as with in_flight.
+        async with asyncio.timeout(None if self._on_update == "drain" else self._timeout_s):
+            await self._while_alive(self._llm.pause_generation(mode=_PAUSES[self._on_update], clear_cache=False))
+        self._held = True
 
-        Requests in flight wait, and go on with the new weights.
-        """
-        await self._pause()
+    async def receive(self, version: int) -> None:
+        """Take part in one `WeightSender.send`, or complete what was fed; after a `hold`."""
+        self._must_be_held()
         await (self._finish(version) if self._fed else self._update(version, {}))
-        async with asyncio.timeout(self._timeout_s):
+        await self._go_on(version)
+
+    def _must_be_held(self) -> None:
+        if not self._held:
+            raise RuntimeError("an update without hold: requests would run while their weights are replaced")
+
+    async def _go_on(self, version: int) -> None:
+        async def go_on() -> None:
             await self._llm.update_weight_version(str(version))
-            # What is in flight is computed anew from its tokens, or old keys and values would live on in it.
+            # What was kept is computed anew from its tokens, or old keys and values would live on in it.
             await self._llm.reset_prefix_cache(reset_running_requests=True)
             await self._llm.resume_generation()
 
-    async def _pause(self) -> None:
         async with asyncio.timeout(self._timeout_s):
-            await self._while_alive(self._llm.pause_generation(mode="keep", clear_cache=False))
+            await self._while_alive(go_on())
+        self._held = False
 
     async def close(self) -> None:
         """End the engine's processes."""
@@ -331,6 +369,9 @@ class LocalVllmEngine(_Vllm):
         torch.set_num_threads(threads)
         self._waiting: list[tuple[list[int], Any, asyncio.Future[Any]]] = []
 
+    async def hold(self) -> None:
+        """Return at once, whatever `update` says: while requests run, nobody else does, so none is running now."""
+
     async def load(self, version: int, buckets: Iterable[Bucket]) -> None:
         """Take the weights straight from the trainer, which is in this process."""
         await self._update(version, {"buckets": buckets})
@@ -373,6 +414,14 @@ def _raise_first(failures: list[str]) -> None:
     for rank, said in enumerate(failures):
         if said:
             raise TransportFailed(said if len(failures) == 1 else f"rank {rank}: {said}")
+
+
+def _seed_after(tokens: int, seed: int) -> int:
+    """The seed of a request's rest: vLLM draws from the beginning again for each request."""
+    if tokens == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{tokens}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def _version(label: str) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from configs.schema import RewardConfig, RolloutConfig
+from core.clock import Ledger
 from core.errors import UserError
 from core.types import Group, Prompt, Sample
 from rewards.pool import RewardPool
@@ -31,27 +32,27 @@ class RolloutWorker:
     ):
         self.engine, self.tokenizer, self.make_env, self.rewards = engine, tokenizer, make_env, rewards
         self.reward, self.rollout, self.seed = reward, rollout, seed
+        self.ledger = Ledger("sync", "generate", "score")
 
-    async def collect(self, tickets: list[tuple[int, Prompt]], group_size: int) -> list[Group]:
-        """`group_size` episodes of every prompt, all in flight at once; groups in the order of the tickets."""
-        return await asyncio.gather(*(self._group(ticket, prompt, group_size) for ticket, prompt in tickets))
-
-    async def _group(self, ticket: int, prompt: Prompt, size: int) -> Group:
+    async def group(self, ticket: int, prompt: Prompt, size: int) -> Group:
+        """`size` episodes of a prompt, all in flight at once."""
         return await asyncio.gather(*(self._sample(ticket, prompt, sibling) for sibling in range(size)))
 
     async def _sample(self, ticket: int, prompt: Prompt, sibling: int) -> Sample:
-        sample, said = await run_episode(
-            self.engine,
-            self.make_env,
-            prompt,
-            self.tokenizer,
-            seed=lambda turn: seed_of(self.seed, ticket, sibling, turn),
-            max_new_tokens=self.rollout.max_new_tokens,
-            max_turns=self.rollout.max_turns,
-        )
+        with self.ledger.doing("generate"):
+            sample, said = await run_episode(
+                self.engine,
+                self.make_env,
+                prompt,
+                self.tokenizer,
+                seed=lambda turn: seed_of(self.seed, ticket, sibling, turn),
+                max_new_tokens=self.rollout.max_new_tokens,
+                max_turns=self.rollout.max_turns,
+            )
         if sample.failure:
             return sample
-        outcome = await self.rewards.score(prompt, said)
+        with self.ledger.doing("score"):
+            outcome = await self.rewards.score(prompt, said)
         if outcome.failure:
             return replace(sample, failure=outcome.failure)
         if twice := outcome.parts.keys() & sample.parts.keys():

@@ -78,18 +78,19 @@ class DeepSpeedTrainer(Trainer):
         """Stream the weights, or the adapter alone, to the engines; rank 0 says what it sent."""
         from rollouts.weight_sync import Sent
 
-        stream = self.weights(max_bytes, part)
-        if torch.distributed.get_rank() == 0:
-            try:
-                checksums = self.sender.send(stream)
-            except TransportFailed:
-                for _ in stream:  # the other ranks gather it to the end, and this one must keep step
-                    pass
-                raise
-            return Sent(checksums=checksums, nbytes=self.sender.sent_bytes)
-        for _ in stream:  # gathering a partitioned parameter takes every rank
-            pass
-        return None
+        with self.ledger.doing("sync"):
+            stream = self.weights(max_bytes, part)
+            if torch.distributed.get_rank() == 0:
+                try:
+                    checksums = self.sender.send(stream)
+                except TransportFailed:
+                    for _ in stream:  # the other ranks gather it to the end, and this one must keep step
+                        pass
+                    raise
+                return Sent(checksums=checksums, nbytes=self.sender.sent_bytes)
+            for _ in stream:  # gathering a partitioned parameter takes every rank
+                pass
+            return None
 
     def pack_for(self, max_bytes: int, part: Part, folder: str | None) -> None:
         """Begin a sync in parcels; see rollouts/parcels.py, and for the stream `send_weights`."""
@@ -97,16 +98,21 @@ class DeepSpeedTrainer(Trainer):
 
         self.packer = Packer(self.weights(max_bytes, part), packs=torch.distributed.get_rank() == 0, folder=folder)
 
+    def pack(self) -> bool:
+        with self.ledger.doing("sync"):
+            return self.packer.pack()
+
     def packed(self) -> Parcel:
         """The last parcel of rank 0."""
         return self.packer.parcel
 
     def save(self, folder: Path) -> None:
         """In Hugging Face format, from rank 0; the other ranks take part in gathering."""
-        parts = self.gathered()
-        if torch.distributed.get_rank() == 0:
-            save_parts(self.model, folder, parts)
-        torch.distributed.barrier()
+        with self.ledger.doing("save"):
+            parts = self.gathered()
+            if torch.distributed.get_rank() == 0:
+                save_parts(self.model, folder, parts)
+            torch.distributed.barrier()
 
 
 class DeepSpeedLearner:

@@ -30,7 +30,8 @@ class ReferenceTrainer(Trainer):
         return values
 
     def save(self, folder: Path) -> None:
-        save_parts(self.model, folder, self.gathered())
+        with self.ledger.doing("save"):
+            save_parts(self.model, folder, self.gathered())
 
 
 class TorchLearner:

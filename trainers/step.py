@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from algs.base import Algorithm, check_per_token
 from configs.schema import ModelConfig, TrainerConfig
+from core.clock import Ledger
 from core.errors import RunStopped
 from core.types import Batch, Policy, Prompt, Sample, Scored, Tokens
 from data_feeds.packing import pack
@@ -90,6 +91,7 @@ class Trainer:
         reference_ahead: bool = False,
     ):
         self.device, self.cfg, self.alg, self.temperature, self.sources = device, cfg, alg, temperature, sources
+        self.ledger = Ledger("train", "logp", "sync", "save")
         if device == "cpu":
             keep_freed_memory()
         kind = {"dtype": model.dtype, "attention": model.attention}
@@ -131,6 +133,10 @@ class Trainer:
 
         The metrics are of the updates that were made; one that is skipped is counted.
         """
+        with self.ledger.doing("train"):
+            return self._step(updates)
+
+    def _step(self, updates: list[list[Batch]]) -> dict[str, float]:
         meter = Meter(self.sources)
         norms: list[dict[str, float]] = []
         for micro in updates:
@@ -208,7 +214,8 @@ class Trainer:
             layout = layout_for(self.cfg.layout, asked)
             return forward(asked, asked, batch, layout=layout, temperature=self.temperature).logp
 
-        return [{c: one(b.to(self.device), c).cpu() for c in sorted(columns)} for b in micro]
+        with self.ledger.doing("logp"):
+            return [{c: one(b.to(self.device), c).cpu() for c in sorted(columns)} for b in micro]
 
     @torch.no_grad()
     def probe(self, token_ids: list[int]) -> list[float]:
@@ -221,7 +228,8 @@ class Trainer:
             rollout_logp=[0.0] * n,
             versions=[-1] * n,
         )
-        return self.forward(pack([text], [0.0]).to(self.device), temperature=1.0).logp.tolist()
+        with self.ledger.doing("sync"):
+            return self.forward(pack([text], [0.0]).to(self.device), temperature=1.0).logp.tolist()
 
     def forward(self, batch: Batch, *, temperature: float | None = None) -> Policy:
         """What the model in training says, with gradient."""
@@ -254,7 +262,8 @@ class Trainer:
 
     def save_state(self, folder: Path) -> None:
         """This rank's share of a checkpoint, into a folder that all ranks see."""
-        save_state(self, folder)
+        with self.ledger.doing("save"):
+            save_state(self, folder)
 
     def load_state(self, folder: Path) -> None:
         load_state(self, folder)

@@ -143,6 +143,7 @@ class AdapterLab(Lab):
 
     async def publish_adapter(self, version: int, model: nn.Module) -> None:
         self.sender.tamper = lambda bucket: bucket
+        await self.engine.hold()
         sent, _ = await asyncio.gather(in_thread(self.sender.send, buckets(model)), self.engine.receive(version))
         loaded, probe = [await self.engine.fingerprint()], [await self.engine.probe(PROMPT)]
         verify(sent, loaded, expected_logp=logp(model, PROMPT), probe_logp=probe, bound=BOUND)

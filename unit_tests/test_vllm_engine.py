@@ -10,7 +10,9 @@ import textwrap
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import psutil
@@ -18,6 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from configs.schema import UpdateMode
 from core.buckets import in_buckets
 from core.errors import RunStopped, TransportFailed
 from rollouts.engine import Completion
@@ -190,15 +193,24 @@ class TamperingSender(WeightSender):
         super()._ship(self.tamper(bucket))
 
 
+def vllm_processes() -> set[psutil.Process]:
+    return {p for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM")}
+
+
 class Lab:
     """An engine with two ranks, its event loop, and trainers that reach it over gloo."""
 
-    def __init__(self, family: str, folder: Path, *, tensor_parallel: int, stop: list[int]) -> None:
+    def __init__(
+        self, family: str, folder: Path, *, tensor_parallel: int, stop: list[int], update: UpdateMode = "in_flight"
+    ) -> None:
         self.family = family
+        self.update: UpdateMode = update
         self.ranks = tensor_parallel
         self.model = save(family, folder, seed=0)
         self._runner = asyncio.Runner()
+        others = vllm_processes()
         self.engine = self.run(self._start(folder, stop))
+        self.processes = vllm_processes() - others
         self.sender = TamperingSender(timeout_s=TIMEOUT_S)
         self.run(self._join())
 
@@ -215,6 +227,7 @@ class Lab:
             tensor_parallel=self.ranks,
             kv_cache_gib=0.25,
             timeout_s=TIMEOUT_S,
+            update=self.update,
         )
 
     async def _join(self) -> None:
@@ -226,17 +239,23 @@ class Lab:
         self, version: int, model: PreTrainedModel, tamper: Tamper = lambda bucket: bucket
     ) -> dict[str, int]:
         """One sync. `tamper` maps each bucket to what is sent in its place, after the sender's fingerprint."""
+        await self.engine.hold()
+        return await self.send(version, model, tamper)
+
+    async def send(
+        self, version: int, model: PreTrainedModel, tamper: Tamper = lambda bucket: bucket
+    ) -> dict[str, int]:
+        """To an engine that is held."""
         self.sender.tamper = tamper
         buckets = buckets_of(model)
         sent, _ = await asyncio.gather(in_thread(self.sender.send, buckets), self.engine.receive(version))
         return sent
 
     def close(self) -> None:
-        processes = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM")]
-        assert len(processes) == 1 + self.ranks
+        assert len(self.processes) == 1 + self.ranks
         self.run(self.engine.close())
         self._runner.close()
-        _, alive = psutil.wait_procs(processes, timeout=15)
+        _, alive = psutil.wait_procs(self.processes, timeout=15)
         assert not alive, f"outlived the engine: {alive}"
 
 
@@ -294,25 +313,144 @@ def test_more_prompts_than_one_batch_holds_are_all_answered(lab: Lab) -> None:
     lab.run(body())
 
 
-def test_tokens_in_flight_tell_the_version_that_sampled_them(lab: Lab) -> None:
+BUDGETS = (700, 5, 500)
+"""The second is answered before the update begins."""
+
+
+async def update_in_flight(lab: Lab) -> tuple[list[Completion], Completion]:
+    """Version 7, and version 8 under requests: their completions, and that of a request asked while they are held.
+
+    All is checked here but how the versions are spread.
+    """
     new = random_model(lab.family, seed=5)
-
-    async def body() -> None:
-        await lab.publish(7, lab.model)
-        running = asyncio.create_task(lab.engine.generate(PROMPT, max_new_tokens=700, seed=0))
-        await asyncio.sleep(0.4)
-        await lab.publish(8, new)
-        c = await running
-        assert len(c.token_ids) == 700
-        assert c.versions == sorted(c.versions)
-        assert set(c.versions) == {7, 8}
+    await lab.publish(7, lab.model)
+    asking = [
+        asyncio.create_task(lab.engine.generate(PROMPT, max_new_tokens=n, seed=seed)) for seed, n in enumerate(BUDGETS)
+    ]
+    await asking[1]
+    holding = asyncio.create_task(lab.engine.hold())
+    await asyncio.sleep(0.1)
+    asking_late = asyncio.create_task(lab.engine.generate(PROMPT, max_new_tokens=20, seed=9))
+    await holding
+    await asyncio.sleep(0.3)
+    assert not asking_late.done()
+    sent = await lab.send(8, new)
+    *done, late = await asyncio.gather(*asking, asking_late)
+    for c, budget in zip([*done, late], [*BUDGETS, 20], strict=True):
+        assert (len(c.token_ids), c.stop) == (budget, "length")
+        assert len(c.versions) == budget and c.versions == sorted(c.versions)
         for version, model in ((7, lab.model), (8, new)):
-            # After the update the whole prefix was computed anew: nothing of the old model is left in it.
-            expected = logp(model, PROMPT + c.token_ids, TEMPERATURE)[-700:]
-            at = [i for i, v in enumerate(c.versions) if v == version]
-            assert gap([expected[i] for i in at], [c.logp[i] for i in at]) < BOUND
+            # With the new weights all before a token was computed anew: nothing of the old model is left in it.
+            expected = logp(model, PROMPT + c.token_ids, TEMPERATURE)[-budget:]
+            if at := [i for i, v in enumerate(c.versions) if v == version]:
+                assert gap([expected[i] for i in at], [c.logp[i] for i in at]) < BOUND
+    probe = [await lab.engine.probe(PROMPT)]
+    verify(sent, [await lab.engine.fingerprint()], expected_logp=logp(new, PROMPT), probe_logp=probe, bound=BOUND)
+    return done, late
 
-    lab.run(body())
+
+def test_requests_in_flight_go_on_with_the_new_weights(lab: Lab) -> None:
+    done, late = lab.run(update_in_flight(lab))
+    assert [set(c.versions) for c in [*done, late]] == [{7, 8}, {7}, {7, 8}, {8}]
+
+
+def test_a_drain_finishes_what_runs_and_holds_what_comes(tmp_path: Path) -> None:
+    with closing(Lab("qwen2-tied", tmp_path, tensor_parallel=1, stop=[], update="drain")) as lab:
+        done, late = lab.run(update_in_flight(lab))
+        assert [set(c.versions) for c in [*done, late]] == [{7}, {7}, {7}, {8}]
+
+
+def test_what_an_update_cuts_off_is_asked_again_from_its_tokens(tmp_path: Path) -> None:
+    with closing(Lab("qwen2-tied", tmp_path, tensor_parallel=1, stop=[], update="abort")) as lab:
+        done, late = lab.run(update_in_flight(lab))
+        assert [set(c.versions) for c in [*done, late]] == [{7, 8}, {7}, {7, 8}, {8}]
+
+        async def cut_twice_before_the_first_token() -> Completion:
+            await lab.engine.hold()
+            asking = asyncio.create_task(lab.engine.generate(PROMPT, max_new_tokens=8, seed=9))
+            await asyncio.sleep(0.2)  # it is in vLLM's queue by then
+            await lab.engine.hold()
+            await lab.send(9, lab.model)
+            return await asking
+
+        c = lab.run(cut_twice_before_the_first_token())
+        assert c.versions == [9] * 8 and gap_of_samples(lab.model, [c]) < BOUND
+
+
+SETTINGS: dict[str, Any] = {"model_path": "", "temperature": 1.0, "max_model_len": 64, "stop_token_ids": STOP}
+
+
+class Scripted(VllmEngine):
+    """Without vLLM's processes: each request gets the next of these answers."""
+
+    def __init__(self, update: UpdateMode, *answers: tuple[list[int], str]) -> None:
+        self.answers, self.asked = list(answers), []
+        super().__init__(update=update, **SETTINGS)
+
+    def _start(self) -> None:
+        pass
+
+    async def _ask(self, token_ids: list[int], params: Any) -> Any:
+        self.asked.append((token_ids, params.max_tokens, params.seed))
+        ids, reason = self.answers.pop(0)
+        said = {
+            "token_ids": ids,
+            "finish_reason": reason,
+            "logprobs": [{token: SimpleNamespace(logprob=-token / 10)} for token in ids],
+            "weight_versions": [SimpleNamespace(version=str(len(self.asked)), start=0, end=len(ids))] if ids else [],
+        }
+        return SimpleNamespace(outputs=[SimpleNamespace(**said)])
+
+
+@pytest.mark.parametrize(
+    ("answers", "versions", "stop"),
+    [
+        ([([], "abort"), ([40, 3], "stop")], [2, 2], "eos"),
+        ([([40], "abort"), ([], "abort"), ([41, 42], "abort"), ([43], "length")], [1, 3, 3, 4], "length"),
+        ([([40, 41, 42, 43], "abort")], [1, 1, 1, 1], "length"),  # cut off with nothing left to say
+        ([([40, 3], "abort")], [1, 1], "eos"),
+    ],
+)
+def test_nothing_is_lost_or_doubled_where_a_request_is_cut(
+    answers: list[tuple[list[int], str]], versions: list[int], stop: str
+) -> None:
+    engine = Scripted("abort", *answers)
+    c = asyncio.run(engine.generate([50, 51], max_new_tokens=4, seed=7))
+    ids = [token for part, _ in answers for token in part]
+    assert c == Completion(token_ids=ids, logp=[-t / 10 for t in ids], versions=versions, stop=stop)
+    assert not engine.answers
+    for token_ids, max_tokens, _ in engine.asked:
+        assert token_ids == [50, 51, *ids][: len(token_ids)] and len(token_ids) + max_tokens == 6
+    # Another seed for each number of tokens so far, or the same random numbers would come again.
+    assert len({seed for *_, seed in engine.asked}) == len({n for _, n, _ in engine.asked})
+    assert engine.asked[0][2] == 7
+
+
+@pytest.mark.parametrize("update", ["in_flight", "drain"])
+def test_an_abort_that_is_not_ours_stops_the_run(update: UpdateMode) -> None:
+    with pytest.raises(RunStopped, match="ended a request with 'abort'"):
+        asyncio.run(Scripted(update, ([40], "abort")).generate([50], max_new_tokens=4, seed=7))
+
+
+class SlowToPause(VllmEngine):
+    def _start(self) -> None:
+        self.paused: list[str] = []
+        self._llm: Any = self
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        await asyncio.sleep(0.3)
+        self.paused.append(mode)
+
+
+def test_a_drain_may_take_longer_than_a_step_of_an_update() -> None:
+    drain, *others = (SlowToPause(update=u, timeout_s=0.1, **SETTINGS) for u in ("drain", "in_flight", "abort"))
+    asyncio.run(drain.hold())
+    assert drain.paused == ["wait"]
+    for engine in others:
+        with pytest.raises(TimeoutError):
+            asyncio.run(engine.hold())
+        with pytest.raises(RuntimeError, match="receive without hold"):
+            asyncio.run(engine.receive(1))
 
 
 def changed(name: str) -> Tamper:
@@ -376,6 +514,7 @@ def test_an_engine_left_out_stops_the_run(lab: Lab) -> None:
 async def feed(lab: Lab, stream: Iterator[Bucket], folder: Path | None, most: int | None = None) -> Sent:
     """The parcels of a sync, or the first few of them; `receive` is to follow."""
     packer = Packer(stream, packs=True, folder=None if folder is None else str(folder))
+    await lab.engine.hold()
     await lab.engine.open_feed()
     count = 0
     while count != most and packer.pack():
@@ -405,6 +544,7 @@ async def broken_broadcast(lab: Lab, version: int, stream: Iterator[Bucket]) -> 
     lab.sender = CutSender(timeout_s=TIMEOUT_S)
     lab.sender.tamper = lambda bucket: bucket
     await lab._join()
+    await lab.engine.hold()
     began = time.monotonic()
     sends, receives = await asyncio.gather(
         in_thread(lab.sender.send, stream), lab.engine.receive(version), return_exceptions=True

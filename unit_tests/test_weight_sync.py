@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,9 +16,12 @@ from configs.load import load_recipe
 from configs.schema import RLConfig
 from core.buckets import in_buckets
 from core.build import check_devices, transports_of
+from core.cluster import Remote
 from core.errors import RunStopped, TransportFailed, UserError
 from rollouts.fingerprint import fingerprint
-from rollouts.weight_sync import Bucket, WeightReceiver, WeightSender, register, verify
+from rollouts.publish import Probe, RemoteSync
+from rollouts.transports import Ends, TransportName
+from rollouts.weight_sync import Bucket, Sent, WeightReceiver, WeightSender, register, verify
 
 TIMEOUT_S = 20.0
 WEIGHTS = {
@@ -168,3 +173,48 @@ def test_a_mismatch_stops_the_run_and_names_the_place(loaded: list[list[dict[str
 def test_a_probe_that_disagrees_stops_the_run(off: float) -> None:
     with pytest.raises(RunStopped, match=r"engine 1 .* log-probabilities of the probe"):
         check([[SENT], [SENT]], [[-1.0, -2.0], [off, -2.0]])
+
+
+class Recorder:
+    """Workers that note what is called and what has returned."""
+
+    def __init__(self, notes: list[str], answers: dict[str, Any]) -> None:
+        self.notes, self.answers = notes, answers
+
+    async def all(self, method: str, *args: Any) -> list[Any]:
+        self.notes.append(f"{method} called")
+        await asyncio.sleep(0.01)
+        self.notes.append(f"{method} done")
+        return [self.answers.get(method)]
+
+
+def test_nothing_is_sent_before_the_engines_are_held() -> None:
+    """A drain takes as long as the longest completion, and the members of a broadcast do not wait for that."""
+    notes: list[str] = []
+
+    class Noting:
+        name: TransportName = "gloo"
+
+        async def carry(self, version: int) -> Sent:
+            notes.append("carry called")
+            return Sent(checksums={}, nbytes=0)
+
+    engines = cast(Remote, Recorder(notes, {"engine.fingerprint": [{}], "engine.probe": [-1.0]}))
+    sync = RemoteSync(
+        ends=Ends(
+            trainers=cast(Remote, Recorder(notes, {"probe": [-1.0]})),
+            engines=engines,
+            ranks_per_engine=1,
+            max_bytes=1,
+            part="whole",
+            timeout_s=1.0,
+        ),
+        rollouts=engines,
+        probe=Probe(token_ids=[1, 2], bound=0.1),
+        transports=[Noting()],
+        may_fall_back=True,
+        say=notes.append,
+        facts={},
+    )
+    asyncio.run(sync.publish(3))
+    assert notes[:3] == ["engine.hold called", "engine.hold done", "carry called"]

@@ -1,0 +1,79 @@
+"""Every device's seconds add up, and the sentence at the end names who held the run up."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from core.account import bottleneck, of_engine, of_trainer
+from core.clock import Ledger
+from unit_tests.test_runs import SEVENS, file_of, folder_of, program
+
+
+def test_of_what_goes_on_at_once_the_first_named_counts():
+    async def body() -> dict[str, float]:
+        ledger = Ledger("sync", "generate")
+
+        async def doing(activity: str, after: float, seconds: float) -> None:
+            await asyncio.sleep(after)
+            with ledger.doing(activity):
+                await asyncio.sleep(seconds)
+
+        await asyncio.gather(doing("generate", 0.0, 0.3), doing("generate", 0.05, 0.3), doing("sync", 0.1, 0.1))
+        await asyncio.sleep(0.05)
+        return ledger.read()
+
+    start = time.perf_counter()
+    seconds = asyncio.run(body())
+    assert seconds["sync"] >= 0.1 and seconds["generate"] >= 0.2 and seconds["idle"] >= 0.04
+    assert sum(seconds.values()) <= time.perf_counter() - start
+
+
+def test_a_device_is_idle_for_a_reason_that_the_driver_knows():
+    driver = {"all": 10.0, "rest": 0.1, "wait_for_data": 3.0, "logp": 1.0, "train": 4.5, "sync": 1.4}
+    trainer = of_trainer({"train": 4.0, "logp": 0.9, "sync": 1.0, "idle": 4.1}, driver)
+    assert sum(trainer.values()) == pytest.approx(10.0)
+    assert trainer["wait_for_data"] == 3.0 and trainer["rest"] == 0.1 and trainer["driver"] == pytest.approx(1.0)
+    engine = of_engine({"generate": 6.0, "sync": 1.0, "idle": 2.95}, driver)
+    assert engine["wait_for_trainer"] == 2.95 and engine["rest"] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("trainer_waits", "engine_waits", "sync", "max_lag", "says"),
+    [
+        (6, 1, 1, 1, "generation is the bottleneck"),
+        (1, 6, 1, 1, "training is the bottleneck"),
+        (4, 5, 1, 0, "max_lag=1 lets them work at the same time"),
+        (0, 0, 8, 1, "sync of weights is the bottleneck (80%"),
+        (0.5, 0.5, 0, 2, "neither side"),
+    ],
+)
+def test_the_bottleneck_is_named(trainer_waits, engine_waits, sync, max_lag, says):
+    devices = {
+        "trainer 0": {"train": 10.0 - trainer_waits, "wait_for_data": trainer_waits},
+        "engine 0": {"generate": 10.0 - engine_waits - sync, "sync": sync, "wait_for_trainer": engine_waits},
+    }
+    assert says in bottleneck(devices, max_lag=max_lag)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_a_runs_seconds_are_accounted_for(recipe, tmp_path, max_lag):
+    sevens = file_of(tmp_path / "sevens.py", SEVENS)
+    changes = {"backend": "ray", "steps": 6, "max_lag": max_lag, "reward.fn": sevens}
+    sizes = {"groups_per_step": 16, "group_size": 8, "updates_per_step": 2}
+    done = program(recipe(changes | sizes))
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((folder_of(tmp_path) / "summary.json").read_text())
+    devices = summary["devices"]
+    assert set(devices) == {"trainer 0", "engine 0"}
+    whole = sum(devices["trainer 0"].values())
+    assert sum(devices["engine 0"].values()) == pytest.approx(whole)
+    for device, seconds in devices.items():
+        assert abs(seconds["rest"]) <= 0.01 * whole, (device, seconds)
+        assert all(value >= 0 for name, value in seconds.items() if name != "rest"), (device, seconds)
+    assert devices["engine 0"]["generate"] > 0 and devices["engine 0"]["sync"] > 0
+    assert devices["trainer 0"]["logp"] > 0 and devices["trainer 0"]["train"] > 0
+    assert "bottleneck" in summary["bottleneck"] or "waits for the other" in summary["bottleneck"]
+    assert summary["bottleneck"] in done.stdout.replace("\n", " ") and "seconds of every device" in done.stdout

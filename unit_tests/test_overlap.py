@@ -1,0 +1,309 @@
+"""The schedule of an RL run: synchronous training to the bit, and bounded staleness whatever the timing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+
+import main_rl
+from benchmarks.simulate import SimulatedEngines, SimulatedRun, Times, forecast, run_in_virtual_time
+from configs.load import load_recipe
+from configs.schema import RLConfig
+from core.errors import RunStopped
+from core.rl_run import Run, prepare, start
+from core.session import Session, run_session
+from core.types import Group, Prompt
+from data_feeds.packing import plan_update
+from rollouts.buffer import Drawn, ReplayBuffer, Schedule
+from rollouts.generation import Generation
+from unit_tests.test_checkpoint import numbers_of
+from unit_tests.test_runs import SEVENS, file_of
+
+
+async def ten_lines(run: Run) -> list[float]:
+    """Synchronous training, as it would be written without a buffer, a scheduler or a schedule."""
+    losses = []
+    await run.weights.publish(0)
+    for step in range(run.steps):
+        tickets = range(step * run.cfg.groups_per_step, (step + 1) * run.cfg.groups_per_step)
+        asked = [run.rollouts.call(0, "group", t, run.prompts.draw(t), run.cfg.group_size) for t in tickets]
+        groups = run.alg.credit(list(await asyncio.gather(*asked)))
+        plan = plan_update(groups, run.alg.loss_norm, run.cfg.trainer.micro_batch_tokens, horizon=8, padded=run.pads)
+        losses.append((await run.trainers.map("step", [(plan.batches(),)]))[0]["loss"])
+        await run.weights.publish(step + 1)
+    return losses
+
+
+def session_of(path: str, body) -> None:
+    prepared = prepare(load_recipe(RLConfig, path, []))
+
+    async def framed(session: Session) -> None:
+        await body(await start(prepared, session))
+
+    run_session(prepared.loaded.cfg, framed)
+
+
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_without_lag_it_is_synchronous_training_to_the_bit(recipe, tmp_path, engine):
+    sevens = file_of(tmp_path / "sevens.py", SEVENS)
+    path = recipe({"steps": 20, "trainer.lr": 3e-3, "rollout.engine": engine, "reward.fn": sevens})
+    expected: list[float] = []
+
+    async def plainly(run: Run) -> None:
+        expected.extend(await ten_lines(run))
+
+    session_of(path, plainly)
+    session_of(path, main_rl.train)
+    [metrics] = [found for f in (tmp_path / "runs").iterdir() if (found := numbers_of(f))]
+    losses = [m["train/loss"] for m in metrics]
+    assert losses == [x.hex() for x in expected]
+    assert len(set(losses)) > 10, "the runs are no constant"
+
+
+class Adversary(SimulatedEngines):
+    """One engine ten times slower, groups of wildly different length, requests that are lost, slow syncs."""
+
+    def __init__(self, draw: random.Random, lose: float):
+        self.draw, self.lose = draw, lose
+        times = Times(
+            group=1.0, group_std=draw.choice([0.0, 1.0, 8.0]), train=draw.choice([0.0, 1.0, 5.0]), sync=draw.random()
+        )
+        super().__init__(
+            times=replace(times, seed=draw.randrange(10**9)), engines=draw.randint(1, 3), concurrent=draw.randint(1, 6)
+        )
+        self.asked: list[int] = []
+
+    async def call(self, rank, method, *args, **kwargs):
+        ticket = args[0]
+        if ticket not in self.asked and self.draw.random() < self.lose:
+            self.asked.append(ticket)
+            await asyncio.get_running_loop().create_future()
+        self.asked.append(ticket)
+        if rank == 0:
+            async with self.slots[0]:
+                await asyncio.sleep(10 * self.draw.random())
+        return await super().call(rank, method, *args, **kwargs)
+
+
+class Choosy(SimulatedRun):
+    """Leaves some groups out, and steps of its trainer take their time."""
+
+    leaves_out = 0.0
+    draw = random.Random(0)
+
+    def keep(self, group: Group) -> bool:
+        return random.Random(f"kept {group[0].prompt.id}").random() >= self.leaves_out
+
+    async def learn(self, groups):
+        await asyncio.sleep(self.times.train * 2 * self.draw.random())
+        return {}
+
+
+def a_schedule(draw: random.Random) -> Schedule:
+    reuse, publish_every = draw.choice([1, 1, 2]), draw.choice([1, 1, 2, 3])
+    return Schedule(
+        steps=draw.randint(2, 8),
+        per_step=reuse * draw.randint(1, 4),
+        publish_every=publish_every,
+        reuse=reuse,
+        max_lag=publish_every + reuse - 2 + draw.choice([0, 1, 3]),
+    )
+
+
+def play(seed: int) -> None:
+    draw = random.Random(seed)
+    schedule = a_schedule(draw)
+    engines = Adversary(draw, draw.choice([0.0, 0.0, 0.1]))
+
+    async def body() -> Choosy:
+        run = Choosy(schedule, engines, engines.times, timeout_s=10_000.0)
+        run.leaves_out, run.draw = draw.choice([0.0, 0.3]), draw
+        await main_rl.train(run)
+        return run
+
+    run = run_in_virtual_time(body())
+    told = f"seed {seed}, {schedule}"
+    assert max(run.lags) <= schedule.max_lag, told
+    kept = [d.ticket for d in run.drawn if d.kept]
+    trained = [[int(g[0].prompt.id) for g in groups] for groups in run.trained]
+    windows = [schedule.window(step) for step in range(schedule.steps)]
+    assert trained == [kept[w.start : w.stop] for w in windows], told
+    assert [d.ticket for d in run.drawn] == list(range(len(run.drawn))), f"a ticket is lost or used twice: {told}"
+    assert set(engines.asked) == set(range(len(run.drawn))), f"something was generated for nothing: {told}"
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_no_timing_breaks_the_bound_loses_a_ticket_or_deadlocks(block):
+    for seed in range(block * 500, (block + 1) * 500):
+        play(seed)
+
+
+@pytest.mark.slow
+def test_thousands_of_other_timings_do_not_either():
+    for seed in range(10_000, 16_000):
+        play(seed)
+
+
+class InOrderOfCompletion(ReplayBuffer):
+    """The mistake that ticket order avoids."""
+
+    def add(self, drawn: Drawn) -> None:
+        self.started.remove(drawn.ticket)
+        self.ready.append(drawn)
+        self._changed.set()
+
+
+def lengths_trained_on(max_lag: int, buffer: type[ReplayBuffer] = ReplayBuffer) -> list[float]:
+    """Every fourth prompt is hard: its answers take sixty times as long."""
+
+    class Planted(Times):
+        def of_group(self, ticket: int) -> float:
+            return (60.0 if ticket % 4 == 3 else 1.0) * (0.5 + random.Random(ticket).random())
+
+    times = Planted(group=1.0, group_std=0.0, train=2.0, sync=0.1)
+    schedule = Schedule(steps=40, per_step=16, max_lag=max_lag)
+
+    async def body() -> SimulatedRun:
+        run = SimulatedRun(schedule, SimulatedEngines(times=times, engines=2, concurrent=64), times)
+        run.generation.buffer = buffer(schedule)
+        await main_rl.train(run)
+        return run
+
+    run = run_in_virtual_time(body())
+    return [times.of_group(int(g[0].prompt.id)) for groups in run.trained[:10] for g in groups]
+
+
+def distance(a: list[float], b: list[float]) -> float:
+    """Kolmogorov and Smirnov's: the largest difference of the two cumulative distributions."""
+    return max(abs(sum(x <= at for x in a) / len(a) - sum(x <= at for x in b) / len(b)) for at in (*a, *b))
+
+
+@pytest.mark.parametrize("max_lag", [1, 4])
+def test_overlap_trains_on_the_same_prompts_and_lengths(max_lag):
+    synchronous = lengths_trained_on(0)
+    critical = 1.36 * (2 / len(synchronous)) ** 0.5  # of two samples of 160 at the 5 % level
+    assert distance(lengths_trained_on(max_lag), synchronous) < critical
+    assert mean(x > 10 for x in lengths_trained_on(max_lag)) == 0.25
+    if max_lag == 4:
+        biased = lengths_trained_on(max_lag, InOrderOfCompletion)
+        assert distance(biased, synchronous) > critical, "the test sees the mistake where it is made"
+
+
+def test_a_group_that_never_comes_ends_the_run_with_its_ticket():
+    class Deaf(SimulatedEngines):
+        async def call(self, rank, method, *args, **kwargs):
+            await asyncio.get_running_loop().create_future()
+
+    times = Times(group=1.0, group_std=0.0, train=1.0, sync=0.0)
+    run = SimulatedRun(Schedule(steps=1, per_step=1), Deaf(times=times, engines=2, concurrent=1), times, timeout_s=5.0)
+    with pytest.raises(RunStopped, match=r"ticket 0 was asked for twice, engine 0 first.*rollout.timeout_s=5"):
+        run_in_virtual_time(main_rl.train(run))
+
+
+def test_an_error_of_an_engine_ends_the_run_and_one_of_the_trainer_the_generation():
+    class Broken(SimulatedEngines):
+        async def call(self, rank, method, *args, **kwargs):
+            raise RunStopped("engine 1 died")
+
+    class Diverged(SimulatedRun):
+        async def learn(self, groups):
+            raise RunStopped("the loss diverged")
+
+    times = Times(group=1.0, group_std=0.0, train=1.0, sync=0.0)
+    schedule = Schedule(steps=3, per_step=2, max_lag=1)
+    with pytest.raises(RunStopped, match="engine 1 died"):
+        run_in_virtual_time(main_rl.train(SimulatedRun(schedule, Broken(times=times, engines=1, concurrent=9), times)))
+    engines = SimulatedEngines(times=times, engines=1, concurrent=9)
+    with pytest.raises(RunStopped, match="the loss diverged"):
+        run_in_virtual_time(main_rl.train(Diverged(schedule, engines, times)))
+
+
+def test_overlap_hides_the_shorter_side():
+    times = Times(group=10.0, group_std=0.0, train=10.0, sync=0.2)
+    synchronous, overlapped = (
+        forecast(Schedule(steps=30, per_step=4, max_lag=lag), times, engines=1, concurrent=8) for lag in (0, 1)
+    )
+    assert synchronous.step_seconds == pytest.approx(20.2)
+    assert synchronous.step_seconds / overlapped.step_seconds > 1.8
+    assert (synchronous.lag_max, overlapped.lag_max) == (0, 1)
+
+
+def test_a_buffer_is_saved_and_goes_on_where_it_was():
+    """What had come is not asked for again, what was out is, and the window of a reused group stays."""
+    schedule = Schedule(steps=9, per_step=4, max_lag=5, reuse=2)
+
+    def drawn(ticket: int, kept: bool = True) -> Drawn:
+        from benchmarks.simulate import answer
+
+        return Drawn(ticket=ticket, group=[answer(ticket, 0)], kept=kept, seconds=1.5)
+
+    async def body() -> None:
+        buffer = ReplayBuffer(schedule)
+        for ticket in range(9):
+            assert await buffer.reserve() == ticket
+        for ticket in (0, 1, 2, 3, 4, 6, 8):
+            buffer.add(drawn(ticket, kept=ticket != 1))
+        groups, account = await buffer.take(0)
+        assert [g[0].prompt.id for g in groups] == ["0", "2", "3", "4"] and len(account) == 5
+        state = json.loads(json.dumps(buffer.state()))
+        assert state["started"] == [5, 7] and [c["ticket"] for c in state["came"]] == [3, 4, 6, 8]
+        again = ReplayBuffer.restored(state, schedule, lambda t: Prompt(id=str(t), messages=[]), step=1)
+        assert again.ready[0] == buffer.ready[0] and again.waiting == buffer.waiting
+        assert [await again.reserve() for _ in range(3)] == [5, 7, 9]
+        again.add(drawn(5))
+        groups, account = await again.take(1)
+        assert [g[0].prompt.id for g in groups] == ["3", "4", "5", "6"]
+        assert [d.ticket for d in account] == [5, 6], "3 and 4 were told of in step 0"
+        with pytest.raises(RuntimeError, match="came twice"):
+            again.add(drawn(5))
+
+    run_in_virtual_time(body())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"publish_every": 3, "max_lag": 1}, "raise max_lag to 2"),
+        ({"reuse": 2, "max_lag": 0}, "raise max_lag to 1"),
+        ({"reuse": 3, "max_lag": 2}, "groups_per_step=4 must be a multiple of reuse=3"),
+        ({"publish_drift": 0.1}, "raise publish_every"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(recipe, changes, says):
+    from core.errors import UserError
+
+    with pytest.raises(UserError, match=says):
+        load_recipe(RLConfig, recipe(changes), [])
+
+
+def test_weights_go_out_earlier_where_the_policy_drifts():
+    schedule = Schedule(steps=100, per_step=1, max_lag=7, publish_every=8, publish_drift=0.1)
+    assert not schedule.is_due(3, version=0, drift=0.1)
+    assert schedule.is_due(3, version=0, drift=0.2)
+    assert schedule.is_due(8, version=0, drift=None) and schedule.is_due(100, version=99, drift=None)
+
+
+def test_generation_asks_the_engine_with_the_least_to_do():
+    times = Times(group=1.0, group_std=0.0, train=0.0, sync=0.0)
+    engines = SimulatedEngines(times=times, engines=3, concurrent=9)
+    schedule = Schedule(steps=1, per_step=7)
+
+    async def body() -> list[int]:
+        generation = Generation(
+            engines,
+            draw=lambda t: Prompt(id=str(t), messages=[]),
+            keep=lambda g: True,
+            buffer=ReplayBuffer(schedule),
+            group_size=1,
+            timeout_s=9.0,
+        )
+        async with generation.beside():
+            await asyncio.sleep(0.5)
+            return list(generation.running)
+
+    assert run_in_virtual_time(body()) == [3, 2, 2]
