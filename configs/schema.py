@@ -275,8 +275,6 @@ class RLConfig(RunConfig):
     """Prompts drawn per step."""
     group_size: int = Field(8, ge=1)
     """Samples of each prompt."""
-    max_lag: int = Field(0, ge=0)
-    """Updates that the policy which samples may be behind the one in training; 0 is a synchronous run."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer updates that the groups of a step are dealt over."""
     max_lag: int = Field(0, ge=0)

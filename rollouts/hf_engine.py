@@ -78,14 +78,12 @@ class HfEngine:
         self.timeout_s, self.update = timeout_s, update
         self.version = -1
         self.loads = 0
-        self.fed = False
         self.loaded: dict[str, int] = {}
         self.waiting: list[_Request] = []
         self.running: asyncio.Task[None] | None = None
         self.held = False
-        self.whole = asyncio.Event()
-        """Cleared while the weights are in part the old ones and in part the new."""
-        self.whole.set()
+        self.fed: list[Bucket] | None = None
+        """What came for the next `receive`; None while a stream brings weights."""
 
     async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -107,9 +105,8 @@ class HfEngine:
         """Generate all of `batch`, token by token; with update=abort, no further than to the next load."""
         live = sorted(batch, key=lambda r: len(r.so_far))
         while live:
-            await self.whole.wait()
             loads, rows = self.loads, self._rows(live)
-            while live and loads == self.loads and self.whole.is_set():
+            while live and loads == self.loads:
                 live = self._step(rows, live)
                 await asyncio.sleep(0)
             if self.update == "abort":
@@ -205,52 +202,46 @@ class HfEngine:
 
     async def load(self, version: int, buckets: Iterable[Bucket]) -> None:
         """Copy every tensor of the stream into the model's own; each must be there, in its shape."""
-        self.loaded = {}
-        for bucket in buckets:
-            self._copy(bucket)
-        self._complete(version)
-
-    def _copy(self, bucket: Bucket) -> None:
         own = dict(self.model.named_parameters())
-        for name, tensor in bucket:
-            if name not in own or own[name].shape != tensor.shape:
-                raise RunStopped(f"the hf engine's model has no {name} of shape {list(tensor.shape)}")
-            own[name].data.copy_(tensor)
-        self.loaded |= fingerprint((name, own[name].detach()) for name, _ in bucket)
-
-    def _complete(self, version: int) -> None:
-        if missing := dict(self.model.named_parameters()).keys() - self.loaded.keys():
+        self.loaded = {}
+        self.loads += 1
+        for bucket in buckets:
+            for name, tensor in bucket:
+                if name not in own or own[name].shape != tensor.shape:
+                    raise RunStopped(f"the hf engine's model has no {name} of shape {list(tensor.shape)}")
+                own[name].data.copy_(tensor)
+            self.loaded |= fingerprint((name, own[name].detach()) for name, _ in bucket)
+        if missing := own.keys() - self.loaded.keys():
             raise RunStopped(
                 f"the sync of version {version} had no values for {len(missing)} tensors, such as {min(missing)}"
             )
         self.version = version
-        self.loads += 1
-        self.whole.set()
         if self.held:
             self.held = False
             self._begin()
 
     async def join(self, *, address: str, port: int, first_rank: int, members: int) -> None:
         """Become member `first_rank` of the sender's group, from which weights come now."""
-        self.fed = False
+        self.fed = None
         self.receiver = WeightReceiver(
             address=address, port=port, rank=first_rank, members=members, timeout_s=self.timeout_s
         )
 
     async def open_feed(self) -> None:
-        """From now on weights come by `feed`. Nothing is generated from here to the end of `receive`."""
-        self.fed, self.loaded = True, {}
-        self.whole.clear()
+        """From now on weights come by `feed`. They are kept until all are there: tokens may be sampled meanwhile."""
+        self.fed = []
 
     async def feed(self, parcel: Parcel) -> None:
-        self._copy(unpack(parcel))
+        assert self.fed is not None
+        self.fed.append(unpack(parcel))
 
     async def receive(self, version: int) -> None:
-        """Take part in one `WeightSender.send`, or complete what was fed; either way without giving way."""
-        if self.fed:
-            self._complete(version)
-        else:
+        """Take part in one `WeightSender.send`, or take what was fed; without giving way."""
+        if self.fed is None:
             await self.load(version, self.receiver.receive())
+        else:
+            await self.load(version, self.fed)
+            self.fed = []
 
     async def fingerprint(self) -> list[Mapping[str, int]]:
         return [self.loaded]

@@ -92,7 +92,7 @@ class Parcels:
         packs = trainers.calls("pack_for", ends.max_bytes, ends.part, None if folder is None else str(folder))
         await meet([*engines.calls("engine.open_feed"), *packs])
         try:
-            while (await meet(trainers.calls("packer.pack")))[0]:
+            while (await meet(trainers.calls("pack")))[0]:
                 await meet(engines.calls("engine.feed", trainers.refer(0, "packed")))
         except TransportFailed:
             await trainers.all("packer.close")

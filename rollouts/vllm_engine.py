@@ -29,13 +29,13 @@ ADAPTER_ID = 1
 """As in rollouts/vllm_worker.py, which cannot be imported before vLLM's environment is set."""
 _UNPUBLISHED = -1
 """The version of tokens that were sampled before the first update."""
-_PAUSES: dict[UpdateMode, Literal["keep", "wait", "abort"]] = {"in_flight": "keep", "drain": "wait", "abort": "abort"}
-"""What vLLM does with the requests it is answering; all three queue new ones."""
 _POLL_S = 0.5
 _GRACE_S = 2.0
 """So much later than the deadlines of vLLM's workers ends the wait for them."""
 _DIED = "vLLM's own process died; what it said last is in the log of this worker, in Ray's session folder"
 T = TypeVar("T")
+_PAUSES: dict[UpdateMode, Literal["keep", "wait", "abort"]] = {"in_flight": "keep", "drain": "wait", "abort": "abort"}
+"""What vLLM does with the requests it is answering; all three queue new ones."""
 
 
 class _Vllm:
@@ -247,7 +247,7 @@ class VllmEngine(_Vllm):
     def __init__(self, *, over_nccl: bool = False, **settings: Any) -> None:
         """over_nccl: an `NcclSender` will send the weights, which takes GPUs at both ends."""
         self._transfer = "feynrl_nccl" if over_nccl else "feynrl_gloo"
-        self._held = self._fed = False
+        self._fed = self._held = False
         super().__init__(**settings)
 
     def _start(self) -> None:
@@ -271,7 +271,8 @@ class VllmEngine(_Vllm):
         _raise_first(await self._rpc("feynrl_join", kwargs={"init_info": {**where, "timeout_s": self._timeout_s}}))
 
     async def open_feed(self) -> None:
-        """From now on weights come by `feed`, after a `hold`."""
+        """From now on weights come by `feed`, between a `hold` and a `receive`."""
+        self._must_be_held()
         self._fed = True
         await self._begin()
 
@@ -288,17 +289,23 @@ class VllmEngine(_Vllm):
 
     async def receive(self, version: int) -> None:
         """Take part in one `WeightSender.send`, or complete what was fed; after a `hold`."""
-        if not self._held:
-            raise RuntimeError("receive without hold: requests would run while their weights are replaced")
+        self._must_be_held()
         await (self._finish(version) if self._fed else self._update(version, {}))
         await self._go_on(version)
 
+    def _must_be_held(self) -> None:
+        if not self._held:
+            raise RuntimeError("an update without hold: requests would run while their weights are replaced")
+
     async def _go_on(self, version: int) -> None:
-        async with asyncio.timeout(self._timeout_s):
+        async def go_on() -> None:
             await self._llm.update_weight_version(str(version))
             # What was kept is computed anew from its tokens, or old keys and values would live on in it.
             await self._llm.reset_prefix_cache(reset_running_requests=True)
             await self._llm.resume_generation()
+
+        async with asyncio.timeout(self._timeout_s):
+            await self._while_alive(go_on())
         self._held = False
 
     async def close(self) -> None:
@@ -402,19 +409,19 @@ def _lora_settings(lora: LoraConfig) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
 
 
+def _raise_first(failures: list[str]) -> None:
+    """failures: by rank, what its transport said; an empty string where all went well."""
+    for rank, said in enumerate(failures):
+        if said:
+            raise TransportFailed(said if len(failures) == 1 else f"rank {rank}: {said}")
+
+
 def _seed_after(tokens: int, seed: int) -> int:
     """The seed of a request's rest: vLLM draws from the beginning again for each request."""
     if tokens == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{tokens}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def _raise_first(failures: list[str]) -> None:
-    """failures: by rank, what its transport said; an empty string where all went well."""
-    for rank, said in enumerate(failures):
-        if said:
-            raise TransportFailed(said if len(failures) == 1 else f"rank {rank}: {said}")
 
 
 def _version(label: str) -> int:

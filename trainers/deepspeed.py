@@ -98,6 +98,10 @@ class DeepSpeedTrainer(Trainer):
 
         self.packer = Packer(self.weights(max_bytes, part), packs=torch.distributed.get_rank() == 0, folder=folder)
 
+    def pack(self) -> bool:
+        with self.ledger.doing("sync"):
+            return self.packer.pack()
+
     def packed(self) -> Parcel:
         """The last parcel of rank 0."""
         return self.packer.parcel

@@ -58,7 +58,7 @@ def test_the_bottleneck_is_named(trainer_waits, engine_waits, sync, max_lag, say
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_lag", [0, 2])
+@pytest.mark.parametrize("max_lag", [pytest.param(0, marks=pytest.mark.verify), 2])
 def test_a_runs_seconds_are_accounted_for(recipe, tmp_path, max_lag):
     sevens = file_of(tmp_path / "sevens.py", SEVENS)
     changes = {"backend": "ray", "steps": 6, "max_lag": max_lag, "reward.fn": sevens}

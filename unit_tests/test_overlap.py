@@ -143,7 +143,7 @@ def test_no_timing_breaks_the_bound_loses_a_ticket_or_deadlocks(block):
         play(seed)
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_thousands_of_other_timings_do_not_either():
     for seed in range(10_000, 16_000):
         play(seed)

@@ -57,12 +57,11 @@ def build_saboteur(place, plan):
 def build_mortal(place, plan):
     """A rollout worker whose engine can be told to die in its next sync."""
     worker = build_worker(place, plan)
-    copy = worker.engine._copy
 
-    def tell(last):
-        worker.engine._copy = (lambda bucket: os.kill(os.getpid(), signal.SIGKILL)) if last else copy
+    async def die(version, buckets):
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    worker.tell = tell
+    worker.doom = lambda: setattr(worker.engine, "load", die)
     return worker
 
 
@@ -147,7 +146,7 @@ def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(
         assert await publish(sync_over(), "port") == "direct"
         assert re.match("WARNING: in the sync of version .* over gloo: .*; from here on weight_sync.transport", said[3])
 
-        await engines.call(1, "tell", "last")
+        await engines.call(1, "doom")
         with pytest.raises(
             ProcessDied, match=r"^in the sync of version \d+, engine 1 \(engine.receive\): its process died"
         ):

@@ -514,6 +514,7 @@ def test_an_engine_left_out_stops_the_run(lab: Lab) -> None:
 async def feed(lab: Lab, stream: Iterator[Bucket], folder: Path | None, most: int | None = None) -> Sent:
     """The parcels of a sync, or the first few of them; `receive` is to follow."""
     packer = Packer(stream, packs=True, folder=None if folder is None else str(folder))
+    await lab.engine.hold()
     await lab.engine.open_feed()
     count = 0
     while count != most and packer.pack():
@@ -543,6 +544,7 @@ async def broken_broadcast(lab: Lab, version: int, stream: Iterator[Bucket]) -> 
     lab.sender = CutSender(timeout_s=TIMEOUT_S)
     lab.sender.tamper = lambda bucket: bucket
     await lab._join()
+    await lab.engine.hold()
     began = time.monotonic()
     sends, receives = await asyncio.gather(
         in_thread(lab.sender.send, stream), lab.engine.receive(version), return_exceptions=True
