@@ -127,7 +127,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LONGER = [pytest.param(case, marks=pytest.mark.verify) for case in ("an engine stops", "vLLM dies")]
+
+
+@pytest.mark.parametrize("case", ["a trainer rank dies", *LONGER])
 def test_a_run_ends_in_time_with_one_sentence_that_names_the_culprit(recipe, tmp_path, case):
     changes, says = CASES[case]
     if "rollout.engine" in changes:
