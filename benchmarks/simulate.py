@@ -195,8 +195,11 @@ class SimulatedRun:
     async def log(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
         self.ends.append(asyncio.get_running_loop().time())
 
-    async def evaluate(self, when: str) -> None:
-        return
+    async def evaluate(self, when: str) -> dict[str, float]:
+        return {}
+
+    async def evaluate_if_due(self, done: int) -> dict[str, float]:
+        return {}
 
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
         return

@@ -286,6 +286,8 @@ class RLConfig(RunConfig):
     """Publish earlier, as soon as train/mismatch/kl of a step is above this."""
     reuse: int = Field(1, ge=1)
     """Steps that train on each group: a step takes groups_per_step / reuse new groups beside those it has."""
+    eval_every: int = Field(0, ge=0)
+    """Steps between two evaluations on data.eval, by the weights that the engines hold then; 0: before and after."""
     reward: RewardConfig
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -296,6 +298,8 @@ class RLConfig(RunConfig):
             raise ValueError(
                 f"groups_per_step={self.groups_per_step} must be a multiple of updates_per_step={self.updates_per_step}"
             )
+        if self.eval_every and self.data.eval is None:
+            raise ValueError("eval_every wants held-out prompts: set data.eval")
         if self.groups_per_step % self.reuse:
             raise ValueError(f"groups_per_step={self.groups_per_step} must be a multiple of reuse={self.reuse}")
         if self.max_lag < (least := self.publish_every + self.reuse - 2):

@@ -270,10 +270,14 @@ class Run:
         numbers["rollout/asked_again"] = float(self.generation.lost)
         self.session.log(step, numbers)
 
-    async def evaluate(self, when: str) -> None:
+    async def evaluate_if_due(self, done: int) -> dict[str, float]:
+        every = self.cfg.eval_every
+        return await self.evaluate(f"after step {done}") if every and done % every == 0 and done < self.steps else {}
+
+    async def evaluate(self, when: str) -> dict[str, float]:
         """Reward on the held-out prompts, one sample of each at the run's temperature; failures are counted apart."""
         if self.held_out is None:
-            return
+            return {}
         with self.session.clock.phase("evaluate"):
             prompts = self.held_out.all()
             groups = await together(self.generation.ask(-1 - i, prompt, 1) for i, prompt in enumerate(prompts))
@@ -281,6 +285,7 @@ class Run:
         numbers = describe_rewards(groups)
         self.session.facts[when] = {k: v for k, v in numbers.items() if k.startswith("reward/") or "failed" in k}
         self.session.progress.say(f"{when}: held-out reward {numbers['reward/mean']:.3f} over {len(groups)} prompts")
+        return {f"eval/{name}": value for name, value in self.session.facts[when].items()}
 
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
         if self.session.checkpoint_is_due(step + 1):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -14,6 +15,7 @@ import main_rl
 from benchmarks.simulate import SimulatedEngines, SimulatedRun, Times, forecast, run_in_virtual_time
 from configs.load import load_recipe
 from configs.schema import RLConfig
+from core.checkpoint import find_checkpoint
 from core.errors import RunStopped
 from core.rl_run import Run, prepare, start
 from core.session import Session, run_session
@@ -21,7 +23,7 @@ from core.types import Group, Prompt
 from data_feeds.packing import plan_update
 from rollouts.buffer import Drawn, ReplayBuffer, Schedule
 from rollouts.generation import Generation
-from unit_tests.test_checkpoint import numbers_of
+from unit_tests.test_checkpoint import folder_of, numbers_of, run
 from unit_tests.test_runs import SEVENS, file_of
 
 
@@ -63,6 +65,33 @@ def test_without_lag_it_is_synchronous_training_to_the_bit(recipe, tmp_path, eng
     losses = [m["train/loss"] for m in metrics]
     assert losses == [x.hex() for x in expected]
     assert len(set(losses)) > 10, "the runs are no constant"
+
+
+def prompts_of(folder: Path, step: int) -> list[str]:
+    rows = (folder / "samples" / f"step_{step:05d}.jsonl").read_text().splitlines()
+    return [json.loads(row)["id"] for row in rows]
+
+
+def test_a_run_that_was_stopped_with_groups_under_way_trains_on_the_same_prompts(
+    recipe, tmp_path, sums, monkeypatch, capsys
+):
+    """With evaluation in between, and a publish every second step."""
+    changes = {"steps": 8, "max_lag": 2, "publish_every": 2, "checkpoint": {"every": 3, "keep": 9}}
+    held_out = {"data.eval": str(sums / "eval.parquet"), "data.eval_rows": 3, "eval_every": 2}
+    path = recipe(changes | held_out | {"reward.fn": file_of(tmp_path / "sevens.py", SEVENS)})
+    assert run(monkeypatch, capsys, main_rl, path, "name=whole") == (0, "")
+    whole = folder_of(tmp_path, "whole")
+    at = find_checkpoint(str(whole / "checkpoints/step_00003"))
+    assert at.stand.position["came"] or at.stand.position["started"], "the engines were ahead"
+    assert run(monkeypatch, capsys, main_rl, path, "name=resumed", f"resume={at.folder}") == (0, "")
+    resumed = folder_of(tmp_path, "resumed")
+    assert [prompts_of(resumed, step) for step in range(3, 8)] == [prompts_of(whole, step) for step in range(3, 8)]
+    for folder, first in ((whole, 0), (resumed, 3)):
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lags = [row["rollout/lag_max"] for row in rows]
+        assert 0 < max(lags) <= 2, lags
+        assert rows[-1]["rollout/lag_mean"] == pytest.approx(sum(n * rows[-1][f"rollout/lag/{n}"] for n in range(3)))
+        assert [row["step"] for row in rows if "eval/reward/mean" in row] == [n for n in (1, 3, 5) if n >= first]
 
 
 class Adversary(SimulatedEngines):
