@@ -110,11 +110,33 @@ class Engine(VllmEngine):
             core.kill()
         await super()._update(version, *args)
 """
+DIES_IN_BROADCAST = """
+import os, signal
+from algs.grpo import GRPO
+from rollouts.weight_sync import WeightSender
+
+ship, sent = WeightSender._ship, []
+
+def until_struck(self, bucket):
+    ship(self, bucket)
+    sent.append(bucket)
+    if len(sent) == 2:  # of version 1; the end of the stream is not sent
+        os.kill(os.getpid(), signal.SIGKILL)
+
+WeightSender._ship = until_struck
+
+class Mine(GRPO):
+    pass
+"""
 SYNC_S = 4.0
 CASES = {
     "a trainer rank dies": (
         {"trainer.ranks": 2, "trainer.zero_stage": 3},
         r"trainer 1 \(step\): its process died; its log is in Ray's session folder",
+    ),
+    "a trainer rank dies in the broadcast": (
+        {"alg.file": DIES_IN_BROADCAST},
+        r"in the sync of version 1, trainer 0 \(send_weights\): its process died; its log is in Ray's session folder",
     ),
     "an engine stops": (
         {"rollout.engine": STOPS, "weight_sync.timeout_s": SYNC_S},
@@ -127,7 +149,7 @@ CASES = {
 }
 
 
-LONGER = [pytest.param(case, marks=pytest.mark.verify) for case in ("an engine stops", "vLLM dies")]
+LONGER = [pytest.param(case, marks=pytest.mark.verify) for case in CASES if case != "a trainer rank dies"]
 
 
 @pytest.mark.parametrize("case", ["a trainer rank dies", *LONGER])
@@ -135,6 +157,8 @@ def test_a_run_ends_in_time_with_one_sentence_that_names_the_culprit(recipe, tmp
     changes, says = CASES[case]
     if "rollout.engine" in changes:
         changes = changes | {"rollout.engine": file_of(tmp_path / "engine.py", changes["rollout.engine"])}
+    if "alg.file" in changes:
+        changes = {"alg": {"file": file_of(tmp_path / "mine.py", changes["alg.file"])}}
     if "trainer.ranks" in changes:
         (tmp_path / "order").write_text("SIGKILL")
         changes = changes | {"alg": {"file": file_of(tmp_path / "strikes.py", STRIKES)}}
