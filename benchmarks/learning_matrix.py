@@ -154,8 +154,8 @@ def learn(name: str, seed: int, folder: Path) -> Row:
             run = await start(prepared, session)
             log = run.log
 
-            def log_until_there(step: int, groups: list[Group], metrics: dict[str, float]) -> None:
-                log(step, groups, metrics)
+            async def log_until_there(step: int, groups: list[Group], metrics: dict[str, float]) -> None:
+                await log(step, groups, metrics)
                 if metrics["reward/mean_drawn"] >= GOAL and name != TEACHER:
                     raise Reached
 

@@ -253,12 +253,12 @@ def times_of(run_folder: Path) -> tuple[Times, Schedule]:
     if not rows:
         raise SystemExit(f"error: {run_folder} has fewer than two steps in its metrics.jsonl: name a longer run")
     cfg = yaml.safe_load((run_folder / "config.yaml").read_text())
-    names = [f"time/{name}" for name in ("group_s_mean", "group_s_std", "step_s", "wait_for_data_s", "sync_s")]
+    names = [f"time/{name}" for name in ("groups/mean_s", "groups/std_s", "step_s", "wait_for_data_s", "sync_s")]
     mean = {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in names}  # no sync: no time of it
     train = mean["time/step_s"] - mean["time/wait_for_data_s"] - mean["time/sync_s"]
     times = Times(
-        group=mean["time/group_s_mean"],
-        group_std=mean["time/group_s_std"],
+        group=mean["time/groups/mean_s"],
+        group_std=mean["time/groups/std_s"],
         train=train,
         sync=mean["time/sync_s"],
     )

@@ -86,8 +86,8 @@ def describe_drawn(drawn: Sequence[Drawn]) -> dict[str, float]:
     return {
         "rollout/groups_drawn": float(len(drawn)),
         "rollout/wasted_share": wasted / tokens if tokens else 0.0,
-        "time/group_s_mean": average,
-        "time/group_s_std": (sum((s - average) ** 2 for s in seconds) / len(seconds)) ** 0.5,
+        "time/groups/mean_s": average,
+        "time/groups/std_s": (sum((s - average) ** 2 for s in seconds) / len(seconds)) ** 0.5,
         **mean,
     }
 
