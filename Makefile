@@ -38,7 +38,7 @@ check: lint types  ## lint, types and the fast tests: under two minutes
 	$(PYTEST) -q
 
 test: install  ## the fast and the slow tests
-	$(PYTEST) -q -m "not verify" $(MAY_BE_EMPTY)
+	$(PYTEST) -q -m "not verify" --durations=15 $(MAY_BE_EMPTY)
 
 verify: install  ## long evidence runs
 	$(PYTEST) -q -m verify --timeout 3600 $(MAY_BE_EMPTY)
