@@ -437,6 +437,8 @@ class SlowToPause(VllmEngine):
         self.paused: list[str] = []
         self._llm: Any = self
 
+    errored = False
+
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         await asyncio.sleep(0.3)
         self.paused.append(mode)
@@ -449,7 +451,7 @@ def test_a_drain_may_take_longer_than_a_step_of_an_update() -> None:
     for engine in others:
         with pytest.raises(TimeoutError):
             asyncio.run(engine.hold())
-        with pytest.raises(RuntimeError, match="receive without hold"):
+        with pytest.raises(RuntimeError, match="an update without hold"):
             asyncio.run(engine.receive(1))
 
 
