@@ -256,7 +256,16 @@ class RunConfig(Section):
     alg: dict[str, Any]
     """`name` of a module in algs/, or `file`, the path of one elsewhere; with its hyper-parameters."""
     data: DataConfig
+    eval_every: int = Field(0, ge=0)
+    """Steps between two measurements on data.eval: of the loss, or in RL of the reward, by the weights that the engines
+    hold then. 0 measures at the start and the end only."""
     trainer: TrainerConfig = TrainerConfig()
+
+    @model_validator(mode="after")
+    def what_is_measured_is_there(self) -> RunConfig:
+        if self.eval_every and self.data.eval is None:
+            raise ValueError("eval_every wants held-out rows: set data.eval")
+        return self
 
     @model_validator(mode="after")
     def one_process_has_one_rank(self) -> RunConfig:
@@ -286,8 +295,6 @@ class RLConfig(RunConfig):
     """Publish earlier, as soon as train/mismatch/kl of a step is above this."""
     reuse: int = Field(1, ge=1)
     """Steps that train on each group: a step takes groups_per_step / reuse new groups beside those it has."""
-    eval_every: int = Field(0, ge=0)
-    """Steps between two evaluations on data.eval, by the weights that the engines hold then; 0: before and after."""
     reward: RewardConfig
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -298,8 +305,6 @@ class RLConfig(RunConfig):
             raise ValueError(
                 f"groups_per_step={self.groups_per_step} must be a multiple of updates_per_step={self.updates_per_step}"
             )
-        if self.eval_every and self.data.eval is None:
-            raise ValueError("eval_every wants held-out prompts: set data.eval")
         if self.groups_per_step % self.reuse:
             raise ValueError(f"groups_per_step={self.groups_per_step} must be a multiple of reuse={self.reuse}")
         if self.max_lag < (least := self.publish_every + self.reuse - 2):
@@ -363,13 +368,9 @@ class SLConfig(RunConfig):
     reference: Literal["each_step", "ahead"] = "each_step"
     """Where the algorithm compares with a reference: score it anew at each step by a second model, or once for all
     rows before training, with the model itself, and keep the numbers (of no use where rows are seen once)."""
-    eval_every: int = Field(0, ge=0)
-    """Steps between two measurements of the loss on data.eval; 0 measures at the start and the end only."""
 
     @model_validator(mode="after")
     def sections_agree(self) -> SLConfig:
-        if self.eval_every and self.data.eval is None:
-            raise ValueError("eval_every wants held-out rows: set data.eval")
         if self.data.max_prompt_tokens > self.trainer.micro_batch_tokens:
             raise ValueError(
                 f"one row may have {self.data.max_prompt_tokens} tokens (data.max_prompt_tokens), more than "

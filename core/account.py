@@ -42,7 +42,7 @@ class Account:
         self.lap_at = now
         numbers: dict[str, float] = {}
         for kind in ("trainer", "engine"):
-            mean = mean_of([seconds for device, seconds in since.items() if device.startswith(kind)])
+            mean = mean_of(kind, since)
             numbers |= {f"time/{kind}s/{name}_s": value for name, value in mean.items()}
             numbers[f"time/{kind}s/idle_share"] = mean["idle"] / sum(mean.values())
         return numbers
@@ -70,15 +70,17 @@ def less(now: Seconds, then: Seconds) -> Seconds:
     return {name: value - then.get(name, 0.0) for name, value in now.items()}
 
 
-def mean_of(devices: list[Seconds]) -> Seconds:
-    return {name: sum(d[name] for d in devices) / len(devices) for name in devices[0]}
+def mean_of(kind: str, devices: dict[str, Seconds]) -> Seconds:
+    """The seconds of the mean device whose name begins so."""
+    of_kind = [seconds for device, seconds in devices.items() if device.startswith(kind)]
+    return {name: sum(d[name] for d in of_kind) / len(of_kind) for name in of_kind[0]}
 
 
 def of_trainer(seconds: Seconds, driver: Seconds) -> Seconds:
     """A trainer rank is idle while the driver waits for groups, does something else, or does nothing that it names."""
-    idle = driver["all"] - sum(value for name, value in seconds.items() if name != "idle")
-    waits, evaluates = driver.get("wait_for_data", 0.0), driver.get("evaluate", 0.0)
     busy = {name: value for name, value in seconds.items() if name != "idle"}
+    idle = driver["all"] - sum(busy.values())
+    waits, evaluates = driver.get("wait_for_data", 0.0), driver.get("evaluate", 0.0)
     other = idle - waits - evaluates - driver["rest"]
     return busy | {"wait_for_data": waits, "evaluate": evaluates, "driver": other, "rest": driver["rest"]}
 
@@ -93,7 +95,7 @@ def shares(devices: dict[str, Seconds]) -> list[str]:
     """One line on the mean trainer rank and one on the mean engine, in shares of the time."""
     lines: list[str] = []
     for kind in ("trainer", "engine"):
-        mean = mean_of([seconds for device, seconds in devices.items() if device.startswith(kind)])
+        mean = mean_of(kind, devices)
         parts = ", ".join(f"{name.replace('_', ' ')} {value / sum(mean.values()):.1%}" for name, value in mean.items())
         lines.append(f"{kind}s: {parts}")
     return lines
@@ -101,8 +103,7 @@ def shares(devices: dict[str, Seconds]) -> list[str]:
 
 def bottleneck(devices: dict[str, Seconds], *, max_lag: int) -> str:
     """One sentence on what holds the run up, from the mean trainer's and the mean engine's seconds."""
-    trainer = mean_of([seconds for device, seconds in devices.items() if device.startswith("trainer")])
-    engine = mean_of([seconds for device, seconds in devices.items() if device.startswith("engine")])
+    trainer, engine = mean_of("trainer", devices), mean_of("engine", devices)
     trainer_waits = trainer["wait_for_data"] / sum(trainer.values())
     engine_waits = engine["wait_for_trainer"] / sum(engine.values())
     syncs = engine["sync"] / sum(engine.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from core.errors import RunStopped
@@ -9,35 +10,27 @@ from core.types import Group
 from rollouts.buffer import Drawn
 
 
-def describe(groups: list[Group], *, step: int, max_lag: int, sources: Sequence[str] = ()) -> dict[str, float]:
-    """Of the groups that a step trained on: rewards, lengths, and how far behind the policy their tokens were."""
-    return describe_rewards(groups, sources) | describe_lag(groups, step=step, max_lag=max_lag)
-
-
-def lags(groups: list[Group], *, step: int) -> list[int]:
-    """Of every sampled token: the step that trains on it less the version that sampled it."""
-    return [step - v for g in groups for s in g for v, m in zip(s.versions, s.mask, strict=True) if m]
-
-
 def describe_lag(groups: list[Group], *, step: int, max_lag: int) -> dict[str, float]:
-    """The histogram over tokens, as shares, and its mean and maximum."""
-    found = lags(groups, step=step)
-    if not found:
-        return {}
-    shares = {f"rollout/lag/{lag}": found.count(lag) / len(found) for lag in range(max_lag + 1)} if max_lag else {}
-    return {"rollout/lag_mean": sum(found) / len(found), "rollout/lag_max": float(max(found)), **shares}
+    """How far behind the policy the sampled tokens are: the step that trains on one less the version that sampled it.
 
-
-def check_lag(groups: list[Group], *, step: int, max_lag: int) -> None:
-    """Raise RunStopped for a token that is older than promised, or younger than can be."""
-    if wrong := [lag for lag in lags(groups, step=step) if not 0 <= lag <= max_lag]:
+    Mean, maximum and histogram, as shares of the tokens. Raises RunStopped for a token that is older than promised, or
+    younger than can be.
+    """
+    lags = Counter(step - v for g in groups for s in g for v, m in zip(s.versions, s.mask, strict=True) if m)
+    if wrong := [lag for lag in lags if not 0 <= lag <= max_lag]:
         raise RunStopped(
             f"step {step} was to train on a token that lags by {wrong[0]} steps, where max_lag={max_lag}: its engine "
             "did not sample from the version that it named, or a group was started too early"
         )
+    tokens = lags.total()
+    if not tokens:
+        return {}
+    shares = {f"rollout/lag/{lag}": lags[lag] / tokens for lag in range(max_lag + 1)} if max_lag else {}
+    mean = sum(lag * n for lag, n in lags.items()) / tokens
+    return {"rollout/lag_mean": mean, "rollout/lag_max": float(max(lags)), **shares}
 
 
-def describe_rewards(groups: list[Group], sources: Sequence[str] = ()) -> dict[str, float]:
+def describe(groups: list[Group], sources: Sequence[str] = ()) -> dict[str, float]:
     """Reward and its parts over the scored samples, lengths over all.
 
     `sources` names those of a mixture: each one's mean reward is told too.

@@ -23,7 +23,7 @@ from core.build import (
 )
 from core.checkpoint import Checkpoint, Stand
 from core.cluster import Workers, together
-from core.describe import check_failures, check_lag, describe, describe_drawn, describe_rewards
+from core.describe import check_failures, describe, describe_drawn, describe_lag
 from core.errors import RunStopped, UserError
 from core.recipe import recipe_of, resume_from
 from core.scoring import with_scores
@@ -205,8 +205,8 @@ class Run:
                     f"of {len(drawn)} groups, the algorithm keeps {len(groups)} of the groups_per_step="
                     f"{self.cfg.groups_per_step} that a step wants: the reward may be the same for every answer"
                 )
-            check_lag(groups, step=step, max_lag=self.cfg.max_lag)
-            return groups, describe_drawn(drawn) | self.prompts.progress(drawn[-1].ticket + 1)
+            lag = describe_lag(groups, step=step, max_lag=self.cfg.max_lag)
+            return groups, lag | describe_drawn(drawn) | self.prompts.progress(drawn[-1].ticket + 1)
 
     async def score(self, groups: list[Group]) -> list[Group]:
         """Add the columns that credit and loss ask for, from the trainer's models as they are now.
@@ -264,7 +264,7 @@ class Run:
 
     async def log(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
         with self.session.clock.phase("log"):
-            numbers = describe(groups, step=step, max_lag=self.cfg.max_lag, sources=self.prompts.mixed) | metrics
+            numbers = describe(groups, self.prompts.mixed) | metrics
             self.session.folder.save_samples(step, groups, self.tokenizer.decode)
             numbers |= await self.account.lap()
         numbers["rollout/asked_again"] = float(self.generation.lost)
@@ -282,7 +282,7 @@ class Run:
             prompts = self.held_out.all()
             groups = await together(self.generation.ask(-1 - i, prompt, 1) for i, prompt in enumerate(prompts))
         check_failures(groups, bearable_share=self.cfg.reward.max_failed_share)
-        numbers = describe_rewards(groups)
+        numbers = describe(groups)
         self.session.facts[when] = {k: v for k, v in numbers.items() if k.startswith("reward/") or "failed" in k}
         self.session.progress.say(f"{when}: held-out reward {numbers['reward/mean']:.3f} over {len(groups)} prompts")
         return {f"eval/{name}": value for name, value in self.session.facts[when].items()}

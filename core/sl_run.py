@@ -179,14 +179,14 @@ class Run:
         if self.reference_ahead is not None:
             groups, columns = self.reference_ahead.fill(groups), columns - {"ref_logp"}
         if columns:
-            with self.session.clock.phase("score"):
+            with self.session.clock.phase("logp"):
                 groups = await with_scores(self.trainers, groups, self._plan(groups), columns)
         return self.alg.credit(groups)
 
     async def score_reference(self) -> None:
         """Once for all rows, by the model itself, before it is trained."""
         feeds = [self.rows] if self.held_out is None else [self.rows, self.held_out]
-        with self.session.clock.phase("score"):
+        with self.session.clock.phase("logp"):
             groups = self.alg.arrange([group for feed in feeds for group in feed.all()])
             scored = await with_scores(self.trainers, groups, self._plan(groups), frozenset({"prox_logp"}))
         self.reference_ahead = ReferenceAhead.of(scored)

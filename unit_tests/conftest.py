@@ -1,4 +1,5 @@
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,15 @@ def tiny_path(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("tiny")
     tiny_model.make(folder)
     return str(folder)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """These models are too small for two, which would wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

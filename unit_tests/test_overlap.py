@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-import torch
 
 import main_rl
 from benchmarks.simulate import SimulatedEngines, SimulatedRun, Times, forecast, run_in_virtual_time
@@ -27,14 +26,7 @@ from rollouts.generation import Generation
 from unit_tests.test_checkpoint import folder_of, numbers_of, run
 from unit_tests.test_runs import SEVENS, file_of
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A model this small has no work for more, and waits long for a second one where the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 async def ten_lines(run: Run) -> list[float]:

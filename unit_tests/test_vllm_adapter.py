@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from torch import nn
 from configs.schema import LoraConfig
 from core.errors import RunStopped
 from rollouts.fingerprint import fingerprint
-from rollouts.vllm_engine import LocalVllmEngine, VllmEngine
+from rollouts.vllm_engine import LocalVllmEngine
 from rollouts.weight_sync import Bucket, verify
 from trainers.lora import with_adapter, with_named_targets
 from trainers.models import load_model
@@ -24,7 +23,6 @@ from unit_tests.test_vllm_engine import (
     BOUND,
     PROMPT,
     TEMPERATURE,
-    TIMEOUT_S,
     Lab,
     gap,
     gap_of_samples,
@@ -34,17 +32,8 @@ from unit_tests.test_vllm_engine import (
     save,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 ALPHA = 16.0
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small for two, which would wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def adapted(folder: Path, lora: LoraConfig, *, seed: int) -> nn.Module:
@@ -127,19 +116,6 @@ class AdapterLab(Lab):
     """Its models differ in their adapters, and those alone are sent."""
 
     lora = LoraConfig(r=8)
-
-    async def _start(self, folder: Path, stop: list[int]) -> VllmEngine:
-        return VllmEngine(
-            model_path=str(folder),
-            dtype="float32",
-            temperature=TEMPERATURE,
-            max_model_len=1024,
-            stop_token_ids=stop,
-            tensor_parallel=self.ranks,
-            kv_cache_gib=0.25,
-            timeout_s=TIMEOUT_S,
-            lora=with_named_targets(self.lora, str(folder)),
-        )
 
     async def publish_adapter(self, version: int, model: nn.Module) -> None:
         self.sender.tamper = lambda bucket: bucket

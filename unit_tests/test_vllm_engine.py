@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from configs.schema import UpdateMode
+from configs.schema import LoraConfig, UpdateMode
 from core.buckets import in_buckets
 from core.errors import RunStopped, TransportFailed
 from rollouts.engine import Completion
@@ -28,6 +28,7 @@ from rollouts.fingerprint import fingerprint
 from rollouts.parcels import Packer
 from rollouts.vllm_engine import LocalVllmEngine, VllmEngine
 from rollouts.weight_sync import Bucket, Sent, WeightReceiver, WeightSender, verify
+from trainers.lora import with_named_targets
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -200,6 +201,8 @@ def vllm_processes() -> set[psutil.Process]:
 class Lab:
     """An engine with two ranks, its event loop, and trainers that reach it over gloo."""
 
+    lora: LoraConfig | None = None
+
     def __init__(
         self, family: str, folder: Path, *, tensor_parallel: int, stop: list[int], update: UpdateMode = "in_flight"
     ) -> None:
@@ -228,6 +231,7 @@ class Lab:
             kv_cache_gib=0.25,
             timeout_s=TIMEOUT_S,
             update=self.update,
+            lora=self.lora and with_named_targets(self.lora, str(folder)),
         )
 
     async def _join(self) -> None:
