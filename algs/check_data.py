@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from types import UnionType
@@ -284,7 +285,10 @@ def noting_reads(section: S, reads: set[str], prefix: str = "") -> S:
         reads.add(prefix + name)
         return super(twin_cls, self).__getattribute__(name)
 
-    twin_cls = type(cls.__name__, (cls,), {"__getattribute__": note, "__module__": cls.__module__})
+    # past pydantic's metaclass, which would work out all fields anew: a hundred times the price of the class itself
+    twin_cls = ABCMeta.__new__(
+        type(cls), cls.__name__, (cls,), {"__getattribute__": note, "__module__": cls.__module__}
+    )
     twin = section.model_copy()
     inside = vars(twin)
     for name, value in vars(section).items():

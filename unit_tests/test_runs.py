@@ -131,6 +131,7 @@ def test_a_cluster_that_does_not_answer_is_one_sentence(recipe):
     assert "ray_address=127.0.0.1:1" in line and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_too_many_failures_stop_the_run_with_the_first_ones_words(recipe, tmp_path):
     done = program(recipe({"reward.fn": file_of(tmp_path / "r.py", "def score(p, m):\n    return 1 / 0\n")}))
     assert done.returncode == 1
@@ -139,6 +140,7 @@ def test_too_many_failures_stop_the_run_with_the_first_ones_words(recipe, tmp_pa
     assert json.loads((folder_of(tmp_path) / "summary.json").read_text())["exit_reason"].startswith("stopped")
 
 
+@pytest.mark.slow
 def test_a_breakpoint_in_a_loss_stops_in_the_terminal(recipe, tmp_path):
     loss = MY_LOSS.replace("        return -self", "        breakpoint()\n        return -self")
     path = recipe({"alg": {"file": file_of(tmp_path / "mine.py", loss)}, "steps": 1})

@@ -80,6 +80,7 @@ def test_a_member_who_does_not_come_is_an_error_in_time() -> None:
         sender.join(members=2)
 
 
+@pytest.mark.slow
 def test_what_nccl_needs_of_vllm_is_there() -> None:
     """All that can be seen of it without a GPU."""
     pytest.importorskip("vllm")
