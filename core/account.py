@@ -7,6 +7,7 @@ the engines' part of a sync); an engine waits for the trainer, because the sched
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from core.clock import Clock
@@ -27,6 +28,8 @@ class Account:
     opening: dict[str, Seconds]
     """Of every device and of the driver ("driver"), when the account was opened."""
     lap_at: dict[str, Seconds]
+    asked: asyncio.Task[list[Seconds]] | None = None
+    """What the engines were asked for and `lap` has not told."""
 
     @staticmethod
     async def opened(clock: Clock, *, trainers: Workers, engines: Workers) -> Account:
@@ -34,6 +37,12 @@ class Account:
         account.opening = account.lap_at = await account._read()
         clock.lap()
         return account
+
+    def ask_engines(self) -> None:
+        """For their seconds, to be told by the next `lap`: an engine that has much to do may take a second to answer,
+        for which nobody should wait."""
+        self.asked = asyncio.create_task(self.engines.all("ledger.read"))
+        self.asked.add_done_callback(lambda task: task.cancelled() or task.exception())  # `lap` raises it, if it comes
 
     async def lap(self) -> dict[str, float]:
         """For the log: the mean engine's and the mean trainer rank's seconds since the last lap, and idle shares."""
@@ -58,7 +67,9 @@ class Account:
         }
 
     async def _read(self) -> dict[str, Seconds]:
-        trainers, engines = await self.trainers.all("ledger.read"), await self.engines.all("ledger.read")
+        asked, self.asked = self.asked, None
+        engines = await (asked or self.engines.all("ledger.read"))
+        trainers = await self.trainers.all("ledger.read")
         return {
             "driver": self.clock.totals(),
             **{f"trainer {i}": seconds for i, seconds in enumerate(trainers)},
@@ -108,6 +119,10 @@ def bottleneck(devices: dict[str, Seconds], *, max_lag: int) -> str:
     engine_waits = engine["wait_for_trainer"] / sum(engine.values())
     syncs = engine["sync"] / sum(engine.values())
     said = f"trainers waited for data {trainer_waits:.0%} of the time, engines for the trainer {engine_waits:.0%}"
+    others_sync = max(engine["sync"] - trainer["sync"], 0.0)
+    driver = (trainer["driver"] - others_sync) / sum(trainer.values())
+    if driver > max(syncs, trainer_waits, engine_waits, WORTH_NAMING):
+        return f"the driver's own work is the bottleneck ({driver:.0%} of the trainers' time): {said}"
     if syncs > max(trainer_waits, engine_waits, WORTH_NAMING):
         return f"the sync of weights is the bottleneck ({syncs:.0%} of the engines' time): {said}"
     if min(trainer_waits, engine_waits) > WORTH_NAMING and max_lag == 0:

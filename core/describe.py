@@ -13,10 +13,12 @@ from rollouts.buffer import Drawn
 def describe_lag(groups: list[Group], *, step: int, max_lag: int) -> dict[str, float]:
     """How far behind the policy the sampled tokens are: the step that trains on one less the version that sampled it.
 
-    Mean, maximum and histogram, as shares of the tokens. Raises RunStopped for a token that is older than promised, or
+    Mean, maximum and histogram, as shares of the tokens; and the share of samples that new weights reached on their
+    way, which are of more than one version. Raises RunStopped for a token that is older than promised, or
     younger than can be.
     """
-    lags = Counter(step - v for g in groups for s in g for v, m in zip(s.versions, s.mask, strict=True) if m)
+    versions = [[v for v, m in zip(s.versions, s.mask, strict=True) if m] for g in groups for s in g]
+    lags = Counter(step - v for of_sample in versions for v in of_sample)
     if wrong := [lag for lag in lags if not 0 <= lag <= max_lag]:
         raise RunStopped(
             f"step {step} was to train on a token that lags by {wrong[0]} steps, where max_lag={max_lag}: its engine "
@@ -25,9 +27,14 @@ def describe_lag(groups: list[Group], *, step: int, max_lag: int) -> dict[str, f
     tokens = lags.total()
     if not tokens:
         return {}
-    shares = {f"rollout/lag/{lag}": lags[lag] / tokens for lag in range(max_lag + 1)} if max_lag else {}
-    mean = sum(lag * n for lag, n in lags.items()) / tokens
-    return {"rollout/lag_mean": mean, "rollout/lag_max": float(max(lags)), **shares}
+    numbers = {
+        "rollout/lag_mean": sum(lag * n for lag, n in lags.items()) / tokens,
+        "rollout/lag_max": float(max(lags)),
+    }
+    if max_lag:
+        numbers["rollout/mixed_versions_share"] = sum(len(set(v)) > 1 for v in versions) / len(versions)
+        numbers |= {f"rollout/lag/{lag}": lags[lag] / tokens for lag in range(max_lag + 1)}
+    return numbers
 
 
 def describe(groups: list[Group], sources: Sequence[str] = ()) -> dict[str, float]:

@@ -229,6 +229,7 @@ class Run:
         with self.session.clock.phase("train"):
             plans = [self._plan(groups[i::k]) for i in range(k)]
             updates = [plan.batches() for plan in plans]  # [update][rank][micro-batch]
+            self.account.ask_engines()
             metrics = await self.trainers.map(
                 "step", [([update[rank] for update in updates],) for rank in range(len(self.trainers))]
             )

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from core.account import bottleneck, of_engine, of_trainer
-from core.clock import Ledger
+from core.account import Account, bottleneck, of_engine, of_trainer
+from core.clock import Clock, Ledger
+from core.errors import RunStopped
 from unit_tests.test_runs import SEVENS, file_of, folder_of, program
 
 
@@ -40,18 +41,21 @@ def test_a_device_is_idle_for_a_reason_that_the_driver_knows():
 
 
 @pytest.mark.parametrize(
-    ("trainer_waits", "engine_waits", "sync", "max_lag", "says"),
+    ("trainer_waits", "engine_waits", "sync", "driver", "max_lag", "says"),
     [
-        (6, 1, 1, 1, "generation is the bottleneck"),
-        (1, 6, 1, 1, "training is the bottleneck"),
-        (4, 5, 1, 0, "max_lag=1 lets them work at the same time"),
-        (0, 0, 8, 1, "sync of weights is the bottleneck (80%"),
-        (0.5, 0.5, 0, 2, "neither side"),
+        (6, 1, 1, 1, 1, "generation is the bottleneck"),
+        (1, 6, 1, 1, 1, "training is the bottleneck"),
+        (4, 5, 1, 2, 0, "max_lag=1 lets them work at the same time"),
+        (0, 0, 8, 8, 1, "sync of weights is the bottleneck (80%"),
+        (0.5, 0.5, 0, 0, 2, "neither side"),
+        (0.3, 0.2, 1.3, 4.7, 1, "driver's own work is the bottleneck (36%"),
     ],
 )
-def test_the_bottleneck_is_named(trainer_waits, engine_waits, sync, max_lag, says):
+def test_the_bottleneck_is_named(trainer_waits, engine_waits, sync, driver, max_lag, says):
+    """A driver's seconds include those in which it waits for the engines' part of a sync."""
+    train = 10.0 - trainer_waits - driver - 0.2
     devices = {
-        "trainer 0": {"train": 10.0 - trainer_waits, "wait_for_data": trainer_waits},
+        "trainer 0": {"train": train, "sync": 0.2, "wait_for_data": trainer_waits, "driver": driver},
         "engine 0": {"generate": 10.0 - engine_waits - sync, "sync": sync, "wait_for_trainer": engine_waits},
     }
     assert says in bottleneck(devices, max_lag=max_lag)
@@ -77,3 +81,33 @@ def test_a_runs_seconds_are_accounted_for(recipe, tmp_path, max_lag):
     assert devices["trainer 0"]["logp"] > 0 and devices["trainer 0"]["train"] > 0
     assert "bottleneck" in summary["bottleneck"] or "waits for the other" in summary["bottleneck"]
     assert summary["bottleneck"] in done.stdout.replace("\n", " ") and "engines: sync" in done.stdout
+
+
+class Asked:
+    """Trainers or engines whose ledger is read."""
+
+    def __init__(self, kind: str):
+        self.kind, self.times, self.broken = kind, 0, False
+
+    async def all(self, method: str) -> list[dict[str, float]]:
+        self.times += 1
+        if self.broken:
+            raise RunStopped(f"{self.kind} 0 is gone")
+        return [{"busy": 2.0 * self.times, "idle": 1.0 * self.times}]
+
+
+def test_engines_are_asked_ahead_and_once_and_the_lap_tells_it():
+    async def body() -> None:
+        trainers, engines = Asked("trainer"), Asked("engine")
+        account = await Account.opened(Clock(), trainers=trainers, engines=engines)
+        account.ask_engines()
+        await asyncio.sleep(0)
+        assert engines.times == 2
+        numbers = await account.lap()
+        assert engines.times == 2 and (numbers["time/engines/busy_s"], numbers["time/engines/idle_share"]) == (2, 1 / 3)
+        engines.broken = True
+        account.ask_engines()
+        with pytest.raises(RunStopped, match="engine 0 is gone"):
+            await account.lap()
+
+    asyncio.run(body())

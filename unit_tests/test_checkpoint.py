@@ -314,7 +314,7 @@ def test_a_resumed_rl_run_draws_samples_and_learns_the_same(recipe, tmp_path, mo
     assert run(monkeypatch, capsys, main_rl, path, "name=whole") == (0, "")
     whole = folder_of(tmp_path, "whole")
     at = find_checkpoint(str(whole / "checkpoints/step_00002"))
-    assert at.stand.position == {"ticket": 8, "started": [], "told": 0, "came": []}
+    assert at.stand.position == {"ticket": 12, "started": [8, 9, 10, 11], "told": 0, "came": []}
     assert names(at.folder) == [COMPLETE, "critic", "policy", "progress.json", "rank_0.pt"]
     assert run(monkeypatch, capsys, main_rl, path, "name=resumed", f"resume={at.folder}") == (0, "")
     assert_same_end(whole, folder_of(tmp_path, "resumed"), first_step=2)

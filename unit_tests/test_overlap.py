@@ -16,10 +16,11 @@ from benchmarks.simulate import SimulatedEngines, SimulatedRun, Times, forecast,
 from configs.load import load_recipe
 from configs.schema import RLConfig
 from core.checkpoint import find_checkpoint
+from core.describe import describe_lag
 from core.errors import RunStopped
 from core.rl_run import Run, prepare, start
 from core.session import Session, run_session
-from core.types import Group, Prompt
+from core.types import Group, Prompt, Sample
 from data_feeds.packing import plan_update
 from rollouts.buffer import Drawn, ReplayBuffer, Schedule
 from rollouts.generation import Generation
@@ -338,3 +339,28 @@ def test_generation_asks_the_engine_with_the_least_to_do():
             return list(generation.running)
 
     assert run_in_virtual_time(body()) == [3, 2, 2]
+
+
+def sampled_by(*versions: int) -> Sample:
+    """After a prompt of one token."""
+    n = len(versions)
+    prompt = Prompt(id="p", messages=[{"role": "user", "content": "?"}])
+    zeros = [0.0] * (n + 1)
+    return Sample(
+        prompt=prompt, token_ids=[1] * (n + 1), mask=[False] + [True] * n, rollout_logp=zeros, versions=[-1, *versions]
+    )
+
+
+def test_lags_are_counted_by_token_and_a_wrong_one_stops_the_run():
+    groups = [[sampled_by(3, 3, 4), sampled_by(4)], [sampled_by(4, 4), sampled_by(2, 2)]]
+    assert describe_lag(groups, step=4, max_lag=2) == {
+        "rollout/lag_mean": pytest.approx(6 / 8),
+        "rollout/lag_max": 2.0,
+        "rollout/mixed_versions_share": 0.25,
+        "rollout/lag/0": 0.5,
+        "rollout/lag/1": 0.25,
+        "rollout/lag/2": 0.25,
+    }
+    for step, max_lag, said in ((4, 1, "lags by 2 steps"), (3, 2, "lags by -1 steps")):
+        with pytest.raises(RunStopped, match=said):
+            describe_lag(groups, step=step, max_lag=max_lag)

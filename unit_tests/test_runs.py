@@ -342,8 +342,9 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["hf", "vllm"])
+@pytest.mark.parametrize(
+    "engine", [pytest.param("hf", marks=pytest.mark.verify), pytest.param("vllm", marks=pytest.mark.slow)]
+)
 def test_ctrl_c_ends_cleanly_and_leaves_no_process_behind(recipe, tmp_path, engine):
     changes = {"backend": "ray", "steps": 100_000, "rollout.engine": engine, "rollout.kv_cache_gib": 0.25}
     run = subprocess.Popen(

@@ -10,7 +10,6 @@ import textwrap
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -203,11 +202,8 @@ class Lab:
 
     lora: LoraConfig | None = None
 
-    def __init__(
-        self, family: str, folder: Path, *, tensor_parallel: int, stop: list[int], update: UpdateMode = "in_flight"
-    ) -> None:
+    def __init__(self, family: str, folder: Path, *, tensor_parallel: int, stop: list[int]) -> None:
         self.family = family
-        self.update: UpdateMode = update
         self.ranks = tensor_parallel
         self.model = save(family, folder, seed=0)
         self._runner = asyncio.Runner()
@@ -230,7 +226,6 @@ class Lab:
             tensor_parallel=self.ranks,
             kv_cache_gib=0.25,
             timeout_s=TIMEOUT_S,
-            update=self.update,
             lora=self.lora and with_named_targets(self.lora, str(folder)),
         )
 
@@ -358,27 +353,27 @@ def test_requests_in_flight_go_on_with_the_new_weights(lab: Lab) -> None:
     assert [set(c.versions) for c in [*done, late]] == [{7, 8}, {7}, {7, 8}, {8}]
 
 
-def test_a_drain_finishes_what_runs_and_holds_what_comes(tmp_path: Path) -> None:
-    with closing(Lab("qwen2-tied", tmp_path, tensor_parallel=1, stop=[], update="drain")) as lab:
-        done, late = lab.run(update_in_flight(lab))
-        assert [set(c.versions) for c in [*done, late]] == [{7}, {7}, {7}, {8}]
+def test_a_drain_finishes_what_runs_and_holds_what_comes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab.engine, "_on_update", "drain")  # another engine would take half a minute to start
+    done, late = lab.run(update_in_flight(lab))
+    assert [set(c.versions) for c in [*done, late]] == [{7}, {7}, {7}, {8}]
 
 
-def test_what_an_update_cuts_off_is_asked_again_from_its_tokens(tmp_path: Path) -> None:
-    with closing(Lab("qwen2-tied", tmp_path, tensor_parallel=1, stop=[], update="abort")) as lab:
-        done, late = lab.run(update_in_flight(lab))
-        assert [set(c.versions) for c in [*done, late]] == [{7, 8}, {7}, {7, 8}, {8}]
+def test_what_an_update_cuts_off_is_asked_again_from_its_tokens(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab.engine, "_on_update", "abort")
+    done, late = lab.run(update_in_flight(lab))
+    assert [set(c.versions) for c in [*done, late]] == [{7, 8}, {7}, {7, 8}, {8}]
 
-        async def cut_twice_before_the_first_token() -> Completion:
-            await lab.engine.hold()
-            asking = asyncio.create_task(lab.engine.generate(PROMPT, max_new_tokens=8, seed=9))
-            await asyncio.sleep(0.2)  # it is in vLLM's queue by then
-            await lab.engine.hold()
-            await lab.send(9, lab.model)
-            return await asking
+    async def cut_twice_before_the_first_token() -> Completion:
+        await lab.engine.hold()
+        asking = asyncio.create_task(lab.engine.generate(PROMPT, max_new_tokens=8, seed=9))
+        await asyncio.sleep(0.2)  # it is in vLLM's queue by then
+        await lab.engine.hold()
+        await lab.send(9, lab.model)
+        return await asking
 
-        c = lab.run(cut_twice_before_the_first_token())
-        assert c.versions == [9] * 8 and gap_of_samples(lab.model, [c]) < BOUND
+    c = lab.run(cut_twice_before_the_first_token())
+    assert c.versions == [9] * 8 and gap_of_samples(lab.model, [c]) < BOUND
 
 
 SETTINGS: dict[str, Any] = {"model_path": "", "temperature": 1.0, "max_model_len": 64, "stop_token_ids": STOP}
