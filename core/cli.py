@@ -1,4 +1,4 @@
-"""The command line of both programs, and how a run ends: 0 done, 1 stopped, 2 a mistake of the user, 130 Ctrl-C."""
+"""The command line of both programs, and how a run ends: 0 done, 1 stopped, 2 bad input, 130 Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,7 +108,7 @@ class Session:
 
 
 def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> int:
-    """Run `body` to its end, or to Ctrl-C or an error, and always leave a summary and no process behind."""
+    """Run `body` to its end, or to Ctrl-C, SIGTERM or an error, and always leave a summary and no process behind."""
     clock = Clock()
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump())
     progress = Progress(cfg.steps, clock, live=cfg.backend == "ray")
@@ -116,9 +117,13 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
     reason = "error"
 
     async def framed() -> None:
+        task = asyncio.current_task()
+        assert task is not None
         try:
             if cfg.backend == "ray":
                 session.cluster = Cluster(cfg.ray_address)
+            # after Ray, which takes the signal for itself and aborts
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
             await body(session)
         except ProcessDied:
             session.engines = None  # they may wait for it; all are killed next
@@ -132,9 +137,9 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
             asyncio.run(framed())
         reason = "done"
         session.show_outcome()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         reason = "interrupted"
-        raise
+        raise KeyboardInterrupt from None
     except (RunStopped, UserError) as error:
         reason = f"stopped: {error}"
         raise

@@ -260,7 +260,7 @@ def test_a_head_that_vllm_does_not_take_is_refused(capsys: pytest.CaptureFixture
     assert "32 or 64 times --heads" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 @pytest.mark.timeout(400)
 def test_smollm2_comes_out_of_its_package_and_can_add(tmp_path: Path) -> None:
     import torch

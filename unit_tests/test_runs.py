@@ -343,9 +343,13 @@ def descendants(pid: int) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    "engine", [pytest.param("hf", marks=pytest.mark.verify), pytest.param("vllm", marks=pytest.mark.slow)]
+    ("engine", "end"),
+    [
+        pytest.param("hf", "kill", marks=pytest.mark.verify),
+        pytest.param("vllm", "ctrl-c", marks=pytest.mark.slow),
+    ],
 )
-def test_ctrl_c_ends_cleanly_and_leaves_no_process_behind(recipe, tmp_path, engine):
+def test_a_signal_ends_a_run_cleanly_and_leaves_no_process_behind(recipe, tmp_path, engine, end):
     changes = {"backend": "ray", "steps": 100_000, "rollout.engine": engine, "rollout.kv_cache_gib": 0.25}
     run = subprocess.Popen(
         [sys.executable, "main_rl.py", "--config", recipe(changes)],
@@ -362,12 +366,15 @@ def test_ctrl_c_ends_cleanly_and_leaves_no_process_behind(recipe, tmp_path, engi
             time.sleep(0.2)
         below = descendants(run.pid)
         assert len(below) > 3
-        os.killpg(run.pid, signal.SIGINT)  # what a terminal does: the whole foreground group
+        if end == "ctrl-c":
+            os.killpg(run.pid, signal.SIGINT)  # what a terminal does: the whole foreground group
+        else:
+            run.terminate()  # what kill, a cluster's scheduler and a container's host do
         _, err = run.communicate(timeout=60)
     finally:
         run.kill()  # where the test failed
     assert run.returncode == 130
-    assert "interrupted" in err and "Traceback" not in err, err
+    assert "interrupted" in err and "Traceback" not in err and "SIGTERM" not in err, err
     folder = folder_of(tmp_path)
     assert len(metrics_of(folder)) >= 2
     assert json.loads((folder / "summary.json").read_text())["exit_reason"] == "interrupted"
