@@ -255,14 +255,17 @@ def times_of(run_folder: Path) -> tuple[Times, Schedule]:
     cfg = yaml.safe_load((run_folder / "config.yaml").read_text())
     names = [f"time/{name}" for name in ("groups/mean_s", "groups/std_s", "step_s", "wait_for_data_s", "sync_s")]
     mean = {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in names}  # no sync: no time of it
+    publishes = sum("time/sync_s" in row for row in rows)
     train = mean["time/step_s"] - mean["time/wait_for_data_s"] - mean["time/sync_s"]
     times = Times(
         group=mean["time/groups/mean_s"],
         group_std=mean["time/groups/std_s"],
         train=train,
-        sync=mean["time/sync_s"],
+        sync=mean["time/sync_s"] * len(rows) / max(publishes, 1),
     )
-    return times, Schedule(steps=cfg["steps"], per_step=cfg["groups_per_step"])
+    fresh = round(sum(row["rollout/groups_drawn"] for row in rows) / len(rows))  # what was left out took its time too
+    reuse, publish_every = cfg["reuse"], cfg["publish_every"]
+    return times, Schedule(steps=cfg["steps"], per_step=fresh * reuse, reuse=reuse, publish_every=publish_every)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -279,19 +282,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-lag", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args(argv)
-    per_step = args.groups_per_step
+    schedule = Schedule(steps=args.steps, per_step=args.groups_per_step)
     times = Times(group=args.group_seconds, group_std=args.group_std, train=args.train_seconds, sync=args.sync_seconds)
     if args.run:
         times, measured = times_of(args.run)
-        per_step = measured.per_step
-    print(f"{times}, {per_step} groups a step, {args.concurrent} at a time in an engine\n")
+        schedule = replace(measured, steps=args.steps)
+    if min(args.max_lag) < (least := schedule.publish_every + schedule.reuse - 2):
+        raise SystemExit(
+            f"error: --max-lag {min(args.max_lag)}, and the run's publish_every={schedule.publish_every} and "
+            f"reuse={schedule.reuse} want {least} or more"
+        )
+    print(f"{times}, {schedule.fresh} groups drawn a step, {args.concurrent} at a time in an engine\n")
     headings = ["engines", "trainers", "max_lag", "s/step", "speed-up", "trainer waits", "lag", "max"]
     print("".join(f"{heading:>14}" for heading in headings))
     base: float | None = None
     for engines, trainers, max_lag in itertools.product(args.engines, args.trainers, args.max_lag):
-        schedule = Schedule(steps=args.steps, per_step=per_step, max_lag=max_lag)
         scaled = replace(times, train=times.train / trainers)
-        told = forecast(schedule, scaled, engines=engines, concurrent=args.concurrent)
+        told = forecast(replace(schedule, max_lag=max_lag), scaled, engines=engines, concurrent=args.concurrent)
         base = base or told.step_seconds
         row = [engines, f"{trainers:g}", max_lag, f"{told.step_seconds:.2f}", f"{base / told.step_seconds:.2f}"]
         row += [f"{told.waited:.0%}", f"{told.lag_mean:.2f}", told.lag_max]

@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 from algs import NOT_ALGORITHMS, find_algorithm
 from algs.base import Algorithm, GroupRelative, PolicyGradient
 from algs.parts import KL, Correction, Overlong
-from configs.schema import RLConfig, RunConfig, SLConfig, SourceConfig
+from configs.schema import LoraConfig, RLConfig, RunConfig, SLConfig, SourceConfig
 from core.loading import load_module
 
 README = Path(__file__).parent / "README.md"
@@ -54,6 +54,8 @@ def document() -> str:
     for name, field in {**RLConfig.model_fields}.items():
         if is_section(field.annotation):
             parts += section(f"`{name}`", f"{name}.", field.annotation)
+        if name == "model":
+            parts += section("`model.lora`", "model.lora.", LoraConfig)
         if name == "data":
             parts += section("A source: an entry of the list `data.train`, or `data.eval`", "", SourceConfig)
     parts += ["", "The keys under `alg` are the algorithm's: see [algs/LIBRARY.md](../algs/LIBRARY.md)."]

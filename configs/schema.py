@@ -24,7 +24,9 @@ class LoraConfig(Section):
     targets: Literal["all-linear"] | list[str] = "all-linear"
     """Names of the linear layers that get an adapter; all-linear: all but the head."""
     rslora: bool = False
+    """Rank-stabilised scaling (https://arxiv.org/abs/2312.03732)."""
     dora: bool = False
+    """Learn each column's length apart from its direction (DoRA, https://arxiv.org/abs/2402.09353)."""
     merge_on_save: bool = False
     """Save the whole model, the adapter merged into it, where the next recipe's model.path looks, and the adapter in
     `adapter/` below it. Else the adapter alone is saved, in PEFT's format."""
@@ -124,6 +126,7 @@ class RewardConfig(Section):
     workers: int = Field(2, ge=1)
     """Processes per rollout worker that score; one that hangs or dies costs its sample only."""
     timeout_s: float = Field(20.0, gt=0)
+    """Seconds that the reward of one sample may take; a sample without one is failed."""
     max_failed_share: float = Field(0.1, ge=0, le=1)
     """The run stops when more of a step's samples than this have no reward because it failed."""
 
@@ -137,6 +140,7 @@ class RolloutConfig(Section):
     env: str = "single_turn"
     """A name in rollouts/envs.py, or the path of a Python file with a class `Environment`."""
     engines: int = Field(1, ge=1)
+    """Each has a process and a copy of the weights."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs (on a CPU: processes) per engine."""
     temperature: float = Field(1.0, gt=0)
@@ -145,6 +149,7 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(256, ge=1)
     """Budget of one episode, over all its turns, the environment's included."""
     max_turns: int = Field(1, ge=1)
+    """Replies of the policy in one episode, at most."""
     timeout_s: float = Field(900.0, gt=0)
     """Deadline of one group. One that has not come is asked of another engine, and the run stops where that brings
     none either."""
@@ -186,12 +191,15 @@ OURS_OF_DEEPSPEED = (
 
 class TrainerConfig(Section):
     ranks: int = Field(1, ge=1)
+    """Trainer processes, each with a share of every update."""
     zero_stage: Literal[0, 1, 2, 3] = 1
+    """Of DeepSpeed. 1 deals out the optimizer's state over the ranks, 2 the gradients too, 3 the weights too."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(1e-6, gt=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up; linear and cosine end at zero with the last update."""
     warmup_updates: int = Field(0, ge=0)
+    """Updates in which the learning rate rises to lr."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, ge=0)
@@ -199,10 +207,11 @@ class TrainerConfig(Section):
     micro_batch_tokens: int = Field(16_384, ge=1)
     """Tokens in one forward pass. A matter of memory only: the gradient does not depend on it."""
     gradient_checkpointing: bool = False
+    """Compute activations anew in the backward pass instead of keeping them: less memory, more time."""
     layout: Literal["auto", "padded", "packed"] = "auto"
-    """How a micro-batch lies before the attention kernel: all sequences in one row, or each in a row of its own. auto
-    is packed where the kernel is told the borders: flash attention, and attention: auto in the model families of
-    trainers/attention.py; padded elsewhere."""
+    """How a micro-batch lies before the attention kernel: packed, all sequences in one row; padded, each in a row of
+    its own. auto is packed where the kernel is told the borders: flash attention, and attention: auto in the model
+    families of trainers/attention.py; padded elsewhere."""
     max_skipped_updates: int = Field(3, ge=1)
     """An update whose gradient is not finite is skipped on all ranks; so many in a row end the run."""
     deepspeed: dict[str, Any] = Field({})
@@ -234,9 +243,10 @@ class RunConfig(Section):
     seed: int = 0
     """Of the order of the data and of all sampling."""
     steps: int = Field(ge=1)
-    """The only clock."""
+    """Training steps. There are no epochs, and every key that says "every" counts steps."""
     backend: Literal["ray", "local"] = "ray"
-    """ray: trainer ranks and engines are Ray actors. local: one process, so that breakpoint() works anywhere."""
+    """ray: trainer ranks and engines are Ray actors. local: one process for trainer and engine, so that
+    breakpoint() works in a loss, an environment and an engine (rewards keep processes of their own)."""
     device: Literal["auto", "cuda"] = "auto"
     """auto: GPUs where there are some, else the CPU. cuda: refuse to run without enough GPUs."""
     ray_address: str | None = None

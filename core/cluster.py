@@ -38,6 +38,8 @@ WATCH = "watch"
 """Ray's name for the thread of an actor that answers while its main one is in a collective."""
 PULSE_S = 10.0
 """A process that says nothing on that thread for so long gives no sign of life."""
+MAX_CALLS = 1_000_000
+"""That an actor answers at a time. Beyond, Ray lets calls wait in line: a sync would wait behind groups of samples."""
 IDLE = "is idle"
 LAST_WORDS_S = 2.0
 """After a failure the others have so long to fail as well: one of them may know better why."""
@@ -285,7 +287,7 @@ class Cluster:
             env["OMP_NUM_THREADS"] = str(resources.threads)
         remote: Any = ray.remote
         actor = remote(concurrency_groups={WATCH: 1})(Actor).options(
-            num_gpus=resources.gpus, num_cpus=0, max_concurrency=1000, runtime_env={"env_vars": env}
+            num_gpus=resources.gpus, num_cpus=0, max_concurrency=MAX_CALLS, runtime_env={"env_vars": env}
         )
         workers = Remote(name, [actor.remote() for _ in range(n)], timeout_s)
         self.actors += workers.actors
@@ -341,9 +343,10 @@ class Actor:
 
     async def doing(self) -> str:
         """A clause on the calls in progress. It runs in a thread of its own, and so answers during any of them."""
-        calls = [
-            f"has been in {method} for {time.monotonic() - since:.0f} s" for method, since in [*self.busy.values()]
-        ]
+        first: dict[str, float] = {}  # of each method: there may be a thousand groups
+        for method, since in [*self.busy.values()]:
+            first.setdefault(method, since)
+        calls = [f"has been in {method} for {time.monotonic() - since:.0f} s" for method, since in first.items()]
         place = _place_in_our_code(self.thread)
         return (" and ".join(calls) or IDLE) + (f" (at {place})" if calls and place else "")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from core.loading import FileSpec
 
 NOT_FOR_TRAINING = (
     *("name", "run_dir", "save_to", "checkpoint.", "resume", "timeout_s", "device", "ray_address"),
-    *("data.eval", "data.eval.", "data.eval_rows", "data.max_unfit_share", "eval_every", "model.lora.merge_on_save"),
+    *("data.max_unfit_share", "model.lora.merge_on_save"),
     *("trainer.max_skipped_updates", "reward.workers", "reward.timeout_s", "reward.max_failed_share"),
     *("rollout.timeout_s", "weight_sync.bucket_mib", "weight_sync.timeout_s", "weight_sync.probe_tolerance"),
     "weight_sync.transport",
@@ -33,6 +33,8 @@ OTHER_BITS = (
 )
 """May differ, because a run that died for want of memory must be able to go on: the gradient is the same in exact
 arithmetic, and its last bits are others. The log says so."""
+EVALUATION = ("eval_every", "data.eval", "data.eval.", "data.eval_rows")
+"""May differ. In RL an engine's batches hold held-out prompts beside the others, which moves last bits."""
 
 
 def recipe_of(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -> dict[str, Any]:
@@ -77,10 +79,10 @@ def resume_from(loaded: Loaded[Any], recipe: dict[str, Any]) -> Checkpoint | Non
 
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UserError naming the first key on which the resumed run would not be the same."""
-    free = {*NOT_FOR_TRAINING, *OTHER_BITS} | ({"steps"} if then["trainer.lr_schedule"] == "constant" else set[str]())
-    sections = tuple(key for key in free if key.endswith("."))
+    steps = ("steps",) if then["trainer.lr_schedule"] == "constant" else ()
+    free = NOT_FOR_TRAINING + OTHER_BITS + EVALUATION + steps
     for key in [*now, *(k for k in then if k not in now)]:
-        if key in free or key.startswith(sections) or then.get(key) == now.get(key):
+        if is_among(free, key) or then.get(key) == now.get(key):
             continue
         why = "the learning rate" if key == "steps" else "what is learnt"
         raise UserError(
@@ -98,6 +100,11 @@ def check_files(then: Mapping[str, str], now: Mapping[str, str]) -> None:
             )
 
 
-def other_bits(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def other_bits(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """The keys that differ and move the last bits only."""
-    return [key for key in OTHER_BITS if then.get(key) != now.get(key)]
+    keys = OTHER_BITS + (EVALUATION if "groups_per_step" in now else ())
+    return [key for key in now | then if is_among(keys, key) and then.get(key) != now.get(key)]
+
+
+def is_among(names: Collection[str], key: str) -> bool:
+    return key in names or key.startswith(tuple(name for name in names if name.endswith(".")))

@@ -107,6 +107,13 @@ class Session:
                 self.cluster.close()
 
 
+def _interrupt_at_once() -> None:
+    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt wherever Python is; one that was ignored still is."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+
+
 def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> int:
     """Run `body` to its end, or to Ctrl-C, SIGTERM or an error, and always leave a summary and no process behind."""
     clock = Clock()
@@ -122,8 +129,10 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
         try:
             if cfg.backend == "ray":
                 session.cluster = Cluster(cfg.ray_address)
-            # after Ray, which takes the signal for itself and aborts
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+                # after Ray, which takes the signal for itself and aborts
+                asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+            else:  # in one process the loop may not turn before the end
+                _interrupt_at_once()
             await body(session)
         except ProcessDied:
             session.engines = None  # they may wait for it; all are killed next

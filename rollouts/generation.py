@@ -11,6 +11,9 @@ from core.errors import RunStopped
 from core.types import Group, Prompt
 from rollouts.buffer import Drawn, ReplayBuffer
 
+SILENCE_S = 5.0
+"""So much later than the worker itself gives a group up does the wait for its word end."""
+
 
 class Generation:
     """Asks engines for groups. `lost` counts the groups that an engine did not bring and another was asked for."""
@@ -29,7 +32,8 @@ class Generation:
         self.workers, self.draw, self.keep, self.buffer = workers, draw, keep, buffer
         self.group_size, self.timeout_s = group_size, timeout_s
         self.running = [0] * len(workers)
-        """Groups that each engine has been asked for and not brought."""
+        """Groups that each engine has been asked for and not brought: one that loses some is asked for fewer."""
+        self.under_way: set[asyncio.Task[None]] = set()
         self.lost = 0
 
     @asynccontextmanager
@@ -39,14 +43,17 @@ class Generation:
             async with asyncio.TaskGroup() as tasks:
                 starting = tasks.create_task(self._start_all(tasks))
                 yield
-                starting.cancel()
+                for task in (starting, *self.under_way):  # a resumed run of fewer steps has some that nobody wants
+                    task.cancel()
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
     async def _start_all(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             ticket = await self.buffer.reserve()
-            tasks.create_task(self._bring(ticket))
+            task = tasks.create_task(self._bring(ticket))
+            self.under_way.add(task)
+            task.add_done_callback(self.under_way.discard)
 
     async def _bring(self, ticket: int) -> None:
         now = asyncio.get_running_loop().time  # a simulator's is not the wall clock's
@@ -69,17 +76,18 @@ class Generation:
         return group
 
     async def _ask(self, worker: int, ticket: int, prompt: Prompt, size: int) -> Group | None:
-        """None if it did not come in time."""
+        """None if it did not come in time, whether the worker says so or is silent."""
         self.running[worker] += 1
         try:
-            async with asyncio.timeout(self.timeout_s) as deadline:
-                return await self.workers.call(worker, "group", ticket, prompt, size)
+            async with asyncio.timeout(self.timeout_s + SILENCE_S) as deadline:
+                group = await self.workers.call(worker, "group", ticket, prompt, size)
         except TimeoutError:
             if deadline.expired():
                 return None
             raise
-        finally:
+        if group is not None:
             self.running[worker] -= 1
+        return group
 
     def _idlest(self, besides: int | None = None) -> int:
         others = [i for i in range(len(self.workers)) if i != besides]

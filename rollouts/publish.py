@@ -117,3 +117,4 @@ class RemoteSync:
                     f"{others[0].name} instead of {transport.name}"
                 )
                 self.transports = others
+                await self.rollouts.all("engine.hold")  # some may have had all their weights, and gone on

@@ -34,9 +34,18 @@ class RolloutWorker:
         self.reward, self.rollout, self.seed = reward, rollout, seed
         self.ledger = Ledger("sync", "generate", "score")
 
-    async def group(self, ticket: int, prompt: Prompt, size: int) -> Group:
-        """`size` episodes of a prompt, all in flight at once."""
-        return await asyncio.gather(*(self._sample(ticket, prompt, sibling) for sibling in range(size)))
+    async def group(self, ticket: int, prompt: Prompt, size: int) -> Group | None:
+        """`size` episodes of a prompt, all in flight at once.
+
+        None where they take longer than `rollout.timeout_s`: they are given up then, and hold up nothing any more.
+        """
+        try:
+            async with asyncio.timeout(self.rollout.timeout_s) as deadline:
+                return await asyncio.gather(*(self._sample(ticket, prompt, sibling) for sibling in range(size)))
+        except TimeoutError:
+            if deadline.expired():
+                return None
+            raise
 
     async def _sample(self, ticket: int, prompt: Prompt, sibling: int) -> Sample:
         with self.ledger.doing("generate"):

@@ -8,13 +8,16 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import main_rl
-from benchmarks.simulate import SimulatedEngines, SimulatedRun, Times, forecast, run_in_virtual_time
+from benchmarks import simulate
+from benchmarks.simulate import SimulatedEngines, SimulatedRun, Times, forecast, run_in_virtual_time, times_of
 from configs.load import load_recipe
-from configs.schema import RLConfig
+from configs.schema import RewardConfig, RLConfig, RolloutConfig
 from core.checkpoint import find_checkpoint
 from core.describe import describe_lag
 from core.errors import RunStopped
@@ -23,7 +26,9 @@ from core.session import Session, run_session
 from core.types import Group, Prompt, Sample
 from data_feeds.packing import plan_update
 from rollouts.buffer import Drawn, ReplayBuffer, Schedule
+from rollouts.envs import SingleTurn as OneTurn
 from rollouts.generation import Generation
+from rollouts.worker import RolloutWorker
 from unit_tests.test_checkpoint import folder_of, numbers_of, run
 from unit_tests.test_runs import SEVENS, file_of
 
@@ -339,6 +344,82 @@ def test_generation_asks_the_engine_with_the_least_to_do():
             return list(generation.running)
 
     assert run_in_virtual_time(body()) == [3, 2, 2]
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_an_engine_that_loses_groups_is_asked_for_fewer(says_so):
+    class Lossy(SimulatedEngines):
+        async def call(self, rank, method, *args, **kwargs):
+            asked[rank] += 1
+            if rank == 0:
+                await asyncio.sleep(5.0 if says_so else 1e9)
+                return None
+            return await super().call(rank, method, *args, **kwargs)
+
+    asked = [0, 0]
+    times = Times(group=1.0, group_std=0.0, train=1.0, sync=0.0)
+    run = SimulatedRun(Schedule(steps=20, per_step=4), Lossy(times=times, engines=2, concurrent=9), times, 5.0)
+    run_in_virtual_time(main_rl.train(run))
+    assert run.generation.lost == asked[0] <= 8, "of 80"
+
+
+def test_a_group_that_takes_too_long_is_given_up_where_it_is_made():
+    given_up = []
+
+    class Stuck:
+        async def generate(self, token_ids, **kwargs):
+            try:
+                await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                given_up.append(token_ids)
+                raise
+
+    tokenizer: Any = SimpleNamespace(render=lambda messages: [1, 2])
+    rollout = RolloutConfig(max_new_tokens=4, timeout_s=0.05)
+    rewards: Any = None  # never reached
+    engine: Any = Stuck()
+    worker = RolloutWorker(
+        engine, tokenizer, lambda prompt: OneTurn(prompt), rewards, reward=RewardConfig(fn="x"), rollout=rollout, seed=0
+    )
+    assert asyncio.run(worker.group(0, Prompt(id="p", messages=[]), 3)) is None
+    assert given_up == [[1, 2]] * 3, "the engine's slots are free"
+
+
+def test_groups_that_nobody_wants_do_not_outlast_the_training():
+    """A run that is resumed for fewer steps had more under way than it needs."""
+    schedule = Schedule(steps=2, per_step=1, max_lag=4)
+    times = Times(group=1.0, group_std=0.0, train=1.0, sync=0.0)
+
+    class Late(SimulatedEngines):
+        async def call(self, rank, method, *args, **kwargs):
+            if args[0] > 1:
+                await asyncio.sleep(1e9)
+            return await super().call(rank, method, *args, **kwargs)
+
+    run = SimulatedRun(schedule, Late(times=times, engines=1, concurrent=9), times, first_step=1)
+    state = {"ticket": 5, "started": [1, 2, 3, 4], "told": 0, "came": []}
+    draw = run.generation.draw
+    run.generation.buffer = ReplayBuffer.restored(state, schedule, draw, step=1)
+
+    async def seconds() -> float:
+        await main_rl.train(run)
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(seconds()) < 10
+    assert [g[0].prompt.id for [g] in run.trained] == ["1"]
+
+
+def test_the_forecast_of_a_run_counts_what_was_drawn_and_each_publish(tmp_path):
+    recipe = {"steps": 9, "groups_per_step": 8, "reuse": 2, "publish_every": 3}
+    (tmp_path / "config.yaml").write_text(json.dumps(recipe))
+    spent = {"time/groups/mean_s": 2.0, "time/groups/std_s": 1.0, "time/step_s": 10.0, "time/wait_for_data_s": 4.0}
+    rows = [spent | {"rollout/groups_drawn": 6} | ({"time/sync_s": 3.0} if n % 3 == 0 else {}) for n in range(7)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    times, schedule = times_of(tmp_path)
+    assert (times.sync, times.train) == (pytest.approx(3.0), pytest.approx(5.0))
+    assert schedule == Schedule(steps=9, per_step=12, reuse=2, publish_every=3), "6 new groups, of which 4 are kept"
+    with pytest.raises(SystemExit, match="--max-lag 2, and the run's publish_every=3 and reuse=2 want 3"):
+        simulate.main(["--run", str(tmp_path), "--max-lag", "2"])
 
 
 def sampled_by(*versions: int) -> Sample:

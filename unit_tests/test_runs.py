@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs.load import load_recipe
+from configs.schema import SLConfig
+from core.session import Session, run_session
 from core.types import Policy
 from unit_tests.examples import is_running
 
@@ -384,6 +387,23 @@ def test_a_signal_ends_a_run_cleanly_and_leaves_no_process_behind(recipe, tmp_pa
             break
         time.sleep(0.1)
     assert not alive, subprocess.check_output(["ps", "-p", ",".join(map(str, alive))], text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_in_one_process_at_once(recipe, tmp_path, number):
+    """Nothing there gives way to the event loop, which would hear of it at the end."""
+    cfg = load_recipe(SLConfig, recipe(kind="sl"), []).cfg
+    before = signal.getsignal(signal.SIGTERM)
+
+    async def body(session: Session) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(1.0)
+        raise AssertionError("it went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_session(cfg, body)
+    signal.signal(signal.SIGTERM, before)
+    assert json.loads((folder_of(tmp_path) / "summary.json").read_text())["exit_reason"] == "interrupted"
 
 
 @pytest.mark.slow

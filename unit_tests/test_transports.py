@@ -75,6 +75,38 @@ def cluster():
     cluster.close()
 
 
+class Waiting:
+    def __init__(self):
+        self.released, self.came = asyncio.Event(), 0
+
+    async def group(self):
+        self.came += 1
+        await self.released.wait()
+
+    async def probe(self, groups):
+        while self.came < groups:
+            await asyncio.sleep(0.01)
+
+    def hold(self):
+        self.released.set()
+
+
+def build_waiting(place):
+    return Waiting()
+
+
+def test_no_number_of_groups_under_way_keeps_a_sync_waiting(cluster):
+    async def go() -> None:
+        engines = await cluster.spawn("engine", 1, build_waiting, resources=Resources(threads=1), timeout_s=60.0)
+        groups = [asyncio.create_task(engines.call(0, "group")) for _ in range(2500)]
+        await engines.call(0, "probe", len(groups))
+        assert re.fullmatch(r"engine 0 has been in group for \d+ s", (await engines.pulse(0))[1]), "said once"
+        await engines.call(0, "hold")
+        await asyncio.gather(*groups)
+
+    asyncio.run(go())
+
+
 def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(cluster, recipe, tmp_path):
     partitioned = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # small tensors, too
     common = {"backend": "ray", "trainer.ranks": 2, "trainer.zero_stage": 3, "trainer.deepspeed": partitioned}

@@ -214,3 +214,33 @@ def test_nothing_is_sent_before_the_engines_are_held() -> None:
     asyncio.run(sync.publish(3))
     steps = [note for note in notes if "ledger" not in note]
     assert steps[:3] == ["engine.hold called", "engine.hold done", "carry called"]
+
+
+def test_engines_are_held_again_before_another_transport_is_tried() -> None:
+    """The first may have failed when one of them had all its weights, and went on."""
+    notes: list[str] = []
+    trainers = cast(Remote, Recorder(notes, {"probe": [-1.0]}))
+    engines = cast(Remote, Recorder(notes, {"engine.fingerprint": [{}], "engine.probe": [-1.0]}))
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def carry(self, version: int) -> Sent:
+            notes.append(self.name)
+            if self.name == "gloo":
+                raise TransportFailed("cut")
+            return Sent(checksums={}, nbytes=0)
+
+    sync = RemoteSync(
+        ends=Ends(trainers=trainers, engines=engines, ranks_per_engine=1, max_bytes=1, part="whole", timeout_s=1.0),
+        rollouts=engines,
+        probe=Probe(token_ids=[1, 2], bound=0.1),
+        transports=[cast(Transport, Noted("gloo")), cast(Transport, Noted("direct"))],
+        may_fall_back=True,
+        say=lambda text: None,
+        facts={},
+    )
+    asyncio.run(sync.publish(3))
+    steps = [note for note in notes if note in ("gloo", "direct", "engine.hold done")]
+    assert steps == ["engine.hold done", "gloo", "engine.hold done", "direct"]
