@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.schema import RunConfig
+from configs.schema import RLConfig, RunConfig
 from core.account import shares
 from core.checkpoint import Checkpoint, Stand, is_due, retain, write_checkpoint
 from core.clock import Clock
@@ -129,9 +129,9 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
         try:
             if cfg.backend == "ray":
                 session.cluster = Cluster(cfg.ray_address)
-                # after Ray, which takes the signal for itself and aborts
-                asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-            else:  # in one process the loop may not turn before the end
+            # after Ray, which takes the signal for itself and aborts
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+            if cfg.backend == "local" and not isinstance(cfg, RLConfig):  # the loop does not turn before the end
                 _interrupt_at_once()
             await body(session)
         except ProcessDied:

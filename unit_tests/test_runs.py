@@ -1,5 +1,6 @@
 """Whole runs of main_rl.py, from the command line to the run folder."""
 
+import asyncio
 import json
 import os
 import pty
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from configs.load import load_recipe
-from configs.schema import SLConfig
+from configs.schema import RLConfig, SLConfig
 from core.session import Session, run_session
 from core.types import Policy
 from unit_tests.examples import is_running
@@ -390,13 +391,16 @@ def test_a_signal_ends_a_run_cleanly_and_leaves_no_process_behind(recipe, tmp_pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_in_one_process_at_once(recipe, tmp_path, number):
-    """Nothing there gives way to the event loop, which would hear of it at the end."""
-    cfg = load_recipe(SLConfig, recipe(kind="sl"), []).cfg
+@pytest.mark.parametrize("kind", ["sl", "rl"])
+def test_a_signal_ends_a_run_in_one_process_at_once(recipe, tmp_path, kind, number):
+    """In supervised learning nothing gives way to the event loop, which would hear of it at the end."""
+    cfg = load_recipe({"sl": SLConfig, "rl": RLConfig}[kind], recipe(kind=kind), []).cfg
     before = signal.getsignal(signal.SIGTERM)
 
     async def body(session: Session) -> None:
         os.kill(os.getpid(), number)
+        if kind == "rl":
+            await asyncio.sleep(1.0)
         time.sleep(1.0)
         raise AssertionError("it went on")
 
