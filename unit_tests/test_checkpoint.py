@@ -28,6 +28,7 @@ from core.checkpoint import (
 from core.cli import guarded
 from core.cluster import Local
 from core.errors import RunStopped, UserError
+from core.recipe import other_bits
 from data_feeds.packing import micro_batches
 from unit_tests.examples import some_groups, with_values
 from unit_tests.test_deepspeed import plan_of
@@ -257,6 +258,7 @@ CHANGED = {
     "steps=3": None,
     "trainer.micro_batch_tokens=40": None,
     "timeout_s=100": None,
+    "data.eval_rows=3": None,
 }
 
 
@@ -289,6 +291,15 @@ def test_a_resume_with_another_recipe_names_the_first_key_that_differs(recipe, t
     (tmp_path / "mine.py").write_text(text + "\n")
     code, err = run(monkeypatch, capsys, main_sl, path, resume, "steps=2")
     assert code == 2 and err.startswith("error: alg: the file is not the one"), err
+
+
+def test_held_out_prompts_move_last_bits_where_an_engine_answers_them():
+    sl = {"eval_every": 0, "data.eval": "a.jsonl", "seed": 0}
+    now = {"eval_every": 5, "data.eval.path": "a.jsonl", "seed": 0}
+    assert other_bits(sl, now) == []
+    rl = {"groups_per_step": 8}
+    assert sorted(other_bits(sl | rl, now | rl)) == ["data.eval", "data.eval.path", "eval_every"]
+    assert other_bits(now | rl, now | rl) == []
 
 
 def test_a_run_without_a_checkpoint_cannot_be_resumed(recipe, tmp_path, monkeypatch, capsys):
