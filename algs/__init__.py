@@ -28,7 +28,7 @@ def find_algorithm(settings: dict[str, Any]) -> tuple[FileSpec, type[Algorithm]]
 
 def algorithm_of(spec: FileSpec) -> type[Algorithm]:
     """The one subclass of Algorithm that the file itself defines."""
-    from algs.base import Algorithm
+    from algs.base import Algorithm, PolicyGradient
 
     module = load_module(spec)
     found = [
@@ -39,7 +39,13 @@ def algorithm_of(spec: FileSpec) -> type[Algorithm]:
     if len(found) != 1:
         names = ", ".join(c.__name__ for c in found) or "none"
         raise UserError(f"{spec.path} must define exactly one subclass of algs.base.Algorithm, found {names}")
-    return found[0]
+    [cls] = found
+    samples = issubclass(cls, PolicyGradient)
+    for name in ("arrange", "rows", "trains") if samples else ("keep",):
+        if getattr(cls, name) is not getattr(Algorithm, name):
+            what = "a PolicyGradient" if samples else "no PolicyGradient"
+            raise UserError(f"{spec.path}: {cls.__name__} is {what}, and its {name} would never be read: delete it")
+    return cls
 
 
 def load_algorithm(spec: FileSpec, settings: dict[str, Any]) -> Algorithm:

@@ -195,13 +195,17 @@ class TrainerConfig(Section):
     zero_stage: Literal[0, 1, 2, 3] = 1
     """Of DeepSpeed. 1 deals out the optimizer's state over the ranks, 2 the gradients too, 3 the weights too."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    """torch's; sgd is without momentum."""
     lr: float = Field(1e-6, gt=0)
+    """The learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up; linear and cosine end at zero with the last update."""
     warmup_updates: int = Field(0, ge=0)
     """Updates in which the learning rate rises to lr."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """Of AdamW: the decays of the gradient's running mean and of its square's."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's is decoupled from the gradient; sgd adds it to the gradient."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip the gradient of an update to this norm; 0 does not clip. The norm that is logged is the one before."""
     micro_batch_tokens: int = Field(16_384, ge=1)

@@ -128,7 +128,8 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
         assert task is not None
         try:
             if cfg.backend == "ray":
-                session.cluster = Cluster(cfg.ray_address)
+                with clock.phase("start"):
+                    session.cluster = Cluster(cfg.ray_address)
             # after Ray, which takes the signal for itself and aborts
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
             if cfg.backend == "local" and not isinstance(cfg, RLConfig):  # the loop does not turn before the end

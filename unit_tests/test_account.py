@@ -70,6 +70,7 @@ def test_a_runs_seconds_are_accounted_for(recipe, tmp_path, max_lag):
     done = program(recipe(changes | sizes))
     assert done.returncode == 0, done.stderr
     summary = json.loads((folder_of(tmp_path) / "summary.json").read_text())
+    assert summary["seconds"]["rest"] <= 0.01 * summary["seconds"]["all"], summary["seconds"]
     devices = summary["devices"]
     assert set(devices) == {"trainer 0", "engine 0"}
     whole = sum(devices["trainer 0"].values())

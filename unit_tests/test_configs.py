@@ -37,6 +37,22 @@ def file_of(path: Path, text: str) -> str:
     return str(path)
 
 
+ARRANGES = """
+from algs.base import GroupRelative
+class Arranges(GroupRelative):
+    def arrange(self, groups):
+        return groups[:1]
+    def loss(self, policy, tokens):
+        return -policy.logp * tokens.advantage, {}
+"""
+KEEPS = """
+from algs.base import Algorithm
+class Keeps(Algorithm):
+    def keep(self, group):
+        return False
+    def loss(self, policy, tokens):
+        return -policy.logp, {}
+"""
 TWO_LOSSES = "from algs.sft import SFT\nclass A(SFT): pass\nclass B(SFT): pass\n"
 CONVERSATION = [{"role": "user", "content": "1+1="}]
 
@@ -160,6 +176,14 @@ def test_broken_files_of_the_user(recipe, monkeypatch, capsys, tmp_path, tiny_pa
     cases = [
         ({"alg": {"file": two}}, "exactly one subclass of algs.base.Algorithm, found A, B"),
         ({"alg": {"file": file_of(tmp_path / "bad.py", "import nowhere\n")}}, "bad.py, line 1"),
+        (
+            {"alg": {"file": file_of(tmp_path / "arranges.py", ARRANGES)}},
+            "its arrange would never be read",
+        ),
+        (
+            {"alg": {"file": file_of(tmp_path / "keeps.py", KEEPS)}},
+            "its keep would never be read",
+        ),
         ({"reward.fn": file_of(tmp_path / "r.py", "x = 1\n")}, "no function score"),
         ({"model.path": str(empty)}, "no config.json"),
         ({"model.path": str(half)}, "cannot be read as a model config"),
