@@ -1,4 +1,5 @@
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from data_prep import arithmetic, tiny_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a model hub
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
 
 
 @pytest.fixture(scope="session")
