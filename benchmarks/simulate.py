@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import main_rl
+from configs.schema import least_lag
 from core.types import Group, Prompt, Sample
 from rollouts.buffer import Drawn, ReplayBuffer, Schedule
 from rollouts.generation import Generation
@@ -287,7 +288,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.run:
         times, measured = times_of(args.run)
         schedule = replace(measured, steps=args.steps)
-    if min(args.max_lag) < (least := schedule.publish_every + schedule.reuse - 2):
+    least = least_lag(publish_every=schedule.publish_every, reuse=schedule.reuse)
+    if min(args.max_lag) < least:
         raise SystemExit(
             f"error: --max-lag {min(args.max_lag)}, and the run's publish_every={schedule.publish_every} and "
             f"reuse={schedule.reuse} want {least} or more"

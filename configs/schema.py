@@ -293,6 +293,11 @@ class RunConfig(Section):
         return self
 
 
+def least_lag(*, publish_every: int, reuse: int) -> int:
+    """The lag that samples reach whatever the timing: the smallest `max_lag` that can be kept."""
+    return publish_every + reuse - 2
+
+
 class RLConfig(RunConfig):
     groups_per_step: int = Field(ge=1)
     """Prompts drawn per step."""
@@ -321,7 +326,7 @@ class RLConfig(RunConfig):
             )
         if self.groups_per_step % self.reuse:
             raise ValueError(f"groups_per_step={self.groups_per_step} must be a multiple of reuse={self.reuse}")
-        if self.max_lag < (least := self.publish_every + self.reuse - 2):
+        if self.max_lag < (least := least_lag(publish_every=self.publish_every, reuse=self.reuse)):
             raise ValueError(
                 f"max_lag={self.max_lag}, and with publish_every={self.publish_every} and reuse={self.reuse} a sample "
                 f"gets {least} steps old: raise max_lag to {least} or more, or lower the others"

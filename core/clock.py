@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Generator
+from collections.abc import Awaitable, Generator
 from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Clock:
@@ -78,3 +82,15 @@ class Ledger:
         at = next((name for name, n in self.going.items() if n), "idle")
         self.seconds[at] += now - self.settled
         self.settled = now
+
+
+async def in_time(call: Awaitable[T], seconds: float) -> T | None:
+    """What `call` brings, None where it takes longer: it is cancelled then. A TimeoutError of its own is raised."""
+    deadline = asyncio.timeout(seconds)
+    try:
+        async with deadline:
+            return await call
+    except TimeoutError:
+        if deadline.expired():
+            return None
+        raise

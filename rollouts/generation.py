@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
+from core.clock import in_time
 from core.cluster import Workers
 from core.errors import RunStopped
 from core.types import Group, Prompt
@@ -78,13 +79,7 @@ class Generation:
     async def _ask(self, worker: int, ticket: int, prompt: Prompt, size: int) -> Group | None:
         """None if it did not come in time, whether the worker says so or is silent."""
         self.running[worker] += 1
-        try:
-            async with asyncio.timeout(self.timeout_s + SILENCE_S) as deadline:
-                group = await self.workers.call(worker, "group", ticket, prompt, size)
-        except TimeoutError:
-            if deadline.expired():
-                return None
-            raise
+        group = await in_time(self.workers.call(worker, "group", ticket, prompt, size), self.timeout_s + SILENCE_S)
         if group is not None:
             self.running[worker] -= 1
         return group

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from configs.schema import RewardConfig, RolloutConfig
-from core.clock import Ledger
+from core.clock import Ledger, in_time
 from core.errors import UserError
 from core.types import Group, Prompt, Sample
 from rewards.pool import RewardPool
@@ -39,13 +39,8 @@ class RolloutWorker:
 
         None where they take longer than `rollout.timeout_s`: they are given up then, and hold up nothing any more.
         """
-        try:
-            async with asyncio.timeout(self.rollout.timeout_s) as deadline:
-                return await asyncio.gather(*(self._sample(ticket, prompt, sibling) for sibling in range(size)))
-        except TimeoutError:
-            if deadline.expired():
-                return None
-            raise
+        episodes = asyncio.gather(*(self._sample(ticket, prompt, sibling) for sibling in range(size)))
+        return await in_time(episodes, self.rollout.timeout_s)
 
     async def _sample(self, ticket: int, prompt: Prompt, sibling: int) -> Sample:
         with self.ledger.doing("generate"):

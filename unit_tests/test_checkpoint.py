@@ -25,12 +25,11 @@ from core.checkpoint import (
     retain,
     write_checkpoint,
 )
-from core.cli import guarded
 from core.cluster import Local
 from core.errors import RunStopped, UserError
 from core.recipe import other_bits
 from data_feeds.packing import micro_batches
-from unit_tests.examples import some_groups, with_values
+from unit_tests.examples import run_here, some_groups, with_values
 from unit_tests.test_deepspeed import plan_of
 
 ROOT = Path(__file__).parent.parent
@@ -193,11 +192,6 @@ def test_a_checkpoint_of_other_trainers_is_refused(tiny_path, tmp_path):
             trainer.load_state(tmp_path)
 
 
-def run(monkeypatch, capsys, program, config: str, *overrides: str) -> tuple[int, str]:
-    monkeypatch.setattr(sys, "argv", ["main.py", "--config", config, *overrides])
-    return guarded(program.main), capsys.readouterr().err
-
-
 def folder_of(tmp_path: Path, name: str) -> Path:
     [folder] = (tmp_path / "runs").glob(f"{name}-*")
     return folder
@@ -218,27 +212,27 @@ def assert_same_end(whole: Path, resumed: Path, first_step: int) -> None:
 SCHEDULED = {"trainer.lr_schedule": "linear", "trainer.warmup_updates": 2, "steps": 5}
 
 
-def test_a_resumed_supervised_run_is_the_run_that_was_never_stopped(recipe, tmp_path, monkeypatch, capsys, sums):
+def test_a_resumed_supervised_run_is_the_run_that_was_never_stopped(recipe, tmp_path, sums):
     held_out = {"data.eval": str(sums / "sft.parquet"), "eval_every": 1}
     path = recipe(SCHEDULED | held_out, kind="sl")
-    assert run(monkeypatch, capsys, main_sl, path, "name=whole") == (0, "")
-    assert run(monkeypatch, capsys, main_sl, path, "name=kept", "checkpoint={every: 2, keep: 1}") == (0, "")
+    assert run_here(main_sl, "--config", path, "name=whole") == (0, "")
+    assert run_here(main_sl, "--config", path, "name=kept", "checkpoint={every: 2, keep: 1}") == (0, "")
     kept, whole = folder_of(tmp_path, "kept"), folder_of(tmp_path, "whole")
     assert names(kept / "checkpoints") == ["best", "last", "step_00005"], "the loss falls, so the last is the best"
     assert not (whole / "checkpoints").exists()
     assert numbers_of(kept) == numbers_of(whole), "saving changes nothing"
 
-    assert run(monkeypatch, capsys, main_sl, path, "name=first", "checkpoint.every=2", "checkpoint.keep=9")[0] == 0
+    assert run_here(main_sl, "--config", path, "name=first", "checkpoint.every=2", "checkpoint.keep=9")[0] == 0
     at = folder_of(tmp_path, "first") / "checkpoints/step_00002"
-    assert run(monkeypatch, capsys, main_sl, path, "name=second", f"resume={at}", "checkpoint.every=2") == (0, "")
+    assert run_here(main_sl, "--config", path, "name=second", f"resume={at}", "checkpoint.every=2") == (0, "")
     second = folder_of(tmp_path, "second")
     assert_same_end(whole, second, first_step=2)
     assert json.loads((second / "summary.json").read_text())["resumed"]["steps_done"] == 2
     assert names(second / "checkpoints") == ["best", "last", "step_00004", "step_00005"]
 
-    code, err = run(monkeypatch, capsys, main_sl, path, f"resume={kept}")
+    code, err = run_here(main_sl, "--config", path, f"resume={kept}")
     assert code == 2 and f"steps=5, and resume={kept} has done 5" in err
-    code, err = run(monkeypatch, capsys, main_sl, path, f"resume={kept}", "steps=7")
+    code, err = run_here(main_sl, "--config", path, f"resume={kept}", "steps=7")
     assert code == 2 and "steps is 7 and was 5" in err and "learning rate depends" in err
 
 
@@ -262,34 +256,33 @@ CHANGED = {
 }
 
 
-def test_a_resume_with_another_recipe_names_the_first_key_that_differs(recipe, tmp_path, monkeypatch, capsys):
+def test_a_resume_with_another_recipe_names_the_first_key_that_differs(recipe, tmp_path, capsys):
     text = (ROOT / "algs/sft.py").read_text()
     (tmp_path / "mine.py").write_text(text)
     rows = tmp_path / "rows.jsonl"
     turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     rows.write_text(json.dumps({"messages": turns}) + "\n")
     path = recipe({"alg": {"file": str(tmp_path / "mine.py")}, "data.train": str(rows)}, kind="sl")
-    assert run(monkeypatch, capsys, main_sl, path, "name=first", "checkpoint.every=1", "steps=1") == (0, "")
+    assert run_here(main_sl, "--config", path, "name=first", "checkpoint.every=1", "steps=1") == (0, "")
     resume = f"resume={folder_of(tmp_path, 'first')}"
 
     for changed, words in CHANGED.items():
-        monkeypatch.setattr(sys, "argv", ["main.py", "--config", path, resume, "steps=2", "name=again", changed])
-        code = guarded(main_sl.main)
-        said = capsys.readouterr()
+        code, err = run_here(main_sl, "--config", path, resume, "steps=2", "name=again", changed)
+        out = capsys.readouterr().out
         if words is None:
-            assert code == 0, (changed, said.err)
-            assert ("not to the last bit" in said.out) == ("micro_batch" in changed)
+            assert code == 0, (changed, err)
+            assert ("not to the last bit" in out) == ("micro_batch" in changed)
         else:
-            assert code == 2 and said.err.startswith(words) and len(said.err.splitlines()) == 1, (changed, said.err)
+            assert code == 2 and err.startswith(words) and len(err.splitlines()) == 1, (changed, err)
 
-    code, err = run(monkeypatch, capsys, main_rl, recipe(), resume)
+    code, err = run_here(main_rl, "--config", recipe(), resume)
     assert code == 2 and "a run of the other program" in err
     path = recipe({"alg": {"file": str(tmp_path / "mine.py")}, "data.train": str(rows)}, kind="sl")
     rows.write_text(rows.read_text() * 2)
-    code, err = run(monkeypatch, capsys, main_sl, path, resume, "steps=2")
+    code, err = run_here(main_sl, "--config", path, resume, "steps=2")
     assert code == 2 and err.startswith("error: data.train: the file is not the one"), err
     (tmp_path / "mine.py").write_text(text + "\n")
-    code, err = run(monkeypatch, capsys, main_sl, path, resume, "steps=2")
+    code, err = run_here(main_sl, "--config", path, resume, "steps=2")
     assert code == 2 and err.startswith("error: alg: the file is not the one"), err
 
 
@@ -302,17 +295,17 @@ def test_held_out_prompts_move_last_bits_where_an_engine_answers_them():
     assert other_bits(now | rl, now | rl) == []
 
 
-def test_a_run_without_a_checkpoint_cannot_be_resumed(recipe, tmp_path, monkeypatch, capsys):
+def test_a_run_without_a_checkpoint_cannot_be_resumed(recipe, tmp_path):
     path = recipe(kind="sl")
-    assert run(monkeypatch, capsys, main_sl, path, "steps=1", "name=first")[0] == 0
-    code, err = run(monkeypatch, capsys, main_sl, path, f"resume={folder_of(tmp_path, 'first')}")
+    assert run_here(main_sl, "--config", path, "steps=1", "name=first")[0] == 0
+    code, err = run_here(main_sl, "--config", path, f"resume={folder_of(tmp_path, 'first')}")
     assert code == 2 and "has no complete checkpoint" in err and len(err.splitlines()) == 1
 
 
 LUCK = "import zlib\ndef score(p, m): return {'correct': float(zlib.crc32(m[-1]['content'].encode()) % 3 == 0)}\n"
 
 
-def test_a_resumed_rl_run_draws_samples_and_learns_the_same(recipe, tmp_path, monkeypatch, capsys):
+def test_a_resumed_rl_run_draws_samples_and_learns_the_same(recipe, tmp_path):
     """With PPO's critic, two updates a step, and tickets that ran ahead of the steps for groups drawn again."""
     (tmp_path / "luck.py").write_text(LUCK)
     changes = {
@@ -322,23 +315,23 @@ def test_a_resumed_rl_run_draws_samples_and_learns_the_same(recipe, tmp_path, mo
         "checkpoint": {"every": 2, "keep": 9},
     }
     path = recipe(SCHEDULED | changes)
-    assert run(monkeypatch, capsys, main_rl, path, "name=whole") == (0, "")
+    assert run_here(main_rl, "--config", path, "name=whole") == (0, "")
     whole = folder_of(tmp_path, "whole")
     at = find_checkpoint(str(whole / "checkpoints/step_00002"))
     assert at.stand.position == {"ticket": 12, "started": [8, 9, 10, 11], "told": 0, "came": []}
     assert names(at.folder) == [COMPLETE, "critic", "policy", "progress.json", "rank_0.pt"]
-    assert run(monkeypatch, capsys, main_rl, path, "name=resumed", f"resume={at.folder}") == (0, "")
+    assert run_here(main_rl, "--config", path, "name=resumed", f"resume={at.folder}") == (0, "")
     assert_same_end(whole, folder_of(tmp_path, "resumed"), first_step=2)
 
 
-def test_tickets_of_groups_drawn_again_are_behind_a_resumed_run_too(recipe, tmp_path, monkeypatch, capsys):
+def test_tickets_of_groups_drawn_again_are_behind_a_resumed_run_too(recipe, tmp_path):
     (tmp_path / "luck.py").write_text(LUCK)
     changes = {"alg.drop_dead_groups": True, "reward.fn": str(tmp_path / "luck.py"), "group_size": 2, "steps": 3}
     path = recipe(changes | {"checkpoint": {"every": 2, "keep": 9}})
-    assert run(monkeypatch, capsys, main_rl, path, "name=whole") == (0, "")
+    assert run_here(main_rl, "--config", path, "name=whole") == (0, "")
     at = find_checkpoint(str(folder_of(tmp_path, "whole") / "checkpoints/step_00002"))
     assert at.stand.position["ticket"] > 2 * 4
-    assert run(monkeypatch, capsys, main_rl, path, "name=resumed", f"resume={at.folder}") == (0, "")
+    assert run_here(main_rl, "--config", path, "name=resumed", f"resume={at.folder}") == (0, "")
     assert_same_end(folder_of(tmp_path, "whole"), folder_of(tmp_path, "resumed"), first_step=2)
 
 
@@ -356,7 +349,7 @@ class Mortal(SFT):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_nothing_had_been(recipe, tmp_path, monkeypatch, capsys):
+def test_a_killed_run_goes_on_as_if_nothing_had_been(recipe, tmp_path):
     (tmp_path / "mortal.py").write_text(MORTAL)
     changes = SCHEDULED | {"alg": {"file": str(tmp_path / "mortal.py")}, "checkpoint": {"every": 2}}
     path = recipe(changes, kind="sl")
@@ -368,8 +361,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(recipe, tmp_path, monkeypat
     half = killed / "checkpoints/step_00004.partial"  # as a kill somewhat later would have left it
     half.mkdir()
     (half / "rank_0.pt").write_bytes(b"PK")
-    assert run(monkeypatch, capsys, main_sl, path, "name=whole") == (0, "")
-    assert run(monkeypatch, capsys, main_sl, path, "name=resumed", f"resume={killed}") == (0, "")
+    assert run_here(main_sl, "--config", path, "name=whole") == (0, "")
+    assert run_here(main_sl, "--config", path, "name=resumed", f"resume={killed}") == (0, "")
     whole, resumed = folder_of(tmp_path, "whole"), folder_of(tmp_path, "resumed")
     assert_same_end(whole, resumed, first_step=2)
     assert numbers_of(killed) == numbers_of(whole)[:3]
@@ -377,11 +370,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(recipe, tmp_path, monkeypat
 
 @pytest.mark.verify
 @pytest.mark.timeout(300)
-def test_a_run_of_two_deepspeed_ranks_goes_on_to_the_bit(recipe, tmp_path, monkeypatch, capsys):
+def test_a_run_of_two_deepspeed_ranks_goes_on_to_the_bit(recipe, tmp_path):
     parallel = {"backend": "ray", "trainer.ranks": 2, "trainer.zero_stage": 2, "steps": 4}
     path = recipe(SCHEDULED | parallel | {"checkpoint.every": 2}, kind="sl")
-    assert run(monkeypatch, capsys, main_sl, path, "name=whole") == (0, "")
+    assert run_here(main_sl, "--config", path, "name=whole") == (0, "")
     whole = folder_of(tmp_path, "whole")
     half_way = f"resume={whole / 'checkpoints/step_00002'}"
-    assert run(monkeypatch, capsys, main_sl, path, "name=resumed", half_way) == (0, "")
+    assert run_here(main_sl, "--config", path, "name=resumed", half_way) == (0, "")
     assert_same_end(whole, folder_of(tmp_path, "resumed"), first_step=2)

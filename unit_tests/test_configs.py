@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,17 +13,11 @@ import main_sl
 from configs.document import LIBRARY, README, document, library
 from configs.load import load_recipe
 from configs.schema import RLConfig, SLConfig
-from core.cli import guarded
 from data_feeds.tokenizer import ChatTokenizer
+from unit_tests.examples import run_here
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
-
-
-def run(monkeypatch, capsys, program, *argv: str) -> tuple[int, str]:
-    monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *argv])
-    code = guarded(program.main)
-    return code, capsys.readouterr().err
 
 
 def parquet(path: Path, rows: dict) -> str:
@@ -127,9 +120,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_recipe_gets_one_sentence(name, recipe, monkeypatch, capsys, tmp_path):
+def test_a_broken_recipe_gets_one_sentence(name, recipe, tmp_path):
     changes, words = BROKEN[name]
-    code, err = run(monkeypatch, capsys, main_rl, "--config", recipe(changes))
+    code, err = run_here(main_rl, "--config", recipe(changes))
     assert code == 2
     assert len(err.splitlines()) == 1 and err.startswith("error: "), err
     assert all(word in err for word in words), err
@@ -155,13 +148,13 @@ def test_a_broken_recipe_gets_one_sentence(name, recipe, monkeypatch, capsys, tm
         ),
     ],
 )
-def test_broken_data_names_file_and_row(make, words, recipe, monkeypatch, capsys, tmp_path):
-    code, err = run(monkeypatch, capsys, main_rl, "--config", recipe({"data.train": make(tmp_path)}))
+def test_broken_data_names_file_and_row(make, words, recipe, tmp_path):
+    code, err = run_here(main_rl, "--config", recipe({"data.train": make(tmp_path)}))
     assert code == 2 and len(err.splitlines()) == 1, err
     assert all(word in err for word in ["data.train", *words]), err
 
 
-def test_broken_files_of_the_user(recipe, monkeypatch, capsys, tmp_path, tiny_path):
+def test_broken_files_of_the_user(recipe, tmp_path, tiny_path):
     two = file_of(tmp_path / "two.py", TWO_LOSSES)
     empty = tmp_path / "model"
     empty.mkdir()
@@ -190,11 +183,11 @@ def test_broken_files_of_the_user(recipe, monkeypatch, capsys, tmp_path, tiny_pa
         ({"alg": {"name": "opd", "teacher": str(other)}}, "whose vocabulary is not that of model.path"),
     ]
     for changes, words in cases:
-        code, err = run(monkeypatch, capsys, main_rl, "--config", recipe(changes))
+        code, err = run_here(main_rl, "--config", recipe(changes))
         assert code == 2 and len(err.splitlines()) == 1 and words in err, err
 
 
-def test_broken_command_lines(recipe, monkeypatch, capsys, tmp_path):
+def test_broken_command_lines(recipe, tmp_path):
     good = recipe()
     cases = [
         (["--config", str(tmp_path / "rk.yaml")], "did you mean 'rl.yaml'"),
@@ -206,32 +199,30 @@ def test_broken_command_lines(recipe, monkeypatch, capsys, tmp_path):
         (["--config", good, "trainer.lr=-1"], "trainer.lr=-1"),
     ]
     for argv, words in cases:
-        code, err = run(monkeypatch, capsys, main_rl, *argv)
+        code, err = run_here(main_rl, *argv)
         assert code == 2 and len(err.splitlines()) == 1 and words in err, err
 
 
-def test_supervised_data_without_replies_is_refused(recipe, monkeypatch, capsys, sums):
+def test_supervised_data_without_replies_is_refused(recipe, sums):
     path = recipe({"data.train": str(sums / "train.parquet")}, kind="sl")
-    code, err = run(monkeypatch, capsys, main_sl, "--config", path)
+    code, err = run_here(main_sl, "--config", path)
     assert code == 2 and "30 no_reply" in err and "it has no turn of assistant" in err
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_every_recipe_loads_and_explains_itself(path, monkeypatch, capsys):
+def test_every_recipe_loads_and_explains_itself(path, capsys):
     supervised = "rows_per_step" in path.read_text()
     loaded = load_recipe(SLConfig if supervised else RLConfig, str(path), [])
     again = type(loaded.cfg).model_validate(loaded.cfg.model_dump())
     assert again == loaded.cfg
-    monkeypatch.setattr(sys, "argv", ["main.py", "--config", str(path), "--explain"])
-    assert guarded((main_sl if supervised else main_rl).main) == 0
+    assert run_here(main_sl if supervised else main_rl, "--config", str(path), "--explain")[0] == 0
     out = capsys.readouterr().out
     assert "what follows from it" in out and "optimizer updates" in out
 
 
-def test_explain_does_the_arithmetic_and_warns_of_missing_devices(recipe, monkeypatch, capsys, tmp_path):
+def test_explain_does_the_arithmetic_and_warns_of_missing_devices(recipe, capsys, tmp_path):
     changes = {"backend": "ray", "trainer.ranks": 512, "updates_per_step": 2, "trainer.micro_batch_tokens": 64}
-    monkeypatch.setattr(sys, "argv", ["main_rl.py", "--config", recipe(changes), "--explain", "steps=7"])
-    assert guarded(main_rl.main) == 0
+    assert run_here(main_rl, "--config", recipe(changes), "--explain", "steps=7")[0] == 0
     out = capsys.readouterr().out
     assert "4 prompts x 4 samples -> 16 sequences" in out
     assert "7 steps -> 112 sequences -> 14 optimizer updates" in out
@@ -239,19 +230,17 @@ def test_explain_does_the_arithmetic_and_warns_of_missing_devices(recipe, monkey
     assert not (tmp_path / "runs").exists()
 
 
-def test_explain_counts_what_an_adapter_trains(recipe, monkeypatch, capsys):
+def test_explain_counts_what_an_adapter_trains(recipe, capsys):
     path = recipe({"model.lora": {"r": 1, "targets": ["q_proj"]}, "alg.kl": {"coef": 0.1}})
-    monkeypatch.setattr(sys, "argv", ["main_rl.py", "--config", path, "--explain"])
-    assert guarded(main_rl.main) == 0
+    assert run_here(main_rl, "--config", path, "--explain")[0] == 0
     out = capsys.readouterr().out
     # two layers of q_proj, 64 -> 64: A and B have 64 numbers each
     assert "and 256 of the adapter" in out
     assert "gradients 0.00, optimizer 0.00, frozen models 0.00" in out
 
 
-def test_memory_is_unknown_where_the_config_cannot_be_read(recipe, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["main_rl.py", "--config", recipe({"model.path": "some/model"}), "--explain"])
-    assert guarded(main_rl.main) == 0
+def test_memory_is_unknown_where_the_config_cannot_be_read(recipe, capsys):
+    assert run_here(main_rl, "--config", recipe({"model.path": "some/model"}), "--explain")[0] == 0
     assert "memory                 unknown" in capsys.readouterr().out
 
 

@@ -29,7 +29,8 @@ from rollouts.buffer import Drawn, ReplayBuffer, Schedule
 from rollouts.envs import SingleTurn as OneTurn
 from rollouts.generation import Generation
 from rollouts.worker import RolloutWorker
-from unit_tests.test_checkpoint import folder_of, numbers_of, run
+from unit_tests.examples import run_here
+from unit_tests.test_checkpoint import folder_of, numbers_of
 from unit_tests.test_runs import SEVENS, file_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,18 +81,16 @@ def prompts_of(folder: Path, step: int) -> list[str]:
     return [json.loads(row)["id"] for row in rows]
 
 
-def test_a_run_that_was_stopped_with_groups_under_way_trains_on_the_same_prompts(
-    recipe, tmp_path, sums, monkeypatch, capsys
-):
+def test_a_run_that_was_stopped_with_groups_under_way_trains_on_the_same_prompts(recipe, tmp_path, sums):
     """With evaluation in between, and a publish every second step."""
     changes = {"steps": 8, "max_lag": 2, "publish_every": 2, "checkpoint": {"every": 3, "keep": 9}}
     held_out = {"data.eval": str(sums / "eval.parquet"), "data.eval_rows": 3, "eval_every": 2}
     path = recipe(changes | held_out | {"reward.fn": file_of(tmp_path / "sevens.py", SEVENS)})
-    assert run(monkeypatch, capsys, main_rl, path, "name=whole") == (0, "")
+    assert run_here(main_rl, "--config", path, "name=whole") == (0, "")
     whole = folder_of(tmp_path, "whole")
     at = find_checkpoint(str(whole / "checkpoints/step_00003"))
     assert at.stand.position["came"] or at.stand.position["started"], "the engines were ahead"
-    assert run(monkeypatch, capsys, main_rl, path, "name=resumed", f"resume={at.folder}") == (0, "")
+    assert run_here(main_rl, "--config", path, "name=resumed", f"resume={at.folder}") == (0, "")
     resumed = folder_of(tmp_path, "resumed")
     assert [prompts_of(resumed, step) for step in range(3, 8)] == [prompts_of(whole, step) for step in range(3, 8)]
     for folder, first in ((whole, 0), (resumed, 3)):

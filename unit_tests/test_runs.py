@@ -1,7 +1,6 @@
 """Whole runs of main_rl.py, from the command line to the run folder."""
 
 import asyncio
-import io
 import json
 import os
 import pty
@@ -10,9 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -21,10 +18,9 @@ import main_rl
 import main_sl
 from configs.load import load_recipe
 from configs.schema import RLConfig, SLConfig
-from core.cli import guarded
 from core.session import Session, run_session
 from core.types import Policy
-from unit_tests.examples import is_running
+from unit_tests.examples import is_running, run_here
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.timeout(600)  # in a new environment vLLM first compiles for a minute and more
@@ -47,16 +43,6 @@ def program(config: str, *overrides: str, main: str = "main_rl.py") -> subproces
         timeout=500,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-
-
-def here(config: str, *, main: ModuleType = main_rl) -> subprocess.CompletedProcess:
-    """The same in this process, which has imported all of it: ten seconds less. For `backend: local`."""
-    out, err, on_sigterm = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
-    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [main.__name__, "--config", config])
-        code = guarded(main.main)
-    signal.signal(signal.SIGTERM, on_sigterm)
-    return subprocess.CompletedProcess([], code, out.getvalue(), err.getvalue())
 
 
 def folder_of(tmp_path: Path) -> Path:
@@ -101,8 +87,10 @@ def test_a_local_run_learns_and_leaves_everything_behind(recipe, tmp_path, sums)
 @pytest.mark.slow
 def test_several_updates_per_step_score_the_proximal_policy_first(recipe, tmp_path):
     reward = file_of(tmp_path / "sevens.py", SEVENS)
-    done = here(recipe({"reward.fn": reward, "updates_per_step": 2, "steps": 1, "trainer.lr": 1e-2}))
-    assert done.returncode == 0, done.stderr
+    code, err = run_here(
+        main_rl, "--config", recipe({"reward.fn": reward, "updates_per_step": 2, "steps": 1, "trainer.lr": 1e-2})
+    )
+    assert code == 0, err
     [metrics] = metrics_of(folder_of(tmp_path))
     assert "time/logp_s" in metrics
     assert metrics["train/mismatch/abs_logp"] < 1e-4, "the anchor is the policy that sampled, in both updates"
@@ -133,8 +121,8 @@ def test_a_reward_that_fails_costs_its_samples_not_the_run(recipe, tmp_path):
         "group_size": 2,
         "steps": 1,
     }
-    done = here(recipe(changes))
-    assert done.returncode == 0, done.stderr
+    code, err = run_here(main_rl, "--config", recipe(changes))
+    assert code == 0, err
     rows = [json.loads(r) for r in (folder_of(tmp_path) / "samples" / "step_00000.jsonl").read_text().splitlines()]
     failed = [r for r in rows if int(r["answer"]) % 5 < 3]
     assert failed and all(r["reward"] is None and r["failure"] and r["advantage"] is None for r in failed)
@@ -153,10 +141,12 @@ def test_a_cluster_that_does_not_answer_is_one_sentence(recipe):
 
 @pytest.mark.slow
 def test_too_many_failures_stop_the_run_with_the_first_ones_words(recipe, tmp_path):
-    done = here(recipe({"reward.fn": file_of(tmp_path / "r.py", "def score(p, m):\n    return 1 / 0\n")}))
-    assert done.returncode == 1
-    assert "ZeroDivisionError: division by zero" in done.stderr and "max_failed_share=0.1" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    code, err = run_here(
+        main_rl, "--config", recipe({"reward.fn": file_of(tmp_path / "r.py", "def score(p, m):\n    return 1 / 0\n")})
+    )
+    assert code == 1
+    assert "ZeroDivisionError: division by zero" in err and "max_failed_share=0.1" in err
+    assert len(err.splitlines()) == 1
     assert json.loads((folder_of(tmp_path) / "summary.json").read_text())["exit_reason"].startswith("stopped")
 
 
@@ -207,8 +197,10 @@ class Hiccup(GRPO):
 
 @pytest.mark.slow
 def test_an_update_that_is_not_finite_is_skipped_and_said_so(recipe, tmp_path):
-    done = here(recipe({"alg": {"file": file_of(tmp_path / "hiccup.py", HICCUP)}, "steps": 3}))
-    assert done.returncode == 0, done.stderr
+    code, err = run_here(
+        main_rl, "--config", recipe({"alg": {"file": file_of(tmp_path / "hiccup.py", HICCUP)}, "steps": 3})
+    )
+    assert code == 0, err
     metrics = metrics_of(folder_of(tmp_path))
     assert [m["train/updates_skipped"] for m in metrics] == [0, 1, 0]
     assert ["train/loss" in m for m in metrics] == [True, False, True], "no number of an update that was not made"
@@ -218,15 +210,15 @@ def test_an_update_that_is_not_finite_is_skipped_and_said_so(recipe, tmp_path):
 def test_groups_without_signal_are_drawn_again_and_never_for_ever(recipe, tmp_path):
     changes = {"alg.drop_dead_groups": True, "steps": 1, "trainer.lr": 1e-3}
     luck = "import random\ndef score(p, m): return {'correct': float(hash(m[-1]['content']) % 3 == 0)}\n"
-    done = here(recipe(changes | {"reward.fn": file_of(tmp_path / "luck.py", luck)}))
-    assert done.returncode == 0, done.stderr
+    code, err = run_here(main_rl, "--config", recipe(changes | {"reward.fn": file_of(tmp_path / "luck.py", luck)}))
+    assert code == 0, err
     [metrics] = metrics_of(folder_of(tmp_path))
     assert metrics["rollout/dead_groups_share"] == 0
     assert metrics["rollout/groups_drawn"] >= 4 and 0 < metrics["reward/mean_drawn"] < 1
     same = "def score(p, m): return {'correct': 1.0}\n"
-    stuck = here(recipe(changes | {"reward.fn": file_of(tmp_path / "same.py", same)}))
-    assert stuck.returncode == 1
-    assert "of 80 groups, the algorithm keeps 0 of the groups_per_step=4" in stuck.stderr
+    code, err = run_here(main_rl, "--config", recipe(changes | {"reward.fn": file_of(tmp_path / "same.py", same)}))
+    assert code == 1
+    assert "of 80 groups, the algorithm keeps 0 of the groups_per_step=4" in err
 
 
 TALKATIVE = '''
@@ -260,8 +252,8 @@ def test_environments_and_engines_of_ones_own_are_found_by_path(recipe, tmp_path
         "reward.weights": {"correct": 1.0, "turns": 0.5},
         "steps": 1,
     }
-    done = here(recipe(changes))
-    assert done.returncode == 0, done.stderr
+    code, err = run_here(main_rl, "--config", recipe(changes))
+    assert code == 0, err
     [metrics] = metrics_of(folder_of(tmp_path))
     assert metrics["reward/turns"] == 2 and metrics["reward/mean"] >= 1.0
     assert metrics["rollout/tokens_max"] == 4, "two turns of two tokens; what the environment said is not counted"
@@ -309,8 +301,8 @@ def test_a_paper_that_the_library_lacks_is_one_file_and_its_recipe(recipe, tmp_p
     want = live(GOLDEN["cases"]["dro/quadratic"]["grad"]["logp"], torch.float64)
     torch.testing.assert_close(logp.grad, want, rtol=1e-9, atol=1e-11)
     changes = LEARN | {"alg": settings | {"beta": 0.05}, "updates_per_step": 2}
-    done = here(recipe(changes | {"reward.fn": file_of(tmp_path / "sevens.py", SEVENS)}))
-    assert done.returncode == 0, done.stderr
+    code, err = run_here(main_rl, "--config", recipe(changes | {"reward.fn": file_of(tmp_path / "sevens.py", SEVENS)}))
+    assert code == 0, err
     metrics = metrics_of(folder_of(tmp_path))
     assert metrics[-1]["reward/mean"] > 0.9 and "train/pull" in metrics[-1]
 
@@ -411,7 +403,6 @@ def test_a_signal_ends_a_run_cleanly_and_leaves_no_process_behind(recipe, tmp_pa
 def test_a_signal_ends_a_run_in_one_process_at_once(recipe, tmp_path, kind, number):
     """In supervised learning nothing gives way to the event loop, which would hear of it at the end."""
     cfg = load_recipe({"sl": SLConfig, "rl": RLConfig}[kind], recipe(kind=kind), []).cfg
-    before = signal.getsignal(signal.SIGTERM)
 
     async def body(session: Session) -> None:
         os.kill(os.getpid(), number)
@@ -422,15 +413,14 @@ def test_a_signal_ends_a_run_in_one_process_at_once(recipe, tmp_path, kind, numb
 
     with pytest.raises(KeyboardInterrupt):
         run_session(cfg, body)
-    signal.signal(signal.SIGTERM, before)
     assert json.loads((folder_of(tmp_path) / "summary.json").read_text())["exit_reason"] == "interrupted"
 
 
 @pytest.mark.slow
 def test_supervised_loss_falls_and_is_a_token_mean(recipe, tmp_path, sums):
     changes = {"steps": 12, "trainer.lr": 3e-3, "data.eval": str(sums / "sft.parquet"), "eval_every": 6}
-    done = here(recipe(changes, kind="sl"), main=main_sl)
-    assert done.returncode == 0, done.stderr
+    code, err = run_here(main_sl, "--config", recipe(changes, kind="sl"))
+    assert code == 0, err
     summary = json.loads((folder_of(tmp_path) / "summary.json").read_text())
     assert summary["before"]["eval/loss"] == pytest.approx(torch.log(torch.tensor(103.0)).item(), abs=0.3)
     assert summary["after"]["eval/loss"] < 0.6 * summary["before"]["eval/loss"]
@@ -439,19 +429,19 @@ def test_supervised_loss_falls_and_is_a_token_mean(recipe, tmp_path, sums):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rl", "sl"])
-def test_a_mixture_tells_what_it_drew_from_whom(recipe, tmp_path, sums, kind):
+def test_a_mixture_tells_what_it_drew_from_whom(recipe, tmp_path, sums, kind, capsys):
     first = "train" if kind == "rl" else "sft"
     turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}][: 1 if kind == "rl" else 2]
     small = file_of(tmp_path / "small.jsonl", json.dumps({"messages": turns, "answer": "2"}) + '\n{"messages": []}\n')
     sources = [{"path": str(sums / f"{first}.parquet"), "ratio": 3}, {"path": small}]
     config = recipe({"data.train": sources, "data.max_unfit_share": 0.5}, kind=kind)
-    done = here(config, main=main_rl if kind == "rl" else main_sl)
-    assert done.returncode == 0, done.stderr
+    code, err = run_here(main_rl if kind == "rl" else main_sl, "--config", config)
+    assert code == 0, err
     per_step = 4 if kind == "rl" else 5
     last = metrics_of(folder_of(tmp_path))[-1]
     assert last[f"data/{first}/rows"] + last["data/small/rows"] == 2 * per_step
     assert last["data/small/epoch"] == last["data/small/rows"] == 2.0
     assert ("reward/small" in last) == (kind == "rl")
-    assert "data.train: of small, 1 rows are used and 1 do not fit: 1 " in done.stdout
+    assert "data.train: of small, 1 rows are used and 1 do not fit: 1 " in capsys.readouterr().out
     summary = json.loads((folder_of(tmp_path) / "summary.json").read_text())
     assert summary["data.train"]["small"]["used"] == 1
