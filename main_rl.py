@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from core.cli import guarded, parse
 
 if TYPE_CHECKING:
-    from core.rl_run import Run
-    from core.session import Session
+    from driver.rl_run import Run
+    from driver.session import Session
 
 
 async def train(run: Run) -> None:
@@ -37,11 +37,11 @@ async def train(run: Run) -> None:
 
 def main() -> int:
     args = parse("main_rl.py", "Train a policy by reinforcement learning.")
-    from configs.load import load_recipe
     from configs.schema import RLConfig
-    from core.explain import explain
-    from core.rl_run import prepare, start
-    from core.session import run_session
+    from driver.explain import explain
+    from driver.load_recipe import load_recipe
+    from driver.rl_setup import prepare, start
+    from driver.session import run_session
 
     loaded = load_recipe(RLConfig, args.config, args.overrides)
     if args.explain:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from core.cli import guarded, parse
 
 if TYPE_CHECKING:
-    from core.session import Session
-    from core.sl_run import Run
+    from driver.session import Session
+    from driver.sl_run import Run
 
 
 async def train(run: Run) -> None:
@@ -30,11 +30,11 @@ async def train(run: Run) -> None:
 
 def main() -> int:
     args = parse("main_sl.py", "Train a model on given text.")
-    from configs.load import load_recipe
     from configs.schema import SLConfig
-    from core.explain import explain
-    from core.session import run_session
-    from core.sl_run import prepare, start
+    from driver.explain import explain
+    from driver.load_recipe import load_recipe
+    from driver.session import run_session
+    from driver.sl_run import prepare, start
 
     loaded = load_recipe(SLConfig, args.config, args.overrides)
     if args.explain:

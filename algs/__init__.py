@@ -11,7 +11,7 @@ from core.loading import FileSpec, load_module, resolve
 if TYPE_CHECKING:
     from algs.base import Algorithm
 
-NOT_ALGORITHMS = ("base", "check", "check_data", "credit", "ops", "parts", "preference")
+NOT_ALGORITHMS = ("base", "credit", "ops", "preference", "terms")
 
 
 def find_algorithm(settings: dict[str, Any]) -> tuple[FileSpec, type[Algorithm]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from algs.credit import Scale, group_advantages, spread, whiten
 from algs.ops import importance_ratio, k3
-from algs.parts import KL, Correction, Overlong
+from algs.terms import KL, Correction, Overlong
 from core.section import Section
 from core.types import Group, LossNorm, Policy, Rows, Sample, Scored, Tokens
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from algs.base import GroupRelative, Metrics
 from algs.ops import importance_ratio
-from algs.parts import Correction
+from algs.terms import Correction
 from core.types import LossNorm, Policy, Tokens
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from algs.base import GroupRelative, Metrics
 from algs.ops import effective_sample_size, importance_ratio, k3, weight_sums
-from algs.parts import Correction
+from algs.terms import Correction
 from core.types import Policy, Tokens
 
 

@@ -27,14 +27,14 @@ import yaml
 
 import main_rl
 import main_sl
-from configs.load import load_recipe
 from configs.schema import RLConfig, SLConfig
-from core.rl_run import prepare, start
-from core.session import Session, run_session
-from core.sl_run import prepare as prepare_sl
-from core.sl_run import start as start_sl
 from core.types import Group
 from data_prep import arithmetic, tiny_model
+from driver.load_recipe import load_recipe
+from driver.rl_setup import prepare, start
+from driver.session import Session, run_session
+from driver.sl_run import prepare as prepare_sl
+from driver.sl_run import start as start_sl
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "algs" / "README.md"

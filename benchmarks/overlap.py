@@ -31,8 +31,8 @@ WARM_UP = 2
 """Steps that are not timed."""
 ENGINE = """
 import asyncio, random
-from rollouts.engine import Completion
-from rollouts.hf_engine import HfEngine
+from rollouts.engines.base import Completion
+from rollouts.engines.hf import HfEngine
 class Engine(HfEngine):
     async def generate(self, token_ids, *, max_new_tokens, seed):
         await asyncio.sleep({seconds} * (0.9 + 0.1 * random.Random(seed).random()))

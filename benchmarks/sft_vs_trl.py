@@ -140,10 +140,10 @@ def our_run(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from algs.sft import SFT
-    from configs.schema import ModelConfig, TrainerConfig
+    from configs.trainer_schema import ModelConfig, TrainerConfig
     from core.types import Prompt, Sample
     from data_feeds.packing import plan_update
-    from trainers.reference import ReferenceTrainer
+    from trainers.local import ReferenceTrainer
 
     def sample(row: dict[str, Any]) -> Sample:
         n = len(row["ids"])

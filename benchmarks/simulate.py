@@ -81,7 +81,7 @@ class Times:
 
 @dataclass
 class SimulatedEngines:
-    """core.cluster.Workers that bring an empty answer after a while. Weights that come hold their work up."""
+    """core.workers.Workers that bring an empty answer after a while. Weights that come hold their work up."""
 
     times: Times
     engines: int

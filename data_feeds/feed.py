@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from configs.schema import DataConfig, SourceConfig
+from configs.data_schema import DataConfig, SourceConfig
 from core.errors import UserError
 from core.types import Group, Prompt
 from data_feeds.kinds import KNOWN, NEEDED, Reader, Rows

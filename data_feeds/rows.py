@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.schema import SourceConfig
+from configs.data_schema import SourceConfig
 from core.errors import UserError, first_line
 from core.types import Message
 from data_feeds.unfit import DoesNotFit

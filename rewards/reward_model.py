@@ -24,7 +24,7 @@ def score(prompt: Prompt, messages: list[Message], *, model: str, template: Temp
     from algs.reward_model import scored_at_its_end
     from core import types
     from data_feeds.packing import pack
-    from trainers.forward import values_of
+    from modeling.forward import values_of
 
     net, tokenizer = loaded(model, template)
     ids, mask = tokenizer.learnt_turns([*prompt.messages, *messages])
@@ -43,7 +43,8 @@ def prepare(*, model: str, template: Template = "chat") -> None:
 @lru_cache(maxsize=1)
 def loaded(model: str, template: Template) -> tuple[Any, Any]:
     from data_feeds.tokenizer import ChatTokenizer
-    from trainers.models import check_model_folder, load_scalar_model
+    from modeling.hf_config import check_model_folder
+    from modeling.load import load_scalar_model
 
     check_model_folder(model, key="reward.settings.model")
     return load_scalar_model(model, dtype="float32", attention="auto").eval(), ChatTokenizer(model, template)

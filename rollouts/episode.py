@@ -10,7 +10,7 @@ from typing import Protocol
 
 from core.types import Message, Prompt, Sample, Stop
 from rewards.worker import attempt, last_line
-from rollouts.engine import Completion, Engine
+from rollouts.engines.base import Completion, Engine
 from rollouts.envs import Env
 
 

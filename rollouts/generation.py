@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from core.clock import in_time
-from core.cluster import Workers
 from core.errors import RunStopped
 from core.types import Group, Prompt
+from core.workers import Workers
 from rollouts.buffer import Drawn, ReplayBuffer
 
 SILENCE_S = 5.0

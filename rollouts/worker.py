@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from configs.schema import RewardConfig, RolloutConfig
+from configs.rollout_schema import RewardConfig, RolloutConfig
 from core.clock import Ledger, in_time
 from core.errors import UserError
 from core.types import Group, Prompt, Sample
 from rewards.pool import RewardPool
-from rollouts.engine import Engine
+from rollouts.engines.base import Engine
 from rollouts.envs import Env
 from rollouts.episode import Tokenizer, run_episode, seed_of
 

@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from algs.base import Algorithm
-from configs.schema import ModelConfig, TrainerConfig
+from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.buckets import in_buckets
 from core.errors import RunStopped, TransportFailed
-from trainers.lora import save_parts
+from modeling.export import pieces_of, save_parts
+from trainers.learner import Learner, Settings
 from trainers.optimizer import make_optimizer
-from trainers.step import Learner, Settings, Trainer
-from trainers.weights import Part, pieces_of
+from trainers.trainer import Trainer
+from weight_sync.base import Part
 
 if TYPE_CHECKING:
-    from rollouts.parcels import Parcel
-    from rollouts.weight_sync import Sent
+    from weight_sync.base import Sent
+    from weight_sync.chunks import Parcel
 
 
 class DeepSpeedTrainer(Trainer):
@@ -65,7 +66,8 @@ class DeepSpeedTrainer(Trainer):
 
     def open_sync(self, address: str, timeout_s: float, over_nccl: bool) -> int:
         """Rank 0 listens for engines at `address`; returns the port."""
-        from rollouts.weight_sync import NcclSender, WeightSender
+        from weight_sync.broadcast import WeightSender
+        from weight_sync.nccl import NcclSender
 
         self.sender = (NcclSender if over_nccl else WeightSender)(timeout_s=timeout_s)
         return self.sender.open(address)
@@ -76,7 +78,7 @@ class DeepSpeedTrainer(Trainer):
 
     def send_weights(self, max_bytes: int, part: Part) -> Sent | None:
         """Stream the weights, or the adapter alone, to the engines; rank 0 says what it sent."""
-        from rollouts.weight_sync import Sent
+        from weight_sync.base import Sent
 
         with self.ledger.doing("sync"):
             stream = self.weights(max_bytes, part)
@@ -93,8 +95,8 @@ class DeepSpeedTrainer(Trainer):
             return None
 
     def pack_for(self, max_bytes: int, part: Part, folder: str | None) -> None:
-        """Begin a sync in parcels; see rollouts/parcels.py, and for the stream `send_weights`."""
-        from rollouts.parcels import Packer
+        """Begin a sync in parcels; see weight_sync/chunks.py, and for the stream `send_weights`."""
+        from weight_sync.chunks import Packer
 
         self.packer = Packer(self.weights(max_bytes, part), packs=torch.distributed.get_rank() == 0, folder=folder)
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from configs.schema import TrainerConfig
+from configs.trainer_schema import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from core.account import Account, bottleneck, of_engine, of_trainer
 from core.clock import Clock, Ledger
 from core.errors import RunStopped
+from driver.time_account import Account, bottleneck, of_engine, of_trainer
 from unit_tests.test_runs import SEVENS, file_of, folder_of, program
 
 

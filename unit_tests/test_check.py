@@ -19,10 +19,10 @@ import torch
 
 from algs import NOT_ALGORITHMS
 from algs.base import Metrics
-from algs.check import Result, check, run
+from algs.check.checker import Result, check, run
 from algs.grpo import GRPO
-from algs.parts import KL
 from algs.ppo import PPO
+from algs.terms import KL
 from core.cli import guarded
 from core.loading import load_module, resolve
 from core.section import Section
@@ -426,11 +426,11 @@ BUGS: dict[str, Bug] = {
         a_token_is_predicted_from_the_one_before,
     ),
     "an off-by-one shift in forward": (
-        "trainers.forward", [("*(index[batch.at] for", "*(index[batch.at - 1] for")],
+        "modeling.forward", [("*(index[batch.at] for", "*(index[batch.at - 1] for")],
         the_logp_is_that_of_the_next_token_at_the_temperature,
     ),
     "the logits of another temperature": (
-        "trainers.forward", [("logits = logits.float() / temperature", "logits = logits.float()")],
+        "modeling.forward", [("logits = logits.float() / temperature", "logits = logits.float()")],
         the_logp_is_that_of_the_next_token_at_the_temperature,
     ),
     "a denominator that counts padding": (

@@ -13,22 +13,22 @@ import torch
 
 import main_rl
 import main_sl
-from core.build import build_trainer
-from core.checkpoint import (
+from core.errors import RunStopped, UserError
+from core.workers import Local
+from data_feeds.packing import micro_batches
+from driver.checkpoint import (
     COMPLETE,
     Stand,
     checkpoints_in,
     find_checkpoint,
     is_due,
-    rank_file,
     read_checkpoint,
     retain,
     write_checkpoint,
 )
-from core.cluster import Local
-from core.errors import RunStopped, UserError
-from core.recipe import other_bits
-from data_feeds.packing import micro_batches
+from driver.resume import other_bits
+from driver.trainer_factory import build_trainer
+from trainers.checkpoint_state import rank_file
 from unit_tests.examples import run_here, some_groups, with_values
 from unit_tests.test_deepspeed import plan_of
 
@@ -124,8 +124,8 @@ def test_a_link_names_the_checkpoint_it_points_at(tmp_path):
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from core.checkpoint import Stand, write_checkpoint
-from core.cluster import Local
+from driver.checkpoint import Stand, write_checkpoint
+from core.workers import Local
 
 class Deadly:
     def save_state(self, folder):

@@ -10,10 +10,10 @@ import pytest
 
 import main_rl
 import main_sl
-from configs.document import LIBRARY, README, document, library
-from configs.load import load_recipe
 from configs.schema import RLConfig, SLConfig
 from data_feeds.tokenizer import ChatTokenizer
+from driver.load_recipe import load_recipe
+from tools.docs import LIBRARY, README, document, library
 from unit_tests.examples import run_here
 
 ROOT = Path(__file__).parent.parent
@@ -249,5 +249,5 @@ def test_overrides_reach_the_algorithm(recipe):
 
 
 def test_the_pages_are_what_the_code_says():
-    assert README.read_text() == document(), "run: python -m configs.document --write"
-    assert LIBRARY.read_text() == library(), "run: python -m configs.document --write"
+    assert README.read_text() == document(), "run: python -m tools.docs --write"
+    assert LIBRARY.read_text() == library(), "run: python -m tools.docs --write"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from configs.schema import DataConfig
+from configs.data_schema import DataConfig
 from core.errors import UserError
 from data_feeds.feed import load_groups
 from data_feeds.tokenizer import ChatTokenizer

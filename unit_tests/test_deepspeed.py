@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from algs import find_algorithm, load_algorithm
-from configs.schema import LoraConfig, ModelConfig, TrainerConfig
-from core.build import TrainerPlan, build_trainer
-from core.cluster import Cluster, Local, Resources
+from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError
-from core.scoring import with_scores
+from core.ray_cluster import Cluster
+from core.workers import Local, Resources
 from data_feeds.packing import micro_batches, plan_update
+from driver.scoring import with_scores
+from driver.trainer_factory import TrainerPlan, build_trainer
 from trainers.deepspeed import DeepSpeedTrainer
 from unit_tests.examples import some_answers, some_groups, with_values
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from core.types import Prompt, Sample
-from rollouts.engine import Completion
+from rollouts.engines.base import Completion
 from rollouts.envs import Calculator
 from rollouts.episode import run_episode, seed_of
 

@@ -9,23 +9,11 @@ from torch import Tensor
 
 from algs.base import Algorithm
 from algs.grpo import GRPO
-from algs.parts import KL, Correction
 from algs.rloo import RLOO
-from benchmarks.exact_gradient import (
-    EXACT,
-    Case,
-    Setting,
-    entropy_gradient,
-    estimates,
-    forward_kl_gradient,
-    listed,
-    make_toy,
-    measure,
-    samples_of,
-    sequence_kl_gradient,
-    step_gradients,
-    token_kl_gradient,
-)
+from algs.terms import KL, Correction
+from benchmarks.estimator_bias import EXACT, Setting, estimates, measure, samples_of, step_gradients
+from benchmarks.exact_gradient import Case, listed
+from benchmarks.toy_task import entropy_gradient, forward_kl_gradient, make_toy, sequence_kl_gradient, token_kl_gradient
 
 TOY = make_toy()  # 64 completions of 3 tokens
 IDLE = replace(TOY, rewards=torch.zeros_like(TOY.rewards))

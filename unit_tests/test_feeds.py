@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from configs.schema import DataConfig, SourceConfig
+from configs.data_schema import DataConfig, SourceConfig
 from core.errors import UserError
 from core.types import Group
 from data_feeds.feed import Feed, load_groups, load_prompts

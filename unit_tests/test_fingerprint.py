@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollouts.fingerprint import checksum, difference, fingerprint
+from weight_sync.fingerprint import checksum, difference, fingerprint
 
 WRAP = 1 << 64
 

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from data_feeds.packing import micro_batches, pack
-from trainers.attention import BY_SEQUENCE, FAMILIES, attend_by_sequence_if_able
-from trainers.forward import forward, layout_for, values_of
-from trainers.models import load_model, load_scalar_model
+from modeling.attention import BY_SEQUENCE, FAMILIES, attend_by_sequence_if_able
+from modeling.forward import forward, layout_for, values_of
+from modeling.load import load_model, load_scalar_model
 from unit_tests.examples import a_sample, some_groups
 
 KERNELS = [
@@ -183,7 +183,7 @@ def test_long_batches_are_scored_in_chunks(monkeypatch):
     model = random_model("llama")
     [[batch]] = micro_batches(some_groups(2, 2), "token", 10_000)
     whole = forward(model, model, batch, layout="padded", temperature=1.0).logp
-    monkeypatch.setattr("trainers.forward.CHUNK_LOGITS", 64 * 7)
+    monkeypatch.setattr("modeling.forward.CHUNK_LOGITS", 64 * 7)
     torch.testing.assert_close(forward(model, model, batch, layout="padded", temperature=1.0).logp, whole)
 
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from algs.grpo import GRPO
-from configs.schema import ModelConfig, TrainerConfig
+from configs.trainer_schema import ModelConfig, TrainerConfig
 from data_feeds.packing import micro_batches
-from rollouts.fingerprint import fingerprint
-from rollouts.hf_engine import HfEngine
-from trainers.forward import forward
-from trainers.models import load_model
-from trainers.reference import ReferenceTrainer
+from modeling.forward import forward
+from modeling.load import load_model
+from rollouts.engines.hf import HfEngine
+from trainers.local import ReferenceTrainer
 from unit_tests.examples import some_groups
+from weight_sync.fingerprint import fingerprint
 
 pytestmark = [
     pytest.mark.gpu,

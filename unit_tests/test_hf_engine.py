@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from configs.load import load_recipe
 from configs.schema import RLConfig
-from core.build import build_engine, plan_rollouts
-from rollouts.hf_engine import HfEngine
+from driver.load_recipe import load_recipe
+from driver.rollout_factory import build_engine, plan_rollouts
+from rollouts.engines.hf import HfEngine
 
 PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15], [9, 9]]
 

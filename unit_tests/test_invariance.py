@@ -8,13 +8,13 @@ from algs.grpo import GRPO
 from algs.gspo import GSPO
 from algs.p3o import P3O
 from algs.p4o import P4O
-from algs.parts import KL, Correction
 from algs.ppo import PPO
 from algs.sft import SFT
-from configs.schema import ModelConfig, TrainerConfig
+from algs.terms import KL, Correction
+from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped
 from data_feeds.packing import micro_batches
-from trainers.reference import ReferenceTrainer
+from trainers.local import ReferenceTrainer
 from unit_tests.examples import some_groups, with_values
 
 ALGS = [

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from algs import find_algorithm
-from configs.schema import LoraConfig, ModelConfig, TrainerConfig
+from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
 from core.errors import UserError
 from core.types import Batch
 from data_feeds.packing import micro_batches
-from rollouts.fingerprint import fingerprint
-from trainers.lora import merged_weight
-from trainers.models import check_model_folder, load_model
-from trainers.reference import ReferenceTrainer
+from modeling.hf_config import check_model_folder
+from modeling.load import load_model
+from modeling.lora import merged_weight
+from trainers.local import ReferenceTrainer
 from unit_tests.examples import some_groups
+from weight_sync.fingerprint import fingerprint
 
 KINDS = {
     "lora": LoraConfig(r=4),

@@ -18,15 +18,15 @@ from algs.opd import OPD
 from algs.ops import k3
 from algs.p3o import P3O
 from algs.p4o import P4O
-from algs.parts import KL, Correction, Overlong
 from algs.ppo import PPO
 from algs.reinforce_pp import ReinforcePP
 from algs.rloo import RLOO
 from algs.sapo import SAPO
 from algs.sft import SFT
+from algs.terms import KL, Correction, Overlong
 from core.types import Policy, Prompt, Sample
 from data_feeds.packing import pack, token_weights
-from trainers.forward import score
+from modeling.forward import score
 from unit_tests import test_preferences as preferences
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_losses.json").read_text())

@@ -16,15 +16,17 @@ import pytest
 import main_rl
 from benchmarks import simulate
 from benchmarks.simulate import SimulatedEngines, SimulatedRun, Times, forecast, run_in_virtual_time, times_of
-from configs.load import load_recipe
-from configs.schema import RewardConfig, RLConfig, RolloutConfig
-from core.checkpoint import find_checkpoint
-from core.describe import describe_lag
+from configs.rollout_schema import RewardConfig, RolloutConfig
+from configs.schema import RLConfig
 from core.errors import RunStopped
-from core.rl_run import Run, prepare, start
-from core.session import Session, run_session
 from core.types import Group, Prompt, Sample
 from data_feeds.packing import plan_update
+from driver.checkpoint import find_checkpoint
+from driver.load_recipe import load_recipe
+from driver.metrics import describe_lag
+from driver.rl_run import Run
+from driver.rl_setup import prepare, start
+from driver.session import Session, run_session
 from rollouts.buffer import Drawn, ReplayBuffer, Schedule
 from rollouts.envs import SingleTurn as OneTurn
 from rollouts.generation import Generation

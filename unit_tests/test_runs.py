@@ -16,10 +16,10 @@ import torch
 
 import main_rl
 import main_sl
-from configs.load import load_recipe
 from configs.schema import RLConfig, SLConfig
-from core.session import Session, run_session
 from core.types import Policy
+from driver.load_recipe import load_recipe
+from driver.session import Session, run_session
 from unit_tests.examples import is_running, run_here
 
 ROOT = Path(__file__).parent.parent
@@ -176,7 +176,7 @@ def test_a_breakpoint_in_a_loss_stops_in_the_terminal(recipe, tmp_path):
     prompt("p policy.logp.shape == tokens.weight.shape")
     assert "True" in prompt("where")
     stack = prompt("continue")
-    assert "main_rl.py" in stack and "trainers/step.py" in stack, "the stack is whole, from the loop to the loss"
+    assert "main_rl.py" in stack and "trainers/trainer.py" in stack, "the stack is whole, from the loop to the loss"
     with pytest.raises(OSError):  # the terminal's other end is closed
         while os.read(terminal, 4096):
             pass
@@ -233,7 +233,7 @@ class Environment:
         return {"turns": float(self.turns)}
 '''
 MY_ENGINE = '''
-from rollouts.hf_engine import HfEngine
+from rollouts.engines.hf import HfEngine
 class Engine(HfEngine):
     """Ends every turn after two tokens at the latest."""
     async def generate(self, token_ids, *, max_new_tokens, seed):

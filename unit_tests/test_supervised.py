@@ -9,14 +9,14 @@ import yaml
 
 import main_rl
 import main_sl
-from configs.load import load_recipe
 from configs.schema import RLConfig, SLConfig
 from core.errors import UserError
-from core.rl_run import prepare as prepare_rl
-from core.rl_run import start as start_rl
-from core.session import Session, run_session
-from core.sl_run import prepare, start
 from data_prep import hh_rlhf
+from driver.load_recipe import load_recipe
+from driver.rl_setup import prepare as prepare_rl
+from driver.rl_setup import start as start_rl
+from driver.session import Session, run_session
+from driver.sl_run import prepare, start
 
 pytestmark = pytest.mark.timeout(400)
 HH = Path(__file__).parent / "hh_rlhf_rows.jsonl"

@@ -10,14 +10,17 @@ from dataclasses import replace
 import pytest
 
 from algs import find_algorithm
-from configs.load import load_recipe
 from configs.schema import RLConfig
-from core.build import build_trainer, build_worker, plan_rollouts, plan_trainer, transport_of, weight_sync_of
-from core.cluster import Cluster, Resources
 from core.errors import ProcessDied, RunStopped, TransportFailed
+from core.ray_cluster import Cluster
+from core.workers import Resources
 from data_feeds.packing import micro_batches
-from rollouts.publish import RemoteSync
+from driver.load_recipe import load_recipe
+from driver.rollout_factory import build_worker, plan_rollouts
+from driver.trainer_factory import build_trainer, plan_trainer
+from driver.weight_sync_factory import transport_of, weight_sync_of
 from unit_tests.examples import some_groups
+from weight_sync.publisher import RemoteSync
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROBE = [5, 6, 7, 8]
@@ -28,8 +31,8 @@ LOST = "model.layers.0.mlp.down_proj.weight"
 
 def build_saboteur(place, plan):
     """A trainer that can be told what goes wrong, on its rank 0, with what it sends."""
-    from rollouts.parcels import Packer
-    from rollouts.weight_sync import WeightSender
+    from weight_sync.broadcast import WeightSender
+    from weight_sync.chunks import Packer
 
     ship, wrap = WeightSender._ship, Packer._wrap
     trainer = build_trainer(place, plan)

@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from configs.schema import LoraConfig
+from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped
-from rollouts.fingerprint import fingerprint
-from rollouts.vllm_engine import LocalVllmEngine
-from rollouts.weight_sync import Bucket, verify
-from trainers.lora import with_adapter, with_named_targets
-from trainers.models import load_model
-from trainers.weights import pieces_of
+from modeling.export import pieces_of
+from modeling.load import load_model
+from modeling.lora import with_adapter, with_named_targets
+from rollouts.engines.vllm_common import VllmConfig
+from rollouts.engines.vllm_local import LocalVllmEngine
 from unit_tests.test_runs import SEVENS, file_of, folder_of, metrics_of, program
 from unit_tests.test_vllm_engine import (
     BOUND,
@@ -31,6 +30,8 @@ from unit_tests.test_vllm_engine import (
     sample,
     save,
 )
+from weight_sync.base import Bucket
+from weight_sync.fingerprint import fingerprint, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 ALPHA = 16.0
@@ -54,13 +55,15 @@ def buckets(model: nn.Module) -> list[Bucket]:
 
 def engine_of(folder: Path, lora: LoraConfig) -> LocalVllmEngine:
     return LocalVllmEngine(
-        model_path=str(folder),
-        dtype="float32",
-        temperature=TEMPERATURE,
-        max_model_len=256,
-        stop_token_ids=[],
-        kv_cache_gib=0.1,
-        lora=with_named_targets(lora, str(folder)),
+        VllmConfig(
+            model_path=str(folder),
+            dtype="float32",
+            temperature=TEMPERATURE,
+            max_model_len=256,
+            stop_token_ids=[],
+            kv_cache_gib=0.1,
+            lora=with_named_targets(lora, str(folder)),
+        )
     )
 
 

@@ -19,15 +19,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from configs.schema import LoraConfig, UpdateMode
+from configs.rollout_schema import UpdateMode
+from configs.trainer_schema import LoraConfig
 from core.buckets import in_buckets
 from core.errors import RunStopped, TransportFailed
-from rollouts.engine import Completion
-from rollouts.fingerprint import fingerprint
-from rollouts.parcels import Packer
-from rollouts.vllm_engine import LocalVllmEngine, VllmEngine
-from rollouts.weight_sync import Bucket, Sent, WeightReceiver, WeightSender, verify
-from trainers.lora import with_named_targets
+from modeling.lora import with_named_targets
+from rollouts.engines.base import Completion
+from rollouts.engines.vllm import VllmEngine
+from rollouts.engines.vllm_common import VllmConfig
+from rollouts.engines.vllm_local import LocalVllmEngine
+from weight_sync.base import Bucket, Sent
+from weight_sync.broadcast import WeightReceiver, WeightSender
+from weight_sync.chunks import Packer
+from weight_sync.fingerprint import fingerprint, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -146,12 +150,14 @@ def one_thread() -> Iterator[None]:
 def test_in_process_engine_follows_the_trainer(family: str, tmp_path: Path) -> None:
     old, new = save(family, tmp_path, seed=0), random_model(family, seed=1)
     engine = LocalVllmEngine(
-        model_path=str(tmp_path),
-        dtype="float32",
-        temperature=TEMPERATURE,
-        max_model_len=256,
-        stop_token_ids=STOP,
-        kv_cache_gib=0.1,
+        VllmConfig(
+            model_path=str(tmp_path),
+            dtype="float32",
+            temperature=TEMPERATURE,
+            max_model_len=256,
+            stop_token_ids=STOP,
+            kv_cache_gib=0.1,
+        )
     )
 
     async def load(version: int, model: PreTrainedModel) -> dict[str, int]:
@@ -218,15 +224,17 @@ class Lab:
 
     async def _start(self, folder: Path, stop: list[int]) -> VllmEngine:
         return VllmEngine(
-            model_path=str(folder),
-            dtype="float32",
-            temperature=TEMPERATURE,
-            max_model_len=1024,
-            stop_token_ids=stop,
-            tensor_parallel=self.ranks,
-            kv_cache_gib=0.25,
-            timeout_s=TIMEOUT_S,
-            lora=self.lora and with_named_targets(self.lora, str(folder)),
+            VllmConfig(
+                model_path=str(folder),
+                dtype="float32",
+                temperature=TEMPERATURE,
+                max_model_len=1024,
+                stop_token_ids=stop,
+                tensor_parallel=self.ranks,
+                kv_cache_gib=0.25,
+                timeout_s=TIMEOUT_S,
+                lora=self.lora and with_named_targets(self.lora, str(folder)),
+            )
         )
 
     async def _join(self) -> None:
@@ -607,10 +615,11 @@ def test_nothing_outlives_a_killed_engine(tmp_path: Path) -> None:
     save("qwen2-tied", tmp_path, seed=0)
     script = f"""
         import sys, time
-        from rollouts.vllm_engine import VllmEngine
+        from rollouts.engines.vllm import VllmEngine
+        from rollouts.engines.vllm_common import VllmConfig
         if __name__ == "__main__":
-            VllmEngine(model_path={str(tmp_path)!r}, dtype="float32", temperature=1.0, max_model_len=256,
-                       stop_token_ids=[], kv_cache_gib=0.1)
+            VllmEngine(VllmConfig(model_path={str(tmp_path)!r}, dtype="float32", temperature=1.0, max_model_len=256,
+                       stop_token_ids=[], kv_cache_gib=0.1))
             print("ready", flush=True)
             time.sleep(600)
     """

@@ -10,10 +10,11 @@ import time
 
 import pytest
 
-from core.build import build_trainer
-from core.cluster import Cluster, Resources
 from core.errors import CallFailed, ProcessDied
+from core.ray_cluster import Cluster
+from core.workers import Resources
 from data_feeds.packing import micro_batches
+from driver.trainer_factory import build_trainer
 from unit_tests.examples import is_running, some_groups
 from unit_tests.test_deepspeed import plan_of
 from unit_tests.test_runs import ROOT, descendants, file_of, folder_of
@@ -85,7 +86,7 @@ def test_the_rank_that_sleeps_or_is_stopped_is_named_and_not_the_one_that_notice
 
 STOPS = """
 import os, signal
-from rollouts.hf_engine import HfEngine
+from rollouts.engines.hf import HfEngine
 
 class Engine(HfEngine):
     async def load(self, version, buckets):
@@ -98,7 +99,7 @@ class Engine(HfEngine):
 """
 LOSES_VLLM = """
 import os, signal, psutil
-from rollouts.vllm_engine import VllmEngine
+from rollouts.engines.vllm import VllmEngine
 
 class Engine(VllmEngine):
     def __init__(self, **settings):
@@ -113,7 +114,7 @@ class Engine(VllmEngine):
 DIES_IN_BROADCAST = """
 import os, signal
 from algs.grpo import GRPO
-from rollouts.weight_sync import WeightSender
+from weight_sync.broadcast import WeightSender
 
 ship, sent = WeightSender._ship, []
 

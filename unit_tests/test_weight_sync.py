@@ -12,16 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.load import load_recipe
 from configs.schema import RLConfig
 from core.buckets import in_buckets
-from core.build import check_devices, transports_of
-from core.cluster import Remote
 from core.errors import RunStopped, TransportFailed, UserError
-from rollouts.fingerprint import fingerprint
-from rollouts.publish import Probe, RemoteSync
-from rollouts.transports import Ends, Transport
-from rollouts.weight_sync import Bucket, Sent, WeightReceiver, WeightSender, register, verify
+from core.ray_cluster import Remote
+from driver.devices import check_devices
+from driver.load_recipe import load_recipe
+from driver.weight_sync_factory import transports_of
+from rollouts.engines.vllm_plugin import register
+from weight_sync.base import Bucket, Probe, Sent
+from weight_sync.broadcast import WeightReceiver, WeightSender
+from weight_sync.fingerprint import fingerprint, verify
+from weight_sync.publisher import RemoteSync
+from weight_sync.transports import Ends, Transport
 
 TIMEOUT_S = 20.0
 WEIGHTS = {
@@ -90,7 +93,7 @@ def test_what_nccl_needs_of_vllm_is_there() -> None:
     from vllm.distributed.weight_transfer.nccl_common import trainer_init
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    from rollouts.vllm_worker import JoinInfo, NcclTransfer, Proven
+    from rollouts.engines.vllm_worker import JoinInfo, NcclTransfer, Proven
 
     register()
     assert WeightTransferEngineFactory._registry["feynrl_nccl"]() is NcclTransfer
@@ -141,7 +144,7 @@ def test_a_transport_that_cannot_be_is_refused(recipe, tmp_path) -> None:
     assert transports_of(cfg_of(**{"rollout.engine": str(engine)})) == ["gloo"], "nothing it could fall back to"
     with pytest.raises(UserError, match=r"has no method feed: add it and open_feed"):
         transports_of(cfg_of(**{"rollout.engine": str(engine), "weight_sync.transport": "disk"}))
-    engine.write_text("from rollouts.hf_engine import HfEngine as Engine")
+    engine.write_text("from rollouts.engines.hf import HfEngine as Engine")
     assert transports_of(cfg_of(**{"rollout.engine": str(engine)})) == ["gloo", "direct", "disk"]
 
 

@@ -1,0 +1,219 @@
+"""What algs.check shows an algorithm: a made-up step and a bandit; and how it holds detached values and notes reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from algs.base import Algorithm, PolicyGradient
+from core.types import Column, Group, Prompt, Rows, Sample, Scored
+
+Tables = dict[str, Tensor]
+"""logp, entropy and values of every token as the models in training see it now, [N] float64 each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """A made-up step. Token t of the N in it has the id t, so the labels of a batch say where in a table to look."""
+
+    groups: list[Group]
+    now: Tables
+
+    def where(self, token: int) -> str:
+        for g, group in enumerate(self.groups):
+            for i, s in enumerate(group):
+                if token in s.token_ids:
+                    return f"group {g}, sample {i}, token {s.token_ids.index(token)}"
+        raise ValueError(f"there is no token {token}")
+
+
+Kind = Literal["policy gradient"] | Rows
+
+SAMPLED = [[1.0, 0.0, 0.3, 0.7], [0.0, 1.0, 0.5], [0.4] * 3, [1.0], [0.2, -0.5, 1.5, 1.0]]
+"""Rewards by group: two usual ones, all equal, a group of one, and one whose last answer was cut off."""
+STEP: dict[Kind, list[list[float]]] = {
+    "policy gradient": SAMPLED,
+    "conversations": SAMPLED,
+    "pairs": [[1.0, 0.0]] * 6,
+    "labelled": [[1.0], [0.0], [1.0], [0.0], [0.0], [1.0]],
+}
+USUAL, EQUAL, SINGLE = 1, 2, 3
+CORNERS: dict[Kind, dict[str, int]] = {
+    "policy gradient": {"equal rewards in a group": EQUAL, "a group of one": SINGLE},
+    "conversations": {"one conversation": SINGLE},
+    "pairs": {"one pair": SINGLE},
+    "labelled": {"one desirable answer": EQUAL, "one undesirable answer": SINGLE},
+}
+
+
+def kind_of(alg: Algorithm) -> Kind:
+    return "policy gradient" if isinstance(alg, PolicyGradient) else alg.rows
+
+
+def made_up_step(alg: Algorithm) -> World:
+    """What an algorithm of this kind makes of a step, the same one every time.
+
+    Ratios are mostly near 1, with some far out on both sides.
+    """
+    draw = torch.Generator().manual_seed(0)
+
+    def noise(n: int, scale: float, *, wild: int = 1, factor: float = 1.0) -> Tensor:
+        """Every `wild`-th is `factor` times as far out."""
+        steps = scale * torch.randn(n, generator=draw, dtype=torch.float64)
+        steps[::wild] *= factor
+        return steps
+
+    groups: list[Group] = []
+    rows: dict[str, list[Tensor]] = {"logp": [], "entropy": [], "values": []}
+    scored: dict[Scored, list[Tensor]] = {"prox_logp": [], "ref_logp": [], "teacher_logp": [], "values": []}
+    first = 0
+    for g, rewards in enumerate(STEP[kind_of(alg)]):
+        groups.append([])
+        for reward in rewards:
+            n = int(torch.randint(6, 15, (1,), generator=draw))
+            rollout = -0.3 - 4 * torch.rand(n, generator=draw, dtype=torch.float64)
+            prox = (rollout + noise(n, 0.1, wild=5, factor=8)).clamp(max=-0.01)
+            now = (prox + noise(n, 0.3, wild=6, factor=9)).clamp(max=-0.01)
+            ref, teacher = (now + noise(n, 0.4)).clamp(max=-0.01), (rollout + noise(n, 0.8)).clamp(max=-0.01)
+            values = noise(n, 0.5)
+            columns: dict[Scored, Tensor] = {"prox_logp": prox, "ref_logp": ref, "teacher_logp": teacher}
+            columns["values"] = values
+            for name, column in columns.items():
+                scored[name].append(column)
+            groups[-1].append(_sample(draw, rollout, group=g, first=first, reward=reward))
+            rows["logp"].append(now)
+            rows["entropy"].append(2 * torch.rand(n, generator=draw, dtype=torch.float64))
+            rows["values"].append(values + noise(n, 0.4))
+            first += n
+    groups[-1][-1] = replace(groups[-1][-1], stop="length")
+    tables: dict[Scored, Tensor] = {name: torch.cat(parts) for name, parts in scored.items()}
+    groups = [[_with_columns(s, tables) for s in group] for group in alg.arrange(groups)]
+    return World(groups=groups, now={name: torch.cat(parts) for name, parts in rows.items()})
+
+
+def _with_columns(s: Sample, tables: dict[Scored, Tensor]) -> Sample:
+    return replace(s, columns={name: table[s.token_ids].tolist() for name, table in tables.items()})
+
+
+def _sample(draw: torch.Generator, rollout: Tensor, *, group: int, first: int, reward: float) -> Sample:
+    n = len(rollout)
+    prompt = int(torch.randint(1, 4, (1,), generator=draw))
+    chosen = (torch.rand(n, generator=draw) < 0.8).tolist()
+    mask = [prompt <= t and (chosen[t] or t == n - 1) for t in range(n)]
+    return Sample(
+        prompt=Prompt(id=f"check/{group}", messages=[]),
+        token_ids=list(range(first, first + n)),
+        mask=mask,
+        rollout_logp=[x if m else 0.0 for x, m in zip(rollout.tolist(), mask, strict=True)],
+        versions=[0 if m else -1 for m in mask],
+        reward=reward,
+    )
+
+
+def shown(groups: list[Group], names: frozenset[Scored]) -> list[Group]:
+    """With these columns and no other; a sample without a learnt token is never scored, so it has none."""
+    return [
+        [replace(s, columns={name: s.columns[name] for name in sorted(names)} if any(s.learnt) else {}) for s in g]
+        for g in groups
+    ]
+
+
+def shuffled(groups: list[Group], seed: int) -> list[Group]:
+    """Groups, and the samples in each, in another order."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def order(n: int) -> list[int]:
+        return cast(list[int], torch.randperm(n, generator=draw).tolist())
+
+    return [[groups[g][i] for i in order(len(groups[g]))] for g in order(len(groups))]
+
+
+Poisonable = Column | Literal["rollout_logp", "advantage"]
+POISONABLE: list[Poisonable] = [
+    *("rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "reference_point", "advantage"),
+]
+
+
+def holds(sample: Sample, name: Poisonable) -> bool:
+    if name == "advantage":
+        return sample.advantage is not None
+    return name == "rollout_logp" or name in sample.columns
+
+
+def poisoned(groups: list[Group], name: Poisonable, bad: float) -> list[Group]:
+    """With `bad` in this column, where it is, wherever a token is not learnt."""
+
+    def one(s: Sample) -> Sample:
+        def spoilt(values: list[float]) -> list[float]:
+            return [x if yes else bad for x, yes in zip(values, s.learnt, strict=True)]
+
+        if not holds(s, name):
+            return s
+        if name == "rollout_logp":
+            return replace(s, rollout_logp=spoilt(s.rollout_logp))
+        if name == "advantage":
+            return replace(s, advantage=spoilt(s.advantage or []))
+        return replace(s, columns=s.columns | {name: spoilt(s.columns[name])})
+
+    return [[one(s) for s in g] for g in groups]
+
+
+def on_policy(world: World) -> list[Group]:
+    """Engine, proximal policy and reference agree with the policy as it is now."""
+
+    def one(s: Sample) -> Sample:
+        now: list[float] = world.now["logp"][s.token_ids].tolist()
+        logps: dict[Column, list[float]] = {"prox_logp": now, "ref_logp": now}
+        return replace(s, rollout_logp=now, columns=s.columns | logps)
+
+    return [[one(s) for s in g] for g in world.groups]
+
+
+def ratio_pairs(ratios: Tensor) -> tuple[list[Group], Tensor]:
+    """Answers of one token with an advantage of +1 and of -1 at each ratio to the old policy; and logp now, [N].
+
+    A token is all of its sequence here, so a ratio of sequences is the same number.
+    """
+    old = -5.0
+    same, zero = [0.0, old], [0.0, 0.0]
+    columns: dict[Column, list[float]] = {"prox_logp": same, "ref_logp": same, "teacher_logp": same}
+    columns |= {"values": zero, "returns": zero}
+    arms = [_arm(str(n), [0, n], old, reward=1.0, columns=columns) for n in range(2 * len(ratios))]
+    groups = [[replace(arm, advantage=[0.0, 1.0 - 2 * (n % 2)])] for n, arm in enumerate(arms)]
+    return groups, old + ratios.log().repeat_interleave(2)
+
+
+PAYOFF = [0.1, 0.2, 0.3, 1.0]
+BEST = PAYOFF.index(max(PAYOFF))
+TEACHER = torch.tensor([0.05, 0.05, 0.05, 0.85], dtype=torch.float64).log()
+
+
+def bandit_answers(
+    logits: Tensor, columns: dict[Scored, Tensor], draw: torch.Generator, *, groups: int = 2, size: int = 8
+) -> list[Group]:
+    """One-token answers drawn from softmax(logits); `columns` holds a value for each arm, [arms]."""
+    logp: list[float] = logits.log_softmax(-1).tolist()
+    drawn = torch.multinomial(logits.softmax(-1).expand(groups, -1), size, replacement=True, generator=draw)
+    scored: list[dict[Column, list[float]]] = [
+        {name: [0.0, float(values[arm])] for name, values in columns.items()} for arm in range(len(PAYOFF))
+    ]
+
+    def one(g: int, arm: int) -> Sample:
+        return _arm(f"bandit/{g}", [0, arm], logp[arm], reward=PAYOFF[arm], columns=scored[arm])
+
+    return [[one(g, arm) for arm in row] for g, row in enumerate(drawn.tolist())]
+
+
+def _arm(prompt: str, ids: list[int], logp: float, *, reward: float, columns: dict[Column, list[float]]) -> Sample:
+    return Sample(
+        prompt=Prompt(id=prompt, messages=[]),
+        token_ids=ids,
+        mask=[False, True],
+        rollout_logp=[0.0, logp],
+        versions=[-1, 0],
+        reward=reward,
+        columns=columns,
+    )

@@ -1,0 +1,190 @@
+"""Bias and spread of an algorithm's gradient estimate on a toy task."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from algs.base import Algorithm
+from benchmarks.toy_task import Source, Target, Toy, logp_of, played, reward_gradient
+from core.types import Batch, Column, Group, Policy, Prompt, Sample
+from data_feeds.packing import pack, token_weights
+
+Verdict = Literal["unbiased", "biased in length", "biased"]
+Step = Sequence[Sequence[int]]
+"""The completions of one update: [groups][samples]."""
+
+EXACT = 1e-9
+"""Relative; what is left of an unbiased estimator's bias in float64 is some 1e-15."""
+STEPS_AT_ONCE = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Who draws what, and which gradient is meant."""
+
+    toy: Toy
+    source: Source = "pi"
+    group: int = 2
+    target: Target = reward_gradient
+    draws: int = 0
+    """Updates to draw; 0 lists all those of one group."""
+    groups: int = 1
+    """Groups in an update that is drawn."""
+
+
+def samples_of(alg: Algorithm, setting: Setting) -> list[Sample]:
+    """Every completion as its source would have sent it, with the columns that the trainer would have scored."""
+    toy, source = setting.toy, setting.source
+    pi, mu, ref = (logits.log_softmax(-1) for logits in (toy.pi, toy.mu, toy.ref))
+    rollout = pi if source == "pi" else mu
+    scored: dict[Column, Tensor] = {
+        "prox_logp": mu if source == "stale" else pi,
+        "ref_logp": ref,
+        "teacher_logp": ref,
+        "values": toy.values[:, None].expand_as(pi),
+    }
+    wanted = alg.needs | ({"prox_logp"} if source == "stale" else set())
+    columns: dict[Column, list[list[float]]] = {
+        name: table.tolist() for name, table in scored.items() if name in wanted
+    }
+    says = rollout.tolist()
+
+    def sample(completion: tuple[int, ...], reward: float) -> Sample:
+        path = [0]
+        for v in completion[:-1]:
+            path.append(int(toy.following[path[-1], v]))
+
+        def laid(table: list[list[float]]) -> list[float]:
+            return [0.0, *(table[n][v] for n, v in zip(path, completion, strict=True))]
+
+        return Sample(
+            prompt=Prompt(id="toy", messages=[]),
+            token_ids=[0, *completion],
+            mask=[False, *[True] * len(completion)],
+            rollout_logp=laid(says),
+            versions=[-1, *[0] * len(completion)],
+            reward=reward,
+            columns={name: laid(table) for name, table in columns.items()},
+        )
+
+    return [sample(c, r) for c, r in zip(toy.completions, toy.rewards.tolist(), strict=True)]
+
+
+def all_groups(chance: Tensor, size: int) -> tuple[list[Step], Tensor]:
+    """Every group as a step of its own, and its probability; one that differs in order only is counted into it."""
+    p = chance.tolist()
+    groups = list(combinations_with_replacement(range(len(p)), size))
+
+    def orders(group: tuple[int, ...]) -> int:
+        return math.factorial(size) // math.prod(math.factorial(n) for n in Counter(group).values())
+
+    probability = [orders(g) * math.prod(p[c] for c in g) for g in groups]
+    return [[g] for g in groups], torch.tensor(probability, dtype=torch.float64)
+
+
+def drawn_steps(chance: Tensor, size: int, *, groups: int, draws: int) -> tuple[list[Step], Tensor]:
+    random = torch.Generator().manual_seed(1)
+    picks = torch.multinomial(chance, draws * groups * size, replacement=True, generator=random)
+    return picks.view(draws, groups, size).tolist(), torch.full((draws,), 1 / draws, dtype=torch.float64)
+
+
+def estimates(alg: Algorithm, setting: Setting) -> tuple[Tensor, Tensor]:
+    """Gradient and probability of every update, [steps, N, V] and [steps]."""
+    samples, toy = samples_of(alg, setting), setting.toy
+    chance = logp_of(toy, played(toy, setting.source)).exp()
+    if setting.draws:
+        listed, probability = drawn_steps(chance, setting.group, groups=setting.groups, draws=setting.draws)
+    else:
+        listed, probability = all_groups(chance, setting.group)
+    steps = [[[samples[c] for c in group] for group in step] for step in listed]
+    kept = [i for i, step in enumerate(steps) if all(map(alg.keep, step))]
+    probability = probability[kept]
+    return step_gradients(toy, alg, [steps[i] for i in kept]), probability / probability.sum()
+
+
+def step_gradients(toy: Toy, alg: Algorithm, steps: list[list[Group]]) -> Tensor:
+    """Minus the gradient of the loss of each update, [steps, N, V].
+
+    Credit and weights are those of the update alone. The losses of many are then taken in one call, as no token has a
+    part in the loss of another sequence; unless the algorithm sums over what it believes to be the whole update.
+    """
+    at_once = 1 if type(alg).totals is not Algorithm.totals else STEPS_AT_ONCE
+    horizon = max(map(len, toy.completions))
+    parts: list[Tensor] = []
+    for first in range(0, len(steps), at_once):
+        credited = [alg.credit(step) for step in steps[first : first + at_once]]
+        weights = [w for step in credited for w in token_weights(step, alg.loss_norm, horizon=horizon)]
+        rows = [(i, s) for i, step in enumerate(credited) for group in step for s in group]
+        batch = pack([s for _, s in rows], weights, dtype=torch.float64)
+        step_of = torch.tensor([i for i, _ in rows])[batch.tokens.seq_ids]  # [M]
+        prefix = prefixes_of(toy, batch)[batch.at]  # [M]
+        by_step = toy.pi.new_zeros(len(credited), *toy.pi.shape)
+        parts.append(by_step.index_put((step_of, prefix), -logit_gradient(toy.pi[prefix], alg, batch), accumulate=True))
+    return torch.cat(parts)
+
+
+def prefixes_of(toy: Toy, batch: Batch) -> Tensor:
+    """The prefix that every input position has behind it, [T]: what a model reads off its context."""
+    prefix = torch.zeros_like(batch.input_ids)
+    for t in range(1, int(batch.position_ids.max()) + 1):
+        here = (batch.position_ids == t).nonzero()[:, 0]
+        prefix[here] = toy.following[prefix[here - 1], batch.input_ids[here]]
+    return prefix
+
+
+def logit_gradient(logits: Tensor, alg: Algorithm, batch: Batch) -> Tensor:
+    """Of the batch's loss, with respect to the logits of each learnt token, [M, V]."""
+    logits = logits.requires_grad_()
+    logp = logits.log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1) if alg.needs_entropy else None
+    policy = Policy(logp=logp.gather(-1, batch.labels[:, None])[:, 0], entropy=entropy)
+    with torch.no_grad():
+        tokens = replace(batch.tokens, totals=alg.totals(policy, batch.tokens))
+    loss, _ = alg.objective(policy, tokens)
+    return torch.autograd.grad((loss * tokens.weight).sum(), logits)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """All relative to the length of the gradient that is meant."""
+
+    bias: float
+    error: float
+    """Standard error of the mean gradient; 0 where nothing was drawn."""
+    spread: float
+    cosine: float
+    length: float
+    aside: float
+    """The part of the mean gradient that no learning rate makes good."""
+
+    @property
+    def verdict(self) -> Verdict:
+        # The error has many directions, so its length hardly varies: twice that is no accident.
+        bound = 2 * self.error or EXACT
+        if self.bias < bound:
+            return "unbiased"
+        return "biased in length" if self.aside < bound else "biased"
+
+
+def measure(alg: Algorithm, setting: Setting) -> Measured:
+    gradients, probability = estimates(alg, setting)
+    mean = torch.einsum("s,snv->nv", probability, gradients)
+    target = setting.target(setting.toy, setting.source)
+    size, length = target.norm().item(), ((mean * target).sum() / target.square().sum()).item()
+    variance = (probability @ (gradients - mean).square().sum((1, 2))).item()
+    return Measured(
+        bias=(mean - target).norm().item() / size,
+        error=(variance / setting.draws) ** 0.5 / size if setting.draws else 0.0,
+        spread=variance**0.5 / size,
+        cosine=length * size / mean.norm().item(),
+        length=length,
+        aside=(mean - length * target).norm().item() / size,
+    )

@@ -1,0 +1,132 @@
+"""A task small enough to enumerate, and the exact gradients of what algorithms estimate on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Source = Literal["pi", "engine", "stale"]
+"""Who sampled. pi: the policy that learns. engine: mu, while the trainer's policy was pi when the step began. stale:
+mu, and it was the trainer's policy too, as in a later update of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy:
+    """A task with C completions and N unfinished prefixes over V tokens, and the policies that play it."""
+
+    completions: list[tuple[int, ...]]
+    following: Tensor
+    """[N, V] int64, the prefix a token leads to; 0 where it leads to none."""
+    takes: Tensor
+    """[C, N, V], 1 where the completion takes this token after this prefix."""
+    pi: Tensor
+    """[N, V] logits of the policy that learns: the parameters. So are the next two, of others."""
+    mu: Tensor
+    ref: Tensor
+    rewards: Tensor
+    """[C]"""
+    values: Tensor
+    """[N] what the critic says; right for pi, unless replaced."""
+
+
+def make_toy(*, vocab: int = 4, longest: int = 3, ends: bool = False, levels: int = 5) -> Toy:
+    """Random and fixed. With `ends`, token 0 ends a completion; rewards are one of `levels` from 0 to 1."""
+    random = torch.Generator().manual_seed(0)
+    prefixes = [p for n in range(longest) for p in product(range(vocab), repeat=n) if not (ends and 0 in p)]
+    number = {p: n for n, p in enumerate(prefixes)}
+    completions = [(*p, v) for p in prefixes for v in range(vocab) if (*p, v) not in number]
+    takes = torch.zeros(len(completions), len(prefixes), vocab, dtype=torch.float64)
+    for c, completion in enumerate(completions):
+        for t, v in enumerate(completion):
+            takes[c, number[completion[:t]], v] = 1.0
+
+    def near(logits: Tensor | float, far: float) -> Tensor:
+        return logits + far * torch.randn(len(prefixes), vocab, generator=random, dtype=torch.float64)
+
+    pi = near(0.0, 1.0)
+    toy = Toy(
+        completions=completions,
+        following=torch.tensor([[number.get((*p, v), 0) for v in range(vocab)] for p in prefixes]),
+        takes=takes,
+        pi=pi,
+        mu=near(pi, 0.5),
+        ref=near(pi, 0.5),
+        rewards=torch.randint(levels, (len(completions),), generator=random).double() / (levels - 1),
+        values=torch.zeros(len(prefixes), dtype=torch.float64),
+    )
+    return replace(toy, values=reach(toy, pi, toy.rewards) / reach(toy, pi))
+
+
+def logp_of(toy: Toy, logits: Tensor) -> Tensor:
+    """Of every completion, [C]."""
+    return torch.einsum("cnv,nv->c", toy.takes, logits.log_softmax(-1))
+
+
+def reach(toy: Toy, logits: Tensor, worth: Tensor | float = 1.0) -> Tensor:
+    """Chance to come through each prefix, or what it adds to the expected `worth` [C] of a completion, [N]."""
+    return torch.einsum("cnv,c->n", toy.takes, logp_of(toy, logits).exp() * worth)
+
+
+def played(toy: Toy, source: Source) -> Tensor:
+    """[N, V] logits of who sampled."""
+    return toy.pi if source == "pi" else toy.mu
+
+
+Target = Callable[[Toy, Source], Tensor]
+"""Which gradient is meant, [N, V]: the direction to go in."""
+
+
+def slope(value: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    at = logits.clone().requires_grad_()
+    return torch.autograd.grad(value(at), at)[0]
+
+
+def reward_gradient(toy: Toy, source: Source) -> Tensor:
+    """Of E_pi R, whoever sampled."""
+    return slope(lambda pi: (logp_of(toy, pi).exp() * toy.rewards).sum(), toy.pi)
+
+
+def sequence_kl_gradient(toy: Toy, source: Source) -> Tensor:
+    """Of -KL(pi || ref) between completions, whoever sampled."""
+
+    def kl(pi: Tensor) -> Tensor:
+        logp = logp_of(toy, pi)
+        return (logp.exp() * (logp - logp_of(toy, toy.ref))).sum()
+
+    return -slope(kl, toy.pi)
+
+
+def gradient_by_token(toy: Toy, source: Source, of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Of `of`(log pi, log ref), [N, V] -> [N], after each prefix; the prefixes are the sampler's, and stay what they
+    are."""
+    through, ref = reach(toy, played(toy, source)), toy.ref.log_softmax(-1)
+    return slope(lambda pi: through @ of(pi.log_softmax(-1), ref), toy.pi)
+
+
+def token_kl_gradient(toy: Toy, source: Source) -> Tensor:
+    """Of -KL(pi || ref), token by token."""
+    return -gradient_by_token(toy, source, lambda logp, ref: (logp.exp() * (logp - ref)).sum(-1))
+
+
+def forward_kl_gradient(toy: Toy, source: Source) -> Tensor:
+    """Of -KL(ref || pi), token by token."""
+    return -gradient_by_token(toy, source, lambda logp, ref: (ref.exp() * (ref - logp)).sum(-1))
+
+
+def entropy_gradient(toy: Toy, source: Source) -> Tensor:
+    return gradient_by_token(toy, source, lambda logp, _: -(logp.exp() * logp).sum(-1))
+
+
+def truncated_likelihood_gradient(terms: int) -> Target:
+    """Of -sum_k (1 - p)^k / k, the first terms of log p, p = E_pi R (MaxRL, https://arxiv.org/abs/2602.02710)."""
+
+    def target(toy: Toy, source: Source) -> Tensor:
+        p = (logp_of(toy, toy.pi).exp() * toy.rewards).sum()
+        return reward_gradient(toy, source) * sum((1 - p) ** k for k in range(terms))
+
+    return target

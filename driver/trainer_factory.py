@@ -1,0 +1,99 @@
+"""Build trainers from a configuration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from algs import load_algorithm
+from configs.schema import RunConfig
+from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.loading import FileSpec
+from core.ray_cluster import Cluster
+from core.workers import Local, Place, Workers
+
+if TYPE_CHECKING:
+    from trainers.learner import Settings
+
+from driver.devices import _share, gpus_here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerPlan:
+    """All a trainer process needs to know; it loads the algorithm's file itself and checks its hash."""
+
+    model: ModelConfig
+    trainer: TrainerConfig
+    alg_spec: FileSpec
+    alg: dict[str, Any]
+    temperature: float
+    total_updates: int
+    seed: int
+    sources: tuple[str, ...] = ()
+    reference_ahead: bool = False
+    timeout_s: float = 1800.0
+    """Deadline of the ranks' collectives."""
+
+
+if gpus_here() == 0:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for one, and warns
+
+
+def build_trainer(place: Place | None, plan: TrainerPlan) -> Any:
+    """A DeepSpeed rank at its place; without a place, the reference trainer in this process."""
+    import torch
+
+    alg = load_algorithm(plan.alg_spec, plan.alg)
+    torch.manual_seed(plan.seed)
+    settings: Settings = {
+        "temperature": plan.temperature,
+        "total_updates": plan.total_updates,
+        "sources": plan.sources,
+        "reference_ahead": plan.reference_ahead,
+    }
+    if place is None:
+        from trainers.local import ReferenceTrainer
+
+        return ReferenceTrainer(plan.model, plan.trainer, alg, **settings)
+    from trainers.deepspeed import DeepSpeedTrainer
+
+    os.environ |= {
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port),
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": "0",  # Ray shows each actor its own device only
+    }
+    return DeepSpeedTrainer(plan.model, plan.trainer, alg, timeout_s=plan.timeout_s, **settings)
+
+
+def plan_trainer(
+    cfg: RunConfig,
+    alg_spec: FileSpec,
+    *,
+    temperature: float,
+    total_updates: int,
+    sources: tuple[str, ...] = (),
+    reference_ahead: bool = False,
+) -> TrainerPlan:
+    return TrainerPlan(
+        model=cfg.model,
+        trainer=cfg.trainer,
+        alg_spec=alg_spec,
+        alg=cfg.alg,
+        temperature=temperature,
+        total_updates=total_updates,
+        seed=cfg.seed,
+        sources=sources,
+        reference_ahead=reference_ahead,
+        timeout_s=cfg.timeout_s,
+    )
+
+
+async def start_trainers(cluster: Cluster | None, cfg: RunConfig, plan: TrainerPlan) -> Workers:
+    if cluster is None:
+        return Local(build_trainer(None, plan))
+    ranks = cfg.trainer.ranks
+    resources = _share(cfg, ranks, gpus=1)
+    return await cluster.spawn("trainer", ranks, build_trainer, plan, resources=resources, timeout_s=cfg.timeout_s)

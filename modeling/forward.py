@@ -1,0 +1,129 @@
+"""One forward pass: a flat Batch in, what the policy says about its learnt tokens out.
+
+The layout of the batch is a matter for the attention kernel alone. `padded` gives every sequence its
+own row; `packed` lays all of them in one row and hands over their borders. A model's head, with
+whatever scaling it does to its logits, runs on the learnt positions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from core.types import Batch, Policy
+from modeling.attention import BY_SEQUENCE
+
+Layout = Literal["padded", "packed"]
+
+
+def layout_for(setting: Literal["auto", "padded", "packed"], model: nn.Module) -> Layout:
+    """Packed rows pay where the kernel takes borders; with a dense mask they cost more than the padding they save."""
+    if setting == "auto":
+        return "packed" if model.config._attn_implementation in TAKE_BORDERS else "padded"
+    return setting
+
+
+TAKE_BORDERS = ("flash_attention_2", BY_SEQUENCE)
+"""Attention that is told where the sequences of a packed row begin and end, and needs no mask."""
+
+CHUNK_LOGITS = 2**24
+"""Logits upcast to float32 at a time: 64 MiB."""
+
+
+def forward(
+    module: nn.Module, model: nn.Module, batch: Batch, *, layout: Layout, temperature: float, entropy: bool = False
+) -> Policy:
+    """Log-probability (and entropy) of every learnt token, [M] float32, with gradient where gradients are on.
+
+    `module` is what is called (DeepSpeed's engine, or the model itself), `model` the Hugging Face causal
+    LM inside it. log-softmax is in float32, at the sampling temperature: the logits of the policy that
+    samples are divided by it, so these are too.
+    """
+    rows, inputs = _lay_out(model, batch, layout)
+    with _head_only_at(model, *(index[batch.at] for index in rows)):
+        logits = module(**inputs, use_cache=False).logits  # [1, M, V]
+    return score(logits[0], batch.labels, temperature=temperature, entropy=entropy)
+
+
+def values_of(module: nn.Module, batch: Batch, *, layout: Layout, model: nn.Module) -> Tensor:
+    """Value of the state before every learnt token, [M] float32: read where that token is predicted from."""
+    (row, column), inputs = _lay_out(model, batch, layout)
+    seen: list[Tensor] = []
+    hook = model.score.register_forward_hook(lambda _, args, out: seen.append(out))  # every position's, before pooling
+    try:
+        module(**inputs, use_cache=False)
+    finally:
+        hook.remove()
+    [values] = seen  # [rows, columns, 1]
+    return values[row[batch.at], column[batch.at], 0].float()
+
+
+def score(logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool) -> Policy:
+    """log-softmax of [M, V] logits at [M] labels, in float32 and in chunks: no float32 copy of all stays alive."""
+    size = max(1, CHUNK_LOGITS // logits.shape[-1])
+    parts = [
+        checkpoint(_score_chunk, chunk, chosen, temperature, entropy, use_reentrant=False)
+        for chunk, chosen in zip(logits.split(size), labels.split(size), strict=True)
+    ]
+    return Policy(
+        logp=torch.cat([logp for logp, _ in parts]),
+        entropy=torch.cat([h for _, h in parts if h is not None]) if entropy else None,
+    )
+
+
+def _score_chunk(logits: Tensor, labels: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    logits = logits.float() / temperature  # [m, V]
+    norm = logits.logsumexp(-1)  # [m]
+    logp = logits.gather(-1, labels[:, None])[:, 0] - norm
+    return logp, norm - (torch.softmax(logits, -1) * logits).sum(-1) if entropy else None
+
+
+def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
+    """Where flat position t lies in the model's rows, ([T] row, [T] column), and the model's inputs."""
+    if layout == "padded":
+        # No mask: the padding stands on the right, and no token looks to its right.
+        n_rows, width = int(batch.seq_ids[-1]) + 1, int(batch.position_ids.max()) + 1
+        padded = batch.input_ids.new_zeros(n_rows, width)
+        padded[batch.seq_ids, batch.position_ids] = batch.input_ids
+        return (batch.seq_ids, batch.position_ids), {"input_ids": padded}
+    row = torch.zeros_like(batch.seq_ids)
+    column = torch.arange(len(row), device=row.device)
+    inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+    return (row, column), inputs | _borders(model, batch)
+
+
+def _borders(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """What keeps packed sequences apart, said outright rather than left to be guessed from position_ids."""
+    config = model.config.get_text_config()
+    lengths = torch.bincount(batch.seq_ids)
+    if config._attn_implementation in TAKE_BORDERS:
+        ends = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        longest = int(lengths.max())
+        return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True) and int(lengths.max()) > window:
+        raise ValueError(
+            f"packed rows under {config._attn_implementation} attention take one mask for all layers, and this "
+            f"model's sliding window of {window} is shorter than a sequence of {int(lengths.max())} tokens: "
+            "set trainer.layout=padded"
+        )
+    may_look = (batch.seq_ids[:, None] == batch.seq_ids[None, :]).tril()[None, None]  # [1, 1, T, T]
+    if config._attn_implementation == "eager":  # adds its mask to the scores
+        return {"attention_mask": torch.zeros_like(may_look, dtype=model.dtype).masked_fill(~may_look, -torch.inf)}
+    return {"attention_mask": may_look}
+
+
+@contextmanager
+def _head_only_at(model: nn.Module, rows: Tensor, columns: Tensor) -> Generator[None]:
+    """Give the language-model head the hidden states of these positions alone, as one row of M."""
+    head = model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, args: (args[0][rows, columns][None],))
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,73 @@
+"""Load a causal LM the way training needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from configs.trainer_schema import LoraConfig
+from core.errors import UserError
+from modeling.attention import attend_by_sequence_if_able
+from modeling.hf_config import read_config
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def load_model(
+    path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False, lora: LoraConfig | None = None
+) -> nn.Module:
+    """A Hugging Face causal LM on the CPU, without dropout (two forward passes of one policy must agree).
+
+    With `lora` it has a new adapter, and all else is frozen.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = _load(AutoModelForCausalLM, path, dtype, attention, gradient_checkpointing)
+    if lora is None:
+        return model
+    from modeling.lora import with_adapter
+
+    return with_adapter(model, lora, path=path)
+
+
+def load_scalar_model(path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False) -> nn.Module:
+    """A value or reward model: the transformer with one number instead of logits, `score`, a sequence classifier's.
+
+    The head of a reward model that was saved is kept; a new one begins at zero.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    was_scalar = any(
+        "SequenceClassification" in name for name in getattr(read_config(path), "architectures", None) or []
+    )
+    model = _load(AutoModelForSequenceClassification, path, dtype, attention, gradient_checkpointing, num_labels=1)
+    if not was_scalar:
+        nn.init.zeros_(model.score.weight)
+    # A sequence classifier looks for its last token by this; values are read elsewhere, see forward.values_of.
+    model.config.pad_token_id = model.config.pad_token_id or 0
+    return model
+
+
+def _load(auto: Any, path: str, dtype: str, attention: str, checkpointing: bool, **settings: Any) -> nn.Module:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # it would tell of the head that a value model lacks
+    if attention != "auto":
+        settings["attn_implementation"] = attention
+    try:
+        model = auto.from_pretrained(path, dtype=DTYPES[dtype], **settings)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"model.path={path} cannot be loaded: {str(error).splitlines()[0]}") from error
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if any(getattr(model.config, key, 0.0) for key in ("attention_dropout", "attn_pdrop", "hidden_dropout")):
+        raise UserError(f"model.path={path} has dropout in its config.json: set it to 0")
+    if attention == "auto":
+        attend_by_sequence_if_able(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()

@@ -1,0 +1,100 @@
+"""Low-rank adapters by PEFT: W' = W + s B A, with W frozen; with DoRA W' = m (W + s B A) / |W + s B A| by output row.
+
+https://arxiv.org/abs/2106.09685, rsLoRA (s = alpha / sqrt(r)) https://arxiv.org/abs/2312.03732, DoRA
+https://arxiv.org/abs/2402.09353.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from configs.trainer_schema import LoraConfig, ModelConfig
+from core.errors import UserError
+from modeling.hf_config import skeleton
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+ADAPTER = "default"
+"""PEFT's name of the only one."""
+
+
+def with_adapter(model: nn.Module, lora: LoraConfig, *, path: str) -> PeftModel:
+    """The model with a new adapter that changes nothing yet; all but the adapter is frozen.
+
+    The adapter has the model's dtype, and begins the same for the same seed, whatever was drawn before.
+    """
+    import peft
+
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=path,
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        target_modules=lora.targets if lora.targets == "all-linear" else check_targets(model, lora.targets, path=path),
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.initial_seed())
+        wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    return wrapped.train()
+
+
+def check_targets(model: nn.Module, targets: list[str], *, path: str) -> list[str]:
+    """The names as given, if each is that of linear layers other than the head."""
+    matched = {t: [m for name, m in model.named_modules() if f".{name}".endswith(f".{t}")] for t in targets}
+    for target, modules in matched.items():
+        if not modules or not all(_may_adapt(model, m) for m in modules):
+            raise UserError(
+                f"model.lora.targets names {target!r}, which is no linear layer below the head of model.path={path}: "
+                f"take some of {', '.join(linear_names(model))}, or all-linear"
+            )
+    return targets
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Last parts of the names of all linear layers below the head."""
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _may_adapt(model, module)})
+
+
+def check_recipe(model: ModelConfig) -> None:
+    """Raise UserError for a target that is no linear layer, before anything is started, if the model can be read."""
+    if model.lora is None or model.lora.targets == "all-linear":
+        return
+    if (bones := skeleton(model.path)) is not None:
+        check_targets(bones, model.lora.targets, path=model.path)
+
+
+def with_named_targets(lora: LoraConfig, path: str) -> LoraConfig:
+    """The same with its targets named one by one."""
+    if lora.targets != "all-linear":
+        return lora
+    bones = skeleton(path)
+    assert bones is not None, path
+    return lora.model_copy(update={"targets": linear_names(bones)})
+
+
+def _may_adapt(model: nn.Module, module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, nn.Linear | Conv1D) and module is not model.get_output_embeddings()
+
+
+def merged_weight(
+    weight: Tensor, a: Tensor, b: Tensor, *, scaling: float, magnitude: Tensor | None = None, transposed: bool = False
+) -> Tensor:
+    """W' of the formula above, a new tensor: [out, in] from weight [out, in], a [r, in], b [out, r], magnitude [out].
+
+    Computed in float32 and rounded once. `transposed`: weight and result are [in, out].
+    """
+    delta = scaling * (b.float() @ a.float())
+    whole = (weight.T if transposed else weight).float() + delta
+    if magnitude is not None:
+        whole = whole * (magnitude.float() / whole.norm(dim=1))[:, None]
+    return (whole.T.contiguous() if transposed else whole).to(weight.dtype)

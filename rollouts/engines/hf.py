@@ -1,0 +1,254 @@
+"""Plain transformers as an engine: for `backend: local`, for debugging, and as a yardstick for the other one.
+
+Its own copy of the weights, a key-value cache, and every sampling warper off but the temperature,
+whatever the model's generation config says: it samples from softmax(logits / temperature), full stop.
+
+It gives way after every token, so that weights can come in mid-generation. A load computes the cache of whatever is
+live anew, from all its tokens so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from configs.rollout_schema import UpdateMode
+from core.errors import RunStopped
+from rollouts.engines.base import Completion
+from weight_sync.base import Bucket
+from weight_sync.broadcast import WeightReceiver
+from weight_sync.chunks import Parcel, unpack
+from weight_sync.fingerprint import fingerprint
+
+
+@dataclass(slots=True)
+class _Request:
+    token_ids: list[int]
+    max_new_tokens: int
+    uniform: np.random.Generator
+    """One draw per token; a request's tokens do not depend on what it is batched with."""
+    done: asyncio.Future[Completion]
+    new_ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def so_far(self) -> list[int]:
+        return self.token_ids + self.new_ids
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What the next forward pass over the live requests takes."""
+
+    ids: Tensor
+    """[B, L], what is not in the cache yet."""
+    mask: Tensor
+    """[B, all], 0 where a row is padded, on its left."""
+    cache: DynamicCache
+
+
+class HfEngine:
+    """Requests that wait at the same moment are generated in one batch, up to `max_batch` of them, and are answered
+    when it ends. Those that come meanwhile wait for the next one."""
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        dtype: str,
+        temperature: float,
+        stop_token_ids: list[int],
+        max_batch: int = 256,
+        timeout_s: float = 300.0,
+        update: UpdateMode = "in_flight",
+    ):
+        from modeling.load import load_model
+
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = load_model(model_path, dtype=dtype, attention="sdpa").eval().to(self.device)
+        self.temperature, self.stop, self.max_batch = temperature, set(stop_token_ids), max_batch
+        self.timeout_s, self.update = timeout_s, update
+        self.version = -1
+        self.loads = 0
+        self.loaded: dict[str, int] = {}
+        self.waiting: list[_Request] = []
+        self.running: asyncio.Task[None] | None = None
+        self.held = False
+        self.fed: list[Bucket] | None = None
+        """What came for the next `receive`; None while a stream brings weights."""
+
+    async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.waiting.append(_Request(token_ids, max_new_tokens, np.random.default_rng(seed), future))
+        for _ in range(3):  # let everybody who is about to ask do so
+            await asyncio.sleep(0)
+        self._begin()
+        return await future
+
+    def _begin(self) -> None:
+        """Make a batch of what waits, unless one is running or an update is awaited."""
+        self.waiting = [request for request in self.waiting if not request.done.done()]  # some callers gave up
+        if self.waiting and self.running is None and not self.held:
+            batch, self.waiting = self.waiting[: self.max_batch], self.waiting[self.max_batch :]
+            self.running = asyncio.create_task(self._run(batch))
+            self.running.add_done_callback(partial(self._ended, batch))
+
+    async def _run(self, batch: list[_Request]) -> None:
+        """Generate all of `batch`, token by token; with update=abort, no further than to the next load."""
+        live = sorted(batch, key=lambda r: len(r.so_far))
+        while live:
+            loads, rows = self.loads, self._rows(live)
+            while live and loads == self.loads:
+                live = self._step(rows, live)
+                await asyncio.sleep(0)
+            if self.update == "abort":
+                return
+
+    def _ended(self, batch: list[_Request], run: asyncio.Task[None]) -> None:
+        """Answer the callers, in the order they asked; what was cut off is first in the queue."""
+        self.running = None
+        error = None if run.cancelled() else run.exception()
+        cut_off: list[_Request] = []
+        for request in batch:
+            if request.done.done():
+                continue
+            if run.cancelled():  # by the end of the event loop
+                request.done.cancel()
+            elif error is not None:
+                request.done.set_exception(error)
+            elif stop := self._stop(request):
+                request.done.set_result(
+                    Completion(token_ids=request.new_ids, logp=request.logp, versions=request.versions, stop=stop)
+                )
+            else:
+                cut_off.append(request)
+        self.waiting = cut_off + self.waiting
+        if self.waiting and not run.cancelled():
+            # After the callers just answered: what they ask next comes into the same batch.
+            asyncio.get_running_loop().call_soon(self._begin)
+
+    def _rows(self, live: list[_Request]) -> _Rows:
+        """Nothing in the cache, all tokens so far to be computed."""
+        width = max(len(r.so_far) for r in live)
+        pads = [width - len(r.so_far) for r in live]
+        return _Rows(
+            ids=self._tensor([[0] * pad + r.so_far for pad, r in zip(pads, live, strict=True)]),
+            mask=self._tensor([[0] * pad + [1] * (width - pad) for pad in pads]),
+            cache=DynamicCache(config=self.model.config),
+        )
+
+    @torch.no_grad()  # here and not around the loop: between two tokens other tasks run, which may want gradients
+    def _step(self, rows: _Rows, live: list[_Request]) -> list[_Request]:
+        """One token for each of `live`; returns those that go on, and prepares their rows."""
+        positions = (rows.mask.cumsum(-1) - 1).clamp(min=0)[:, -rows.ids.shape[1] :]
+        out = self.model(
+            input_ids=rows.ids,
+            attention_mask=rows.mask,
+            position_ids=positions,
+            past_key_values=rows.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logp = (out.logits[:, -1].float() / self.temperature).log_softmax(-1)  # [B, V]
+        chosen = self._draw(logp, live)  # [B]
+        chosen_logp = logp.gather(-1, chosen[:, None])[:, 0].tolist()
+        stay = []
+        for i, (request, token) in enumerate(zip(live, chosen.tolist(), strict=True)):
+            request.new_ids.append(token)
+            request.logp.append(chosen_logp[i])
+            request.versions.append(self.version)
+            if self._stop(request) is None and not request.done.done():
+                stay.append(i)
+        rows.ids, rows.mask = chosen[:, None], torch.cat([rows.mask, rows.mask.new_ones(len(live), 1)], -1)
+        if 0 < len(stay) < len(live):
+            at = torch.tensor(stay, device=self.device)
+            rows.ids, rows.mask = rows.ids[at], rows.mask[at]
+            rows.cache.batch_select_indices(at)
+        return [live[i] for i in stay]
+
+    def _stop(self, request: _Request) -> Literal["eos", "length"] | None:
+        """Why it is finished; None for one that is not."""
+        if request.new_ids and request.new_ids[-1] in self.stop:
+            return "eos"
+        return "length" if len(request.new_ids) == request.max_new_tokens else None
+
+    def _draw(self, logp: Tensor, live: list[_Request]) -> Tensor:
+        """Inverse of the cumulative distribution at one uniform number per request, [B]."""
+        cumulative = logp.double().exp().cumsum(-1)
+        at = torch.tensor([r.uniform.random() for r in live], dtype=torch.float64, device=self.device)
+        return torch.searchsorted(cumulative, (at * cumulative[:, -1])[:, None], right=True)[:, 0].clamp(
+            max=logp.shape[-1] - 1
+        )
+
+    async def probe(self, token_ids: list[int]) -> list[float]:
+        with torch.no_grad():
+            logp = self.model(input_ids=self._tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)
+        return logp[:-1].gather(-1, self._tensor(token_ids[1:])[:, None])[:, 0].tolist()
+
+    async def hold(self) -> None:
+        """Come to a stop with update=drain; else a load may come between any two tokens as it is."""
+        if self.update == "drain":
+            self.held = True
+            if self.running is not None:
+                await asyncio.wait([self.running])  # if it fails, its callers hear of it
+
+    async def load(self, version: int, buckets: Iterable[Bucket]) -> None:
+        """Copy every tensor of the stream into the model's own; each must be there, in its shape."""
+        own = dict(self.model.named_parameters())
+        self.loaded = {}
+        self.loads += 1
+        for bucket in buckets:
+            for name, tensor in bucket:
+                if name not in own or own[name].shape != tensor.shape:
+                    raise RunStopped(f"the hf engine's model has no {name} of shape {list(tensor.shape)}")
+                own[name].data.copy_(tensor)
+            self.loaded |= fingerprint((name, own[name].detach()) for name, _ in bucket)
+        if missing := own.keys() - self.loaded.keys():
+            raise RunStopped(
+                f"the sync of version {version} had no values for {len(missing)} tensors, such as {min(missing)}"
+            )
+        self.version = version
+        if self.held:
+            self.held = False
+            self._begin()
+
+    async def join(self, *, address: str, port: int, first_rank: int, members: int) -> None:
+        """Become member `first_rank` of the sender's group, from which weights come now."""
+        self.fed = None
+        self.receiver = WeightReceiver(
+            address=address, port=port, rank=first_rank, members=members, timeout_s=self.timeout_s
+        )
+
+    async def open_feed(self) -> None:
+        """From now on weights come by `feed`. They are kept until all are there: tokens may be sampled meanwhile."""
+        self.fed = []
+
+    async def feed(self, parcel: Parcel) -> None:
+        assert self.fed is not None
+        self.fed.append(unpack(parcel))
+
+    async def receive(self, version: int) -> None:
+        """Take part in one `WeightSender.send`, or take what was fed; without giving way."""
+        if self.fed is None:
+            await self.load(version, self.receiver.receive())
+        else:
+            await self.load(version, self.fed)
+            self.fed = []
+
+    async def fingerprint(self) -> list[Mapping[str, int]]:
+        return [self.loaded]
+
+    async def close(self) -> None:
+        return
+
+    def _tensor(self, values: list) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)

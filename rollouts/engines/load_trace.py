@@ -1,0 +1,90 @@
+"""Watch vLLM's weight loaders and take checksums of what they write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weight_sync.base import Bucket
+from weight_sync.fingerprint import checksum
+
+_WRAP = 1 << 64
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A received tensor, by its bytes in its storage."""
+
+    name: str
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    itemsize: int
+
+
+class LoadTrace(TorchDispatchMode):
+    """Sees every copy out of the received tensors, and takes the checksum of what stands in the parameter after it.
+
+    A loader copies the slice that its rank needs. Which elements those are follows from the memory it
+    copies from, so each checksum counts in its right place, and the ranks' sums add up to the sender's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By storage. The weak reference frees the bytes, but keeps another storage from taking its identity.
+        self._sources: dict[int, tuple[StorageWeakRef, list[_Source]]] = {}
+        self._written: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
+
+    def expect(self, bucket: Bucket) -> None:
+        """Take note of tensors about to be loaded; vLLM may keep them until a later bucket completes their layer."""
+        for name, t in bucket:
+            storage = t.untyped_storage()
+            begin = t.storage_offset() * t.itemsize
+            source = _Source(name, begin, begin + t.nbytes, tuple(t.shape), t.stride(), t.itemsize)
+            self._sources.setdefault(storage._cdata, (StorageWeakRef(storage), []))[1].append(source)
+
+    def consumed(self) -> dict[str, int]:
+        """Per name, the sum of the checksums of what was written from it; no entry where nothing was."""
+        sums: dict[str, int] = {}
+        for (name, _, _), value in self._written.items():
+            sums[name] = (sums.get(name, 0) + value) % _WRAP
+        return sums
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and not args[0].is_meta:  # meta: vLLM only counts elements
+            self._note(*args[:2])
+        return returned
+
+    def _note(self, written: Tensor, copied: Tensor) -> None:
+        _, sources = self._sources.get(copied.untyped_storage()._cdata, (None, []))
+        at = copied.storage_offset() * copied.itemsize
+        for source in sources:
+            # The empty slice, of a rank that needs no part of the tensor, is taken at the tensor's end.
+            if source.begin <= at < source.end or (copied.numel() == 0 and at == source.end):
+                self._record(source, at, written, copied)
+                return
+
+    def _record(self, source: _Source, at: int, written: Tensor, copied: Tensor) -> None:
+        same_strides = copied.dim() == len(source.shape) and all(
+            size <= 1 or mine == its
+            for size, mine, its in zip(copied.shape, copied.stride(), source.stride, strict=True)
+        )
+        if not same_strides:  # reshaped or transposed on the way: vouch for the tensor it came from
+            offset = copied.storage_offset() - (at - source.begin) // source.itemsize
+            self._written[source.name, (), ()] = checksum(copied.as_strided(source.shape, source.stride, offset))
+            return
+        start, offset = [], (at - source.begin) // source.itemsize
+        for stride in source.stride:
+            start.append(offset // stride)
+            offset %= stride
+        # Keyed by place: a bias is written twice, once while vLLM counts and once for good.
+        self._written[source.name, tuple(start), tuple(copied.shape)] = checksum(
+            written.to(copied.dtype), shape=source.shape, start=start
+        )

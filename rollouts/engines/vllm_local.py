@@ -1,0 +1,65 @@
+"""vLLM in the caller's process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from core.errors import RunStopped
+from rollouts.engines.vllm_common import _Vllm
+from weight_sync.base import Bucket
+
+
+class LocalVllmEngine(_Vllm):
+    """LLM in the caller's process, one rank, for `backend: local` on a CPU.
+
+    Requests made in the same turn of the event loop run as one batch, during which the process does nothing else.
+    """
+
+    def _start(self) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+        from vllm import LLM
+        from vllm.config import WeightTransferConfig
+
+        self._llm = LLM(**self._settings, weight_transfer_config=WeightTransferConfig(backend="feynrl_local"))
+        # vLLM takes the process for its own: one thread, and a set_num_threads that does nothing.
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        self._waiting: list[tuple[list[int], Any, asyncio.Future[Any]]] = []
+
+    async def hold(self) -> None:
+        """Return at once, whatever `update` says: while requests run, nobody else does, so none is running now."""
+
+    async def load(self, version: int, buckets: Iterable[Bucket]) -> None:
+        """Take the weights straight from the trainer, which is in this process."""
+        await self._update(version, {"buckets": buckets})
+        self._llm.update_weight_version(str(version))
+        if not self._llm.reset_prefix_cache():
+            raise RunStopped(f"vLLM did not clear its prefix cache for version {version}")
+
+    async def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+    async def _ask(self, token_ids: list[int], params: Any) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((token_ids, params, answer))
+        if len(self._waiting) == 1:
+            await asyncio.sleep(0)  # the first asks for all who come after it in this turn
+            self._answer_all()
+        return await answer
+
+    def _answer_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        prompts = [{"prompt_token_ids": token_ids} for token_ids, _, _ in waiting]
+        params = [params for _, params, _ in waiting]
+        answers = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter())
+        for (_, _, future), answer in zip(waiting, answers, strict=True):
+            future.set_result(answer)
+
+    async def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
+        return self._llm.collective_rpc(method, kwargs=kwargs)

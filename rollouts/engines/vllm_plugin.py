@@ -1,0 +1,35 @@
+"""Register our weight transfer engines in every process of vLLM."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from threading import Thread
+
+_PARENT_POLL_S = 1.0
+
+
+def register() -> None:
+    """vLLM calls this in each of its processes (entry point group vllm.general_plugins), maybe more than once."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+
+    _end_with_parent()
+    transports = {"feynrl_gloo": "GlooTransfer", "feynrl_local": "LocalTransfer", "feynrl_nccl": "NcclTransfer"}
+    for name, cls in transports.items():
+        if name not in Factory._registry:  # it refuses a second registration
+            Factory.register_engine(name, "rollouts.engines.vllm_worker", cls)
+
+
+def _end_with_parent() -> None:
+    """In a process that vLLM started: end when its parent is gone. After a kill of the parent vLLM would stay."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent.pid:
+            time.sleep(_PARENT_POLL_S)
+        os._exit(1)
+
+    Thread(target=watch, daemon=True, name="end with parent").start()

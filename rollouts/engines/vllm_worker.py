@@ -1,0 +1,279 @@
+"""What runs inside vLLM's worker processes: our ends of its weight-transfer API.
+
+vLLM loads layer by layer (`initialize_layerwise_reload`): tensors wait until their layer is complete,
+are written into fresh parameters by the model's weight loaders, and are then packed for the kernels. On
+a CPU the parameters are emptied after that, so the proof of a load is taken while the loaders write.
+
+An adapter goes another way: vLLM's LoRA manager takes it from memory, under an id that stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from core.errors import TransportFailed
+from rollouts.engines.load_trace import LoadTrace
+from weight_sync.base import Bucket, carrying
+from weight_sync.broadcast import WeightReceiver
+from weight_sync.chunks import Parcel, unpack
+from weight_sync.fingerprint import fingerprint
+
+ADAPTER_ID = 1
+"""Of the only adapter; requests name it."""
+
+
+class Proven(WeightTransferEngine[Any, Any]):
+    """Layerwise reload with a record of what was loaded, whatever carries the bytes."""
+
+    consumed: dict[str, int]
+    """Of the last finished update."""
+    left_out: list[str]
+    """Parameters of the model that the last update did not touch."""
+
+    def start_weight_update(self) -> None:
+        self.consumed, self.left_out = {}, []
+        if not _forget_half_loaded(self.model):  # else some parameters are stand-ins, and nothing is tied
+            self._tied = _tied_parameters(self.model)
+        initialize_layerwise_reload(self.model)
+        self._trace = LoadTrace()
+        self._untouched = {name for name, _ in self.model.named_parameters() if name not in self._tied}
+
+    def load(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            self._trace.expect(bucket)
+            with self._trace:
+                self._untouched -= self.model.load_weights(iter(bucket))
+
+    def finish_weight_update(self) -> None:
+        with self._trace:  # padded layers are written only here
+            finalize_layerwise_reload(self.model, self.model_config)
+        for name in self._tied:
+            # The reload passes over it, and on a CPU the layer would go on with the packed copy of its old weights.
+            layer = self.model.get_submodule(name.rpartition(".")[0])
+            layer.quant_method.process_weights_after_loading(layer)
+        self.consumed, self.left_out = self._trace.consumed(), sorted(self._untouched)
+        del self._trace
+
+    def buckets(self, update_info: Any) -> Iterable[Bucket]:
+        """What comes with one call: all, or as much as it brings itself."""
+        raise NotImplementedError
+
+    def receive_weights(self, update_info: Any) -> None:
+        self.load(self.buckets(update_info))
+
+    def start_adapter(self) -> None:
+        self.consumed, self.left_out = {}, []
+        self.adapter: dict[str, Tensor] = {}
+
+    def receive_adapter(self, update_info: Any) -> None:
+        """Keep the adapter's tensors, in memory of our own, and the proof that they came."""
+        for bucket in self.buckets(update_info):
+            self.adapter |= {name: tensor.clone() for name, tensor in bucket}
+            self.consumed |= fingerprint((name, self.adapter[name]) for name, _ in bucket)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def _forget_half_loaded(model: torch.nn.Module) -> bool:
+    """After an update that broke off vLLM would go on with the tensors that came; returns whether there was one."""
+    half_loaded = [info for layer in model.modules() if (info := get_layerwise_info(layer)).can_load()]
+    for info in half_loaded:
+        info.load_numel = 0
+        info.loaded_weights.clear()
+    return bool(half_loaded)
+
+
+def _tied_parameters(model: torch.nn.Module) -> list[str]:
+    """Names of the parameters that are another one as well, which comes first: a tied lm_head's weight."""
+    seen: set[int] = set()
+    return [
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in seen or seen.add(id(parameter))
+    ]
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):
+    """Where the trainer listens, and which ranks of its group this engine's workers are."""
+
+    address: str
+    port: int
+    first_rank: int
+    members: int
+    timeout_s: float
+
+
+@dataclass
+class Incoming(WeightTransferUpdateInfo):
+    """A parcel, or nothing where all is in the stream."""
+
+    parcel: Parcel | None = None
+
+
+class Streamed(Proven):
+    """Weights from a stream that this worker has joined, or in parcels."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = Incoming
+
+    def buckets(self, update_info: Incoming) -> Iterable[Bucket]:
+        return self.stream() if update_info.parcel is None else [unpack(update_info.parcel)]
+
+    def stream(self) -> Iterable[Bucket]:
+        raise NotImplementedError
+
+
+class GlooTransfer(Streamed):
+    """Weights over gloo and TCP, see weight_sync/broadcast.py."""
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        self._receiver = WeightReceiver(
+            address=init_info.address,
+            port=init_info.port,
+            rank=init_info.first_rank + self.parallel_config.rank,
+            members=init_info.members,
+            timeout_s=init_info.timeout_s,
+        )
+
+    def stream(self) -> Iterable[Bucket]:
+        return self._receiver.receive()
+
+
+class NcclTransfer(Streamed, NCCLWeightTransferEngine):
+    """vLLM's NCCL engine, sent to by an `NcclSender`, with the proof of what was loaded. Never run yet."""
+
+    shutdown = NCCLWeightTransferEngine.shutdown
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        with carrying("nccl"):
+            NCCLWeightTransferEngine.init_transfer_engine(
+                self,
+                NCCLWeightTransferInitInfo(
+                    master_address=init_info.address,
+                    master_port=init_info.port,
+                    rank_offset=init_info.first_rank,
+                    world_size=init_info.members,
+                ),
+            )
+        self.model_update_group.group.store.set_timeout(timedelta(seconds=init_info.timeout_s))
+
+    def stream(self) -> Iterator[Bucket]:
+        while (bucket := self._next()) is not None:
+            yield bucket
+
+    def _next(self) -> Bucket | None:
+        nccl = self.model_update_group
+        with carrying("nccl"):
+            header = nccl.group.broadcast_obj(None, src=0)
+            if header is None:
+                return None
+            bucket = [(name, torch.empty(shape, dtype=dtype, device=self.device)) for name, dtype, shape in header]
+            for _, tensor in bucket:
+                nccl.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+            return bucket
+
+
+@dataclass
+class LocalInfo(WeightTransferUpdateInfo):
+    buckets: Iterable[Bucket]
+
+
+class LocalTransfer(Proven):
+    """Weights of a trainer in vLLM's own process, handed over by reference."""
+
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls = LocalInfo
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        pass
+
+    def buckets(self, update_info: LocalInfo) -> Iterable[Bucket]:
+        return update_info.buckets
+
+
+def install_adapter(manager: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> list[str]:
+    """Put an adapter into vLLM's (worker's) LoRA manager in place of the one before it.
+
+    config: of PEFT's. Returns the adapter's layers that the model has not.
+    """
+    helper = PEFTHelper.from_dict(config)
+    helper.validate_legal(manager.lora_config)
+    models = manager._adapter_manager
+    mapper = getattr(models.model, "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
+        ADAPTER_ID,
+        tensors,
+        helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=mapper and mapper.get_rename_mapper(),
+    )
+    fused = {part for parts in models.packed_modules.values() for part in parts}
+    lost = sorted(adapter.loras.keys() - models.modules.keys() - fused)
+    manager.remove_adapter(ADAPTER_ID)
+    models.add_adapter(adapter)
+    models.activate_adapter(ADAPTER_ID)
+    return lost
+
+
+class WorkerMethods:
+    """Mixed into vLLM's worker, so that the engine can ask every rank."""
+
+    weight_transfer_engine: Proven
+    model_runner: Any
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+
+    def feynrl_join(self, init_info: dict[str, Any]) -> str:
+        """Why the transport failed, or an empty string: of an exception vLLM would pass on some text only."""
+        return _failure(self.init_weight_transfer_engine, init_info)
+
+    def feynrl_begin(self, adapter: bool) -> None:
+        if adapter:
+            return self.weight_transfer_engine.start_adapter()
+        self._weight_update_active = False  # vLLM would refuse to begin again after an update that broke off
+        self.start_weight_update()
+
+    def feynrl_bring(self, adapter: bool, update_info: dict[str, Any]) -> str:
+        """As feynrl_join."""
+        if not adapter:
+            return _failure(self.update_weights, update_info)
+        transfer = self.weight_transfer_engine
+        return _failure(transfer.receive_adapter, transfer.parse_update_info(update_info))
+
+    def feynrl_load_adapter(self, config: dict[str, Any]) -> list[str]:
+        return install_adapter(self.model_runner.lora_manager, self.weight_transfer_engine.adapter, config)
+
+    def feynrl_consumed(self) -> dict[str, int]:
+        return self.weight_transfer_engine.consumed
+
+    def feynrl_left_out(self) -> list[str]:
+        return self.weight_transfer_engine.left_out
+
+
+def _failure(call: Callable[[Any], None], argument: Any) -> str:
+    try:
+        call(argument)
+    except TransportFailed as failed:
+        return str(failed)
+    return ""

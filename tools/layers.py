@@ -1,0 +1,204 @@
+"""The layers of the code and the imports between them: python -m tools.layers
+
+Prints every layer with the layers that it imports, and what breaks the rules: an import that runs up, a circle of
+files, a file or a function that is too long, a heavy library outside its home; and how the functions are named and
+documented. Exit code 1 where a rule is broken. unit_tests/test_layers.py runs the same checks.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = (
+    *("core", "configs", "weight_sync", "modeling", "data_feeds", "algs", "trainers", "rewards", "rollouts"),
+    *("driver", "main_rl", "main_sl"),
+)
+"""From the ground up: a file imports from its own layer and from those before it."""
+BESIDE = ("data_prep", "tools", "benchmarks")
+"""Programs of their own. Nothing imports them but each other and the tests."""
+HOMES = {
+    "ray": ("core/ray_cluster.py",),
+    "deepspeed": ("trainers/deepspeed.py",),
+    "vllm": ("rollouts/engines/", "weight_sync/nccl.py"),
+}
+"""The only files, or folders, that import a heavy library."""
+LINES_OF_FILE, LINES_OF_FUNCTION = 350, 60
+VERB_SHARE, ONE_WORD_SHARE = 0.95, 0.35
+NOT_VERBS = frozenset(
+    {
+        *("a", "all", "and", "any", "are", "as", "at", "both", "by", "do", "does", "each", "every", "for", "from"),
+        *("has", "have", "how", "if", "in", "is", "it", "its", "many", "more", "most", "no", "none", "not", "of"),
+        *("off", "on", "one", "only", "or", "other", "so", "some", "that", "the", "their", "them", "there", "these"),
+        *("they", "this", "those", "to", "too", "under", "up", "what", "when", "where", "which", "while", "who"),
+        *("whose", "why", "with"),
+    }
+)
+"""First words of a docstring that does not begin with a verb."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """One function or method of the product."""
+
+    place: str
+    """File and line."""
+    name: str
+    lines: int
+    docstring: str
+    counts: bool
+    """False for what Python or a protocol names: dunders, overrides of a library's methods, properties."""
+
+
+def main() -> None:
+    """Print the report."""
+    files = product_files(ROOT)
+    graph = {file: imports_of(ROOT, file) for file in files}
+    for layer in LAYERS:
+        below = {layer_of(other) for file in files if layer_of(file) == layer for other in graph[file]} - {layer}
+        print(f"{layer:<12} -> {', '.join(sorted(below, key=LAYERS.index)) or '(nothing)'}")
+    functions = [function for file in files for function in functions_of(ROOT, file)]
+    print(f"\n{sum(len(v) for v in graph.values())} imports between {len(files)} files")
+    print(f"docstrings of functions that begin with a verb: {verb_share(functions):.1%} (goal {VERB_SHARE:.0%})")
+    print(f"functions named with one word: {one_word_share(functions):.1%} (goal at most {ONE_WORD_SHARE:.0%})")
+    broken = [
+        *(f"an import runs up: {a} -> {b}" for a, b in arrows_up(graph)),
+        *(f"a circle: {' -> '.join(circle)}" for circle in circles(graph)),
+        *(f"{file} has {n} lines" for file, n in long_files(ROOT)),
+        *(f"{f.place} {f.name} has {f.lines} lines" for f in functions if f.lines > LINES_OF_FUNCTION),
+        *(f"{file} imports {library}" for library, file in strangers(ROOT, files)),
+    ]
+    print(*(broken or ["no import runs up, no circles, no file or function is too long"]), sep="\n")
+    sys.exit(bool(broken))
+
+
+def product_files(root: Path) -> list[str]:
+    """List the Python files of the layers, as paths from the root."""
+    return [file for file in tracked(root) if layer_of(file) in LAYERS]
+
+
+def tracked(root: Path) -> list[str]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split()
+    return sorted({file for file in listed if (root / file).is_file()})
+
+
+def layer_of(file: str) -> str:
+    """
+    >>> layer_of("rollouts/engines/hf.py"), layer_of("main_rl.py")
+    ('rollouts', 'main_rl')
+    """
+    return file.split("/")[0].removesuffix(".py")
+
+
+def imports_of(root: Path, file: str) -> set[str]:
+    """List the files of the product that `file` imports anywhere, inside functions and for type checkers too."""
+    found: set[str] = set()
+    for module in imported_modules(root / file):
+        path = module.replace(".", "/")
+        if layer_of(path) in LAYERS:
+            found |= {name for name in (f"{path}.py", f"{path}/__init__.py") if (root / name).is_file()}
+    return found - {file}
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Yield every module that an import statement may mean: `from a import b` may mean a and a.b."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def arrows_up(graph: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """List imports of a file in a layer above."""
+    height = {layer: i for i, layer in enumerate(LAYERS)}
+    return sorted((a, b) for a, others in graph.items() for b in others if height[layer_of(b)] > height[layer_of(a)])
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """List circles of imports, each once: remove files without imports of the rest until nothing changes."""
+    left = {file: set(others) for file, others in graph.items()}
+    while leaves := [file for file, others in left.items() if not others & left.keys()]:
+        for file in leaves:
+            del left[file]
+    found: list[list[str]] = []
+    while left:
+        path = [min(left)]
+        while (following := min(left[path[-1]] & left.keys())) not in path:
+            path.append(following)
+        circle = path[path.index(following) :]
+        found.append([*circle, following])
+        for file in circle:
+            del left[file]
+        while leaves := [file for file, others in left.items() if not others & left.keys()]:
+            for file in leaves:
+                del left[file]
+    return found
+
+
+def long_files(root: Path) -> list[tuple[str, int]]:
+    """List files, benchmarks and tools included, of more than LINES_OF_FILE lines."""
+    lengths = [(f, len((root / f).read_text().splitlines())) for f in tracked(root) if layer_of(f) != "unit_tests"]
+    return [(file, n) for file, n in lengths if n > LINES_OF_FILE]
+
+
+def strangers(root: Path, files: list[str]) -> list[tuple[str, str]]:
+    """List (library, file) where a heavy library is imported outside its home."""
+    return [
+        (library, file)
+        for file in files
+        for library, homes in HOMES.items()
+        if not file.startswith(homes) and library in {m.split(".")[0] for m in imported_modules(root / file)}
+    ]
+
+
+def functions_of(root: Path, file: str) -> Iterator[Function]:
+    for node in ast.walk(ast.parse((root / file).read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            decorators = {ast.unparse(d).split("(")[0] for d in node.decorator_list}
+            is_named_elsewhere = node.name.startswith("__") or bool(decorators & {"property", "override"})
+            yield Function(
+                place=f"{file}:{node.lineno}",
+                name=node.name,
+                lines=node.end_lineno - node.lineno + 1,
+                docstring=ast.get_docstring(node) or "",
+                counts=not is_named_elsewhere,
+            )
+
+
+def verb_share(functions: list[Function]) -> float:
+    """Share of the docstrings of functions (no properties) whose first word may be a verb."""
+    documented = [f for f in functions if f.docstring and f.counts and not f.docstring.startswith(">>>")]
+    return sum(begins_with_verb(f.docstring) for f in documented) / len(documented)
+
+
+def begins_with_verb(docstring: str) -> bool:
+    """Tell whether the first word looks like a verb in the imperative: capital, no closed-class word, no -s or -ing.
+
+    >>> begins_with_verb("Await the call."), begins_with_verb("What the call brings."), begins_with_verb("Returns x.")
+    (True, False, False)
+    """
+    word = re.split(r"\W+", docstring, maxsplit=1)[0]
+    if not word[:1].isupper() or word.lower() in NOT_VERBS or word.isupper():
+        return False
+    return not (word.endswith("ing") and word not in ("Bring", "String", "Ring")) and not (
+        word.endswith("s") and word not in ("Pass", "Process", "Compress", "Discuss", "Express", "Address", "Guess")
+    )
+
+
+def one_word_share(functions: list[Function]) -> float:
+    """Share of functions whose name is a single word."""
+    named = [f for f in functions if f.counts]
+    return sum("_" not in f.name.strip("_") for f in named) / len(named)
+
+
+if __name__ == "__main__":
+    main()

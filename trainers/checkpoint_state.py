@@ -1,0 +1,103 @@
+"""What a checkpoint holds of a trainer: every learner's weights and optimizer, and of every rank its counters and
+random state. Frozen models are not in it: they come from where the recipe says.
+
+Resume only from what you trust: DeepSpeed reads its files with pickle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core.errors import UserError
+from trainers.learner import Learner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """What a trainer counts; the same on every rank."""
+
+    updates_done: int
+    skipped_in_a_row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """One rank of a trainer, as a checkpoint sees it."""
+
+    rank: int
+    learners: dict[str, Learner]
+    """By the name of their folder."""
+    settings: dict[str, Any]
+    """Recipe keys that the files depend on, and their values."""
+
+    @property
+    def fits(self) -> dict[str, Any]:
+        """What a checkpoint and the trainer that reads it must share, by the key that decides it."""
+        trained = {
+            # ZeRO-3 leaves a parameter no shape of its own
+            f"{name}.{parameter}": list(getattr(p, "ds_shape", p.shape))
+            for name, learner in self.learners.items()
+            for parameter, p in learner.model.named_parameters()
+            if p.requires_grad
+        }
+        return {**self.settings, "model": trained}
+
+
+def rank_file(rank: int) -> str:
+    return f"rank_{rank}.pt"
+
+
+def save_state(state: RankState, counters: Counters, folder: Path) -> None:
+    """Write this rank's share into `folder`, which exists."""
+    for name, learner in state.learners.items():
+        learner.save_state(folder / name)
+    rest = {
+        "fits": state.fits,
+        "updates_done": counters.updates_done,
+        "skipped_in_a_row": counters.skipped_in_a_row,
+        "random": torch.get_rng_state(),
+        "random_gpu": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+    torch.save(rest, folder / rank_file(state.rank))
+
+
+def load_state(state: RankState, folder: Path) -> Counters:
+    """Restore what was saved in `folder`; raises UserError where that does not fit this trainer."""
+    check_fit(read_rest(folder, 0)["fits"], state.fits, folder)
+    for name, learner in state.learners.items():
+        learner.load_state(folder / name)
+    rest = read_rest(folder, state.rank)
+    torch.set_rng_state(rest["random"])
+    if rest["random_gpu"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(rest["random_gpu"])
+    return Counters(updates_done=rest["updates_done"], skipped_in_a_row=rest["skipped_in_a_row"])
+
+
+def check_fit(then: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Raise UserError naming the first key on which checkpoint and trainer differ."""
+    for key in (key for key in now if key != "model"):
+        if then[key] != now[key]:
+            raise UserError(
+                f"{key} is {now[key]} and the checkpoint {folder} was made with {then[key]}, whose files fit no other: "
+                f"set {key}={then[key]}"
+            )
+    if then["model"] != now["model"]:
+        other = sorted(k for k in {*then["model"], *now["model"]} if then["model"].get(k) != now["model"].get(k))
+        raise UserError(
+            f"model: the checkpoint {folder} does not hold what this run trains, {len(other)} tensors differ, such as "
+            f"{other[0]}: resume with the model of the run that made it"
+        )
+
+
+def read_rest(folder: Path, rank: int) -> dict[str, Any]:
+    path = folder / rank_file(rank)
+    if not path.is_file():
+        raise UserError(
+            f"resume: trainer rank {rank} does not see {path}: a checkpoint must lie where every machine of the run "
+            "reads it"
+        )
+    return torch.load(path, map_location="cpu", weights_only=True)

@@ -1,0 +1,164 @@
+"""How new weights reach the engines, and the proof that they did.
+
+The trainer's rank 0 is rank 0 of a process group of its own, over gloo and TCP; every tensor-parallel
+rank of every engine is a member. A sync is one stream over it:
+
+    [bytes of header][header: (name, dtype, shape) ...][tensors, end to end]   once per bucket
+    [0]                                                                        the end
+
+Nobody needs to know the names beforehand, no process holds more than a bucket besides its own weights,
+and all engines hear the same broadcast. vLLM's workers listen in rollouts/engines/vllm_worker.py, the hf engine
+by itself. Afterwards `verify` compares what was sent with what every engine loaded. Where there are GPUs,
+vLLM's workers hear an `NcclSender` instead, and all else is the same. A member that fails leaves the group,
+so that the others notice at once. weight_sync/chunks.py does without a group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from core.errors import TransportFailed
+from weight_sync.base import Bucket, carrying
+from weight_sync.fingerprint import fingerprint
+
+_ALIGNMENT = 64
+_Header = list[tuple[str, str, list[int]]]
+
+
+class WeightSender:
+    """The trainer's end. Life: `open`, tell the engines the port, `join` while they join, `send` once per step."""
+
+    transport = "gloo"
+    sent_bytes: int
+    """Of the tensors of the last `send`."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        self._store: TCPStore | None = None
+        self._group: ProcessGroupGloo | None = None
+
+    def open(self, address: str = "127.0.0.1") -> int:
+        """Listen for members at `address`, which they must be able to reach; returns the port."""
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        return self._store.port
+
+    def join(self, *, members: int) -> None:
+        """Wait until the `members` - 1 receivers have joined."""
+        if self._store is None:
+            raise RuntimeError("open() comes before join()")
+        with carrying(self.transport):
+            self._group = _join(self._store, rank=0, members=members, timeout=self._timeout)
+
+    def leave(self) -> None:
+        """Close the connections: no member waits any longer."""
+        self._group = None
+
+    def send(self, buckets: Iterable[Bucket]) -> dict[str, int]:
+        """Broadcast every bucket; returns the fingerprint of what was sent.
+
+        The tensors are full ones, of the dtype that the engines hold. Buckets are drawn one at a time.
+        """
+        sent: dict[str, int] = {}
+        self.sent_bytes = 0
+        for bucket in buckets:
+            sent.update(fingerprint(bucket))
+            self.sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
+            self._carry(self._ship, bucket)
+        self._carry(self._end)
+        return sent
+
+    def _carry(self, act: Callable[..., None], *args: Bucket) -> None:
+        try:
+            with carrying(self.transport):
+                act(*args)
+        except TransportFailed:
+            self.leave()
+            raise
+
+    def _ship(self, bucket: Bucket) -> None:
+        header: _Header = [(name, _dtype_name(t.dtype), list(t.shape)) for name, t in bucket]
+        text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+        places, size = _layout(header)
+        flat = torch.empty(size, dtype=torch.uint8)
+        for at, (_, tensor) in zip(places, bucket, strict=True):
+            flat[at : at + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        self._broadcast(torch.tensor([len(text)]))
+        self._broadcast(text)
+        self._broadcast(flat)
+
+    def _end(self) -> None:
+        self._broadcast(torch.zeros(1, dtype=torch.int64))
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        if self._group is None:
+            raise RuntimeError("join() comes before send()")
+        _broadcast(self._group, tensor)
+
+
+class WeightReceiver:
+    """An engine's end: one per tensor-parallel rank."""
+
+    def __init__(self, *, address: str, port: int, rank: int, members: int, timeout_s: float) -> None:
+        """Join the group as `rank` of 1..members-1; returns when all have joined."""
+        timeout = timedelta(seconds=timeout_s)
+        with carrying("gloo"):
+            store = TCPStore(address, port, is_master=False, timeout=timeout)
+            self._group: ProcessGroupGloo | None = _join(store, rank=rank, members=members, timeout=timeout)
+
+    def receive(self) -> Iterator[Bucket]:
+        """The buckets of one `send`. Each has storage of its own, which a consumer may keep."""
+        while length := int(self._hear(torch.zeros(1, dtype=torch.int64))):
+            text = self._hear(torch.empty(length, dtype=torch.uint8))
+            header: _Header = json.loads(bytes(text.tolist()))
+            places, size = _layout(header)
+            flat = self._hear(torch.empty(size, dtype=torch.uint8))
+            yield [
+                (name, flat[at : at + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape))
+                for at, (name, dtype, shape) in zip(places, header, strict=True)
+            ]
+
+    def _hear(self, tensor: Tensor) -> Tensor:
+        try:
+            with carrying("gloo"):
+                if self._group is None:
+                    raise ConnectionError("this member has left the group")
+                return _broadcast(self._group, tensor)
+        except TransportFailed:
+            self._group = None
+            raise
+
+
+def _join(store: TCPStore, *, rank: int, members: int, timeout: timedelta) -> ProcessGroupGloo:
+    # A group object of its own, not torch's default group: trainers and vLLM's workers have theirs already.
+    return ProcessGroupGloo(PrefixStore("feynrl_weights", store), rank, members, timeout)
+
+
+def _broadcast(group: ProcessGroupGloo, tensor: Tensor) -> Tensor:
+    options = BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([tensor], options).wait()
+    return tensor
+
+
+def _layout(header: _Header) -> tuple[list[int], int]:
+    """Where each tensor begins in the flat buffer, and how long that is, in bytes."""
+    places, end = [], 0
+    for _, dtype, shape in header:
+        places.append(end)
+        end += -(-_nbytes(dtype, shape) // _ALIGNMENT) * _ALIGNMENT
+    return places, end
+
+
+def _nbytes(dtype: str, shape: list[int]) -> int:
+    return getattr(torch, dtype).itemsize * prod(shape)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,151 @@
+"""A checksum of named tensors that adds up over shards: what was sent against what each rank loaded.
+
+For a tensor x of shape [D0, .., Dn], read as integers along its last dimension,
+
+    checksum(x) = sum over i0..in of  (1 + mix(x[i0, .., in])) * w0[i0] * .. * wn[in]   mod 2^64
+
+with pseudo-random odd weights that depend on the dtype, the full shape and the dimension. Each element
+counts by its place and its bits, and the sum over any partition into shards is the sum over the whole,
+so ranks that hold slices of a tensor can be compared with the one that sent it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from core.errors import RunStopped
+
+_BITS = 64
+_WORD_BYTES = 8
+_ROW_BYTES_OF_WORDS = 128
+"""Rows of a multiple of this many bytes are read 8 bytes at a time: up to 16 equal shards of a row end at a word."""
+_BLOCK_WORDS = 1 << 15
+"""Fits the cache, and is small enough that torch does not start threads, which would wait for busy cores."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(named: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """The checksum of every tensor, by name. The order in which they come does not matter."""
+    return {name: checksum(tensor) for name, tensor in named}
+
+
+@torch.no_grad()
+def checksum(shard: Tensor, *, shape: Sequence[int] | None = None, start: Sequence[int] | None = None) -> int:
+    """The checksum of `shard`, which is the part of a tensor of shape `shape` that begins at index `start`.
+
+    Without `shape` the shard is the whole tensor. The result is in 0..2^64-1; shards add up modulo 2^64.
+    """
+    full = tuple(shard.shape if shape is None else shape) or (1,)
+    begin = tuple(start or [0] * len(full))
+    part = shard.reshape(tuple(shard.shape) or (1,))
+    if shard.numel() == 0:
+        return 0
+    per_word = _elements_per_word(full[-1], shard.element_size())
+    if begin[-1] % per_word or part.shape[-1] % per_word:
+        raise ValueError(f"a shard of {tuple(part.shape)} at {begin} of a tensor of {full} does not end at a word")
+    words = part.contiguous().view(_INTEGERS[shard.element_size() * per_word])
+    extents = [*full[:-1], full[-1] // per_word]
+    begins = [*begin[:-1], begin[-1] // per_word]
+    seed = f"{shard.dtype} {full}"
+    weights = [
+        _weights(f"{seed} {dim}", extent)[at : at + size].to(shard.device)
+        for dim, (extent, at, size) in enumerate(zip(extents, begins, words.shape, strict=True))
+    ]
+    total = _row_sums(words.reshape(-1, words.shape[-1]), weights[-1])
+    for weight in reversed(weights[:-1]):
+        total = (total.view(-1, len(weight)) * weight).sum(-1)
+    ones = prod(int(weight.sum()) for weight in weights)
+    return (int(total.sum()) + ones) % (1 << _BITS)
+
+
+def difference(sent: Mapping[str, int], ranks: Sequence[Mapping[str, int]]) -> str | None:
+    """Say in a clause what one engine's ranks loaded otherwise than it was sent; None when all is as sent.
+
+    A tensor's shards must add up to what was sent, once, or as many times as it is replicated.
+    """
+    for rank, loaded in enumerate(ranks):
+        if missing := [name for name in sent if name not in loaded]:
+            return f"rank {rank} did not load {_some(missing)}"
+        if extra := [name for name in loaded if name not in sent]:
+            return f"rank {rank} loaded {_some(extra)}, which was not sent"
+    changed = [name for name, value in sent.items() if not _adds_up(value, [loaded[name] for loaded in ranks])]
+    if not changed:
+        return None
+    where = "rank 0" if len(ranks) == 1 else f"ranks 0 to {len(ranks) - 1} together"
+    return f"{where} loaded other values of {_some(changed)} than were sent"
+
+
+def _adds_up(whole: int, shards: list[int]) -> bool:
+    copies = range(1, len(shards) + 1)
+    return any((sum(shards) - k * whole) % (1 << _BITS) == 0 for k in copies)
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _elements_per_word(row: int, itemsize: int) -> int:
+    return _WORD_BYTES // itemsize if row * itemsize % _ROW_BYTES_OF_WORDS == 0 else 1
+
+
+def _row_sums(words: Tensor, weight: Tensor) -> Tensor:
+    """sum_j mix(words[i, j]) * weight[j]; [R, W] integers, [W] int64 -> [R] int64."""
+    rows = max(1, _BLOCK_WORDS // words.shape[-1])
+    sums = torch.empty(len(words), dtype=torch.int64, device=words.device)
+    for at in range(0, len(words), rows):
+        block = words[at : at + rows].to(torch.int64)
+        # The high half is added to the low one, or a flipped sign bit would be lost in the product's overflow.
+        sums[at : at + rows] = (block >> 32).add_(block).mul_(weight).sum(-1)
+    return sums
+
+
+@lru_cache(maxsize=512)
+def _weights(seed: str, length: int) -> Tensor:
+    """[length] odd int64 from splitmix64 of the seed."""
+    x = torch.arange(length, dtype=torch.int64).add_(zlib.crc32(seed.encode()) << 31)
+    x.mul_(_signed(0x9E3779B97F4A7C15))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x ^= (x >> shift) & ((1 << (_BITS - shift)) - 1)
+        x.mul_(_signed(factor))
+    x ^= (x >> 31) & ((1 << 33) - 1)
+    return x | 1
+
+
+def _signed(value: int) -> int:
+    return value - (1 << _BITS) if value >> (_BITS - 1) else value
+
+
+def verify(
+    sent: Mapping[str, int],
+    loaded: Sequence[Sequence[Mapping[str, int]]],
+    *,
+    expected_logp: Sequence[float],
+    probe_logp: Sequence[Sequence[float]],
+    bound: float,
+) -> float:
+    """Raise RunStopped unless every engine holds what was sent; returns the largest mean difference of the probe.
+
+    loaded: per engine, per tensor-parallel rank, `Engine.fingerprint()`.
+    expected_logp: the trainer's log-probabilities of the probe prompt; probe_logp: per engine, `Engine.probe()`.
+    bound: what the mean absolute difference of the two may be.
+    """
+    for engine, ranks in enumerate(loaded):
+        if found := difference(sent, ranks):
+            raise RunStopped(f"the weights of engine {engine} are not the trainer's after the sync: {found}")
+    worst = 0.0
+    for engine, logp in enumerate(probe_logp):
+        gaps = [abs(a - b) for a, b in zip(logp, expected_logp, strict=True)]
+        mean = sum(gaps) / len(gaps)
+        if not mean <= bound:  # a nan is no agreement either
+            raise RunStopped(
+                f"engine {engine} was sent the trainer's weights, but its log-probabilities of the probe prompt "
+                f"differ from the trainer's by {mean:.2g} on average, where at most {bound:.2g} is expected"
+            )
+        worst = max(worst, mean)
+    return worst
