@@ -1,8 +1,8 @@
 """Reinforcement learning: python main_rl.py --config configs/quickstart.yaml [key=value ...]
 
-A step: take groups of samples, score the columns the algorithm asks for, assign credit, train,
-publish the new weights, log. `train` below is that step; everything it calls is one file away.
-Beside it the engines generate as far ahead as `max_lag` lets them: with 0 they wait for every publish.
+A step: wait for groups of samples, compute the columns that the algorithm requires, compute advantages, train, sync
+weights, log. `train` below is that step; everything it calls is one file away. Beside it the engines generate, as far
+ahead as `max_staleness` allows; with 0 they wait for every weight sync.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 async def train(run: Run) -> None:
-    """The loop. Prompts become groups of Samples, those become Batches, and the weights move."""
-    await run.publish(version=run.first_step)
+    """Run the training loop: prompts become groups of Samples, those become Batches, and the weights are updated."""
+    await run.sync_weights(version=run.first_step)
     await run.evaluate("before")
-    async with run.generation.beside():
+    async with run.generation.running_in_background():
         for step in range(run.first_step, run.steps):
-            groups, drawn = await run.take(step)
-            groups = await run.score(groups)
-            groups = run.credit(groups)
-            learnt = await run.learn(groups)
-            synced = await run.publish_if_due(step + 1, learnt)
-            measured = await run.evaluate_if_due(step + 1)
-            await run.log(step, groups, drawn | learnt | synced | measured)
-            await run.checkpoint_if_due(step, drawn | learnt | synced)
+            groups, rollout_metrics = await run.next_groups(step)
+            groups = await run.add_columns(groups)
+            groups = run.compute_advantages(groups)
+            train_metrics = await run.train(groups)
+            sync_metrics = await run.sync_weights_if_due(step + 1, train_metrics)
+            eval_metrics = await run.evaluate_if_due(step + 1)
+            await run.log(step, groups, rollout_metrics | train_metrics | sync_metrics | eval_metrics)
+            await run.checkpoint_if_due(step, rollout_metrics | train_metrics | sync_metrics)
     await run.evaluate("after")
     await run.save()
 
@@ -52,7 +52,7 @@ def main() -> int:
     async def body(session: Session) -> None:
         await train(await start(prepared, session))
 
-    return run_session(loaded.cfg, body)
+    return run_session(prepared.loaded.cfg, body)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 async def train(run: Run) -> None:
-    """The loop: rows become Batches, and the weights move."""
+    """Run the training loop: rows become Batches, and the weights are updated."""
     await run.evaluate("before")
-    run.session.clock.lap()
-    for step in range(run.first_step, run.cfg.steps):
-        learnt = await run.learn(run.draw(step))
-        measured = await run.evaluate_if_due(step)
-        run.log(step, learnt | measured)
-        await run.checkpoint_if_due(step, learnt | measured)
+    run.session.clock.start_lap()
+    for step in range(run.first_step, run.steps):
+        train_metrics = await run.train(run.draw_rows(step))
+        eval_metrics = await run.evaluate_if_due(step)
+        run.log(step, train_metrics | eval_metrics)
+        await run.checkpoint_if_due(step, train_metrics | eval_metrics)
     await run.evaluate("after")
     await run.save()
 
@@ -45,7 +45,7 @@ def main() -> int:
     async def body(session: Session) -> None:
         await train(await start(prepared, session))
 
-    return run_session(loaded.cfg, body)
+    return run_session(prepared.loaded.cfg, body)
 
 
 if __name__ == "__main__":

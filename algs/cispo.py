@@ -33,7 +33,6 @@ class CISPO(GroupRelative):
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         old = tokens.prox_logp if self.anchor == "prox" else tokens.rollout_logp
-        assert tokens.advantage is not None and old is not None
         ratio = importance_ratio(policy.logp.detach(), old)
         weight = ratio.clamp(self.min_weight, self.max_weight)
         return -weight * tokens.advantage * policy.logp, {"capped": (ratio > self.max_weight).to(ratio.dtype)}

@@ -6,11 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-Scale = Literal["none", "group", "batch", "mean"]
+ScaleRewards = Literal["none", "group", "batch", "mean"]
 
 
 def group_advantages(
-    rewards: Sequence[float | None], *, scale: Scale = "none", leave_one_out: bool = False, batch_std: float = 1.0
+    rewards: Sequence[float | None],
+    *,
+    scale: ScaleRewards = "none",
+    leave_one_out: bool = False,
+    batch_std: float = 1.0,
 ) -> list[float]:
     """Reward above the mean of one's siblings, [G] -> [G].
 
@@ -30,7 +34,7 @@ def group_advantages(
         case "none":
             factor = 1.0
         case "group":
-            factor = 1 / spread(rewards)
+            factor = 1 / reward_std(rewards)
         case "batch":
             factor = 1 / batch_std
         case "mean":
@@ -40,7 +44,7 @@ def group_advantages(
     return [0.0 if r is None else (r - mean) * factor for r in rewards]
 
 
-def spread(rewards: Sequence[float | None]) -> float:
+def reward_std(rewards: Sequence[float | None]) -> float:
     """Sample standard deviation (ddof 1) of the rewards that are there, plus 1e-6."""
     scored = [r for r in rewards if r is not None]
     if len(scored) < 2:
@@ -86,6 +90,6 @@ def whiten(values: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[(x - mean) * scale for x in row] for row in values]
 
 
-def overlong_penalty(tokens: int, *, longest: int, buffer: int) -> float:
-    """0 up to longest - buffer tokens, from there down to -1 at longest (https://arxiv.org/abs/2503.14476, Eq. 13)."""
-    return max(-1.0, min(0.0, (longest - buffer - tokens) / buffer))
+def overlong_penalty(tokens: int, *, max_tokens: int, buffer: int) -> float:
+    """Return 0 up to max_tokens - buffer tokens, then down to -1 (https://arxiv.org/abs/2503.14476, Eq. 13)."""
+    return max(-1.0, min(0.0, (max_tokens - buffer - tokens) / buffer))

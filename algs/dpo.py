@@ -33,7 +33,7 @@ from torch.nn.functional import logsigmoid
 
 from algs.base import Metrics
 from algs.preference import Pairwise, pair_metrics, pair_sum
-from core.types import Policy, Sample, Scored, Tokens
+from core.types import Policy, Sample, ScoredColumn, Tokens
 
 
 class DPO(Pairwise):
@@ -60,17 +60,15 @@ class DPO(Pairwise):
         return self
 
     @property
-    def needs(self) -> frozenset[Scored]:
+    def required_columns(self) -> frozenset[ScoredColumn]:
         return frozenset() if self.reference_free else frozenset({"ref_logp"})
 
     def share(self, sample: Sample) -> float:
-        return 1 / sum(sample.learnt) if self.length_norm else 1.0
+        return 1 / sum(sample.loss_mask) if self.length_norm else 1.0
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        assert tokens.advantage is not None
         gained = policy.logp
         if not self.reference_free:
-            assert tokens.ref_logp is not None
             gained = gained - tokens.ref_logp
         signed = tokens.advantage * gained
         h = pair_sum(signed, tokens)

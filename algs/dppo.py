@@ -39,7 +39,6 @@ class DPPO(GroupRelative):
         return True
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        assert tokens.advantage is not None and tokens.rollout_logp is not None
         logp, advantage = policy.logp.detach(), tokens.advantage
         p, q = logp.exp(), tokens.rollout_logp.exp()
         far = (p - q).abs()

@@ -25,7 +25,6 @@ class GMPO(GroupRelative):
     """In log space."""
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        assert tokens.advantage is not None and tokens.prox_logp is not None
         d = (policy.logp - tokens.prox_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         bounded = torch.where(tokens.advantage > 0, d.clamp(max=self.clip), d.clamp(min=-self.clip))
         ratio = sequence_mean(bounded, tokens.seq_ids).exp()

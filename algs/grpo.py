@@ -8,10 +8,10 @@ clipped policy-gradient step:
     L_t = max(-r_t A, -clip(r_t, 1 - low, 1 + high) A)
 
 Its relatives are settings:
-    as published   scale: group, loss_norm: sequence, clip_high: 0.2, kl: {coef: 0.04, estimator: k3}
+    as published   scale_rewards: group, loss_norm: sequence, clip_high: 0.2, kl: {coef: 0.04, estimator: k3}
     Dr. GRPO       loss_norm: constant                                        https://arxiv.org/abs/2503.20783
-    DAPO           drop_dead_groups: true, overlong: {mode: penalty, ...}     https://arxiv.org/abs/2503.14476
-    MaxRL          scale: mean                                                https://arxiv.org/abs/2602.02710
+    DAPO           dynamic_sampling: true, overlong: {mode: penalty, ...}     https://arxiv.org/abs/2503.14476
+    MaxRL          scale_rewards: mean                                                https://arxiv.org/abs/2602.02710
     decoupled PPO  correction: {high: .inf}, or a cap; updates_per_step > 1   https://arxiv.org/abs/2110.00641
 
 Others: TRL's GRPOTrainer and verl normalise by token, as we do by default, and not as published; verl's
@@ -36,7 +36,6 @@ class GRPO(GroupRelative):
     """Bound the loss of a token with A < 0 where its ratio exceeds this (INTELLECT-2's delta, verl's dual clip)."""
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        assert tokens.advantage is not None and tokens.prox_logp is not None
         ratio = importance_ratio(policy.logp, tokens.prox_logp)
         loss = clipped_surrogate(ratio, tokens.advantage, self.clip_low, self.clip_high, self.dual_clip)
         return loss, clip_metrics(ratio, tokens.advantage, self.clip_low, self.clip_high)

@@ -49,7 +49,6 @@ class GSPO(GroupRelative):
         return "the product's gradient is the same at each token and adds up over them: n times the weight"
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        assert tokens.advantage is not None and tokens.prox_logp is not None
         ratio = sequence_ratio(policy.logp, tokens.prox_logp, tokens.seq_ids, product=self.ratio == "product")
         if self.form == "token":
             ratio = ratio.detach() * (policy.logp - policy.logp.detach()).exp()

@@ -23,7 +23,7 @@ from torch import Tensor
 from algs.base import Algorithm, Metrics
 from algs.ops import sequence_sum
 from algs.preference import only, sign, with_advantage_of
-from core.types import Group, LossNorm, Policy, Rows, Sample, Scored, Tokens
+from core.types import Group, LossNorm, Policy, Rows, Sample, ScoredColumn, Tokens
 
 
 class KTO(Algorithm):
@@ -42,28 +42,29 @@ class KTO(Algorithm):
 
     @property
     def rows(self) -> Rows:
-        return "labelled"
+        return "unpaired"
 
     @property
-    def needs(self) -> frozenset[Scored]:
+    def required_columns(self) -> frozenset[ScoredColumn]:
         return frozenset({"ref_logp", "prox_logp"})
 
-    def arrange(self, groups: list[Group]) -> list[Group]:
+    def prepare_groups(self, groups: list[Group]) -> list[Group]:
         """Beside every row its prompt with the next row's answer, which has no reward and is scored only."""
         rows = [g[0] for g in groups]
         return [[s, mismatched(s, after)] for s, after in zip(rows, rows[1:] + rows[:1], strict=True)]
 
-    def credit(self, groups: list[Group]) -> list[Group]:
+    def compute_advantages(self, groups: list[Group]) -> list[Group]:
         """Advantage +lambda_D or -lambda_U, and z0 as the reference point."""
         sums = [gained(s) for g in groups for s in g if s.reward is None and not s.failure]
         z0 = max(0.0, sum(sums) / max(1, len(sums)))
         kept = [[s for s in g if s.reward is not None or s.failure] for g in groups]
-        kept = [[replace(s, columns=s.columns | {"reference_point": [z0] * len(s.mask)}) for s in g] for g in kept]
+        kept = [
+            [replace(s, columns=s.columns | {"reference_point": [z0] * len(s.action_mask)}) for s in g] for g in kept
+        ]
         weights = {1.0: self.desirable_weight, -1.0: -self.undesirable_weight}
         return with_advantage_of(kept, lambda s: weights[sign(s)])
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        assert tokens.ref_logp is not None and tokens.reference_point is not None and tokens.advantage is not None
         gain = sequence_sum(policy.logp - tokens.ref_logp, tokens.seq_ids)  # [M]
         away = self.beta * tokens.advantage.sign() * (gain - tokens.reference_point)
         loss = tokens.advantage.abs() * (-away).sigmoid()
@@ -73,12 +74,12 @@ class KTO(Algorithm):
 
 def mismatched(asked: Sample, answered: Sample) -> Sample:
     """The prompt of one row with the answer of another, by token ids."""
-    n, start = asked.mask.index(True), answered.mask.index(True)
+    n, start = asked.action_mask.index(True), answered.action_mask.index(True)
     ids = asked.token_ids[:n] + answered.token_ids[start:]
     return Sample(
         prompt=asked.prompt,
         token_ids=ids,
-        mask=[False] * n + answered.mask[start:],
+        action_mask=[False] * n + answered.action_mask[start:],
         rollout_logp=[0.0] * len(ids),
         versions=[-1] * len(ids),
     )
@@ -87,4 +88,4 @@ def mismatched(asked: Sample, answered: Sample) -> Sample:
 def gained(sample: Sample) -> float:
     """Sum over the answer of log pi - log pi_ref, the policy being the one that this update begins with."""
     now, ref = sample.columns["prox_logp"], sample.columns["ref_logp"]
-    return sum(now[t] - ref[t] for t, yes in enumerate(sample.learnt) if yes)
+    return sum(now[t] - ref[t] for t, yes in enumerate(sample.loss_mask) if yes)

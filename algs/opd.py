@@ -21,7 +21,7 @@ from torch import Tensor
 from algs.base import Metrics, PolicyGradient
 from algs.ops import importance_ratio
 from algs.terms import Correction
-from core.types import Group, Policy, Sample, Scored, Tokens
+from core.types import Group, Policy, Sample, ScoredColumn, Tokens
 
 
 class OPD(PolicyGradient):
@@ -35,13 +35,13 @@ class OPD(PolicyGradient):
         return True
 
     @property
-    def needs(self) -> frozenset[Scored]:
-        columns: frozenset[Scored] = frozenset({"teacher_logp"})
-        return super().needs | columns
+    def required_columns(self) -> frozenset[ScoredColumn]:
+        columns: frozenset[ScoredColumn] = frozenset({"teacher_logp"})
+        return super().required_columns | columns
 
     @property
-    def frozen(self) -> dict[Scored, str]:
-        return {**super().frozen, "teacher_logp": self.teacher}
+    def frozen_models(self) -> dict[ScoredColumn, str]:
+        return {**super().frozen_models, "teacher_logp": self.teacher}
 
     @model_validator(mode="after")
     def learns_from_the_teacher_alone(self) -> OPD:
@@ -51,16 +51,15 @@ class OPD(PolicyGradient):
             )
         return self
 
-    def assign(self, groups: list[Group]) -> list[Group]:
+    def compute_advantages(self, groups: list[Group]) -> list[Group]:
         def graded(s: Sample) -> Sample:
             if s.failure:  # never scored
-                return replace(s, advantage=[0.0] * len(s.mask))
+                return replace(s, advantage=[0.0] * len(s.action_mask))
             gaps = zip(s.rollout_logp, s.columns["teacher_logp"], strict=True)
             return replace(s, advantage=[-self.coef * (said - taught) for said, taught in gaps])
 
         return [[graded(s) for s in g] for g in groups]
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        assert tokens.advantage is not None and tokens.rollout_logp is not None
         ratio = importance_ratio(policy.logp, tokens.rollout_logp)
         return -ratio * tokens.advantage, {"teacher_kl": -tokens.advantage / self.coef}

@@ -25,16 +25,15 @@ class ORPO(Pairwise):
     lam: float = Field(0.1, gt=0)
     """Weight of the odds ratio."""
 
-    def credit(self, groups: list[Group]) -> list[Group]:
+    def compute_advantages(self, groups: list[Group]) -> list[Group]:
         """Advantage: weight x advantage is one over the number of chosen tokens; negative for the rejected."""
-        groups = super().credit(groups)
-        sizes = [sum(sum(s.learnt) for s in g) for g in groups]
-        pairs, chosen = sum(n > 0 for n in sizes), sum(sum(s.learnt) for g in groups for s in g if sign(s) > 0)
+        groups = super().compute_advantages(groups)
+        sizes = [sum(sum(s.loss_mask) for s in g) for g in groups]
+        pairs, chosen = sum(n > 0 for n in sizes), sum(sum(s.loss_mask) for g in groups for s in g if sign(s) > 0)
         size_of = {id(s): n for g, n in zip(groups, sizes, strict=True) for s in g}
         return with_advantage_of(groups, lambda s: sign(s) * size_of[id(s)] * pairs / chosen)
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        assert tokens.advantage is not None
         mean = sequence_mean(policy.logp, tokens.seq_ids)  # [M]
         log_odds = mean - log1mexp(mean)
         signed = tokens.advantage.sign() * log_odds / sequence_sum(torch.ones_like(mean), tokens.seq_ids)

@@ -31,11 +31,9 @@ class P3O(GroupRelative):
         return True
 
     def totals(self, policy: Policy, tokens: Tokens) -> dict[str, Tensor]:
-        assert tokens.rollout_logp is not None
         return weight_sums(importance_ratio(policy.logp, tokens.rollout_logp))
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        assert tokens.advantage is not None and tokens.rollout_logp is not None
         e = effective_sample_size(tokens.totals)
         weight = torch.minimum(importance_ratio(policy.logp.detach(), tokens.rollout_logp), e)
         loss = -weight * tokens.advantage * policy.logp + (1 - e) * k3(policy.logp, tokens.rollout_logp)

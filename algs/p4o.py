@@ -28,14 +28,12 @@ class P4O(GroupRelative):
 
     def totals(self, policy: Policy, tokens: Tokens) -> dict[str, Tensor]:
         prox, rollout = with_prox(policy, tokens).prox_logp, tokens.rollout_logp
-        assert prox is not None and rollout is not None
         of = {"b_": weight_sums(importance_ratio(policy.logp, rollout))}
         of["p_"] = weight_sums(importance_ratio(policy.logp, prox))
         return {prefix + name: value for prefix, sums in of.items() for name, value in sums.items()}
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         prox, rollout = tokens.prox_logp, tokens.rollout_logp
-        assert tokens.advantage is not None and prox is not None and rollout is not None
         e_b, e_p = (effective_sample_size(tokens.totals, prefix) for prefix in ("b_", "p_"))
         e = torch.minimum(e_b, e_p)
         # 1 - ESS may come out as -1e-17; where both are 0 the mixture is not used, only kept finite.

@@ -23,10 +23,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from algs.base import Metrics, PolicyGradient, over_learnt
+from algs.base import Metrics, PolicyGradient, spread_over_sample
 from algs.credit import generalised_advantages, whiten
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
-from core.types import Group, Policy, Sample, Scored, Tokens
+from core.types import Group, Policy, Sample, ScoredColumn, Tokens
 
 
 class PPO(PolicyGradient):
@@ -43,23 +43,25 @@ class PPO(PolicyGradient):
     """Peak learning rate of the value model; the schedule and all else are the trainer's."""
 
     @property
-    def needs(self) -> frozenset[Scored]:
-        columns: frozenset[Scored] = frozenset({"values"})
-        return super().needs | columns
+    def required_columns(self) -> frozenset[ScoredColumn]:
+        columns: frozenset[ScoredColumn] = frozenset({"values"})
+        return super().required_columns | columns
 
     @property
     def value_lr(self) -> float:
         return self.critic_lr
 
-    def assign(self, groups: list[Group]) -> list[Group]:
+    def compute_advantages(self, groups: list[Group]) -> list[Group]:
         samples = [self._without_last(s) for g in groups for s in g]
-        values = [[s.columns["values"][t] for t, yes in enumerate(s.learnt) if yes] for s in samples]
+        values = [[s.columns["values"][t] for t, yes in enumerate(s.loss_mask) if yes] for s in samples]
         advantages = [self._gae(s, v) for s, v in zip(samples, values, strict=True)]
         returns = [[a + v for a, v in zip(*pair, strict=True)] for pair in zip(advantages, values, strict=True)]
         rows = zip(samples, whiten(advantages) if self.whiten else advantages, returns, strict=True)
         done = iter(
             [
-                replace(s, advantage=over_learnt(s, a), columns=s.columns | {"returns": over_learnt(s, r)})
+                replace(
+                    s, advantage=spread_over_sample(s, a), columns=s.columns | {"returns": spread_over_sample(s, r)}
+                )
                 for s, a, r in rows
             ]
         )
@@ -68,7 +70,7 @@ class PPO(PolicyGradient):
     def _without_last(self, sample: Sample) -> Sample:
         if not (self.bootstrap_truncated and sample.stop == "length"):
             return sample
-        return replace(sample, left_out=[t == len(sample.mask) - 1 for t in range(len(sample.mask))])
+        return replace(sample, excluded=[t == len(sample.action_mask) - 1 for t in range(len(sample.action_mask))])
 
     def _gae(self, sample: Sample, values: list[float]) -> list[float]:
         rewards = self.kl_rewards(sample)
@@ -76,19 +78,24 @@ class PPO(PolicyGradient):
             return []
         assert sample.reward is not None
         rewards[-1] += sample.reward + self.overlong.penalty(sample)
-        bootstrap = sample.columns["values"][-1] if sample.left_out else 0.0
+        bootstrap = sample.columns["values"][-1] if sample.excluded else 0.0
         return generalised_advantages(rewards, values, gamma=self.gamma, lam=self.lam, bootstrap=bootstrap)
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        assert tokens.advantage is not None and tokens.prox_logp is not None
         ratio = importance_ratio(policy.logp, tokens.prox_logp)
         loss = clipped_surrogate(ratio, tokens.advantage, self.clip_low, self.clip_high, self.dual_clip)
         return loss, clip_metrics(ratio, tokens.advantage, self.clip_low, self.clip_high)
 
     def value_loss(self, values: Tensor, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        assert tokens.values is not None and tokens.returns is not None
         error = (values - tokens.returns).square()
         if self.value_clip is not None:
             near = tokens.values + (values - tokens.values).clamp(-self.value_clip, self.value_clip)
             error = torch.maximum(error, (near - tokens.returns).square())
-        return error / 2, {"value/mean": values.detach(), "value/return": tokens.returns}
+        gap = tokens.returns - values.detach()
+        return error / 2, {
+            "value/mean": values.detach(),
+            "value/return": tokens.returns,
+            "value/return_sq": tokens.returns.square(),  # with the next two: the explained variance
+            "value/error": gap,
+            "value/error_sq": gap.square(),
+        }

@@ -36,9 +36,9 @@ class Pairwise(Algorithm):
         """What each of the answer's tokens adds to the pair's margin, before its sign."""
         return 1.0
 
-    def credit(self, groups: list[Group]) -> list[Group]:
+    def compute_advantages(self, groups: list[Group]) -> list[Group]:
         """Advantage +share for the chosen answer and -share for the rejected one; half a pair is not learnt from."""
-        groups = [g if is_pair(g) else [replace(s, left_out=[True] * len(s.mask)) for s in g] for g in groups]
+        groups = [g if is_pair(g) else [replace(s, excluded=[True] * len(s.action_mask)) for s in g] for g in groups]
         return with_advantage_of(groups, lambda s: sign(s) * self.share(s))
 
 
@@ -49,7 +49,7 @@ def only(norm: LossNorm, given: LossNorm) -> LossNorm:
 
 
 def is_pair(group: Group) -> bool:
-    rewards = sorted(s.reward for s in group if s.reward is not None and any(s.learnt))
+    rewards = sorted(s.reward for s in group if s.reward is not None and any(s.loss_mask))
     return len(group) == len(rewards) == 2 and rewards[0] < rewards[1]
 
 
@@ -60,18 +60,16 @@ def sign(sample: Sample) -> float:
 
 def with_advantage_of(groups: list[Group], one: Callable[[Sample], float]) -> list[Group]:
     """The groups with the same advantage at every learnt token of a sample."""
-    return with_advantages(groups, [[one(s)] * n if (n := sum(s.learnt)) else [] for g in groups for s in g])
+    return with_advantages(groups, [[one(s)] * n if (n := sum(s.loss_mask)) else [] for g in groups for s in g])
 
 
 def pair_sum(signed: Tensor, tokens: Tokens) -> Tensor:
     """Each token gets the sum over its pair, [M]: of what speaks for the chosen answer, less for the rejected."""
-    assert tokens.group_ids is not None
     return sequence_sum(signed, tokens.group_ids)
 
 
 def pair_metrics(signed: Tensor, tokens: Tokens) -> Metrics:
     """Of each pair, [M] each: what speaks for either answer, their margin, and if it is positive (a tie is not)."""
-    assert tokens.advantage is not None
     signed = signed.detach()
     chosen = pair_sum(signed * (tokens.advantage > 0), tokens)
     margin = pair_sum(signed, tokens)

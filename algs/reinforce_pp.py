@@ -33,7 +33,7 @@ class ReinforcePP(PolicyGradient):
     def needs_siblings(self) -> bool:
         return self.baseline
 
-    def assign(self, groups: list[Group]) -> list[Group]:
+    def compute_advantages(self, groups: list[Group]) -> list[Group]:
         samples = [s for g in groups for s in g]
         rewards = [self._rewards(g) for g in groups]
         ends = [r for g in rewards for r in g]
@@ -52,7 +52,6 @@ class ReinforcePP(PolicyGradient):
         return reward_to_go(rewards, self.gamma)
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        assert tokens.advantage is not None and tokens.prox_logp is not None
         ratio = importance_ratio(policy.logp, tokens.prox_logp)
         loss = clipped_surrogate(ratio, tokens.advantage, self.clip_low, self.clip_high)
         return loss, clip_metrics(ratio, tokens.advantage, self.clip_low, self.clip_high)

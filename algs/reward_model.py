@@ -27,15 +27,14 @@ class RewardModel(Pairwise):
     center: float = Field(0.0, ge=0)
 
     @property
-    def trains(self) -> Literal["policy", "reward"]:
+    def model_kind(self) -> Literal["policy", "reward"]:
         return "reward"
 
-    def arrange(self, groups: list[Group]) -> list[Group]:
+    def prepare_groups(self, groups: list[Group]) -> list[Group]:
         return [[scored_at_its_end(s) for s in g] for g in groups]
 
     def value_loss(self, values: Tensor, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """[M] -> [M]; every answer has one learnt token, before which its reward is read."""
-        assert tokens.advantage is not None
         signed = tokens.advantage * values
         loss = -logsigmoid(pair_sum(signed, tokens) - self.target_margin)
         loss = loss + self.center * pair_sum(values, tokens).square()
@@ -46,4 +45,4 @@ def scored_at_its_end(sample: Sample) -> Sample:
     """One token more, which is the only one learnt: a value is read where the token is predicted from, the last one."""
     ids = [*sample.token_ids, sample.token_ids[-1]]
     mask = [False] * (len(ids) - 1) + [True]
-    return replace(sample, token_ids=ids, mask=mask, rollout_logp=[0.0] * len(ids), versions=[-1] * len(ids))
+    return replace(sample, token_ids=ids, action_mask=mask, rollout_logp=[0.0] * len(ids), versions=[-1] * len(ids))

@@ -22,5 +22,4 @@ class RLOO(GroupRelative):
     leave_one_out: bool = True
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        assert tokens.advantage is not None
         return -tokens.advantage * policy.logp, {}

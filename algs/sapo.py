@@ -24,7 +24,6 @@ class SAPO(GroupRelative):
     tau_neg: float = Field(1.05, gt=0)
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        assert tokens.advantage is not None and tokens.prox_logp is not None
         ratio = importance_ratio(policy.logp, tokens.prox_logp)
         tau = torch.full_like(ratio, self.tau_neg).masked_fill(tokens.advantage > 0, self.tau_pos)
         gate = torch.sigmoid(tau * (ratio - 1))

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from algs.credit import overlong_penalty
 from algs.ops import importance_ratio, k2, k3, sequence_ratio
-from core.section import Section
+from core.strict_model import StrictModel
 from core.types import Sample, Tokens
 
 
-class Correction(Section):
+class Correction(StrictModel):
     """Importance weights between the rollout engine and the trainer: rho = pi_prox / pi_rollout, detached."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "token"
@@ -51,13 +51,13 @@ class Correction(Section):
                 return kept * ((rho >= self.low) & (rho <= self.high))
 
 
-class KL(Section):
+class KL(StrictModel):
     """Penalty for leaving the reference model; the choice of place and estimator is a choice of gradient."""
 
     coef: float = Field(default=0.0, ge=0)
     """0 means that no reference model is loaded at all."""
     place: Literal["loss", "reward"] = "loss"
-    """loss: added to it, token by token. reward: subtracted from it, before credit is assigned."""
+    """loss: added to it, token by token. reward: subtracted from it, before the advantages are computed."""
     estimator: Literal["auto", "k1", "k2", "k3", "k3plus", "unbiased"] = "auto"
     """auto: unbiased in the loss, k1 in the reward. Gradient of each in the loss, under on-policy samples: k2 and
     k3plus (k3's value) that of KL(pi||ref); k3 that of KL(ref||pi), as GRPO published it; unbiased (live ratio x k3,
@@ -84,7 +84,6 @@ class KL(Section):
 
     def penalty(self, logp: Tensor, tokens: Tokens) -> Tensor:
         """[M], with gradient."""
-        assert tokens.ref_logp is not None and tokens.rollout_logp is not None
         match self.estimator:
             case "k2":
                 return k2(logp, tokens.ref_logp)
@@ -96,14 +95,14 @@ class KL(Section):
                 return importance_ratio(logp, tokens.rollout_logp) * k3(logp, tokens.ref_logp)
 
 
-class Overlong(Section):
-    """What becomes of answers that come near the budget, or hit it."""
+class Overlong(StrictModel):
+    """Treatment of completions that come near the token budget, or reach it."""
 
     mode: Literal["none", "penalty", "filter"] = "none"
-    """penalty: the reward falls by up to `coef` over the last `buffer` tokens before `longest` (DAPO's soft overlong
-    punishment). filter: an answer cut off by the budget is not learnt from; its siblings still see its reward."""
-    longest: int | None = Field(default=None, ge=1)
-    """Read by penalty: sampled tokens at which it is full, as a rule rollout.max_new_tokens."""
+    """penalty: the reward falls by up to `coef` over the last `buffer` tokens before `max_tokens` (DAPO's soft overlong
+    punishment). filter: a completion cut off by the budget is not trained on; its reward still counts in its group."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Read by penalty: sampled tokens at which it is full. Unset: rollout.max_new_tokens."""
     buffer: int | None = Field(default=None, ge=1)
     """Read by penalty."""
     coef: float = Field(default=1.0, gt=0)
@@ -111,12 +110,14 @@ class Overlong(Section):
 
     @model_validator(mode="after")
     def penalty_knows_its_ramp(self) -> Overlong:
-        if self.mode == "penalty" and (self.longest is None or self.buffer is None or self.buffer > self.longest):
-            raise ValueError("mode: penalty wants longest and buffer, in tokens, with buffer no larger than longest")
+        if self.mode == "penalty" and self.buffer is None:
+            raise ValueError("mode: penalty needs buffer, in tokens")
+        if self.max_tokens is not None and self.buffer is not None and self.buffer > self.max_tokens:
+            raise ValueError(f"buffer={self.buffer} must not be larger than max_tokens={self.max_tokens}")
         return self
 
     def penalty(self, sample: Sample) -> float:
         if self.mode != "penalty":
             return 0.0
-        assert self.longest is not None and self.buffer is not None
-        return self.coef * overlong_penalty(sum(sample.mask), longest=self.longest, buffer=self.buffer)
+        assert self.max_tokens is not None and self.buffer is not None
+        return self.coef * overlong_penalty(sum(sample.action_mask), max_tokens=self.max_tokens, buffer=self.buffer)

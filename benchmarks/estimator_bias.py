@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from typing import Literal
 
@@ -51,7 +51,7 @@ def samples_of(alg: Algorithm, setting: Setting) -> list[Sample]:
         "teacher_logp": ref,
         "values": toy.values[:, None].expand_as(pi),
     }
-    wanted = alg.needs | ({"prox_logp"} if source == "stale" else set())
+    wanted = alg.required_columns | ({"prox_logp"} if source == "stale" else set())
     columns: dict[Column, list[list[float]]] = {
         name: table.tolist() for name, table in scored.items() if name in wanted
     }
@@ -68,7 +68,7 @@ def samples_of(alg: Algorithm, setting: Setting) -> list[Sample]:
         return Sample(
             prompt=Prompt(id="toy", messages=[]),
             token_ids=[0, *completion],
-            mask=[False, *[True] * len(completion)],
+            action_mask=[False, *[True] * len(completion)],
             rollout_logp=laid(says),
             versions=[-1, *[0] * len(completion)],
             reward=reward,
@@ -105,7 +105,7 @@ def estimates(alg: Algorithm, setting: Setting) -> tuple[Tensor, Tensor]:
     else:
         listed, probability = all_groups(chance, setting.group)
     steps = [[[samples[c] for c in group] for group in step] for step in listed]
-    kept = [i for i, step in enumerate(steps) if all(map(alg.keep, step))]
+    kept = [i for i, step in enumerate(steps) if all(map(alg.accept_group, step))]
     probability = probability[kept]
     return step_gradients(toy, alg, [steps[i] for i in kept]), probability / probability.sum()
 
@@ -120,7 +120,7 @@ def step_gradients(toy: Toy, alg: Algorithm, steps: list[list[Group]]) -> Tensor
     horizon = max(map(len, toy.completions))
     parts: list[Tensor] = []
     for first in range(0, len(steps), at_once):
-        credited = [alg.credit(step) for step in steps[first : first + at_once]]
+        credited = [alg.compute_advantages(step) for step in steps[first : first + at_once]]
         weights = [w for step in credited for w in token_weights(step, alg.loss_norm, horizon=horizon)]
         rows = [(i, s) for i, step in enumerate(credited) for group in step for s in group]
         batch = pack([s for _, s in rows], weights, dtype=torch.float64)
@@ -147,7 +147,7 @@ def logit_gradient(logits: Tensor, alg: Algorithm, batch: Batch) -> Tensor:
     entropy = -(logp.exp() * logp).sum(-1) if alg.needs_entropy else None
     policy = Policy(logp=logp.gather(-1, batch.labels[:, None])[:, 0], entropy=entropy)
     with torch.no_grad():
-        tokens = replace(batch.tokens, totals=alg.totals(policy, batch.tokens))
+        tokens = batch.tokens.replace(totals=alg.totals(policy, batch.tokens))
     loss, _ = alg.objective(policy, tokens)
     return torch.autograd.grad((loss * tokens.weight).sum(), logits)[0]
 

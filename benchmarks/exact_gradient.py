@@ -115,7 +115,7 @@ def on_policy(toy: Toy) -> list[Table]:
     plain = (RLOO, GRPO, CISPO, GSPO, GMPO, SAPO, DPPO, P3O)
     divided = [use(GRPO, scale="group"), use(GRPO, scale="mean"), use(GRPO, whiten=True)]
     whitened = [use(ReinforcePP), use(ReinforcePP, baseline=True)]
-    centred = [use(GRPO), use(GRPO, drop_dead_groups=True)]
+    centred = [use(GRPO), use(GRPO, dynamic_sampling=True)]
     as_they_come = [use(GRPO), use(GRPO, loss_norm="constant"), *map(use, (CISPO, GSPO, GMPO, SAPO, DPPO))]
     published = use(GRPO, scale="group", loss_norm="sequence")
     return [

@@ -93,16 +93,18 @@ def main(argv: list[str] | None = None) -> int:
         always = [f"steps={args.steps}", *(["data.eval=null"] if args.real else [])]
         synchronous, base = measure(recipe, folder / "lag_0", *always)
         times, schedule = times_of(synchronous)
-        print(f"{'max_lag':>8}{'s/step':>9}{'speed-up':>10}{'predicted s/step':>18}{'off by':>8}")
-        for max_lag in (0, *args.max_lag):
+        print(f"{'max_staleness':>8}{'s/step':>9}{'speed-up':>10}{'predicted s/step':>18}{'off by':>8}")
+        for max_staleness in (0, *args.max_staleness):
             seconds = base
-            if max_lag:
-                _, seconds = measure(recipe, folder / f"lag_{max_lag}", *always, f"max_lag={max_lag}")
-            told = forecast(replace(schedule, max_lag=max_lag), times, engines=1, concurrent=schedule.per_step * 8)
+            if max_staleness:
+                _, seconds = measure(recipe, folder / f"lag_{max_staleness}", *always, f"max_staleness={max_staleness}")
+            told = forecast(
+                replace(schedule, max_staleness=max_staleness), times, engines=1, concurrent=schedule.per_step * 8
+            )
             off = told.step_seconds / seconds - 1
-            row = f"{max_lag:>8}{seconds:>9.2f}{base / seconds:>10.2f}{told.step_seconds:>18.2f}{off:>8.1%}"
+            row = f"{max_staleness:>8}{seconds:>9.2f}{base / seconds:>10.2f}{told.step_seconds:>18.2f}{off:>8.1%}"
             print(row, flush=True)
-            missed |= abs(off) > TOLERANCE or (max_lag > 0 and base / seconds < GOAL)
+            missed |= abs(off) > TOLERANCE or (max_staleness > 0 and base / seconds < GOAL)
     if args.real:
         print("the prediction gives trainer and engine devices of their own; where they share cores it does not hold")
         return 0

@@ -99,7 +99,7 @@ def updates_of(data: Path, model: str, rows: int, updates: int) -> list[list[dic
 
     def encoded(row: dict[str, str]) -> dict[str, Any]:
         turns = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
-        ids, mask = tokenizer.learnt_turns(turns)
+        ids, mask = tokenizer.mask_turns(turns)
         return {"ids": ids, "mask": [False, *mask[1:]]}
 
     chosen = [encoded(given[n % len(given)]) for n in range(rows * updates)]
@@ -143,17 +143,17 @@ def our_run(task: dict[str, Any]) -> dict[str, Any]:
     from configs.trainer_schema import ModelConfig, TrainerConfig
     from core.types import Prompt, Sample
     from data_feeds.packing import plan_update
-    from trainers.local import ReferenceTrainer
+    from trainers.local import LocalTrainer
 
     def sample(row: dict[str, Any]) -> Sample:
         n = len(row["ids"])
         rest = {"rollout_logp": [0.0] * n, "versions": [-1] * n}
-        return Sample(prompt=Prompt(id="", messages=[]), token_ids=row["ids"], mask=row["mask"], **rest)
+        return Sample(prompt=Prompt(id="", messages=[]), token_ids=row["ids"], action_mask=row["mask"], **rest)
 
     torch.set_num_threads(task["threads"])
     cfg = TrainerConfig(lr=task["lr"], micro_batch_tokens=task["micro_batch_tokens"])
     model = ModelConfig(path=task["model"], dtype="float32")
-    trainer = ReferenceTrainer(model, cfg, SFT(), temperature=1.0, total_updates=len(task["updates"]))
+    trainer = LocalTrainer(model, cfg, SFT(), temperature=1.0, total_updates=len(task["updates"]))
     updates = [[[sample(row)] for row in update] for update in task["updates"]]
     losses: list[float] = []
     ends = [(time.perf_counter(), time.process_time())]

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import main_rl
-from configs.schema import least_lag
+from configs.schema import min_staleness
 from core.types import Group, Prompt, Sample
-from rollouts.buffer import Drawn, ReplayBuffer, Schedule
+from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
 from rollouts.generation import Generation
+from rollouts.worker import RolloutWorker
 
 T = TypeVar("T")
 
@@ -99,8 +100,8 @@ class SimulatedEngines:
     def __len__(self) -> int:
         return self.engines
 
-    async def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Group:
-        assert method == "group"
+    async def call_one(self, rank: int, method: Any, *args: Any, **kwargs: Any) -> Any:
+        assert method is RolloutWorker.generate_group
         ticket: int = args[0]
         async with self.slots[rank]:
             version, before = self.version, self.held_up
@@ -110,10 +111,13 @@ class SimulatedEngines:
                 await asyncio.sleep(more)
             return [answer(ticket, version)]
 
-    async def map(self, method: str, shards: list[tuple[Any, ...]]) -> list[Any]:
+    async def call_all(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         raise NotImplementedError
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
+    async def scatter(self, method: Any, shards: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def attribute(self, name: str) -> Any:
         raise NotImplementedError
 
     async def take_weights(self, version: int) -> None:
@@ -126,7 +130,7 @@ def answer(ticket: int, version: int) -> Sample:
     return Sample(
         prompt=Prompt(id=str(ticket), messages=[]),
         token_ids=[0, 1],
-        mask=[False, True],
+        action_mask=[False, True],
         rollout_logp=[0.0, -1.0],
         versions=[-1, version],
         reward=0.0,
@@ -144,14 +148,14 @@ class SimulatedRun:
     first_step: int = 0
     waited: float = 0.0
     trained: list[list[Group]] = field(default_factory=list)
-    drawn: list[Drawn] = field(default_factory=list)
+    drawn: list[FinishedGroup] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.generation = Generation(
             self.engines,
-            draw=lambda ticket: Prompt(id=str(ticket), messages=[]),
-            keep=self.keep,
+            draw_prompt=lambda ticket: Prompt(id=str(ticket), messages=[]),
+            accept_group=self.keep,
             buffer=ReplayBuffer(self.schedule),
             group_size=1,
             timeout_s=self.timeout_s,
@@ -161,35 +165,35 @@ class SimulatedRun:
     def steps(self) -> int:
         return self.schedule.steps
 
-    def keep(self, group: Group) -> bool:
+    def accept_group(self, group: Group) -> bool:
         return True
 
-    async def publish(self, version: int) -> dict[str, float]:
+    async def sync_weights(self, version: int) -> dict[str, float]:
         await self.engines.take_weights(version)
-        self.generation.buffer.publish(version)
+        self.generation.buffer.set_version(version)
         return {}
 
-    async def publish_if_due(self, done: int, learnt: dict[str, float]) -> dict[str, float]:
-        if self.schedule.is_due(done, version=self.generation.buffer.version, drift=None):
-            await self.publish(done)
+    async def sync_weights_if_due(self, done: int, learnt: dict[str, float]) -> dict[str, float]:
+        if self.schedule.needs_sync(done, version=self.generation.buffer.version, kl=None):
+            await self.sync_weights(done)
         return {}
 
-    async def take(self, step: int) -> tuple[list[Group], dict[str, float]]:
+    async def next_groups(self, step: int) -> tuple[list[Group], dict[str, float]]:
         now = asyncio.get_running_loop().time
         start = now()
-        groups, drawn = await self.generation.buffer.take(step)
+        groups, drawn = await self.generation.buffer.next_step_groups(step)
         self.waited += now() - start
         self.trained.append(groups)
         self.drawn += drawn
         return groups, {}
 
-    async def score(self, groups: list[Group]) -> list[Group]:
+    async def add_columns(self, groups: list[Group]) -> list[Group]:
         return groups
 
-    def credit(self, groups: list[Group]) -> list[Group]:
+    def compute_advantages(self, groups: list[Group]) -> list[Group]:
         return groups
 
-    async def learn(self, groups: list[Group]) -> dict[str, float]:
+    async def train(self, groups: list[Group]) -> dict[str, float]:
         await asyncio.sleep(self.times.train)
         return {}
 
@@ -219,7 +223,7 @@ class SimulatedRun:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     engines: int
-    max_lag: int
+    max_staleness: int
     step_seconds: float
     """Of the second half of the run, when the engines' lead has settled."""
     waited: float
@@ -238,7 +242,7 @@ def forecast(schedule: Schedule, times: Times, *, engines: int, concurrent: int)
     half = len(run.ends) // 2
     return Forecast(
         engines=engines,
-        max_lag=schedule.max_lag,
+        max_staleness=schedule.max_staleness,
         step_seconds=(run.ends[-1] - run.ends[half - 1]) / (len(run.ends) - half),
         waited=run.waited / run.ends[-1],
         lag_mean=sum(run.lags) / len(run.lags),
@@ -265,8 +269,8 @@ def times_of(run_folder: Path) -> tuple[Times, Schedule]:
         sync=mean["time/sync_s"] * len(rows) / max(publishes, 1),
     )
     fresh = round(sum(row["rollout/groups_drawn"] for row in rows) / len(rows))  # what was left out took its time too
-    reuse, publish_every = cfg["reuse"], cfg["publish_every"]
-    return times, Schedule(steps=cfg["steps"], per_step=fresh * reuse, reuse=reuse, publish_every=publish_every)
+    reuse, sync_every = cfg["sample_reuse"], cfg["weight_sync"]["every"]
+    return times, Schedule(steps=cfg["steps"], per_step=fresh * reuse, sample_reuse=reuse, sync_every=sync_every)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -280,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--concurrent", type=int, default=64, help="groups that an engine works on at a time")
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--trainers", type=float, nargs="+", default=[1], help="times as many, and as fast as many")
-    parser.add_argument("--max-lag", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--max-staleness", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args(argv)
     schedule = Schedule(steps=args.steps, per_step=args.groups_per_step)
@@ -288,21 +292,23 @@ def main(argv: list[str] | None = None) -> int:
     if args.run:
         times, measured = times_of(args.run)
         schedule = replace(measured, steps=args.steps)
-    least = least_lag(publish_every=schedule.publish_every, reuse=schedule.reuse)
-    if min(args.max_lag) < least:
+    least = min_staleness(sync_every=schedule.sync_every, sample_reuse=schedule.sample_reuse)
+    if min(args.max_staleness) < least:
         raise SystemExit(
-            f"error: --max-lag {min(args.max_lag)}, and the run's publish_every={schedule.publish_every} and "
-            f"reuse={schedule.reuse} want {least} or more"
+            f"error: --max-staleness {min(args.max_staleness)}, and the run's weight_sync.every={schedule.sync_every} and "
+            f"sample_reuse={schedule.sample_reuse} want {least} or more"
         )
     print(f"{times}, {schedule.fresh} groups drawn a step, {args.concurrent} at a time in an engine\n")
-    headings = ["engines", "trainers", "max_lag", "s/step", "speed-up", "trainer waits", "lag", "max"]
+    headings = ["engines", "trainers", "max_staleness", "s/step", "speed-up", "trainer waits", "lag", "max"]
     print("".join(f"{heading:>14}" for heading in headings))
     base: float | None = None
-    for engines, trainers, max_lag in itertools.product(args.engines, args.trainers, args.max_lag):
+    for engines, trainers, max_staleness in itertools.product(args.engines, args.trainers, args.max_staleness):
         scaled = replace(times, train=times.train / trainers)
-        told = forecast(replace(schedule, max_lag=max_lag), scaled, engines=engines, concurrent=args.concurrent)
+        told = forecast(
+            replace(schedule, max_staleness=max_staleness), scaled, engines=engines, concurrent=args.concurrent
+        )
         base = base or told.step_seconds
-        row = [engines, f"{trainers:g}", max_lag, f"{told.step_seconds:.2f}", f"{base / told.step_seconds:.2f}"]
+        row = [engines, f"{trainers:g}", max_staleness, f"{told.step_seconds:.2f}", f"{base / told.step_seconds:.2f}"]
         row += [f"{told.waited:.0%}", f"{told.lag_mean:.2f}", told.lag_max]
         print("".join(f"{value:>14}" for value in row))
     return 0

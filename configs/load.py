@@ -12,7 +12,41 @@ from pydantic import BaseModel, ValidationError
 from core.errors import UserError
 
 
+def read_recipe(path: str) -> dict[str, Any]:
+    """Read a recipe and the recipes that it builds on: `base: other.yaml` names one, relative to the file's folder."""
+    raw, seen = read_yaml(path), [Path(path).resolve()]
+    while (base := raw.pop("base", None)) is not None:
+        if not isinstance(base, str):
+            raise UserError(f"{seen[-1]}: base={base!r} must be the path of another recipe")
+        file = seen[-1].parent / base
+        if file.resolve() in seen:
+            raise UserError(f"{seen[-1]}: base={base} leads back to itself")
+        seen.append(file.resolve())
+        raw = merge_recipes(read_yaml(str(file)), raw)
+    return raw
+
+
+def merge_recipes(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return `base` with what `own` states, section by section; an `alg` that names another algorithm replaces it.
+
+    >>> merge_recipes({"steps": 2, "trainer": {"lr": 1, "ranks": 2}}, {"trainer": {"lr": 3}})
+    {'steps': 2, 'trainer': {'lr': 3, 'ranks': 2}}
+    >>> merge_recipes({"alg": {"name": "grpo", "clip_low": 0.1}}, {"alg": {"name": "rloo"}})
+    {'alg': {'name': 'rloo'}}
+    """
+    merged = dict(base)
+    for key, value in own.items():
+        below = base.get(key)
+        is_other_algorithm = key == "alg" and isinstance(value, dict) and bool({"name", "file"} & value.keys())
+        if isinstance(value, dict) and isinstance(below, dict) and not is_other_algorithm:
+            merged[key] = merge_recipes(below, value)
+        else:
+            merged[key] = value
+    return merged
+
+
 def read_yaml(path: str) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping; UserError names the line of a mistake."""
     file = Path(path)
     if not file.is_file():
         near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], n=1)

@@ -6,50 +6,42 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from core.section import Section
+from core.strict_model import StrictModel
 
 
-class RewardConfig(Section):
+class RewardConfig(StrictModel):
     fn: str
     """A module of rewards/, or the path of a Python file with a function `score(prompt, messages)`."""
     weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field({"correct": 1.0}, min_length=1)
-    """Reward = sum of weight x part, over the parts that `fn` returns. Every part is logged, weighted or not."""
+    """The reward is the sum of weight x part over the parts that `fn` returns. Every part is logged."""
     settings: dict[str, Any] = Field({})
     """Passed to `score` by name, such as the path of a reward model."""
     workers: int = Field(2, ge=1)
-    """Processes per rollout worker that score; one that hangs or dies costs its sample only."""
+    """Reward processes per engine. One that hangs or dies costs its own sample only."""
     timeout_s: float = Field(20.0, gt=0)
-    """Seconds that the reward of one sample may take; a sample without one is failed."""
-    max_failed_share: float = Field(0.1, ge=0, le=1)
-    """The run stops when more of a step's samples than this have no reward because it failed."""
+    """Deadline of the reward of one sample, in seconds. A sample without a reward has failed."""
+    max_failed_fraction: float = Field(0.1, ge=0, le=1)
+    """The run stops when a larger fraction of a step's samples has failed."""
 
 
-UpdateMode = Literal["in_flight", "drain", "abort"]
-
-
-class RolloutConfig(Section):
+class RolloutConfig(StrictModel):
     engine: str = "vllm"
-    """vllm, hf, or the path of a Python file with a class `Engine`."""
+    """vllm, hf, or the path of a Python file with one subclass of rollouts.engines.base.Engine."""
     env: str = "single_turn"
-    """A name in rollouts/envs.py, or the path of a Python file with a class `Environment`."""
+    """A module of rollouts/envs/, or the path of a Python file with one subclass of rollouts.envs.base.Env."""
     engines: int = Field(1, ge=1)
-    """Each has a process and a copy of the weights."""
-    tensor_parallel: int = Field(1, ge=1)
+    """Number of engines. Each has a process and a copy of the weights."""
+    tensor_parallel_size: int = Field(1, ge=1)
     """GPUs (on a CPU: processes) per engine."""
     temperature: float = Field(1.0, gt=0)
-    """top-p, top-k and min-p are not offered: they renormalise the sampling distribution on a subset of the
-    vocabulary, and the trainer's log-probabilities would silently be those of another policy."""
+    """Sampling temperature. top-p, top-k and min-p are not offered: they renormalise the sampling distribution on a
+    subset of the vocabulary, and the trainer's log-probabilities would silently be those of another policy."""
     max_new_tokens: int = Field(256, ge=1)
-    """Budget of one episode, over all its turns, the environment's included."""
+    """Token budget of one episode, over all its turns, the environment's turns included."""
     max_turns: int = Field(1, ge=1)
-    """Replies of the policy in one episode, at most."""
+    """Largest number of replies of the policy in one episode."""
     timeout_s: float = Field(900.0, gt=0)
-    """Deadline of one group. One that has not come is asked of another engine, and the run stops where that brings
-    none either."""
-    update: UpdateMode = "in_flight"
-    """What new weights do to requests that are being answered. in_flight: they are held, and go on under the new
-    weights, their cache computed anew. drain: they are finished first (within timeout_s), while new ones wait. abort:
-    they are cut off, and asked again from the tokens already there. Every token carries the version that sampled it."""
+    """Deadline of one group, in seconds. A late group is retried once on another engine, then the run stops."""
     enforce_eager: bool = False
     """vLLM without compiled graphs; always so on a CPU."""
     kv_cache_gib: float = Field(1.0, gt=0)
@@ -58,15 +50,26 @@ class RolloutConfig(Section):
     """vLLM's share of a GPU's memory."""
 
 
-class WeightSyncConfig(Section):
+RequestMode = Literal["keep", "wait", "abort"]
+
+
+class WeightSyncConfig(StrictModel):
+    every: int = Field(1, ge=1)
+    """Largest number of steps between two weight syncs."""
+    max_kl: float | None = Field(None, gt=0)
+    """Sync earlier, as soon as train/mismatch/kl of a step is above this."""
+    requests: RequestMode = "keep"
+    """What happens to running requests when new weights come. keep: they are paused, and continue under the new
+    weights with their KV cache recomputed. wait: they finish first (within timeout_s), while new ones wait. abort: they
+    are cut off, and continued from the tokens already sampled. Every token carries the version that sampled it."""
     transport: Literal["auto", "nccl", "gloo", "direct", "disk"] = "auto"
     """nccl, gloo: trainer rank 0 broadcasts, from GPU to GPU or over TCP. direct: in buckets through Ray's object
-    store. disk: in files below the run folder, which on several machines all must share. auto: nccl for vLLM on GPUs,
-    else gloo; in synchronous runs one that raises is replaced by direct, and that by disk, for the rest of the run."""
+    store. disk: in files below the run folder, which all machines must share. auto: nccl for vLLM on GPUs, else gloo;
+    in synchronous runs a transport that raises is replaced by direct, and that by disk, for the rest of the run."""
     bucket_mib: int = Field(256, ge=1)
-    """Weights are gathered and sent in buckets of this size; a single larger tensor makes its own."""
+    """Size of a bucket, in MiB. Weights are gathered and sent in buckets; a larger single tensor is its own bucket."""
     timeout_s: float = Field(300.0, gt=0)
-    """Deadline of each step of a sync: forming the group, sending, probing."""
+    """Deadline of each step of a sync, in seconds: forming the group, sending, probing."""
     lora: Literal["merged", "adapter"] = "merged"
     """What is sent of a LoRA model: its weights with the adapter merged in, or the adapter alone."""
     probe_tolerance: float | None = Field(None, gt=0)

@@ -6,25 +6,24 @@ key is an error; nothing is filled in later, so the printed configuration is the
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from configs.data_schema import DataConfig
+from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig, WeightSyncConfig
 from configs.trainer_schema import CheckpointConfig, ModelConfig, TrainerConfig
-from core.section import Section
+from core.strict_model import StrictModel
 
 
-class RunConfig(Section):
+class RunConfig(StrictModel):
     """What RL and supervised runs have in common."""
 
     name: str
     """The run folder is <run_dir>/<name>-<time>."""
     seed: int = 0
-    """Of the order of the data and of all sampling."""
-    steps: int = Field(ge=1)
-    """Training steps. There are no epochs, and every key that says "every" counts steps."""
+    """Seed of the order of the data and of all sampling."""
     backend: Literal["ray", "local"] = "ray"
     """ray: trainer ranks and engines are Ray actors. local: one process for trainer and engine, so that
     breakpoint() works in a loss, an environment and an engine (rewards keep processes of their own)."""
@@ -33,7 +32,7 @@ class RunConfig(Section):
     ray_address: str | None = None
     """host:port of a running cluster; unset starts a private one on this machine."""
     run_dir: str = "runs"
-    """Where run folders are made."""
+    """Folder in which run folders are made."""
     save_to: str | None = None
     """Folder for a second copy of the final model, under a name that the next recipe can know."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -42,7 +41,7 @@ class RunConfig(Section):
     What the gradient depends on must be as it was, or one sentence names the first key that is not; driver/resume.py
     lists what may differ, such as steps under a constant learning rate. Name only what you trust: it is unpickled."""
     timeout_s: float = Field(1800.0, gt=0)
-    """Deadline of every remote call: start of an engine, collecting, a training step."""
+    """Deadline of every remote call, in seconds: start of an engine, a training step, a checkpoint."""
     model: ModelConfig
     alg: dict[str, Any]
     """`name` of a module in algs/, or `file`, the path of one elsewhere; with its hyper-parameters."""
@@ -51,6 +50,11 @@ class RunConfig(Section):
     """Steps between two measurements on data.eval: of the loss, or in RL of the reward, by the weights that the engines
     hold then. 0 measures at the start and the end only."""
     trainer: TrainerConfig = TrainerConfig()
+
+    @property
+    def n_steps(self) -> int:
+        """Training steps of the run."""
+        raise NotImplementedError
 
     @model_validator(mode="after")
     def what_is_measured_is_there(self) -> RunConfig:
@@ -70,27 +74,31 @@ class RunConfig(Section):
         return self
 
 
-def least_lag(*, publish_every: int, reuse: int) -> int:
-    """The lag that samples reach whatever the timing: the smallest `max_lag` that can be kept."""
-    return publish_every + reuse - 2
+def min_staleness(*, sync_every: int, sample_reuse: int) -> int:
+    """Return the staleness that samples reach whatever the timing: the smallest `max_staleness` that can be kept.
+
+    >>> min_staleness(sync_every=1, sample_reuse=1)
+    0
+    """
+    return sync_every + sample_reuse - 2
 
 
 class RLConfig(RunConfig):
+    data: PromptDataConfig
+    steps: int = Field(ge=1)
+    """Training steps. Every key that says "every" counts steps."""
     groups_per_step: int = Field(ge=1)
     """Prompts drawn per step."""
     group_size: int = Field(8, ge=1)
     """Samples of each prompt."""
     updates_per_step: int = Field(1, ge=1)
-    """Optimizer updates that the groups of a step are dealt over."""
-    max_lag: int = Field(0, ge=0)
-    """How many steps of training the policy may be ahead of the one that sampled a token it learns from. 0:
-    generation waits for every publish; n: it runs on while the trainer works, and stops where it would go too far."""
-    publish_every: int = Field(1, ge=1)
-    """Steps between two publishes of the weights, at most."""
-    publish_drift: float | None = Field(None, gt=0)
-    """Publish earlier, as soon as train/mismatch/kl of a step is above this."""
-    reuse: int = Field(1, ge=1)
-    """Steps that train on each group: a step takes groups_per_step / reuse new groups beside those it has."""
+    """Optimizer updates of a step. Its groups are distributed over them."""
+    max_staleness: int = Field(0, ge=0)
+    """Largest number of training steps between the policy that sampled a token and the one that is trained on it. 0:
+    generation waits for every weight sync. n: it continues while the trainer works, and stops before it gets too
+    old."""
+    sample_reuse: int = Field(1, ge=1)
+    """Steps that train on each group: a step takes groups_per_step / sample_reuse new groups beside those it has."""
     reward: RewardConfig
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -101,47 +109,47 @@ class RLConfig(RunConfig):
             raise ValueError(
                 f"groups_per_step={self.groups_per_step} must be a multiple of updates_per_step={self.updates_per_step}"
             )
-        if self.groups_per_step % self.reuse:
-            raise ValueError(f"groups_per_step={self.groups_per_step} must be a multiple of reuse={self.reuse}")
-        if self.max_lag < (least := least_lag(publish_every=self.publish_every, reuse=self.reuse)):
+        if self.groups_per_step % self.sample_reuse:
             raise ValueError(
-                f"max_lag={self.max_lag}, and with publish_every={self.publish_every} and reuse={self.reuse} a sample "
-                f"gets {least} steps old: raise max_lag to {least} or more, or lower the others"
+                f"groups_per_step={self.groups_per_step} must be a multiple of sample_reuse={self.sample_reuse}"
             )
-        if self.publish_drift is not None and self.publish_every == 1:
+        sync = self.weight_sync
+        least = min_staleness(sync_every=sync.every, sample_reuse=self.sample_reuse)
+        if self.max_staleness < least:
             raise ValueError(
-                "publish_drift publishes earlier than publish_every=1 does, which is every step: raise publish_every"
+                f"max_staleness={self.max_staleness}, and with weight_sync.every={sync.every} and sample_reuse="
+                f"{self.sample_reuse} a sample gets {least} steps old: raise max_staleness to {least} or more, or "
+                "lower the others"
             )
-        if self.backend == "local" and (self.rollout.engines, self.rollout.tensor_parallel) != (1, 1):
-            raise ValueError("backend: local is one process: set rollout.engines and rollout.tensor_parallel to 1")
-        if self.rollout.engine != "vllm" and self.rollout.tensor_parallel != 1:
-            raise ValueError("only rollout.engine=vllm has tensor parallelism: set rollout.tensor_parallel to 1")
+        if sync.max_kl is not None and sync.every == 1:
+            raise ValueError(
+                "weight_sync.max_kl syncs earlier than weight_sync.every=1 does, which is every step: raise "
+                "weight_sync.every"
+            )
+        if self.backend == "local" and (self.rollout.engines, self.rollout.tensor_parallel_size) != (1, 1):
+            raise ValueError("backend: local is one process: set rollout.engines and rollout.tensor_parallel_size to 1")
         taken = {"mean", "std", "mean_drawn", *self.reward.weights}
-        if isinstance(self.data.train, list) and (clash := taken & {s.called for s in self.data.train}):
+        if isinstance(self.data.train, list) and (clash := taken & {s.log_name for s in self.data.train}):
             raise ValueError(
                 f"a source of data.train is called {min(clash)}, as is another reward in the log: set its name"
             )
-        if self.backend == "local" and self.weight_sync.transport != "auto":
+        if self.backend == "local" and sync.transport != "auto":
             raise ValueError("backend: local hands weights over in one process: set weight_sync.transport to auto")
-        if self.weight_sync.transport == "nccl" and self.rollout.engine != "vllm":
-            raise ValueError("only rollout.engine=vllm takes weights over NCCL: set weight_sync.transport to auto")
-        if refused := self._why_no_adapter_alone():
+        if refused := self._refuse_adapter_sync():
             raise ValueError(f"weight_sync.lora is adapter, {refused}, or weight_sync.lora to merged")
-        if self.longest > self.trainer.micro_batch_tokens:
+        if self.longest_sample > self.trainer.micro_batch_tokens:
             raise ValueError(
-                f"one sample may reach {self.longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens), more "
-                f"than trainer.micro_batch_tokens={self.trainer.micro_batch_tokens}: raise that, or lower those"
+                f"one sample may reach {self.longest_sample} tokens (data.max_prompt_tokens + rollout.max_new_tokens), "
+                f"more than trainer.micro_batch_tokens={self.trainer.micro_batch_tokens}: raise that, or lower those"
             )
         return self
 
-    def _why_no_adapter_alone(self) -> str | None:
+    def _refuse_adapter_sync(self) -> str | None:
         lora = self.model.lora
         if self.weight_sync.lora == "merged":
             return None
         if lora is None:
             return "and the model has none: set model.lora"
-        if self.rollout.engine != "vllm":
-            return "and only vLLM samples with an adapter beside the weights: set rollout.engine to vllm"
         if lora.dora:
             return "and vLLM has no DoRA: set model.lora.dora to false"
         if lora.r > 512:
@@ -149,8 +157,12 @@ class RLConfig(RunConfig):
         return None
 
     @property
-    def longest(self) -> int:
-        """Tokens the longest sample may have."""
+    def n_steps(self) -> int:
+        return self.steps
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens of the longest possible sample."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property
@@ -159,21 +171,43 @@ class RLConfig(RunConfig):
 
 
 class SLConfig(RunConfig):
+    data: RowDataConfig
+    steps: int | None = Field(None, ge=1)
+    """Training steps. Set this or `epochs`. Every key that says "every" counts steps."""
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the rows of data.train, instead of `steps`: rounded up to whole steps. The run folder's config.yaml
+    holds the steps that follow."""
     rows_per_step: int = Field(ge=1)
-    """Rows (conversations) in one update."""
-    reference: Literal["each_step", "ahead"] = "each_step"
-    """Where the algorithm compares with a reference: score it anew at each step by a second model, or once for all
-    rows before training, with the model itself, and keep the numbers (of no use where rows are seen once)."""
+    """Rows (conversations or pairs) in one update."""
+    precompute_ref_logp: bool = False
+    """Where the algorithm compares with a reference. true: compute its log-probabilities once for all rows before
+    training, with the model itself, and keep the numbers (of no use where rows are seen once). false: compute them at
+    each step, with a second model."""
 
     @model_validator(mode="after")
     def sections_agree(self) -> SLConfig:
-        if self.data.max_prompt_tokens > self.trainer.micro_batch_tokens:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("set either steps or epochs" + ("" if self.steps is None else ", and not both"))
+        if self.epochs is not None and isinstance(self.data.train, list):
+            raise ValueError("epochs counts passes over one data set, and data.train is a mixture: set steps instead")
+        if self.data.max_tokens > self.trainer.micro_batch_tokens:
             raise ValueError(
-                f"one row may have {self.data.max_prompt_tokens} tokens (data.max_prompt_tokens), more than "
+                f"one row may have {self.data.max_tokens} tokens (data.max_tokens), more than "
                 f"trainer.micro_batch_tokens={self.trainer.micro_batch_tokens}: raise that, or lower this"
             )
         return self
 
+    def with_steps(self, rows: int) -> SLConfig:
+        """Return the configuration with `epochs` turned into `steps`, for a data set of so many rows."""
+        if self.epochs is None:
+            return self
+        return self.model_copy(update={"steps": math.ceil(self.epochs * rows / self.rows_per_step), "epochs": None})
+
+    @property
+    def n_steps(self) -> int:
+        assert self.steps is not None, "with_steps() comes first"
+        return self.steps
+
     @property
     def total_updates(self) -> int:
-        return self.steps
+        return self.n_steps

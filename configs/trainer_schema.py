@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from core.section import Section
+from core.strict_model import StrictModel
 
 
-class LoraConfig(Section):
+class LoraConfig(StrictModel):
     """PEFT's LoRA (https://arxiv.org/abs/2106.09685)."""
 
     r: int = Field(16, ge=1)
@@ -27,11 +27,11 @@ class LoraConfig(Section):
     `adapter/` below it. Else the adapter alone is saved, in PEFT's format."""
 
 
-class ModelConfig(Section):
+class ModelConfig(StrictModel):
     path: str
     """A Hugging Face folder, or a name on the hub. Trainer, reference model and engines all start from it."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the weights in use; master weights, gradients and log-softmax are float32 either way."""
+    """Dtype of the weights in use; master weights, gradients and log-softmax are float32 in either case."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernel of the trainer; auto leaves the choice to transformers, and runs torch's (sdpa) sequence by
     sequence where the model's family was tested with that (modeling/attention.py)."""
@@ -47,35 +47,37 @@ OURS_OF_DEEPSPEED = (
 """What the gradient depends on, and the recipe says elsewhere."""
 
 
-class TrainerConfig(Section):
+class TrainerConfig(StrictModel):
     ranks: int = Field(1, ge=1)
     """Trainer processes, each with a share of every update."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """Of DeepSpeed. 1 deals out the optimizer's state over the ranks, 2 the gradients too, 3 the weights too."""
+    """DeepSpeed's ZeRO stage. 1 shards the optimizer's state over the ranks, 2 the gradients too, 3 the weights too."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """torch's; sgd is without momentum."""
+    """Optimizer of torch; sgd is without momentum."""
     lr: float = Field(1e-6, gt=0)
     """The learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up; linear and cosine end at zero with the last update."""
+    """Shape after the warm-up; linear and cosine end at zero with the last update."""
     warmup_updates: int = Field(0, ge=0)
     """Updates in which the learning rate rises to lr."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Of AdamW: the decays of the gradient's running mean and of its square's."""
+    """Decay rates of AdamW's running mean of the gradient and of its square."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's term in the denominator."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's is decoupled from the gradient; sgd adds it to the gradient."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip the gradient of an update to this norm; 0 does not clip. The norm that is logged is the one before."""
     micro_batch_tokens: int = Field(16_384, ge=1)
-    """Tokens in one forward pass. A matter of memory only: the gradient does not depend on it."""
+    """Tokens in one forward pass. This decides memory only: the gradient does not depend on it."""
     gradient_checkpointing: bool = False
-    """Compute activations anew in the backward pass instead of keeping them: less memory, more time."""
+    """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
     layout: Literal["auto", "padded", "packed"] = "auto"
     """How a micro-batch lies before the attention kernel: packed, all sequences in one row; padded, each in a row of
     its own. auto is packed where the kernel is told the borders: flash attention, and attention: auto in the model
     families of modeling/attention.py; padded elsewhere."""
     max_skipped_updates: int = Field(3, ge=1)
-    """An update whose gradient is not finite is skipped on all ranks; so many in a row end the run."""
+    """An update whose gradient is not finite is skipped on all ranks; this many in a row end the run."""
     deepspeed: dict[str, Any] = Field({})
     """Merged last into the generated DeepSpeed configuration, for what has no key here; what has one is refused."""
 
@@ -88,10 +90,10 @@ class TrainerConfig(Section):
         return given
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(StrictModel):
     every: int = Field(0, ge=0)
     """Steps between two checkpoints; 0 makes none. One is made at the end as well. They lie in the run folder's
     checkpoints/; every rank writes its share there, so on several machines run_dir must be a folder that all share."""
     keep: int = Field(2, ge=1)
-    """So many of the newest stay, and the one with the lowest eval/loss of those made at a step that measured it (see
-    eval_every; RL measures none). `last` and `best` point at them."""
+    """Number of newest checkpoints that stay, beside the one with the lowest eval/loss of those made at a step that
+    measured it (see eval_every; RL measures none). `last` and `best` point at them."""

@@ -1,6 +1,6 @@
-"""Where the seconds go: phases measured where they happen, and what is left over as its own row.
+"""Measure where the seconds go, with what is left over as its own row.
 
-`Clock` is the driver's, which does one thing at a time; `Ledger` is a device's.
+`Clock` is the driver's, which does one thing at a time. `ActivityTimer` is a device's.
 """
 
 from __future__ import annotations
@@ -11,81 +11,86 @@ from collections.abc import Awaitable, Generator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from core.phases import IDLE, REST, STEP, Activity, Phase, time_metric
+
 T = TypeVar("T")
 
 
 class Clock:
-    """Phases do not nest. `lap` gives the phases since the last lap, with `rest` so that they add up to `step`."""
+    """Seconds per phase. Phases do not nest."""
 
     def __init__(self) -> None:
         self.started = self.lap_started = time.perf_counter()
         self.total: dict[str, float] = {}
         self.current: dict[str, float] = {}
-        self.phase_now = ""
+        self.current_phase = ""
 
     @contextmanager
-    def phase(self, name: str) -> Generator[None]:
-        self.phase_now = name
+    def phase(self, phase: Phase) -> Generator[None]:
+        """Charge the body to `phase`."""
+        self.current_phase = phase
         start = time.perf_counter()
         try:
             yield
         finally:
             spent = time.perf_counter() - start
-            self.current[name] = self.current.get(name, 0.0) + spent
-            self.total[name] = self.total.get(name, 0.0) + spent
-            self.phase_now = ""
+            self.current[phase] = self.current.get(phase, 0.0) + spent
+            self.total[phase] = self.total.get(phase, 0.0) + spent
+            self.current_phase = ""
 
-    def lap(self) -> dict[str, float]:
+    def start_lap(self) -> dict[str, float]:
+        """Return the seconds per phase since the last lap, with `rest`, adding up to `step`; and begin the next lap."""
         now = time.perf_counter()
         whole = now - self.lap_started
-        parts = self.current | {"rest": whole - sum(self.current.values()), "step": whole}
+        spent = self.current | {REST: whole - sum(self.current.values()), STEP: whole}
         self.lap_started, self.current = now, {}
-        return {f"time/{name}_s": seconds for name, seconds in parts.items()}
+        return {time_metric(name): seconds for name, seconds in spent.items()}
 
-    def totals(self) -> dict[str, float]:
-        """Seconds of every phase of the run, with `rest`, adding up to `all`."""
+    def get_totals(self) -> dict[str, float]:
+        """Return the seconds of every phase of the run, with `rest`, adding up to `all`."""
         whole = time.perf_counter() - self.started
-        return self.total | {"rest": whole - sum(self.total.values()), "all": whole}
+        return self.total | {REST: whole - sum(self.total.values()), "all": whole}
 
 
-class Ledger:
-    """What one device does, moment by moment. Of what goes on at once the activity named first counts."""
+class ActivityTimer:
+    """Seconds per activity on one device. Overlapping activities are charged to the one listed first."""
 
-    def __init__(self, *activities: str):
-        self.going = dict.fromkeys(activities, 0)
-        self.seconds = dict.fromkeys([*activities, "idle"], 0.0)
-        self.settled = time.perf_counter()
+    def __init__(self, *activities: Activity):
+        self.running = dict.fromkeys(activities, 0)
+        self.seconds: dict[str, float] = dict.fromkeys([*activities, IDLE], 0.0)
+        self.charged_until = time.perf_counter()
 
     @contextmanager
-    def doing(self, activity: str) -> Generator[None]:
+    def measure(self, activity: Activity) -> Generator[None]:
+        """Charge the body to `activity`."""
         self.begin(activity)
         try:
             yield
         finally:
             self.end(activity)
 
-    def begin(self, activity: str) -> None:
-        self._settle()
-        self.going[activity] += 1
+    def begin(self, activity: Activity) -> None:
+        self._charge()
+        self.running[activity] += 1
 
-    def end(self, activity: str) -> None:
-        self._settle()
-        self.going[activity] -= 1
+    def end(self, activity: Activity) -> None:
+        self._charge()
+        self.running[activity] -= 1
 
-    def read(self) -> dict[str, float]:
-        """Seconds of every activity, and idle, since the ledger was made."""
-        self._settle()
-        return dict(self.seconds)
+    def read_seconds(self) -> dict[str, float]:
+        """Return the seconds of every activity, and of idling, since the timer was made."""
+        self._charge()
+        return {str(name): seconds for name, seconds in self.seconds.items()}
 
-    def _settle(self) -> None:
+    def _charge(self) -> None:
         now = time.perf_counter()
-        at = next((name for name, n in self.going.items() if n), "idle")
-        self.seconds[at] += now - self.settled
-        self.settled = now
+        activity = next((name for name, n in self.running.items() if n), IDLE)
+        self.seconds[activity] += now - self.charged_until
+        self.charged_until = now
 
 
-async def in_time(call: Awaitable[T], seconds: float) -> T | None:
-    """What `call` brings, None where it takes longer: it is cancelled then. A TimeoutError of its own is raised."""
+async def with_timeout(call: Awaitable[T], seconds: float) -> T | None:
+    """Await `call`; on timeout cancel it and return None. A TimeoutError that it raises itself is raised."""
     deadline = asyncio.timeout(seconds)
     try:
         async with deadline:

@@ -1,11 +1,14 @@
-"""Code by name or by path: algorithms, rewards, environments and engines are all found here.
+"""Plug-ins by name or by path: algorithms, rewards, environments and engines are all found here, by one rule.
 
-    spec = resolve("grpo", "algs")               a module of the package
-    spec = resolve("/any/where/my_loss.py", "algs")    a file, wherever it lies
-    module = load_module(spec)                   here, or in another process, from the same bytes
+A plug-in is a module of its package, or any Python file. What it offers is the one class that it defines itself below
+the package's base class (`Algorithm`, `Env`, `Engine`), or a function of the documented name (`score` of a reward).
 
-A class loaded by path does not unpickle elsewhere, so what travels is the FileSpec: each process loads the
-file itself, and refuses when the bytes are not those the driver saw.
+    spec = resolve("grpo", "algs", offers=...)                  a module of the package
+    spec = resolve("/any/where/my_loss.py", "algs", offers=...)      a file, wherever it lies
+    module = load_module(spec)                                  here, or in another process, from the same bytes
+
+A class loaded by path cannot be unpickled elsewhere. So a FileSpec is sent instead: each process loads the file
+itself, and refuses when the bytes are not those that the driver saw.
 """
 
 from __future__ import annotations
@@ -14,14 +17,18 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar
 
 from core.errors import UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,23 +45,54 @@ class FileSpec:
     """True for a module of ours: another machine may keep it under another path."""
 
 
-def resolve(name_or_path: str, package: str, *, key: str = "", leave_out: Collection[str] = ()) -> FileSpec:
-    """Find the code that a configuration names, without running it.
+def resolve(name_or_path: str, package: str, *, offers: Callable[[ModuleType], bool], key: str = "") -> FileSpec:
+    """Find the code that a configuration names.
 
-    What ends in .py or holds a slash is a file; anything else is a module of `package`. `key` is the
-    configuration key to name in an error, `leave_out` the package's modules that are not on offer.
+    A name that ends in .py or holds a slash is a file, which is not run; anything else is a module of `package`.
+    offers: tells whether a module of the package is a plug-in. key: the configuration key to name in an error.
     """
     if name_or_path.endswith(".py") or "/" in name_or_path:
         return _resolve_file(name_or_path, key)
-    home = _home(package)
-    names = sorted(p.stem for p in home.glob("*.py") if not p.stem.startswith("_") and p.stem not in leave_out)
-    if name_or_path not in names:
+    spec = _spec_in_package(package, name_or_path)
+    if spec is None or not offers(load_module(spec)):
+        names = list_plugins(package, offers)
         raise UserError(
-            f"{_at(key)}there is no {name_or_path!r} in {package}/{_near(name_or_path, names)};"
+            f"{_at(key)}there is no {name_or_path!r} in {package.replace('.', '/')}/{_near(name_or_path, names)};"
             f" it has {', '.join(names) or 'none'}, and a file of your own is named by its path (my_file.py)"
         )
-    path = home / f"{name_or_path}.py"
-    return FileSpec(module=f"{package}.{name_or_path}", path=str(path), sha256=sha256_of(path), in_package=True)
+    return spec
+
+
+def list_plugins(package: str, offers: Callable[[ModuleType], bool]) -> list[str]:
+    """Return the names of the package's modules that are plug-ins."""
+    names = sorted(p.stem for p in _home(package).glob("*.py") if not p.stem.startswith("_"))
+    specs = [(name, _spec_in_package(package, name)) for name in names]
+    return [name for name, spec in specs if spec is not None and offers(load_module(spec))]
+
+
+def classes_below(module: ModuleType, base: type[T]) -> list[type[T]]:
+    """Return the classes that `module` itself defines below `base`, without abstract ones."""
+    members: list[Any] = [c for _, c in inspect.getmembers(module, inspect.isclass)]
+    found = [c for c in members if c.__module__ == module.__name__]
+    return [c for c in found if base in c.__mro__ and c is not base and not inspect.isabstract(c)]
+
+
+def load_class(spec: FileSpec, base: type[T], *, key: str) -> type[T]:
+    """Return the one class below `base` that the file defines; UserError where there is none or more than one."""
+    found = classes_below(load_module(spec), base)
+    if len(found) != 1:
+        names = ", ".join(c.__name__ for c in found) or "none"
+        raise UserError(
+            f"{key}: {spec.path} must define exactly one subclass of {base.__module__}.{base.__name__}, found {names}"
+        )
+    return found[0]
+
+
+def _spec_in_package(package: str, name: str) -> FileSpec | None:
+    path = _home(package) / f"{name}.py"
+    if not name.isidentifier() or name.startswith("_") or not path.is_file():
+        return None
+    return FileSpec(module=f"{package}.{name}", path=str(path), sha256=sha256_of(path), in_package=True)
 
 
 def load_module(spec: FileSpec) -> ModuleType:

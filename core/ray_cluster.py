@@ -1,15 +1,10 @@
-"""Where objects live. The only file that imports ray.
+"""Workers in Ray actors. The only file that imports ray.
 
     trainers = await cluster.spawn("trainer", 2, build_trainer, ...)       # Ray actors, one per rank
-    await trainers.map("step", arguments)         # arguments[i] to worker i; results in rank order
-    await trainers.all("save", folder)            # the same call to every worker
-    await rollouts.call(0, "engine.probe", ids)   # one worker, or something it holds
+    await trainers.scatter(Trainer.step, shards)                           # as in core/workers.py
 
-With `Local` there is one worker, it lives in this process, and every call is awaited in place: a
-breakpoint() in a loss stops in your terminal, and `up` walks through the trainer to the loop.
-
-Where a remote call fails, its whole group is asked for signs of life before anything is said: who notices
-a dead or stopped process first is one of its peers, in a collective, and the sentence must name the culprit.
+Where a remote call fails, every process of its group is asked for a sign of life before an error is raised. The first
+to notice a dead or stopped process is one of its peers, in a collective, and the sentence must name the culprit.
 """
 
 from __future__ import annotations
@@ -23,77 +18,118 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from copy import copy
 from operator import attrgetter
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from core.deadlines import ADDRESS_CHECK_TIMEOUT_S, HEALTH_CHECK_TIMEOUT_S
 from core.errors import CallFailed, ProcessDied, RunStopped, UserError, first_line
-from core.workers import Place, Resources, T, together
+from core.workers import RankInfo, Resources, Workers, gather_fail_fast
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
-WATCH = "watch"
+HEALTH = "health"
 """Ray's name for the thread of an actor that answers while its main one is in a collective."""
-PULSE_S = 10.0
-"""A process that says nothing on that thread for so long gives no sign of life."""
 MAX_CALLS = 1_000_000
-"""That an actor answers at a time. Beyond, Ray lets calls wait in line: a sync would wait behind groups of samples."""
+"""Calls that an actor runs at a time. Beyond, Ray queues them, and a sync would wait behind groups of samples."""
 IDLE = "is idle"
+T = TypeVar("T")
+W_co = TypeVar("W_co", covariant=True)
+S = TypeVar("S")
+P = ParamSpec("P")
 
 
-class Remote:
-    """The same calls made to Ray actors, each with a deadline."""
+class Remote(Workers[W_co]):
+    """Workers in Ray actors. Every call has a deadline."""
 
     def __init__(self, name: str, actors: list[Any], timeout_s: float):
-        self.name, self.actors, self.timeout_s, self.key = name, actors, timeout_s, "timeout_s"
-        self.asked: dict[int, str] = {}
+        self.name, self.actors, self.timeout_s, self.timeout_key = name, actors, timeout_s, "timeout_s"
+        self.prefix = ""
+        """Path from the worker to the objects that are called, with a dot at its end."""
+        self.last_called: dict[int, str] = {}
         """By rank, the last method that was called."""
         self.started: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.actors)
 
-    def within(self, timeout_s: float, *, key: str) -> Remote:
-        """The same workers under another deadline, which the configuration calls `key`."""
+    def attribute(self, name: str) -> Remote[Any]:
         other = copy(self)
-        other.timeout_s, other.key = timeout_s, key
+        other.prefix = f"{self.prefix}{name}."
+        return other
+
+    def with_deadline(self, timeout_s: float, *, key: str) -> Remote[W_co]:
+        """Return the same workers under another deadline, which the configuration calls `key`."""
+        other = copy(self)
+        other.timeout_s, other.timeout_key = timeout_s, key
         return other
 
     async def build(self, build: Callable[..., Any], *args: Any) -> None:
-        """Let actor i hold `build(place, *args)` instead of what it held."""
-        address, port = await blaming([self], self.ask(0, "free_address"))
-        places = [Place(rank=i, size=len(self), address=address, port=port) for i in range(len(self))]
-        asks = (self.ask(i, "build", build, place, args) for i, place in enumerate(places))
-        await blaming([self], together(asks))
+        """Let actor i hold `build(info, *args)`, with its own RankInfo."""
+        address, port = await attribute_failure([self], self.find_free_address(0))
+        infos = [RankInfo(rank=i, size=len(self), address=address, port=port) for i in range(len(self))]
+        starts = (self._ask(i, "build", build, info, args) for i, info in enumerate(infos))
+        await attribute_failure([self], gather_fail_fast(starts))
 
-    async def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        return await blaming([self], self.ask(rank, "call", method, *args, **kwargs))
+    async def find_free_address(self, rank: int) -> tuple[str, int]:
+        """Return the address of the actor's machine and a free port there."""
+        return await self._ask(rank, "find_free_address")
 
-    async def map(self, method: str, shards: list[tuple[Any, ...]]) -> list[Any]:
-        return await blaming([self], together(self.ask(i, "call", method, *args) for i, args in enumerate(shards)))
+    async def call_one(
+        self, rank: int, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
+    ) -> Any:
+        return await attribute_failure([self], self.start_one(rank, method, *args, **kwargs))
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
-        return await blaming([self], together(self.calls(method, *args)))
+    async def call_all(
+        self, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Any]:
+        return await attribute_failure([self], gather_fail_fast(self.start_all(method, *args, **kwargs)))
 
-    def calls(self, method: str, *args: Any) -> list[Coroutine[Any, Any, Any]]:
-        """The same call to every worker, to be awaited with others; see `blaming`."""
-        return [self.ask(i, "call", method, *args) for i in range(len(self))]
+    async def scatter(
+        self,
+        method: Callable[Concatenate[W_co, S, P], Any],
+        shards: Sequence[S],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[Any]:
+        path = self._path_of(method)
+        calls = (self._ask(i, "call", path, shard, *args, **kwargs) for i, shard in enumerate(shards))
+        return await attribute_failure([self], gather_fail_fast(calls))
 
-    def refer(self, rank: int, method: str, *args: Any) -> Any:
-        """Start a call; returns what stands for its result among the arguments of another, with no copy here."""
-        self.asked[rank] = method
-        return self.actors[rank].call.remote(method, *args)
+    def start_one(
+        self, rank: int, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, Any]:
+        """Return the call to one worker, to be awaited together with others; see `attribute_failure`."""
+        return self._ask(rank, "call", self._path_of(method), *args, **kwargs)
 
-    async def ask(self, rank: int, what: str, *args: Any, **kwargs: Any) -> Any:
-        """Raises UserError and RunStopped as the method did, and any other of its errors with both tracebacks;
-        CallFailed where an answer did not come in time or a collective broke; ProcessDied."""
+    def start_all(
+        self, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Coroutine[Any, Any, Any]]:
+        """Return the same call to every worker, to be awaited together with others; see `attribute_failure`."""
+        return [self.start_one(i, method, *args, **kwargs) for i in range(len(self))]
+
+    def submit(self, rank: int, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Start a call and return Ray's reference to its result, to be passed to another call without a copy here."""
+        path = self._path_of(method)
+        self.last_called[rank] = path
+        return self.actors[rank].call.remote(path, *args, **kwargs)
+
+    def _path_of(self, method: Callable[..., Any]) -> str:
+        return self.prefix + method.__name__
+
+    async def _ask(self, rank: int, what: str, *args: Any, **kwargs: Any) -> Any:
+        """Call method `what` of the actor itself.
+
+        Raises UserError and RunStopped as the worker did, and any other of its errors with both tracebacks.
+        Raises CallFailed where no answer came in time or a collective broke, and ProcessDied.
+        """
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
         phase = str(args[0]) if what == "call" else what
         who = f"{self.name} {rank} ({phase})"
-        self.asked[rank] = phase
+        self.last_called[rank] = phase
         try:
             async with asyncio.timeout(self.timeout_s):
                 answer = await getattr(self.actors[rank], what).remote(*args, **kwargs)
@@ -107,12 +143,12 @@ class Remote:
                 raise CallFailed(
                     f"{who} waited in vain, longer than its own deadline (weight_sync.timeout_s)"
                 ) from error
-            if _broke_off(cause):
+            if _is_collective_failure(cause):
                 said = first_line(cause).rpartition("] ")[2]  # gloo begins with the place in its own source
                 raise CallFailed(f"{who} failed: {said}") from error
             raise
         except TimeoutError as error:
-            raise CallFailed(f"{who} did not answer within {self.timeout_s:g} seconds ({self.key})") from error
+            raise CallFailed(f"{who} did not answer within {self.timeout_s:g} seconds ({self.timeout_key})") from error
         except RayActorError as error:
             raise ProcessDied(f"{who}: its process died; its log is in Ray's session folder") from error
         except RayError as error:
@@ -120,46 +156,47 @@ class Remote:
         self.started.add(rank)
         return answer
 
-    async def pulse(self, rank: int) -> tuple[bool, str]:
-        """Does the process live, and a clause that says what it does or what became of it."""
+    async def check_health(self, rank: int) -> tuple[bool, str]:
+        """Return whether the process lives, and a clause that says what it does or what became of it."""
         from ray.exceptions import RayActorError
 
-        who, phase = f"{self.name} {rank}", self.asked.get(rank, "start")
+        who, phase = f"{self.name} {rank}", self.last_called.get(rank, "start")
         try:
-            async with asyncio.timeout(min(self.timeout_s, PULSE_S)):
-                doing = await self.actors[rank].doing.options(concurrency_group=WATCH).remote()
+            async with asyncio.timeout(min(self.timeout_s, HEALTH_CHECK_TIMEOUT_S)):
+                activity = await self.actors[rank].describe_activity.options(concurrency_group=HEALTH).remote()
         except RayActorError:
             return False, f"{who} ({phase}): its process died; its log is in Ray's session folder"
         except TimeoutError:
             if rank not in self.started:
                 return (
                     False,
-                    f"{who} did not start within {self.timeout_s:g} seconds ({self.key}): has Ray room for it?",
+                    f"{who} did not start within {self.timeout_s:g} seconds ({self.timeout_key}): has Ray room for it?",
                 )
             why = "it is stopped or stuck, or its machine is gone"
             return False, f"{who} ({phase}): its process gives no sign of life: {why}"
-        return True, f"{who} {doing}"
+        return True, f"{who} {activity}"
 
 
-def _broke_off(error: BaseException) -> bool:
-    """Is it a collective that lost a member, or waited in vain? gloo says so in a plain RuntimeError."""
+def _is_collective_failure(error: BaseException) -> bool:
+    """Tell whether a collective lost a member or waited in vain; gloo says so in a plain RuntimeError."""
     from torch.distributed import DistError
 
     return isinstance(error, DistError | ConnectionError) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
-async def blaming(groups: Iterable[Remote], call: Awaitable[T]) -> T:
-    """Await `call`; where it fails because a process of `groups` died or is stopped, raise ProcessDied naming it."""
+async def attribute_failure(groups: Iterable[Remote[Any]], call: Awaitable[T]) -> T:
+    """Await `call`; if it fails because a process of `groups` died or is stopped, raise ProcessDied naming it."""
     from ray.exceptions import RayTaskError
 
     try:
         return await call
     except (CallFailed, RayTaskError) as error:
-        pulses = await asyncio.gather(*(group.pulse(rank) for group in groups for rank in range(len(group))))
-        if lost := [clause for alive, clause in pulses if not alive]:
+        checks = (group.check_health(rank) for group in groups for rank in range(len(group)))
+        health = await asyncio.gather(*checks)
+        if lost := [clause for alive, clause in health if not alive]:
             raise ProcessDied(lost[0]) from error
         if isinstance(error, CallFailed):
-            busy = [clause for _, clause in pulses if not clause.endswith(IDLE)]
+            busy = [clause for _, clause in health if not clause.endswith(IDLE)]
             raise type(error)(error.what, ", ".join(busy)) from error
         raise
 
@@ -174,7 +211,7 @@ class Cluster:
         logging.getLogger("ray").setLevel(logging.ERROR)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if address is not None:
-            _knock(address)
+            _check_reachable(address)
         breakpoint_goes_to = os.environ.get("PYTHONBREAKPOINT", "")
         ray.init(
             address=address or "local",  # None would join whatever Ray runs on this machine
@@ -190,8 +227,8 @@ class Cluster:
 
     async def spawn(
         self, name: str, n: int, build: Callable[..., Any], *args: Any, resources: Resources, timeout_s: float
-    ) -> Remote:
-        """Start `n` actors and wait until actor i holds `build(place, *args)`, with its own Place."""
+    ) -> Remote[Any]:
+        """Start `n` actors and wait until actor i holds `build(info, *args)`, with its own RankInfo."""
         import ray
 
         path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
@@ -199,10 +236,10 @@ class Cluster:
         if resources.threads:
             env["OMP_NUM_THREADS"] = str(resources.threads)
         remote: Any = ray.remote
-        actor = remote(concurrency_groups={WATCH: 1})(Actor).options(
+        actor = remote(concurrency_groups={HEALTH: 1})(Actor).options(
             num_gpus=resources.gpus, num_cpus=0, max_concurrency=MAX_CALLS, runtime_env={"env_vars": env}
         )
-        workers = Remote(name, [actor.remote() for _ in range(n)], timeout_s)
+        workers: Remote[Any] = Remote(name, [actor.remote() for _ in range(n)], timeout_s)
         self.actors += workers.actors
         await workers.build(build, *args)
         return workers
@@ -216,11 +253,11 @@ class Cluster:
         ray.shutdown()
 
 
-def _knock(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Raise UserError where nobody listens at host:port; Ray itself would ask again for minutes."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=10):
+        with socket.create_connection((host, int(port)), timeout=ADDRESS_CHECK_TIMEOUT_S):
             pass
     except (OSError, ValueError) as error:
         raise UserError(
@@ -237,25 +274,25 @@ class Actor:
         """Calls in progress: method and when it began."""
         self.thread = threading.get_ident()
 
-    def free_address(self) -> tuple[str, int]:
-        """Where the others can meet this process: its machine's address and a port that is free."""
+    def find_free_address(self) -> tuple[str, int]:
+        """Return the address of this machine and a free port, where other processes can meet this one."""
         import ray
 
         with socket.socket() as s:
             s.bind(("", 0))
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
-    async def build(self, build: Callable[..., Any], place: Place, args: tuple[Any, ...]) -> None:
+    async def build(self, build: Callable[..., Any], info: RankInfo, args: tuple[Any, ...]) -> None:
         with self._busy("build"):
-            self.held = build(place, *args)
+            self.worker = build(info, *args)
 
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        with self._busy(method):
-            result = attrgetter(method)(self.held)(*args, **kwargs)
+    async def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        with self._busy(path):
+            result = attrgetter(path)(self.worker)(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
 
-    async def doing(self) -> str:
-        """A clause on the calls in progress. It runs in a thread of its own, and so answers during any of them."""
+    async def describe_activity(self) -> str:
+        """Describe the calls in progress. This runs in a thread of its own, and so answers during any of them."""
         first: dict[str, float] = {}  # of each method: there may be a thousand groups
         for method, since in [*self.busy.values()]:
             first.setdefault(method, since)
@@ -274,7 +311,7 @@ class Actor:
 
 
 def _place_in_our_code(thread: int) -> str:
-    """The file and line where a thread is, in this repository or in a file of the user's; nothing while it waits."""
+    """Return file and line where a thread is, in this repository or in the user's file; "" while it waits."""
     frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]: the documented way
     while frame is not None:
         file = frame.f_code.co_filename

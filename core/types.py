@@ -1,8 +1,8 @@
-"""The data that flows: Prompt -> Sample -> Batch -> (Policy, Tokens).
+"""The types that flow: Prompt -> Sample -> Batch -> (Policy, Tokens).
 
-A Prompt is one dataset row. A Sample is one token sequence with a record of which tokens the policy
-chose. A Batch is many Samples laid end to end for one forward pass. Tokens are the learnt tokens of
-a Batch, and all a loss ever sees of it.
+A Prompt is one row of a data set. A Sample is one token sequence with a record of which tokens the policy
+chose. A Batch is many Samples end to end for one forward pass. Tokens are the tokens of a Batch that are
+trained on, and all that a loss sees of it.
 
 Four policies, four names, everywhere:
     logp          the policy being trained, now; carries gradient
@@ -24,20 +24,20 @@ Stop = Literal["eos", "length", "turns"]
 Message = dict[str, str]
 """{"role": ..., "content": ...}"""
 
-Scored = Literal["prox_logp", "ref_logp", "teacher_logp", "values"]
-"""A per-token quantity the trainer can score before credit is assigned."""
-Column = Scored | Literal["returns", "reference_point"]
-"""Those, and what credit may add to them."""
+ScoredColumn = Literal["prox_logp", "ref_logp", "teacher_logp", "values"]
+"""A per-token quantity that the trainer can compute before the advantages."""
+Column = ScoredColumn | Literal["returns", "reference_point"]
+"""Those, and what compute_advantages may add to them."""
 
 
-Rows = Literal["conversations", "pairs", "labelled"]
-"""What a supervised row is: one conversation, a chosen and a rejected answer, or an answer and whether it is good."""
+Rows = Literal["conversations", "pairs", "unpaired"]
+"""What a supervised row is: a conversation, a chosen and a rejected completion, or a completion with a label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     id: str
-    """Unique per row of a data set ("gsm8k/17")."""
+    """Unique name of the row ("gsm8k/17")."""
     messages: list[Message]
     answer: str = ""
     """Ground truth for the reward; the policy never sees it."""
@@ -50,99 +50,134 @@ class Prompt:
 class Sample:
     """One token sequence. Every list has the same length L; entry t describes token t.
 
-    There is no prompt/response split: in a multi-turn episode the two alternate, so `mask` is the
-    only thing that says which tokens to learn from.
+    There is no prompt/response split: in a multi-turn episode the two alternate, so `action_mask`
+    is the only thing that says which tokens the policy chose.
     """
 
     prompt: Prompt
     token_ids: list[int]
-    mask: list[bool]
+    action_mask: list[bool]
     """True where the policy chose the token."""
     rollout_logp: list[float]
-    """The engine's log-probability at the sampling temperature where mask is True, 0.0 elsewhere."""
+    """The engine's log-probability at the sampling temperature where action_mask is True, 0.0 elsewhere."""
     versions: list[int]
-    """Policy version that sampled the token where mask is True, -1 elsewhere."""
+    """Policy version that sampled the token where action_mask is True, -1 elsewhere."""
     stop: Stop = "eos"
     reward: float | None = None
-    """Weighted sum of the parts; None when there is no reward, or when the reward failed."""
-    parts: dict[str, float] = field(default_factory=dict)
+    """Weighted sum of the reward parts; None when there is no reward, or when the reward failed."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
     """The reward's named parts, before weighting."""
     failure: str = ""
     """Why this sample has no reward: the last line of the traceback, or "timeout"."""
     advantage: list[float] | None = None
-    """Credit of each token, assigned by the algorithm once per step; [L]."""
+    """[L] advantage of each token, computed by the algorithm once per step."""
     columns: dict[Column, list[float]] = field(default_factory=dict)
-    """What the trainer scored because the algorithm declared that it needs it, and what credit added; each [L]."""
-    left_out: list[bool] | None = None
-    """True where the algorithm does not learn from a token that the policy chose; [L]."""
+    """[L] each: what the trainer computed because the algorithm requires it, and what the advantages added."""
+    excluded: list[bool] | None = None
+    """[L] True where the algorithm does not train on a token that the policy chose."""
 
     def __post_init__(self) -> None:
         lengths = {
             "token_ids": len(self.token_ids),
-            "mask": len(self.mask),
+            "action_mask": len(self.action_mask),
             "rollout_logp": len(self.rollout_logp),
             "versions": len(self.versions),
             **{name: len(values) for name, values in self.columns.items()},
         }
         if self.advantage is not None:
             lengths["advantage"] = len(self.advantage)
-        if self.left_out is not None:
-            lengths["left_out"] = len(self.left_out)
+        if self.excluded is not None:
+            lengths["excluded"] = len(self.excluded)
         if len(set(lengths.values())) != 1:
             raise ValueError(f"the lists of a Sample must have one length, found {lengths}")
 
     @property
-    def learnt(self) -> list[bool]:
-        """[L], True where the token is trained on. Nothing predicts the first one; a failed sample teaches nothing."""
+    def loss_mask(self) -> list[bool]:
+        """[L] True where the token is trained on: never the first, which nothing predicts; none of a failed sample."""
         if self.failure:
-            return [False] * len(self.mask)
-        chosen = [False, *self.mask[1:]]
-        if self.left_out is None:
+            return [False] * len(self.action_mask)
+        chosen = [False, *self.action_mask[1:]]
+        if self.excluded is None:
             return chosen
-        return [yes and not out for yes, out in zip(chosen, self.left_out, strict=True)]
+        return [yes and not out for yes, out in zip(chosen, self.excluded, strict=True)]
 
 
 Group = list[Sample]
 """Samples of one prompt; group-relative baselines are taken over it."""
 
 
+class MissingColumn(AttributeError):
+    """A loss reads a column that its algorithm does not require."""
+
+
+_absent: Any = None
+"""Default of a column. `Tokens` removes what is absent, so that reading it raises MissingColumn."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Tokens:
-    """The M learnt tokens of one micro-batch, in order. Nothing else reaches a loss.
+    """The M tokens of one micro-batch that are trained on, in order. Nothing else reaches a loss.
 
-    `weight` is the whole normalisation story: it is computed once per update on the whole update's
-    samples, before any split, and the update's loss is always `(weight * loss).sum()`. Cutting the
-    update differently therefore cannot change the gradient.
+    `weight` holds the whole normalisation. It is computed once per update on all samples of the update, before any
+    split, and the loss of the update is always `(weight * loss).sum()`. So splitting the update differently cannot
+    change the gradient.
+
+    A column that the algorithm requires is there; reading any other raises MissingColumn.
     """
 
     seq_ids: Tensor
     """[M] int64, which sequence of the micro-batch the token belongs to: 0..S-1."""
     weight: Tensor
     """[M] float, share of this token in the update's loss."""
-    advantage: Tensor | None = None
+    advantage: Tensor = _absent
     """[M] float, detached."""
-    rollout_logp: Tensor | None = None
-    """[M] float, detached; as are the next three."""
-    prox_logp: Tensor | None = None
-    ref_logp: Tensor | None = None
-    teacher_logp: Tensor | None = None
-    values: Tensor | None = None
-    """[M] float, detached: the value model's, of the state before each token, when the step began."""
-    returns: Tensor | None = None
-    """[M] float, detached: what the value model is to learn."""
-    reference_point: Tensor | None = None
-    """[M] float, detached: KTO's z0, the same at every token of an update."""
-    group_ids: Tensor | None = None
-    """[M] int64, which group of the micro-batch the token belongs to; None where groups may be cut apart."""
-    source_ids: Tensor | None = None
-    """[M] int64, which data set of a mixture the token comes from; None without a mixture."""
+    rollout_logp: Tensor = _absent
+    """[M] float, detached; log-probability under the engine that sampled the token, at the time."""
+    prox_logp: Tensor = _absent
+    """[M] float, detached; log-probability under the trainer's policy when this step began."""
+    ref_logp: Tensor = _absent
+    """[M] float, detached; log-probability under the frozen reference model."""
+    teacher_logp: Tensor = _absent
+    """[M] float, detached; log-probability under the teacher."""
+    values: Tensor = _absent
+    """[M] float, detached; the value model's output for the state before each token, when the step began."""
+    returns: Tensor = _absent
+    """[M] float, detached; targets of the value model."""
+    reference_point: Tensor = _absent
+    """[M] float, detached; KTO's z0, the same at every token of an update."""
+    group_ids: Tensor = _absent
+    """[M] int64, which group of the micro-batch the token belongs to; only where groups are never split."""
+    source_ids: Tensor = _absent
+    """[M] int64, which data set of a mixture the token comes from; only with a mixture."""
     totals: dict[str, Tensor] = field(default_factory=dict)
     """Scalars summed over the whole update, all ranks; see Algorithm.totals."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if getattr(self, f.name) is None:
+                delattr(self, f.name)
+
+    def __getattr__(self, name: str) -> Any:  # called for what is absent only
+        if name in {f.name for f in fields(self)}:
+            raise MissingColumn(
+                f"tokens.{name} is not there: name it in required_columns of the algorithm (returns, reference_point "
+                "and advantage are set by compute_advantages, group_ids come with whole_groups)"
+            )
+        raise AttributeError(name)
+
+    def has(self, name: str) -> bool:
+        """Tell whether a column is there."""
+        return hasattr(self, name)
+
+    def replace(self, **changes: Any) -> Tokens:
+        """Return the same tokens with some fields changed."""
+        there = {f.name: getattr(self, f.name) for f in fields(self) if self.has(f.name)}
+        return Tokens(**(there | changes))
 
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """One micro-batch: S sequences laid end to end, T input tokens, M of which predict a learnt token."""
+    """One micro-batch: S sequences end to end, T input tokens, M of which predict a token that is trained on."""
 
     input_ids: Tensor
     """[T] int64."""
@@ -157,12 +192,12 @@ class Batch:
     tokens: Tokens
 
     def to(self, device: torch.device | str) -> Batch:
-        return replace(_move(self, device), tokens=_move(self.tokens, device))
+        tokens = self.tokens.replace(**_move_tensors(self.tokens, device))
+        return replace(self, **_move_tensors(self, device), tokens=tokens)
 
 
-def _move(record: Any, device: torch.device | str) -> Any:
-    moved = {f.name: v.to(device) for f in fields(record) if isinstance(v := getattr(record, f.name), Tensor)}
-    return replace(record, **moved)
+def _move_tensors(record: Batch | Tokens, device: torch.device | str) -> dict[str, Any]:
+    return {f.name: v.to(device) for f in fields(record) if isinstance(v := getattr(record, f.name, None), Tensor)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,6 +205,6 @@ class Policy:
     """What one forward pass says about the learnt tokens. float32, with gradient."""
 
     logp: Tensor
-    """[M] log-probability of each learnt token at the sampling temperature."""
+    """[M] log-probability of each token at the sampling temperature."""
     entropy: Tensor | None = None
     """[M] entropy in nats of the distribution the token was drawn from; only if the algorithm needs it."""

@@ -1,69 +1,132 @@
-"""Workers: objects in this process or elsewhere, behind one interface. Nothing here imports ray."""
+"""Workers: objects in this process, or in others, that are called in the same way. Nothing here imports ray.
+
+    trainers: Workers[Trainer]
+    await trainers.call_one(0, Trainer.uses_padding)         # one worker
+    await trainers.call_all(Trainer.save, folder)            # the same call to every worker; results in rank order
+    await trainers.scatter(Trainer.step, shards)             # shards[i] to worker i
+    timers: Workers[ActivityTimer] = trainers.attribute("timer")    # what each of them holds
+
+A call names the method itself, so an editor's "go to definition" and the type checker cross the process border. The
+method that runs is the one of that name of the worker's own class. `core/ray_cluster.py` has the same for Ray actors.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
+from core.deadlines import ERROR_GRACE_S
 from core.errors import CallFailed, RunStopped, UserError
 
-LAST_WORDS_S = 2.0
-"""After a failure the others have so long to fail as well: one of them may know better why."""
-T = TypeVar("T")
+W_co = TypeVar("W_co", covariant=True)
+"""Class of the worker."""
+S = TypeVar("S")
+"""What one worker gets of the arguments."""
+R = TypeVar("R")
+P = ParamSpec("P")
 
 
-class Workers(Protocol):
+class Workers(Protocol[W_co]):
+    """One or more objects of one class. Methods may be plain or `async`."""
+
     def __len__(self) -> int: ...
-    async def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any: ...
-    async def map(self, method: str, shards: list[tuple[Any, ...]]) -> list[Any]: ...
-    async def all(self, method: str, *args: Any) -> list[Any]: ...
+
+    @overload
+    async def call_one(
+        self, rank: int, method: Callable[Concatenate[W_co, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> R: ...
+
+    @overload
+    async def call_one(
+        self, rank: int, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Call the method of worker `rank`."""
+        ...
+
+    @overload
+    async def call_all(
+        self, method: Callable[Concatenate[W_co, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]: ...
+
+    @overload
+    async def call_all(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call the method of every worker with the same arguments; return the results in rank order."""
+        ...
+
+    async def scatter(
+        self,
+        method: Callable[Concatenate[W_co, S, P], R],
+        shards: Sequence[S],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
+        """Call the method of worker i with shards[i] and the arguments; return the results in rank order."""
+        ...
+
+    def attribute(self, name: str) -> Workers[Any]:
+        """Return the objects that the workers hold under this name, to be called in the same way."""
+        ...
 
 
-class Local:
-    """One object in this process, behind the interface of many elsewhere."""
+class Local(Workers[W_co]):
+    """One worker, in this process. A breakpoint() in a loss stops in your terminal."""
 
-    def __init__(self, worker: Any):
+    def __init__(self, worker: W_co):
         self.worker = worker
 
     def __len__(self) -> int:
         return 1
 
-    async def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        result = attrgetter(method)(self.worker)(*args, **kwargs)
+    async def call_one(
+        self, rank: int, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
+    ) -> Any:
+        result = getattr(self.worker, method.__name__)(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
-    async def map(self, method: str, shards: list[tuple[Any, ...]]) -> list[Any]:
-        [args] = shards
-        return [await self.call(0, method, *args)]
+    async def call_all(
+        self, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Any]:
+        return [await self.call_one(0, method, *args, **kwargs)]
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
-        return [await self.call(0, method, *args)]
+    async def scatter(
+        self,
+        method: Callable[Concatenate[W_co, S, P], Any],
+        shards: Sequence[S],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[Any]:
+        [shard] = shards
+        result = getattr(self.worker, method.__name__)(shard, *args, **kwargs)
+        return [await result if inspect.isawaitable(result) else result]
+
+    def attribute(self, name: str) -> Local[Any]:
+        return Local(attrgetter(name)(self.worker))
 
 
-async def together(calls: Iterable[Coroutine[Any, Any, Any]], *, last_words_s: float = LAST_WORDS_S) -> list[Any]:
-    """All at once; the first that fails ends the wait for the others (they would hang in a collective).
+async def gather_fail_fast(calls: Iterable[Coroutine[Any, Any, R]], *, grace_s: float = ERROR_GRACE_S) -> list[R]:
+    """Await all calls; cancel the rest on the first error, since they would hang in a collective.
 
-    Where its reason may lie with another, the others have `last_words_s` to fail with a better one.
+    If that error may be a symptom (a broken collective), wait up to `grace_s` for a more specific one and raise that.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     if not tasks:
         return []
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        until = time.monotonic() + last_words_s
-        while (worst := _worst(tasks)) and not _is_certain(worst):
+        until = time.monotonic() + grace_s
+        while (error := _most_specific(tasks)) and not _names_the_cause(error):
             pending = [task for task in tasks if not task.done()]
             left_s = until - time.monotonic()
             if not pending or left_s <= 0:
                 break
             await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        if worst := _worst(tasks):
-            raise worst
+        if error := _most_specific(tasks):
+            raise error
         return [task.result() for task in tasks]
     finally:
         for task in tasks:
@@ -71,19 +134,18 @@ async def together(calls: Iterable[Coroutine[Any, Any, Any]], *, last_words_s: f
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _worst(tasks: list[asyncio.Task[Any]]) -> BaseException | None:
-    """The failure to tell of: one that is certain, else the first in order."""
+def _most_specific(tasks: list[asyncio.Task[Any]]) -> BaseException | None:
+    """Return the error to report: one that names the cause, else the first in order."""
     failures = [error for task in tasks if task.done() and not task.cancelled() and (error := task.exception())]
-    return next(filter(_is_certain, failures), failures[0] if failures else None)
+    return next(filter(_names_the_cause, failures), failures[0] if failures else None)
 
 
-def _is_certain(error: BaseException) -> bool:
-    """Has whoever raised it named the reason?"""
+def _names_the_cause(error: BaseException) -> bool:
     return isinstance(error, UserError | RunStopped) and not isinstance(error, CallFailed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankInfo:
     """Which of several equal workers this is, and where they meet."""
 
     rank: int

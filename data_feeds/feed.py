@@ -6,14 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from configs.data_schema import DataConfig, SourceConfig
+from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig, SourceConfig
 from core.errors import UserError
+from core.metrics import DATA_EPOCH, DATA_ROWS
 from core.types import Group, Prompt
-from data_feeds.kinds import KNOWN, NEEDED, Reader, Rows
+from data_feeds.invalid_rows import InvalidRows, filter_rows
 from data_feeds.mixture import Mixture, row_anew, row_of, whole_parts
+from data_feeds.row_types import KNOWN, NEEDED, Reader, Rows
 from data_feeds.rows import Record, read_records
-from data_feeds.tokenizer import ChatTokenizer
-from data_feeds.unfit import Unfit, sift
+from data_feeds.tokenizer import ChatTokenizer, TrainOn
 
 Item = TypeVar("Item", Prompt, Group)
 Which = Literal["train", "eval"]
@@ -28,7 +29,7 @@ class Source(Generic[Item]):
     stream: str
     """Seeds the order of its rows."""
     replacement: bool = False
-    unfit: Unfit = field(default_factory=Unfit)
+    invalid: InvalidRows = field(default_factory=InvalidRows)
 
     def draw(self, nth: int) -> Item:
         """Its nth draw: every row once per pass, or with replacement any row."""
@@ -56,49 +57,60 @@ class Feed(Generic[Item]):
         """The names of the sources of a mixture; none for a single data set, which needs no telling apart."""
         return [source.name for source in self.sources] if len(self.sources) > 1 else []
 
-    def progress(self, tickets: int) -> dict[str, float]:
+    def count_draws(self, tickets: int) -> dict[str, float]:
         """Of a mixture, after so many tickets: the rows that each source gave, and its passes (epochs)."""
         if not self.mixed:
             return {}
         numbers: dict[str, float] = {}
         for source, rows in zip(self.sources, self.mixture.drawn(tickets), strict=True):
-            numbers[f"data/{source.name}/rows"] = float(rows)
-            numbers[f"data/{source.name}/epoch"] = rows / len(source.items)
+            numbers[DATA_ROWS.format(source.name)] = float(rows)
+            numbers[DATA_EPOCH.format(source.name)] = rows / len(source.items)
         return numbers
 
-    def told(self, key: str) -> tuple[list[str], dict[str, Any]]:
+    def summary(self, key: str) -> tuple[list[str], dict[str, Any]]:
         """What was read and what was left out: sentences for the display, none where all fits; and all for
         summary.json."""
         sentences = [
-            f"{key}: of {source.name}, {len(source.items)} rows are used and {source.unfit.rows} do not fit: "
-            f"{source.unfit}"
+            f"{key}: of {source.name}, {len(source.items)} rows are used and {source.invalid.rows} do not fit: "
+            f"{source.invalid}"
             for source in self.sources
-            if source.unfit.rows
+            if source.invalid.rows
         ]
-        return sentences, {s.name: {"used": len(s.items), "unfit": s.unfit.facts()} for s in self.sources}
+        return sentences, {s.name: {"used": len(s.items), "invalid": s.invalid.facts()} for s in self.sources}
 
 
-def load_prompts(data: DataConfig, which: Which, tokenizer: ChatTokenizer, *, seed: int) -> Feed[Prompt]:
+def load_prompts(data: PromptDataConfig, which: Which, tokenizer: ChatTokenizer, *, seed: int) -> Feed[Prompt]:
     """Prompts for the policy to answer."""
-    return _load(data, which, tokenizer, rows="prompts", seed=seed, make=Reader.prompt)
+    return _load(
+        data, which, tokenizer, rows="prompts", seed=seed, make=Reader.prompt, max_tokens=data.max_prompt_tokens
+    )
 
 
 def load_groups(
-    data: DataConfig,
+    data: RowDataConfig,
     which: Which,
     tokenizer: ChatTokenizer,
     *,
-    rows: Literal["conversations", "pairs", "labelled"],
+    rows: Literal["conversations", "pairs", "unpaired"],
     seed: int,
 ) -> Feed[Group]:
-    """Rows to learn from: conversations and labelled ones are groups of one Sample, pairs are [chosen, rejected]."""
-    make = {"conversations": Reader.conversation, "pairs": Reader.pair, "labelled": Reader.labelled}[rows]
-    feed = _load(data, which, tokenizer, rows=rows, seed=seed, make=make)
-    if rows == "conversations" and which == "train" and not isinstance(data.learn, str):
+    """Rows to learn from: conversations and unpaired ones are groups of one Sample, pairs are [chosen, rejected]."""
+    make = {"conversations": Reader.conversation, "pairs": Reader.pair, "unpaired": Reader.unpaired}[rows]
+    feed = _load(
+        data,
+        which,
+        tokenizer,
+        rows=rows,
+        seed=seed,
+        make=make,
+        max_tokens=data.max_tokens,
+        train_on=data.train_on,
+    )
+    if rows == "conversations" and which == "train" and not isinstance(data.train_on, str):
         spoken = {turn["role"] for group in feed.all() for turn in group[0].prompt.messages}
-        if silent := [role for role in data.learn if role not in spoken]:
+        if silent := [role for role in data.train_on if role not in spoken]:
             raise UserError(
-                f"data.learn names the role {silent[0]}, and no row of data.train has a turn of it; there are "
+                f"data.train_on names the role {silent[0]}, and no row of data.train has a turn of it; there are "
                 f"turns of {', '.join(sorted(spoken))}"
             )
     return feed
@@ -112,8 +124,10 @@ def _load(
     rows: Rows,
     seed: int,
     make: Callable[[Reader, Record], Item],
+    max_tokens: int,
+    train_on: TrainOn = (),
 ) -> Feed[Item]:
-    """Read and sift every source. Raises UserError for a source of which too few rows fit."""
+    """Read and filter_rows every source. Raises UserError for a source of which too few rows fit."""
     configs = data.sources(which)
     mixed = len(configs) > 1
     sources: list[Source[Item]] = []
@@ -121,12 +135,12 @@ def _load(
         key = f"data.{which}={config.path}" if not mixed else f"data.{which}[{i}]={config.path}"
         reader = Reader(
             tokenizer=tokenizer,
-            source=config.called,
-            prefix=f"{config.called}/" if mixed else "",
-            max_tokens=data.max_prompt_tokens,
-            learn=data.learn,
+            source=config.log_name,
+            prefix=f"{config.log_name}/" if mixed else "",
+            max_tokens=max_tokens,
+            train_on=train_on,
         )
-        items, unfit = _sifted(
+        items, invalid = _read_source(
             config,
             key,
             rows=rows,
@@ -134,23 +148,23 @@ def _load(
             data=data,
             limit=data.eval_rows if which == "eval" else None,
         )
-        stream = f"{seed}/{config.called}" if mixed else str(seed)
+        stream = f"{seed}/{config.log_name}" if mixed else str(seed)
         sources.append(
-            Source(name=config.called, items=items, stream=stream, replacement=config.replacement, unfit=unfit)
+            Source(name=config.log_name, items=items, stream=stream, replacement=config.replacement, invalid=invalid)
         )
     return Feed(sources=sources, mixture=Mixture(whole_parts([c.ratio for c in configs], where=f"data.{which}")))
 
 
-def _sifted(
+def _read_source(
     config: SourceConfig, key: str, *, rows: Rows, make: Callable[[Record], Item], data: DataConfig, limit: int | None
-) -> tuple[list[Item], Unfit]:
+) -> tuple[list[Item], InvalidRows]:
     records = read_records(config, key=key, needed=NEEDED[rows], known=KNOWN[rows])
-    items, unfit = sift(((record.id, record) for record in records), make, limit=limit)
+    items, invalid = filter_rows(((record.id, record) for record in records), make, limit=limit)
     if not items:
-        raise UserError(f"{key}: none of {unfit.looked_at} rows fits: {unfit}")
-    if unfit.share > data.max_unfit_share:
+        raise UserError(f"{key}: none of {invalid.looked_at} rows is valid: {invalid}")
+    if invalid.share > data.max_invalid_fraction:
         raise UserError(
-            f"{key}: {unfit.rows} of {unfit.looked_at} rows do not fit, a larger share than "
-            f"data.max_unfit_share={data.max_unfit_share:g}: {unfit}; mend them, or raise that"
+            f"{key}: {invalid.rows} of {invalid.looked_at} rows are invalid, a larger fraction than "
+            f"data.max_invalid_fraction={data.max_invalid_fraction:g}: {invalid}; repair them, or raise that"
         )
-    return items, unfit
+    return items, invalid

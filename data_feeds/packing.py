@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.types import Batch, Group, LossNorm, Sample, Scored, Tokens
-from data_feeds.cutting import cut
+from core.types import Batch, Group, LossNorm, Sample, ScoredColumn, Tokens
+from data_feeds.bin_packing import cut
 
 
 def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[float]:
@@ -27,7 +27,7 @@ def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[
         constant      1/20, 1/20   every token of every update counts the same (Dr. GRPO)
         prompt        1/2,  1/6    every prompt counts the same; its tokens share (ScaleRL)
     """
-    counts = [[sum(s.learnt) for s in group] for group in groups]  # [groups][samples]
+    counts = [[sum(s.loss_mask) for s in group] for group in groups]  # [groups][samples]
     n_tokens = sum(map(sum, counts))
     n_sequences = sum(n > 0 for group in counts for n in group)
     n_prompts = sum(sum(group) > 0 for group in counts)
@@ -67,7 +67,7 @@ def pack(
     """
     lengths = [len(s.token_ids) - 1 for s in samples]
     starts = [0, *accumulate(lengths)][:-1]
-    learnt = [[t for t, yes in enumerate(s.learnt) if yes] for s in samples]  # token positions, >= 1
+    learnt = [[t for t, yes in enumerate(s.loss_mask) if yes] for s in samples]  # token positions, >= 1
 
     def ints(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64)
@@ -155,12 +155,12 @@ class Plan:
         """A batch that teaches nothing: its rank still takes part in every collective of the step."""
         shortest = min(range(len(self.samples)), key=lambda i: len(self.samples[i].token_ids))
         batch = self._batch([shortest], dtype)
-        columns: dict[str, Any] = {f.name: getattr(batch.tokens, f.name) for f in fields(Tokens)}
-        batch.tokens = replace(batch.tokens, **{name: v[:0] for name, v in columns.items() if isinstance(v, Tensor)})
+        columns: dict[str, Any] = {f.name: getattr(batch.tokens, f.name, None) for f in fields(Tokens)}
+        batch.tokens = batch.tokens.replace(**{name: v[:0] for name, v in columns.items() if isinstance(v, Tensor)})
         batch.at, batch.labels = batch.at[:0], batch.labels[:0]
         return batch
 
-    def with_columns(self, scored: list[list[dict[Scored, Tensor]]]) -> dict[int, Sample]:
+    def with_columns(self, scored: list[list[dict[ScoredColumn, Tensor]]]) -> dict[int, Sample]:
         """The samples with the columns a trainer scored, [rank][micro-batch][column][M], by id() of the sample."""
         done: dict[int, Sample] = {}
         for rank_bins, rank_scored in zip(self.bins, scored, strict=True):
@@ -168,7 +168,7 @@ class Plan:
                 rows = {name: iter(values.tolist()) for name, values in columns.items()}
                 for i in chosen:
                     s = self.samples[i]
-                    filled = {name: [next(v) if yes else 0.0 for yes in s.learnt] for name, v in rows.items()}
+                    filled = {name: [next(v) if yes else 0.0 for yes in s.loss_mask] for name, v in rows.items()}
                     done[id(s)] = replace(s, columns=s.columns | filled)
         return done
 
@@ -190,7 +190,7 @@ def plan_update(
     """
     weights = token_weights(groups, norm, horizon=horizon)
     numbered = [(g, s) for g, group in enumerate(groups) for s in group]
-    rows = [(g, s, w) for (g, s), w in zip(numbered, weights, strict=True) if any(s.learnt)]
+    rows = [(g, s, w) for (g, s), w in zip(numbered, weights, strict=True) if any(s.loss_mask)]
     units: dict[int, list[int]] = {}  # what is cut: whole groups, or single samples
     for i, (g, _, _) in enumerate(rows):
         units.setdefault(g if whole_groups else i, []).append(i)

@@ -11,7 +11,7 @@ from typing import Any
 from configs.data_schema import SourceConfig
 from core.errors import UserError, first_line
 from core.types import Message
-from data_feeds.unfit import DoesNotFit
+from data_feeds.invalid_rows import InvalidRow
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 HUB = "hub:"
@@ -30,21 +30,21 @@ class Record:
     """All others, under their own names."""
 
     def has(self, column: str) -> Any:
-        """Raises DoesNotFit where the row has no such value."""
+        """Raises InvalidRow where the row has no such value."""
         if column not in self.columns:
-            raise DoesNotFit("missing_column", f"it has no {column}")
+            raise InvalidRow("missing_column", f"it has no {column}")
         return self.columns[column]
 
     def turns(self, column: str, *, text_is: str) -> list[Message]:
         """The messages in a column; plain text is one turn of the role `text_is`.
 
-        Raises DoesNotFit for what is no list of messages, and UserError for what would be lost or misread in silence.
+        Raises InvalidRow for what is no list of messages, and UserError for what would be lost or misread in silence.
         """
         given = self.has(column)
         if isinstance(given, str):
             given = [{"role": text_is, "content": given}]
         if not isinstance(given, list) or not given or not all(map(_is_message, given)):
-            raise DoesNotFit(
+            raise InvalidRow(
                 "bad_messages", f"{column} must be text or a list of {{role, content}} texts, found {str(given)[:60]!r}"
             )
         if lost := {k for m in given for k, v in m.items() if k not in ("role", "content") and v is not None}:

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from core.errors import UserError, first_line
 from core.types import Message
 
-Learn = Literal["everything", "last_reply"] | Sequence[str]
-"""What of a conversation is learnt: all, its last reply, or the turns of these roles."""
+TrainOn = Literal["everything", "last_reply"] | Sequence[str]
+"""What of a conversation is trained on: all, its last reply, or the turns of these roles."""
 STAND_IN = "\u2402"
 """A reply whose end can be found again in a rendered conversation."""
 
@@ -59,12 +59,12 @@ class ChatTokenizer:
         rest = text[text.rindex(STAND_IN) + len(STAND_IN) :]
         return self.encode(rest.removeprefix(self.hf.eos_token))
 
-    def learnt_turns(self, messages: list[Message], learn: Learn = ("assistant",)) -> tuple[list[int], list[bool]]:
-        """Ids of a conversation and which are learnt, up to its last reply or the last turn that `learn` names.
+    def mask_turns(self, messages: list[Message], train_on: TrainOn = ("assistant",)) -> tuple[list[int], list[bool]]:
+        """Return the ids of a conversation and which of them are trained on, up to the last turn that `train_on` names.
 
-        The assistant's turns are encoded one by one, and what stands between them in one piece each, as when the
-        policy speaks: what is learnt is what is sampled, whatever `learn` says. A reply is learnt with its end-of-turn
-        token and without the header that asks for it; another's turn likewise, as far as the template ends it so.
+        The assistant's turns are encoded one by one, and the text between them in one piece each, as when the policy
+        samples. So what is trained on is what would be sampled, whatever `train_on` says. A reply is trained on with
+        its end-of-turn token and without the header before it; another's turn likewise, if the template ends it so.
         """
         ids: list[int] = []
         mask: list[bool] = []
@@ -74,7 +74,7 @@ class ChatTokenizer:
             ids.extend(piece)
             mask.extend(marks)
 
-        chosen, whole_text = _learnt(messages, learn), learn == "everything"
+        chosen, whole_text = _find_turns(messages, train_on), train_on == "everything"
         replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         done, after = "", 0
         for i in replies:
@@ -114,7 +114,7 @@ class ChatTokenizer:
         if not whole.endswith(tail):
             raise UserError(
                 "the chat template writes a turn differently according to its content, so turns of "
-                f"{until[-1]['role']} cannot be learnt: leave that role out of data.learn"
+                f"{until[-1]['role']} cannot be trained on: leave that role out of data.train_on"
             )
         ends = len(self.hf.eos_token) if tail.startswith(self.hf.eos_token) else 0
         return range(len(header), len(whole) - len(tail) + ends)
@@ -147,13 +147,13 @@ class ChatTokenizer:
         return "".join(m["content"] + (self.hf.eos_token if m["role"] == "assistant" else "") for m in messages)
 
 
-def _learnt(messages: list[Message], learn: Learn) -> set[int]:
+def _find_turns(messages: list[Message], train_on: TrainOn) -> set[int]:
     """The turns that are learnt."""
-    if learn == "everything":
+    if train_on == "everything":
         return {*range(len(messages))}
-    if learn == "last_reply":
+    if train_on == "last_reply":
         return {*[i for i, m in enumerate(messages) if m["role"] == "assistant"][-1:]}
-    return {i for i, m in enumerate(messages) if m["role"] in learn}
+    return {i for i, m in enumerate(messages) if m["role"] in train_on}
 
 
 def _check_appends(*longer: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from core.types import Message
-from data_feeds.unfit import DoesNotFit, Unfit, sift
+from data_feeds.invalid_rows import InvalidRow, InvalidRows, filter_rows
 from data_prep.rows import Record, Row, convert, read_hub, read_records
 
 ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
@@ -23,10 +23,10 @@ REPLIES = ("completion", "response")
 KEPT = {"id", "answer", "system", "messages", "conversations", "prompt", *REPLIES}
 
 
-def make(records: list[Record], *, name: str) -> tuple[list[Row], Unfit]:
+def make(records: list[Record], *, name: str) -> tuple[list[Row], InvalidRows]:
     """Rows in our form; those without an id get `name` and their number."""
     numbered = [(str(record.get("id") or f"{name}/{i}"), record) for i, record in enumerate(records)]
-    return sift([(row_id, (row_id, record)) for row_id, record in numbered], lambda one: _row(*one))
+    return filter_rows([(row_id, (row_id, record)) for row_id, record in numbered], lambda one: _row(*one))
 
 
 def not_kept(records: list[Record]) -> list[str]:
@@ -39,7 +39,7 @@ def _row(row_id: str, record: Record) -> Row:
     if system := record.get("system"):
         messages = [*_messages(system, "system", text_is="system"), *messages]
     if any(m["role"] == "assistant" and not m["content"].strip() for m in messages):
-        raise DoesNotFit("empty", "an assistant turn is empty")
+        raise InvalidRow("empty", "an assistant turn is empty")
     answer = record.get("answer")
     return Row(id=row_id, messages=messages, answer="" if answer is None else str(answer))
 
@@ -48,12 +48,12 @@ def _turns(record: Record) -> list[Message]:
     """What is said in a row, in whichever form it is written."""
     whole = [column for column in ("messages", "conversations") if record.get(column)]
     if len(whole) > 1 or (whole and record.get("prompt")):
-        raise DoesNotFit("bad_messages", f"it is written in two forms at once: {', '.join([*whole, 'prompt'][:2])}")
+        raise InvalidRow("bad_messages", f"it is written in two forms at once: {', '.join([*whole, 'prompt'][:2])}")
     if whole:
         return _messages(record[whole[0]], whole[0], text_is="user")
     replies = [column for column in REPLIES if record.get(column)]
     if not record.get("prompt") or len(replies) != 1:
-        raise DoesNotFit(
+        raise InvalidRow(
             "missing_column", "it has neither messages nor conversations, nor prompt and one of completion and response"
         )
     asked = _messages(record["prompt"], "prompt", text_is="user")
@@ -64,18 +64,18 @@ def _messages(given: Any, column: str, *, text_is: str) -> list[Message]:
     if isinstance(given, str):
         return [{"role": text_is, "content": given}]
     if not isinstance(given, list) or not given:
-        raise DoesNotFit("bad_messages", f"{column} must be text or a list of turns, found {given!r:.60}")
+        raise InvalidRow("bad_messages", f"{column} must be text or a list of turns, found {given!r:.60}")
     return [_message(turn, column) for turn in given]
 
 
 def _message(turn: Any, column: str) -> Message:
     who, said = ("from", "value") if isinstance(turn, dict) and "from" in turn else ("role", "content")
     if not isinstance(turn, dict) or not isinstance(turn.get(said), str) or turn.get(who) not in ROLES:
-        raise DoesNotFit(
+        raise InvalidRow(
             "bad_messages", f"a turn of {column} must have a {who} of {', '.join(ROLES)} and text, found {turn!r:.60}"
         )
     if lost := {name for name, value in turn.items() if name not in (who, said) and value is not None}:
-        raise DoesNotFit("bad_messages", f"a turn of {column} holds {min(lost)!r}, which no template would be shown")
+        raise InvalidRow("bad_messages", f"a turn of {column} holds {min(lost)!r}, which no template would be shown")
     return {"role": ROLES[turn[who]], "content": turn[said]}
 
 
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="only so many rows")
     args = parser.parse_args(argv)
 
-    def made() -> tuple[list[Row], Unfit]:
+    def made() -> tuple[list[Row], InvalidRows]:
         records = read_records(args.source) if args.source else read_hub(args.hub, args.split)
         if lost := not_kept(records):
             print(f"not kept: {', '.join(lost)}")

@@ -12,27 +12,27 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from data_feeds.unfit import DoesNotFit, Unfit, sift
+from data_feeds.invalid_rows import InvalidRow, InvalidRows, filter_rows
 from data_prep.rows import Record, Row, convert, read_hub, read_records
 
 HUB_ID = "agentica-org/DeepScaleR-Preview-Dataset"
 PROMPT_FORM = "{problem}\nLet's think step by step and output the final answer within \\boxed{{}}."
 
 
-def make(records: dict[str, list[Record]], *, prompt_form: str = PROMPT_FORM) -> tuple[list[Row], Unfit]:
+def make(records: dict[str, list[Record]], *, prompt_form: str = PROMPT_FORM) -> tuple[list[Row], InvalidRows]:
     """Rows from records with "problem" and "answer", by the name of the file they come from."""
     numbered = [(f"deepscaler/{name}/{i}", record) for name, of in records.items() for i, record in enumerate(of)]
-    return sift([(row_id, (row_id, record)) for row_id, record in numbered], lambda one: _row(*one, prompt_form))
+    return filter_rows([(row_id, (row_id, record)) for row_id, record in numbered], lambda one: _row(*one, prompt_form))
 
 
 def _row(row_id: str, record: Record, prompt_form: str) -> Row:
     problem, answer = record.get("problem"), record.get("answer")
     if not isinstance(problem, str) or not problem.strip():
-        raise DoesNotFit("missing_column", "it has no problem")
+        raise InvalidRow("missing_column", "it has no problem")
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)  # AMC's are written 142.0
     if answer is None or not str(answer).strip():
-        raise DoesNotFit("missing_column", "it has no answer")
+        raise InvalidRow("missing_column", "it has no answer")
     messages = [{"role": "user", "content": prompt_form.format(problem=problem)}]
     return Row(id=row_id, messages=messages, answer=str(answer).strip())
 

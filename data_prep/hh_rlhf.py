@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from core.types import Message
-from data_feeds.unfit import DoesNotFit, Unfit, sift
+from data_feeds.invalid_rows import InvalidRow, InvalidRows, filter_rows
 from data_prep.rows import Record, Row, convert, read_hub, read_records
 
 HUB_ID = "Anthropic/hh-rlhf"
@@ -22,20 +22,20 @@ ROLES = {"Human": "user", "Assistant": "assistant"}
 TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
-def make(records: list[Record], *, split: str) -> tuple[list[Row], Unfit]:
+def make(records: list[Record], *, split: str) -> tuple[list[Row], InvalidRows]:
     """Rows from records with two whole conversations, "chosen" and "rejected"."""
     numbered = [(f"hh_rlhf/{split}/{i}", record) for i, record in enumerate(records)]
-    return sift([(row_id, (row_id, record)) for row_id, record in numbered], lambda one: _row(*one))
+    return filter_rows([(row_id, (row_id, record)) for row_id, record in numbered], lambda one: _row(*one))
 
 
 def _row(row_id: str, record: Record) -> Row:
     chosen, rejected = _turns(record, "chosen"), _turns(record, "rejected")
     if chosen[:-1] != rejected[:-1]:
-        raise DoesNotFit("not_one_prompt", "the two conversations part before their last turn")
+        raise InvalidRow("not_one_prompt", "the two conversations part before their last turn")
     if not chosen[:-1]:
-        raise DoesNotFit("empty", "nothing comes before the reply")
+        raise InvalidRow("empty", "nothing comes before the reply")
     if chosen[-1]["content"] == rejected[-1]["content"]:
-        raise DoesNotFit("same_reply", "chosen and rejected are the same")
+        raise InvalidRow("same_reply", "chosen and rejected are the same")
     return Row(
         id=row_id, messages=chosen[:-1], answer="", chosen=chosen[-1]["content"], rejected=rejected[-1]["content"]
     )
@@ -45,15 +45,15 @@ def _turns(record: Record, column: str) -> list[Message]:
     """The turns of a conversation that ends in a reply."""
     text = record.get(column)
     if not isinstance(text, str):
-        raise DoesNotFit("missing_column", f"it has no {column}")
+        raise InvalidRow("missing_column", f"it has no {column}")
     before, *parts = TURN.split(text)
     turns = [{"role": ROLES[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
     if before.strip() or not turns:
-        raise DoesNotFit("bad_messages", f"{column} does not begin with a turn of Human or Assistant: {text[:60]!r}")
+        raise InvalidRow("bad_messages", f"{column} does not begin with a turn of Human or Assistant: {text[:60]!r}")
     if turns[-1]["role"] != "assistant":
-        raise DoesNotFit("no_reply", f"{column} does not end in a turn of Assistant")
+        raise InvalidRow("no_reply", f"{column} does not end in a turn of Assistant")
     if not turns[-1]["content"]:
-        raise DoesNotFit("empty", f"the last reply of {column} is empty")
+        raise InvalidRow("empty", f"the last reply of {column} is empty")
     return turns
 
 
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="only so many rows")
     args = parser.parse_args(argv)
 
-    def made() -> tuple[list[Row], Unfit]:
+    def made() -> tuple[list[Row], InvalidRows]:
         whole = read_records(args.source) if args.source else read_hub(HUB_ID, args.split, data_dir=args.subset)
         return make(whole, split=args.split)
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from core.errors import UserError, first_line
-from data_feeds.unfit import Unfit
+from data_feeds.invalid_rows import InvalidRows
 
 Record = dict[str, Any]
 """One row in its original form."""
@@ -98,7 +98,7 @@ def read_hub(name: str, split: str, **more: Any) -> list[Record]:
 
 
 def convert(
-    parser: argparse.ArgumentParser, out: Path, make: Callable[[], tuple[list[Row], Unfit]], *, limit: int | None
+    parser: argparse.ArgumentParser, out: Path, make: Callable[[], tuple[list[Row], InvalidRows]], *, limit: int | None
 ) -> None:
     """Write what `make` gives and say what did not fit; whatever is wrong ends the program with one sentence."""
     try:

@@ -23,50 +23,52 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import RunStopped, UserError
+from core.metrics import EVAL_LOSS
 from core.workers import Workers
 from trainers.checkpoint_state import rank_file
+from trainers.trainer import Trainer
 
 COMPLETE = "COMPLETE"
 PARTIAL = ".partial"
-BEST_BY = "eval/loss"
+BEST_BY = EVAL_LOSS
 """The held-out measure; lower is better. A checkpoint of a step that did not measure it competes with none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stand:
-    """Where a run stood."""
+class RunState:
+    """Step, metrics and data position saved with a checkpoint."""
 
     steps_done: int
     metrics: dict[str, float]
-    """Of the last of these steps."""
+    """Metrics of the last of these steps."""
     position: dict[str, Any]
-    """What is under way in an RL run (see rollouts/buffer.py); nothing for given rows, a function of the step."""
+    """State of the replay buffer in RL; empty in supervised runs, where the step says all."""
     recipe: dict[str, Any]
-    """See driver/resume.py."""
+    """Settings and file hashes of the run; see driver/resume.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete one."""
+    """A complete checkpoint."""
 
     folder: Path
-    stand: Stand
+    state: RunState
 
 
-async def write_checkpoint(home: Path, trainers: Workers, stand: Stand) -> Path:
-    """Let every rank write its share, and give the folder its name when all of it is on the disk."""
-    final = home / f"step_{stand.steps_done:05d}"
+async def write_checkpoint(home: Path, trainers: Workers[Trainer], state: RunState) -> Path:
+    """Let every rank write its share; give the folder its name when all of it is on the disk."""
+    final = home / f"step_{state.steps_done:05d}"
     partial = final.with_name(final.name + PARTIAL)
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    await trainers.all("save_state", partial)
+    await trainers.call_all(Trainer.save_state, partial)
     if unseen := [rank for rank in range(len(trainers)) if not (partial / rank_file(rank)).is_file()]:
         raise RunStopped(
             f"trainer rank {unseen[0]} wrote its share of the checkpoint where this process does not see it: with "
             "checkpoint.every, run_dir must be a folder that every machine of the run shares"
         )
-    (partial / "progress.json").write_text(json.dumps(asdict(stand), indent=1) + "\n")
+    (partial / "progress.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
     _flush(partial)
     (partial / COMPLETE).touch()
     _flush(partial)
@@ -76,23 +78,23 @@ async def write_checkpoint(home: Path, trainers: Workers, stand: Stand) -> Path:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
-    """None for whatever is not a complete checkpoint."""
+    """Return the checkpoint in a folder; None for anything but a complete one."""
     folder = folder.resolve()  # `best` and `last` are links
     if not re.fullmatch(r"step_\d{5,}", folder.name) or not (folder / COMPLETE).is_file():
         return None
-    return Checkpoint(folder=folder, stand=Stand(**json.loads((folder / "progress.json").read_text())))
+    return Checkpoint(folder=folder, state=RunState(**json.loads((folder / "progress.json").read_text())))
 
 
 def checkpoints_in(home: Path) -> list[Checkpoint]:
-    """The complete ones, oldest first."""
+    """Return the complete checkpoints below `home`, oldest first."""
     found = [read_checkpoint(path) for path in home.glob("step_*")]
-    return sorted((c for c in found if c is not None), key=lambda c: c.stand.steps_done)
+    return sorted((c for c in found if c is not None), key=lambda c: c.state.steps_done)
 
 
 def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """The lowest held-out loss, of equal ones the older; None where nothing was measured."""
-    measured = [c for c in checkpoints if BEST_BY in c.stand.metrics]
-    return min(measured, key=lambda c: c.stand.metrics[BEST_BY], default=None)
+    """Return the one with the lowest held-out loss, of equal ones the older; None where nothing was measured."""
+    measured = [c for c in checkpoints if BEST_BY in c.state.metrics]
+    return min(measured, key=lambda c: c.state.metrics[BEST_BY], default=None)
 
 
 def retain(home: Path, keep: int) -> None:
@@ -110,7 +112,7 @@ def retain(home: Path, keep: int) -> None:
 
 
 def find_checkpoint(resume: str) -> Checkpoint:
-    """The newest complete checkpoint of a run folder, or the one that is named itself."""
+    """Return the newest complete checkpoint of a run folder, or the checkpoint that `resume` names itself."""
     named = Path(resume).expanduser()
     if not named.is_dir():
         raise UserError(f"resume={resume}: there is no such folder: name a run folder, or one of its checkpoints")
@@ -133,7 +135,7 @@ def _point(link: Path, checkpoint: Checkpoint) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Everything below `folder` to the disk, the names last."""
+    """Write everything below `folder` to the disk, folders last."""
     for path in [*_below(folder), folder]:
         _fsync(path)
 
@@ -154,5 +156,5 @@ def _fsync(path: Path) -> None:
 
 
 def is_due(steps_done: int, *, every: int, steps: int) -> bool:
-    """At every so many steps, and at the end; never where `every` is 0."""
+    """Tell whether to write one now: every `every` steps, and at the end; never where `every` is 0."""
     return every > 0 and (steps_done % every == 0 or steps_done == steps)

@@ -1,51 +1,53 @@
-"""What the terminal shows while a run goes: one line per step, and below them the phase of the moment."""
+"""The terminal during a run: one line per step, and below them the current phase."""
 
 from __future__ import annotations
 
-from rich.console import Console
+import rich.console
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from core import metrics as names
 from core.clock import Clock
+from core.phases import Phase, time_metric
 
 COLUMNS: list[tuple[str, str, str]] = [
     # heading, metric, format
-    ("step", "step", "{:.0f}"),
-    ("reward", "reward/mean", "{:.3f}"),
-    ("length", "rollout/tokens_mean", "{:.1f}"),
-    ("loss", "train/loss", "{:.4f}"),
-    ("mismatch", "train/mismatch/kl", "{:.1e}"),
-    ("kl", "train/kl_ref", "{:.1e}"),
-    ("grad", "train/grad_norm", "{:.2f}"),
-    ("tok/s", "tokens_per_s", "{:.0f}"),
-    ("lag", "rollout/lag_mean", "{:.2f}"),
-    ("wait", "time/wait_for_data_s", "{:.1f}s"),
-    ("logp", "time/logp_s", "{:.1f}s"),
-    ("train", "time/train_s", "{:.1f}s"),
-    ("sync", "time/sync_s", "{:.1f}s"),
-    ("eng.idle", "time/engines/idle_share", "{:.0%}"),
-    ("eval", "eval/loss", "{:.4f}"),
+    ("step", names.STEP_NUMBER, "{:.0f}"),
+    ("reward", names.REWARD_MEAN, "{:.3f}"),
+    ("length", names.ROLLOUT_TOKENS_MEAN, "{:.1f}"),
+    ("loss", names.TRAIN_LOSS, "{:.4f}"),
+    ("mismatch", names.MISMATCH_KL, "{:.1e}"),
+    ("kl_ref", names.TRAIN_KL_REF, "{:.1e}"),
+    ("grad", names.TRAIN_GRAD_NORM, "{:.2f}"),
+    ("tok/s", names.TOKENS_PER_S, "{:.0f}"),
+    ("stale", names.ROLLOUT_STALENESS_MEAN, "{:.2f}"),
+    ("wait", time_metric(Phase.WAIT_FOR_DATA), "{:.1f}s"),
+    ("logp", time_metric(Phase.LOGP), "{:.1f}s"),
+    ("train", time_metric(Phase.TRAIN), "{:.1f}s"),
+    ("sync", time_metric(Phase.SYNC), "{:.1f}s"),
+    ("eng.idle", names.ENGINE_IDLE, "{:.0%}"),
+    ("eval", names.EVAL_LOSS, "{:.4f}"),
 ]
 WIDTH = 10
-MOST_LINES = 60
+MAX_LINES = 60
 """A longer run shows every second, third, ... step; metrics.jsonl has all of them."""
 
 
-class Progress:
-    """Use as a context. `live` is off where a debugger may want the terminal; then the lines alone are printed."""
+class Console:
+    """Shows a run. Use it as a context. Without `live`, for a debugger's sake, only lines are printed."""
 
     def __init__(self, steps: int, clock: Clock, *, live: bool):
-        self.console = Console(highlight=False)
-        self.is_live = live and self.console.is_terminal
+        self.terminal = rich.console.Console(highlight=False)
+        self.is_live = live and self.terminal.is_terminal
         self.steps, self.clock = steps, clock
-        self.every = -(-steps // MOST_LINES)
+        self.every = -(-steps // MAX_LINES)
         self.headings: list[tuple[str, str, str]] = []
-        self.done = 0
-        self.live = Live(self, console=self.console, refresh_per_second=4, transient=True)
+        self.steps_done = 0
+        self.live = Live(self, console=self.terminal, refresh_per_second=4, transient=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Console:
         if self.is_live:
             self.live.start()
         return self
@@ -55,15 +57,19 @@ class Progress:
             self.live.stop()
 
     def __rich__(self) -> Spinner:
-        doing = self.clock.phase_now or "working"
-        return Spinner("dots", Text(f" {doing}  ({self.done} of {self.steps} steps done)", style="dim"))
+        doing = self.clock.current_phase or "working"
+        return Spinner("dots", Text(f" {doing}  ({self.steps_done} of {self.steps} steps done)", style="dim"))
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.terminal.print(text, markup=False, soft_wrap=True)
 
-    def step(self, metrics: dict[str, float]) -> None:
-        self.done += 1
-        if (self.done - 1) % self.every and self.done != self.steps and not any(k.startswith("eval/") for k in metrics):
+    def show_step(self, metrics: dict[str, float]) -> None:
+        self.steps_done += 1
+        if (
+            (self.steps_done - 1) % self.every
+            and self.steps_done != self.steps
+            and not any(k.startswith(names.EVAL.format("")) for k in metrics)
+        ):
             return
         if not self.headings:
             self.headings = [c for c in COLUMNS if c[1] in metrics]
@@ -74,10 +80,10 @@ class Progress:
             )
         )
 
-    def table(self, title: str, rows: list[tuple[str, ...]], headings: tuple[str, ...]) -> None:
+    def show_table(self, title: str, rows: list[tuple[str, ...]], headings: tuple[str, ...]) -> None:
         table = Table(title=title, title_justify="left", title_style="bold")
         for i, heading in enumerate(headings):
             table.add_column(heading, justify="left" if i == 0 else "right")
         for row in rows:
             table.add_row(*row)
-        self.console.print(table)
+        self.terminal.print(table)

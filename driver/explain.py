@@ -10,12 +10,12 @@ import yaml
 from algs import load_algorithm
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig
-from driver.devices import check_devices, gpus_here, on_gpu
+from driver.devices import check_devices, count_gpus, uses_gpus
 from driver.load_recipe import Loaded
-from modeling.hf_config import skeleton
+from modeling.hf_config import meta_model
 
 GIB = 2**30
-ROWS = {"conversations": "rows", "pairs": "pairs", "labelled": "rows"}
+ROWS = {"conversations": "rows", "pairs": "pairs", "unpaired": "rows"}
 
 
 def explain(loaded: Loaded[Any]) -> str:
@@ -25,30 +25,35 @@ def explain(loaded: Loaded[Any]) -> str:
         yaml.safe_dump(cfg.model_dump(), sort_keys=False).rstrip(),
         "",
         "# what follows from it",
-        *(f"{name:<22} {text}" for name, text in (*arithmetic(loaded), *placement(cfg), *memory(loaded))),
+        *(
+            f"{name:<22} {text}"
+            for name, text in (*describe_arithmetic(loaded), *describe_placement(cfg), *describe_memory(loaded))
+        ),
     ]
     if lacking := check_devices(cfg):
         parts += ["", f"warning: {lacking}"]
     return "\n".join(parts)
 
 
-def arithmetic(loaded: Loaded[Any]) -> list[tuple[str, str]]:
+def describe_arithmetic(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     cfg: RunConfig = loaded.cfg
     trainer = cfg.trainer
     if isinstance(cfg, SLConfig):
         rows = load_algorithm(loaded.alg_spec, cfg.alg).rows
-        tokens = cfg.rows_per_step * cfg.data.max_prompt_tokens * (2 if rows == "pairs" else 1)
+        tokens = cfg.rows_per_step * cfg.data.max_tokens * (2 if rows == "pairs" else 1)
         return [
             ("a step", f"{cfg.rows_per_step} {ROWS[rows]} -> at most {tokens:,} tokens -> 1 optimizer update"),
-            ("micro-batches", micro_batches(tokens, trainer.micro_batch_tokens, trainer.ranks)),
+            ("micro-batches", describe_micro_batches(tokens, trainer.micro_batch_tokens, trainer.ranks)),
             (
                 "the run",
-                f"{cfg.steps} steps -> {cfg.steps * cfg.rows_per_step:,} rows -> {cfg.steps} optimizer updates",
+                f"{cfg.epochs:g} epochs of data.train"
+                if cfg.steps is None
+                else f"{cfg.steps} steps -> {cfg.steps * cfg.rows_per_step:,} rows -> {cfg.steps} optimizer updates",
             ),
         ]
     assert isinstance(cfg, RLConfig)
     samples = cfg.groups_per_step * cfg.group_size
-    tokens = samples * cfg.longest
+    tokens = samples * cfg.longest_sample
     per_update = tokens // cfg.updates_per_step
     lag = (
         "the policy that sampled is the one in training"
@@ -59,53 +64,54 @@ def arithmetic(loaded: Loaded[Any]) -> list[tuple[str, str]]:
         ("a step", f"{cfg.groups_per_step} prompts x {cfg.group_size} samples -> {samples} sequences"),
         (
             "a sequence",
-            f"at most {cfg.data.max_prompt_tokens} prompt + {cfg.rollout.max_new_tokens} new = {cfg.longest} tokens",
+            f"at most {cfg.data.max_prompt_tokens} prompt + {cfg.rollout.max_new_tokens} new = "
+            f"{cfg.longest_sample} tokens",
         ),
         ("tokens of a step", f"at most {tokens:,}, dealt over {cfg.updates_per_step} optimizer updates ({lag})"),
-        ("micro-batches", micro_batches(per_update, trainer.micro_batch_tokens, trainer.ranks)),
+        ("micro-batches", describe_micro_batches(per_update, trainer.micro_batch_tokens, trainer.ranks)),
         ("the run", f"{cfg.steps} steps -> {cfg.steps * samples:,} sequences -> {cfg.total_updates} optimizer updates"),
-        ("generation", schedule(cfg)),
+        ("generation", describe_schedule(cfg)),
     ]
 
 
-def schedule(cfg: RLConfig) -> str:
-    often = "every step" if cfg.publish_every == 1 else f"every {cfg.publish_every} steps"
-    publishes = f"weights are published {often}"
-    if cfg.publish_drift is not None:
-        publishes += f", or earlier where train/mismatch/kl is above {cfg.publish_drift:g}"
-    if cfg.max_lag == 0:
-        return f"waits for every publish (max_lag=0); {publishes}"
-    ahead = (cfg.max_lag + 1) * cfg.groups_per_step // cfg.reuse
-    return f"runs up to {ahead} groups ahead of the trainer (max_lag={cfg.max_lag}); {publishes}"
+def describe_schedule(cfg: RLConfig) -> str:
+    often = "every step" if cfg.weight_sync.every == 1 else f"every {cfg.weight_sync.every} steps"
+    publishes = f"weights are synced {often}"
+    if cfg.weight_sync.max_kl is not None:
+        publishes += f", or earlier where train/mismatch/kl is above {cfg.weight_sync.max_kl:g}"
+    if cfg.max_staleness == 0:
+        return f"waits for every weight sync (max_staleness=0); {publishes}"
+    ahead = (cfg.max_staleness + 1) * cfg.groups_per_step // cfg.sample_reuse
+    return f"runs up to {ahead} groups ahead of the trainer (max_staleness={cfg.max_staleness}); {publishes}"
 
 
-def micro_batches(tokens: int, budget: int, ranks: int) -> str:
+def describe_micro_batches(tokens: int, budget: int, ranks: int) -> str:
     per_rank = -(-tokens // (budget * ranks))
     return f"at most {budget:,} tokens each -> at most about {per_rank} per rank and update, on {ranks} ranks"
 
 
-def placement(cfg: RunConfig) -> list[tuple[str, str]]:
+def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
     if cfg.backend == "local":
-        device = "the GPU" if gpus_here() else "the CPU"
+        device = "the GPU" if count_gpus() else "the CPU"
         return [
             (
                 "this process",
-                f"everything, on {device}: reference trainer" + (" and engine" if isinstance(cfg, RLConfig) else ""),
+                f"everything, on {device}: local trainer" + (" and engine" if isinstance(cfg, RLConfig) else ""),
             )
         ]
-    kind = "GPU" if on_gpu(cfg) else "share of the CPU"
+    kind = "GPU" if uses_gpus(cfg) else "share of the CPU"
     rows = [("trainer", f"{cfg.trainer.ranks} Ray actors, DeepSpeed ZeRO-{cfg.trainer.zero_stage}, one {kind} each")]
     if isinstance(cfg, RLConfig):
         rollout = cfg.rollout
         rows.append(
-            ("engines", f"{rollout.engines} Ray actors ({rollout.engine}), {rollout.tensor_parallel} {kind} each")
+            ("engines", f"{rollout.engines} Ray actors ({rollout.engine}), {rollout.tensor_parallel_size} {kind} each")
         )
         rows.append(("rewards", f"{cfg.reward.workers} processes beside each engine"))
-    rows.append(("this machine", f"{gpus_here()} GPUs, {os.cpu_count()} CPU cores"))
+    rows.append(("this machine", f"{count_gpus()} GPUs, {os.cpu_count()} CPU cores"))
     return rows
 
 
-def memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
+def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     """Weights, gradients and optimizer states; activations and caches come on top."""
     cfg: RunConfig = loaded.cfg
     n = count_parameters(cfg.model.path)
@@ -125,8 +131,8 @@ def memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     present = n + adapter + critic
     in_training = (n if lora is None else adapter) + critic
     # a reference that was scored ahead is not loaded, and that of an adapter is the policy without it
-    spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.reference == "ahead")
-    beside = [path for path in alg.frozen.values() if path or not spared]
+    spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.precompute_ref_logp)
+    beside = [path for path in alg.frozen_models.values() if path or not spared]
     frozen = sum((count_parameters(path) or n if path else n) * held for path in beside)
     per_rank = (present * weights + in_training * (gradients + optimizer) + frozen) / GIB
     rows = [
@@ -139,7 +145,7 @@ def memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
         ),
     ]
     if isinstance(cfg, RLConfig):
-        per_engine = n * held / cfg.rollout.tensor_parallel / GIB
+        per_engine = n * held / cfg.rollout.tensor_parallel_size / GIB
         rows.append(("memory per engine", f"about {per_engine:.2f} GiB of weights per rank, and its cache"))
     return rows
 
@@ -148,7 +154,7 @@ def count_adapter(path: str, lora: LoraConfig) -> int:
     """Parameters of a new adapter for this model, 0 where its config cannot be read."""
     from modeling.lora import with_adapter
 
-    model = skeleton(path)
+    model = meta_model(path)
     if model is None:
         return 0
     return sum(p.numel() for p in with_adapter(model, lora, path=path).parameters() if p.requires_grad)
@@ -156,5 +162,5 @@ def count_adapter(path: str, lora: LoraConfig) -> int:
 
 def count_parameters(path: str) -> int | None:
     """Parameters of the model, counted without making them; None where its config cannot be read."""
-    model = skeleton(path)
+    model = meta_model(path)
     return None if model is None else sum(p.numel() for p in model.parameters())

@@ -1,33 +1,72 @@
-"""Read a recipe together with its algorithm."""
+"""Read a recipe together with its algorithm and its engine: the keys that only they know are checked here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from configs.load import override, read_yaml, validate
-from configs.schema import RunConfig
+from algs import find_algorithm
+from algs.base import Algorithm, PolicyGradient
+from configs.load import override, read_recipe, validate
+from configs.renamed import find_renamed
+from configs.schema import RLConfig, RunConfig
+from core.errors import UserError
 from core.loading import FileSpec
+from rollouts.engines.base import Capabilities
+from rollouts.registry import load_engine_class, resolve_engine
 
 C = TypeVar("C", bound=RunConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded(Generic[C]):
-    """A valid configuration, and the file its algorithm lives in."""
+    """A valid configuration, and the file that holds its algorithm."""
 
     cfg: C
     alg_spec: FileSpec
 
 
 def load_recipe(cls: type[C], path: str, overrides: list[str]) -> Loaded[C]:
-    """Raises UserError naming the file or the key, and the mend."""
-    from algs import find_algorithm
-
-    raw = read_yaml(path)
+    """Raise UserError that names the file or the key, and the mend."""
+    raw = read_recipe(path)
     for item in overrides:
         override(raw, item)
-    cfg = validate(cls, raw, prefix="")
+    if renamed := find_renamed(raw, supervised=not issubclass(cls, RLConfig)):
+        old, new = renamed
+        raise UserError(f"{old} was renamed: write {new}")
+    cfg: C = validate(cls, raw, prefix="")
     spec, alg_class = find_algorithm(cfg.alg)
     alg = validate(alg_class, cfg.alg, prefix="alg.")
+    if isinstance(cfg, RLConfig):
+        alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
+        check_engine(cfg, load_engine_class(resolve_engine(cfg.rollout.engine)).capabilities)
     return Loaded(cfg=cfg.model_copy(update={"alg": alg.model_dump()}), alg_spec=spec)
+
+
+def with_length_limit(alg: Algorithm, max_new_tokens: int) -> Algorithm:
+    """Return the algorithm with `overlong.max_tokens` set: by default it is the rollout's token budget."""
+    if not isinstance(alg, PolicyGradient) or alg.overlong.max_tokens is not None:
+        return alg
+    overlong = alg.overlong.model_dump() | {"max_tokens": max_new_tokens}
+    return validate(type(alg), alg.model_dump() | {"overlong": overlong}, prefix="alg.")
+
+
+def check_engine(cfg: RLConfig, can: Capabilities) -> None:
+    """Raise UserError for a key that asks the engine for what it cannot do."""
+    name, transport = f"rollout.engine={cfg.rollout.engine}", cfg.weight_sync.transport
+    if cfg.backend == "ray" and not can.broadcast:
+        raise UserError(f"{name} runs in the trainer's process only: set backend to local, or take another engine")
+    if cfg.rollout.tensor_parallel_size != 1 and not can.tensor_parallel:
+        raise UserError(f"{name} has no tensor parallelism: set rollout.tensor_parallel_size to 1")
+    if transport == "nccl" and not can.nccl:
+        raise UserError(f"{name} takes no weights over NCCL: set weight_sync.transport to auto")
+    if transport in ("direct", "disk") and not can.chunks:
+        raise UserError(
+            f"weight_sync.transport is {transport}, and {name} takes no weights in chunks: add begin_chunks and "
+            "load_chunk, as in rollouts/engines/hf.py, and say so in its capabilities, or set the transport to auto"
+        )
+    if cfg.weight_sync.lora == "adapter" and not can.adapter:
+        raise UserError(
+            f"weight_sync.lora is adapter, and {name} does not sample with an adapter beside the weights: set "
+            "rollout.engine to vllm, or weight_sync.lora to merged"
+        )

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from configs.renamed import translate_settings
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
 from core.loading import FileSpec
@@ -19,16 +20,16 @@ from driver.load_recipe import Loaded
 
 NOT_FOR_TRAINING = (
     *("name", "run_dir", "save_to", "checkpoint.", "resume", "timeout_s", "device", "ray_address"),
-    *("data.max_unfit_share", "model.lora.merge_on_save"),
-    *("trainer.max_skipped_updates", "reward.workers", "reward.timeout_s", "reward.max_failed_share"),
+    *("data.max_invalid_fraction", "model.lora.merge_on_save"),
+    *("trainer.max_skipped_updates", "reward.workers", "reward.timeout_s", "reward.max_failed_fraction"),
     *("rollout.timeout_s", "weight_sync.bucket_mib", "weight_sync.timeout_s", "weight_sync.probe_tolerance"),
     "weight_sync.transport",
     "alg.file",  # its contents are compared, wherever it lies
 )
 """May differ, and the run's numbers stay the same. A name that ends in a dot is a whole section."""
-OTHER_BITS = (
+BITWISE_ONLY = (
     *("trainer.micro_batch_tokens", "trainer.gradient_checkpointing"),
-    *("rollout.engines", "rollout.tensor_parallel", "rollout.enforce_eager"),
+    *("rollout.engines", "rollout.tensor_parallel_size", "rollout.enforce_eager"),
     *("rollout.kv_cache_gib", "rollout.gpu_memory_utilization"),
 )
 """May differ, because a run that died for want of memory must be able to go on: the gradient is the same in exact
@@ -37,74 +38,89 @@ EVALUATION = ("eval_every", "data.eval", "data.eval.", "data.eval_rows")
 """May differ. In RL an engine's batches hold held-out prompts beside the others, which moves last bits."""
 
 
-def recipe_of(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -> dict[str, Any]:
-    """The whole configuration by dotted key, and the hashes of the files it names; `code` is key -> file.
+def settings_of_run(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -> dict[str, Any]:
+    """Return the whole configuration by dotted key, and the hashes of the files that it names; `code` is key -> file.
 
     Data is hashed where it is a file; a folder and the hub are known by name only, and so are models.
     """
     cfg: RunConfig = loaded.cfg
-    specs = {"alg": loaded.alg_spec, **code}
-    hashes = {key: spec.sha256 for key, spec in specs.items() if spec is not None}
+    specs = {key: spec for key, spec in {"alg": loaded.alg_spec, **code}.items() if spec is not None}
+    hashes = {key: spec.sha256 for key, spec in specs.items()}
     sources = [cfg.data.train] if isinstance(cfg.data.train, str) else [source.path for source in cfg.data.train]
     for i, path in enumerate(sources):
         if Path(path).is_file():
             with Path(path).open("rb") as file:
                 hashes[f"data.train[{i}]" if i else "data.train"] = hashlib.file_digest(file, "sha256").hexdigest()
-    return json.loads(json.dumps({"settings": flat(cfg.model_dump(mode="json")), "sha256": hashes}))
+    in_package = sorted(key for key, spec in specs.items() if spec.in_package)
+    settings = {"settings": flatten(cfg.model_dump(mode="json")), "sha256": hashes, "in_package": in_package}
+    return json.loads(json.dumps(settings))
 
 
-def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; an empty section is a value."""
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested sections by dotted key; an empty section is a value.
+
+    >>> flatten({"a": {"b": 1}})
+    {'a.b': 1}
+    """
     found: dict[str, Any] = {}
     for key, value in nested.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
     return found
 
 
-def resume_from(loaded: Loaded[Any], recipe: dict[str, Any]) -> Checkpoint | None:
-    """The checkpoint the run goes on from; None without `resume`. Raises UserError where it cannot go on exactly."""
+def find_checkpoint_to_resume(loaded: Loaded[Any], settings: dict[str, Any]) -> Checkpoint | None:
+    """Return the checkpoint to resume; None without `resume`. Raise UserError where the run cannot continue exactly."""
     cfg: RunConfig = loaded.cfg
     if cfg.resume is None:
         return None
     checkpoint = find_checkpoint(cfg.resume)
-    then, now = checkpoint.stand.recipe, recipe
-    if ("groups_per_step" in then["settings"]) != isinstance(cfg, RLConfig):
-        raise UserError(f"resume={cfg.resume} is a run of the other program: go on with the one that made it")
-    check_settings(then["settings"], now["settings"])
-    check_files(then["sha256"], now["sha256"])
-    if (done := checkpoint.stand.steps_done) >= cfg.steps:
-        raise UserError(f"steps={cfg.steps}, and resume={cfg.resume} has done {done}: nothing is left, raise steps")
+    then, is_rl = checkpoint.state.recipe, isinstance(cfg, RLConfig)
+    if ("groups_per_step" in then["settings"]) != is_rl:
+        raise UserError(f"resume={cfg.resume} is a run of the other program: resume it with the one that made it")
+    check_settings(translate_settings(then["settings"], supervised=not is_rl), settings["settings"])
+    changed = [key for key in changed_files(then, settings) if key not in settings["in_package"]]
+    if changed:
+        raise UserError(
+            f"{changed[0]}: the file is not the one the checkpoint was made with, and the training depends on it: "
+            "restore it to resume, or leave resume out to start again"
+        )
+    if (done := checkpoint.state.steps_done) >= cfg.n_steps:
+        raise UserError(f"steps={cfg.n_steps}, and resume={cfg.resume} has done {done}: nothing is left, raise steps")
     return checkpoint
 
 
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UserError naming the first key on which the resumed run would not be the same."""
     steps = ("steps",) if then["trainer.lr_schedule"] == "constant" else ()
-    free = NOT_FOR_TRAINING + OTHER_BITS + EVALUATION + steps
+    free = NOT_FOR_TRAINING + BITWISE_ONLY + EVALUATION + steps
     for key in [*now, *(k for k in then if k not in now)]:
-        if is_among(free, key) or then.get(key) == now.get(key):
+        if is_listed(free, key) or then.get(key) == now.get(key):
             continue
-        why = "the learning rate" if key == "steps" else "what is learnt"
+        why = "the learning rate" if key == "steps" else "the training"
         raise UserError(
             f"{key} is {now.get(key)!r} and was {then.get(key)!r} when the checkpoint was made, and {why} depends on "
-            "it: set it back to resume, or leave resume out to start anew"
+            "it: set it back to resume, or leave resume out to start again"
         )
 
 
-def check_files(then: Mapping[str, str], now: Mapping[str, str]) -> None:
-    for key in [*now, *(k for k in then if k not in now)]:
-        if then.get(key) != now.get(key):
-            raise UserError(
-                f"{key}: the file is not the one the checkpoint was made with, and what is learnt depends on it: "
-                "restore it to resume, or leave resume out to start anew"
-            )
+def changed_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the keys of files whose contents are not those of the checkpoint."""
+    before, after = then["sha256"], now["sha256"]
+    expected = [key for key in after if key in before or key not in now["in_package"]]
+    return [key for key in [*expected, *(k for k in before if k not in after)] if before.get(key) != after.get(key)]
 
 
-def other_bits(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The keys that differ and move the last bits only."""
-    keys = OTHER_BITS + (EVALUATION if "groups_per_step" in now else ())
-    return [key for key in now | then if is_among(keys, key) and then.get(key) != now.get(key)]
+def changed_package_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the keys of FeynRL's own files that have changed since the checkpoint: a newer version, or an edit."""
+    return [key for key in changed_files(then, now) if key in now["in_package"]]
 
 
-def is_among(names: Collection[str], key: str) -> bool:
+def bitwise_only_changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the keys that differ and change the last bits only."""
+    then = translate_settings(then, supervised="groups_per_step" not in now)
+    keys = BITWISE_ONLY + (EVALUATION if "groups_per_step" in now else ())
+    return [key for key in now | then if is_listed(keys, key) and then.get(key) != now.get(key)]
+
+
+def is_listed(names: Collection[str], key: str) -> bool:
     return key in names or key.startswith(tuple(name for name in names if name.endswith(".")))

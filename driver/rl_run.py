@@ -1,46 +1,57 @@
-"""The parts of an RL step, in the order main_rl.py calls them, over the objects of one run."""
+"""The calls of one RL step, in the order in which main_rl.py makes them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from algs.base import PolicyGradient
+from algs.base import PolicyGradient, assign_advantages
 from configs.schema import RLConfig
+from core import metrics as names
 from core.errors import RunStopped
-from core.types import Group, Prompt, Scored
-from core.workers import Workers, together
+from core.phases import Phase
+from core.types import Group, Prompt, ScoredColumn
+from core.workers import Workers, gather_fail_fast
 from data_feeds.feed import Feed
 from data_feeds.packing import Plan, plan_update
 from data_feeds.tokenizer import ChatTokenizer
-from driver.checkpoint import Stand
-from driver.metrics import check_failures, describe, describe_drawn, describe_lag
-from driver.scoring import with_scores
+from driver.checkpoint import RunState
+from driver.rollout_metrics import (
+    check_failures,
+    measure_drawn,
+    measure_groups,
+    measure_staleness,
+    name_train_metrics,
+)
+from driver.scoring import add_columns
 from driver.session import Session
-from driver.time_account import Account, bottleneck
+from driver.time_account import TimeBreakdown, name_bottleneck
 from rollouts.buffer import ReplayBuffer
 from rollouts.generation import Generation
+from trainers.trainer import Trainer
 from weight_sync.base import WeightSync
 
 
 @dataclass
 class Run:
+    """The objects of one RL run."""
+
     cfg: RLConfig
     alg: PolicyGradient
     prompts: Feed[Prompt]
     held_out: Feed[Prompt] | None
     tokenizer: ChatTokenizer
-    rollouts: Workers
-    trainers: Workers
+    trainers: Workers[Trainer]
     weights: WeightSync
     session: Session
-    recipe: dict[str, Any]
+    settings: dict[str, Any]
+    """What a resumed run must share with this one; see driver/resume.py."""
     first_step: int
-    """Of this run: what a resumed one has behind it is not done again."""
+    """A resumed run does not repeat the steps before it."""
     generation: Generation
-    pads: bool
-    """Do the trainers pad rows? Only they know, having seen the model."""
-    account: Account
+    uses_padding: bool
+    """True: the trainers pad rows. Only they know, having loaded the model."""
+    time: TimeBreakdown
 
     @property
     def steps(self) -> int:
@@ -50,50 +61,46 @@ class Run:
     def buffer(self) -> ReplayBuffer:
         return self.generation.buffer
 
-    async def take(self, step: int) -> tuple[list[Group], dict[str, float]]:
-        """The step's groups, `groups_per_step` of them, and what was drawn for them in numbers."""
-        with self.session.clock.phase("wait_for_data"):
-            groups, drawn = await self.buffer.take(step)
-        with self.session.clock.phase("check"):
-            check_failures([d.group for d in drawn], bearable_share=self.cfg.reward.max_failed_share)
+    async def next_groups(self, step: int) -> tuple[list[Group], dict[str, float]]:
+        """Wait for the step's groups, `groups_per_step` of them; return them with their metrics."""
+        with self.session.clock.phase(Phase.WAIT_FOR_DATA):
+            groups, drawn = await self.buffer.next_step_groups(step)
+        with self.session.clock.phase(Phase.CHECK):
+            check_failures([d.group for d in drawn], max_failed_fraction=self.cfg.reward.max_failed_fraction)
             if len(groups) < self.cfg.groups_per_step:
                 raise RunStopped(
-                    f"of {len(drawn)} groups, the algorithm keeps {len(groups)} of the groups_per_step="
-                    f"{self.cfg.groups_per_step} that a step wants: the reward may be the same for every answer"
+                    f"of {len(drawn)} groups, the algorithm accepts {len(groups)} of the groups_per_step="
+                    f"{self.cfg.groups_per_step} that a step needs: the reward may be the same for every completion"
                 )
-            lag = describe_lag(groups, step=step, max_lag=self.cfg.max_lag)
-            return groups, lag | describe_drawn(drawn) | self.prompts.progress(drawn[-1].ticket + 1)
+            staleness = measure_staleness(groups, step=step, max_staleness=self.cfg.max_staleness)
+            return groups, staleness | measure_drawn(drawn) | self.prompts.count_draws(drawn[-1].ticket + 1)
 
-    async def score(self, groups: list[Group]) -> list[Group]:
-        """Add the columns that credit and loss ask for, from the trainer's models as they are now.
+    async def add_columns(self, groups: list[Group]) -> list[Group]:
+        """Compute the columns that the algorithm requires, with the trainer's models as they are now.
 
-        With one update per step the proximal policy is the one being trained, so only more need its column.
+        With one update per step the proximal policy is the one in training, so only more updates need its column.
         """
-        proximal: frozenset[Scored] = frozenset({"prox_logp"} if self.cfg.updates_per_step > 1 else ())
-        columns = self.alg.needs | proximal
-        with self.session.clock.phase("logp"):
-            return await with_scores(self.trainers, groups, self._plan(groups), columns)
+        proximal: frozenset[ScoredColumn] = frozenset({"prox_logp"} if self.cfg.updates_per_step > 1 else ())
+        with self.session.clock.phase(Phase.LOGP):
+            columns = self.alg.required_columns | proximal
+            return await add_columns(self.trainers, groups, self._plan(groups), columns)
 
-    def credit(self, groups: list[Group]) -> list[Group]:
-        """Every token's advantage, over all groups of the step."""
-        with self.session.clock.phase("credit"):
-            return self.alg.credit(groups)
+    def compute_advantages(self, groups: list[Group]) -> list[Group]:
+        """Give every token its advantage, over all groups of the step."""
+        with self.session.clock.phase(Phase.ADVANTAGES):
+            return assign_advantages(self.alg, groups)
 
-    async def learn(self, groups: list[Group]) -> dict[str, float]:
-        """Train on the groups of a step, dealt over its updates."""
+    async def train(self, groups: list[Group]) -> dict[str, float]:
+        """Train on the groups of a step, distributed over its updates."""
         k = self.cfg.updates_per_step
-        with self.session.clock.phase("train"):
+        with self.session.clock.phase(Phase.TRAIN):
             plans = [self._plan(groups[i::k]) for i in range(k)]
             updates = [plan.batches() for plan in plans]  # [update][rank][micro-batch]
-            self.account.ask_engines()
-            metrics = await self.trainers.map(
-                "step", [([update[rank] for update in updates],) for rank in range(len(self.trainers))]
-            )
-        learnt = {f"train/{name}": value for name, value in metrics[0].items()}
-        learnt["train/padding"] = sum(plan.padding for plan in plans) / k
-        if "train/mismatch/ratio" in learnt:
-            learnt["train/mismatch/ess"] = learnt["train/mismatch/ratio"] ** 2 / learnt.pop("train/mismatch/ratio_sq")
-        return learnt
+            self.time.prefetch_engine_timers()
+            shards = [[update[rank] for update in updates] for rank in range(len(self.trainers))]
+            measured, *_ = await self.trainers.scatter(Trainer.step, shards)
+        padding = sum(plan.padding for plan in plans) / k
+        return name_train_metrics(measured) | {names.TRAIN_PADDING: padding}
 
     def _plan(self, groups: list[Group]) -> Plan:
         return plan_update(
@@ -102,56 +109,64 @@ class Run:
             self.cfg.trainer.micro_batch_tokens,
             ranks=len(self.trainers),
             horizon=self.cfg.rollout.max_new_tokens,
-            padded=self.pads,
+            padded=self.uses_padding,
             whole_groups=self.alg.whole_groups,
         )
 
-    async def publish(self, version: int) -> dict[str, float]:
-        with self.session.clock.phase("sync"):
-            proof = await self.weights.publish(version)
-        self.buffer.publish(version)
+    async def sync_weights(self, version: int) -> dict[str, float]:
+        """Bring the trainer's weights to every engine, as `version`."""
+        with self.session.clock.phase(Phase.SYNC):
+            proof = await self.weights.publish_weights(version)
+        self.buffer.set_version(version)
         return proof
 
-    async def publish_if_due(self, done: int, learnt: dict[str, float]) -> dict[str, float]:
-        """After `done` steps, as the schedule says."""
-        drift = learnt.get("train/mismatch/kl")  # there is none where no update of the step was made
-        if not self.buffer.schedule.is_due(done, version=self.buffer.version, drift=drift):
+    async def sync_weights_if_due(self, steps_done: int, train_metrics: dict[str, float]) -> dict[str, float]:
+        """Sync weights after `steps_done` steps, if the schedule says so."""
+        kl = train_metrics.get(names.MISMATCH_KL)  # absent where no update of the step was made
+        if not self.buffer.schedule.needs_sync(steps_done, version=self.buffer.version, kl=kl):
             return {}
-        return await self.publish(done)
+        return await self.sync_weights(steps_done)
 
     async def log(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
-        with self.session.clock.phase("log"):
-            numbers = describe(groups, self.prompts.mixed) | metrics
+        """Write the step's samples and metrics."""
+        with self.session.clock.phase(Phase.LOG):
+            measured = measure_groups(groups, self.prompts.mixed) | metrics
             self.session.folder.save_samples(step, groups, self.tokenizer.decode)
-            numbers |= await self.account.lap()
-        numbers["rollout/asked_again"] = float(self.generation.lost)
-        self.session.log(step, numbers)
+            measured |= await self.time.start_lap()
+        measured[names.ROLLOUT_GROUP_RETRIES] = float(self.generation.n_retries)
+        self.session.log(step, measured)
 
-    async def evaluate_if_due(self, done: int) -> dict[str, float]:
+    async def evaluate_if_due(self, steps_done: int) -> dict[str, float]:
+        """Evaluate after every `eval_every` steps, but the last."""
         every = self.cfg.eval_every
-        return await self.evaluate(f"after step {done}") if every and done % every == 0 and done < self.steps else {}
+        is_due = every and steps_done % every == 0 and steps_done < self.steps
+        return await self.evaluate(f"after step {steps_done}") if is_due else {}
 
     async def evaluate(self, when: str) -> dict[str, float]:
-        """Reward on the held-out prompts, one sample of each at the run's temperature; failures are counted apart."""
+        """Measure the reward on the held-out prompts, one sample each at the run's temperature."""
         if self.held_out is None:
             return {}
-        with self.session.clock.phase("evaluate"):
+        with self.session.clock.phase(Phase.EVALUATE):
             prompts = self.held_out.all()
-            groups = await together(self.generation.ask(-1 - i, prompt, 1) for i, prompt in enumerate(prompts))
-        check_failures(groups, bearable_share=self.cfg.reward.max_failed_share)
-        numbers = describe(groups)
-        self.session.facts[when] = {k: v for k, v in numbers.items() if k.startswith("reward/") or "failed" in k}
-        self.session.progress.say(f"{when}: held-out reward {numbers['reward/mean']:.3f} over {len(groups)} prompts")
-        return {f"eval/{name}": value for name, value in self.session.facts[when].items()}
+            calls = (self.generation.generate_group(-1 - i, prompt, 1) for i, prompt in enumerate(prompts))
+            groups = await gather_fail_fast(calls)
+        check_failures(groups, max_failed_fraction=self.cfg.reward.max_failed_fraction)
+        measured = measure_groups(groups)
+        shown = {k: v for k, v in measured.items() if k.startswith("reward/") or k == names.ROLLOUT_FAILED}
+        self.session.facts[when] = shown
+        self.session.console.say(f"{when}: held-out reward {shown[names.REWARD_MEAN]:.3f} over {len(groups)} prompts")
+        return {names.EVAL.format(name): value for name, value in shown.items()}
 
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
+        """Write a checkpoint after every `checkpoint.every` steps."""
         if self.session.checkpoint_is_due(step + 1):
-            stand = Stand(steps_done=step + 1, metrics=metrics, position=self.buffer.state(), recipe=self.recipe)
-            await self.session.checkpoint(self.trainers, stand)
+            position = self.buffer.get_state()
+            state = RunState(steps_done=step + 1, metrics=metrics, position=position, recipe=self.settings)
+            await self.session.write_checkpoint(self.trainers, state)
 
     async def save(self) -> None:
-        """The model, and where the time went."""
-        await self.session.save_model(self.trainers, self.tokenizer)
-        devices = await self.account.close()
+        """Write the trained model, and where the time went."""
+        await self.session.save_model(self.trainers, self.tokenizer, self.alg)
+        devices = await self.time.read_totals()
         self.session.facts["devices"] = devices
-        self.session.facts["bottleneck"] = bottleneck(devices, max_lag=self.cfg.max_lag)
+        self.session.facts["bottleneck"] = name_bottleneck(devices, max_staleness=self.cfg.max_staleness)

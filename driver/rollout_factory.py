@@ -2,59 +2,99 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
 
 from configs.data_schema import DataConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.schema import RLConfig
-from configs.trainer_schema import LoraConfig, ModelConfig
+from configs.trainer_schema import ModelConfig
 from core.loading import FileSpec
 from core.ray_cluster import Cluster
-from core.workers import Local, Place, Workers
+from core.workers import Local, RankInfo, Workers
 from data_feeds.tokenizer import ChatTokenizer
+from driver.devices import cores_of_rank, count_gpus, share_machine, uses_gpus
+from modeling.lora import name_lora_targets
 from rewards import resolve_reward
-from rollouts.engines.base import Engine
-from rollouts.envs import ENVIRONMENTS
-
-if TYPE_CHECKING:
-    pass
-
-from driver.devices import _share, cores_of, gpus_here
-from driver.weight_sync_factory import transports_of
-from rollouts.registry import OUR_ENGINES, by_path, engine_class_of, environment_of
+from rewards.pool import RewardPool
+from rollouts.engines.base import Capabilities, EngineConfig
+from rollouts.registry import load_engine_class, load_env_class, resolve_engine, resolve_env
+from rollouts.worker import RolloutWorker
+from weight_sync.base import TransportName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """All a rollout worker needs to know; it loads reward, environment and engine itself and checks their hashes."""
+    """All that a rollout worker needs to know; it loads reward, environment and engine itself, from these files."""
 
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
     reward: RewardConfig
     reward_spec: FileSpec
-    env_spec: FileSpec | None
-    engine_spec: FileSpec | None
-    max_model_len: int
+    env_spec: FileSpec
+    engine_spec: FileSpec
+    engine: EngineConfig
+    """Without stop tokens and cores, which the worker's process knows."""
+    transports: tuple[TransportName, ...]
+    """How weights are sent; and in a synchronous run what replaces a transport that fails, in this order."""
     seed: int
-    timeout_s: float
-    over_nccl: bool
-    """How the weights come; decided once, for trainer and engines."""
-    lora: LoraConfig | None
-    """The adapter that comes instead of weights, beside those of the model's folder; None where weights come."""
 
 
-def build_worker(place: Place | None, plan: RolloutPlan) -> Any:
-    """A rollout worker with its engine; without a place, everything is in this process."""
-    from rewards.pool import RewardPool
-    from rollouts.worker import RolloutWorker
+def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
+    """Decide everything that does not depend on the worker's process."""
+    engine_spec = resolve_engine(cfg.rollout.engine)
+    can = load_engine_class(engine_spec).capabilities
+    if cfg.backend == "local" and can.in_process:
+        engine_spec = resolve_engine(can.in_process)
+    transports = choose_transports(cfg, can)
+    lora = cfg.model.lora if cfg.weight_sync.lora == "adapter" else None
+    engine = EngineConfig(
+        model_path=cfg.model.path,
+        temperature=cfg.rollout.temperature,
+        max_model_len=cfg.longest_sample,
+        stop_token_ids=(),
+        dtype=cfg.model.dtype,
+        seed=cfg.seed,
+        tensor_parallel_size=cfg.rollout.tensor_parallel_size,
+        kv_cache_gib=cfg.rollout.kv_cache_gib if count_gpus() == 0 else None,
+        gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
+        enforce_eager=cfg.rollout.enforce_eager,
+        starts_empty=lora is None,  # the first weight sync brings all weights
+        lora=lora and name_lora_targets(lora, cfg.model.path),
+        over_nccl=transports[0] == "nccl",
+        timeout_s=cfg.weight_sync.timeout_s,
+        requests=cfg.weight_sync.requests,
+    )
+    return RolloutPlan(
+        model=cfg.model,
+        data=cfg.data,
+        rollout=cfg.rollout,
+        reward=cfg.reward,
+        reward_spec=resolve_reward(cfg.reward.fn, key="reward.fn"),
+        env_spec=resolve_env(cfg.rollout.env),
+        engine_spec=engine_spec,
+        engine=engine,
+        transports=transports,
+        seed=cfg.seed,
+    )
 
+
+def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, ...]:
+    """Return the transport, and what a synchronous run may fall back to; from GPU to GPU where both ends can."""
+    if (chosen := cfg.weight_sync.transport) != "auto":
+        return (chosen,)
+    first: TransportName = "nccl" if can.nccl and uses_gpus(cfg) else "gloo"
+    return (first, "direct", "disk") if can.chunks else (first,)
+
+
+def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
+    """Return a rollout worker with its engine; without `info`, everything is in this process."""
     tokenizer = ChatTokenizer(plan.model.path, plan.data.template)
+    config = replace(plan.engine, stop_token_ids=tuple(tokenizer.stop_token_ids), cores=cores_of_rank(info))
     return RolloutWorker(
-        build_engine(place, plan, tokenizer.stop_token_ids),
+        load_engine_class(plan.engine_spec)(config),
         tokenizer,
-        environment_of(plan.env_spec, plan.rollout.env),
+        load_env_class(plan.env_spec),
         RewardPool(plan.reward_spec, plan.reward.settings, plan.reward.workers, plan.reward.timeout_s),
         reward=plan.reward,
         rollout=plan.rollout,
@@ -62,62 +102,10 @@ def build_worker(place: Place | None, plan: RolloutPlan) -> Any:
     )
 
 
-def build_engine(place: Place | None, plan: RolloutPlan, stop_token_ids: list[int]) -> Engine:
-    rollout = plan.rollout
-    common: dict[str, Any] = {
-        "model_path": plan.model.path,
-        "dtype": plan.model.dtype,
-        "temperature": rollout.temperature,
-        "stop_token_ids": stop_token_ids,
-        "timeout_s": plan.timeout_s,
-        "update": rollout.update,
-    }
-    if plan.engine_spec is not None:
-        return engine_class_of(plan.engine_spec)(**common)
-    if rollout.engine == "hf":
-        from rollouts.engines.hf import HfEngine
-
-        return HfEngine(**common)
-    from modeling.lora import with_named_targets
-    from rollouts.engines.vllm import VllmEngine
-    from rollouts.engines.vllm_common import VllmConfig
-    from rollouts.engines.vllm_local import LocalVllmEngine
-
-    config = VllmConfig(
-        **common,
-        max_model_len=plan.max_model_len,
-        tensor_parallel=rollout.tensor_parallel,
-        cores=cores_of(place),
-        seed=plan.seed,
-        kv_cache_gib=rollout.kv_cache_gib if gpus_here() == 0 else None,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        enforce_eager=rollout.enforce_eager,
-        load_format="dummy" if plan.lora is None else "auto",  # the first publish brings the weights
-        lora=plan.lora and with_named_targets(plan.lora, plan.model.path),
-    )
-    return LocalVllmEngine(config) if place is None else VllmEngine(config, over_nccl=plan.over_nccl)
-
-
-def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
-    return RolloutPlan(
-        model=cfg.model,
-        data=cfg.data,
-        rollout=cfg.rollout,
-        reward=cfg.reward,
-        reward_spec=resolve_reward(cfg.reward.fn, key="reward.fn"),
-        env_spec=by_path(cfg.rollout.env, sorted(ENVIRONMENTS), key="rollout.env"),
-        engine_spec=by_path(cfg.rollout.engine, OUR_ENGINES, key="rollout.engine"),
-        max_model_len=cfg.longest,
-        seed=cfg.seed,
-        timeout_s=cfg.weight_sync.timeout_s,
-        over_nccl=transports_of(cfg)[0] == "nccl",
-        lora=cfg.model.lora if cfg.weight_sync.lora == "adapter" else None,
-    )
-
-
-async def start_rollouts(cluster: Cluster | None, cfg: RLConfig, plan: RolloutPlan) -> Workers:
+async def start_rollouts(cluster: Cluster | None, cfg: RLConfig, plan: RolloutPlan) -> Workers[RolloutWorker]:
+    """Start the engines; return when all can take requests."""
     if cluster is None:
         return Local(build_worker(None, plan))
     engines = cfg.rollout.engines
-    resources = _share(cfg, engines, gpus=cfg.rollout.tensor_parallel)
+    resources = share_machine(cfg, engines, gpus=cfg.rollout.tensor_parallel_size)
     return await cluster.spawn("engine", engines, build_worker, plan, resources=resources, timeout_s=cfg.timeout_s)

@@ -36,14 +36,14 @@ class RunFolder:
         self.metrics_file.flush()
 
     def save_samples(self, step: int, groups: list[Group], text_of: Any) -> None:
-        """One JSON object per sample: prompt, text, reward and its parts, advantage, versions."""
+        """Write one JSON object per sample: prompt, completion, reward and its parts, advantage, versions."""
         with (self.path / "samples" / f"step_{step:05d}.jsonl").open("w") as file:
             for ticket, group in enumerate(groups):
                 for sample in group:
-                    file.write(json.dumps(row_of(sample, ticket, text_of)) + "\n")
+                    file.write(json.dumps(make_sample_record(sample, ticket, text_of)) + "\n")
 
     def write_summary(self, **facts: Any) -> None:
-        text = json.dumps(facts | {"packages": package_versions()}, indent=2)
+        text = json.dumps(facts | {"packages": list_packages()}, indent=2)
         partial = self.path / "summary.json.partial"
         partial.write_text(text + "\n")
         os.replace(partial, self.path / "summary.json")
@@ -52,26 +52,26 @@ class RunFolder:
         self.metrics_file.close()
 
 
-def row_of(sample: Sample, group: int, text_of: Any) -> dict[str, Any]:
-    learnt = [t for t, yes in enumerate(sample.learnt) if yes]
-    first = sample.mask.index(True) if any(sample.mask) else len(sample.mask)
+def make_sample_record(sample: Sample, group: int, text_of: Any) -> dict[str, Any]:
+    learnt = [t for t, yes in enumerate(sample.loss_mask) if yes]
+    first = sample.action_mask.index(True) if any(sample.action_mask) else len(sample.action_mask)
     return {
         "group": group,
         "id": sample.prompt.id,
         "prompt": sample.prompt.messages,
         "answer": sample.prompt.answer,
-        "text": text_of(sample.token_ids[first:]),
+        "completion": text_of(sample.token_ids[first:]),
         "stop": sample.stop,
         "reward": sample.reward,
-        "parts": sample.parts,
+        "reward_parts": sample.reward_parts,
         "failure": sample.failure,
         "advantage": sample.advantage[learnt[0]] if sample.advantage and learnt else None,
-        "versions": sorted({v for v, m in zip(sample.versions, sample.mask, strict=True) if m}),
-        "new_tokens": sum(sample.mask),
+        "versions": sorted({v for v, m in zip(sample.versions, sample.action_mask, strict=True) if m}),
+        "new_tokens": sum(sample.action_mask),
     }
 
 
-def package_versions() -> dict[str, str]:
+def list_packages() -> dict[str, str]:
     found: dict[str, str] = {}
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Columns that the trainers score, laid back onto samples."""
+"""Add the columns that trainers compute to the samples they belong to."""
 
 from __future__ import annotations
 
@@ -6,36 +6,43 @@ import hashlib
 from array import array
 from dataclasses import dataclass, replace
 
-from core.types import Group, Sample, Scored
+from core.types import Group, Sample, ScoredColumn
 from core.workers import Workers
 from data_feeds.packing import Plan
+from trainers.trainer import Trainer
 
 
-async def with_scores(trainers: Workers, groups: list[Group], plan: Plan, columns: frozenset[Scored]) -> list[Group]:
-    """The groups with these columns, under the trainers' weights as they are now; `plan` cuts the same groups."""
+async def add_columns(
+    trainers: Workers[Trainer], groups: list[Group], plan: Plan, columns: frozenset[ScoredColumn]
+) -> list[Group]:
+    """Return the groups with these columns, under the trainers' weights as they are now; `plan` is of these groups."""
     if not columns:
         return groups
-    filled = plan.with_columns(await trainers.map("score", [(micro, columns) for micro in plan.batches()]))
+    filled = plan.with_columns(await trainers.scatter(Trainer.compute_columns, plan.batches(), columns))
     return [[filled.get(id(s), s) for s in group] for group in groups]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceAhead:
-    """Reference log-probabilities that were scored once, before training; [L] by what the sample holds."""
+class PrecomputedReference:
+    """Reference log-probabilities that were computed once, before training."""
 
     ref_logp: dict[str, list[float]]
+    """[L] by the hash of the sample."""
 
     @staticmethod
-    def of(groups: list[Group]) -> ReferenceAhead:
-        """Of groups whose prox_logp is that of the model as it was loaded."""
-        return ReferenceAhead(ref_logp={key_of(s): s.columns["prox_logp"] for group in groups for s in group})
+    def from_prox_logp(groups: list[Group]) -> PrecomputedReference:
+        """Take the prox_logp of groups, computed while the model was as it was loaded."""
+        return PrecomputedReference(
+            ref_logp={hash_sample(s): s.columns["prox_logp"] for group in groups for s in group}
+        )
 
     def fill(self, groups: list[Group]) -> list[Group]:
+        """Return the groups with their ref_logp."""
         return [
-            [replace(s, columns=s.columns | {"ref_logp": self.ref_logp[key_of(s)]}) for s in group] for group in groups
+            [replace(s, columns=s.columns | {"ref_logp": self.ref_logp[hash_sample(s)]}) for s in g] for g in groups
         ]
 
 
-def key_of(sample: Sample) -> str:
-    """Of its tokens and which of them are learnt: ids of rows may repeat between training and held-out data."""
-    return hashlib.sha256(array("q", [*sample.token_ids, -1, *sample.learnt]).tobytes()).hexdigest()
+def hash_sample(sample: Sample) -> str:
+    """Hash tokens and loss mask: ids of rows may repeat between training and held-out data."""
+    return hashlib.sha256(array("q", [*sample.token_ids, -1, *sample.loss_mask]).tobytes()).hexdigest()

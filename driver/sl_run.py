@@ -1,29 +1,33 @@
-"""The parts of a supervised step, in the order main_sl.py calls them, over the objects of one run."""
+"""A supervised run: its preparation, and the calls of one step in the order in which main_sl.py makes them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from algs import load_algorithm
-from algs.base import Algorithm, PolicyGradient
+from algs.base import Algorithm, PolicyGradient, assign_advantages
 from configs.schema import SLConfig
+from core import metrics as names
 from core.errors import UserError
+from core.phases import Phase
 from core.types import Group
 from core.workers import Workers
 from data_feeds.feed import Feed, load_groups
 from data_feeds.packing import Plan, plan_update
 from data_feeds.tokenizer import ChatTokenizer
-from driver.checkpoint import Checkpoint, Stand
+from driver.checkpoint import Checkpoint, RunState
 from driver.devices import check_devices
 from driver.load_recipe import Loaded
-from driver.resume import recipe_of, resume_from
-from driver.scoring import ReferenceAhead, with_scores
+from driver.resume import find_checkpoint_to_resume, settings_of_run
+from driver.rollout_metrics import name_train_metrics
+from driver.scoring import PrecomputedReference, add_columns
 from driver.session import Session
 from driver.trainer_factory import plan_trainer, start_trainers
 from modeling.hf_config import check_model_folder
-from modeling.lora import check_recipe
+from modeling.lora import check_lora_targets
+from trainers.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,77 +35,81 @@ class Prepared:
     """Everything that can be read and refused before a process is started."""
 
     loaded: Loaded[SLConfig]
+    """With `epochs` turned into `steps`."""
     alg: Algorithm
     tokenizer: ChatTokenizer
     rows: Feed[Group]
     held_out: Feed[Group] | None
-    recipe: dict[str, Any]
+    settings: dict[str, Any]
     checkpoint: Checkpoint | None
-    """What the run goes on from."""
+    """The checkpoint that the run resumes."""
 
 
 def prepare(loaded: Loaded[SLConfig]) -> Prepared:
-    """Raises UserError for whatever the user must mend."""
+    """Check the recipe against model, data and code; raise UserError for what the user must mend."""
     cfg = loaded.cfg
     alg = load_algorithm(loaded.alg_spec, cfg.alg)
     if isinstance(alg, PolicyGradient):
-        raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} learns from samples: run it with main_rl.py")
+        raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} trains on samples: run it with main_rl.py")
     if lacking := check_devices(cfg):
         raise UserError(lacking)
     check_rows(cfg, alg)
     check_model_folder(cfg.model.path)
-    check_recipe(cfg.model)
+    check_lora_targets(cfg.model)
     tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template)
     rows = load_groups(cfg.data, "train", tokenizer, rows=alg.rows, seed=cfg.seed)
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_groups(cfg.data, "eval", tokenizer, rows=alg.rows, seed=cfg.seed)
-    recipe = recipe_of(loaded, {})
+    loaded = replace(loaded, cfg=cfg.with_steps(len(rows.all())))
+    settings = settings_of_run(loaded, {})
     return Prepared(
         loaded=loaded,
         alg=alg,
         tokenizer=tokenizer,
         rows=rows,
         held_out=held_out,
-        recipe=recipe,
-        checkpoint=resume_from(loaded, recipe),
+        settings=settings,
+        checkpoint=find_checkpoint_to_resume(loaded, settings),
     )
 
 
 def check_rows(cfg: SLConfig, alg: Algorithm) -> None:
-    """Raise UserError where the recipe and what the algorithm learns from do not go together."""
-    size, budget = cfg.data.max_prompt_tokens, cfg.trainer.micro_batch_tokens
+    """Raise UserError where the recipe and the algorithm's kind of rows do not go together."""
+    size, budget = cfg.data.max_tokens, cfg.trainer.micro_batch_tokens
     if alg.rows != "conversations" and 2 * size > budget:
         raise UserError(
-            f"two answers of data.max_prompt_tokens={size} may have to lie together, and trainer.micro_batch_tokens="
-            f"{budget} has no room for them: raise that to {2 * size}, or lower the first"
+            f"two completions of data.max_tokens={size} may have to be in one micro-batch, and trainer."
+            f"micro_batch_tokens={budget} has no room for them: raise that to {2 * size}, or lower the first"
         )
-    if alg.rows == "labelled" and cfg.rows_per_step < 2:
-        raise UserError("rows_per_step=1 leaves no other row's answer to compare with: set it to 2 or more")
-    if alg.trains == "reward" and cfg.model.lora is not None:
+    if alg.rows == "unpaired" and cfg.rows_per_step < 2:
+        raise UserError("rows_per_step=1 leaves no other row's completion to compare with: set it to 2 or more")
+    if alg.model_kind == "reward" and cfg.model.lora is not None:
         raise UserError("model.lora: a reward model is trained whole, for its head is new: leave model.lora out")
-    if cfg.reference == "ahead" and "ref_logp" not in alg.needs:
-        raise UserError("reference: ahead, and this algorithm compares with no reference: leave reference out")
-    if cfg.reference == "ahead" and alg.rows == "labelled":
+    if cfg.precompute_ref_logp and "ref_logp" not in alg.required_columns:
+        raise UserError("precompute_ref_logp is true, and this algorithm uses no reference: leave it out")
+    if cfg.precompute_ref_logp and alg.rows == "unpaired":
         raise UserError(
-            "reference: ahead cannot be: what this algorithm compares is paired anew at each step: leave reference out"
+            "precompute_ref_logp cannot be true: this algorithm pairs prompts and completions again at each step: "
+            "leave it out"
         )
 
 
 async def start(prepared: Prepared, session: Session) -> Run:
+    """Start the trainers; return when they have loaded their models."""
     cfg, rows = prepared.loaded.cfg, prepared.rows
-    session.tell_data({"data.train": rows, "data.eval": prepared.held_out})
+    session.report_data({"data.train": rows, "data.eval": prepared.held_out})
     plan = plan_trainer(
         cfg,
         prepared.loaded.alg_spec,
         temperature=1.0,
         total_updates=cfg.total_updates,
         sources=tuple(rows.mixed),
-        reference_ahead=cfg.reference == "ahead",
+        has_ref_logp=cfg.precompute_ref_logp,
     )
-    with session.clock.phase("start"):
+    with session.clock.phase(Phase.START):
         trainers = await start_trainers(session.cluster, cfg, plan)
-        pads = await trainers.call(0, "pads")
+        uses_padding = await trainers.call_one(0, Trainer.uses_padding)
     run = Run(
         cfg=cfg,
         alg=prepared.alg,
@@ -110,87 +118,98 @@ async def start(prepared: Prepared, session: Session) -> Run:
         tokenizer=prepared.tokenizer,
         trainers=trainers,
         session=session,
-        recipe=prepared.recipe,
-        pads=pads,
+        settings=prepared.settings,
+        uses_padding=uses_padding,
     )
-    if cfg.reference == "ahead":
-        await run.score_reference()  # while the model is still the one that was loaded
-    run.first_step = await session.resume(trainers, prepared.checkpoint, prepared.recipe)
+    if cfg.precompute_ref_logp:
+        await run.compute_reference()  # while the model is still the one that was loaded
+    run.first_step = await session.resume(trainers, prepared.checkpoint, prepared.settings)
     return run
 
 
 @dataclass
 class Run:
+    """The objects of one supervised run."""
+
     cfg: SLConfig
     alg: Algorithm
     rows: Feed[Group]
     held_out: Feed[Group] | None
     tokenizer: ChatTokenizer
-    trainers: Workers
+    trainers: Workers[Trainer]
     session: Session
-    pads: bool
-    """Do the trainers pad rows? Only they know, having seen the model."""
-    recipe: dict[str, Any]
+    uses_padding: bool
+    """True: the trainers pad rows. Only they know, having loaded the model."""
+    settings: dict[str, Any]
+    """What a resumed run must share with this one; see driver/resume.py."""
     first_step: int = 0
-    """Of this run: what a resumed one has behind it is not done again."""
-    reference_ahead: ReferenceAhead | None = None
+    """A resumed run does not repeat the steps before it."""
+    reference: PrecomputedReference | None = None
 
-    def draw(self, step: int) -> list[Group]:
+    @property
+    def steps(self) -> int:
+        return self.cfg.n_steps
+
+    def draw_rows(self, step: int) -> list[Group]:
+        """Return the rows of a step."""
         n = self.cfg.rows_per_step
         return [self.rows.draw(ticket) for ticket in range(step * n, (step + 1) * n)]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.session.log(step, metrics | self.rows.progress((step + 1) * self.cfg.rows_per_step))
+        """Write the step's metrics."""
+        self.session.log(step, metrics | self.rows.count_draws((step + 1) * self.cfg.rows_per_step))
 
-    async def learn(self, groups: list[Group]) -> dict[str, float]:
-        groups = await self._credited(groups)
-        with self.session.clock.phase("train"):
+    async def train(self, groups: list[Group]) -> dict[str, float]:
+        """Make one update on the rows of a step."""
+        groups = await self._with_advantages(groups)
+        with self.session.clock.phase(Phase.TRAIN):
             plan = self._plan(groups, self.rows.mixed)
-            metrics = await self.trainers.map("step", [([micro],) for micro in plan.batches()])
-        return {f"train/{name}": value for name, value in metrics[0].items()} | {"train/padding": plan.padding}
+            measured, *_ = await self.trainers.scatter(Trainer.step, [[micro] for micro in plan.batches()])
+        return name_train_metrics(measured) | {names.TRAIN_PADDING: plan.padding}
 
     async def evaluate_if_due(self, step: int) -> dict[str, float]:
+        """Measure the held-out rows after every `eval_every` steps."""
         every = self.cfg.eval_every
         if self.held_out is None or every == 0 or (step + 1) % every:
             return {}
         return await self._measure(self.held_out)
 
     async def evaluate(self, when: str) -> None:
+        """Measure the held-out rows and show the loss."""
         if self.held_out is None:
             return
         measured = await self._measure(self.held_out)
         self.session.facts[when] = measured
-        said = [f"loss {measured['eval/loss']:.4f}"]
-        if "eval/pair/accuracy" in measured:
-            said.append(f"accuracy {measured['eval/pair/accuracy']:.3f}")
-        self.session.progress.say(f"{when}: held-out {', '.join(said)} over {len(self.held_out.all())} rows")
+        shown = [f"loss {measured[names.EVAL_LOSS]:.4f}"]
+        if names.EVAL_PAIR_ACCURACY in measured:
+            shown.append(f"accuracy {measured[names.EVAL_PAIR_ACCURACY]:.3f}")
+        self.session.console.say(f"{when}: held-out {', '.join(shown)} over {len(self.held_out.all())} rows")
 
     async def _measure(self, feed: Feed[Group]) -> dict[str, float]:
-        """All rows as one update that is not made."""
-        groups = await self._credited(feed.all())
-        with self.session.clock.phase("evaluate"):
-            per_rank = self._plan(groups).batches()
-            metrics = await self.trainers.map("measure", [(micro,) for micro in per_rank])
-        return {f"eval/{name}": value for name, value in metrics[0].items() if name != "tokens"}
+        """Treat all rows as one update that is not made."""
+        groups = await self._with_advantages(feed.all())
+        with self.session.clock.phase(Phase.EVALUATE):
+            batches = self._plan(groups).batches()
+            measured, *_ = await self.trainers.scatter(Trainer.measure_loss, batches)
+        return {names.EVAL.format(name): value for name, value in measured.items() if name != "tokens"}
 
-    async def _credited(self, groups: list[Group]) -> list[Group]:
-        """The rows as the algorithm learns from them, with the columns it asked for."""
-        groups = self.alg.arrange(groups)
-        columns = self.alg.needs
-        if self.reference_ahead is not None:
-            groups, columns = self.reference_ahead.fill(groups), columns - {"ref_logp"}
+    async def _with_advantages(self, groups: list[Group]) -> list[Group]:
+        groups = self.alg.prepare_groups(groups)
+        columns = self.alg.required_columns
+        if self.reference is not None:
+            groups, columns = self.reference.fill(groups), columns - {"ref_logp"}
         if columns:
-            with self.session.clock.phase("logp"):
-                groups = await with_scores(self.trainers, groups, self._plan(groups), columns)
-        return self.alg.credit(groups)
+            with self.session.clock.phase(Phase.LOGP):
+                groups = await add_columns(self.trainers, groups, self._plan(groups), columns)
+        return assign_advantages(self.alg, groups)
 
-    async def score_reference(self) -> None:
-        """Once for all rows, by the model itself, before it is trained."""
+    async def compute_reference(self) -> None:
+        """Compute reference log-probabilities once for all rows, with the model itself, before it is trained."""
         feeds = [self.rows] if self.held_out is None else [self.rows, self.held_out]
-        with self.session.clock.phase("logp"):
-            groups = self.alg.arrange([group for feed in feeds for group in feed.all()])
-            scored = await with_scores(self.trainers, groups, self._plan(groups), frozenset({"prox_logp"}))
-        self.reference_ahead = ReferenceAhead.of(scored)
+        with self.session.clock.phase(Phase.LOGP):
+            groups = self.alg.prepare_groups([group for feed in feeds for group in feed.all()])
+            filled = await add_columns(self.trainers, groups, self._plan(groups), frozenset({"prox_logp"}))
+        self.reference = PrecomputedReference.from_prox_logp(filled)
 
     def _plan(self, groups: list[Group], sources: Sequence[str] = ()) -> Plan:
         return plan_update(
@@ -198,16 +217,18 @@ class Run:
             self.alg.loss_norm,
             self.cfg.trainer.micro_batch_tokens,
             ranks=len(self.trainers),
-            horizon=self.cfg.data.max_prompt_tokens,
-            padded=self.pads,
+            horizon=self.cfg.data.max_tokens,
+            padded=self.uses_padding,
             whole_groups=self.alg.whole_groups,
             sources=sources,
         )
 
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
+        """Write a checkpoint after every `checkpoint.every` steps."""
         if self.session.checkpoint_is_due(step + 1):
-            stand = Stand(steps_done=step + 1, metrics=metrics, position={}, recipe=self.recipe)
-            await self.session.checkpoint(self.trainers, stand)
+            state = RunState(steps_done=step + 1, metrics=metrics, position={}, recipe=self.settings)
+            await self.session.write_checkpoint(self.trainers, state)
 
     async def save(self) -> None:
-        await self.session.save_model(self.trainers, self.tokenizer)
+        """Write the trained model."""
+        await self.session.save_model(self.trainers, self.tokenizer, self.alg)

@@ -1,9 +1,8 @@
-"""Where every device's seconds went, closed: what nobody measured is a row of its own.
+"""Seconds of every device by activity. What nobody measured is a row of its own, so that they add up.
 
-An engine's seconds are measured beside it, in rollouts/worker.py; a trainer rank's in trainers/trainer.py. What a
-device calls idle the driver knows the reason of: a trainer waits for data, or for the driver's own work (packing,
-logging, the engines' part of a sync); an engine waits for the trainer, because the schedule lets it start nothing
-more.
+An engine's seconds are measured beside it, in rollouts/worker.py; a trainer rank's in trainers/trainer.py. The
+driver knows why a device is idle. A trainer waits for data, or for the driver's own work (packing, logging, the
+engines' part of a weight sync). An engine waits for the trainer, because the schedule lets it start nothing more.
 """
 
 from __future__ import annotations
@@ -11,124 +10,133 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from core.clock import Clock
+from core.clock import ActivityTimer, Clock
+from core.metrics import DEVICE_SECONDS, IDLE_FRACTION
+from core.phases import IDLE, REST, Activity, Phase
 from core.workers import Workers
+from rollouts.worker import RolloutWorker
+from trainers.trainer import Trainer
 
 Seconds = dict[str, float]
-WORTH_NAMING = 0.1
-"""A share of the time that is less is no bottleneck."""
+NOTABLE_FRACTION = 0.1
+"""A smaller fraction of the time is no bottleneck."""
 
 
 @dataclass
-class Account:
-    """From `opened` to `close`."""
+class TimeBreakdown:
+    """Seconds of every device, from `start` to `read_totals`."""
 
     clock: Clock
-    trainers: Workers
-    engines: Workers
+    trainers: Workers[Trainer]
+    engines: Workers[RolloutWorker]
     opening: dict[str, Seconds]
-    """Of every device and of the driver ("driver"), when the account was opened."""
+    """Seconds of every device and of the driver ("driver") at the start."""
     lap_at: dict[str, Seconds]
-    asked: asyncio.Task[list[Seconds]] | None = None
-    """What the engines were asked for and `lap` has not told."""
+    prefetched: asyncio.Task[list[Seconds]] | None = None
+    """Timers that were requested for the next lap."""
 
     @staticmethod
-    async def opened(clock: Clock, *, trainers: Workers, engines: Workers) -> Account:
-        account = Account(clock, trainers, engines, {}, {})
-        account.opening = account.lap_at = await account._read()
-        clock.lap()
-        return account
+    async def start(clock: Clock, *, trainers: Workers[Trainer], engines: Workers[RolloutWorker]) -> TimeBreakdown:
+        breakdown = TimeBreakdown(clock, trainers, engines, {}, {})
+        breakdown.opening = breakdown.lap_at = await breakdown._read()
+        clock.start_lap()
+        return breakdown
 
-    def ask_engines(self) -> None:
-        """For their seconds, to be told by the next `lap`: an engine that has much to do may take a second to answer,
-        for which nobody should wait."""
-        self.asked = asyncio.create_task(self.engines.all("ledger.read"))
-        self.asked.add_done_callback(lambda task: task.cancelled() or task.exception())  # `lap` raises it, if it comes
+    def prefetch_engine_timers(self) -> None:
+        """Request the engines' timers now, so that the next `start_lap` does not block on a busy engine."""
+        self.prefetched = asyncio.create_task(self._read_engines())
+        self.prefetched.add_done_callback(lambda task: task.cancelled() or task.exception())  # the lap raises it
 
-    async def lap(self) -> dict[str, float]:
-        """For the log: the mean engine's and the mean trainer rank's seconds since the last lap, and idle shares."""
+    async def start_lap(self) -> dict[str, float]:
+        """Return the mean engine's and the mean trainer rank's seconds since the last lap, and idle fractions."""
         now = await self._read()
-        since = {device: less(now[device], self.lap_at[device]) for device in now}
+        since = {device: subtract_seconds(now[device], self.lap_at[device]) for device in now}
         self.lap_at = now
         numbers: dict[str, float] = {}
         for kind in ("trainer", "engine"):
-            mean = mean_of(kind, since)
-            numbers |= {f"time/{kind}s/{name}_s": value for name, value in mean.items()}
-            numbers[f"time/{kind}s/idle_share"] = mean["idle"] / sum(mean.values())
+            mean = average_device(kind, since)
+            numbers |= {DEVICE_SECONDS.format(kind, name): value for name, value in mean.items()}
+            numbers[IDLE_FRACTION.format(kind)] = mean[IDLE] / sum(mean.values())
         return numbers
 
-    async def close(self) -> dict[str, Seconds]:
-        """Seconds by device and activity since the opening; each device's add up to the wall clock's."""
+    async def read_totals(self) -> dict[str, Seconds]:
+        """Return seconds by device and activity since the start; each device's add up to the wall clock's."""
         now = await self._read()
-        since = {device: less(now[device], self.opening[device]) for device in now}
+        since = {device: subtract_seconds(now[device], self.opening[device]) for device in now}
         driver = since.pop("driver")
         return {
-            device: of_trainer(seconds, driver) if device.startswith("trainer") else of_engine(seconds, driver)
+            device: explain_trainer(seconds, driver)
+            if device.startswith("trainer")
+            else explain_engine(seconds, driver)
             for device, seconds in since.items()
         }
 
+    async def _read_engines(self) -> list[Seconds]:
+        timers: Workers[ActivityTimer] = self.engines.attribute("timer")
+        return await timers.call_all(ActivityTimer.read_seconds)
+
     async def _read(self) -> dict[str, Seconds]:
-        asked, self.asked = self.asked, None
-        engines = await (asked or self.engines.all("ledger.read"))
-        trainers = await self.trainers.all("ledger.read")
+        prefetched, self.prefetched = self.prefetched, None
+        engines = await (prefetched or self._read_engines())
+        trainers = await self.trainers.attribute("timer").call_all(ActivityTimer.read_seconds)
         return {
-            "driver": self.clock.totals(),
+            "driver": self.clock.get_totals(),
             **{f"trainer {i}": seconds for i, seconds in enumerate(trainers)},
             **{f"engine {i}": seconds for i, seconds in enumerate(engines)},
         }
 
 
-def less(now: Seconds, then: Seconds) -> Seconds:
+def subtract_seconds(now: Seconds, then: Seconds) -> Seconds:
     return {name: value - then.get(name, 0.0) for name, value in now.items()}
 
 
-def mean_of(kind: str, devices: dict[str, Seconds]) -> Seconds:
-    """The seconds of the mean device whose name begins so."""
+def average_device(kind: str, devices: dict[str, Seconds]) -> Seconds:
+    """Return the seconds of the mean device of a kind: trainer or engine."""
     of_kind = [seconds for device, seconds in devices.items() if device.startswith(kind)]
     return {name: sum(d[name] for d in of_kind) / len(of_kind) for name in of_kind[0]}
 
 
-def of_trainer(seconds: Seconds, driver: Seconds) -> Seconds:
-    """A trainer rank is idle while the driver waits for groups, does something else, or does nothing that it names."""
-    busy = {name: value for name, value in seconds.items() if name != "idle"}
+def explain_trainer(seconds: Seconds, driver: Seconds) -> Seconds:
+    """Split a trainer rank's idle time by what the driver did meanwhile."""
+    busy = {name: value for name, value in seconds.items() if name != IDLE}
     idle = driver["all"] - sum(busy.values())
-    waits, evaluates = driver.get("wait_for_data", 0.0), driver.get("evaluate", 0.0)
-    other = idle - waits - evaluates - driver["rest"]
-    return busy | {"wait_for_data": waits, "evaluate": evaluates, "driver": other, "rest": driver["rest"]}
+    waits, evaluates = driver.get(Phase.WAIT_FOR_DATA, 0.0), driver.get(Phase.EVALUATE, 0.0)
+    other = idle - waits - evaluates - driver[REST]
+    return busy | {str(Phase.WAIT_FOR_DATA): waits, str(Phase.EVALUATE): evaluates, "driver": other, REST: driver[REST]}
 
 
-def of_engine(seconds: Seconds, driver: Seconds) -> Seconds:
-    """An engine is idle only where it has nothing to do; `rest` is what two clocks disagree about."""
-    named = {("wait_for_trainer" if name == "idle" else name): value for name, value in seconds.items()}
-    return named | {"rest": driver["all"] - sum(named.values())}
+def explain_engine(seconds: Seconds, driver: Seconds) -> Seconds:
+    """Name an engine's idle time: it has nothing to do. `rest` is what two clocks disagree about."""
+    named = {("wait_for_trainer" if name == IDLE else name): value for name, value in seconds.items()}
+    return named | {REST: driver["all"] - sum(named.values())}
 
 
-def shares(devices: dict[str, Seconds]) -> list[str]:
-    """One line on the mean trainer rank and one on the mean engine, in shares of the time."""
+def describe_shares(devices: dict[str, Seconds]) -> list[str]:
+    """Return one line on the mean trainer rank and one on the mean engine, in fractions of the time."""
     lines: list[str] = []
     for kind in ("trainer", "engine"):
-        mean = mean_of(kind, devices)
+        mean = average_device(kind, devices)
         parts = ", ".join(f"{name.replace('_', ' ')} {value / sum(mean.values()):.1%}" for name, value in mean.items())
         lines.append(f"{kind}s: {parts}")
     return lines
 
 
-def bottleneck(devices: dict[str, Seconds], *, max_lag: int) -> str:
-    """One sentence on what holds the run up, from the mean trainer's and the mean engine's seconds."""
-    trainer, engine = mean_of("trainer", devices), mean_of("engine", devices)
-    trainer_waits = trainer["wait_for_data"] / sum(trainer.values())
+def name_bottleneck(devices: dict[str, Seconds], *, max_staleness: int) -> str:
+    """Return one sentence on what slows the run down, from the mean trainer's and the mean engine's seconds."""
+    trainer, engine = average_device("trainer", devices), average_device("engine", devices)
+    trainer_waits = trainer[Phase.WAIT_FOR_DATA] / sum(trainer.values())
     engine_waits = engine["wait_for_trainer"] / sum(engine.values())
-    syncs = engine["sync"] / sum(engine.values())
+    syncs = engine[Activity.SYNC] / sum(engine.values())
     said = f"trainers waited for data {trainer_waits:.0%} of the time, engines for the trainer {engine_waits:.0%}"
-    others_sync = max(engine["sync"] - trainer["sync"], 0.0)
+    others_sync = max(engine[Activity.SYNC] - trainer[Activity.SYNC], 0.0)
     driver = (trainer["driver"] - others_sync) / sum(trainer.values())
-    if driver > max(syncs, trainer_waits, engine_waits, WORTH_NAMING):
+    if driver > max(syncs, trainer_waits, engine_waits, NOTABLE_FRACTION):
         return f"the driver's own work is the bottleneck ({driver:.0%} of the trainers' time): {said}"
-    if syncs > max(trainer_waits, engine_waits, WORTH_NAMING):
-        return f"the sync of weights is the bottleneck ({syncs:.0%} of the engines' time): {said}"
-    if min(trainer_waits, engine_waits) > WORTH_NAMING and max_lag == 0:
-        return f"each side waits for the other: {said}; max_lag=1 lets them work at the same time"
-    if max(trainer_waits, engine_waits) <= WORTH_NAMING:
+    if syncs > max(trainer_waits, engine_waits, NOTABLE_FRACTION):
+        return f"weight sync is the bottleneck ({syncs:.0%} of the engines' time): {said}"
+    if min(trainer_waits, engine_waits) > NOTABLE_FRACTION and max_staleness == 0:
+        return f"each side waits for the other: {said}; max_staleness=1 lets them work at the same time"
+    if max(trainer_waits, engine_waits) <= NOTABLE_FRACTION:
         return f"neither side is the bottleneck: {said}"
     if trainer_waits > engine_waits:
         return f"generation is the bottleneck: {said}; more or faster engines would help"

@@ -11,17 +11,18 @@ from configs.schema import RunConfig
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.loading import FileSpec
 from core.ray_cluster import Cluster
-from core.workers import Local, Place, Workers
+from core.workers import Local, RankInfo, Workers
 
 if TYPE_CHECKING:
-    from trainers.learner import Settings
+    from trainers.learner import TrainerSettings
+    from trainers.trainer import Trainer
 
-from driver.devices import _share, gpus_here
+from driver.devices import count_gpus, share_machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerPlan:
-    """All a trainer process needs to know; it loads the algorithm's file itself and checks its hash."""
+    """All that a trainer process needs to know; it loads the algorithm's file itself and checks its hash."""
 
     model: ModelConfig
     trainer: TrainerConfig
@@ -31,38 +32,38 @@ class TrainerPlan:
     total_updates: int
     seed: int
     sources: tuple[str, ...] = ()
-    reference_ahead: bool = False
+    has_ref_logp: bool = False
     timeout_s: float = 1800.0
     """Deadline of the ranks' collectives."""
 
 
-if gpus_here() == 0:
+if count_gpus() == 0:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for one, and warns
 
 
-def build_trainer(place: Place | None, plan: TrainerPlan) -> Any:
-    """A DeepSpeed rank at its place; without a place, the reference trainer in this process."""
+def build_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
+    """Return a DeepSpeed rank; without `info`, the local trainer of this process."""
     import torch
 
     alg = load_algorithm(plan.alg_spec, plan.alg)
     torch.manual_seed(plan.seed)
-    settings: Settings = {
+    settings: TrainerSettings = {
         "temperature": plan.temperature,
         "total_updates": plan.total_updates,
         "sources": plan.sources,
-        "reference_ahead": plan.reference_ahead,
+        "has_ref_logp": plan.has_ref_logp,
     }
-    if place is None:
-        from trainers.local import ReferenceTrainer
+    if info is None:
+        from trainers.local import LocalTrainer
 
-        return ReferenceTrainer(plan.model, plan.trainer, alg, **settings)
+        return LocalTrainer(plan.model, plan.trainer, alg, **settings)
     from trainers.deepspeed import DeepSpeedTrainer
 
     os.environ |= {
-        "MASTER_ADDR": place.address,
-        "MASTER_PORT": str(place.port),
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.size),
+        "MASTER_ADDR": info.address,
+        "MASTER_PORT": str(info.port),
+        "RANK": str(info.rank),
+        "WORLD_SIZE": str(info.size),
         "LOCAL_RANK": "0",  # Ray shows each actor its own device only
     }
     return DeepSpeedTrainer(plan.model, plan.trainer, alg, timeout_s=plan.timeout_s, **settings)
@@ -75,7 +76,7 @@ def plan_trainer(
     temperature: float,
     total_updates: int,
     sources: tuple[str, ...] = (),
-    reference_ahead: bool = False,
+    has_ref_logp: bool = False,
 ) -> TrainerPlan:
     return TrainerPlan(
         model=cfg.model,
@@ -86,14 +87,15 @@ def plan_trainer(
         total_updates=total_updates,
         seed=cfg.seed,
         sources=sources,
-        reference_ahead=reference_ahead,
+        has_ref_logp=has_ref_logp,
         timeout_s=cfg.timeout_s,
     )
 
 
-async def start_trainers(cluster: Cluster | None, cfg: RunConfig, plan: TrainerPlan) -> Workers:
+async def start_trainers(cluster: Cluster | None, cfg: RunConfig, plan: TrainerPlan) -> Workers[Trainer]:
+    """Start the trainer ranks; return when all have loaded their models."""
     if cluster is None:
         return Local(build_trainer(None, plan))
     ranks = cfg.trainer.ranks
-    resources = _share(cfg, ranks, gpus=1)
+    resources = share_machine(cfg, ranks, gpus=1)
     return await cluster.spawn("trainer", ranks, build_trainer, plan, resources=resources, timeout_s=cfg.timeout_s)

@@ -4,81 +4,74 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from configs.schema import RLConfig
-from core.errors import UserError
+from core.clock import ActivityTimer
+from core.deadlines import SYNC_TIMEOUT_GRACE_S
 from core.ray_cluster import Remote
 from core.workers import Local, Workers
-from weight_sync.base import Part, Probe, WeightSync
-from weight_sync.publisher import LocalSync, RemoteSync
-from weight_sync.transports import GRACE_S, Ends, Parcels, Stream, Transport, TransportName
+from driver.rollout_factory import RolloutPlan
+from rollouts.worker import RolloutWorker
+from trainers.trainer import Trainer
+from weight_sync.base import ExportScope, Probe, ReceivesWeights, TransportName, WeightSync
+from weight_sync.publisher import LocalWeightSync, RemoteWeightSync
+from weight_sync.source import WeightSource
+from weight_sync.transports import BroadcastTransport, ChunkedTransport, SyncEndpoints, Transport
 
-if TYPE_CHECKING:
-    pass
-
-from driver.devices import on_gpu
-from rollouts.registry import OUR_ENGINES, by_path, engine_class_of
-
-
-def transports_of(cfg: RLConfig) -> list[TransportName]:
-    """What weights go over, and what a synchronous run may fall back to, in this order.
-
-    From GPU to GPU where there are any, but over gloo to the hf engine and to engines of one's own.
-    """
-    engine = engine_class_of(by_path(cfg.rollout.engine, OUR_ENGINES, key="rollout.engine"))
-    is_fed = engine is None or hasattr(engine, "feed")
-    if (chosen := cfg.weight_sync.transport) == "auto":
-        first = "nccl" if cfg.rollout.engine == "vllm" and on_gpu(cfg) else "gloo"
-        return [first, "direct", "disk"] if is_fed else [first]
-    if chosen in ("direct", "disk") and not is_fed:
-        raise UserError(
-            f"weight_sync.transport is {chosen}, and the Engine of rollout.engine={cfg.rollout.engine} has no method "
-            "feed: add it and open_feed, as in rollouts/engines/hf.py, or set the transport to auto"
-        )
-    return [chosen]
+TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
+"""Default of weight_sync.probe_tolerance by model.dtype, in nats."""
 
 
-def weight_sync_of(
+def make_weight_sync(
     cfg: RLConfig,
-    trainers: Workers,
-    rollouts: Workers,
+    trainers: Workers[Trainer],
+    workers: Workers[RolloutWorker],
     probe_ids: list[int],
     *,
+    rollouts: RolloutPlan,
     say: Callable[[str], None],
     facts: dict[str, Any],
     folder: Path,
 ) -> WeightSync:
-    """say: tells the user that another transport is used; facts: gets the name of the last one.
-    folder: of the run, where weights may lie for a moment."""
-    bound = cfg.weight_sync.probe_tolerance or (0.002 if cfg.model.dtype == "float32" else 0.1)
-    probe = Probe(token_ids=probe_ids, bound=bound)
+    """Return the weight sync of a run.
+
+    say: tells the user that another transport is used. facts: gets the name of the last one. folder: of the run,
+    where weights may lie for a moment.
+    """
+    probe = Probe(token_ids=probe_ids, bound=cfg.weight_sync.probe_tolerance or TOLERANCE[cfg.model.dtype])
     max_bytes = cfg.weight_sync.bucket_mib * 2**20
-    part: Part = "adapter" if cfg.weight_sync.lora == "adapter" else "whole"
-    if isinstance(trainers, Local) and isinstance(rollouts, Local):
-        return LocalSync(trainers, rollouts, probe, max_bytes, part)
-    assert isinstance(trainers, Remote) and isinstance(rollouts, Remote)
-    deadline_s, key = cfg.weight_sync.timeout_s + GRACE_S, "weight_sync.timeout_s"
-    ends = Ends(
-        trainers=trainers.within(deadline_s, key=key),
-        engines=rollouts.within(deadline_s, key=key),
-        ranks_per_engine=cfg.rollout.tensor_parallel,
+    scope: ExportScope = "adapter" if cfg.weight_sync.lora == "adapter" else "whole"
+    if isinstance(trainers, Local) and isinstance(workers, Local):
+        trainer, worker = trainers.worker, workers.worker
+        return LocalWeightSync(trainer, worker.engine, (trainer.timer, worker.timer), probe, max_bytes, scope)
+    assert isinstance(trainers, Remote) and isinstance(workers, Remote)
+    deadline_s, key = cfg.weight_sync.timeout_s + SYNC_TIMEOUT_GRACE_S, "weight_sync.timeout_s"
+    sources: Remote[WeightSource] = trainers.attribute("weight_source")
+    engines: Remote[ReceivesWeights] = workers.attribute("engine")
+    timers: Remote[ActivityTimer] = workers.attribute("timer")
+    ends = SyncEndpoints(
+        trainers=trainers.with_deadline(deadline_s, key=key),
+        sources=sources.with_deadline(deadline_s, key=key),
+        engines=engines.with_deadline(deadline_s, key=key),
+        engine_timers=timers.with_deadline(deadline_s, key=key),
+        ranks_per_engine=cfg.rollout.tensor_parallel_size,
         max_bytes=max_bytes,
-        part=part,
+        scope=scope,
         timeout_s=cfg.weight_sync.timeout_s,
     )
-    return RemoteSync(
+    return RemoteWeightSync(
         ends=ends,
-        rollouts=rollouts,
+        engines=engines,
         probe=probe,
-        transports=[transport_of(name, ends, folder) for name in transports_of(cfg)],
-        may_fall_back=cfg.max_lag == 0,
+        transports=[make_transport(name, ends, folder) for name in rollouts.transports],
+        may_fall_back=cfg.max_staleness == 0,
         say=say,
         facts=facts,
     )
 
 
-def transport_of(name: TransportName, ends: Ends, folder: Path) -> Transport:
+def make_transport(name: TransportName, ends: SyncEndpoints, folder: Path) -> Transport:
     if name in ("nccl", "gloo"):
-        return Stream(name, ends)
-    return Parcels(name, ends, folder / "weights" if name == "disk" else None)
+        return BroadcastTransport(name, ends)
+    return ChunkedTransport(name, ends, folder / "weights" if name == "disk" else None)

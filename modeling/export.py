@@ -1,8 +1,8 @@
-"""The tensors of a model under the names by which the outside knows them, whatever is wrapped around it in training."""
+"""Export tensors of a model under the names of its Hugging Face files, whatever wraps it in training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.trainer_schema import LoraConfig
-from weight_sync.base import Part
+from weight_sync.base import Bucket, ExportScope
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -22,46 +22,46 @@ from modeling.lora import ADAPTER, merged_weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ExportedTensor:
     """One tensor that leaves the trainer."""
 
     name: str
     nbytes: int
     parameters: list[nn.Parameter]
-    """What it is made from; with ZeRO-3 they must be gathered first."""
-    make: Callable[[], Tensor]
-    """Its value now, without gradient. It may be the parameter's own memory."""
+    """Parameters that it is computed from; with ZeRO-3 they must be gathered first."""
+    compute: Callable[[], Tensor]
+    """Return its value now, without gradient. It may be the parameter's own memory."""
 
 
-def pieces_of(model: nn.Module) -> dict[Part, list[Piece]]:
-    """Every part that this model has. Call it before ZeRO-3, which hides the sizes."""
+def exported_tensors(model: nn.Module) -> dict[ExportScope, list[ExportedTensor]]:
+    """Return the tensors of every scope that this model has. Call it before ZeRO-3, which hides the sizes."""
     if hasattr(model, "peft_config"):
-        return {"whole": merged_pieces(model), "adapter": adapter_pieces(model)}
-    return {"whole": [piece_of(name, p) for name, p in model.named_parameters()]}
+        return {"whole": export_merged(model), "adapter": export_adapter(model)}
+    return {"whole": [export_parameter(name, p) for name, p in model.named_parameters()]}
 
 
-def piece_of(name: str, parameter: nn.Parameter) -> Piece:
-    return Piece(name=name, nbytes=parameter.nbytes, parameters=[parameter], make=parameter.detach)
+def export_parameter(name: str, parameter: nn.Parameter) -> ExportedTensor:
+    return ExportedTensor(name=name, nbytes=parameter.nbytes, parameters=[parameter], compute=parameter.detach)
 
 
-def merged_pieces(model: PeftModel) -> list[Piece]:
-    """All weights of the model under the names it had before it was wrapped, the adapter merged into copies."""
+def export_merged(model: PeftModel) -> list[ExportedTensor]:
+    """Return all weights under the names they had before the model was wrapped, the adapter merged into copies."""
     from peft.tuners.lora import LoraLayer
 
     base = model.get_base_model()
     layers = {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
     adapter = {id(p) for p in model.parameters() if p.requires_grad}
-    pieces = []
+    exported = []
     for name, p in base.named_parameters():
         if id(p) in adapter:
             continue
         layer = layers.get(name.removesuffix(".base_layer.weight"))
-        plain = piece_of(name.replace(".base_layer.", "."), p)
-        pieces.append(plain if layer is None else _merged_piece(plain.name, layer))
-    return pieces
+        plain = export_parameter(name.replace(".base_layer.", "."), p)
+        exported.append(plain if layer is None else _export_merged_layer(plain.name, layer))
+    return exported
 
 
-def _merged_piece(name: str, layer: LoraLayer) -> Piece:
+def _export_merged_layer(name: str, layer: LoraLayer) -> ExportedTensor:
     weight, a, b = layer.get_base_layer().weight, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     magnitude = layer.lora_magnitude_vector[ADAPTER].weight if ADAPTER in layer.lora_magnitude_vector else None
     make = partial(
@@ -72,29 +72,38 @@ def _merged_piece(name: str, layer: LoraLayer) -> Piece:
         transposed=layer.fan_in_fan_out,
     )
     parameters = [p for p in (weight, a, b, magnitude) if p is not None]
-    return Piece(name=name, nbytes=weight.nbytes, parameters=parameters, make=make)
+    return ExportedTensor(name=name, nbytes=weight.nbytes, parameters=parameters, compute=make)
 
 
-def adapter_pieces(model: PeftModel) -> list[Piece]:
-    """The adapter under the names that it has in a file of PEFT's."""
-    return [piece_of(_name_in_file(name), p) for name, p in model.named_parameters() if p.requires_grad]
+def export_adapter(model: PeftModel) -> list[ExportedTensor]:
+    """Return the adapter under its names in a file of PEFT's."""
+    return [export_parameter(_name_in_file(name), p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def _name_in_file(name: str) -> str:
     return name.replace(f"lora_magnitude_vector.{ADAPTER}.weight", "lora_magnitude_vector").replace(f".{ADAPTER}.", ".")
 
 
-def saved_parts(lora: LoraConfig | None) -> list[Part]:
-    """What a run leaves behind."""
+def saved_scopes(lora: LoraConfig | None) -> list[ExportScope]:
+    """Return the scopes that a run saves."""
     if lora is None:
         return ["whole"]
     return ["whole", "adapter"] if lora.merge_on_save else ["adapter"]
 
 
-def save_parts(model: nn.Module, folder: Path, parts: dict[Part, dict[str, Tensor]]) -> None:
-    """A whole model in Hugging Face format, so that `model.path` can name the folder, and its adapter below it.
+def gather_tensors(
+    export: Callable[[int, ExportScope], Iterable[Bucket]], scopes: list[ExportScope]
+) -> dict[ExportScope, dict[str, Tensor]]:
+    """Return copies of the exported tensors on the CPU, by scope and name."""
+    return {
+        scope: {n: t.to("cpu", copy=True) for bucket in export(2**28, scope) for n, t in bucket} for scope in scopes
+    }
 
-    An adapter alone, in PEFT's format, lies in the folder itself.
+
+def save_exported(model: nn.Module, folder: Path, parts: dict[ExportScope, dict[str, Tensor]]) -> None:
+    """Write a whole model in Hugging Face format, which `model.path` can name, with its adapter in a folder below.
+
+    An adapter alone is written into the folder itself, in PEFT's format.
     """
     from safetensors.torch import save_file
 

@@ -47,10 +47,10 @@ def forward(
     rows, inputs = _lay_out(model, batch, layout)
     with _head_only_at(model, *(index[batch.at] for index in rows)):
         logits = module(**inputs, use_cache=False).logits  # [1, M, V]
-    return score(logits[0], batch.labels, temperature=temperature, entropy=entropy)
+    return compute_token_logp(logits[0], batch.labels, temperature=temperature, entropy=entropy)
 
 
-def values_of(module: nn.Module, batch: Batch, *, layout: Layout, model: nn.Module) -> Tensor:
+def compute_values(module: nn.Module, batch: Batch, *, layout: Layout, model: nn.Module) -> Tensor:
     """Value of the state before every learnt token, [M] float32: read where that token is predicted from."""
     (row, column), inputs = _lay_out(model, batch, layout)
     seen: list[Tensor] = []
@@ -63,11 +63,11 @@ def values_of(module: nn.Module, batch: Batch, *, layout: Layout, model: nn.Modu
     return values[row[batch.at], column[batch.at], 0].float()
 
 
-def score(logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool) -> Policy:
+def compute_token_logp(logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool) -> Policy:
     """log-softmax of [M, V] logits at [M] labels, in float32 and in chunks: no float32 copy of all stays alive."""
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
     parts = [
-        checkpoint(_score_chunk, chunk, chosen, temperature, entropy, use_reentrant=False)
+        checkpoint(_compute_chunk, chunk, chosen, temperature, entropy, use_reentrant=False)
         for chunk, chosen in zip(logits.split(size), labels.split(size), strict=True)
     ]
     return Policy(
@@ -76,7 +76,7 @@ def score(logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool) 
     )
 
 
-def _score_chunk(logits: Tensor, labels: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def _compute_chunk(logits: Tensor, labels: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
     logits = logits.float() / temperature  # [m, V]
     norm = logits.logsumexp(-1)  # [m]
     logp = logits.gather(-1, labels[:, None])[:, 0] - norm

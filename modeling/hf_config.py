@@ -21,7 +21,7 @@ def read_config(path: str) -> Any | None:
         return None
 
 
-def skeleton(path: str) -> nn.Module | None:
+def meta_model(path: str) -> nn.Module | None:
     """The model without memory for its weights, None where its config cannot be read."""
     from transformers import AutoModelForCausalLM
 

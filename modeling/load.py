@@ -45,7 +45,7 @@ def load_scalar_model(path: str, *, dtype: str, attention: str, gradient_checkpo
     model = _load(AutoModelForSequenceClassification, path, dtype, attention, gradient_checkpointing, num_labels=1)
     if not was_scalar:
         nn.init.zeros_(model.score.weight)
-    # A sequence classifier looks for its last token by this; values are read elsewhere, see forward.values_of.
+    # A sequence classifier looks for its last token by this; values are read elsewhere, see forward.compute_values.
     model.config.pad_token_id = model.config.pad_token_id or 0
     return model
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from configs.trainer_schema import LoraConfig, ModelConfig
 from core.errors import UserError
-from modeling.hf_config import skeleton
+from modeling.hf_config import meta_model
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -63,19 +63,19 @@ def linear_names(model: nn.Module) -> list[str]:
     return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _may_adapt(model, module)})
 
 
-def check_recipe(model: ModelConfig) -> None:
+def check_lora_targets(model: ModelConfig) -> None:
     """Raise UserError for a target that is no linear layer, before anything is started, if the model can be read."""
     if model.lora is None or model.lora.targets == "all-linear":
         return
-    if (bones := skeleton(model.path)) is not None:
+    if (bones := meta_model(model.path)) is not None:
         check_targets(bones, model.lora.targets, path=model.path)
 
 
-def with_named_targets(lora: LoraConfig, path: str) -> LoraConfig:
+def name_lora_targets(lora: LoraConfig, path: str) -> LoraConfig:
     """The same with its targets named one by one."""
     if lora.targets != "all-linear":
         return lora
-    bones = skeleton(path)
+    bones = meta_model(path)
     assert bones is not None, path
     return lora.model_copy(update={"targets": linear_names(bones)})
 

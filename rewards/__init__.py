@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
 
 
 def resolve_reward(name_or_path: str, *, key: str = "reward") -> FileSpec:
-    return resolve(name_or_path, "rewards", key=key, leave_out=("pool", "worker"))
+    return resolve(name_or_path, "rewards", offers=has_score, key=key)
+
+
+def has_score(module: ModuleType) -> bool:
+    return callable(getattr(module, "score", None))
 
 
 def load_reward(spec: FileSpec, settings: dict[str, Any]) -> RewardFn:

@@ -21,21 +21,19 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+from core.deadlines import REWARD_EXIT_GRACE_S, REWARD_START_TIMEOUT_S
 from core.errors import UserError
 from core.loading import FileSpec
 from core.types import Message, Prompt
 
 ROOT = Path(__file__).parent.parent
-START_TIMEOUT_S = 120.0
-EXIT_GRACE_S = 5.0
-"""For a worker that has let go of its socket and is still writing its last words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RewardResult:
     """What became of one sample's reward: parts or a failure, never both."""
 
-    parts: dict[str, float] = field(default_factory=dict[str, float])
+    reward_parts: dict[str, float] = field(default_factory=dict[str, float])
     failure: str = ""
     """The last line of the traceback, or how the worker ended."""
 
@@ -58,21 +56,21 @@ class RewardPool:
             self._idle.put(worker)
             self._threads.submit(worker.start)
 
-    async def score(self, prompt: Prompt, messages: list[Message]) -> Outcome:
-        """Raise UserError when the reward cannot be loaded here; anything else it does is an Outcome."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, prompt, messages)
+    async def compute_reward(self, prompt: Prompt, messages: list[Message]) -> RewardResult:
+        """Raise UserError when the reward cannot be loaded here; anything else it does is a RewardResult."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._compute, prompt, messages)
 
     def close(self) -> None:
         for worker in self._workers:
             worker.kill()
         self._threads.shutdown(cancel_futures=True)
         for worker in self._workers:
-            worker.bury()
+            worker.reap()
 
-    def _score(self, prompt: Prompt, messages: list[Message]) -> Outcome:
+    def _compute(self, prompt: Prompt, messages: list[Message]) -> RewardResult:
         worker = self._idle.get()
         try:
-            return worker.score(prompt, messages, self.timeout_s)
+            return worker.compute_reward(prompt, messages, self.timeout_s)
         finally:
             self._idle.put(worker)
 
@@ -99,7 +97,7 @@ class _Worker:
         )
         far_end.close()
 
-    def score(self, prompt: Prompt, messages: list[Message], timeout_s: float) -> Outcome:
+    def compute_reward(self, prompt: Prompt, messages: list[Message], timeout_s: float) -> RewardResult:
         if self._process is None:
             self.start()
         if not self._ready:
@@ -108,12 +106,12 @@ class _Worker:
             self._socket.send(({f.name: getattr(prompt, f.name) for f in fields(prompt)}, messages))
             if not self._socket.poll(timeout_s):
                 self.kill()
-                self.bury()
-                return Outcome(failure=f"timeout after {timeout_s:g}s")
+                self.reap()
+                return RewardResult(failure=f"timeout after {timeout_s:g}s")
             parts, failure = self._socket.recv()
         except (EOFError, OSError):  # it is ending by itself
-            return Outcome(failure=f"the worker process {self.bury()}")
-        return Outcome(parts=parts, failure=failure)
+            return RewardResult(failure=f"the worker process {self.reap()}")
+        return RewardResult(reward_parts=parts, failure=failure)
 
     def kill(self) -> None:
         """End the process and what it started; another thread may be waiting for its answer."""
@@ -121,12 +119,12 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def bury(self) -> str:
+    def reap(self) -> str:
         """Wait for a process that is ending, or make it end, and forget it; how it ended, in words."""
         if self._process is None:
             return "was not running"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_GRACE_S)
+            self._process.wait(REWARD_EXIT_GRACE_S)
         self.kill()  # its children too, which may be all that is left
         code = self._process.wait()
         self._socket.close()
@@ -136,10 +134,10 @@ class _Worker:
     def _load(self) -> None:
         try:
             self._socket.send((self._spec, self._settings))
-            refusal = self._socket.recv() if self._socket.poll(START_TIMEOUT_S) else "takes too long to load"
+            refusal = self._socket.recv() if self._socket.poll(REWARD_START_TIMEOUT_S) else "takes too long to load"
         except (EOFError, OSError):
-            refusal = f"{self._spec.path}: the worker process {self.bury()} while it loaded the reward"
+            refusal = f"{self._spec.path}: the worker process {self.reap()} while it loaded the reward"
         if refusal:
-            self.bury()
+            self.reap()
             raise UserError(refusal)
         self._ready = True

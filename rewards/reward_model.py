@@ -24,16 +24,16 @@ def score(prompt: Prompt, messages: list[Message], *, model: str, template: Temp
     from algs.reward_model import scored_at_its_end
     from core import types
     from data_feeds.packing import pack
-    from modeling.forward import values_of
+    from modeling.forward import compute_values
 
     net, tokenizer = loaded(model, template)
-    ids, mask = tokenizer.learnt_turns([*prompt.messages, *messages])
+    ids, mask = tokenizer.mask_turns([*prompt.messages, *messages])
     nothing = [0.0] * len(ids)
     whole = types.Prompt(id=prompt.id, messages=[])
-    sample = types.Sample(prompt=whole, token_ids=ids, mask=mask, rollout_logp=nothing, versions=[-1] * len(ids))
+    sample = types.Sample(prompt=whole, token_ids=ids, action_mask=mask, rollout_logp=nothing, versions=[-1] * len(ids))
     with torch.no_grad():
         batch = pack([scored_at_its_end(sample)], [0.0])
-        return {"reward": float(values_of(net, batch, layout="padded", model=net))}
+        return {"reward": float(compute_values(net, batch, layout="padded", model=net))}
 
 
 def prepare(*, model: str, template: Template = "chat") -> None:

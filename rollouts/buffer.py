@@ -1,203 +1,234 @@
-"""Groups on their way from the engines to the trainer, and the bound on how stale they can be.
+"""The replay buffer: groups on their way from the engines to the trainer, with a bound on their staleness.
 
-A version is the number of training steps that weights have behind them; the lag of a token is the step that trains
-on it less the version that sampled it. Three rules bound the lag, whatever the timing:
+A version is the number of training steps that weights have behind them. The staleness of a token is the step that
+trains on it minus the version that sampled it. Three rules bound it, whatever the timing:
 
-    1. A group may start when the last step that will train on it is at most `max_lag` above the published version.
+    1. A group may start when the last step that will train on it is at most `max_staleness` above the version that
+       the engines hold.
     2. Groups are trained on in the order of their tickets; the trainer waits for a slow one.
-    3. A group that the algorithm leaves out gives its place to a new ticket.
+    3. A group that the algorithm rejects is replaced by a new ticket.
 
-Nothing is thrown away for being old: what would be too old is never begun. In the order of completion a slow group
-could be overtaken for ever, and short answers would be trained on more often than long ones.
+Nothing is thrown away for its age: what would be too old is never started. In the order of completion a slow group
+could be overtaken for ever, and short completions would be trained on more often than long ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from core.types import Group, Prompt, Sample
 
-MOST_LEFT_OUT = 20
-"""Times the groups of a step: so many that the algorithm leaves out, and the step is given up."""
+MAX_REJECTED = 20
+"""A step is given up when the algorithm has rejected this many times its groups."""
+RENAMED_FIELDS = {"mask": "action_mask", "parts": "reward_parts", "left_out": "excluded", "kept": "accepted"}
+"""Fields of a group in checkpoints of earlier versions -> their names now."""
+RENAMED_STATE = {"told": "n_reported", "came": "finished"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Which step trains on which groups, when they may start and when weights go out: arithmetic, no state.
+    """Which step trains on which groups, when they may start and when weights are synced: arithmetic, no state.
 
-    Position: the number of a group among those that are trained on, in ticket order.
+    A position is the number of a group among those that are trained on, in ticket order.
+
+    >>> every_step = Schedule(steps=3, per_step=4)
+    >>> every_step.window(1)                         # step 1 trains on positions 4 to 7
+    range(4, 8)
+    >>> every_step.may_start(4, version=0)           # they wait for the weights after step 0
+    False
+    >>> Schedule(steps=3, per_step=4, max_staleness=1).may_start(4, version=0)
+    True
     """
 
     steps: int
     per_step: int
     """Groups that a step trains on."""
-    max_lag: int = 0
-    publish_every: int = 1
-    """Steps between two publishes, at most."""
-    publish_drift: float | None = None
-    """Publish earlier where the trainer's policy has moved further than this from the one that sampled."""
-    reuse: int = 1
-    """Steps that train on each group: a step takes per_step / reuse new ones, and keeps the rest of the one before."""
+    max_staleness: int = 0
+    sync_every: int = 1
+    """Largest number of steps between two weight syncs."""
+    max_kl: float | None = None
+    """Sync earlier where the trainer's policy has moved further than this from the one that sampled."""
+    sample_reuse: int = 1
+    """Steps that train on each group: a step takes per_step / sample_reuse new ones, and keeps the rest."""
 
     @property
     def fresh(self) -> int:
-        return self.per_step // self.reuse
+        """New groups per step."""
+        return self.per_step // self.sample_reuse
 
     def window(self, step: int) -> range:
-        """The positions that a step trains on."""
+        """Return the positions that a step trains on."""
         return range(step * self.fresh, step * self.fresh + self.per_step)
 
     def may_start(self, position: int, *, version: int) -> bool:
-        """Will the group be young enough at its last step, if engines hold `version` now? Past the run's end: no."""
-        return position // self.fresh <= version + self.max_lag and position < self.window(self.steps - 1).stop
+        """Tell whether a group started now will be fresh enough at its last step; False past the end of the run."""
+        is_fresh = position // self.fresh <= version + self.max_staleness
+        return is_fresh and position < self.window(self.steps - 1).stop
 
-    def is_due(self, done: int, *, version: int, drift: float | None) -> bool:
-        """Publish after `done` steps, where engines hold `version`? drift: as measured in the last one."""
-        drifted = self.publish_drift is not None and drift is not None and drift > self.publish_drift
-        return drifted or done - version >= self.publish_every or done == self.steps
+    def needs_sync(self, steps_done: int, *, version: int, kl: float | None) -> bool:
+        """Tell whether to sync weights after `steps_done` steps, where engines hold `version`.
+
+        kl: train/mismatch/kl of the last step; None where it made no update.
+        """
+        has_drifted = self.max_kl is not None and kl is not None and kl > self.max_kl
+        return has_drifted or steps_done - version >= self.sync_every or steps_done == self.steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """What became of a ticket."""
+class FinishedGroup:
+    """A group whose last reward has arrived."""
 
     ticket: int
     group: Group
-    kept: bool
-    """False where the algorithm leaves it out."""
+    accepted: bool
+    """False: the algorithm does not train on it."""
     seconds: float
     """From its start to its last reward."""
 
 
 class ReplayBuffer:
-    """Hands out tickets as fast as the schedule lets it, and groups in ticket order. One event loop, no threads."""
+    """Gives out tickets as fast as the schedule allows, and groups in ticket order. One event loop, no threads."""
 
     def __init__(self, schedule: Schedule, *, step: int = 0, ticket: int = 0):
         self.schedule = schedule
         self.version = step
-        """What the engines hold."""
+        """Version that the engines hold."""
         self.ticket = ticket
-        """The next new one."""
+        """Next new ticket."""
         self.position = schedule.window(step).start
-        """Of the first group that is still to be trained on."""
+        """Position of the first group that is still to be trained on."""
         self.started: set[int] = set()
-        """Tickets of which no group has come yet."""
-        self.again: deque[int] = deque()
-        """Those of them that a stopped run had started."""
-        self.waiting: dict[int, Drawn] = {}
-        """What overtook an earlier ticket."""
-        self.ready: deque[Drawn] = deque()
-        """In ticket order, nothing missing between them."""
-        self.settled = ticket
-        """Every ticket below has come."""
-        self.told = 0
-        """So many of `ready` were part of an earlier step's account."""
+        """Tickets without a finished group."""
+        self.restarts: deque[int] = deque()
+        """Tickets among `started` that a stopped run had begun."""
+        self.waiting: dict[int, FinishedGroup] = {}
+        """Groups that finished before an earlier ticket."""
+        self.ready: deque[FinishedGroup] = deque()
+        """Groups in ticket order, none missing between them."""
+        self.next_ready = ticket
+        """Every ticket below has finished."""
+        self.n_reported = 0
+        """Groups at the head of `ready` that a previous step's metrics already counted."""
         self._changed = asyncio.Event()
 
     @property
-    def _kept(self) -> int:
-        return sum(drawn.kept for drawn in self.ready)
+    def _n_accepted(self) -> int:
+        return sum(finished.accepted for finished in self.ready)
 
     @property
     def _next_position(self) -> int:
-        """Of the next ticket, if all that are started are kept; it may yet be less, never more."""
-        waiting = len(self.waiting) if self._in_rounds else sum(drawn.kept for drawn in self.waiting.values())
-        return self.position + self._kept + waiting + len(self.started)
+        """Position of the next ticket if all started ones are accepted; it may become less, never more."""
+        waiting = len(self.waiting) if self._in_rounds else sum(g.accepted for g in self.waiting.values())
+        return self.position + self._n_accepted + waiting + len(self.started)
 
     @property
     def _in_rounds(self) -> bool:
-        """Synchronous training replaces what is left out when all of a round have come: which requests meet in an
-        engine then depends on no timing, nor do the last bits of what it computes."""
-        return self.schedule.max_lag == 0
+        """True in synchronous training: rejected groups are replaced when all of a round have finished.
 
-    async def reserve(self) -> int:
-        """Wait until one more group may start; returns its ticket."""
-        if self.again:
-            return self.again.popleft()
+        Which requests meet in an engine then depends on no timing, nor do the last bits of what it computes.
+        """
+        return self.schedule.max_staleness == 0
+
+    async def reserve_ticket(self) -> int:
+        """Wait until one more group may start; return its ticket."""
+        if self.restarts:
+            return self.restarts.popleft()
         while not self.schedule.may_start(self._next_position, version=self.version):
-            await self._change()
+            await self._wait_for_change()
         self.started.add(self.ticket)
         self.ticket += 1
         return self.ticket - 1
 
-    def add(self, drawn: Drawn) -> None:
-        """Raises RuntimeError for a ticket that was not started, or came before."""
-        if drawn.ticket not in self.started:
-            raise RuntimeError(f"ticket {drawn.ticket} was not started, or came twice")
-        self.started.remove(drawn.ticket)
-        self.waiting[drawn.ticket] = drawn
-        self._settle()
+    def add_group(self, finished: FinishedGroup) -> None:
+        """Take a finished group; RuntimeError for a ticket that was not started, or finished before."""
+        if finished.ticket not in self.started:
+            raise RuntimeError(f"ticket {finished.ticket} was not started, or finished twice")
+        self.started.remove(finished.ticket)
+        self.waiting[finished.ticket] = finished
+        self._move_to_ready()
         self._changed.set()
 
-    def _settle(self) -> None:
+    def _move_to_ready(self) -> None:
         if self._in_rounds and self.started:
             return
-        while self.settled in self.waiting:
-            self.ready.append(self.waiting.pop(self.settled))
-            self.settled += 1
+        while self.next_ready in self.waiting:
+            self.ready.append(self.waiting.pop(self.next_ready))
+            self.next_ready += 1
 
-    async def take(self, step: int) -> tuple[list[Group], list[Drawn]]:
-        """Wait for the groups of a step; with them, all that was drawn for it, what was left out included.
+    async def next_step_groups(self, step: int) -> tuple[list[Group], list[FinishedGroup]]:
+        """Wait for the groups of a step; return them, and all groups drawn for it, rejected ones included.
 
-        Fewer than per_step come where MOST_LEFT_OUT x per_step were left out.
+        Example with per_step=2: tickets 0, 1 and 2 finish, the algorithm rejects 1. Step 0 gets the groups of 0 and
+        2; drawn for it were 0, 1 and 2. With sample_reuse=2, step 1 gets those of 2 and 3; drawn for it was 3 alone.
+
+        Fewer than per_step groups come where MAX_REJECTED x per_step were rejected.
         """
         window = self.schedule.window(step)
         assert window.start == self.position, "steps are taken one after the other"
-        while self._kept < len(window) and len(self.ready) - self._kept < MOST_LEFT_OUT * len(window):
-            await self._change()
-        kept = [i for i, drawn in enumerate(self.ready) if drawn.kept][: len(window)]
-        reach = kept[-1] + 1 if len(kept) == len(window) else len(self.ready)
-        groups = [self.ready[i].group for i in kept]
-        account = [self.ready[i] for i in range(self.told, reach)]
-        leave = kept[self.schedule.fresh] if len(kept) > self.schedule.fresh else reach
-        for _ in range(leave):
+        while self._n_accepted < len(window) and len(self.ready) - self._n_accepted < MAX_REJECTED * len(window):
+            await self._wait_for_change()
+        accepted = [i for i, finished in enumerate(self.ready) if finished.accepted][: len(window)]
+        end = accepted[-1] + 1 if len(accepted) == len(window) else len(self.ready)
+        groups = [self.ready[i].group for i in accepted]
+        drawn = [self.ready[i] for i in range(self.n_reported, end)]
+        n_leaving = accepted[self.schedule.fresh] if len(accepted) > self.schedule.fresh else end
+        for _ in range(n_leaving):
             self.ready.popleft()
-        self.told = reach - leave
+        self.n_reported = end - n_leaving
         self.position = window.start + self.schedule.fresh
-        return groups, account
+        return groups, drawn
 
-    def publish(self, version: int) -> None:
-        """The engines hold `version` now."""
+    def set_version(self, version: int) -> None:
+        """Note that the engines hold `version` now."""
         self.version = version
         self._changed.set()
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
         self._changed.clear()
         await self._changed.wait()
 
-    def state(self) -> dict[str, Any]:
-        """For JSON: what has come, and which tickets are still out. Prompts are not in it: tickets draw them."""
-        came = [*self.ready, *self.waiting.values()]
+    def get_state(self) -> dict[str, Any]:
+        """Return, for JSON, the finished groups and the started tickets. Prompts are left out: tickets draw them."""
+        finished = [*self.ready, *self.waiting.values()]
         return {
             "ticket": self.ticket,
             "started": sorted(self.started),
-            "told": self.told,
-            "came": [
-                {**_all_but("group", drawn), "group": [_all_but("prompt", s) for s in drawn.group]} for drawn in came
+            "n_reported": self.n_reported,
+            "finished": [
+                {**_fields_but("group", g), "group": [_fields_but("prompt", s) for s in g.group]} for g in finished
             ],
         }
 
     @staticmethod
-    def restored(
-        state: dict[str, Any], schedule: Schedule, draw: Callable[[int], Prompt], *, step: int
+    def from_state(
+        state: Mapping[str, Any], schedule: Schedule, draw_prompt: Callable[[int], Prompt], *, step: int
     ) -> ReplayBuffer:
-        """The buffer of a stopped run: what had come is there, what was out starts anew, with the weights of now."""
+        """Return the buffer of a stopped run: finished groups are there, started ones start again with new weights."""
+        state = _with_new_names(state, RENAMED_STATE)
         buffer = ReplayBuffer(schedule, step=step, ticket=state["ticket"])
-        buffer.started, buffer.again = set(state["started"]), deque(state["started"])
-        came = [
-            Drawn(**{**one, "group": [Sample(prompt=draw(one["ticket"]), **s) for s in one["group"]]})
-            for one in state["came"]
-        ]
-        buffer.waiting = {drawn.ticket: drawn for drawn in came}
-        buffer.settled = min([*buffer.started, *buffer.waiting, buffer.ticket])
-        buffer._settle()
-        buffer.told = state["told"]
+        buffer.started, buffer.restarts = set(state["started"]), deque(state["started"])
+        finished = [_group_from_state(one, draw_prompt) for one in state["finished"]]
+        buffer.waiting = {group.ticket: group for group in finished}
+        buffer.next_ready = min([*buffer.started, *buffer.waiting, buffer.ticket])
+        buffer._move_to_ready()
+        buffer.n_reported = state["n_reported"]
         return buffer
 
 
-def _all_but(left_out: str, record: Drawn | Sample) -> dict[str, Any]:
-    return {f.name: getattr(record, f.name) for f in fields(record) if f.name != left_out}
+def _group_from_state(one: Mapping[str, Any], draw_prompt: Callable[[int], Prompt]) -> FinishedGroup:
+    prompt = draw_prompt(one["ticket"])
+    group = [Sample(prompt=prompt, **_with_new_names(s, RENAMED_FIELDS)) for s in one["group"]]
+    fields_of_group: dict[str, Any] = {**_with_new_names(one, RENAMED_FIELDS), "group": group}
+    return FinishedGroup(**fields_of_group)
+
+
+def _with_new_names(state: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
+    return {renamed.get(name, name): value for name, value in state.items()}
+
+
+def _fields_but(name: str, record: FinishedGroup | Sample) -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in fields(record) if f.name != name}

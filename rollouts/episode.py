@@ -11,7 +11,7 @@ from typing import Protocol
 from core.types import Message, Prompt, Sample, Stop
 from rewards.worker import attempt, last_line
 from rollouts.engines.base import Completion, Engine
-from rollouts.envs import Env
+from rollouts.envs.base import Env
 
 
 class Tokenizer(Protocol):
@@ -27,20 +27,20 @@ class Transcript:
     """An episode so far: its tokens, which are only ever appended, and what was said in them after the prompt."""
 
     ids: list[int] = field(default_factory=list[int])
-    mask: list[bool] = field(default_factory=list[bool])
+    action_mask: list[bool] = field(default_factory=list[bool])
     logp: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     said: list[Message] = field(default_factory=list[Message])
 
-    def told(self, ids: list[int]) -> None:
+    def append_given(self, ids: list[int]) -> None:
         self._append(ids, [0.0] * len(ids), [-1] * len(ids), sampled=False)
 
-    def sampled(self, done: Completion) -> None:
+    def append_sampled(self, done: Completion) -> None:
         self._append(done.token_ids, done.logp, done.versions, sampled=True)
 
     def _append(self, ids: list[int], logp: list[float], versions: list[int], *, sampled: bool) -> None:
         self.ids = self.ids + ids  # a new list: the engine may still hold the old one
-        self.mask += [sampled] * len(ids)
+        self.action_mask += [sampled] * len(ids)
         self.logp += logp
         self.versions += versions
 
@@ -51,34 +51,34 @@ async def run_episode(
     prompt: Prompt,
     tokenizer: Tokenizer,
     *,
-    seed: Callable[[int], int],
+    seed_of_turn: Callable[[int], int],
     max_new_tokens: int,
     max_turns: int,
 ) -> tuple[Sample, list[Message]]:
-    """Play `prompt` to the end: the tokens to learn from, and what was said after the prompt.
+    """Run one episode of `prompt`; return its sample, and the messages after the prompt.
 
-    `seed` gives the sampling seed of a turn; `max_new_tokens` is the budget of all turns together, the
+    `seed_of_turn` gives the sampling seed of a turn; `max_new_tokens` is the budget of all turns together, the
     environment's included. The sample's parts are the environment's scores; one that raises makes a failed sample.
     """
     script = Transcript()
-    script.told(tokenizer.render(prompt.messages))
+    script.append_given(tokenizer.render(prompt.messages))
     stop: Stop = "turns"
     parts: dict[str, float] = {}
     try:
         with _users_code():
             env = make_env(prompt)
-        stop = await _converse(engine, env, tokenizer, script, seed, max_new_tokens, max_turns)
-        parts, failure = attempt(env.scores, "Environment.scores()")
+        stop = await _converse(engine, env, tokenizer, script, seed_of_turn, max_new_tokens, max_turns)
+        parts, failure = attempt(env.scores, "Env.scores()")
     except _EnvironmentFailed as error:
         failure = str(error)
     sample = Sample(
         prompt=prompt,
         token_ids=script.ids,
-        mask=script.mask,
+        action_mask=script.action_mask,
         rollout_logp=script.logp,
         versions=script.versions,
         stop=stop,
-        parts=parts,
+        reward_parts=parts,
         failure=failure,
     )
     return sample, script.said
@@ -89,7 +89,7 @@ async def _converse(
     env: Env,
     tokenizer: Tokenizer,
     script: Transcript,
-    seed: Callable[[int], int],
+    seed_of_turn: Callable[[int], int],
     left: int,
     max_turns: int,
 ) -> Stop:
@@ -98,8 +98,8 @@ async def _converse(
     A reply is decoded for others to read and never encoded again, because encode(decode(ids)) need not be ids.
     """
     for turn in range(max_turns):
-        done = await engine.generate(script.ids, max_new_tokens=left, seed=seed(turn))
-        script.sampled(done)
+        done = await engine.generate(script.ids, max_new_tokens=left, seed=seed_of_turn(turn))
+        script.append_sampled(done)
         left -= len(done.token_ids)
         script.said.append({"role": "assistant", "content": tokenizer.decode(done.token_ids)})
         if done.stop == "length":
@@ -115,7 +115,7 @@ async def _converse(
         if left <= 0:
             return "length"
         script.said.append(answer)
-        script.told(observed)
+        script.append_given(observed)
     return "turns"
 
 
@@ -131,7 +131,7 @@ def _users_code() -> Generator[None]:
         raise _EnvironmentFailed(last_line(error)) from error
 
 
-def seed_of(run_seed: int, ticket: int, sibling: int, turn: int) -> int:
-    """A seed of the request, not of the moment it is served: below 2^63."""
+def make_seed(run_seed: int, ticket: int, sibling: int, turn: int) -> int:
+    """Return the seed of a request, below 2^63; it does not depend on when the request is served."""
     digest = hashlib.blake2b(f"{run_seed}/{ticket}/{sibling}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,4 +1,4 @@
-"""Keeps the engines at work: every group starts as soon as its lag is bounded, beside whatever the trainer does."""
+"""Keeps the engines busy: every group starts as soon as its staleness is bounded, beside whatever the trainer does."""
 
 from __future__ import annotations
 
@@ -6,84 +6,85 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
-from core.clock import in_time
+from core.clock import with_timeout
+from core.deadlines import GROUP_TIMEOUT_GRACE_S
 from core.errors import RunStopped
 from core.types import Group, Prompt
 from core.workers import Workers
-from rollouts.buffer import Drawn, ReplayBuffer
-
-SILENCE_S = 5.0
-"""So much later than the worker itself gives a group up does the wait for its word end."""
+from rollouts.buffer import FinishedGroup, ReplayBuffer
+from rollouts.worker import RolloutWorker
 
 
 class Generation:
-    """Asks engines for groups. `lost` counts the groups that an engine did not bring and another was asked for."""
+    """Requests groups from the engines. `n_retries` counts groups that were retried on another engine."""
 
     def __init__(
         self,
-        workers: Workers,
+        workers: Workers[RolloutWorker],
         *,
-        draw: Callable[[int], Prompt],
-        keep: Callable[[Group], bool],
+        draw_prompt: Callable[[int], Prompt],
+        accept_group: Callable[[Group], bool],
         buffer: ReplayBuffer,
         group_size: int,
         timeout_s: float,
     ):
-        """draw: ticket -> prompt. keep: is the group worth training on? timeout_s: of one group, per attempt."""
-        self.workers, self.draw, self.keep, self.buffer = workers, draw, keep, buffer
+        """draw_prompt: ticket -> prompt. accept_group: see Algorithm. timeout_s: of one group, per attempt."""
+        self.workers, self.draw_prompt, self.accept_group, self.buffer = workers, draw_prompt, accept_group, buffer
         self.group_size, self.timeout_s = group_size, timeout_s
         self.running = [0] * len(workers)
-        """Groups that each engine has been asked for and not brought: one that loses some is asked for fewer."""
-        self.under_way: set[asyncio.Task[None]] = set()
-        self.lost = 0
+        """Groups that each engine is working on. One that lost some gets fewer from then on."""
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.n_retries = 0
 
     @asynccontextmanager
-    async def beside(self) -> AsyncGenerator[None]:
+    async def running_in_background(self) -> AsyncGenerator[None]:
         """Generate while the body runs. An error on either side ends the other."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                starting = tasks.create_task(self._start_all(tasks))
+                starting = tasks.create_task(self._start_groups(tasks))
                 yield
-                for task in (starting, *self.under_way):  # a resumed run of fewer steps has some that nobody wants
+                for task in (starting, *self.tasks):  # a resumed run of fewer steps has some that nobody needs
                     task.cancel()
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def _start_all(self, tasks: asyncio.TaskGroup) -> None:
+    async def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            ticket = await self.buffer.reserve()
-            task = tasks.create_task(self._bring(ticket))
-            self.under_way.add(task)
-            task.add_done_callback(self.under_way.discard)
+            ticket = await self.buffer.reserve_ticket()
+            task = tasks.create_task(self._generate_into_buffer(ticket))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
 
-    async def _bring(self, ticket: int) -> None:
+    async def _generate_into_buffer(self, ticket: int) -> None:
         now = asyncio.get_running_loop().time  # a simulator's is not the wall clock's
         start = now()
-        group = await self.ask(ticket, self.draw(ticket), self.group_size)
-        self.buffer.add(Drawn(ticket=ticket, group=group, kept=self.keep(group), seconds=now() - start))
+        group = await self.generate_group(ticket, self.draw_prompt(ticket), self.group_size)
+        accepted = self.accept_group(group)
+        self.buffer.add_group(FinishedGroup(ticket=ticket, group=group, accepted=accepted, seconds=now() - start))
 
-    async def ask(self, ticket: int, prompt: Prompt, size: int) -> Group:
-        """A group from the engine with the least to do; a second one is asked where the first does not bring it."""
-        first = self._idlest()
-        group = await self._ask(first, ticket, prompt, size)
+    async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
+        """Return a group from the least busy engine; on timeout retry once on another engine."""
+        first = self._least_busy()
+        group = await self._try_engine(first, ticket, prompt, size)
         if group is None:
-            self.lost += 1
-            group = await self._ask(self._idlest(besides=first), ticket, prompt, size)
+            self.n_retries += 1
+            group = await self._try_engine(self._least_busy(besides=first), ticket, prompt, size)
         if group is None:
             raise RunStopped(
-                f"the group of ticket {ticket} was asked for twice, engine {first} first, and did not come within "
-                f"rollout.timeout_s={self.timeout_s:g} seconds: raise that if answers may take so long"
+                f"the group of ticket {ticket} was requested twice, from engine {first} first, and did not finish "
+                f"within rollout.timeout_s={self.timeout_s:g} seconds: raise that if completions may take so long"
             )
         return group
 
-    async def _ask(self, worker: int, ticket: int, prompt: Prompt, size: int) -> Group | None:
-        """None if it did not come in time, whether the worker says so or is silent."""
-        self.running[worker] += 1
-        group = await in_time(self.workers.call(worker, "group", ticket, prompt, size), self.timeout_s + SILENCE_S)
+    async def _try_engine(self, rank: int, ticket: int, prompt: Prompt, size: int) -> Group | None:
+        """Return None if the group did not come in time, whether the worker reports so or is silent."""
+        self.running[rank] += 1
+        call = self.workers.call_one(rank, RolloutWorker.generate_group, ticket, prompt, size)
+        group = await with_timeout(call, self.timeout_s + GROUP_TIMEOUT_GRACE_S)
         if group is not None:
-            self.running[worker] -= 1
+            self.running[rank] -= 1
         return group
 
-    def _idlest(self, besides: int | None = None) -> int:
+    def _least_busy(self, besides: int | None = None) -> int:
         others = [i for i in range(len(self.workers)) if i != besides]
         return min(others or [0], key=lambda i: self.running[i])

@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
-from core.errors import UserError
-from core.loading import FileSpec, load_module, resolve
-from core.types import Prompt
-from rollouts.envs import ENVIRONMENTS, Env
-
-if TYPE_CHECKING:
-    pass
+from core.loading import FileSpec, classes_below, load_class, resolve
+from rollouts.engines.base import Engine
+from rollouts.envs.base import Env
 
 
-OUR_ENGINES = ["hf", "vllm"]
+def resolve_engine(name_or_path: str) -> FileSpec:
+    """Return the file that `rollout.engine` means."""
+    return resolve(name_or_path, "rollouts.engines", offers=_has_engine, key="rollout.engine")
 
 
-def engine_class_of(spec: FileSpec | None) -> Any:
-    """The class `Engine` of a file of the user's; None for one of ours."""
-    if spec is None:
-        return None
-    module = load_module(spec)
-    if not hasattr(module, "Engine"):
-        raise UserError(f"rollout.engine={spec.path} defines no class Engine")
-    return module.Engine
+def load_engine_class(spec: FileSpec) -> type[Engine]:
+    cls: Any = Engine  # a Protocol is no class to a type checker
+    return load_class(spec, cls, key="rollout.engine")
 
 
-def environment_of(spec: FileSpec | None, name: str) -> Callable[[Prompt], Env]:
-    if spec is None:
-        return ENVIRONMENTS[name]
-    module = load_module(spec)
-    if not hasattr(module, "Environment"):
-        raise UserError(f"rollout.env={name} defines no class Environment")
-    return module.Environment
+def resolve_env(name_or_path: str) -> FileSpec:
+    """Return the file that `rollout.env` means."""
+    return resolve(name_or_path, "rollouts.envs", offers=_has_env, key="rollout.env")
 
 
-def by_path(name: str, known: list[str], *, key: str) -> FileSpec | None:
-    """None for one of ours, the file for somebody else's."""
-    if name in known:
-        return None
-    if not name.endswith(".py"):
-        raise UserError(f"{key}={name!r} is neither one of {', '.join(known)} nor the path of a Python file")
-    return resolve(name, "rollouts", key=key)
+def load_env_class(spec: FileSpec) -> type[Env]:
+    return load_class(spec, Env, key="rollout.env")
+
+
+def _has_engine(module: ModuleType) -> bool:
+    return len(classes_below(module, Engine)) == 1
+
+
+def _has_env(module: ModuleType) -> bool:
+    return len(classes_below(module, Env)) == 1

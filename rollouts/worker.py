@@ -1,4 +1,4 @@
-"""Prompts in, scored groups out. One worker owns one engine; the driver sees only groups."""
+"""Prompts in, groups with rewards out. One worker owns one engine; the driver sees only groups."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from configs.rollout_schema import RewardConfig, RolloutConfig
-from core.clock import Ledger, in_time
+from core.clock import ActivityTimer, with_timeout
 from core.errors import UserError
+from core.phases import ENGINE_ACTIVITIES, Activity
 from core.types import Group, Prompt, Sample
 from rewards.pool import RewardPool
 from rollouts.engines.base import Engine
-from rollouts.envs import Env
-from rollouts.episode import Tokenizer, run_episode, seed_of
+from rollouts.envs.base import Env
+from rollouts.episode import Tokenizer, make_seed, run_episode
 
 
 class RolloutWorker:
-    """`engine` is public: weight sync talks to it directly."""
+    """`engine` and `timer` are public: weight sync calls them directly."""
 
     def __init__(
         self,
@@ -32,39 +33,37 @@ class RolloutWorker:
     ):
         self.engine, self.tokenizer, self.make_env, self.rewards = engine, tokenizer, make_env, rewards
         self.reward, self.rollout, self.seed = reward, rollout, seed
-        self.ledger = Ledger("sync", "generate", "score")
+        self.timer = ActivityTimer(*ENGINE_ACTIVITIES)
 
-    async def group(self, ticket: int, prompt: Prompt, size: int) -> Group | None:
-        """`size` episodes of a prompt, all in flight at once.
-
-        None where they take longer than `rollout.timeout_s`: they are given up then, and hold up nothing any more.
-        """
+    async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group | None:
+        """Run `size` episodes of a prompt at once; return None and cancel them after `rollout.timeout_s`."""
         episodes = asyncio.gather(*(self._sample(ticket, prompt, sibling) for sibling in range(size)))
-        return await in_time(episodes, self.rollout.timeout_s)
+        return await with_timeout(episodes, self.rollout.timeout_s)
 
     async def _sample(self, ticket: int, prompt: Prompt, sibling: int) -> Sample:
-        with self.ledger.doing("generate"):
-            sample, said = await run_episode(
+        with self.timer.measure(Activity.GENERATE):
+            sample, messages = await run_episode(
                 self.engine,
                 self.make_env,
                 prompt,
                 self.tokenizer,
-                seed=lambda turn: seed_of(self.seed, ticket, sibling, turn),
+                seed_of_turn=lambda turn: make_seed(self.seed, ticket, sibling, turn),
                 max_new_tokens=self.rollout.max_new_tokens,
                 max_turns=self.rollout.max_turns,
             )
         if sample.failure:
             return sample
-        with self.ledger.doing("score"):
-            outcome = await self.rewards.score(prompt, said)
-        if outcome.failure:
-            return replace(sample, failure=outcome.failure)
-        if twice := outcome.parts.keys() & sample.parts.keys():
+        with self.timer.measure(Activity.REWARD):
+            result = await self.rewards.compute_reward(prompt, messages)
+        if result.failure:
+            return replace(sample, failure=result.failure)
+        if twice := result.reward_parts.keys() & sample.reward_parts.keys():
             raise UserError(f"reward and environment both return a part {min(twice)!r}: rename one of them")
-        parts = outcome.parts | sample.parts
-        return replace(sample, parts=parts, reward=self.total(parts))
+        parts = result.reward_parts | sample.reward_parts
+        return replace(sample, reward_parts=parts, reward=self.weigh_parts(parts))
 
-    def total(self, parts: dict[str, float]) -> float:
+    def weigh_parts(self, parts: dict[str, float]) -> float:
+        """Return the weighted sum of the reward's parts."""
         if missing := [name for name in self.reward.weights if name not in parts]:
             raise UserError(
                 f"reward.weights names {missing[0]!r}, but the reward returns only {', '.join(sorted(parts))}: "
@@ -73,5 +72,6 @@ class RolloutWorker:
         return sum(weight * parts[name] for name, weight in self.reward.weights.items())
 
     async def close(self) -> None:
+        """End the reward processes and the engine."""
         self.rewards.close()
         await self.engine.close()

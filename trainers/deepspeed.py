@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,13 @@ from torch.distributed import distributed_c10d
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.buckets import in_buckets
-from core.errors import RunStopped, TransportFailed
-from modeling.export import pieces_of, save_parts
-from trainers.learner import Learner, Settings
+from core.errors import RunStopped
+from modeling.export import exported_tensors, gather_tensors, save_exported
+from trainers.learner import Learner, TrainerSettings
 from trainers.optimizer import make_optimizer
 from trainers.trainer import Trainer
-from weight_sync.base import Part
-
-if TYPE_CHECKING:
-    from weight_sync.base import Sent
-    from weight_sync.chunks import Parcel
+from weight_sync.base import Bucket, ExportScope
+from weight_sync.source import WeightSource
 
 
 class DeepSpeedTrainer(Trainer):
@@ -38,7 +35,7 @@ class DeepSpeedTrainer(Trainer):
         alg: Algorithm,
         *,
         timeout_s: float,
-        **settings: Unpack[Settings],
+        **settings: Unpack[TrainerSettings],
     ):
         """timeout_s: deadline of every collective."""
         import deepspeed
@@ -55,76 +52,32 @@ class DeepSpeedTrainer(Trainer):
         super().__init__(model, cfg, alg, device=device, **settings)
         for group in distributed_c10d._world.pg_map:  # DeepSpeed makes groups of its own, with torch's default
             distributed_c10d._set_pg_timeout(timeout, group)
+        self.weight_source = WeightSource(self, self.timer, is_sender=self.rank == 0)
 
-    def learner(self, model: nn.Module) -> Learner:
-        return DeepSpeedLearner(model, self.cfg, self.dtype, self.add_up)
+    def make_learner(self, model: nn.Module) -> Learner:
+        return DeepSpeedLearner(model, self.cfg, self.dtype, self.sum_over_ranks)
 
-    def add_up(self, values: Tensor) -> Tensor:
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
         total = values.to(self.device)
         torch.distributed.all_reduce(total)
         return total.to(values.device)
 
-    def open_sync(self, address: str, timeout_s: float, over_nccl: bool) -> int:
-        """Rank 0 listens for engines at `address`; returns the port."""
-        from weight_sync.broadcast import WeightSender
-        from weight_sync.nccl import NcclSender
-
-        self.sender = (NcclSender if over_nccl else WeightSender)(timeout_s=timeout_s)
-        return self.sender.open(address)
-
-    def join_sync(self, members: int) -> None:
-        """Rank 0 waits until every engine has joined."""
-        self.sender.join(members=members)
-
-    def send_weights(self, max_bytes: int, part: Part) -> Sent | None:
-        """Stream the weights, or the adapter alone, to the engines; rank 0 says what it sent."""
-        from weight_sync.base import Sent
-
-        with self.ledger.doing("sync"):
-            stream = self.weights(max_bytes, part)
-            if torch.distributed.get_rank() == 0:
-                try:
-                    checksums = self.sender.send(stream)
-                except TransportFailed:
-                    for _ in stream:  # the other ranks gather it to the end, and this one must keep step
-                        pass
-                    raise
-                return Sent(checksums=checksums, nbytes=self.sender.sent_bytes)
-            for _ in stream:  # gathering a partitioned parameter takes every rank
-                pass
-            return None
-
-    def pack_for(self, max_bytes: int, part: Part, folder: str | None) -> None:
-        """Begin a sync in parcels; see weight_sync/chunks.py, and for the stream `send_weights`."""
-        from weight_sync.chunks import Packer
-
-        self.packer = Packer(self.weights(max_bytes, part), packs=torch.distributed.get_rank() == 0, folder=folder)
-
-    def pack(self) -> bool:
-        with self.ledger.doing("sync"):
-            return self.packer.pack()
-
-    def packed(self) -> Parcel:
-        """The last parcel of rank 0."""
-        return self.packer.parcel
-
-    def save(self, folder: Path) -> None:
-        """In Hugging Face format, from rank 0; the other ranks take part in gathering."""
-        with self.ledger.doing("save"):
-            parts = self.gathered()
-            if torch.distributed.get_rank() == 0:
-                save_parts(self.model, folder, parts)
-            torch.distributed.barrier()
+    def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> None:
+        """Write from rank 0; the other ranks take part in gathering."""
+        exported = gather_tensors(learner.export_weights, scopes)
+        if torch.distributed.get_rank() == 0:
+            save_exported(learner.model, folder, exported)
+        torch.distributed.barrier()
 
 
 class DeepSpeedLearner:
     """One model in one DeepSpeed engine."""
 
-    def __init__(self, model: nn.Module, cfg: TrainerConfig, dtype: str, add_up: Callable[[Tensor], Tensor]):
+    def __init__(self, model: nn.Module, cfg: TrainerConfig, dtype: str, sum_over_ranks: Callable[[Tensor], Tensor]):
         import deepspeed
 
-        self.model, self.zero_stage, self.add_up = model, cfg.zero_stage, add_up
-        self.pieces = pieces_of(model)
+        self.model, self.zero_stage, self.sum_over_ranks = model, cfg.zero_stage, sum_over_ranks
+        self.exported = exported_tensors(model)
         optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=deepspeed_config(cfg, dtype)
@@ -140,9 +93,9 @@ class DeepSpeedLearner:
         """DeepSpeed averages gradients over ranks; weights are shares of the whole update, so the sum is wanted."""
         self.engine.backward(loss * self.ranks)
 
-    def gradients_are_finite(self) -> bool:
+    def has_finite_gradients(self) -> bool:
         """Our own check, on every rank's gradients as they came out of autograd, before they are reduced."""
-        bad = self.add_up((~torch.isfinite(self.gradient_sum)).double())
+        bad = self.sum_over_ranks((~torch.isfinite(self.gradient_sum)).double())
         self.gradient_sum.zero_()
         return bad.item() == 0
 
@@ -173,14 +126,14 @@ class DeepSpeedLearner:
         self.engine.enable_backward_allreduce = False
         return float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
 
-    def weights(self, max_bytes: int, part: Part = "whole") -> Generator[list[tuple[str, Tensor]]]:
+    def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
         """With ZeRO-3 every rank must run through all of it, and a bucket lives until the next is asked for."""
         import deepspeed
 
-        for bucket in in_buckets(self.pieces[part], lambda piece: piece.nbytes, max_bytes):
-            held = [p for piece in bucket for p in piece.parameters]
+        for bucket in in_buckets(self.exported[scope], lambda exported: exported.nbytes, max_bytes):
+            held = [p for exported in bucket for p in exported.parameters]
             with deepspeed.zero.GatheredParameters(held, enabled=self.zero_stage == 3):
-                yield [(piece.name, piece.make()) for piece in bucket]
+                yield [(exported.name, exported.compute()) for exported in bucket]
 
     def save_state(self, folder: Path) -> None:
         """DeepSpeed's own files, of every rank its share; what is frozen stays out."""

@@ -8,45 +8,47 @@ from typing import NotRequired, Protocol, TypedDict
 
 from torch import Tensor, nn
 
-from weight_sync.base import Part
+from weight_sync.base import Bucket, ExportScope
 
 
 class Learner(Protocol):
-    """Every method is called on all ranks at once."""
+    """One model in training with its optimizer. Every method is called on all ranks at once."""
 
     model: nn.Module
     module: nn.Module
-    """What is called in a forward pass: the model, or what wraps it."""
+    """The callable of a forward pass: the model, or its wrapper."""
 
     def backward(self, loss: Tensor) -> None:
-        """Add to the gradient of this update."""
+        """Add the gradient of `loss` to that of this update."""
         ...
 
-    def gradients_are_finite(self) -> bool:
-        """The same answer on every rank."""
+    def has_finite_gradients(self) -> bool:
+        """Tell whether every rank's gradient is finite; the same answer on every rank."""
         ...
 
     def update(self, *, lr: float, apply: bool) -> float:
-        """Clip and step, or throw the gradients away; returns the norm before clipping, not finite if thrown away."""
+        """Clip and step, or discard the gradients; return the norm before clipping, not finite if discarded."""
         ...
 
-    def weights(self, max_bytes: int, part: Part = "whole") -> Generator[list[tuple[str, Tensor]]]:
-        """Every tensor once, whole, in buckets of at most `max_bytes` (one tensor at least)."""
+    def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
+        """Yield every tensor once, whole, in buckets of at most `max_bytes` (one tensor at least)."""
         ...
 
     def save_state(self, folder: Path) -> None:
-        """Write what `load_state` needs to go on to the bit: the float32 weights in training and the optimizer."""
+        """Write the float32 weights in training and the optimizer, from which `load_state` continues to the bit."""
         ...
 
-    def load_state(self, folder: Path) -> None: ...
+    def load_state(self, folder: Path) -> None:
+        """Restore what `save_state` wrote."""
+        ...
 
 
-class Settings(TypedDict):
-    """What a trainer is told beside its model, its algorithm and its own section of the recipe."""
+class TrainerSettings(TypedDict):
+    """What a trainer is given beside its model, its algorithm and its own section of the recipe."""
 
     temperature: float
     total_updates: int
     sources: NotRequired[tuple[str, ...]]
-    """Data sets whose loss is told apart."""
-    reference_ahead: NotRequired[bool]
-    """The reference was scored before training: no second model is loaded for it."""
+    """Data sets whose losses are logged separately."""
+    has_ref_logp: NotRequired[bool]
+    """True: reference log-probabilities were computed before training, so no reference model is loaded."""

@@ -1,4 +1,4 @@
-"""The reference trainer: plain torch, one process, no distributed code. The DeepSpeed trainer is tested against it."""
+"""The local trainer: plain torch, one process, no distributed code. The DeepSpeed trainer is tested against it."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from torch import Tensor, nn
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.buckets import in_buckets
-from modeling.export import pieces_of, save_parts
-from trainers.learner import Learner, Settings
+from modeling.export import exported_tensors, gather_tensors, save_exported
+from trainers.learner import Learner, TrainerSettings
 from trainers.optimizer import make_optimizer
 from trainers.trainer import Trainer
-from weight_sync.base import Part
+from weight_sync.base import Bucket, ExportScope
 
 
-class ReferenceTrainer(Trainer):
-    def __init__(self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, **settings: Unpack[Settings]):
+class LocalTrainer(Trainer):
+    def __init__(self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, **settings: Unpack[TrainerSettings]):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         super().__init__(model, cfg, alg, device=device, **settings)
 
-    def learner(self, model: nn.Module) -> Learner:
+    def make_learner(self, model: nn.Module) -> Learner:
         return TorchLearner(model.to(self.device), self.cfg)
 
-    def add_up(self, values: Tensor) -> Tensor:
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
         return values
 
-    def save(self, folder: Path) -> None:
-        with self.ledger.doing("save"):
-            save_parts(self.model, folder, self.gathered())
+    def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> None:
+        save_exported(learner.model, folder, gather_tensors(learner.export_weights, scopes))
 
 
 class TorchLearner:
@@ -40,7 +39,7 @@ class TorchLearner:
 
     def __init__(self, model: nn.Module, cfg: TrainerConfig):
         self.model = self.module = model
-        self.pieces = pieces_of(model)
+        self.exported = exported_tensors(model)
         self.max_grad_norm = cfg.max_grad_norm
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.master = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
@@ -53,7 +52,7 @@ class TorchLearner:
                 m.grad = p.grad.float() if m.grad is None else m.grad + p.grad
                 p.grad = None
 
-    def gradients_are_finite(self) -> bool:
+    def has_finite_gradients(self) -> bool:
         return all(bool(torch.isfinite(m.grad).all()) for m in self.master if m.grad is not None)
 
     def update(self, *, lr: float, apply: bool) -> float:
@@ -73,9 +72,9 @@ class TorchLearner:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def weights(self, max_bytes: int, part: Part = "whole") -> Generator[list[tuple[str, Tensor]]]:
-        for bucket in in_buckets(self.pieces[part], lambda piece: piece.nbytes, max_bytes):
-            yield [(piece.name, piece.make()) for piece in bucket]
+    def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
+        for bucket in in_buckets(self.exported[scope], lambda exported: exported.nbytes, max_bytes):
+            yield [(exported.name, exported.compute()) for exported in bucket]
 
     def save_state(self, folder: Path) -> None:
         folder.mkdir()

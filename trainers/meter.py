@@ -38,7 +38,7 @@ class Meter:
         for name, pair in other.sums.items():
             self._add(name, pair)
 
-    def means(self, add_up: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def compute_means(self, add_up: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Over all ranks, whose sum `add_up` takes; of what was never added there is no mean."""
         names = sorted(self.sums)
         local = torch.stack(

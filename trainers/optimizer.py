@@ -13,7 +13,7 @@ from configs.trainer_schema import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class LearningRateSchedule:
     """Learning rate by number of updates done: linear warm-up, then constant, or decay to zero at `total`."""
 
     lr: float
@@ -21,7 +21,7 @@ class Schedule:
     total: int
     shape: Literal["constant", "linear", "cosine"]
 
-    def at(self, update: int) -> float:
+    def get_lr(self, update: int) -> float:
         if update < self.warmup:
             return self.lr * (update + 1) / self.warmup
         done = (update - self.warmup) / max(1, self.total - self.warmup)
@@ -34,12 +34,12 @@ class Schedule:
                 return self.lr * (1 + math.cos(math.pi * done)) / 2
 
 
-def schedule_of(cfg: TrainerConfig, total_updates: int) -> Schedule:
-    return Schedule(lr=cfg.lr, warmup=cfg.warmup_updates, total=total_updates, shape=cfg.lr_schedule)
+def make_lr_schedule(cfg: TrainerConfig, total_updates: int) -> LearningRateSchedule:
+    return LearningRateSchedule(lr=cfg.lr, warmup=cfg.warmup_updates, total=total_updates, shape=cfg.lr_schedule)
 
 
 def make_optimizer(cfg: TrainerConfig, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """Over float32 tensors; the learning rate is set before every update."""
     if cfg.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay)
-    return torch.optim.AdamW(parameters, lr=cfg.lr, betas=cfg.betas, weight_decay=cfg.weight_decay)
+    return torch.optim.AdamW(parameters, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay)

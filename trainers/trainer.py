@@ -1,7 +1,7 @@
-"""What every trainer is: one training step, and the measurements around it, over learners.
+"""A trainer: one training step, and the measurements around it, over learners.
 
-A Learner is one model in training with its optimizer. The policy is one; where the algorithm needs values,
-the value model is another; each moves by its own gradient, and an update counts as made when both did.
+A Learner is one model in training with its optimizer. The policy is one. Where the algorithm needs values, the value
+model is another. Each is updated by its own gradient, and an update counts as made when both were.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from torch import Tensor, nn
 
 from algs.base import Algorithm, check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.clock import Ledger
+from core.clock import ActivityTimer
 from core.errors import RunStopped
-from core.types import Batch, Policy, Prompt, Sample, Scored
+from core.phases import TRAINER_ACTIVITIES, Activity
+from core.types import Batch, Policy, Prompt, Sample, ScoredColumn
 from data_feeds.packing import pack
-from modeling.export import saved_parts
-from modeling.forward import forward, layout_for, values_of
+from modeling.export import saved_scopes
+from modeling.forward import compute_values, forward, layout_for
 from modeling.load import load_model, load_scalar_model
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint_state import Counters, RankState, load_state, save_state
 from trainers.learner import Learner
 from trainers.meter import Meter
-from trainers.optimizer import schedule_of
-from weight_sync.base import Part
+from trainers.optimizer import make_lr_schedule
+from weight_sync.base import Bucket, ExportScope
 
 
 class Trainer:
-    """One rank. Every method is called on all ranks at once, with as many micro-batches on each."""
+    """One rank. Every method is called on all ranks at once, with the same number of micro-batches on each."""
 
     rank, ranks = 0, 1
     zero_stage: int | None = None
-    """None: not partitioned."""
+    """None: not sharded."""
 
     def __init__(
         self,
@@ -48,151 +49,167 @@ class Trainer:
         temperature: float,
         total_updates: int,
         sources: tuple[str, ...] = (),
-        reference_ahead: bool = False,
+        has_ref_logp: bool = False,
     ):
         self.device, self.cfg, self.alg, self.temperature, self.sources = device, cfg, alg, temperature, sources
-        self.ledger = Ledger("train", "logp", "sync", "save")
+        self.timer = ActivityTimer(*TRAINER_ACTIVITIES)
         if device == "cpu":
             keep_freed_memory()
         kind = {"dtype": model.dtype, "attention": model.attention}
         checkpointing = cfg.gradient_checkpointing
         self.lora = model.lora
-        if alg.trains == "reward":
-            self.policy = self.learner(load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing))
+        if alg.model_kind == "reward":
+            policy = load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing)
         else:
             policy = load_model(model.path, **kind, gradient_checkpointing=checkpointing, lora=model.lora)
-            self.policy = self.learner(policy)
+        self.policy = self.make_learner(policy)
         self.critic: Learner | None = None
         if alg.value_lr is not None:
-            self.critic = self.learner(load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing))
+            self.critic = self.make_learner(load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing))
         self.frozen = {
             column: load_model(path or model.path, **kind).requires_grad_(False).to(device)
-            for column, path in alg.frozen.items()
-            # a reference may be scored already, and that of an adapter is the policy without it
-            if path or not (reference_ahead or model.lora)
+            for column, path in alg.frozen_models.items()
+            # the reference may be computed already, and the reference of an adapter is the policy without it
+            if path or not (has_ref_logp or model.lora)
         }
         self.model = self.policy.model
         self.layout = layout_for(cfg.layout, self.model)
-        self.schedule = schedule_of(cfg, total_updates)
+        self.lr_schedule = make_lr_schedule(cfg, total_updates)
         self.updates_done = self.skipped_in_a_row = 0
 
-    def learner(self, model: nn.Module) -> Learner:
+    def make_learner(self, model: nn.Module) -> Learner:
         raise NotImplementedError
 
-    def add_up(self, values: Tensor) -> Tensor:
-        """The sum over ranks."""
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` over the ranks, on every rank."""
         raise NotImplementedError
 
-    def pads(self) -> bool:
-        """Does any of the models take padded rows? Then micro-batches are to be cut for them."""
+    def save_model(self, folder: Path) -> None:
+        """Write the trained model in Hugging Face format."""
+        with self.timer.measure(Activity.SAVE):
+            self.write_model(self.policy, folder, saved_scopes(self.lora))
+
+    def save_value_model(self, folder: Path) -> None:
+        """Write the value model in Hugging Face format, as a sequence classifier of one number."""
+        assert self.critic is not None
+        with self.timer.measure(Activity.SAVE):
+            self.write_model(self.critic, folder, ["whole"])
+
+    def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> None:
+        """Gather the tensors of `scopes` and write them, from one rank."""
+        raise NotImplementedError
+
+    def uses_padding(self) -> bool:
+        """Tell whether any of the models takes padded rows; micro-batches are then planned for padded rows."""
         models = [self.model, *self.frozen.values()]
         return any(layout_for(self.cfg.layout, m) == "padded" for m in models)
 
     def step(self, updates: list[list[Batch]]) -> dict[str, float]:
-        """Make one optimizer update per inner list of micro-batches; returns metrics, the same on every rank.
+        """Make one optimizer update per inner list of micro-batches; return metrics, the same on every rank.
 
-        The metrics are of the updates that were made; one that is skipped is counted.
+        The metrics are averages over the updates that were made; a skipped update is only counted.
         """
-        with self.ledger.doing("train"):
-            return self._step(updates)
+        with self.timer.measure(Activity.TRAIN):
+            total = Meter(self.sources)
+            norms: list[dict[str, float]] = []
+            for micro_batches in updates:
+                meter = Meter(self.sources)
+                for batch in self._with_totals(micro_batches):
+                    if self.alg.model_kind == "reward":
+                        loss, metrics = self.alg.value_loss(self._compute_values(self.policy, batch), batch.tokens)
+                    else:
+                        loss, metrics = self.alg.objective(self.forward(batch), batch.tokens)
+                    check_per_token(self.alg, loss, metrics, batch.tokens)
+                    self.policy.backward((loss * batch.tokens.weight).sum())
+                    if self.critic is not None:
+                        metrics |= self._train_critic(self.critic, batch)
+                    meter.add(batch.tokens, {"loss": loss, **metrics})
+                if norm := self._update_weights():
+                    total.merge(meter)
+                    norms.append(norm)
+            return {
+                **total.compute_means(self.sum_over_ranks),
+                **({name: sum(n[name] for n in norms) / len(norms) for name in norms[0]} if norms else {}),
+                "lr": self.lr_schedule.get_lr(self.updates_done - 1),
+                "updates_skipped": float(len(updates) - len(norms)),
+            }
 
-    def _step(self, updates: list[list[Batch]]) -> dict[str, float]:
-        meter = Meter(self.sources)
-        norms: list[dict[str, float]] = []
-        for micro in updates:
-            this = Meter(self.sources)
-            for batch in self._with_totals(micro):
-                loss, metrics = self._objective(batch)
-                check_per_token(self.alg, loss, metrics, batch.tokens)
-                self.policy.backward((loss * batch.tokens.weight).sum())
-                if self.critic is not None:
-                    metrics |= self._learn_values(self.critic, batch)
-                this.add(batch.tokens, {"loss": loss, **metrics})
-            if norm := self._update():
-                meter.merge(this)
-                norms.append(norm)
-        return {
-            **meter.means(self.add_up),
-            **({name: sum(n[name] for n in norms) / len(norms) for name in norms[0]} if norms else {}),
-            "lr": self.schedule.at(self.updates_done - 1),
-            "updates_skipped": float(len(updates) - len(norms)),
-        }
-
-    def _objective(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        if self.alg.trains == "reward":
-            values = values_of(self.policy.module, batch, layout=self.layout, model=self.model)
-            return self.alg.value_loss(values, batch.tokens)
-        return self.alg.objective(self.forward(batch), batch.tokens)
-
-    def _learn_values(self, critic: Learner, batch: Batch) -> dict[str, Tensor]:
-        values = values_of(critic.module, batch, layout=self.layout, model=critic.model)
-        loss, metrics = self.alg.value_loss(values, batch.tokens)
+    def _train_critic(self, critic: Learner, batch: Batch) -> dict[str, Tensor]:
+        loss, metrics = self.alg.value_loss(self._compute_values(critic, batch), batch.tokens)
         check_per_token(self.alg, loss, metrics, batch.tokens)
         critic.backward((loss * batch.tokens.weight).sum())
         return {"value/loss": loss, **metrics}
 
-    def _update(self) -> dict[str, float]:
-        """Move every learner whose gradient is finite; returns the norms, nothing if one was skipped."""
-        lr = self.schedule.at(self.updates_done)
+    def _update_weights(self) -> dict[str, float]:
+        """Update every learner whose gradient is finite; return the gradient norms, nothing if one was skipped."""
+        lr = self.lr_schedule.get_lr(self.updates_done)
         learners = [("grad_norm", self.policy, lr)]
         if self.critic is not None and self.alg.value_lr is not None:
             learners.append(("value/grad_norm", self.critic, lr * self.alg.value_lr / self.cfg.lr))
-        norms = {name: learner.update(lr=lr, apply=learner.gradients_are_finite()) for name, learner, lr in learners}
+        norms = {name: learner.update(lr=lr, apply=learner.has_finite_gradients()) for name, learner, lr in learners}
         finite = all(math.isfinite(n) for n in norms.values())  # the same on every rank
         self.updates_done += 1
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         if self.skipped_in_a_row >= self.cfg.max_skipped_updates:
             raise RunStopped(
-                f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite: "
-                "the model or the loss diverged (trainer.max_skipped_updates says how many are borne)"
+                f"{self.skipped_in_a_row} updates in a row had a gradient that is not finite: the model or the loss "
+                "diverged; lower trainer.lr, or allow more such updates with trainer.max_skipped_updates"
             )
         return norms if finite else {}
 
     @torch.no_grad()
-    def measure(self, micro: list[Batch]) -> dict[str, float]:
-        """The metrics of an update without making it."""
+    def measure_loss(self, micro_batches: list[Batch]) -> dict[str, float]:
+        """Return the metrics of an update without making it."""
         meter = Meter()
-        for batch in self._with_totals(micro):
-            loss, metrics = self._objective(batch)
+        for batch in self._with_totals(micro_batches):
+            if self.alg.model_kind == "reward":
+                loss, metrics = self.alg.value_loss(self._compute_values(self.policy, batch), batch.tokens)
+            else:
+                loss, metrics = self.alg.objective(self.forward(batch), batch.tokens)
             meter.add(batch.tokens, {"loss": loss, **metrics})
-        return meter.means(self.add_up)
+        return meter.compute_means(self.sum_over_ranks)
 
     @torch.no_grad()
-    def score(self, micro: list[Batch], columns: frozenset[Scored]) -> list[dict[Scored, Tensor]]:
-        """The columns credit and loss ask for, under the weights as they are now: [M] on the CPU, per micro-batch."""
+    def compute_columns(
+        self, micro_batches: list[Batch], columns: frozenset[ScoredColumn]
+    ) -> list[dict[ScoredColumn, Tensor]]:
+        """Return the columns that an algorithm requires, under the current weights: [M] on the CPU, per micro-batch."""
+        with self.timer.measure(Activity.LOGP):
+            batches = [batch.to(self.device) for batch in micro_batches]
+            return [{c: self._compute_column(b, c).cpu() for c in sorted(columns)} for b in batches]
 
-        def one(batch: Batch, column: Scored) -> Tensor:
-            if column == "values":
-                assert self.critic is not None
-                return values_of(self.critic.module, batch, layout=self.layout, model=self.critic.model)
-            if column == "prox_logp":
+    def _compute_column(self, batch: Batch, column: ScoredColumn) -> Tensor:
+        if column == "values":
+            assert self.critic is not None
+            return self._compute_values(self.critic, batch)
+        if column == "prox_logp":
+            return self.forward(batch).logp
+        if column not in self.frozen:
+            with self.model.disable_adapter():
                 return self.forward(batch).logp
-            if column not in self.frozen:
-                with self.model.disable_adapter():
-                    return self.forward(batch).logp
-            asked = self.frozen[column]
-            layout = layout_for(self.cfg.layout, asked)
-            return forward(asked, asked, batch, layout=layout, temperature=self.temperature).logp
+        model = self.frozen[column]
+        layout = layout_for(self.cfg.layout, model)
+        return forward(model, model, batch, layout=layout, temperature=self.temperature).logp
 
-        with self.ledger.doing("logp"):
-            return [{c: one(b.to(self.device), c).cpu() for c in sorted(columns)} for b in micro]
+    def _compute_values(self, critic: Learner, batch: Batch) -> Tensor:
+        return compute_values(critic.module, batch, layout=self.layout, model=critic.model)
 
     @torch.no_grad()
     def probe(self, token_ids: list[int]) -> list[float]:
-        """Log-probability, at temperature 1, of token_ids[1:] given what is before each."""
+        """Return the log-probability, at temperature 1, of token_ids[1:] given what is before each."""
         n = len(token_ids)
         text = Sample(
             prompt=Prompt(id="probe", messages=[]),
             token_ids=token_ids,
-            mask=[True] * n,
+            action_mask=[True] * n,
             rollout_logp=[0.0] * n,
             versions=[-1] * n,
         )
-        with self.ledger.doing("sync"):
+        with self.timer.measure(Activity.SYNC):
             return self.forward(pack([text], [0.0]).to(self.device), temperature=1.0).logp.tolist()
 
     def forward(self, batch: Batch, *, temperature: float | None = None) -> Policy:
-        """What the model in training says, with gradient."""
+        """Run the model in training, with gradient."""
         return forward(
             self.policy.module,
             self.model,
@@ -202,31 +219,24 @@ class Trainer:
             entropy=self.alg.needs_entropy,
         )
 
-    def weights(self, max_bytes: int, part: Part = "whole") -> Generator[list[tuple[str, Tensor]]]:
-        """The policy's, for the engines; see Learner.weights."""
-        return self.policy.weights(max_bytes, part)
+    def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
+        """Yield the policy's tensors; see Learner.export_weights."""
+        return self.policy.export_weights(max_bytes, scope)
 
-    def gathered(self) -> dict[Part, dict[str, Tensor]]:
-        """What is to be saved, on the CPU."""
-
-        def one(part: Part) -> dict[str, Tensor]:
-            return {name: t.to("cpu", copy=True) for bucket in self.weights(2**28, part) for name, t in bucket}
-
-        return {part: one(part) for part in saved_parts(self.lora)}
-
-    def state(self) -> Tensor:
-        """All weights in training as one float32 vector on the CPU, for tests."""
+    def flatten_weights(self) -> Tensor:
+        """Return all weights in training as one float32 vector on the CPU, for tests."""
         learners = [self.policy, *([self.critic] if self.critic is not None else [])]
-        buckets = (bucket for learner in learners for bucket in learner.weights(2**28))
+        buckets = (bucket for learner in learners for bucket in learner.export_weights(2**28))
         return torch.cat([t.flatten().float().cpu() for bucket in buckets for _, t in bucket])
 
     def save_state(self, folder: Path) -> None:
-        """This rank's share of a checkpoint, into a folder that all ranks see."""
+        """Write this rank's share of a checkpoint into a folder that all ranks see."""
         counters = Counters(updates_done=self.updates_done, skipped_in_a_row=self.skipped_in_a_row)
-        with self.ledger.doing("save"):
+        with self.timer.measure(Activity.SAVE):
             save_state(self._rank_state(), counters, folder)
 
     def load_state(self, folder: Path) -> None:
+        """Restore what `save_state` wrote."""
         counters = load_state(self._rank_state(), folder)
         self.updates_done, self.skipped_in_a_row = counters.updates_done, counters.skipped_in_a_row
 
@@ -243,11 +253,13 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _with_totals(self, micro: list[Batch]) -> list[Batch]:
-        """On this rank's device, with the algorithm's sums over the update, all its micro-batches and ranks."""
-        micro = [b.to(self.device) for b in micro]
+    def _with_totals(self, micro_batches: list[Batch]) -> list[Batch]:
+        """Return the batches on this device, with the algorithm's sums over the whole update and all ranks."""
+        batches = [b.to(self.device) for b in micro_batches]
         if type(self.alg).totals is Algorithm.totals:
-            return micro
-        parts = [self.alg.totals(self.forward(b), b.tokens) for b in micro]
-        totals = {name: self.add_up(torch.stack([p[name] for p in parts]).sum(0)) for name in sorted(parts[0])}
-        return [replace(b, tokens=replace(b.tokens, totals=totals)) for b in micro]
+            return batches
+        partial = [self.alg.totals(self.forward(b), b.tokens) for b in batches]
+        totals = {
+            name: self.sum_over_ranks(torch.stack([p[name] for p in partial]).sum(0)) for name in sorted(partial[0])
+        }
+        return [replace(b, tokens=b.tokens.replace(totals=totals)) for b in batches]

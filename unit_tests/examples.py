@@ -25,7 +25,7 @@ def a_sample(
     return Sample(
         prompt=Prompt(id=str(group), messages=[]),
         token_ids=[rng.randrange(2, vocab) for _ in range(length)],
-        mask=mask,
+        action_mask=mask,
         rollout_logp=[-4.0 + rng.gauss(0, 0.2) if m else 0.0 for m in mask],
         versions=[0 if m else -1 for m in mask],
         reward=float(rng.random() < 0.5),
@@ -38,7 +38,7 @@ def with_values(groups: list[Group], *, seed: int = 0) -> list[Group]:
     rng = random.Random(seed)
 
     def column(s: Sample) -> list[float]:
-        return [rng.gauss(0, 1) for _ in s.mask]
+        return [rng.gauss(0, 1) for _ in s.action_mask]
 
     return [[replace(s, columns={"values": column(s), "returns": column(s)}) for s in g] for g in groups]
 
@@ -82,7 +82,7 @@ def an_answer(rng: random.Random, prompt: list[int], reward: float, *, row: int)
     return Sample(
         prompt=Prompt(id=str(row), messages=[]),
         token_ids=ids,
-        mask=[False] * len(prompt) + [True] * len(reply),
+        action_mask=[False] * len(prompt) + [True] * len(reply),
         rollout_logp=[0.0] * len(ids),
         versions=[-1] * len(ids),
         reward=reward,

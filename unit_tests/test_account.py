@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from core.clock import Clock, Ledger
+from core.clock import ActivityTimer, Clock
 from core.errors import RunStopped
 from driver.time_account import Account, bottleneck, of_engine, of_trainer
 from unit_tests.test_runs import SEVENS, file_of, folder_of, program
@@ -14,7 +14,7 @@ from unit_tests.test_runs import SEVENS, file_of, folder_of, program
 
 def test_of_what_goes_on_at_once_the_first_named_counts():
     async def body() -> dict[str, float]:
-        ledger = Ledger("sync", "generate")
+        ledger = ActivityTimer("sync", "generate")
 
         async def doing(activity: str, after: float, seconds: float) -> None:
             await asyncio.sleep(after)
@@ -41,31 +41,31 @@ def test_a_device_is_idle_for_a_reason_that_the_driver_knows():
 
 
 @pytest.mark.parametrize(
-    ("trainer_waits", "engine_waits", "sync", "driver", "max_lag", "says"),
+    ("trainer_waits", "engine_waits", "sync", "driver", "max_staleness", "says"),
     [
         (6, 1, 1, 1, 1, "generation is the bottleneck"),
         (1, 6, 1, 1, 1, "training is the bottleneck"),
-        (4, 5, 1, 2, 0, "max_lag=1 lets them work at the same time"),
+        (4, 5, 1, 2, 0, "max_staleness=1 lets them work at the same time"),
         (0, 0, 8, 8, 1, "sync of weights is the bottleneck (80%"),
         (0.5, 0.5, 0, 0, 2, "neither side"),
         (0.3, 0.2, 1.3, 4.7, 1, "driver's own work is the bottleneck (36%"),
     ],
 )
-def test_the_bottleneck_is_named(trainer_waits, engine_waits, sync, driver, max_lag, says):
+def test_the_bottleneck_is_named(trainer_waits, engine_waits, sync, driver, max_staleness, says):
     """A driver's seconds include those in which it waits for the engines' part of a sync."""
     train = 10.0 - trainer_waits - driver - 0.2
     devices = {
         "trainer 0": {"train": train, "sync": 0.2, "wait_for_data": trainer_waits, "driver": driver},
         "engine 0": {"generate": 10.0 - engine_waits - sync, "sync": sync, "wait_for_trainer": engine_waits},
     }
-    assert says in bottleneck(devices, max_lag=max_lag)
+    assert says in bottleneck(devices, max_staleness=max_staleness)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_lag", [pytest.param(0, marks=pytest.mark.verify), 2])
-def test_a_runs_seconds_are_accounted_for(recipe, tmp_path, max_lag):
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.verify), 2])
+def test_a_runs_seconds_are_accounted_for(recipe, tmp_path, max_staleness):
     sevens = file_of(tmp_path / "sevens.py", SEVENS)
-    changes = {"backend": "ray", "steps": 6, "max_lag": max_lag, "reward.fn": sevens}
+    changes = {"backend": "ray", "steps": 6, "max_staleness": max_staleness, "reward.fn": sevens}
     sizes = {"groups_per_step": 16, "group_size": 8, "updates_per_step": 2}
     done = program(recipe(changes | sizes))
     assert done.returncode == 0, done.stderr
@@ -105,7 +105,10 @@ def test_engines_are_asked_ahead_and_once_and_the_lap_tells_it():
         await asyncio.sleep(0)
         assert engines.times == 2
         numbers = await account.lap()
-        assert engines.times == 2 and (numbers["time/engines/busy_s"], numbers["time/engines/idle_share"]) == (2, 1 / 3)
+        assert engines.times == 2 and (numbers["time/engines/busy_s"], numbers["time/engines/idle_fraction"]) == (
+            2,
+            1 / 3,
+        )
         engines.broken = True
         account.ask_engines()
         with pytest.raises(RunStopped, match="engine 0 is gone"):

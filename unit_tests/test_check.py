@@ -25,7 +25,7 @@ from algs.ppo import PPO
 from algs.terms import KL
 from core.cli import guarded
 from core.loading import load_module, resolve
-from core.section import Section
+from core.strict_model import StrictModel
 from core.types import Policy, Prompt, Sample, Tokens
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +36,7 @@ KL_IN_REWARD = {"kl": {"coef": 0.05, "place": "reward"}}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"scale": "group", "loss_norm": "sequence", "clip_high": 0.2, "kl": {"coef": 0.04, "estimator": "k3"}}),
     ("grpo", {"loss_norm": "constant"}),
-    ("grpo", {"drop_dead_groups": True, "overlong": {"mode": "penalty", "longest": 10, "buffer": 4}}),
+    ("grpo", {"dynamic_sampling": True, "overlong": {"mode": "penalty", "longest": 10, "buffer": 4}}),
     ("grpo", {"overlong": {"mode": "filter"}, "kl": {"coef": 0.1}}),
     ("grpo", {"scale": "mean", "kl": {"coef": 0.1, "estimator": "k3plus"}}),
     ("grpo", {"scale": "batch", "whiten": True, "dual_clip": 3.0, "entropy_coef": 0.01}),
@@ -210,7 +210,7 @@ def test_a_sum_over_the_micro_batch_in_place_of_the_totals_is_caught(tmp_path):
     assert a.letter == "a" and re.search(IN_HALF, a.said)
 
 
-class Sharp(Section):
+class Sharp(StrictModel):
     """A section of the algorithm's own: one of its two keys is forgotten, and only one mode reads the other."""
 
     power: float = 2.0
@@ -247,8 +247,10 @@ def test_a_key_without_effect_is_a_note_and_no_failure():
 
 
 class ReadsThePrompt(GRPO):
-    def assign(self, groups: list[list[Sample]]) -> list[list[Sample]]:
-        return super().assign([[replace(s, reward=(s.reward or 0.0) - s.rollout_logp[0]) for s in g] for g in groups])
+    def compute_advantages(self, groups: list[list[Sample]]) -> list[list[Sample]]:
+        return super().compute_advantages(
+            [[replace(s, reward=(s.reward or 0.0) - s.rollout_logp[0]) for s in g] for g in groups]
+        )
 
 
 class CentresValues(PPO):
@@ -257,8 +259,10 @@ class CentresValues(PPO):
 
 
 class DividesByNothing(GRPO):
-    def assign(self, groups: list[list[Sample]]) -> list[list[Sample]]:
-        return [[replace(s, advantage=[0.0 if len(g) > 1 else math.nan] * len(s.mask)) for s in g] for g in groups]
+    def compute_advantages(self, groups: list[list[Sample]]) -> list[list[Sample]]:
+        return [
+            [replace(s, advantage=[0.0 if len(g) > 1 else math.nan] * len(s.action_mask)) for s in g] for g in groups
+        ]
 
 
 @pytest.mark.parametrize(
@@ -275,8 +279,8 @@ def test_credit_and_the_value_loss_are_asked_too(cls, letter, said):
 
 
 class CountsFailures(GRPO):
-    def assign(self, groups: list[list[Sample]]) -> list[list[Sample]]:
-        return super().assign([[replace(s, reward=s.reward or 0.0) for s in g] for g in groups])
+    def compute_advantages(self, groups: list[list[Sample]]) -> list[list[Sample]]:
+        return super().compute_advantages([[replace(s, reward=s.reward or 0.0) for s in g] for g in groups])
 
 
 def test_a_failure_that_counts_as_a_reward_of_zero_is_told_as_that():
@@ -346,7 +350,7 @@ def what_is_not_learnt_reaches_no_loss(packing: ModuleType) -> None:
 
 
 def every_learnt_token_has_its_share_and_nothing_else_has(packing: ModuleType) -> None:
-    short = a_sample(mask=[False, False, True, False, False])
+    short = a_sample(action_mask=[False, False, True, False, False])
     failed = a_sample(failure="timeout")
     weights = packing.token_weights([[a_sample(), short], [failed]], "token", horizon=1)
     assert weights == [1 / 3, 1 / 3, 0.0]
@@ -399,15 +403,18 @@ class Bigram(torch.nn.Module):
 
 def the_logp_is_that_of_the_next_token_at_the_temperature(forward: ModuleType) -> None:
     packing = importlib.import_module("data_feeds.packing")
-    model, batch = Bigram(), packing.pack([a_sample(), a_sample(mask=[False, True, True, True, True])], [0.2, 0.2])
+    model, batch = (
+        Bigram(),
+        packing.pack([a_sample(), a_sample(action_mask=[False, True, True, True, True])], [0.2, 0.2]),
+    )
     got = forward.forward(model, model, batch, layout="padded", temperature=0.5).logp
     logp = (model.head(model.table.weight) / 0.5).log_softmax(-1)  # [token, next]
     torch.testing.assert_close(got, logp[batch.labels - 1, batch.labels])
 
 
 Bug = tuple[str, list[tuple[str, str]], Callable[[ModuleType], None]]
-LEARNT = "[[t for t, yes in enumerate(s.learnt) if yes] for s in samples]"
-ALL = "[list(range(1, len(s.mask))) for s in samples]"
+LEARNT = "[[t for t, yes in enumerate(s.loss_mask) if yes] for s in samples]"
+ALL = "[list(range(1, len(s.action_mask))) for s in samples]"
 WEIGHED = "[w for w, at in zip(weights, learnt, strict=True) for _ in at]"
 BUGS: dict[str, Bug] = {
     "prompt tokens are learnt": (
@@ -417,7 +424,7 @@ BUGS: dict[str, Bug] = {
         "data_feeds.packing",
         [
             (LEARNT, ALL),
-            (WEIGHED, "[w * s.learnt[t] for w, s, at in zip(weights, samples, learnt) for t in at]"),
+            (WEIGHED, "[w * s.loss_mask[t] for w, s, at in zip(weights, samples, learnt) for t in at]"),
         ],
         what_is_not_learnt_reaches_no_loss,
     ),
@@ -438,7 +445,7 @@ BUGS: dict[str, Bug] = {
         every_learnt_token_has_its_share_and_nothing_else_has,
     ),
     "a denominator that counts the prompt": (
-        "data_feeds.packing", [("sum(s.learnt) for s in group] for", "len(s.mask) for s in group] for")],
+        "data_feeds.packing", [("sum(s.loss_mask) for s in group] for", "len(s.action_mask) for s in group] for")],
         every_learnt_token_has_its_share_and_nothing_else_has,
     ),
     "the deviation of the whole batch": (

@@ -18,7 +18,7 @@ from core.workers import Local
 from data_feeds.packing import micro_batches
 from driver.checkpoint import (
     COMPLETE,
-    Stand,
+    RunState,
     checkpoints_in,
     find_checkpoint,
     is_due,
@@ -26,7 +26,7 @@ from driver.checkpoint import (
     retain,
     write_checkpoint,
 )
-from driver.resume import other_bits
+from driver.resume import bitwise_only_changes
 from driver.trainer_factory import build_trainer
 from trainers.checkpoint_state import rank_file
 from unit_tests.examples import run_here, some_groups, with_values
@@ -56,8 +56,8 @@ class Elsewhere:
         pass  # the folder is another machine's
 
 
-def stand(steps_done: int, **metrics: float) -> Stand:
-    return Stand(steps_done=steps_done, metrics=metrics, position={}, recipe={})
+def stand(steps_done: int, **metrics: float) -> RunState:
+    return RunState(steps_done=steps_done, metrics=metrics, position={}, recipe={})
 
 
 def write(home: Path, steps_done: int, **metrics: float) -> Path:
@@ -124,7 +124,7 @@ def test_a_link_names_the_checkpoint_it_points_at(tmp_path):
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from driver.checkpoint import Stand, write_checkpoint
+from driver.checkpoint import RunState, write_checkpoint
 from core.workers import Local
 
 class Deadly:
@@ -132,7 +132,7 @@ class Deadly:
         (folder / "rank_0.pt").write_text("wei")
         os.kill(os.getpid(), signal.SIGKILL)
 
-stand = Stand(steps_done=4, metrics={}, position={}, recipe={})
+stand = RunState(steps_done=4, metrics={}, position={}, recipe={})
 asyncio.run(write_checkpoint(Path(sys.argv[1]), Local(Deadly()), stand))
 """
 
@@ -289,10 +289,10 @@ def test_a_resume_with_another_recipe_names_the_first_key_that_differs(recipe, t
 def test_held_out_prompts_move_last_bits_where_an_engine_answers_them():
     sl = {"eval_every": 0, "data.eval": "a.jsonl", "seed": 0}
     now = {"eval_every": 5, "data.eval.path": "a.jsonl", "seed": 0}
-    assert other_bits(sl, now) == []
+    assert bitwise_only_changes(sl, now) == []
     rl = {"groups_per_step": 8}
-    assert sorted(other_bits(sl | rl, now | rl)) == ["data.eval", "data.eval.path", "eval_every"]
-    assert other_bits(now | rl, now | rl) == []
+    assert sorted(bitwise_only_changes(sl | rl, now | rl)) == ["data.eval", "data.eval.path", "eval_every"]
+    assert bitwise_only_changes(now | rl, now | rl) == []
 
 
 def test_a_run_without_a_checkpoint_cannot_be_resumed(recipe, tmp_path):
@@ -326,7 +326,7 @@ def test_a_resumed_rl_run_draws_samples_and_learns_the_same(recipe, tmp_path):
 
 def test_tickets_of_groups_drawn_again_are_behind_a_resumed_run_too(recipe, tmp_path):
     (tmp_path / "luck.py").write_text(LUCK)
-    changes = {"alg.drop_dead_groups": True, "reward.fn": str(tmp_path / "luck.py"), "group_size": 2, "steps": 3}
+    changes = {"alg.dynamic_sampling": True, "reward.fn": str(tmp_path / "luck.py"), "group_size": 2, "steps": 3}
     path = recipe(changes | {"checkpoint": {"every": 2, "keep": 9}})
     assert run_here(main_rl, "--config", path, "name=whole") == (0, "")
     at = find_checkpoint(str(folder_of(tmp_path, "whole") / "checkpoints/step_00002"))

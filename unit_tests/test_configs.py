@@ -33,7 +33,7 @@ def file_of(path: Path, text: str) -> str:
 ARRANGES = """
 from algs.base import GroupRelative
 class Arranges(GroupRelative):
-    def arrange(self, groups):
+    def prepare_groups(self, groups):
         return groups[:1]
     def loss(self, policy, tokens):
         return -policy.logp * tokens.advantage, {}
@@ -41,7 +41,7 @@ class Arranges(GroupRelative):
 KEEPS = """
 from algs.base import Algorithm
 class Keeps(Algorithm):
-    def keep(self, group):
+    def accept_group(self, group):
         return False
     def loss(self, policy, tokens):
         return -policy.logp, {}
@@ -92,7 +92,7 @@ BROKEN = {
         ["gradient_accumulation_steps follows from other keys"],
     ),
     "tensor parallelism of the hf engine": (
-        {"backend": "ray", "rollout.tensor_parallel": 2},
+        {"backend": "ray", "rollout.tensor_parallel_size": 2},
         ["only rollout.engine=vllm"],
     ),
     "ZeRO-0 with bfloat16": (

@@ -14,7 +14,7 @@ from core.errors import RunStopped, UserError
 from core.ray_cluster import Cluster
 from core.workers import Local, Resources
 from data_feeds.packing import micro_batches, plan_update
-from driver.scoring import with_scores
+from driver.scoring import add_columns
 from driver.trainer_factory import TrainerPlan, build_trainer
 from trainers.deepspeed import DeepSpeedTrainer
 from unit_tests.examples import some_answers, some_groups, with_values
@@ -113,10 +113,10 @@ async def learn_rows(ranks, plan: TrainerPlan, *, max_tokens: int):
     alg = load_algorithm(plan.alg_spec, plan.alg)
     said = []
     for seed in (0, 1):
-        groups = alg.arrange(some_answers(alg.rows, 5, seed=seed))
+        groups = alg.prepare_groups(some_answers(alg.rows, 5, seed=seed))
         cut = {"ranks": len(trainers), "whole_groups": alg.whole_groups}
         scored = plan_update(groups, alg.loss_norm, max_tokens, **cut)
-        groups = alg.credit(await with_scores(trainers, groups, scored, alg.needs))
+        groups = alg.compute_advantages(await add_columns(trainers, groups, scored, alg.required_columns))
         per_rank = plan_update(groups, alg.loss_norm, max_tokens, **cut).batches()
         said.append((await trainers.map("step", [([micro],) for micro in per_rank]))[0])
     return (await trainers.all("state"))[0], said
@@ -180,7 +180,7 @@ def test_an_adapter_trains_and_is_saved_alike_everywhere(ranks, tiny_path, tmp_p
         for _ in range(3):
             scored = await trainers.map("score", [(micro, frozenset({"ref_logp"})) for micro in per_rank])
             filled = [
-                [replace(b, tokens=replace(b.tokens, **c)) for b, c in zip(micro, columns, strict=True)]
+                [replace(b, tokens=b.tokens.replace(**c)) for b, c in zip(micro, columns, strict=True)]
                 for micro, columns in zip(per_rank, scored, strict=True)
             ]
             metrics = await trainers.map("step", [([micro],) for micro in filled])
@@ -224,7 +224,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, tiny
     file.write_text(INFINITE)
     groups = some_groups()
     plan = plan_of(tiny_path, alg={"file": str(file)}, dtype=dtype, zero_stage=stage, ranks=2, lr=0.01)
-    planted = replace(groups[0][0], rollout_logp=[-1e9] * len(groups[0][0].mask))
+    planted = replace(groups[0][0], rollout_logp=[-1e9] * len(groups[0][0].action_mask))
     bad = [[planted, *groups[0][1:]], *groups[1:]]
 
     async def go():

@@ -70,7 +70,7 @@ def play(engine, *, env=None, max_turns=3, max_new_tokens=10):
 def test_only_what_the_policy_said_is_learnt():
     sample, said = play(Scripted([3, 4], [5]))
     assert sample.token_ids == [1, 2, 3, 4, 9, 9, 5]
-    assert sample.mask == [False, False, True, True, False, False, True]
+    assert sample.action_mask == [False, False, True, True, False, False, True]
     assert sample.rollout_logp == [0, 0, -0.5, -0.5, 0, 0, -0.5]
     assert sample.versions == [-1, -1, 7, 7, -1, -1, 8], "every token knows the policy that sampled it"
     assert [m["role"] for m in said] == ["assistant", "tool", "assistant"]
@@ -96,13 +96,13 @@ def test_why_it_stopped(engine, turns, budget, stop):
     sample, said = play(engine, max_turns=turns, max_new_tokens=budget)
     assert sample.stop == stop
     assert said[-1]["role"] == "assistant", "a reward that reads the last message reads the policy's"
-    assert sample.mask[-1], "nothing is observed that is not answered"
+    assert sample.action_mask[-1], "nothing is observed that is not answered"
 
 
 def test_an_environment_that_raises_fails_its_sample():
     sample, _ = play(Scripted([4]))
     assert sample.failure.startswith("OSError: the tool broke (test_episode.py, line")
-    assert not any(sample.learnt)
+    assert not any(sample.loss_mask)
 
 
 def test_the_calculator_answers_once_and_counts():
@@ -123,4 +123,4 @@ def test_seeds_tell_runs_tickets_siblings_and_turns_apart():
 
 def test_a_sample_whose_lists_disagree_cannot_be_made():
     with pytest.raises(ValueError, match="one length"):
-        Sample(prompt=PROMPT, token_ids=[1, 2], mask=[True], rollout_logp=[0.0, 0.0], versions=[0, 0])
+        Sample(prompt=PROMPT, token_ids=[1, 2], action_mask=[True], rollout_logp=[0.0, 0.0], versions=[0, 0])

@@ -43,8 +43,8 @@ def test_the_quickstart_goes_from_a_third_to_mastery(seed):
     assert summary["after"]["reward/correct"] >= 0.9
 
 
-@pytest.mark.parametrize("update", ["in_flight", "drain", "abort"])
-@pytest.mark.parametrize("schedule", [["max_lag=1"], ["max_lag=4", "publish_every=2"]], ids=",".join)
+@pytest.mark.parametrize("update", ["keep", "drain", "abort"])
+@pytest.mark.parametrize("schedule", [["max_staleness=1"], ["max_staleness=4", "weight_sync.every=2"]], ids=",".join)
 def test_the_quickstart_is_mastered_under_overlap_too(schedule, update, tmp_path):
     """On the model that the test above, or make quickstart, has warmed up.
 
@@ -52,14 +52,14 @@ def test_the_quickstart_is_mastered_under_overlap_too(schedule, update, tmp_path
     """
     if not (ROOT / "models/quickstart_sft").is_dir():
         subprocess.run(["make", "quickstart"], cwd=ROOT, check=True)
-    how = [*schedule, f"rollout.update={update}", "rollout.kv_cache_gib=0.005"]
+    how = [*schedule, f"weight_sync.requests={update}", "rollout.kv_cache_gib=0.005"]
     folder = run_folder("quickstart.yaml", tmp_path / "runs", *how)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["before"]["reward/correct"] <= 0.5
     assert summary["after"]["reward/correct"] >= 0.9
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert max(m["rollout/lag_max"] for m in metrics) == int(schedule[0].partition("=")[2]), "as far as they may"
-    assert any(m["rollout/mixed_versions_share"] for m in metrics) == (update != "drain")
+    assert max(m["rollout/staleness_max"] for m in metrics) == int(schedule[0].partition("=")[2]), "as far as they may"
+    assert any(m["rollout/mixed_versions_fraction"] for m in metrics) == (update != "drain")
 
 
 def test_smollm2_learns_addition(smollm2, tmp_path):

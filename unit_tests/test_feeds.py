@@ -32,7 +32,7 @@ def assistant(text):
 
 
 def data_of(train, **settings) -> DataConfig:
-    return DataConfig(train=train, **{"max_prompt_tokens": 20, "max_unfit_share": 1.0} | settings)
+    return DataConfig(train=train, **{"max_prompt_tokens": 20, "max_invalid_fraction": 1.0} | settings)
 
 
 def groups_of(chat, tmp_path, rows, *, kind, **settings) -> Feed[Group]:
@@ -46,7 +46,7 @@ def unfit_of(feed) -> dict[str, tuple[int, str]]:
 
 def spoken(chat, sample) -> str:
     """The learnt tokens as they are, a bar where something is left out."""
-    tokens = zip(chat.hf.convert_ids_to_tokens(sample.token_ids), sample.mask, strict=True)
+    tokens = zip(chat.hf.convert_ids_to_tokens(sample.token_ids), sample.action_mask, strict=True)
     runs = groupby(tokens, key=lambda token: token[1])
     return "|".join("".join(text for text, _ in run) for learnt, run in runs if learnt)
 
@@ -64,10 +64,12 @@ def test_too_long_prompts_are_left_out_and_counted(chat, tmp_path):
 def test_more_unfit_rows_than_the_share_allows_stop_the_run(chat, tmp_path):
     rows = [{"messages": [user("1" * 30)]}, {"messages": []}, *[{"messages": [user(f"{i}+1=")]} for i in range(8)]]
     path = jsonl(tmp_path / "x.jsonl", rows)
-    feed = load_prompts(data_of(path, max_unfit_share=0.2), "train", chat, seed=0)
+    feed = load_prompts(data_of(path, max_invalid_fraction=0.2), "train", chat, seed=0)
     assert len(feed.all()) == 8
-    with pytest.raises(UserError, match=r"2 of 10 rows do not fit.*max_unfit_share=0.19: 1 too_long .*1 bad_messages"):
-        load_prompts(data_of(path, max_unfit_share=0.19), "train", chat, seed=0)
+    with pytest.raises(
+        UserError, match=r"2 of 10 rows do not fit.*max_invalid_fraction=0.19: 1 too_long .*1 bad_messages"
+    ):
+        load_prompts(data_of(path, max_invalid_fraction=0.19), "train", chat, seed=0)
 
 
 def test_held_out_rows_are_limited_and_those_beyond_are_not_looked_at(chat, tmp_path):
@@ -98,7 +100,7 @@ def test_the_order_of_a_single_data_set_is_the_one_that_recorded_runs_had(chat, 
 
 def test_what_is_learnt_is_what_the_policy_would_say(chat):
     conversation = [user("1+1="), assistant("2"), user("2+2="), assistant("4")]
-    ids, mask = chat.learnt_turns(conversation)
+    ids, mask = chat.mask_turns(conversation)
     spoken = [i for i, m in zip(ids, mask, strict=True) if m]
     assert spoken == [*chat.encode("2"), chat.hf.eos_token_id, *chat.encode("4"), chat.hf.eos_token_id]
     first = chat.render(conversation[:1])
@@ -109,7 +111,7 @@ def test_what_is_learnt_is_what_the_policy_would_say(chat):
 def test_a_later_turn_is_rendered_as_training_would_see_it(chat):
     """render + reply + render_turn equals the ids of the whole conversation, up to where the policy speaks again."""
     conversation = [user("1+1="), assistant("2"), user("2+2="), assistant("4")]
-    ids, mask = chat.learnt_turns(conversation)
+    ids, mask = chat.mask_turns(conversation)
     played = chat.render(conversation[:1]) + chat.encode("2") + [chat.hf.eos_token_id]
     played += chat.render_turn(conversation[2])
     assert ids[: len(played)] == played
@@ -120,7 +122,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tiny_path):
     tokenizer = ChatTokenizer(tiny_path, "chat")
     tokenizer.hf.chat_template = "{{ messages | length }}" + tokenizer.hf.chat_template
     with pytest.raises(UserError, match="rewrites earlier turns"):
-        tokenizer.learnt_turns([user("1"), assistant("2"), user("3"), assistant("4")])
+        tokenizer.mask_turns([user("1"), assistant("2"), user("3"), assistant("4")])
 
 
 def test_a_tokenizer_without_a_template_names_the_setting(tiny_path, tmp_path):
@@ -175,7 +177,7 @@ def test_what_a_recipe_says_is_learnt_is_learnt(chat, tmp_path, learn, said):
     feed = groups_of(chat, tmp_path, [{"messages": TALK}], kind="conversations", learn=learn, max_prompt_tokens=60)
     [[sample]] = feed.all()
     assert spoken(chat, sample) == said
-    as_usual, _ = chat.learnt_turns(TALK)
+    as_usual, _ = chat.mask_turns(TALK)
     assert sample.token_ids[: len(as_usual)] == as_usual, "the tokens do not depend on what is learnt of them"
 
 
@@ -185,14 +187,14 @@ def test_another_role_is_learnt_with_its_end_of_turn_token_and_without_its_heade
         "{% for m in messages %}{{ m['role'] + ':' + (m['content'] | trim) + '<|end|>' + '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     )
-    ids, mask = chat.learnt_turns([user(" user: hi "), assistant("yes"), user("end"), assistant("ok")], ["user"])
+    ids, mask = chat.mask_turns([user(" user: hi "), assistant("yes"), user("end"), assistant("ok")], ["user"])
     learnt = [chat.hf.convert_ids_to_tokens(i) for i, m in zip(ids, mask, strict=True) if m]
     assert learnt == [*"user: hi", "<|end|>", *"end", "<|end|>"]
 
 
 def test_a_template_of_the_plain_kind_can_learn_everything(tiny_path):
     plain = ChatTokenizer(tiny_path, "plain")
-    ids, mask = plain.learnt_turns([user("1+1="), assistant("2")], "everything")
+    ids, mask = plain.mask_turns([user("1+1="), assistant("2")], "everything")
     assert ids == [*plain.encode("1+1=2"), plain.hf.eos_token_id] and all(mask)
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from data_feeds.packing import micro_batches, pack
 from modeling.attention import BY_SEQUENCE, FAMILIES, attend_by_sequence_if_able
-from modeling.forward import forward, layout_for, values_of
+from modeling.forward import compute_values, forward, layout_for
 from modeling.load import load_model, load_scalar_model
 from unit_tests.examples import a_sample, some_groups
 
@@ -54,7 +54,7 @@ def one_by_one(model, samples, temperature) -> torch.Tensor:
     logp = []
     for s in samples:
         logits = model(input_ids=torch.tensor([s.token_ids])).logits[0].float() / temperature
-        logp += [logits[t - 1].log_softmax(-1)[s.token_ids[t]] for t, yes in enumerate(s.learnt) if yes]
+        logp += [logits[t - 1].log_softmax(-1)[s.token_ids[t]] for t, yes in enumerate(s.loss_mask) if yes]
     return torch.stack(logp)
 
 
@@ -110,9 +110,9 @@ def test_values_do_not_depend_on_the_layout(tiny_path):
     nn.init.normal_(model.score.weight)
     samples = some_samples(9, 9, 6, 20, 3)
     assert layout_for("auto", model) == "packed"
-    got = values_of(model, packed(samples), layout="packed", model=model)
-    padded = values_of(model, packed(samples), layout="padded", model=model)
-    alone = torch.cat([values_of(model, packed([s]), layout="padded", model=model) for s in samples])
+    got = compute_values(model, packed(samples), layout="packed", model=model)
+    padded = compute_values(model, packed(samples), layout="padded", model=model)
+    alone = torch.cat([compute_values(model, packed([s]), layout="padded", model=model) for s in samples])
     torch.testing.assert_close(got, alone, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-4)
     want = gradient(model, alone)

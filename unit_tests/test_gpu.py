@@ -12,7 +12,7 @@ from data_feeds.packing import micro_batches
 from modeling.forward import forward
 from modeling.load import load_model
 from rollouts.engines.hf import HfEngine
-from trainers.local import ReferenceTrainer
+from trainers.local import LocalTrainer
 from unit_tests.examples import some_groups
 from weight_sync.fingerprint import fingerprint
 
@@ -22,16 +22,16 @@ pytestmark = [
 ]
 
 
-def trainer_of(path: str, **changes) -> ReferenceTrainer:
+def trainer_of(path: str, **changes) -> LocalTrainer:
     model = ModelConfig(path=path, dtype=changes.pop("dtype", "float32"), attention=changes.pop("attention", "sdpa"))
     cfg = TrainerConfig(**{"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0} | changes)
-    return ReferenceTrainer(model, cfg, GRPO(), temperature=0.9, total_updates=10)
+    return LocalTrainer(model, cfg, GRPO(), temperature=0.9, total_updates=10)
 
 
-def update_of(trainer: ReferenceTrainer, max_tokens: int) -> torch.Tensor:
-    before = trainer.state()
+def update_of(trainer: LocalTrainer, max_tokens: int) -> torch.Tensor:
+    before = trainer.flatten_weights()
     trainer.step([micro_batches(some_groups(), "token", max_tokens)[0]])
-    return before - trainer.state()
+    return before - trainer.flatten_weights()
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -59,14 +59,14 @@ def test_engine_and_trainer_agree_after_a_sync(tiny_path):
     update_of(trainer, 10_000)
 
     async def sync_and_compare():
-        await engine.load(1, trainer.weights(2**20))
+        await engine.load_weights(1, trainer.weights(2**20))
         done = await engine.generate([5, 6, 7], max_new_tokens=12, seed=0)
         return await engine.probe([5, 6, 7, *done.token_ids]), trainer.probe([5, 6, 7, *done.token_ids])
 
     theirs, ours = asyncio.run(sync_and_compare())
     assert theirs == pytest.approx(ours, abs=1e-3)
     sent = {name: value for bucket in trainer.weights(2**20) for name, value in fingerprint(bucket).items()}
-    assert asyncio.run(engine.fingerprint()) == [sent]
+    assert asyncio.run(engine.read_fingerprint()) == [sent]
 
 
 def test_a_fingerprint_is_the_same_on_every_device():

@@ -111,25 +111,25 @@ def check_ends(done, budget):
     assert len(done.token_ids) == budget or (done.stop == "eos" and len(done.token_ids) < budget)
 
 
-def updated_in_flight(path, mode):
+def updated_keep(path, mode):
     """Version 1, and version 2 in the middle: the completions, the late one's, how many steps there were before the
     load, and the models by version."""
     models = {version: other_weights(path, seed=version) for version in (1, 2)}
 
     async def body():
         engine = engine_of(path, update=mode)
-        await engine.load(1, [list(models[1].named_parameters())])
+        await engine.load_weights(1, [list(models[1].named_parameters())])
         steps = Steps(engine)
 
         async def update():
             await steps.until(AT)
             assert torch.is_grad_enabled(), "a trainer in this process may be at work between two tokens"
-            holding = asyncio.create_task(engine.hold())
+            holding = asyncio.create_task(engine.pause())
             await asyncio.sleep(0)
             late = asyncio.create_task(engine.generate([8, 8], max_new_tokens=4, seed=9))
             await holding
             before = len(steps.rows)
-            await engine.load(2, [list(models[2].named_parameters())])
+            await engine.load_weights(2, [list(models[2].named_parameters())])
             return await late, before
 
         asking = (
@@ -141,9 +141,9 @@ def updated_in_flight(path, mode):
     return *asyncio.run(body()), models
 
 
-@pytest.mark.parametrize("mode", ["in_flight", "drain", "abort"])
+@pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
 def test_every_token_is_of_the_weights_its_version_names(tiny_path, mode):
-    done, late, _, models = updated_in_flight(tiny_path, mode)
+    done, late, _, models = updated_keep(tiny_path, mode)
     for prompt, completion, budget in zip([*PROMPTS, [8, 8]], [*done, late], [*BUDGETS, 4], strict=True):
         check_by_forward_pass(models, prompt, completion)
         check_ends(completion, budget)
@@ -151,9 +151,9 @@ def test_every_token_is_of_the_weights_its_version_names(tiny_path, mode):
     assert {len(c.token_ids) for c in done} >= {3, 12, 20}, "or the seeds end them before the load"
 
 
-@pytest.mark.parametrize("mode", ["in_flight", "abort"])
+@pytest.mark.parametrize("mode", ["keep", "abort"])
 def test_versions_change_at_the_load(tiny_path, mode):
-    done, _, before, _ = updated_in_flight(tiny_path, mode)
+    done, _, before, _ = updated_keep(tiny_path, mode)
     assert AT <= before < 12
     for completion in done:
         n = len(completion.token_ids)
@@ -161,31 +161,31 @@ def test_versions_change_at_the_load(tiny_path, mode):
 
 
 def test_a_drain_finishes_what_runs_with_the_old_weights(tiny_path):
-    done, _, before, _ = updated_in_flight(tiny_path, "drain")
+    done, _, before, _ = updated_keep(tiny_path, "drain")
     assert {v for c in done for v in c.versions} == {1}
     assert before == max(len(c.token_ids) for c in done)
 
 
 def test_a_request_goes_on_with_its_own_random_numbers(tiny_path):
-    held, cut_off = (updated_in_flight(tiny_path, mode)[0] for mode in ("in_flight", "abort"))
+    held, cut_off = (updated_keep(tiny_path, mode)[0] for mode in ("keep", "abort"))
     assert [c.token_ids for c in held] == [c.token_ids for c in cut_off]
 
 
-@pytest.mark.parametrize("mode", ["in_flight", "drain", "abort"])
+@pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
 def test_the_recipe_decides_what_an_update_does(recipe, mode):
-    cfg = load_recipe(RLConfig, recipe({"rollout.update": mode}), []).cfg
+    cfg = load_recipe(RLConfig, recipe({"weight_sync.requests": mode}), []).cfg
     engine = build_engine(None, plan_rollouts(cfg), [1])
     assert isinstance(engine, HfEngine) and engine.update == mode
 
 
-@pytest.mark.parametrize("mode", ["in_flight", "drain", "abort"])
+@pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
 def test_an_update_between_batches_changes_nothing_else(tiny_path, mode):
     new = other_weights(tiny_path, seed=1)
 
     async def updated(engine, *, hold):
         if hold:
-            await engine.hold()
-        await engine.load(0, [list(new.named_parameters())])
+            await engine.pause()
+        await engine.load_weights(0, [list(new.named_parameters())])
         return await several(engine, PROMPTS, range(4))
 
     held = asyncio.run(updated(engine_of(tiny_path, update=mode), hold=True))
@@ -202,7 +202,7 @@ def test_a_probe_in_mid_generation_is_of_the_weights_of_the_moment(tiny_path):
         running = asyncio.create_task(engine.generate(PROMPTS[0], max_new_tokens=12, seed=0))
         await steps.until(3)
         before = await engine.probe(ids)
-        await engine.load(1, [list(new.named_parameters())])
+        await engine.load_weights(1, [list(new.named_parameters())])
         after = await engine.probe(ids)
         assert not running.done()
         await running
@@ -234,7 +234,7 @@ def test_a_drain_does_not_wait_for_callers_that_gave_up(tiny_path):
         running = asyncio.create_task(engine.generate([5], max_new_tokens=10**6, seed=2))
         await steps.until(1)
         running.cancel()
-        await asyncio.wait_for(engine.hold(), 10)
+        await asyncio.wait_for(engine.pause(), 10)
         assert len(steps.rows) < 5
 
     asyncio.run(body())

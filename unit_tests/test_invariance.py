@@ -14,7 +14,7 @@ from algs.terms import KL, Correction
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped
 from data_feeds.packing import micro_batches
-from trainers.local import ReferenceTrainer
+from trainers.local import LocalTrainer
 from unit_tests.examples import some_groups, with_values
 
 ALGS = [
@@ -31,18 +31,18 @@ ALGS = [
 ]
 
 
-def trainer_of(path: str, alg, **changes) -> ReferenceTrainer:
+def trainer_of(path: str, alg, **changes) -> LocalTrainer:
     cfg = TrainerConfig(**{"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0} | changes)
     model = ModelConfig(path=path, dtype="float32", attention="sdpa")
-    return ReferenceTrainer(model, cfg, alg, temperature=0.9, total_updates=10)
+    return LocalTrainer(model, cfg, alg, temperature=0.9, total_updates=10)
 
 
 def change(path: str, alg, micro, **changes) -> tuple[torch.Tensor, dict[str, float]]:
     """What one SGD update with learning rate 1 takes off the weights: the gradient."""
     trainer = trainer_of(path, alg, **changes)
-    before = trainer.state()
+    before = trainer.flatten_weights()
     metrics = trainer.step([micro])
-    return before - trainer.state(), metrics
+    return before - trainer.flatten_weights(), metrics
 
 
 @pytest.mark.parametrize("alg", ALGS, ids=lambda a: f"{type(a).__name__}-{a.loss_norm}")
@@ -63,12 +63,12 @@ def test_the_gradient_is_the_one_written_down_in_plain_torch(tiny_path):
     """Independent of our packing, forward and step: one sequence at a time, token mean, -log p."""
     groups = some_groups()
     trainer = trainer_of(tiny_path, SFT())
-    total = sum(sum(s.learnt) for g in groups for s in g)
+    total = sum(sum(s.loss_mask) for g in groups for s in g)
     loss = 0.0
     for s in (s for g in groups for s in g):
         logp = (trainer.model(input_ids=torch.tensor([s.token_ids])).logits[0] / 0.9).log_softmax(-1)
         for t in range(1, len(s.token_ids)):
-            if s.mask[t]:
+            if s.action_mask[t]:
                 loss = loss - logp[t - 1, s.token_ids[t]] / total
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(trainer.model.parameters()))])
     got, metrics = change(tiny_path, SFT(), micro_batches(groups, "token", 50)[0])

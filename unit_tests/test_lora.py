@@ -20,7 +20,7 @@ from data_feeds.packing import micro_batches
 from modeling.hf_config import check_model_folder
 from modeling.load import load_model
 from modeling.lora import merged_weight
-from trainers.local import ReferenceTrainer
+from trainers.local import LocalTrainer
 from unit_tests.examples import some_groups
 from weight_sync.fingerprint import fingerprint
 
@@ -36,12 +36,10 @@ IDS = torch.arange(2, 40)[None]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def trainer_of(
-    path: str, lora: LoraConfig | None, *, seed: int = 0, dtype="float32", alg=None, **cfg
-) -> ReferenceTrainer:
+def trainer_of(path: str, lora: LoraConfig | None, *, seed: int = 0, dtype="float32", alg=None, **cfg) -> LocalTrainer:
     torch.manual_seed(seed)
     alg = alg or {"name": "grpo"}
-    return ReferenceTrainer(
+    return LocalTrainer(
         ModelConfig(path=path, dtype=dtype, attention="sdpa", lora=lora),
         TrainerConfig(**{"lr": 1e-2, **cfg}),
         find_algorithm(alg)[1](**alg),
@@ -55,7 +53,7 @@ def batches(groups=None) -> list[Batch]:
     return micro
 
 
-def trained(path: str, lora: LoraConfig | None, *, steps: int = 3, **settings) -> ReferenceTrainer:
+def trained(path: str, lora: LoraConfig | None, *, steps: int = 3, **settings) -> LocalTrainer:
     trainer = trainer_of(path, lora, **settings)
     for _ in range(steps):
         trainer.step([batches()])
@@ -67,7 +65,7 @@ def logits(model: nn.Module) -> Tensor:
     return model(input_ids=IDS, use_cache=False).logits
 
 
-def whole(trainer: ReferenceTrainer) -> dict[str, Tensor]:
+def whole(trainer: LocalTrainer) -> dict[str, Tensor]:
     return {name: tensor for bucket in trainer.weights(2**20) for name, tensor in bucket}
 
 
@@ -107,7 +105,7 @@ def test_an_adapter_starts_as_the_model_itself_and_the_seed_decides_it(tiny_path
     first = trainer_of(tiny_path, KINDS[kind])
     torch.testing.assert_close(logits(first.model), logits(start), atol=1e-5, rtol=0)
 
-    def adapter(trainer: ReferenceTrainer) -> Tensor:
+    def adapter(trainer: LocalTrainer) -> Tensor:
         return torch.cat([t.flatten() for bucket in trainer.weights(2**20, "adapter") for _, t in bucket])
 
     torch.manual_seed(0)
@@ -162,10 +160,10 @@ def test_the_reference_is_the_model_without_its_adapter(tiny_path, column):
     assert not torch.allclose(after, before, atol=1e-3), "and goes on to move after the reference was asked"
 
 
-def scored(trainer: ReferenceTrainer) -> list[Batch]:
+def scored(trainer: LocalTrainer) -> list[Batch]:
     """With the columns that a KL in the loss needs."""
     columns = trainer.score(batches(), frozenset({"ref_logp"}))
-    return [replace(b, tokens=replace(b.tokens, **c)) for b, c in zip(batches(), columns, strict=True)]
+    return [replace(b, tokens=b.tokens.replace(**c)) for b, c in zip(batches(), columns, strict=True)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

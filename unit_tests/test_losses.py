@@ -129,7 +129,7 @@ def samples_of(name: str, poison: float | None = None) -> list[list[Sample]]:
         sample = Sample(
             prompt=Prompt(id=str(RL["prompt"][b]), messages=[]),
             token_ids=[5] * (len(live) + 3),
-            mask=[False, False, *[True] * len(live), False],
+            action_mask=[False, False, *[True] * len(live), False],
             rollout_logp=column(rollout),
             versions=[-1] * (len(live) + 3),
             reward=RL["rewards"][b],
@@ -143,7 +143,7 @@ def samples_of(name: str, poison: float | None = None) -> list[list[Sample]]:
 def batch_of(name: str, alg: Algorithm, dtype, poison: float | None = None):
     groups = samples_of(name, poison)
     if name == "opd/policy_gradient":
-        groups = alg.credit(groups)
+        groups = alg.compute_advantages(groups)
     horizon = GOLDEN["cases"][name]["hyperparameters"].get("loss_const", 1)
     weights = token_weights(groups, alg.loss_norm, horizon=int(horizon))
     return pack([s for g in groups for s in g], weights, dtype=dtype)
@@ -165,7 +165,7 @@ def test_loss_and_gradient_are_the_oracles(name, dtype, rtol, poison):
     case, alg = GOLDEN["cases"][name], CASES[name]
     tokens = batch_of(name, alg, dtype, poison).tokens
     logp = live(RL["logp"], dtype).requires_grad_()
-    tokens = replace(tokens, totals=alg.totals(Policy(logp=logp), tokens))
+    tokens = tokens.replace(totals=alg.totals(Policy(logp=logp), tokens))
     loss, _ = alg.objective(Policy(logp=logp), tokens)
     total = (loss * tokens.weight).sum()
     total.backward()
@@ -256,16 +256,16 @@ def test_gae_is_the_oracles(name):
 def test_whitening_is_the_oracles():
     case, mask = GOLDEN["gae"]["g1_l095_terminal"], GOLDEN["gae"]["mask"]
 
-    def learnt(table: list[list[float]]) -> list[list[float]]:
+    def trained(table: list[list[float]]) -> list[list[float]]:
         return [[x for x, m in zip(row, live, strict=True) if m] for row, live in zip(table, mask, strict=True)]
 
-    got, want = whiten(learnt(case["advantages"])), learnt(case["whitened_population"])
+    got, want = whiten(trained(case["advantages"])), trained(case["whitened_population"])
     assert [x for row in got for x in row] == pytest.approx([x for row in want for x in row], abs=1e-9)
 
 
 def learnt_advantages(alg: Algorithm, name: str = "reinforce_pp/ppo_clip") -> list[list[float]]:
-    credited = [s for g in alg.credit(samples_of(name)) for s in g]
-    return [[a for a, m in zip(s.advantage or [], s.learnt, strict=True) if m] for s in credited]
+    credited = [s for g in alg.compute_advantages(samples_of(name)) for s in g]
+    return [[a for a, m in zip(s.advantage or [], s.loss_mask, strict=True) if m] for s in credited]
 
 
 def test_kl_in_the_reward_shapes_what_is_whitened_or_compared():
@@ -283,11 +283,11 @@ def test_overlong_answers_are_punished_or_left_out():
     for length, penalty in zip(case["lengths"], case["penalty"], strict=True):
         assert overlong_penalty(length, longest=case["L_max"], buffer=case["L_cache"]) == pytest.approx(penalty)
     [pair, _] = samples_of("dapo/token_mean")  # 3 and 2 sampled tokens, rewards 1 and 0
-    shaped = GRPO(overlong=Overlong(mode="penalty", longest=4, buffer=2, coef=0.5)).credit([pair])
+    shaped = GRPO(overlong=Overlong(mode="penalty", longest=4, buffer=2, coef=0.5)).compute_advantages([pair])
     assert [s.advantage[2] for s in shaped[0]] == [0.375, -0.375], "1 - 0.5 x 1/2, and 0: above and below their mean"
     cut = [replace(pair[0], stop="length"), pair[1]]
-    [filtered] = GRPO(overlong=Overlong(mode="filter")).credit([cut])
-    assert [any(s.learnt) for s in filtered] == [False, True]
+    [filtered] = GRPO(overlong=Overlong(mode="filter")).compute_advantages([cut])
+    assert [any(s.loss_mask) for s in filtered] == [False, True]
     assert filtered[1].advantage[2] == -0.5, "its sibling's reward still counts"
 
 
@@ -296,18 +296,18 @@ def test_a_truncated_answer_gives_up_its_last_token_to_bootstrap():
     cut = Sample(
         prompt=Prompt(id="0", messages=[]),
         token_ids=[5] * 5,
-        mask=[False, False, True, True, True],
+        action_mask=[False, False, True, True, True],
         rollout_logp=[0.0] * 5,
         versions=[0] * 5,
         stop="length",
         reward=1.0,
         columns={"values": [0.0, 0.0, 0.3, 0.4, 0.7]},
     )
-    [[done]] = PPO(bootstrap_truncated=True, whiten=False, lam=1.0).credit([[cut]])
-    assert done.learnt == [False, False, True, True, False]
+    [[done]] = PPO(bootstrap_truncated=True, whiten=False, lam=1.0).compute_advantages([[cut]])
+    assert done.loss_mask == [False, False, True, True, False]
     assert done.advantage[2:4] == pytest.approx([1 + 0.7 - 0.3, 1 + 0.7 - 0.4])
     assert done.columns["returns"][2:4] == pytest.approx([1.7, 1.7])
-    [[over]] = PPO(whiten=False, lam=1.0).credit([[cut]])
+    [[over]] = PPO(whiten=False, lam=1.0).compute_advantages([[cut]])
     assert over.advantage[2:] == pytest.approx([1 - 0.3, 1 - 0.4, 1 - 0.7])
 
 
@@ -350,9 +350,9 @@ def test_identities_between_algorithms():
     """GSPO's two forms have one gradient; P4O with the current policy as the proximal one is P3O."""
 
     def gradient(alg: Algorithm, **changes) -> torch.Tensor:
-        tokens = replace(batch_of("p3o/llm", alg, torch.float64).tokens, **changes)
+        tokens = batch_of("p3o/llm", alg, torch.float64).tokens.replace(**changes)
         logp = live(RL["logp"], torch.float64).requires_grad_()
-        tokens = replace(tokens, totals=alg.totals(Policy(logp=logp), tokens))
+        tokens = tokens.replace(totals=alg.totals(Policy(logp=logp), tokens))
         (alg.objective(Policy(logp=logp), tokens)[0] * tokens.weight).sum().backward()
         return logp.grad
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from driver.metrics import describe_lag
 
 import main_rl
 from benchmarks import simulate
@@ -23,11 +24,10 @@ from core.types import Group, Prompt, Sample
 from data_feeds.packing import plan_update
 from driver.checkpoint import find_checkpoint
 from driver.load_recipe import load_recipe
-from driver.metrics import describe_lag
 from driver.rl_run import Run
 from driver.rl_setup import prepare, start
 from driver.session import Session, run_session
-from rollouts.buffer import Drawn, ReplayBuffer, Schedule
+from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
 from rollouts.envs import SingleTurn as OneTurn
 from rollouts.generation import Generation
 from rollouts.worker import RolloutWorker
@@ -45,7 +45,7 @@ async def ten_lines(run: Run) -> list[float]:
     for step in range(run.steps):
         tickets = range(step * run.cfg.groups_per_step, (step + 1) * run.cfg.groups_per_step)
         asked = [run.rollouts.call(0, "group", t, run.prompts.draw(t), run.cfg.group_size) for t in tickets]
-        groups = run.alg.credit(list(await asyncio.gather(*asked)))
+        groups = run.alg.compute_advantages(list(await asyncio.gather(*asked)))
         plan = plan_update(groups, run.alg.loss_norm, run.cfg.trainer.micro_batch_tokens, horizon=8, padded=run.pads)
         losses.append((await run.trainers.map("step", [(plan.batches(),)]))[0]["loss"])
         await run.weights.publish(step + 1)
@@ -85,7 +85,7 @@ def prompts_of(folder: Path, step: int) -> list[str]:
 
 def test_a_run_that_was_stopped_with_groups_under_way_trains_on_the_same_prompts(recipe, tmp_path, sums):
     """With evaluation in between, and a publish every second step."""
-    changes = {"steps": 8, "max_lag": 2, "publish_every": 2, "checkpoint": {"every": 3, "keep": 9}}
+    changes = {"steps": 8, "max_staleness": 2, "weight_sync.every": 2, "checkpoint": {"every": 3, "keep": 9}}
     held_out = {"data.eval": str(sums / "eval.parquet"), "data.eval_rows": 3, "eval_every": 2}
     path = recipe(changes | held_out | {"reward.fn": file_of(tmp_path / "sevens.py", SEVENS)})
     assert run_here(main_rl, "--config", path, "name=whole") == (0, "")
@@ -97,9 +97,11 @@ def test_a_run_that_was_stopped_with_groups_under_way_trains_on_the_same_prompts
     assert [prompts_of(resumed, step) for step in range(3, 8)] == [prompts_of(whole, step) for step in range(3, 8)]
     for folder, first in ((whole, 0), (resumed, 3)):
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        lags = [row["rollout/lag_max"] for row in rows]
+        lags = [row["rollout/staleness_max"] for row in rows]
         assert 0 < max(lags) <= 2, lags
-        assert rows[-1]["rollout/lag_mean"] == pytest.approx(sum(n * rows[-1][f"rollout/lag/{n}"] for n in range(3)))
+        assert rows[-1]["rollout/staleness_mean"] == pytest.approx(
+            sum(n * rows[-1][f"rollout/staleness/{n}"] for n in range(3))
+        )
         assert [row["step"] for row in rows if "eval/reward/mean" in row] == [n for n in (1, 3, 5) if n >= first]
 
 
@@ -134,10 +136,10 @@ class Choosy(SimulatedRun):
     leaves_out = 0.0
     draw = random.Random(0)
 
-    def keep(self, group: Group) -> bool:
+    def accept_group(self, group: Group) -> bool:
         return random.Random(f"kept {group[0].prompt.id}").random() >= self.leaves_out
 
-    async def learn(self, groups):
+    async def train(self, groups):
         await asyncio.sleep(self.times.train * 2 * self.draw.random())
         return {}
 
@@ -147,9 +149,9 @@ def a_schedule(draw: random.Random) -> Schedule:
     return Schedule(
         steps=draw.randint(2, 8),
         per_step=reuse * draw.randint(1, 4),
-        publish_every=publish_every,
-        reuse=reuse,
-        max_lag=publish_every + reuse - 2 + draw.choice([0, 1, 3]),
+        sync_every=publish_every,
+        sample_reuse=reuse,
+        max_staleness=publish_every + reuse - 2 + draw.choice([0, 1, 3]),
     )
 
 
@@ -166,7 +168,7 @@ def play(seed: int) -> None:
 
     run = run_in_virtual_time(body())
     told = f"seed {seed}, {schedule}"
-    assert max(run.lags) <= schedule.max_lag, told
+    assert max(run.lags) <= schedule.max_staleness, told
     kept = [d.ticket for d in run.drawn if d.kept]
     trained = [[int(g[0].prompt.id) for g in groups] for groups in run.trained]
     windows = [schedule.window(step) for step in range(schedule.steps)]
@@ -190,13 +192,13 @@ def test_thousands_of_other_timings_do_not_either():
 class InOrderOfCompletion(ReplayBuffer):
     """The mistake that ticket order avoids."""
 
-    def add(self, drawn: Drawn) -> None:
+    def add(self, drawn: FinishedGroup) -> None:
         self.started.remove(drawn.ticket)
         self.ready.append(drawn)
         self._changed.set()
 
 
-def lengths_trained_on(max_lag: int, buffer: type[ReplayBuffer] = ReplayBuffer) -> list[float]:
+def lengths_trained_on(max_staleness: int, buffer: type[ReplayBuffer] = ReplayBuffer) -> list[float]:
     """Every fourth prompt is hard: its answers take sixty times as long."""
 
     class Planted(Times):
@@ -204,7 +206,7 @@ def lengths_trained_on(max_lag: int, buffer: type[ReplayBuffer] = ReplayBuffer) 
             return (60.0 if ticket % 4 == 3 else 1.0) * (0.5 + random.Random(ticket).random())
 
     times = Planted(group=1.0, group_std=0.0, train=2.0, sync=0.1)
-    schedule = Schedule(steps=40, per_step=16, max_lag=max_lag)
+    schedule = Schedule(steps=40, per_step=16, max_staleness=max_staleness)
 
     async def body() -> SimulatedRun:
         run = SimulatedRun(schedule, SimulatedEngines(times=times, engines=2, concurrent=64), times)
@@ -221,14 +223,14 @@ def distance(a: list[float], b: list[float]) -> float:
     return max(abs(sum(x <= at for x in a) / len(a) - sum(x <= at for x in b) / len(b)) for at in (*a, *b))
 
 
-@pytest.mark.parametrize("max_lag", [1, 4])
-def test_overlap_trains_on_the_same_prompts_and_lengths(max_lag):
+@pytest.mark.parametrize("max_staleness", [1, 4])
+def test_overlap_trains_on_the_same_prompts_and_lengths(max_staleness):
     synchronous = lengths_trained_on(0)
     critical = 1.36 * (2 / len(synchronous)) ** 0.5  # of two samples of 160 at the 5 % level
-    assert distance(lengths_trained_on(max_lag), synchronous) < critical
-    assert mean(x > 10 for x in lengths_trained_on(max_lag)) == 0.25
-    if max_lag == 4:
-        biased = lengths_trained_on(max_lag, InOrderOfCompletion)
+    assert distance(lengths_trained_on(max_staleness), synchronous) < critical
+    assert mean(x > 10 for x in lengths_trained_on(max_staleness)) == 0.25
+    if max_staleness == 4:
+        biased = lengths_trained_on(max_staleness, InOrderOfCompletion)
         assert distance(biased, synchronous) > critical, "the test sees the mistake where it is made"
 
 
@@ -249,11 +251,11 @@ def test_an_error_of_an_engine_ends_the_run_and_one_of_the_trainer_the_generatio
             raise RunStopped("engine 1 died")
 
     class Diverged(SimulatedRun):
-        async def learn(self, groups):
+        async def train(self, groups):
             raise RunStopped("the loss diverged")
 
     times = Times(group=1.0, group_std=0.0, train=1.0, sync=0.0)
-    schedule = Schedule(steps=3, per_step=2, max_lag=1)
+    schedule = Schedule(steps=3, per_step=2, max_staleness=1)
     with pytest.raises(RunStopped, match="engine 1 died"):
         run_in_virtual_time(main_rl.train(SimulatedRun(schedule, Broken(times=times, engines=1, concurrent=9), times)))
     engines = SimulatedEngines(times=times, engines=1, concurrent=9)
@@ -264,7 +266,7 @@ def test_an_error_of_an_engine_ends_the_run_and_one_of_the_trainer_the_generatio
 def test_overlap_hides_the_shorter_side():
     times = Times(group=10.0, group_std=0.0, train=10.0, sync=0.2)
     synchronous, overlapped = (
-        forecast(Schedule(steps=30, per_step=4, max_lag=lag), times, engines=1, concurrent=8) for lag in (0, 1)
+        forecast(Schedule(steps=30, per_step=4, max_staleness=lag), times, engines=1, concurrent=8) for lag in (0, 1)
     )
     assert synchronous.step_seconds == pytest.approx(20.2)
     assert synchronous.step_seconds / overlapped.step_seconds > 1.8
@@ -273,28 +275,28 @@ def test_overlap_hides_the_shorter_side():
 
 def test_a_buffer_is_saved_and_goes_on_where_it_was():
     """What had come is not asked for again, what was out is, and the window of a reused group stays."""
-    schedule = Schedule(steps=9, per_step=4, max_lag=5, reuse=2)
+    schedule = Schedule(steps=9, per_step=4, max_staleness=5, sample_reuse=2)
 
-    def drawn(ticket: int, kept: bool = True) -> Drawn:
+    def drawn(ticket: int, kept: bool = True) -> FinishedGroup:
         from benchmarks.simulate import answer
 
-        return Drawn(ticket=ticket, group=[answer(ticket, 0)], kept=kept, seconds=1.5)
+        return FinishedGroup(ticket=ticket, group=[answer(ticket, 0)], kept=kept, seconds=1.5)
 
     async def body() -> None:
         buffer = ReplayBuffer(schedule)
         for ticket in range(9):
-            assert await buffer.reserve() == ticket
+            assert await buffer.reserve_ticket() == ticket
         for ticket in (0, 1, 2, 3, 4, 6, 8):
-            buffer.add(drawn(ticket, kept=ticket != 1))
-        groups, account = await buffer.take(0)
+            buffer.add_group(drawn(ticket, kept=ticket != 1))
+        groups, account = await buffer.next_step_groups(0)
         assert [g[0].prompt.id for g in groups] == ["0", "2", "3", "4"] and len(account) == 5
-        state = json.loads(json.dumps(buffer.state()))
+        state = json.loads(json.dumps(buffer.get_state()))
         assert state["started"] == [5, 7] and [c["ticket"] for c in state["came"]] == [3, 4, 6, 8]
-        again = ReplayBuffer.restored(state, schedule, lambda t: Prompt(id=str(t), messages=[]), step=1)
+        again = ReplayBuffer.from_state(state, schedule, lambda t: Prompt(id=str(t), messages=[]), step=1)
         assert again.ready[0] == buffer.ready[0] and again.waiting == buffer.waiting
-        assert [await again.reserve() for _ in range(3)] == [5, 7, 9]
+        assert [await again.reserve_ticket() for _ in range(3)] == [5, 7, 9]
         again.add(drawn(5))
-        groups, account = await again.take(1)
+        groups, account = await again.next_step_groups(1)
         assert [g[0].prompt.id for g in groups] == ["3", "4", "5", "6"]
         assert [d.ticket for d in account] == [5, 6], "3 and 4 were told of in step 0"
         with pytest.raises(RuntimeError, match="came twice"):
@@ -306,10 +308,10 @@ def test_a_buffer_is_saved_and_goes_on_where_it_was():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"publish_every": 3, "max_lag": 1}, "raise max_lag to 2"),
-        ({"reuse": 2, "max_lag": 0}, "raise max_lag to 1"),
-        ({"reuse": 3, "max_lag": 2}, "groups_per_step=4 must be a multiple of reuse=3"),
-        ({"publish_drift": 0.1}, "raise publish_every"),
+        ({"weight_sync.every": 3, "max_staleness": 1}, "raise max_staleness to 2"),
+        ({"reuse": 2, "max_staleness": 0}, "raise max_staleness to 1"),
+        ({"reuse": 3, "max_staleness": 2}, "groups_per_step=4 must be a multiple of reuse=3"),
+        ({"publish_drift": 0.1}, "raise weight_sync.every"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(recipe, changes, says):
@@ -320,10 +322,10 @@ def test_a_schedule_that_cannot_be_is_refused(recipe, changes, says):
 
 
 def test_weights_go_out_earlier_where_the_policy_drifts():
-    schedule = Schedule(steps=100, per_step=1, max_lag=7, publish_every=8, publish_drift=0.1)
-    assert not schedule.is_due(3, version=0, drift=0.1)
-    assert schedule.is_due(3, version=0, drift=0.2)
-    assert schedule.is_due(8, version=0, drift=None) and schedule.is_due(100, version=99, drift=None)
+    schedule = Schedule(steps=100, per_step=1, max_staleness=7, sync_every=8, max_kl=0.1)
+    assert not schedule.needs_sync(3, version=0, kl=0.1)
+    assert schedule.needs_sync(3, version=0, kl=0.2)
+    assert schedule.needs_sync(8, version=0, kl=None) and schedule.needs_sync(100, version=99, kl=None)
 
 
 def test_generation_asks_the_engine_with_the_least_to_do():
@@ -335,12 +337,12 @@ def test_generation_asks_the_engine_with_the_least_to_do():
         generation = Generation(
             engines,
             draw=lambda t: Prompt(id=str(t), messages=[]),
-            keep=lambda g: True,
+            accept_group=lambda g: True,
             buffer=ReplayBuffer(schedule),
             group_size=1,
             timeout_s=9.0,
         )
-        async with generation.beside():
+        async with generation.running_in_background():
             await asyncio.sleep(0.5)
             return list(generation.running)
 
@@ -388,7 +390,7 @@ def test_a_group_that_takes_too_long_is_given_up_where_it_is_made():
 
 def test_groups_that_nobody_wants_do_not_outlast_the_training():
     """A run that is resumed for fewer steps had more under way than it needs."""
-    schedule = Schedule(steps=2, per_step=1, max_lag=4)
+    schedule = Schedule(steps=2, per_step=1, max_staleness=4)
     times = Times(group=1.0, group_std=0.0, train=1.0, sync=0.0)
 
     class Late(SimulatedEngines):
@@ -400,7 +402,7 @@ def test_groups_that_nobody_wants_do_not_outlast_the_training():
     run = SimulatedRun(schedule, Late(times=times, engines=1, concurrent=9), times, first_step=1)
     state = {"ticket": 5, "started": [1, 2, 3, 4], "told": 0, "came": []}
     draw = run.generation.draw
-    run.generation.buffer = ReplayBuffer.restored(state, schedule, draw, step=1)
+    run.generation.buffer = ReplayBuffer.from_state(state, schedule, draw, step=1)
 
     async def seconds() -> float:
         await main_rl.train(run)
@@ -411,15 +413,15 @@ def test_groups_that_nobody_wants_do_not_outlast_the_training():
 
 
 def test_the_forecast_of_a_run_counts_what_was_drawn_and_each_publish(tmp_path):
-    recipe = {"steps": 9, "groups_per_step": 8, "reuse": 2, "publish_every": 3}
+    recipe = {"steps": 9, "groups_per_step": 8, "reuse": 2, "weight_sync.every": 3}
     (tmp_path / "config.yaml").write_text(json.dumps(recipe))
     spent = {"time/groups/mean_s": 2.0, "time/groups/std_s": 1.0, "time/step_s": 10.0, "time/wait_for_data_s": 4.0}
     rows = [spent | {"rollout/groups_drawn": 6} | ({"time/sync_s": 3.0} if n % 3 == 0 else {}) for n in range(7)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     times, schedule = times_of(tmp_path)
     assert (times.sync, times.train) == (pytest.approx(3.0), pytest.approx(5.0))
-    assert schedule == Schedule(steps=9, per_step=12, reuse=2, publish_every=3), "6 new groups, of which 4 are kept"
-    with pytest.raises(SystemExit, match="--max-lag 2, and the run's publish_every=3 and reuse=2 want 3"):
+    assert schedule == Schedule(steps=9, per_step=12, sample_reuse=2, sync_every=3), "6 new groups, of which 4 are kept"
+    with pytest.raises(SystemExit, match="--max-lag 2, and the run's sync_every=3 and reuse=2 want 3"):
         simulate.main(["--run", str(tmp_path), "--max-lag", "2"])
 
 
@@ -429,20 +431,24 @@ def sampled_by(*versions: int) -> Sample:
     prompt = Prompt(id="p", messages=[{"role": "user", "content": "?"}])
     zeros = [0.0] * (n + 1)
     return Sample(
-        prompt=prompt, token_ids=[1] * (n + 1), mask=[False] + [True] * n, rollout_logp=zeros, versions=[-1, *versions]
+        prompt=prompt,
+        token_ids=[1] * (n + 1),
+        action_mask=[False] + [True] * n,
+        rollout_logp=zeros,
+        versions=[-1, *versions],
     )
 
 
 def test_lags_are_counted_by_token_and_a_wrong_one_stops_the_run():
     groups = [[sampled_by(3, 3, 4), sampled_by(4)], [sampled_by(4, 4), sampled_by(2, 2)]]
-    assert describe_lag(groups, step=4, max_lag=2) == {
-        "rollout/lag_mean": pytest.approx(6 / 8),
-        "rollout/lag_max": 2.0,
-        "rollout/mixed_versions_share": 0.25,
-        "rollout/lag/0": 0.5,
-        "rollout/lag/1": 0.25,
-        "rollout/lag/2": 0.25,
+    assert describe_lag(groups, step=4, max_staleness=2) == {
+        "rollout/staleness_mean": pytest.approx(6 / 8),
+        "rollout/staleness_max": 2.0,
+        "rollout/mixed_versions_fraction": 0.25,
+        "rollout/staleness/0": 0.5,
+        "rollout/staleness/1": 0.25,
+        "rollout/staleness/2": 0.25,
     }
-    for step, max_lag, said in ((4, 1, "lags by 2 steps"), (3, 2, "lags by -1 steps")):
+    for step, max_staleness, said in ((4, 1, "lags by 2 steps"), (3, 2, "lags by -1 steps")):
         with pytest.raises(RunStopped, match=said):
-            describe_lag(groups, step=step, max_lag=max_lag)
+            describe_lag(groups, step=step, max_staleness=max_staleness)

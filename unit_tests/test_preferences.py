@@ -45,7 +45,7 @@ def answer(b: int, poison: float = 0.0) -> Sample:
     return Sample(
         prompt=Prompt(id=str(b), messages=[]),
         token_ids=[5] * len(column),
-        mask=[False, False, *[True] * len(live), False],
+        action_mask=[False, False, *[True] * len(live), False],
         rollout_logp=[poison] * len(column),
         versions=[-1] * len(column),
         reward=1.0 - b % 2,
@@ -69,7 +69,7 @@ def groups_of(name: str, poison: float = 0.0) -> list[Group]:
 
 
 def batches_of(alg: Algorithm, groups: list[Group], dtype: torch.dtype, max_tokens: int = 1000) -> list[Batch]:
-    credited = alg.credit(groups)
+    credited = alg.compute_advantages(groups)
     return plan_update(credited, alg.loss_norm, max_tokens, whole_groups=alg.whole_groups).batches(dtype)[0]
 
 
@@ -106,7 +106,7 @@ def test_loss_and_gradient_are_the_oracles(name, dtype, rtol, poison):
 
 def row_order(alg: Algorithm, groups: list[Group]) -> list[int]:
     """Rows of the fixture in the order in which packing laid them."""
-    plan = plan_update(alg.credit(groups), alg.loss_norm, 1000, whole_groups=alg.whole_groups)
+    plan = plan_update(alg.compute_advantages(groups), alg.loss_norm, 1000, whole_groups=alg.whole_groups)
     return [int(plan.samples[i].prompt.id) for i in plan.bins[0][0]]
 
 
@@ -133,11 +133,11 @@ def test_half_a_pair_teaches_nothing():
 
 
 def test_ktos_mismatched_answers_are_the_next_rows():
-    rows = [replace(answer(b), token_ids=[10 * b + t for t in range(len(answer(b).mask))]) for b in range(3)]
-    arranged = KTO().arrange([[row] for row in rows])
+    rows = [replace(answer(b), token_ids=[10 * b + t for t in range(len(answer(b).action_mask))]) for b in range(3)]
+    arranged = KTO().prepare_groups([[row] for row in rows])
     assert [g[0] for g in arranged] == rows
     assert arranged[2][1].token_ids == [20, 21, 2, 3, 4, 5]  # row 2's prompt, row 0's answer and what follows it
-    assert arranged[2][1].mask == [False, False, True, True, True, False]
+    assert arranged[2][1].action_mask == [False, False, True, True, True, False]
     assert arranged[2][1].reward is None
 
 
@@ -153,7 +153,7 @@ def test_the_reference_point_is_not_negative_and_the_same_for_all():
 def test_a_reward_model_is_read_at_the_last_token():
     alg = RewardModel()
     pair = [replace(answer(b), columns={}) for b in (0, 1)]
-    [batch] = batches_of(alg, alg.arrange([pair]), torch.float64)
+    [batch] = batches_of(alg, alg.prepare_groups([pair]), torch.float64)
     assert len(batch.labels) == 2
     ends = [len(s.token_ids) for s in pair]  # inputs hold all of the answer, and one position each is read
     assert sorted(batch.position_ids[batch.at].tolist()) == sorted(n - 1 for n in ends)
@@ -163,7 +163,7 @@ def test_a_reward_model_is_read_at_the_last_token():
 def test_a_reward_models_loss_is_bradley_terrys():
     alg = RewardModel(target_margin=0.5, center=0.1)
     pair = [replace(answer(b), columns={}) for b in (0, 1)]
-    [batch] = batches_of(alg, alg.arrange([pair]), torch.float64)
+    [batch] = batches_of(alg, alg.prepare_groups([pair]), torch.float64)
     assert batch.tokens.advantage is not None
     values = torch.where(batch.tokens.advantage > 0, 1.5, 0.25).double()
     loss, _ = alg.value_loss(values, batch.tokens)

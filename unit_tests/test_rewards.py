@@ -18,7 +18,7 @@ from core.errors import UserError
 from core.loading import resolve
 from core.types import Prompt
 from rewards import gsm8k, load_reward, resolve_reward
-from rewards.pool import Outcome, RewardPool
+from rewards.pool import RewardPool, RewardResult
 from unit_tests.examples import is_running
 
 ROOT = Path(__file__).parent.parent
@@ -167,11 +167,13 @@ def wrecker_pool(folder: Path, *, workers: int = 1, timeout_s: float = 20.0) -> 
         yield pool
 
 
-def ask(pool: RewardPool, *replies: str) -> list[Outcome]:
+def ask(pool: RewardPool, *replies: str) -> list[RewardResult]:
     prompt = Prompt(id="test/0", messages=[{"role": "user", "content": "?"}], answer="yes")
 
-    async def all_of_them() -> list[Outcome]:
-        return await asyncio.gather(*[pool.score(prompt, [{"role": "assistant", "content": r}]) for r in replies])
+    async def all_of_them() -> list[RewardResult]:
+        return await asyncio.gather(
+            *[pool.compute_reward(prompt, [{"role": "assistant", "content": r}]) for r in replies]
+        )
 
     return asyncio.run(all_of_them())
 
@@ -179,14 +181,14 @@ def ask(pool: RewardPool, *replies: str) -> list[Outcome]:
 def test_the_pool_returns_named_parts(tmp_path: Path) -> None:
     with wrecker_pool(tmp_path, workers=2) as pool:
         assert ask(pool, "yes", "no") == [
-            Outcome(parts={"correct": 1.0, "bonus": 1.0}),
-            Outcome(parts={"correct": 0.0, "bonus": 1.0}),
+            RewardResult(reward_parts={"correct": 1.0, "bonus": 1.0}),
+            RewardResult(reward_parts={"correct": 0.0, "bonus": 1.0}),
         ]
 
 
 def test_each_way_to_fail_costs_one_sample_and_says_why(tmp_path: Path) -> None:
     with wrecker_pool(tmp_path) as pool:
-        good = Outcome(parts={"correct": 1.0, "bonus": 1.0})
+        good = RewardResult(reward_parts={"correct": 1.0, "bonus": 1.0})
         for reply, failure in {
             "raise": "ZeroDivisionError: division by zero (wrecker.py, line 7)",
             "exit": "the worker process exited with code 3",
@@ -196,7 +198,7 @@ def test_each_way_to_fail_costs_one_sample_and_says_why(tmp_path: Path) -> None:
             "text": "score() must return finite numbers by name, it returned 'correct': 'yes'",
             "number": "score() must return a dict of named numbers, it returned 1.0",
         }.items():
-            assert ask(pool, reply, "yes") == [Outcome(failure=failure), good]
+            assert ask(pool, reply, "yes") == [RewardResult(failure=failure), good]
 
 
 @pytest.mark.parametrize("reply", ["loop", "regex"])
@@ -221,14 +223,14 @@ def test_a_worker_outlives_a_raise_and_does_not_import_torch(tmp_path: Path) -> 
     with wrecker_pool(tmp_path) as pool:
         before, _, after, torch = ask(pool, "pid", "raise", "pid", "torch")
     assert before == after
-    assert torch.parts == {"torch": 0.0}
+    assert torch.reward_parts == {"torch": 0.0}
 
 
 def test_closing_leaves_no_process_behind(tmp_path: Path) -> None:
     with wrecker_pool(tmp_path) as pool:
         [outcome] = ask(pool, "pid")
     with pytest.raises(ProcessLookupError):
-        os.kill(int(outcome.parts["pid"]), 0)
+        os.kill(int(outcome.reward_parts["pid"]), 0)
 
 
 def test_a_looping_reward_dies_with_a_run_that_was_killed(tmp_path: Path) -> None:
@@ -240,7 +242,7 @@ def test_a_looping_reward_dies_with_a_run_that_was_killed(tmp_path: Path) -> Non
     code = (
         "import asyncio, sys; from core.types import Prompt; from rewards import resolve_reward;"
         "from rewards.pool import RewardPool; pool = RewardPool(resolve_reward(sys.argv[1]), {}, 1, 600.0);"
-        "asyncio.run(pool.score(Prompt(id='0', messages=[]), []))"
+        "asyncio.run(pool.compute_reward(Prompt(id='0', messages=[]), []))"
     )
     run = subprocess.Popen([sys.executable, "-c", code, file], cwd=ROOT)
     pid = tmp_path / "pid"
@@ -286,7 +288,7 @@ def test_math_verify_works_in_the_pool() -> None:
     prompt = Prompt(id="test/0", messages=[], answer="12")
     with closing(RewardPool(resolve_reward("math_verify"), {}, 1, 20.0)) as pool:
         reply = [{"role": "assistant", "content": r"\boxed{24/2}"}]
-        assert asyncio.run(pool.score(prompt, reply)) == Outcome(parts={"correct": 1.0})
+        assert asyncio.run(pool.compute_reward(prompt, reply)) == RewardResult(reward_parts={"correct": 1.0})
 
 
 def wait_until(done: object, within_s: float = 30.0) -> None:
@@ -312,7 +314,9 @@ def test_settings_reach_the_reward_and_what_it_prepares(tmp_path: Path) -> None:
     file = tmp_path / "scaled.py"
     file.write_text(SCALED)
     with closing(RewardPool(resolve_reward(str(file)), {"scale": 0.5}, 1, 20.0)) as pool:
-        assert asyncio.run(pool.score(Prompt(id="0", messages=[]), [])) == Outcome(parts={"correct": 0.5})
+        assert asyncio.run(pool.compute_reward(Prompt(id="0", messages=[]), [])) == RewardResult(
+            reward_parts={"correct": 0.5}
+        )
 
 
 def test_settings_that_the_reward_does_not_take_are_refused() -> None:

@@ -71,7 +71,7 @@ def test_a_local_run_learns_and_leaves_everything_behind(recipe, tmp_path, sums)
     assert set(summary["seconds"]) >= {"start", "wait_for_data", "train", "sync", "save", "rest", "all"}
     metrics = metrics_of(folder)
     assert [m["step"] for m in metrics] == list(range(16))
-    assert all(m["rollout/lag_max"] == 0 for m in metrics), "synchronous: every sample is on-policy"
+    assert all(m["rollout/staleness_max"] == 0 for m in metrics), "synchronous: every sample is on-policy"
     assert all(abs(m["train/mismatch/kl"]) < 1e-6 for m in metrics), "engine and trainer agree on what was sampled"
     for m in metrics:
         phases = [v for k, v in m.items() if k.startswith("time/") and k.count("/") == 1 and k != "time/step_s"]
@@ -116,7 +116,7 @@ def test_a_reward_that_fails_costs_its_samples_not_the_run(recipe, tmp_path):
         "reward.fn": file_of(tmp_path / "unlucky.py", FAILURES),
         "reward.timeout_s": 1.0,
         "reward.workers": 4,
-        "reward.max_failed_share": 1.0,
+        "reward.max_failed_fraction": 1.0,
         "groups_per_step": 6,
         "group_size": 2,
         "steps": 1,
@@ -145,7 +145,7 @@ def test_too_many_failures_stop_the_run_with_the_first_ones_words(recipe, tmp_pa
         main_rl, "--config", recipe({"reward.fn": file_of(tmp_path / "r.py", "def score(p, m):\n    return 1 / 0\n")})
     )
     assert code == 1
-    assert "ZeroDivisionError: division by zero" in err and "max_failed_share=0.1" in err
+    assert "ZeroDivisionError: division by zero" in err and "max_failed_fraction=0.1" in err
     assert len(err.splitlines()) == 1
     assert json.loads((folder_of(tmp_path) / "summary.json").read_text())["exit_reason"].startswith("stopped")
 
@@ -208,12 +208,12 @@ def test_an_update_that_is_not_finite_is_skipped_and_said_so(recipe, tmp_path):
 
 @pytest.mark.slow
 def test_groups_without_signal_are_drawn_again_and_never_for_ever(recipe, tmp_path):
-    changes = {"alg.drop_dead_groups": True, "steps": 1, "trainer.lr": 1e-3}
+    changes = {"alg.dynamic_sampling": True, "steps": 1, "trainer.lr": 1e-3}
     luck = "import random\ndef score(p, m): return {'correct': float(hash(m[-1]['content']) % 3 == 0)}\n"
     code, err = run_here(main_rl, "--config", recipe(changes | {"reward.fn": file_of(tmp_path / "luck.py", luck)}))
     assert code == 0, err
     [metrics] = metrics_of(folder_of(tmp_path))
-    assert metrics["rollout/dead_groups_share"] == 0
+    assert metrics["rollout/zero_std_groups"] == 0
     assert metrics["rollout/groups_drawn"] >= 4 and 0 < metrics["reward/mean_drawn"] < 1
     same = "def score(p, m): return {'correct': 1.0}\n"
     code, err = run_here(main_rl, "--config", recipe(changes | {"reward.fn": file_of(tmp_path / "same.py", same)}))
@@ -434,7 +434,7 @@ def test_a_mixture_tells_what_it_drew_from_whom(recipe, tmp_path, sums, kind, ca
     turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}][: 1 if kind == "rl" else 2]
     small = file_of(tmp_path / "small.jsonl", json.dumps({"messages": turns, "answer": "2"}) + '\n{"messages": []}\n')
     sources = [{"path": str(sums / f"{first}.parquet"), "ratio": 3}, {"path": small}]
-    config = recipe({"data.train": sources, "data.max_unfit_share": 0.5}, kind=kind)
+    config = recipe({"data.train": sources, "data.max_invalid_fraction": 0.5}, kind=kind)
     code, err = run_here(main_rl if kind == "rl" else main_sl, "--config", config)
     assert code == 0, err
     per_step = 4 if kind == "rl" else 5

@@ -47,7 +47,7 @@ def follow(recipe, tmp_path, tiny_path, family, zero, ranks, tp, **more):
         "trainer.zero_stage": zero,
         "trainer.ranks": ranks,
         "rollout.engine": "vllm",
-        "rollout.tensor_parallel": tp,
+        "rollout.tensor_parallel_size": tp,
         "rollout.kv_cache_gib": 0.25,
         "reward.fn": file_of(tmp_path / "sevens.py", SEVENS),
     }

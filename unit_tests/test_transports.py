@@ -20,7 +20,7 @@ from driver.rollout_factory import build_worker, plan_rollouts
 from driver.trainer_factory import build_trainer, plan_trainer
 from driver.weight_sync_factory import transport_of, weight_sync_of
 from unit_tests.examples import some_groups
-from weight_sync.publisher import RemoteSync
+from weight_sync.publisher import RemoteWeightSync
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROBE = [5, 6, 7, 8]
@@ -32,9 +32,9 @@ LOST = "model.layers.0.mlp.down_proj.weight"
 def build_saboteur(place, plan):
     """A trainer that can be told what goes wrong, on its rank 0, with what it sends."""
     from weight_sync.broadcast import WeightSender
-    from weight_sync.chunks import Packer
+    from weight_sync.chunks import ChunkWriter
 
-    ship, wrap = WeightSender._ship, Packer._wrap
+    ship, wrap = WeightSender._ship, ChunkWriter._wrap
     trainer = build_trainer(place, plan)
     open_sync = trainer.open_sync
     faults: set[str] = set()
@@ -55,7 +55,7 @@ def build_saboteur(place, plan):
 
     trainer.tell, trainer.open_sync = tell, wrong_port
     WeightSender._ship = lambda self, bucket: broken(ship, "gloo", self, bucket)
-    Packer._wrap = lambda self, bucket: broken(wrap, "disk" if self._folder else "direct", self, bucket)
+    ChunkWriter._wrap = lambda self, bucket: broken(wrap, "disk" if self._folder else "direct", self, bucket)
     return trainer
 
 
@@ -133,16 +133,16 @@ def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(
             cluster.spawn("engine", 2, build_mortal, plan_rollouts(cfg), **here),
         )
 
-        def sync_over(**changes) -> RemoteSync:
+        def sync_over(**changes) -> RemoteWeightSync:
             sync = weight_sync_of(
                 cfg_of(**changes), trainers, engines, PROBE, say=said.append, facts=facts, folder=tmp_path
             )
-            assert isinstance(sync, RemoteSync)
+            assert isinstance(sync, RemoteWeightSync)
             sync.ends = replace(sync.ends, max_bytes=100_000)  # several buckets
             sync.transports = [transport_of(t.name, sync.ends, tmp_path) for t in sync.transports]
             return sync
 
-        async def publish(sync: RemoteSync, *faults: str) -> str:
+        async def publish(sync: RemoteWeightSync, *faults: str) -> str:
             """What carried the weights of a new step."""
             nonlocal version
             version += 1
@@ -165,7 +165,7 @@ def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(
             ):
                 await publish(named, transport)
         with pytest.raises(TransportFailed, match="over gloo: the cable is cut"):
-            await publish(sync_over(max_lag=1), "gloo")
+            await publish(sync_over(max_staleness=1), "gloo")
         assert not said
 
         began = time.monotonic()

@@ -12,10 +12,10 @@ from torch import nn
 
 from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped
-from modeling.export import pieces_of
+from modeling.export import exported_tensors
 from modeling.load import load_model
 from modeling.lora import with_adapter, with_named_targets
-from rollouts.engines.vllm_common import VllmConfig
+from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm_local import LocalVllmEngine
 from unit_tests.test_runs import SEVENS, file_of, folder_of, metrics_of, program
 from unit_tests.test_vllm_engine import (
@@ -31,7 +31,7 @@ from unit_tests.test_vllm_engine import (
     save,
 )
 from weight_sync.base import Bucket
-from weight_sync.fingerprint import fingerprint, verify
+from weight_sync.fingerprint import fingerprint, verify_sync
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 ALPHA = 16.0
@@ -49,13 +49,13 @@ def adapted(folder: Path, lora: LoraConfig, *, seed: int) -> nn.Module:
 
 
 def buckets(model: nn.Module) -> list[Bucket]:
-    named = [(piece.name, piece.make()) for piece in pieces_of(model)["adapter"]]
+    named = [(piece.name, piece.make()) for piece in exported_tensors(model)["adapter"]]
     return [named[:5], named[5:]]
 
 
 def engine_of(folder: Path, lora: LoraConfig) -> LocalVllmEngine:
     return LocalVllmEngine(
-        VllmConfig(
+        EngineConfig(
             model_path=str(folder),
             dtype="float32",
             temperature=TEMPERATURE,
@@ -82,7 +82,7 @@ def test_an_adapter_alone_brings_the_trainers_policy(family: str, lora: LoraConf
 
     async def follows(version: int, model: nn.Module, others: list[nn.Module]) -> None:
         held = [p.detach().clone() for p in model.parameters()]
-        await engine.load(version, buckets(model))
+        await engine.load_weights(version, buckets(model))
         assert all(torch.equal(p, h) for p, h in zip(model.parameters(), held, strict=True)), "left as it was"
         assert await engine.cached_tokens(PROMPT) == 0, "keys and values of the old policy are not used again"
         assert await engine.cached_tokens(PROMPT) == 128, "the control: those of the same policy are"
@@ -91,9 +91,9 @@ def test_an_adapter_alone_brings_the_trainers_policy(family: str, lora: LoraConf
         assert all(gap_of_samples(other, samples) > 100 * BOUND for other in others)
         assert {v for c in samples for v in c.versions} == {version}
         probing, *_ = await asyncio.gather(engine.probe(PROMPT), sample(engine))
-        verify(
+        verify_sync(
             fingerprint(pair for bucket in buckets(model) for pair in bucket),
-            [await engine.fingerprint()],
+            [await engine.read_fingerprint()],
             expected_logp=logp(model, PROMPT),
             probe_logp=[probing],
             bound=BOUND,
@@ -103,13 +103,13 @@ def test_an_adapter_alone_brings_the_trainers_policy(family: str, lora: LoraConf
         await follows(1, first, [base, second])
         await follows(2, second, [base, first])
         tampered = [(name, tensor + 1e-6) for name, tensor in buckets(first)[0]]
-        await engine.load(3, [tampered, buckets(first)[1]])
+        await engine.load_weights(3, [tampered, buckets(first)[1]])
         with pytest.raises(RunStopped, match="rank 0 loaded other values of base_model"):
             sent = fingerprint(pair for bucket in buckets(first) for pair in bucket)
-            verify(sent, [await engine.fingerprint()], expected_logp=[], probe_logp=[], bound=BOUND)
+            verify_sync(sent, [await engine.read_fingerprint()], expected_logp=[], probe_logp=[], bound=BOUND)
         stranger = [(name.replace("layers.1", "layers.7"), tensor) for name, tensor in buckets(first)[1]]
         with pytest.raises(RunStopped, match=r"layers that vLLM's model has not .*layers\.7"):
-            await engine.load(4, [buckets(first)[0], stranger])
+            await engine.load_weights(4, [buckets(first)[0], stranger])
         await engine.close()
 
     asyncio.run(body())
@@ -122,16 +122,18 @@ class AdapterLab(Lab):
 
     async def publish_adapter(self, version: int, model: nn.Module) -> None:
         self.sender.tamper = lambda bucket: bucket
-        await self.engine.hold()
-        sent, _ = await asyncio.gather(in_thread(self.sender.send, buckets(model)), self.engine.receive(version))
-        loaded, probe = [await self.engine.fingerprint()], [await self.engine.probe(PROMPT)]
-        verify(sent, loaded, expected_logp=logp(model, PROMPT), probe_logp=probe, bound=BOUND)
+        await self.engine.pause()
+        sent, _ = await asyncio.gather(
+            in_thread(self.sender.send, buckets(model)), self.engine.receive_weights(version)
+        )
+        loaded, probe = [await self.engine.read_fingerprint()], [await self.engine.probe(PROMPT)]
+        verify_sync(sent, loaded, expected_logp=logp(model, PROMPT), probe_logp=probe, bound=BOUND)
 
 
 @pytest.mark.verify
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_an_adapter_is_exchanged_under_tokens_in_flight(tmp_path: Path, tensor_parallel: int) -> None:
-    lab = AdapterLab("qwen2-tied", tmp_path, tensor_parallel=tensor_parallel, stop=[])
+def test_an_adapter_is_exchanged_under_tokens_keep(tmp_path: Path, tensor_parallel: int) -> None:
+    lab = AdapterLab("qwen2-tied", tmp_path, tensor_parallel_size=tensor_parallel, stop=[])
     first, second = (adapted(tmp_path, lab.lora, seed=seed) for seed in (1, 2))
 
     async def body() -> None:
@@ -169,7 +171,7 @@ def test_a_run_sends_the_adapter_alone(recipe, tmp_path, tiny_path, transport, z
         "trainer.zero_stage": zero,
         "trainer.ranks": ranks,
         "rollout.engine": "vllm",
-        "rollout.tensor_parallel": tp,
+        "rollout.tensor_parallel_size": tp,
         "rollout.kv_cache_gib": 0.25,
         "reward.fn": file_of(tmp_path / "sevens.py", SEVENS),
     }

@@ -24,14 +24,13 @@ from configs.trainer_schema import LoraConfig
 from core.buckets import in_buckets
 from core.errors import RunStopped, TransportFailed
 from modeling.lora import with_named_targets
-from rollouts.engines.base import Completion
+from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
-from rollouts.engines.vllm_common import VllmConfig
 from rollouts.engines.vllm_local import LocalVllmEngine
 from weight_sync.base import Bucket, Sent
 from weight_sync.broadcast import WeightReceiver, WeightSender
-from weight_sync.chunks import Packer
-from weight_sync.fingerprint import fingerprint, verify
+from weight_sync.chunks import ChunkWriter
+from weight_sync.fingerprint import fingerprint, verify_sync
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -125,9 +124,9 @@ async def agrees_before_and_only_after_a_sync(
     sent = await sync
     samples = await sample(engine)
     assert gap_of_samples(new, samples) < BOUND
-    verify(
+    verify_sync(
         sent,
-        [await engine.fingerprint()],
+        [await engine.read_fingerprint()],
         expected_logp=logp(new, PROMPT),
         probe_logp=[await engine.probe(PROMPT)],
         bound=BOUND,
@@ -150,7 +149,7 @@ def one_thread() -> Iterator[None]:
 def test_in_process_engine_follows_the_trainer(family: str, tmp_path: Path) -> None:
     old, new = save(family, tmp_path, seed=0), random_model(family, seed=1)
     engine = LocalVllmEngine(
-        VllmConfig(
+        EngineConfig(
             model_path=str(tmp_path),
             dtype="float32",
             temperature=TEMPERATURE,
@@ -161,7 +160,7 @@ def test_in_process_engine_follows_the_trainer(family: str, tmp_path: Path) -> N
     )
 
     async def load(version: int, model: PreTrainedModel) -> dict[str, int]:
-        await engine.load(version, buckets_of(model))
+        await engine.load_weights(version, buckets_of(model))
         return fingerprint(model.named_parameters())
 
     async def body() -> None:
@@ -224,13 +223,13 @@ class Lab:
 
     async def _start(self, folder: Path, stop: list[int]) -> VllmEngine:
         return VllmEngine(
-            VllmConfig(
+            EngineConfig(
                 model_path=str(folder),
                 dtype="float32",
                 temperature=TEMPERATURE,
                 max_model_len=1024,
                 stop_token_ids=stop,
-                tensor_parallel=self.ranks,
+                tensor_parallel_size=self.ranks,
                 kv_cache_gib=0.25,
                 timeout_s=TIMEOUT_S,
                 lora=self.lora and with_named_targets(self.lora, str(folder)),
@@ -239,14 +238,14 @@ class Lab:
 
     async def _join(self) -> None:
         port, members = self.sender.open(), self.ranks + 1
-        joined = self.engine.join(address="127.0.0.1", port=port, first_rank=1, members=members)
+        joined = self.engine.join_broadcast(address="127.0.0.1", port=port, first_rank=1, members=members)
         await asyncio.gather(in_thread(self.sender.join, members=members), joined)
 
     async def publish(
         self, version: int, model: PreTrainedModel, tamper: Tamper = lambda bucket: bucket
     ) -> dict[str, int]:
         """One sync. `tamper` maps each bucket to what is sent in its place, after the sender's fingerprint."""
-        await self.engine.hold()
+        await self.engine.pause()
         return await self.send(version, model, tamper)
 
     async def send(
@@ -255,7 +254,7 @@ class Lab:
         """To an engine that is held."""
         self.sender.tamper = tamper
         buckets = buckets_of(model)
-        sent, _ = await asyncio.gather(in_thread(self.sender.send, buckets), self.engine.receive(version))
+        sent, _ = await asyncio.gather(in_thread(self.sender.send, buckets), self.engine.receive_weights(version))
         return sent
 
     def close(self) -> None:
@@ -268,7 +267,7 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    lab = Lab("qwen2-tied", tmp_path_factory.mktemp("qwen2"), tensor_parallel=2, stop=[])
+    lab = Lab("qwen2-tied", tmp_path_factory.mktemp("qwen2"), tensor_parallel_size=2, stop=[])
     yield lab
     lab.close()
 
@@ -324,7 +323,7 @@ BUDGETS = (700, 5, 500)
 """The second is answered before the update begins."""
 
 
-async def update_in_flight(lab: Lab) -> tuple[list[Completion], Completion]:
+async def update_keep(lab: Lab) -> tuple[list[Completion], Completion]:
     """Version 7, and version 8 under requests: their completions, and that of a request asked while they are held.
 
     All is checked here but how the versions are spread.
@@ -335,7 +334,7 @@ async def update_in_flight(lab: Lab) -> tuple[list[Completion], Completion]:
         asyncio.create_task(lab.engine.generate(PROMPT, max_new_tokens=n, seed=seed)) for seed, n in enumerate(BUDGETS)
     ]
     await asking[1]
-    holding = asyncio.create_task(lab.engine.hold())
+    holding = asyncio.create_task(lab.engine.pause())
     await asyncio.sleep(0.1)
     asking_late = asyncio.create_task(lab.engine.generate(PROMPT, max_new_tokens=20, seed=9))
     await holding
@@ -352,31 +351,33 @@ async def update_in_flight(lab: Lab) -> tuple[list[Completion], Completion]:
             if at := [i for i, v in enumerate(c.versions) if v == version]:
                 assert gap([expected[i] for i in at], [c.logp[i] for i in at]) < BOUND
     probe = [await lab.engine.probe(PROMPT)]
-    verify(sent, [await lab.engine.fingerprint()], expected_logp=logp(new, PROMPT), probe_logp=probe, bound=BOUND)
+    verify_sync(
+        sent, [await lab.engine.read_fingerprint()], expected_logp=logp(new, PROMPT), probe_logp=probe, bound=BOUND
+    )
     return done, late
 
 
-def test_requests_in_flight_go_on_with_the_new_weights(lab: Lab) -> None:
-    done, late = lab.run(update_in_flight(lab))
+def test_requests_keep_go_on_with_the_new_weights(lab: Lab) -> None:
+    done, late = lab.run(update_keep(lab))
     assert [set(c.versions) for c in [*done, late]] == [{7, 8}, {7}, {7, 8}, {8}]
 
 
 def test_a_drain_finishes_what_runs_and_holds_what_comes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab.engine, "_on_update", "drain")  # another engine would take half a minute to start
-    done, late = lab.run(update_in_flight(lab))
+    done, late = lab.run(update_keep(lab))
     assert [set(c.versions) for c in [*done, late]] == [{7}, {7}, {7}, {8}]
 
 
 def test_what_an_update_cuts_off_is_asked_again_from_its_tokens(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab.engine, "_on_update", "abort")
-    done, late = lab.run(update_in_flight(lab))
+    done, late = lab.run(update_keep(lab))
     assert [set(c.versions) for c in [*done, late]] == [{7, 8}, {7}, {7, 8}, {8}]
 
     async def cut_twice_before_the_first_token() -> Completion:
-        await lab.engine.hold()
+        await lab.engine.pause()
         asking = asyncio.create_task(lab.engine.generate(PROMPT, max_new_tokens=8, seed=9))
         await asyncio.sleep(0.2)  # it is in vLLM's queue by then
-        await lab.engine.hold()
+        await lab.engine.pause()
         await lab.send(9, lab.model)
         return await asking
 
@@ -433,7 +434,7 @@ def test_nothing_is_lost_or_doubled_where_a_request_is_cut(
     assert engine.asked[0][2] == 7
 
 
-@pytest.mark.parametrize("update", ["in_flight", "drain"])
+@pytest.mark.parametrize("update", ["keep", "drain"])
 def test_an_abort_that_is_not_ours_stops_the_run(update: UpdateMode) -> None:
     with pytest.raises(RunStopped, match="ended a request with 'abort'"):
         asyncio.run(Scripted(update, ([40], "abort")).generate([50], max_new_tokens=4, seed=7))
@@ -452,14 +453,14 @@ class SlowToPause(VllmEngine):
 
 
 def test_a_drain_may_take_longer_than_a_step_of_an_update() -> None:
-    drain, *others = (SlowToPause(update=u, timeout_s=0.1, **SETTINGS) for u in ("drain", "in_flight", "abort"))
-    asyncio.run(drain.hold())
+    drain, *others = (SlowToPause(update=u, timeout_s=0.1, **SETTINGS) for u in ("drain", "keep", "abort"))
+    asyncio.run(drain.pause())
     assert drain.paused == ["wait"]
     for engine in others:
         with pytest.raises(TimeoutError):
-            asyncio.run(engine.hold())
+            asyncio.run(engine.pause())
         with pytest.raises(RuntimeError, match="an update without hold"):
-            asyncio.run(engine.receive(1))
+            asyncio.run(engine.receive_weights(1))
 
 
 def changed(name: str) -> Tamper:
@@ -486,8 +487,8 @@ def dropped(name: str) -> Tamper:
 def test_a_tampered_sync_stops_the_run_in_the_same_step(lab: Lab, fault: Tamper, says: str) -> None:
     async def body() -> None:
         sent = await lab.publish(9, lab.model, tamper=fault)
-        loaded = [await lab.engine.fingerprint()]
-        verify(sent, loaded, expected_logp=[], probe_logp=[], bound=BOUND)
+        loaded = [await lab.engine.read_fingerprint()]
+        verify_sync(sent, loaded, expected_logp=[], probe_logp=[], bound=BOUND)
 
     with pytest.raises(RunStopped, match=says):
         lab.run(body())
@@ -508,9 +509,9 @@ def test_an_engine_left_out_stops_the_run(lab: Lab) -> None:
         sender.join(members=2)
         sent = sender.send(buckets_of(new))
     with pytest.raises(RunStopped, match="engine 1 are not the trainer's after the sync: ranks 0 to 1 together"):
-        verify(
+        verify_sync(
             sent,
-            [[heard.result()], lab.run(lab.engine.fingerprint())],
+            [[heard.result()], lab.run(lab.engine.read_fingerprint())],
             expected_logp=[],
             probe_logp=[],
             bound=BOUND,
@@ -522,19 +523,19 @@ def test_an_engine_left_out_stops_the_run(lab: Lab) -> None:
 
 async def feed(lab: Lab, stream: Iterator[Bucket], folder: Path | None, most: int | None = None) -> Sent:
     """The parcels of a sync, or the first few of them; `receive` is to follow."""
-    packer = Packer(stream, packs=True, folder=None if folder is None else str(folder))
-    await lab.engine.hold()
-    await lab.engine.open_feed()
+    packer = ChunkWriter(stream, packs=True, folder=None if folder is None else str(folder))
+    await lab.engine.pause()
+    await lab.engine.begin_chunks()
     count = 0
     while count != most and packer.pack():
-        await lab.engine.feed(packer.parcel)
+        await lab.engine.load_chunk(packer.parcel)
         count += 1
     return packer.sent()
 
 
 async def holds(lab: Lab, version: int, model: PreTrainedModel, sent: Sent) -> None:
-    loaded, probe = [await lab.engine.fingerprint()], [await lab.engine.probe(PROMPT)]
-    verify(sent.checksums, loaded, expected_logp=logp(model, PROMPT), probe_logp=probe, bound=BOUND)
+    loaded, probe = [await lab.engine.read_fingerprint()], [await lab.engine.probe(PROMPT)]
+    verify_sync(sent.checksums, loaded, expected_logp=logp(model, PROMPT), probe_logp=probe, bound=BOUND)
     samples = await sample(lab.engine)
     assert gap_of_samples(model, samples) < BOUND
     assert {v for c in samples for v in c.versions} == {version}
@@ -553,10 +554,10 @@ async def broken_broadcast(lab: Lab, version: int, stream: Iterator[Bucket]) -> 
     lab.sender = CutSender(timeout_s=TIMEOUT_S)
     lab.sender.tamper = lambda bucket: bucket
     await lab._join()
-    await lab.engine.hold()
+    await lab.engine.pause()
     began = time.monotonic()
     sends, receives = await asyncio.gather(
-        in_thread(lab.sender.send, stream), lab.engine.receive(version), return_exceptions=True
+        in_thread(lab.sender.send, stream), lab.engine.receive_weights(version), return_exceptions=True
     )
     assert time.monotonic() - began < TIMEOUT_S / 2, "who waits is told, and does not wait for its deadline"
     assert isinstance(sends, TransportFailed) and "over gloo: the cable is cut" in str(sends)
@@ -571,25 +572,25 @@ def test_parcels_bring_what_a_stream_brings_and_an_update_that_broke_off_is_no_o
     async def body() -> None:
         await lab.publish(21, lab.model)
         sent = await feed(lab, buckets_of(models[0]), None)
-        await lab.engine.receive(22)
+        await lab.engine.receive_weights(22)
         await holds(lab, 22, models[0], sent)
 
         await feed(lab, buckets_of(models[0]), None, most=4)  # the last brings layer 0's gate_proj
         sent = await feed(lab, buckets_of(models[1]), tmp_path)
-        await lab.engine.receive(23)
+        await lab.engine.receive_weights(23)
         await holds(lab, 23, models[1], sent)
 
         await broken_broadcast(lab, 24, buckets_of(models[0]))
         sent = await feed(lab, buckets_of(models[2]), None)
-        await lab.engine.receive(24)
+        await lab.engine.receive_weights(24)
         await holds(lab, 24, models[2], sent)
 
         await feed(lab, (dropped(DOWN)(bucket) for bucket in buckets_of(models[1])), None)
         with pytest.raises(RunStopped, match=f"no values for 1 param.* {DOWN}"):
-            await lab.engine.receive(25)
+            await lab.engine.receive_weights(25)
         with pytest.raises(TransportFailed, match=r"did not get through over disk: .*No such file"):
-            await lab.engine.open_feed()
-            await lab.engine.feed(str(tmp_path / "nowhere"))
+            await lab.engine.begin_chunks()
+            await lab.engine.load_chunk(str(tmp_path / "nowhere"))
 
         lab.sender = TamperingSender(timeout_s=TIMEOUT_S)
         await lab._join()
@@ -604,7 +605,7 @@ def test_parcels_bring_what_a_stream_brings_and_an_update_that_broke_off_is_no_o
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_follows_the_trainer_over_gloo(family: str, tensor_parallel: int, tmp_path: Path) -> None:
-    lab = Lab(family, tmp_path, tensor_parallel=tensor_parallel, stop=STOP)
+    lab = Lab(family, tmp_path, tensor_parallel_size=tensor_parallel, stop=STOP)
     new = random_model(family, seed=1)
     lab.run(agrees_before_and_only_after_a_sync(lab.engine, lab.model, new, lab.publish(1, new)))
     lab.close()
@@ -616,9 +617,9 @@ def test_nothing_outlives_a_killed_engine(tmp_path: Path) -> None:
     script = f"""
         import sys, time
         from rollouts.engines.vllm import VllmEngine
-        from rollouts.engines.vllm_common import VllmConfig
+        from rollouts.engines.base import EngineConfig
         if __name__ == "__main__":
-            VllmEngine(VllmConfig(model_path={str(tmp_path)!r}, dtype="float32", temperature=1.0, max_model_len=256,
+            VllmEngine(EngineConfig(model_path={str(tmp_path)!r}, dtype="float32", temperature=1.0, max_model_len=256,
                        stop_token_ids=[], kv_cache_gib=0.1))
             print("ready", flush=True)
             time.sleep(600)

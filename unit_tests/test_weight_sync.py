@@ -19,12 +19,12 @@ from core.ray_cluster import Remote
 from driver.devices import check_devices
 from driver.load_recipe import load_recipe
 from driver.weight_sync_factory import transports_of
-from rollouts.engines.vllm_plugin import register
+from rollouts.engines.vllm_support.plugin import register
 from weight_sync.base import Bucket, Probe, Sent
 from weight_sync.broadcast import WeightReceiver, WeightSender
-from weight_sync.fingerprint import fingerprint, verify
-from weight_sync.publisher import RemoteSync
-from weight_sync.transports import Ends, Transport
+from weight_sync.fingerprint import fingerprint, verify_sync
+from weight_sync.publisher import RemoteWeightSync
+from weight_sync.transports import SyncEndpoints, Transport
 
 TIMEOUT_S = 20.0
 WEIGHTS = {
@@ -93,7 +93,7 @@ def test_what_nccl_needs_of_vllm_is_there() -> None:
     from vllm.distributed.weight_transfer.nccl_common import trainer_init
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    from rollouts.engines.vllm_worker import JoinInfo, NcclTransfer, Proven
+    from rollouts.engines.vllm_support.worker import JoinInfo, NcclTransfer, Proven
 
     register()
     assert WeightTransferEngineFactory._registry["feynrl_nccl"]() is NcclTransfer
@@ -152,7 +152,7 @@ SENT = fingerprint(WEIGHTS.items())
 
 
 def check(loaded: Sequence[Sequence[dict[str, int]]], probe_logp: Sequence[Sequence[float]] = ()) -> float:
-    return verify(SENT, loaded, expected_logp=[-1.0, -2.0], probe_logp=probe_logp, bound=0.01)
+    return verify_sync(SENT, loaded, expected_logp=[-1.0, -2.0], probe_logp=probe_logp, bound=0.01)
 
 
 def test_engines_that_agree_pass_and_the_largest_difference_is_told() -> None:
@@ -205,8 +205,10 @@ def test_nothing_is_sent_before_the_engines_are_held() -> None:
             notes.append("carry called")
             return Sent(checksums={}, nbytes=0)
 
-    sync = RemoteSync(
-        ends=Ends(trainers=trainers, engines=engines, ranks_per_engine=1, max_bytes=1, part="whole", timeout_s=1.0),
+    sync = RemoteWeightSync(
+        ends=SyncEndpoints(
+            trainers=trainers, engines=engines, ranks_per_engine=1, max_bytes=1, part="whole", timeout_s=1.0
+        ),
         rollouts=engines,
         probe=Probe(token_ids=[1, 2], bound=0.1),
         transports=[cast(Transport, Noted())],
@@ -235,8 +237,10 @@ def test_engines_are_held_again_before_another_transport_is_tried() -> None:
                 raise TransportFailed("cut")
             return Sent(checksums={}, nbytes=0)
 
-    sync = RemoteSync(
-        ends=Ends(trainers=trainers, engines=engines, ranks_per_engine=1, max_bytes=1, part="whole", timeout_s=1.0),
+    sync = RemoteWeightSync(
+        ends=SyncEndpoints(
+            trainers=trainers, engines=engines, ranks_per_engine=1, max_bytes=1, part="whole", timeout_s=1.0
+        ),
         rollouts=engines,
         probe=Probe(token_ids=[1, 2], bound=0.1),
         transports=[cast(Transport, Noted("gloo")), cast(Transport, Noted("direct"))],

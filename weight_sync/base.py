@@ -1,8 +1,8 @@
-"""Types that every part of weight sync shares."""
+"""Types that every part of weight sync shares, and what it asks of a trainer and of an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -14,34 +14,21 @@ from core.errors import TransportFailed, first_line
 
 Bucket = list[tuple[str, Tensor]]
 """Named full tensors that travel together."""
-
-Part = Literal["whole", "adapter"]
-"""Of a model: all its weights, with the adapter (if it has one) merged in; or the adapter alone."""
+Chunk = bytes | str
+"""A bucket in safetensors format, or the path of a file of that."""
+TransportName = Literal["nccl", "gloo", "direct", "disk"]
+ExportScope = Literal["whole", "adapter"]
+"""Which tensors of a model: all its weights, with the adapter (if it has one) merged in; or the adapter alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What a trainer says of one sync."""
+    """A trainer's record of one sync."""
 
     checksums: dict[str, int]
+    """By tensor name; see fingerprint.py."""
     nbytes: int
-    """Of the tensors; what goes to each engine."""
-
-
-@contextmanager
-def carrying(transport: str) -> Generator[None]:
-    """Around what moves bytes: its failures become TransportFailed."""
-    try:
-        yield
-    except (RuntimeError, OSError, SafetensorError) as error:  # gloo, NCCL and the store raise RuntimeErrors
-        said = first_line(error).rpartition("] ")[2]  # gloo begins with the place in its own source
-        raise TransportFailed(f"weights did not get through over {transport}: {said}") from error
-
-
-class WeightSync(Protocol):
-    async def publish(self, version: int) -> dict[str, float]:
-        """Return when every engine samples from version `version` and has shown it; raise RunStopped otherwise."""
-        ...
+    """Bytes of the tensors that one engine was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,3 +38,74 @@ class Probe:
     token_ids: list[int]
     bound: float
     """Largest mean absolute difference, in nats."""
+
+
+class WeightSync(Protocol):
+    """Brings the trainer's weights to every engine."""
+
+    async def publish_weights(self, version: int) -> dict[str, float]:
+        """Return when every engine samples from version `version` and has shown it; raise RunStopped otherwise."""
+        ...
+
+
+class ExportsWeights(Protocol):
+    """What weight sync asks of a trainer. Every rank is called."""
+
+    def export_weights(self, max_bytes: int, scope: ExportScope) -> Generator[Bucket]:
+        """Yield every tensor once, whole, in buckets of at most `max_bytes` (one tensor at least)."""
+        ...
+
+    def probe(self, token_ids: list[int]) -> list[float]:
+        """Return the log-probability, at temperature 1, of token_ids[1:] given what is before each."""
+        ...
+
+
+class ReceivesWeights(Protocol):
+    """What weight sync asks of an engine.
+
+    In the trainer's process an update is `pause`, then `load_weights`. From another process it is `pause`, then
+    `receive_weights` for a broadcast that the engine has joined (`join_broadcast`); or `pause`, `begin_chunks`,
+    `load_chunk` for every chunk, `receive_weights`. After it the engine samples again, with the new weights alone.
+    """
+
+    async def pause(self) -> None:
+        """Return when the weights may be replaced; `weight_sync.requests` says what happens to running requests."""
+        ...
+
+    async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
+        """Take the weights of a trainer in the same process."""
+        ...
+
+    async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:
+        """Join the sender's group as ranks `first_rank`, `first_rank` + 1, ...; weights come from there now."""
+        ...
+
+    async def begin_chunks(self) -> None:
+        """Expect the next weights by `load_chunk`."""
+        ...
+
+    async def load_chunk(self, chunk: Chunk) -> None:
+        """Take one bucket of the update."""
+        ...
+
+    async def receive_weights(self, version: int) -> None:
+        """Take part in one broadcast, or complete the update that came in chunks; then sample from `version`."""
+        ...
+
+    async def read_fingerprint(self) -> list[Mapping[str, int]]:
+        """Return one mapping per tensor-parallel rank: checksums of what that rank's last update loaded."""
+        ...
+
+    async def probe(self, token_ids: list[int]) -> list[float]:
+        """Return the log-probability, at temperature 1, of token_ids[1:] given what is before each; float32."""
+        ...
+
+
+@contextmanager
+def transfer_errors(transport: str) -> Generator[None]:
+    """Turn the errors of code that moves bytes into TransportFailed."""
+    try:
+        yield
+    except (RuntimeError, OSError, SafetensorError) as error:  # gloo, NCCL and the store raise RuntimeErrors
+        said = first_line(error).rpartition("] ")[2]  # gloo begins with the place in its own source
+        raise TransportFailed(f"weights did not get through over {transport}: {said}") from error

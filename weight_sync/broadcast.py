@@ -7,7 +7,7 @@ rank of every engine is a member. A sync is one stream over it:
     [0]                                                                        the end
 
 Nobody needs to know the names beforehand, no process holds more than a bucket besides its own weights,
-and all engines hear the same broadcast. vLLM's workers listen in rollouts/engines/vllm_worker.py, the hf engine
+and all engines hear the same broadcast. vLLM's workers listen in rollouts/engines/vllm_support/worker.py, the hf engine
 by itself. Afterwards `verify` compares what was sent with what every engine loaded. Where there are GPUs,
 vLLM's workers hear an `NcclSender` instead, and all else is the same. A member that fails leaves the group,
 so that the others notice at once. weight_sync/chunks.py does without a group.
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from core.errors import TransportFailed
-from weight_sync.base import Bucket, carrying
+from weight_sync.base import Bucket, transfer_errors
 from weight_sync.fingerprint import fingerprint
 
 _ALIGNMENT = 64
@@ -53,7 +53,7 @@ class WeightSender:
         """Wait until the `members` - 1 receivers have joined."""
         if self._store is None:
             raise RuntimeError("open() comes before join()")
-        with carrying(self.transport):
+        with transfer_errors(self.transport):
             self._group = _join(self._store, rank=0, members=members, timeout=self._timeout)
 
     def leave(self) -> None:
@@ -70,22 +70,22 @@ class WeightSender:
         for bucket in buckets:
             sent.update(fingerprint(bucket))
             self.sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
-            self._carry(self._ship, bucket)
-        self._carry(self._end)
+            self._guard(self._send_bucket, bucket)
+        self._guard(self._end)
         return sent
 
-    def _carry(self, act: Callable[..., None], *args: Bucket) -> None:
+    def _guard(self, act: Callable[..., None], *args: Bucket) -> None:
         try:
-            with carrying(self.transport):
+            with transfer_errors(self.transport):
                 act(*args)
         except TransportFailed:
             self.leave()
             raise
 
-    def _ship(self, bucket: Bucket) -> None:
+    def _send_bucket(self, bucket: Bucket) -> None:
         header: _Header = [(name, _dtype_name(t.dtype), list(t.shape)) for name, t in bucket]
         text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
-        places, size = _layout(header)
+        places, size = _plan_layout(header)
         flat = torch.empty(size, dtype=torch.uint8)
         for at, (_, tensor) in zip(places, bucket, strict=True):
             flat[at : at + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
@@ -108,25 +108,25 @@ class WeightReceiver:
     def __init__(self, *, address: str, port: int, rank: int, members: int, timeout_s: float) -> None:
         """Join the group as `rank` of 1..members-1; returns when all have joined."""
         timeout = timedelta(seconds=timeout_s)
-        with carrying("gloo"):
+        with transfer_errors("gloo"):
             store = TCPStore(address, port, is_master=False, timeout=timeout)
             self._group: ProcessGroupGloo | None = _join(store, rank=rank, members=members, timeout=timeout)
 
     def receive(self) -> Iterator[Bucket]:
         """The buckets of one `send`. Each has storage of its own, which a consumer may keep."""
-        while length := int(self._hear(torch.zeros(1, dtype=torch.int64))):
-            text = self._hear(torch.empty(length, dtype=torch.uint8))
+        while length := int(self._receive_tensor(torch.zeros(1, dtype=torch.int64))):
+            text = self._receive_tensor(torch.empty(length, dtype=torch.uint8))
             header: _Header = json.loads(bytes(text.tolist()))
-            places, size = _layout(header)
-            flat = self._hear(torch.empty(size, dtype=torch.uint8))
+            places, size = _plan_layout(header)
+            flat = self._receive_tensor(torch.empty(size, dtype=torch.uint8))
             yield [
                 (name, flat[at : at + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape))
                 for at, (name, dtype, shape) in zip(places, header, strict=True)
             ]
 
-    def _hear(self, tensor: Tensor) -> Tensor:
+    def _receive_tensor(self, tensor: Tensor) -> Tensor:
         try:
-            with carrying("gloo"):
+            with transfer_errors("gloo"):
                 if self._group is None:
                     raise ConnectionError("this member has left the group")
                 return _broadcast(self._group, tensor)
@@ -147,7 +147,7 @@ def _broadcast(group: ProcessGroupGloo, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _layout(header: _Header) -> tuple[list[int], int]:
+def _plan_layout(header: _Header) -> tuple[list[int], int]:
     """Where each tensor begins in the flat buffer, and how long that is, in bytes."""
     places, end = [], 0
     for _, dtype, shape in header:

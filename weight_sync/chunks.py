@@ -1,7 +1,8 @@
-"""Weights bucket by bucket through the driver's hands: as bytes in Ray's object store, or as files that all can read.
+"""Weights bucket by bucket through the driver: as bytes in Ray's object store, or as files that all can read.
 
-Slower than a broadcast, and in need of nothing but what the run has anyway. Trainer ranks make parcels with a
-`Packer`, one at a time; engines `unpack` each. Whoever drives (weight_sync/transports.py) never looks into one.
+This is slower than a broadcast, and needs nothing that the run does not have anyway. Every trainer rank runs a
+`ChunkWriter`, which makes one chunk at a time; engines read each with `read_chunk`. The driver
+(weight_sync/transports.py) passes chunks on without looking into them.
 """
 
 from __future__ import annotations
@@ -11,60 +12,57 @@ from pathlib import Path
 
 from safetensors.torch import load, save
 
-from weight_sync.base import Bucket, Sent, carrying
+from weight_sync.base import Bucket, Chunk, Sent, transfer_errors
 from weight_sync.fingerprint import fingerprint
 
-Parcel = bytes | str
-"""A bucket in safetensors format, or the path of a file of that."""
 
+class ChunkWriter:
+    """One rank's end of one sync. Every rank runs through the stream, which gathers sharded tensors; one writes."""
 
-class Packer:
-    """One rank's end of one sync. Every rank goes through the stream, where gathering takes them all; one packs."""
+    chunk: Chunk
+    """The last one."""
 
-    parcel: Parcel
-    """Of the last bucket."""
-
-    def __init__(self, stream: Generator[Bucket], *, packs: bool, folder: str | None):
-        """folder: write files there instead of keeping bytes."""
-        self._stream, self._packs, self._folder = stream, packs, folder
+    def __init__(self, stream: Generator[Bucket], *, writes: bool, folder: str | None):
+        """folder: write files there; None keeps bytes."""
+        self._stream, self._writes, self._folder = stream, writes, folder
         self._checksums: dict[str, int] = {}
         self._nbytes = self._count = 0
 
-    def pack(self) -> bool:
-        """Make the next parcel, and forget the one before; False at the end of the stream."""
+    def write_chunk(self) -> bool:
+        """Make the next chunk and forget the one before; return False at the end of the stream."""
         bucket = next(self._stream, None)
         if bucket is None:
             return False
-        if self._packs:
+        if self._writes:
             self._checksums |= fingerprint(bucket)
             self._nbytes += sum(tensor.nbytes for _, tensor in bucket)
-            with carrying("disk" if self._folder else "direct"):
-                self._wrap(bucket)
+            with transfer_errors("disk" if self._folder else "direct"):
+                self._store(bucket)
         self._count += 1
         return True
 
     def close(self) -> None:
-        """Go no further: what was gathered for the stream's last bucket is let go of."""
+        """End the stream early; what was gathered for its last bucket is released."""
         self._stream.close()
 
-    def sent(self) -> Sent:
+    def summarize(self) -> Sent:
         return Sent(checksums=self._checksums, nbytes=self._nbytes)
 
-    def _wrap(self, bucket: Bucket) -> None:
+    def _store(self, bucket: Bucket) -> None:
         packed = save({name: tensor.cpu().contiguous() for name, tensor in bucket})
         if self._folder is None:
-            self.parcel = packed
+            self.chunk = packed
             return
         file = Path(self._folder) / f"{self._count}.safetensors"
         file.write_bytes(packed)
         if self._count:
-            Path(self.parcel).unlink()  # every engine has read it
-        self.parcel = str(file)
+            Path(self.chunk).unlink()  # every engine has read it
+        self.chunk = str(file)
 
 
-def unpack(parcel: Parcel) -> Bucket:
-    if isinstance(parcel, str):
-        with carrying("disk"):
-            return list(load(Path(parcel).read_bytes()).items())  # no mapping: the file goes before the tensors do
-    with carrying("direct"):
-        return list(load(parcel).items())
+def read_chunk(chunk: Chunk) -> Bucket:
+    if isinstance(chunk, str):
+        with transfer_errors("disk"):
+            return list(load(Path(chunk).read_bytes()).items())  # no mapping: the file goes before the tensors do
+    with transfer_errors("direct"):
+        return list(load(chunk).items())

@@ -64,7 +64,7 @@ def checksum(shard: Tensor, *, shape: Sequence[int] | None = None, start: Sequen
     return (int(total.sum()) + ones) % (1 << _BITS)
 
 
-def difference(sent: Mapping[str, int], ranks: Sequence[Mapping[str, int]]) -> str | None:
+def describe_difference(sent: Mapping[str, int], ranks: Sequence[Mapping[str, int]]) -> str | None:
     """Say in a clause what one engine's ranks loaded otherwise than it was sent; None when all is as sent.
 
     A tensor's shards must add up to what was sent, once, or as many times as it is replicated.
@@ -121,7 +121,7 @@ def _signed(value: int) -> int:
     return value - (1 << _BITS) if value >> (_BITS - 1) else value
 
 
-def verify(
+def verify_sync(
     sent: Mapping[str, int],
     loaded: Sequence[Sequence[Mapping[str, int]]],
     *,
@@ -136,7 +136,7 @@ def verify(
     bound: what the mean absolute difference of the two may be.
     """
     for engine, ranks in enumerate(loaded):
-        if found := difference(sent, ranks):
+        if found := describe_difference(sent, ranks):
             raise RunStopped(f"the weights of engine {engine} are not the trainer's after the sync: {found}")
     worst = 0.0
     for engine, logp in enumerate(probe_logp):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weight_sync.base import Bucket, carrying
+from weight_sync.base import Bucket, transfer_errors
 from weight_sync.broadcast import WeightSender
 
 
@@ -27,14 +27,14 @@ class NcclSender(WeightSender):
 
         # Else vLLM would put this thread on a new stream, which would not wait for the trainer's.
         torch.cuda.set_stream(torch.cuda.current_stream())
-        with carrying(self.transport):
+        with transfer_errors(self.transport):
             self._nccl = trainer_init({**self._where, "world_size": members})
         self._nccl.group.store.set_timeout(self._timeout)
 
     def leave(self) -> None:
         del self._nccl
 
-    def _ship(self, bucket: Bucket) -> None:
+    def _send_bucket(self, bucket: Bucket) -> None:
         self._nccl.group.broadcast_obj([(name, t.dtype, t.shape) for name, t in bucket], src=0)
         stream = torch.cuda.current_stream()
         for _, tensor in bucket:

@@ -1,4 +1,4 @@
-"""Publish: every engine samples from the trainer's current weights, and has proven it, or the run stops."""
+"""Publish weights: every engine samples from the trainer's current weights and has proven it, or the run stops."""
 
 from __future__ import annotations
 
@@ -6,92 +6,97 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from core.clock import ActivityTimer
 from core.errors import CallFailed, ProcessDied, TransportFailed
+from core.phases import Activity
 from core.ray_cluster import Remote
-from core.workers import Local
-from weight_sync.base import Bucket, Part, Probe, Sent
-from weight_sync.fingerprint import fingerprint, verify
-from weight_sync.transports import Ends, Transport
+from weight_sync.base import Bucket, ExportScope, ExportsWeights, Probe, ReceivesWeights, Sent
+from weight_sync.fingerprint import fingerprint, verify_sync
+from weight_sync.transports import SyncEndpoints, Transport
 
 
 @dataclass(slots=True)
-class LocalSync:
+class LocalWeightSync:
     """Trainer and engine in this process: tensors are handed over."""
 
-    trainers: Local
-    rollouts: Local
+    trainer: ExportsWeights
+    engine: ReceivesWeights
+    timers: tuple[ActivityTimer, ActivityTimer]
+    """The trainer's and the engine's."""
     probe: Probe
     max_bytes: int
-    part: Part
+    scope: ExportScope
 
-    async def publish(self, version: int) -> dict[str, float]:
-        trainer, engine = self.trainers.worker, self.rollouts.worker.engine
+    async def publish_weights(self, version: int) -> dict[str, float]:
         sent: dict[str, int] = {}
         nbytes = 0
 
         def sending() -> Iterator[Bucket]:
             nonlocal nbytes
-            for bucket in trainer.weights(self.max_bytes, self.part):
+            for bucket in self.trainer.export_weights(self.max_bytes, self.scope):
                 sent.update(fingerprint(bucket))
                 nbytes += sum(tensor.nbytes for _, tensor in bucket)
                 yield bucket
 
-        with trainer.ledger.doing("sync"), self.rollouts.worker.ledger.doing("sync"):
-            await engine.hold()
-            await engine.load(version, sending())
-        gap = verify(
+        of_trainer, of_engine = self.timers
+        with of_trainer.measure(Activity.SYNC), of_engine.measure(Activity.SYNC):
+            await self.engine.pause()
+            await self.engine.load_weights(version, sending())
+        gap = verify_sync(
             sent,
-            [await engine.fingerprint()],
-            expected_logp=trainer.probe(self.probe.token_ids),
-            probe_logp=[await engine.probe(self.probe.token_ids)],
+            [await self.engine.read_fingerprint()],
+            expected_logp=self.trainer.probe(self.probe.token_ids),
+            probe_logp=[await self.engine.probe(self.probe.token_ids)],
             bound=self.probe.bound,
         )
         return {"sync/probe_gap": gap, "sync/bytes": float(nbytes)}
 
 
 @dataclass(slots=True)
-class RemoteSync:
-    """Over the first of `transports` that works; the proof is the same whatever carried the weights."""
+class RemoteWeightSync:
+    """Over the first of `transports` that works; the proof is the same for all."""
 
-    ends: Ends
-    rollouts: Remote
-    """The engines again, with the run's deadline: a drain may take that long, a transport weight_sync.timeout_s."""
+    ends: SyncEndpoints
+    engines: Remote[ReceivesWeights]
+    """The engines again, with the run's deadline: finishing running requests may take longer than a transfer."""
     probe: Probe
     transports: list[Transport]
-    """Those that failed are taken off."""
+    """Those that failed are removed."""
     may_fall_back: bool
-    """Else a transport that fails ends the run."""
+    """False: a transport that fails ends the run."""
     say: Callable[[str], None]
     facts: dict[str, Any]
-    """What stands in the run's summary."""
+    """Entries of the run's summary."""
 
-    async def publish(self, version: int) -> dict[str, float]:
+    async def publish_weights(self, version: int) -> dict[str, float]:
         try:
             return await self._publish(version)
         except (CallFailed, ProcessDied) as error:
             raise type(error)(f"in the sync of version {version}, {error}") from error
 
     async def _publish(self, version: int) -> dict[str, float]:
-        engines = self.ends.engines
-        await engines.all("ledger.begin", "sync")
-        await self.rollouts.all("engine.hold")  # before anything is sent, for whose members nobody waits long
-        sent = await self._carry(version)
-        expected, *_ = await self.ends.trainers.all("probe", self.probe.token_ids)
-        gap = verify(
+        ends, ids = self.ends, self.probe.token_ids
+        await ends.engine_timers.call_all(ActivityTimer.begin, Activity.SYNC)
+        # pause first: draining can take minutes, and the broadcast's own timeout is short
+        await self.engines.call_all(ReceivesWeights.pause)
+        sent = await self._transfer(version)
+        expected, *_ = await ends.trainers.call_all(ExportsWeights.probe, ids)
+        loaded = await ends.engines.call_all(ReceivesWeights.read_fingerprint)
+        gap = verify_sync(
             sent.checksums,
-            await engines.all("engine.fingerprint"),
+            loaded,
             expected_logp=expected,
-            probe_logp=await engines.all("engine.probe", self.probe.token_ids),
+            probe_logp=await ends.engines.call_all(ReceivesWeights.probe, ids),
             bound=self.probe.bound,
         )
-        await engines.all("ledger.end", "sync")
+        await ends.engine_timers.call_all(ActivityTimer.end, Activity.SYNC)
         return {"sync/probe_gap": gap, "sync/bytes": float(sent.nbytes)}
 
-    async def _carry(self, version: int) -> Sent:
+    async def _transfer(self, version: int) -> Sent:
         while True:
             transport, *others = self.transports
             try:
-                sent = await transport.carry(version)
+                sent = await transport.transfer(version)
                 self.facts["transport"] = transport.name
                 return sent
             except TransportFailed as error:
@@ -102,4 +107,5 @@ class RemoteSync:
                     f"{others[0].name} instead of {transport.name}"
                 )
                 self.transports = others
-                await self.rollouts.all("engine.hold")  # some may have had all their weights, and gone on
+                # again: engines that had received all their weights have resumed
+                await self.engines.call_all(ReceivesWeights.pause)

@@ -1,4 +1,4 @@
-"""What carries weights from the trainers to the engines, as seen by the driver. One after another may be tried."""
+"""Transports of weights from the trainers to the engines, as the driver sees them. One after another may be tried."""
 
 from __future__ import annotations
 
@@ -6,96 +6,120 @@ import shutil
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from core.clock import ActivityTimer
+from core.deadlines import SYNC_TIMEOUT_GRACE_S
 from core.errors import TransportFailed
-from core.ray_cluster import Remote, blaming
-from core.workers import together
-from weight_sync.base import Part, Sent
-
-TransportName = Literal["nccl", "gloo", "direct", "disk"]
-GRACE_S = 5.0
-"""So much later than the deadlines inside a worker ends the wait for it: the worker knows better what failed."""
+from core.ray_cluster import Remote, attribute_failure
+from core.workers import gather_fail_fast
+from weight_sync.base import ExportScope, ExportsWeights, ReceivesWeights, Sent, TransportName
+from weight_sync.source import WeightSource
 
 
 class Transport(Protocol):
+    """One way to bring weights to the engines."""
+
     name: TransportName
 
-    async def carry(self, version: int) -> Sent:
-        """Return when every engine has loaded what was sent. TransportFailed: nobody is waiting any longer."""
+    async def transfer(self, version: int) -> Sent:
+        """Return when every engine has loaded what was sent. After TransportFailed no process waits any longer."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
-    """Between whom, and what."""
+class SyncEndpoints:
+    """The trainer and engine handles, and the settings that every transport shares.
 
-    trainers: Remote
-    engines: Remote
+    The deadline of the handles is longer than `timeout_s`, the one inside the workers: they report first.
+    """
+
+    trainers: Remote[ExportsWeights]
+    sources: Remote[WeightSource]
+    engines: Remote[ReceivesWeights]
+    engine_timers: Remote[ActivityTimer]
     ranks_per_engine: int
     max_bytes: int
-    part: Part
+    """Size of a bucket."""
+    scope: ExportScope
     timeout_s: float
+    """Deadline of one step of a sync inside a worker."""
 
-    async def meet(self, calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Calls that wait for each other. Where a transport fails, all of them are to end before another is tried."""
-        return await blaming([self.trainers, self.engines], together(calls, last_words_s=self.timeout_s + GRACE_S))
+    async def gather_collective(self, calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Await calls that wait for each other. If a transport fails, all end before another one is tried."""
+        together = gather_fail_fast(calls, grace_s=self.timeout_s + SYNC_TIMEOUT_GRACE_S)
+        return await attribute_failure([self.sources, self.engines], together)
 
 
 @dataclass(slots=True)
-class Stream:
+class BroadcastTransport:
     """Trainer rank 0 broadcasts to every rank of every engine, in a process group that they form once."""
 
     name: TransportName
-    ends: Ends
+    ends: SyncEndpoints
     joined: bool = False
 
-    async def carry(self, version: int) -> Sent:
+    async def transfer(self, version: int) -> Sent:
         if not self.joined:
-            await self._join()
+            await self._form_group()
         ends = self.ends
-        sends = ends.trainers.calls("send_weights", ends.max_bytes, ends.part)
-        sent, *_ = await ends.meet([*sends, *ends.engines.calls("engine.receive", version)])
+        sends = ends.sources.start_all(WeightSource.broadcast_weights, ends.max_bytes, ends.scope)
+        receives = ends.engines.start_all(ReceivesWeights.receive_weights, version)
+        sent, *_ = await ends.gather_collective([*sends, *receives])
         return sent
 
-    async def _join(self) -> None:
-        trainers, engines, n = self.ends.trainers, self.ends.engines, self.ends.ranks_per_engine
-        address, _ = await trainers.ask(0, "free_address")
-        port = await trainers.call(0, "open_sync", address, self.ends.timeout_s, self.name == "nccl")
-        group = {"address": address, "port": port, "members": 1 + len(engines) * n}
-        joins = [engines.ask(i, "call", "engine.join", first_rank=1 + i * n, **group) for i in range(len(engines))]
-        await self.ends.meet([trainers.ask(0, "call", "join_sync", group["members"]), *joins])
+    async def _form_group(self) -> None:
+        sources, engines, n = self.ends.sources, self.ends.engines, self.ends.ranks_per_engine
+        address, _ = await sources.find_free_address(0)
+        over_nccl = self.name == "nccl"
+        port = await sources.call_one(0, WeightSource.open_broadcast, address, self.ends.timeout_s, over_nccl)
+        members = 1 + len(engines) * n
+        joins = [
+            engines.start_one(
+                i,
+                ReceivesWeights.join_broadcast,
+                address=address,
+                port=port,
+                first_rank=1 + i * n,
+                members=members,
+            )
+            for i in range(len(engines))
+        ]
+        waits = sources.start_one(0, WeightSource.wait_for_members, members)
+        await self.ends.gather_collective([waits, *joins])
         self.joined = True
 
 
 @dataclass(slots=True)
-class Parcels:
-    """Every bucket in turn: trainer rank 0 packs it, each engine is handed it and loads it."""
+class ChunkedTransport:
+    """Every bucket in turn: trainer rank 0 writes it, each engine gets it and loads it."""
 
     name: TransportName
-    ends: Ends
+    ends: SyncEndpoints
     folder: Path | None
     """On a file system of all machines; None keeps the bytes in Ray's object store."""
 
-    async def carry(self, version: int) -> Sent:
+    async def transfer(self, version: int) -> Sent:
         folder = None if self.folder is None else self.folder / str(version)
         try:
             if folder is not None:
                 folder.mkdir(parents=True)
-            return await self._carry(version, folder)
+            return await self._transfer(version, folder)
         finally:
             if self.folder is not None:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    async def _carry(self, version: int, folder: Path | None) -> Sent:
-        ends, trainers, engines, meet = self.ends, self.ends.trainers, self.ends.engines, self.ends.meet
-        packs = trainers.calls("pack_for", ends.max_bytes, ends.part, None if folder is None else str(folder))
-        await meet([*engines.calls("engine.open_feed"), *packs])
+    async def _transfer(self, version: int, folder: Path | None) -> Sent:
+        ends, sources, engines, gather = self.ends, self.ends.sources, self.ends.engines, self.ends.gather_collective
+        where = None if folder is None else str(folder)
+        begins = sources.start_all(WeightSource.begin_chunks, ends.max_bytes, ends.scope, where)
+        await gather([*engines.start_all(ReceivesWeights.begin_chunks), *begins])
         try:
-            while (await meet(trainers.calls("pack")))[0]:
-                await meet(engines.calls("engine.feed", trainers.refer(0, "packed")))
+            while (await gather([*sources.start_all(WeightSource.write_chunk)]))[0]:
+                chunk = sources.submit(0, WeightSource.get_chunk)
+                await gather([*engines.start_all(ReceivesWeights.load_chunk, chunk)])
         except TransportFailed:
-            await trainers.all("packer.close")
+            await sources.call_all(WeightSource.abort_chunks)
             raise
-        await meet(engines.calls("engine.receive", version))
-        return await trainers.call(0, "packer.sent")
+        await gather([*engines.start_all(ReceivesWeights.receive_weights, version)])
+        return await sources.call_one(0, WeightSource.summarize_chunks)

@@ -14,7 +14,7 @@ from algs.check.update import (
     credited,
     outcome,
 )
-from core.types import Scored
+from core.types import ScoredColumn
 
 UPDATES, LEARNT, SLANT = 40, 0.5, 0.4
 
@@ -36,9 +36,13 @@ def bandit(alg: Algorithm, *, slant: float) -> float:
     start, per_step = logits.log_softmax(-1), 2 if slant else 1
     for _ in range(UPDATES // per_step):
         now = bandit_tables(logits, value)
-        scored: dict[Scored, Tensor] = {"prox_logp": now["logp"], "ref_logp": start, "teacher_logp": exhibit.TEACHER}
+        scored: dict[ScoredColumn, Tensor] = {
+            "prox_logp": now["logp"],
+            "ref_logp": start,
+            "teacher_logp": exhibit.TEACHER,
+        }
         scored["values"] = now["values"]
-        groups = [g for g in exhibit.bandit_answers(logits + tilt, scored, draw) if alg.keep(g)]
+        groups = [g for g in exhibit.bandit_answers(logits + tilt, scored, draw) if alg.accept_group(g)]
         groups = credited(alg, groups, stale=per_step > 1)
         for _ in range(per_step if groups else 0):
             trained = {"logits": logits.clone().requires_grad_(), "value": value.clone().requires_grad_()}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from algs.base import Algorithm, PolicyGradient
-from core.types import Column, Group, Prompt, Rows, Sample, Scored
+from core.types import Column, Group, Prompt, Rows, Sample, ScoredColumn
 
 Tables = dict[str, Tensor]
 """logp, entropy and values of every token as the models in training see it now, [N] float64 each."""
@@ -38,14 +38,14 @@ STEP: dict[Kind, list[list[float]]] = {
     "policy gradient": SAMPLED,
     "conversations": SAMPLED,
     "pairs": [[1.0, 0.0]] * 6,
-    "labelled": [[1.0], [0.0], [1.0], [0.0], [0.0], [1.0]],
+    "unpaired": [[1.0], [0.0], [1.0], [0.0], [0.0], [1.0]],
 }
 USUAL, EQUAL, SINGLE = 1, 2, 3
 CORNERS: dict[Kind, dict[str, int]] = {
     "policy gradient": {"equal rewards in a group": EQUAL, "a group of one": SINGLE},
     "conversations": {"one conversation": SINGLE},
     "pairs": {"one pair": SINGLE},
-    "labelled": {"one desirable answer": EQUAL, "one undesirable answer": SINGLE},
+    "unpaired": {"one desirable answer": EQUAL, "one undesirable answer": SINGLE},
 }
 
 
@@ -68,7 +68,7 @@ def made_up_step(alg: Algorithm) -> World:
 
     groups: list[Group] = []
     rows: dict[str, list[Tensor]] = {"logp": [], "entropy": [], "values": []}
-    scored: dict[Scored, list[Tensor]] = {"prox_logp": [], "ref_logp": [], "teacher_logp": [], "values": []}
+    scored: dict[ScoredColumn, list[Tensor]] = {"prox_logp": [], "ref_logp": [], "teacher_logp": [], "values": []}
     first = 0
     for g, rewards in enumerate(STEP[kind_of(alg)]):
         groups.append([])
@@ -79,7 +79,7 @@ def made_up_step(alg: Algorithm) -> World:
             now = (prox + noise(n, 0.3, wild=6, factor=9)).clamp(max=-0.01)
             ref, teacher = (now + noise(n, 0.4)).clamp(max=-0.01), (rollout + noise(n, 0.8)).clamp(max=-0.01)
             values = noise(n, 0.5)
-            columns: dict[Scored, Tensor] = {"prox_logp": prox, "ref_logp": ref, "teacher_logp": teacher}
+            columns: dict[ScoredColumn, Tensor] = {"prox_logp": prox, "ref_logp": ref, "teacher_logp": teacher}
             columns["values"] = values
             for name, column in columns.items():
                 scored[name].append(column)
@@ -89,12 +89,12 @@ def made_up_step(alg: Algorithm) -> World:
             rows["values"].append(values + noise(n, 0.4))
             first += n
     groups[-1][-1] = replace(groups[-1][-1], stop="length")
-    tables: dict[Scored, Tensor] = {name: torch.cat(parts) for name, parts in scored.items()}
-    groups = [[_with_columns(s, tables) for s in group] for group in alg.arrange(groups)]
+    tables: dict[ScoredColumn, Tensor] = {name: torch.cat(parts) for name, parts in scored.items()}
+    groups = [[_with_columns(s, tables) for s in group] for group in alg.prepare_groups(groups)]
     return World(groups=groups, now={name: torch.cat(parts) for name, parts in rows.items()})
 
 
-def _with_columns(s: Sample, tables: dict[Scored, Tensor]) -> Sample:
+def _with_columns(s: Sample, tables: dict[ScoredColumn, Tensor]) -> Sample:
     return replace(s, columns={name: table[s.token_ids].tolist() for name, table in tables.items()})
 
 
@@ -106,17 +106,17 @@ def _sample(draw: torch.Generator, rollout: Tensor, *, group: int, first: int, r
     return Sample(
         prompt=Prompt(id=f"check/{group}", messages=[]),
         token_ids=list(range(first, first + n)),
-        mask=mask,
+        action_mask=mask,
         rollout_logp=[x if m else 0.0 for x, m in zip(rollout.tolist(), mask, strict=True)],
         versions=[0 if m else -1 for m in mask],
         reward=reward,
     )
 
 
-def shown(groups: list[Group], names: frozenset[Scored]) -> list[Group]:
+def shown(groups: list[Group], names: frozenset[ScoredColumn]) -> list[Group]:
     """With these columns and no other; a sample without a learnt token is never scored, so it has none."""
     return [
-        [replace(s, columns={name: s.columns[name] for name in sorted(names)} if any(s.learnt) else {}) for s in g]
+        [replace(s, columns={name: s.columns[name] for name in sorted(names)} if any(s.loss_mask) else {}) for s in g]
         for g in groups
     ]
 
@@ -148,7 +148,7 @@ def poisoned(groups: list[Group], name: Poisonable, bad: float) -> list[Group]:
 
     def one(s: Sample) -> Sample:
         def spoilt(values: list[float]) -> list[float]:
-            return [x if yes else bad for x, yes in zip(values, s.learnt, strict=True)]
+            return [x if yes else bad for x, yes in zip(values, s.loss_mask, strict=True)]
 
         if not holds(s, name):
             return s
@@ -192,7 +192,7 @@ TEACHER = torch.tensor([0.05, 0.05, 0.05, 0.85], dtype=torch.float64).log()
 
 
 def bandit_answers(
-    logits: Tensor, columns: dict[Scored, Tensor], draw: torch.Generator, *, groups: int = 2, size: int = 8
+    logits: Tensor, columns: dict[ScoredColumn, Tensor], draw: torch.Generator, *, groups: int = 2, size: int = 8
 ) -> list[Group]:
     """One-token answers drawn from softmax(logits); `columns` holds a value for each arm, [arms]."""
     logp: list[float] = logits.log_softmax(-1).tolist()
@@ -211,7 +211,7 @@ def _arm(prompt: str, ids: list[int], logp: float, *, reward: float, columns: di
     return Sample(
         prompt=Prompt(id=prompt, messages=[]),
         token_ids=ids,
-        mask=[False, True],
+        action_mask=[False, True],
         rollout_logp=[0.0, logp],
         versions=[-1, 0],
         reward=reward,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from algs.base import Algorithm, PolicyGradient
-from core.section import Section
+from core.strict_model import StrictModel
 
 
 class OtherPath(Exception):
@@ -66,7 +66,7 @@ def _any_live(args: Any) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in flat)
 
 
-S = TypeVar("S", bound=Section)
+S = TypeVar("S", bound=StrictModel)
 
 
 def noting_reads(section: S, reads: set[str], prefix: str = "") -> S:
@@ -84,7 +84,7 @@ def noting_reads(section: S, reads: set[str], prefix: str = "") -> S:
     twin = section.model_copy()
     inside = vars(twin)
     for name, value in vars(section).items():
-        if isinstance(value, Section) and type(value).__module__ == cls.__module__:
+        if isinstance(value, StrictModel) and type(value).__module__ == cls.__module__:
             inside[name] = noting_reads(value, reads, f"{prefix}{name}.")
     object.__setattr__(twin, "__class__", twin_cls)  # the model itself is frozen
     return twin
@@ -101,7 +101,7 @@ def _declared(cls: type[BaseModel], module: str, prefix: str) -> Iterator[tuple[
         if name in inherited:
             continue
         yield prefix + name, info.annotation
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+        if isinstance(info.annotation, type) and issubclass(info.annotation, StrictModel):
             yield from _declared(info.annotation, module, f"{prefix}{name}.")
 
 
@@ -153,7 +153,7 @@ PLAIN: dict[str, Any] = {"kl.coef": 0.0, "overlong.mode": "none"}
 SHARED: dict[str, dict[str, Any]] = {
     "kl.place: loss": {"kl.coef": 0.1, "kl.estimator": "auto", "kl.place": "loss"},
     "kl.place: reward": {"kl.coef": 0.1, "kl.estimator": "auto", "kl.place": "reward"},
-    "overlong.mode: penalty": {"overlong.mode": "penalty", "overlong.longest": 8, "overlong.buffer": 6},
+    "overlong.mode: penalty": {"overlong.mode": "penalty", "overlong.max_tokens": 8, "overlong.buffer": 6},
     "overlong.mode: filter": {"overlong.mode": "filter"},
 }
 """Settings of every policy gradient that its credit must heed: easily forgotten where credit is written anew."""

@@ -96,8 +96,8 @@ def has_the_gradient_of_its_loss(alg: Algorithm) -> str:
         done, kinks = done + agreed, kinks + bent
     if not done:
         raise Broken(f"all {kinks} points stand at a kink, or the loss computes in less than float64: nothing is shown")
-    left_out = f", {kinks} at a kink left out" if kinks else ""
-    return f"central differences agree at {done} tokens{left_out}" + (": little is shown" if kinks > done else "")
+    excluded = f", {kinks} at a kink left out" if kinks else ""
+    return f"central differences agree at {done} tokens{excluded}" + (": little is shown" if kinks > done else "")
 
 
 def compare_with_differences(alg: Algorithm, world: World, batch: Batch, *, where: str) -> tuple[int, int]:
@@ -150,7 +150,7 @@ def is_a_policy_gradient(alg: Algorithm) -> str:
     world = exhibit.made_up_step(alg)
     for stale in (False, True):
         [batch] = batches_of(alg, credited(alg, exhibit.on_policy(world), stale=stale), world.now)
-        if batch.tokens.advantage is None:
+        if not batch.tokens.has("advantage"):
             raise Broken("credit() gave no advantage")
         want = torch.zeros_like(world.now["logp"])
         want[batch.labels] = -batch.tokens.weight * batch.tokens.advantage
@@ -228,7 +228,13 @@ def reads_what_it_declares(alg: Algorithm) -> str:
 def everything(alg: Algorithm, world: World, reads: set[str]) -> list[Any]:
     """All that an algorithm says about the made-up step, to be compared; notes what it reads to say it."""
     alg = instruments.noting_reads(alg, reads)
-    said: list[Any] = [alg.needs, alg.needs_entropy, alg.frozen, alg.value_lr, [alg.keep(g) for g in world.groups]]
+    said: list[Any] = [
+        alg.required_columns,
+        alg.needs_entropy,
+        alg.frozen_models,
+        alg.value_lr,
+        [alg.accept_group(g) for g in world.groups],
+    ]
     for stale in (False, True):
         got = of_groups(alg, world, world.groups, stale=stale)
         said += [got.loss, *(g.tolist() for g in got.gradient.values())]
@@ -290,11 +296,11 @@ def prefers_what_the_rows_prefer(alg: Algorithm) -> str:
     world = exhibit.made_up_step(alg)
     groups = credited(alg, exhibit.on_policy(world), stale=False)
     gradient = outcome(alg, batches_of(alg, groups, world.now), world.now).gradient
-    slopes = gradient["values" if alg.trains == "reward" else "logp"]
+    slopes = gradient["values" if alg.model_kind == "reward" else "logp"]
     moved = {"raised": 0, "lowered": 0}
     for s in (s for group in groups for s in group):
         wish = "lowered" if alg.rows != "conversations" and s.reward == 0 else "raised"
-        for token in (t for t, yes in zip(s.token_ids, s.learnt, strict=True) if yes):
+        for token in (t for t, yes in zip(s.token_ids, s.loss_mask, strict=True) if yes):
             slope = float(slopes[token])
             if not (slope < 0 if wish == "raised" else slope > 0):
                 raise Broken(
@@ -319,5 +325,5 @@ ASKED: dict[exhibit.Kind, str] = {
     "policy gradient": "abcdefgh",
     "conversations": "abcegi",
     "pairs": "abcegi",
-    "labelled": "abcegi",
+    "unpaired": "abcegi",
 }

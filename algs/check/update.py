@@ -13,7 +13,7 @@ from torch import Tensor
 from algs.base import Algorithm
 from algs.check import fixtures as exhibit
 from algs.check.fixtures import Tables, World
-from core.types import Batch, Group, Policy, Scored
+from core.types import Batch, Group, Policy, ScoredColumn
 from data_feeds.packing import Plan, plan_update
 
 
@@ -55,7 +55,9 @@ class Outcome:
 
 def credited(alg: Algorithm, groups: list[Group], *, stale: bool) -> list[Group]:
     """What credit makes of the columns that are declared; stale: a step of several updates, so prox_logp is there."""
-    return alg.credit(exhibit.shown(groups, alg.needs | frozenset[Scored]({"prox_logp"} if stale else ())))
+    return alg.compute_advantages(
+        exhibit.shown(groups, alg.required_columns | frozenset[ScoredColumn]({"prox_logp"} if stale else ()))
+    )
 
 
 def batches_of(
@@ -87,7 +89,7 @@ def with_totals(alg: Algorithm, batches: list[Batch], tables: Tables) -> list[Ba
         return batches
     parts = [alg.totals(policy_on(alg, b, tables), b.tokens) for b in batches]
     totals = {name: torch.stack([p[name] for p in parts]).sum(0) for name in parts[0]}
-    return [replace(b, tokens=replace(b.tokens, totals=totals)) for b in batches]
+    return [replace(b, tokens=b.tokens.replace(totals=totals)) for b in batches]
 
 
 def policy_on(alg: Algorithm, batch: Batch, tables: Tables) -> Policy:
@@ -97,7 +99,7 @@ def policy_on(alg: Algorithm, batch: Batch, tables: Tables) -> Policy:
 
 def losses(alg: Algorithm, batch: Batch, tables: Tables) -> list[Tensor]:
     """What a trainer calls backward() on: the policy's loss, and the value model's if there is one."""
-    if alg.trains == "reward":
+    if alg.model_kind == "reward":
         loss, metrics = alg.value_loss(tables["values"][batch.labels], batch.tokens)
     else:
         loss, metrics = alg.objective(policy_on(alg, batch, tables), batch.tokens)

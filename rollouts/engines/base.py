@@ -1,15 +1,24 @@
-"""What an engine is: token ids in, token ids out."""
+"""What an engine is: token ids in, token ids out. One file per engine, found by its name or its path.
+
+An engine of your own is a file with one subclass of `Engine`, named by its path in `rollout.engine`. It is made as
+`YourEngine(config)` in the process that runs it. Methods that it does not need raise EngineLacks, and a recipe that
+would call them is refused before the start, because `capabilities` says what the engine can do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
+
+from configs.rollout_schema import RequestMode
+from configs.trainer_schema import LoraConfig
+from weight_sync.base import Bucket, Chunk, ReceivesWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine sampled after a prefix. The lists have one length."""
+    """Tokens that an engine sampled after a prefix. The lists have one length."""
 
     token_ids: list[int]
     logp: list[float]
@@ -19,31 +28,93 @@ class Completion:
     stop: Literal["eos", "length"]
 
 
-class Engine(Protocol):
-    """Knows nothing of chat, groups, rewards or algorithms.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. An engine reads those that it has a use for."""
 
-    Life: built in its process, with the keywords model_path, dtype, temperature, stop_token_ids, timeout_s (of one step
-    of a weight update) and update (`rollout.update`: what becomes of requests that are being answered); then weights
-    arrive and completions are asked for, concurrently; `close` ends its processes.
+    model_path: str
+    temperature: float
+    max_model_len: int
+    """Tokens of the longest prompt and completion together."""
+    stop_token_ids: Sequence[int]
+    """Tokens that end a completion. The model's own generation config is ignored."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    seed: int = 0
+    tensor_parallel_size: int = 1
+    cores: Sequence[int] | None = None
+    """CPU cores of this engine, shared by its ranks; by default all that the process may use."""
+    kv_cache_gib: float | None = None
+    """Size of the KV cache per rank, in GiB; by default what `gpu_memory_utilization` leaves (4 on a CPU)."""
+    gpu_memory_utilization: float = 0.85
+    enforce_eager: bool = False
+    starts_empty: bool = False
+    """True: the first weight sync brings the weights, so they need not be loaded."""
+    lora: LoraConfig | None = None
+    """Weight syncs bring this adapter alone, its `targets` named one by one; the weights stay the model's own."""
+    over_nccl: bool = False
+    """Weights come over NCCL, which takes GPUs at both ends."""
+    timeout_s: float = 300.0
+    """Deadline of one step of a weight sync."""
+    requests: RequestMode = "keep"
+    """What happens to running requests when weights come: `weight_sync.requests`."""
 
-    An update is a `hold`, and then `load(version, buckets)` by a trainer in the same process, or `receive(version)` of
-    what trainers send (weight_sync/broadcast.py). At its end the engine samples again, with the new weights alone.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an engine can do beyond generating in one process. Recipes that need more are refused."""
+
+    tensor_parallel: bool = False
+    broadcast: bool = False
+    """It joins a broadcast over gloo (`join_broadcast`); every engine of a run on Ray needs this."""
+    nccl: bool = False
+    """It joins a broadcast over NCCL."""
+    chunks: bool = False
+    """It takes weights in chunks (`begin_chunks`, `load_chunk`): transports direct and disk."""
+    adapter: bool = False
+    """It samples with a LoRA adapter beside the weights."""
+    in_process: str = ""
+    """Name of the engine that takes its place with `backend: local`; "" is itself."""
+
+
+class EngineLacks(NotImplementedError):
+    """A method was called that the engine's capabilities exclude."""
+
+
+class Engine(ReceivesWeights, Protocol):
+    """Samples completions. It knows nothing of chat, groups, rewards or algorithms.
+
+    Requests are made concurrently. weight_sync/base.py says how weights arrive.
     """
+
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the engine; return when requests can be made."""
+        ...
 
     async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
         """Sample one continuation of `token_ids` at the run's temperature."""
         ...
 
-    async def probe(self, token_ids: list[int]) -> list[float]:
-        """Log-probability, at temperature 1, of token_ids[1:] given what is before each; float32."""
+    async def close(self) -> None:
+        """End the engine's processes."""
         ...
 
-    async def hold(self) -> None:
-        """Return when the weights may be replaced; with update=drain that is after the last token of what runs."""
-        ...
+    async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
+        raise EngineLacks("this engine does not run in the trainer's process")
 
-    async def fingerprint(self) -> list[Mapping[str, int]]:
-        """One mapping per tensor-parallel rank: what that rank's last weight load consumed; see fingerprint.py."""
-        ...
+    async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:
+        raise EngineLacks("this engine joins no broadcast")
 
-    async def close(self) -> None: ...
+    async def begin_chunks(self) -> None:
+        raise EngineLacks("this engine takes no chunks")
+
+    async def load_chunk(self, chunk: Chunk) -> None:
+        raise EngineLacks("this engine takes no chunks")
+
+    async def receive_weights(self, version: int) -> None:
+        raise EngineLacks("this engine takes no weights from another process")
+
+    async def read_fingerprint(self) -> list[Mapping[str, int]]:
+        """Return one mapping per tensor-parallel rank: checksums of what that rank's last update loaded."""
+        ...

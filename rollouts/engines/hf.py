@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from configs.rollout_schema import UpdateMode
 from core.errors import RunStopped
-from rollouts.engines.base import Completion
-from weight_sync.base import Bucket
+from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
+from weight_sync.base import Bucket, Chunk
 from weight_sync.broadcast import WeightReceiver
-from weight_sync.chunks import Parcel, unpack
+from weight_sync.chunks import read_chunk
 from weight_sync.fingerprint import fingerprint
 
 
@@ -56,35 +55,31 @@ class _Rows:
     cache: DynamicCache
 
 
-class HfEngine:
-    """Requests that wait at the same moment are generated in one batch, up to `max_batch` of them, and are answered
-    when it ends. Those that come meanwhile wait for the next one."""
+class HfEngine(Engine):
+    """Batched generation with transformers, in the caller's process.
 
-    def __init__(
-        self,
-        *,
-        model_path: str,
-        dtype: str,
-        temperature: float,
-        stop_token_ids: list[int],
-        max_batch: int = 256,
-        timeout_s: float = 300.0,
-        update: UpdateMode = "in_flight",
-    ):
+    Requests that wait at the same moment are generated in one batch, up to `max_batch` of them, and return when it
+    ends. Requests that come meanwhile wait for the next batch.
+    """
+
+    capabilities = Capabilities(broadcast=True, chunks=True)
+    max_batch = 256
+
+    def __init__(self, config: EngineConfig) -> None:
         from modeling.load import load_model
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = load_model(model_path, dtype=dtype, attention="sdpa").eval().to(self.device)
-        self.temperature, self.stop, self.max_batch = temperature, set(stop_token_ids), max_batch
-        self.timeout_s, self.update = timeout_s, update
+        self.model = load_model(config.model_path, dtype=config.dtype, attention="sdpa").eval().to(self.device)
+        self.temperature, self.stop = config.temperature, set(config.stop_token_ids)
+        self.timeout_s, self.request_mode = config.timeout_s, config.requests
         self.version = -1
-        self.loads = 0
+        self.n_updates = 0
         self.loaded: dict[str, int] = {}
         self.waiting: list[_Request] = []
         self.running: asyncio.Task[None] | None = None
-        self.held = False
-        self.fed: list[Bucket] | None = None
-        """What came for the next `receive`; None while a stream brings weights."""
+        self.paused = False
+        self.chunks: list[Bucket] | None = None
+        """Buckets for the next `receive_weights`; None while a broadcast brings weights."""
 
     async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -97,20 +92,20 @@ class HfEngine:
     def _begin(self) -> None:
         """Make a batch of what waits, unless one is running or an update is awaited."""
         self.waiting = [request for request in self.waiting if not request.done.done()]  # some callers gave up
-        if self.waiting and self.running is None and not self.held:
+        if self.waiting and self.running is None and not self.paused:
             batch, self.waiting = self.waiting[: self.max_batch], self.waiting[self.max_batch :]
             self.running = asyncio.create_task(self._run(batch))
             self.running.add_done_callback(partial(self._ended, batch))
 
     async def _run(self, batch: list[_Request]) -> None:
-        """Generate all of `batch`, token by token; with update=abort, no further than to the next load."""
+        """Generate all of `batch`, token by token; with weight_sync.requests=abort, until the next update."""
         live = sorted(batch, key=lambda r: len(r.so_far))
         while live:
-            loads, rows = self.loads, self._rows(live)
-            while live and loads == self.loads:
+            n_updates, rows = self.n_updates, self._rows(live)
+            while live and n_updates == self.n_updates:
                 live = self._step(rows, live)
                 await asyncio.sleep(0)
-            if self.update == "abort":
+            if self.request_mode == "abort":
                 return
 
     def _ended(self, batch: list[_Request], run: asyncio.Task[None]) -> None:
@@ -194,18 +189,18 @@ class HfEngine:
             logp = self.model(input_ids=self._tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)
         return logp[:-1].gather(-1, self._tensor(token_ids[1:])[:, None])[:, 0].tolist()
 
-    async def hold(self) -> None:
-        """Come to a stop with update=drain; else a load may come between any two tokens as it is."""
-        if self.update == "drain":
-            self.held = True
+    async def pause(self) -> None:
+        """Finish the running batch with `wait`; otherwise an update may come between any two tokens."""
+        if self.request_mode == "wait":
+            self.paused = True
             if self.running is not None:
                 await asyncio.wait([self.running])  # if it fails, its callers hear of it
 
-    async def load(self, version: int, buckets: Iterable[Bucket]) -> None:
+    async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
         """Copy every tensor of the stream into the model's own; each must be there, in its shape."""
         own = dict(self.model.named_parameters())
         self.loaded = {}
-        self.loads += 1
+        self.n_updates += 1
         for bucket in buckets:
             for name, tensor in bucket:
                 if name not in own or own[name].shape != tensor.shape:
@@ -217,34 +212,32 @@ class HfEngine:
                 f"the sync of version {version} had no values for {len(missing)} tensors, such as {min(missing)}"
             )
         self.version = version
-        if self.held:
-            self.held = False
+        if self.paused:
+            self.paused = False
             self._begin()
 
-    async def join(self, *, address: str, port: int, first_rank: int, members: int) -> None:
-        """Become member `first_rank` of the sender's group, from which weights come now."""
-        self.fed = None
+    async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:
+        self.chunks = None
         self.receiver = WeightReceiver(
             address=address, port=port, rank=first_rank, members=members, timeout_s=self.timeout_s
         )
 
-    async def open_feed(self) -> None:
-        """From now on weights come by `feed`. They are kept until all are there: tokens may be sampled meanwhile."""
-        self.fed = []
+    async def begin_chunks(self) -> None:
+        self.chunks = []  # kept until all have come: tokens may be sampled meanwhile
 
-    async def feed(self, parcel: Parcel) -> None:
-        assert self.fed is not None
-        self.fed.append(unpack(parcel))
+    async def load_chunk(self, chunk: Chunk) -> None:
+        assert self.chunks is not None
+        self.chunks.append(read_chunk(chunk))
 
-    async def receive(self, version: int) -> None:
-        """Take part in one `WeightSender.send`, or take what was fed; without giving way."""
-        if self.fed is None:
-            await self.load(version, self.receiver.receive())
+    async def receive_weights(self, version: int) -> None:
+        """Load without giving way to requests."""
+        if self.chunks is None:
+            await self.load_weights(version, self.receiver.receive())
         else:
-            await self.load(version, self.fed)
-            self.fed = []
+            await self.load_weights(version, self.chunks)
+            self.chunks = []
 
-    async def fingerprint(self) -> list[Mapping[str, int]]:
+    async def read_fingerprint(self) -> list[Mapping[str, int]]:
         return [self.loaded]
 
     async def close(self) -> None:

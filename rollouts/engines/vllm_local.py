@@ -10,15 +10,18 @@ from typing import Any
 import torch
 
 from core.errors import RunStopped
-from rollouts.engines.vllm_common import _Vllm
+from rollouts.engines.base import Capabilities
+from rollouts.engines.vllm_support.common import VllmBase
 from weight_sync.base import Bucket
 
 
-class LocalVllmEngine(_Vllm):
+class LocalVllmEngine(VllmBase):
     """LLM in the caller's process, one rank, for `backend: local` on a CPU.
 
     Requests made in the same turn of the event loop run as one batch, during which the process does nothing else.
     """
+
+    capabilities = Capabilities(adapter=True)
 
     def _start(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -26,16 +29,16 @@ class LocalVllmEngine(_Vllm):
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
-        self._llm = LLM(**self._settings, weight_transfer_config=WeightTransferConfig(backend="feynrl_local"))
+        self._llm = LLM(**self._args, weight_transfer_config=WeightTransferConfig(backend="feynrl_local"))
         # vLLM takes the process for its own: one thread, and a set_num_threads that does nothing.
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
         self._waiting: list[tuple[list[int], Any, asyncio.Future[Any]]] = []
 
-    async def hold(self) -> None:
-        """Return at once, whatever `update` says: while requests run, nobody else does, so none is running now."""
+    async def pause(self) -> None:
+        """Return at once: while requests run nothing else does, so none is running now."""
 
-    async def load(self, version: int, buckets: Iterable[Bucket]) -> None:
+    async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
         """Take the weights straight from the trainer, which is in this process."""
         await self._update(version, {"buckets": buckets})
         self._llm.update_weight_version(str(version))
@@ -45,7 +48,7 @@ class LocalVllmEngine(_Vllm):
     async def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
 
-    async def _ask(self, token_ids: list[int], params: Any) -> Any:
+    async def _request(self, token_ids: list[int], params: Any) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((token_ids, params, answer))
         if len(self._waiting) == 1:
@@ -57,7 +60,7 @@ class LocalVllmEngine(_Vllm):
         waiting, self._waiting = self._waiting, []
         prompts = [{"prompt_token_ids": token_ids} for token_ids, _, _ in waiting]
         params = [params for _, params, _ in waiting]
-        answers = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter())
+        answers = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter_of_requests())
         for (_, _, future), answer in zip(waiting, answers, strict=True):
             future.set_result(answer)
 

@@ -29,10 +29,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from core.errors import TransportFailed
-from rollouts.engines.load_trace import LoadTrace
-from weight_sync.base import Bucket, carrying
+from rollouts.engines.vllm_support.load_trace import LoadTrace
+from weight_sync.base import Bucket, transfer_errors
 from weight_sync.broadcast import WeightReceiver
-from weight_sync.chunks import Parcel, unpack
+from weight_sync.chunks import Chunk, read_chunk
 from weight_sync.fingerprint import fingerprint
 
 ADAPTER_ID = 1
@@ -44,11 +44,11 @@ class Proven(WeightTransferEngine[Any, Any]):
 
     consumed: dict[str, int]
     """Of the last finished update."""
-    left_out: list[str]
+    untouched: list[str]
     """Parameters of the model that the last update did not touch."""
 
     def start_weight_update(self) -> None:
-        self.consumed, self.left_out = {}, []
+        self.consumed, self.untouched = {}, []
         if not _forget_half_loaded(self.model):  # else some parameters are stand-ins, and nothing is tied
             self._tied = _tied_parameters(self.model)
         initialize_layerwise_reload(self.model)
@@ -68,7 +68,7 @@ class Proven(WeightTransferEngine[Any, Any]):
             # The reload passes over it, and on a CPU the layer would go on with the packed copy of its old weights.
             layer = self.model.get_submodule(name.rpartition(".")[0])
             layer.quant_method.process_weights_after_loading(layer)
-        self.consumed, self.left_out = self._trace.consumed(), sorted(self._untouched)
+        self.consumed, self.untouched = self._trace.consumed(), sorted(self._untouched)
         del self._trace
 
     def buckets(self, update_info: Any) -> Iterable[Bucket]:
@@ -79,7 +79,7 @@ class Proven(WeightTransferEngine[Any, Any]):
         self.load(self.buckets(update_info))
 
     def start_adapter(self) -> None:
-        self.consumed, self.left_out = {}, []
+        self.consumed, self.untouched = {}, []
         self.adapter: dict[str, Tensor] = {}
 
     def receive_adapter(self, update_info: Any) -> None:
@@ -124,19 +124,19 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class Incoming(WeightTransferUpdateInfo):
-    """A parcel, or nothing where all is in the stream."""
+    """A chunk, or nothing where all is in the stream."""
 
-    parcel: Parcel | None = None
+    chunk: Chunk | None = None
 
 
 class Streamed(Proven):
-    """Weights from a stream that this worker has joined, or in parcels."""
+    """Weights from a stream that this worker has joined, or in chunks."""
 
     init_info_cls = JoinInfo
     update_info_cls = Incoming
 
     def buckets(self, update_info: Incoming) -> Iterable[Bucket]:
-        return self.stream() if update_info.parcel is None else [unpack(update_info.parcel)]
+        return self.stream() if update_info.chunk is None else [read_chunk(update_info.chunk)]
 
     def stream(self) -> Iterable[Bucket]:
         raise NotImplementedError
@@ -164,7 +164,7 @@ class NcclTransfer(Streamed, NCCLWeightTransferEngine):
     shutdown = NCCLWeightTransferEngine.shutdown
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        with carrying("nccl"):
+        with transfer_errors("nccl"):
             NCCLWeightTransferEngine.init_transfer_engine(
                 self,
                 NCCLWeightTransferInitInfo(
@@ -182,7 +182,7 @@ class NcclTransfer(Streamed, NCCLWeightTransferEngine):
 
     def _next(self) -> Bucket | None:
         nccl = self.model_update_group
-        with carrying("nccl"):
+        with transfer_errors("nccl"):
             header = nccl.group.broadcast_obj(None, src=0)
             if header is None:
                 return None
@@ -246,7 +246,7 @@ class WorkerMethods:
 
     def feynrl_join(self, init_info: dict[str, Any]) -> str:
         """Why the transport failed, or an empty string: of an exception vLLM would pass on some text only."""
-        return _failure(self.init_weight_transfer_engine, init_info)
+        return _catch_transport_error(self.init_weight_transfer_engine, init_info)
 
     def feynrl_begin(self, adapter: bool) -> None:
         if adapter:
@@ -254,12 +254,12 @@ class WorkerMethods:
         self._weight_update_active = False  # vLLM would refuse to begin again after an update that broke off
         self.start_weight_update()
 
-    def feynrl_bring(self, adapter: bool, update_info: dict[str, Any]) -> str:
+    def feynrl_load_part(self, adapter: bool, update_info: dict[str, Any]) -> str:
         """As feynrl_join."""
         if not adapter:
-            return _failure(self.update_weights, update_info)
+            return _catch_transport_error(self.update_weights, update_info)
         transfer = self.weight_transfer_engine
-        return _failure(transfer.receive_adapter, transfer.parse_update_info(update_info))
+        return _catch_transport_error(transfer.receive_adapter, transfer.parse_update_info(update_info))
 
     def feynrl_load_adapter(self, config: dict[str, Any]) -> list[str]:
         return install_adapter(self.model_runner.lora_manager, self.weight_transfer_engine.adapter, config)
@@ -267,11 +267,11 @@ class WorkerMethods:
     def feynrl_consumed(self) -> dict[str, int]:
         return self.weight_transfer_engine.consumed
 
-    def feynrl_left_out(self) -> list[str]:
-        return self.weight_transfer_engine.left_out
+    def feynrl_untouched(self) -> list[str]:
+        return self.weight_transfer_engine.untouched
 
 
-def _failure(call: Callable[[Any], None], argument: Any) -> str:
+def _catch_transport_error(call: Callable[[Any], None], argument: Any) -> str:
     try:
         call(argument)
     except TransportFailed as failed:

@@ -21,7 +21,7 @@ Raw = TypeVar("Raw")
 Fitting = TypeVar("Fitting")
 
 
-class DoesNotFit(Exception):
+class InvalidRow(Exception):
     """One row cannot be used; the others may be."""
 
     def __init__(self, reason: Reason, why: str):
@@ -42,7 +42,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unfit:
+class InvalidRows:
     """What became of the rows that were looked at."""
 
     looked_at: int = 0
@@ -58,7 +58,7 @@ class Unfit:
 
     def __str__(self) -> str:
         """
-        >>> str(Unfit(looked_at=9, cases={"too_long": Case(2, "gsm8k/7", "31 tokens")}))
+        >>> str(InvalidRows(looked_at=9, cases={"too_long": Case(2, "gsm8k/7", "31 tokens")}))
         '2 too_long (such as row gsm8k/7: 31 tokens)'
         """
         return ", ".join(
@@ -72,10 +72,10 @@ class Unfit:
         }
 
 
-def sift(
+def filter_rows(
     rows: Iterable[tuple[str, Raw]], make: Callable[[Raw], Fitting], *, limit: int | None = None
-) -> tuple[list[Fitting], Unfit]:
-    """Make something of each (id, row), and count those where `make` raises DoesNotFit; stop once `limit` fit."""
+) -> tuple[list[Fitting], InvalidRows]:
+    """Make something of each (id, row), and count those where `make` raises InvalidRow; stop once `limit` fit."""
     fitting: list[Fitting] = []
     cases: dict[Reason, Case] = {}
     looked_at = 0
@@ -85,7 +85,7 @@ def sift(
         looked_at += 1
         try:
             fitting.append(make(row))
-        except DoesNotFit as unfit:
+        except InvalidRow as unfit:
             first = cases.get(unfit.reason, Case(0, row_id, unfit.why))
             cases[unfit.reason] = replace(first, rows=first.rows + 1)
-    return fitting, Unfit(looked_at=looked_at, cases=cases)
+    return fitting, InvalidRows(looked_at=looked_at, cases=cases)

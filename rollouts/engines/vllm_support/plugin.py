@@ -7,7 +7,7 @@ import os
 import time
 from threading import Thread
 
-_PARENT_POLL_S = 1.0
+from core.deadlines import PARENT_POLL_S
 
 
 def register() -> None:
@@ -18,7 +18,7 @@ def register() -> None:
     transports = {"feynrl_gloo": "GlooTransfer", "feynrl_local": "LocalTransfer", "feynrl_nccl": "NcclTransfer"}
     for name, cls in transports.items():
         if name not in Factory._registry:  # it refuses a second registration
-            Factory.register_engine(name, "rollouts.engines.vllm_worker", cls)
+            Factory.register_engine(name, "rollouts.engines.vllm_support.worker", cls)
 
 
 def _end_with_parent() -> None:
@@ -29,7 +29,7 @@ def _end_with_parent() -> None:
 
     def watch() -> None:
         while os.getppid() == parent.pid:
-            time.sleep(_PARENT_POLL_S)
+            time.sleep(PARENT_POLL_S)
         os._exit(1)
 
     Thread(target=watch, daemon=True, name="end with parent").start()

@@ -5,105 +5,75 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from configs.rollout_schema import UpdateMode
+from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped, TransportFailed
-from rollouts.engines.base import Completion
+from rollouts.engines.base import Completion, Engine, EngineConfig
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM can make room for."""
 ADAPTER_ID = 1
-"""As in rollouts/engines/vllm_worker.py, which cannot be imported before vLLM's environment is set."""
+"""As in rollouts/engines/vllm_support/worker.py, which cannot be imported before vLLM's environment is set."""
 _UNPUBLISHED = -1
 """The version of tokens that were sampled before the first update."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmConfig:
-    """Settings of one vLLM engine."""
-
-    model_path: str
-    temperature: float
-    max_model_len: int
-    """Tokens of the longest prompt and completion together."""
-    stop_token_ids: Sequence[int]
-    """Tokens that end a completion. The model's own generation config is ignored."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    seed: int = 0
-    tensor_parallel: int = 1
-    cores: Sequence[int] | None = None
-    """CPU cores of this engine, shared out among its ranks; all that the process may use by default."""
-    kv_cache_gib: float | None = None
-    """Size of the KV cache per rank, in GiB; by default what `gpu_memory_utilization` leaves (4 on a CPU)."""
-    gpu_memory_utilization: float = 0.85
-    enforce_eager: bool = False
-    load_format: Literal["auto", "dummy"] = "auto"
-    """dummy leaves the weights random until the first update."""
-    lora: LoraConfig | None = None
-    """Updates bring this adapter, its `targets` named one by one, and the weights stay the model's own."""
-    timeout_s: float = 300.0
-    """Deadline of one step of a weight update. Draining the running requests has none here."""
-    update: UpdateMode = "in_flight"
-    """What happens to running requests when weights come."""
-
-    def engine_args(self, *, on_cpu: bool) -> dict[str, Any]:
-        """Return the keyword arguments of vLLM's EngineArgs."""
-        kv_cache_gib = 4.0 if on_cpu and self.kv_cache_gib is None else self.kv_cache_gib
-        return {
-            "model": self.model_path,
-            "dtype": self.dtype,
-            "max_model_len": self.max_model_len,
-            "seed": self.seed,
-            "tensor_parallel_size": self.tensor_parallel,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
-            # Compiling costs more than it brings on a CPU: see _prepare_cpu.
-            "enforce_eager": self.enforce_eager or on_cpu,
-            # A prompt cut in two with a seed of its own ends vLLM on a CPU: "CPU Generator does not use offset".
-            "enable_chunked_prefill": not on_cpu,
-            "load_format": self.load_format,
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",
-            # The log-probability under the distribution the token was drawn from: temperature included.
-            "logprobs_mode": "processed_logprobs",
-            "enable_prefix_caching": True,
-            "worker_extension_cls": "rollouts.engines.vllm_worker.WorkerMethods",
-            "disable_log_stats": True,
-            **({} if self.lora is None else _lora_settings(self.lora)),
-        }
+def engine_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the keyword arguments of vLLM's EngineArgs."""
+    kv_cache_gib = 4.0 if on_cpu and config.kv_cache_gib is None else config.kv_cache_gib
+    return {
+        "model": config.model_path,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "seed": config.seed,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+        # Compiling costs more than it brings on a CPU: see _prepare_cpu.
+        "enforce_eager": config.enforce_eager or on_cpu,
+        # A prompt cut in two with a seed of its own ends vLLM on a CPU: "CPU Generator does not use offset".
+        "enable_chunked_prefill": not on_cpu,
+        "load_format": "dummy" if config.starts_empty else "auto",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        # The log-probability under the distribution the token was drawn from: temperature included.
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "worker_extension_cls": "rollouts.engines.vllm_support.worker.WorkerMethods",
+        "disable_log_stats": True,
+        **({} if config.lora is None else _lora_args(config.lora)),
+    }
 
 
-class _Vllm:
-    """What the two engines share: the settings, the requests, and the sequence of an update."""
+class VllmBase(Engine):
+    """Settings, requests and the sequence of a weight update, shared by both vLLM engines."""
 
-    def __init__(self, config: VllmConfig) -> None:
-        """Start the engine; return when requests can be made."""
+    def __init__(self, config: EngineConfig) -> None:
         self._temperature = config.temperature
         self._stop_token_ids = list(config.stop_token_ids)
         self._timeout_s = config.timeout_s
-        self._on_update: UpdateMode = config.update
+        self._request_mode: RequestMode = config.requests
         self._lora = config.lora
         on_cpu = not torch.cuda.is_available()
         if on_cpu:
-            _prepare_cpu(config.cores, config.tensor_parallel)
+            _prepare_cpu(config.cores, config.tensor_parallel_size)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that are ours
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        self._settings = config.engine_args(on_cpu=on_cpu)
+        self._args = engine_args(config, on_cpu=on_cpu)
         self._start()
 
     def _start(self) -> None:
-        """Make vLLM from `self._settings`."""
+        """Make vLLM from `self._args`."""
         raise NotImplementedError
 
     async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
         """Sample one continuation of `token_ids` at the run's temperature; it includes the token that stopped it.
 
-        What an update cut off (update=abort) is asked again from the tokens already there.
+        A request that an update aborted (weight_sync.requests: abort) is continued from the tokens already sampled.
         """
         ids: list[int] = []
         logp: list[float] = []
@@ -112,10 +82,12 @@ class _Vllm:
         while stop is None:
             # Asked while the engine is held, it waits there: this does not spin.
             said = await self._sample(token_ids + ids, max_new_tokens - len(ids), _seed_after(len(ids), seed))
-            stop = self._stop(said.finish_reason, [*ids, *said.token_ids], max_new_tokens)
+            stop = self._stop_reason(said.finish_reason, [*ids, *said.token_ids], max_new_tokens)
             ids += said.token_ids
             logp += [at[token].logprob for token, at in zip(said.token_ids, said.logprobs, strict=True)]
-            versions += [_version(span.version) for span in said.weight_versions for _ in range(span.start, span.end)]
+            versions += [
+                _parse_version(span.version) for span in said.weight_versions for _ in range(span.start, span.end)
+            ]
         return Completion(token_ids=ids, logp=logp, versions=versions, stop=stop)
 
     async def _sample(self, token_ids: list[int], max_new_tokens: int, seed: int) -> Any:
@@ -123,7 +95,7 @@ class _Vllm:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        answer = await self._ask(
+        answer = await self._request(
             token_ids,
             SamplingParams(
                 temperature=self._temperature,
@@ -142,9 +114,9 @@ class _Vllm:
         [said] = answer.outputs
         return said
 
-    def _stop(self, reason: str, ids: list[int], max_new_tokens: int) -> Literal["eos", "length"] | None:
+    def _stop_reason(self, reason: str, ids: list[int], max_new_tokens: int) -> Literal["eos", "length"] | None:
         """Why a completion is over; None if it was cut off and lacks tokens."""
-        if reason == "abort" and self._on_update == "abort":
+        if reason == "abort" and self._request_mode == "abort":
             if ids and ids[-1] in self._stop_token_ids:
                 return "eos"
             return "length" if len(ids) == max_new_tokens else None
@@ -157,7 +129,7 @@ class _Vllm:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        answer = await self._ask(
+        answer = await self._request(
             token_ids,
             SamplingParams(
                 temperature=1.0,
@@ -176,34 +148,34 @@ class _Vllm:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        return (await self._ask(token_ids, params)).num_cached_tokens
+        return (await self._request(token_ids, params)).num_cached_tokens
 
-    async def fingerprint(self) -> list[Mapping[str, int]]:
-        """Per tensor-parallel rank, the checksums of what the last update's weight loaders wrote."""
+    async def read_fingerprint(self) -> list[Mapping[str, int]]:
+        """Return, per tensor-parallel rank, the checksums of what the last update's weight loaders wrote."""
         return await self._rpc("feynrl_consumed")
 
     async def _update(self, version: int, update_info: dict[str, Any]) -> None:
-        await self._begin()
-        await self._bring(update_info)
-        await self._finish(version)
+        await self._begin_update()
+        await self._load_part(update_info)
+        await self._finish_update(version)
 
-    async def _begin(self) -> None:
+    async def _begin_update(self) -> None:
         await self._rpc("feynrl_begin", kwargs={"adapter": self._lora is not None})
 
-    async def _bring(self, update_info: dict[str, Any]) -> None:
+    async def _load_part(self, update_info: dict[str, Any]) -> None:
         _raise_first(
-            await self._rpc("feynrl_bring", kwargs={"adapter": self._lora is not None, "update_info": update_info})
+            await self._rpc("feynrl_load_part", kwargs={"adapter": self._lora is not None, "update_info": update_info})
         )
 
-    async def _finish(self, version: int) -> None:
+    async def _finish_update(self, version: int) -> None:
         if self._lora is not None:
             return await self._finish_adapter(version, self._lora)
         await self._rpc("finish_weight_update")
-        for rank, left_out in enumerate(await self._rpc("feynrl_left_out")):
-            if left_out:
+        for rank, untouched in enumerate(await self._rpc("feynrl_untouched")):
+            if untouched:
                 raise RunStopped(
-                    f"the sync of version {version} had no values for {len(left_out)} parameters of rank {rank}, "
-                    f"such as {left_out[0]}"
+                    f"the sync of version {version} had no values for {len(untouched)} parameters of rank {rank}, "
+                    f"such as {untouched[0]}"
                 )
 
     async def _finish_adapter(self, version: int, lora: LoraConfig) -> None:
@@ -216,15 +188,15 @@ class _Vllm:
                     f"not (rank {rank}), such as {names[0]}: set weight_sync.lora to merged"
                 )
 
-    def _adapter(self) -> Any:
-        """What a request says of the adapter: the one in memory, never loaded from a folder."""
+    def _adapter_of_requests(self) -> Any:
+        """Return vLLM's name for the adapter in memory; None without one. It is never loaded from a folder."""
         if self._lora is None:
             return None
         from vllm.lora.request import LoRARequest
 
         return LoRARequest("policy", ADAPTER_ID, "in memory")
 
-    async def _ask(self, token_ids: list[int], params: Any) -> Any:
+    async def _request(self, token_ids: list[int], params: Any) -> Any:
         raise NotImplementedError
 
     async def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
@@ -232,7 +204,7 @@ class _Vllm:
         raise NotImplementedError
 
 
-def _lora_settings(lora: LoraConfig) -> dict[str, Any]:
+def _lora_args(lora: LoraConfig) -> dict[str, Any]:
     """Only the layers of the adapter are wrapped: vLLM's wrapped head fails where a batch mixes prompts and samples."""
     rank = next(rank for rank in LORA_RANKS if rank >= lora.r)
     targets = [name.rpartition(".")[2] for name in lora.targets]
@@ -254,7 +226,7 @@ def _seed_after(tokens: int, seed: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _version(label: str) -> int:
+def _parse_version(label: str) -> int:
     return _UNPUBLISHED if label == "default" else int(label)
 
 

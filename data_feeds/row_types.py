@@ -1,4 +1,4 @@
-"""What a row becomes: a Prompt to answer, or Samples to learn from. Raises DoesNotFit for a row that cannot be used."""
+"""Turn a row into a Prompt, or into Samples to train on. InvalidRow is raised for a row that cannot be used."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Literal, TypeVar
 
 from core.errors import UserError
 from core.types import Group, Message, Prompt, Sample
+from data_feeds.invalid_rows import InvalidRow
 from data_feeds.rows import Record
-from data_feeds.tokenizer import ChatTokenizer, Learn, TemplateRefuses
-from data_feeds.unfit import DoesNotFit
+from data_feeds.tokenizer import ChatTokenizer, TemplateRefuses, TrainOn
 
 Written = TypeVar("Written")
-Rows = Literal["prompts", "conversations", "pairs", "labelled"]
+Rows = Literal["prompts", "conversations", "pairs", "unpaired"]
 NEEDED: dict[Rows, tuple[str, ...]] = {
     "prompts": ("messages",),
     "conversations": ("messages",),
     "pairs": ("chosen", "rejected"),
-    "labelled": ("messages", "label"),
+    "unpaired": ("messages", "label"),
 }
 """Columns that some row must have."""
 KNOWN: dict[Rows, tuple[str, ...]] = {
@@ -36,28 +36,28 @@ class Reader:
     prefix: str
     """Before every id, so that ids are unique in a mixture."""
     max_tokens: int
-    learn: Learn
+    train_on: TrainOn
 
     def prompt(self, record: Record) -> Prompt:
         """To be answered by the policy."""
         messages = record.turns("messages", text_is="user")
         if messages[-1]["role"] == "assistant":
-            raise DoesNotFit(
+            raise InvalidRow(
                 "ends_in_reply",
                 "it ends with an assistant turn, so its answer would stand in the prompt: leave that turn out",
             )
         if not any(m["content"].strip() for m in messages):
-            raise DoesNotFit("empty", "nothing is said in it")
+            raise InvalidRow("empty", "nothing is said in it")
         self._check_length(len(_templated(lambda: self.tokenizer.render(messages))))
         return self._prompt(record, messages)
 
     def conversation(self, record: Record) -> Group:
-        """One Sample; the turns that `learn` names are learnt."""
+        """One Sample; trained on the turns that `train_on` names."""
         messages = _said(record.turns("messages", text_is="user"))
-        sample = self._sample(self._prompt(record, messages), messages, self.learn)
-        if not any(sample.learnt):
-            named = "turn to learn" if isinstance(self.learn, str) else f"turn of {' or '.join(self.learn)}"
-            raise DoesNotFit("no_reply", f"it has no {named}")
+        sample = self._sample(self._prompt(record, messages), messages, self.train_on)
+        if not any(sample.loss_mask):
+            named = "turn to train on" if isinstance(self.train_on, str) else f"turn of {' or '.join(self.train_on)}"
+            raise InvalidRow("no_reply", f"it has no {named}")
         return [sample]
 
     def pair(self, record: Record) -> Group:
@@ -65,12 +65,12 @@ class Reader:
         asked = record.turns("messages", text_is="user") if "messages" in record.columns else None
         chosen, rejected = (_whole(record, column, asked) for column in ("chosen", "rejected"))
         if chosen[:-1] != rejected[:-1]:
-            raise DoesNotFit("not_one_prompt", "chosen and rejected part before their last reply")
+            raise InvalidRow("not_one_prompt", "chosen and rejected part before their last reply")
         if chosen[-1]["content"].strip() == rejected[-1]["content"].strip():
-            raise DoesNotFit("same_reply", "chosen and rejected are the same")
+            raise InvalidRow("same_reply", "chosen and rejected are the same")
         prompt = self._prompt(record, chosen[:-1])
         group = [self._sample(prompt, chosen, "last_reply", 1.0), self._sample(prompt, rejected, "last_reply", 0.0)]
-        before = [s.token_ids[: s.mask.index(True)] for s in group]
+        before = [s.token_ids[: s.action_mask.index(True)] for s in group]
         if before[0] != before[1]:
             raise UserError(
                 f"{record.where}: the chat template writes the prompt differently before the two replies, so they "
@@ -78,12 +78,12 @@ class Reader:
             )
         return group
 
-    def labelled(self, record: Record) -> Group:
+    def unpaired(self, record: Record) -> Group:
         """One Sample with reward 1 where `label` says desirable, else 0; the last reply is learnt."""
         messages = _ending_in_reply(record.turns("messages", text_is="user"), "messages")
         label = record.has("label")
         if not isinstance(label, bool | int | float) or label not in (0, 1):
-            raise DoesNotFit("bad_label", f"label must be true, false, 1 or 0, found {label!r:.60}")
+            raise InvalidRow("bad_label", f"label must be true, false, 1 or 0, found {label!r:.60}")
         return [self._sample(self._prompt(record, messages[:-1]), messages, "last_reply", float(label))]
 
     def _prompt(self, record: Record, messages: list[Message]) -> Prompt:
@@ -95,17 +95,24 @@ class Reader:
             source=self.source,
         )
 
-    def _sample(self, prompt: Prompt, messages: list[Message], learn: Learn, reward: float | None = None) -> Sample:
-        ids, mask = _templated(lambda: self.tokenizer.learnt_turns(messages, learn))
+    def _sample(
+        self, prompt: Prompt, messages: list[Message], train_on: TrainOn, reward: float | None = None
+    ) -> Sample:
+        ids, mask = _templated(lambda: self.tokenizer.mask_turns(messages, train_on))
         self._check_length(len(ids))
         nothing = [0.0] * len(ids)
         return Sample(
-            prompt=prompt, token_ids=ids, mask=mask, rollout_logp=nothing, versions=[-1] * len(ids), reward=reward
+            prompt=prompt,
+            token_ids=ids,
+            action_mask=mask,
+            rollout_logp=nothing,
+            versions=[-1] * len(ids),
+            reward=reward,
         )
 
     def _check_length(self, tokens: int) -> None:
         if tokens > self.max_tokens:
-            raise DoesNotFit("too_long", f"{tokens} tokens, more than data.max_prompt_tokens={self.max_tokens}")
+            raise InvalidRow("too_long", f"{tokens} tokens, more than data.max_prompt_tokens={self.max_tokens}")
 
 
 def _whole(record: Record, column: str, asked: list[Message] | None) -> list[Message]:
@@ -116,26 +123,26 @@ def _whole(record: Record, column: str, asked: list[Message] | None) -> list[Mes
     turns = record.turns(column, text_is="assistant")
     begins_with_asked = asked is None or (len(turns) > len(asked) and turns[: len(asked)] == asked)
     if not begins_with_asked and turns[0]["role"] != "assistant":
-        raise DoesNotFit(
+        raise InvalidRow(
             "not_one_prompt", f"{column} is neither the reply to messages nor a conversation that begins with them"
         )
     whole = _ending_in_reply(turns if begins_with_asked else [*(asked or []), *turns], column)
     if len(whole) < 2:
-        raise DoesNotFit("missing_column", f"it has no messages, and {column} is a reply alone")
+        raise InvalidRow("missing_column", f"it has no messages, and {column} is a reply alone")
     if whole[-2]["role"] == "assistant":
-        raise DoesNotFit("ends_in_reply", f"the reply of {column} follows another assistant turn")
+        raise InvalidRow("ends_in_reply", f"the reply of {column} follows another assistant turn")
     return whole
 
 
 def _ending_in_reply(messages: list[Message], column: str) -> list[Message]:
     if messages[-1]["role"] != "assistant":
-        raise DoesNotFit("no_reply", f"{column} must end in an assistant turn, found a turn of {messages[-1]['role']}")
+        raise InvalidRow("no_reply", f"{column} must end in an assistant turn, found a turn of {messages[-1]['role']}")
     return _said(messages)
 
 
 def _said(messages: list[Message]) -> list[Message]:
     if any(m["role"] == "assistant" and not m["content"].strip() for m in messages):
-        raise DoesNotFit("empty", "an assistant turn is empty")
+        raise InvalidRow("empty", "an assistant turn is empty")
     return messages
 
 
@@ -143,4 +150,4 @@ def _templated(write: Callable[[], Written]) -> Written:
     try:
         return write()
     except TemplateRefuses as refusal:
-        raise DoesNotFit("bad_messages", f"the chat template refuses it: {refusal}") from refusal
+        raise InvalidRow("bad_messages", f"the chat template refuses it: {refusal}") from refusal

@@ -1,0 +1,76 @@
+"""Keys of earlier versions: a recipe with one is refused with its new name; a checkpoint's settings are translated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+RENAMED: dict[str, str] = {
+    "max_lag": "max_staleness",
+    "publish_every": "weight_sync.every",
+    "publish_drift": "weight_sync.max_kl",
+    "reuse": "sample_reuse",
+    "reference": "precompute_ref_logp",
+    "rollout.update": "weight_sync.requests",
+    "rollout.tensor_parallel": "rollout.tensor_parallel_size",
+    "reward.max_failed_share": "reward.max_failed_fraction",
+    "data.learn": "data.train_on",
+    "data.max_unfit_share": "data.max_invalid_fraction",
+    "alg.scale": "alg.scale_rewards",
+    "alg.drop_dead_groups": "alg.dynamic_sampling",
+    "alg.overlong.longest": "alg.overlong.max_tokens",
+}
+"""Old dotted key -> new one."""
+RENAMED_IN_SUPERVISED = {"data.max_prompt_tokens": "data.max_tokens"}
+"""Old keys of supervised runs that reinforcement learning keeps."""
+VALUES: dict[str, dict[Any, Any]] = {
+    "weight_sync.requests": {"in_flight": "keep", "drain": "wait", "abort": "abort"},
+    "precompute_ref_logp": {"ahead": True, "each_step": False},
+}
+"""New key -> old value -> new value."""
+ADDED: dict[str, Any] = {"trainer.eps": 1e-8}
+"""New keys, and the value that earlier versions had without asking."""
+
+
+def find_renamed(raw: Mapping[str, Any], *, supervised: bool) -> tuple[str, str] | None:
+    """Return the first old key of a recipe and the key and value that replace it, as `key: value`; None if all are new.
+
+    >>> find_renamed({"rollout": {"update": "drain"}}, supervised=False)
+    ('rollout.update', 'weight_sync.requests: wait')
+    """
+    for old, new in _table(supervised).items():
+        value = _look_up(raw, old.split("."))
+        if value is not _MISSING:
+            return old, f"{new}: {_show(VALUES.get(new, {}).get(value, value))}"
+    return None
+
+
+def translate_settings(settings: Mapping[str, Any], *, supervised: bool) -> dict[str, Any]:
+    """Return a checkpoint's settings, by dotted key, under the keys and values of now."""
+    table = _table(supervised)
+    translated: dict[str, Any] = {}
+    for key, value in settings.items():
+        new = table.get(key, key)
+        translated[new] = VALUES[new].get(value, value) if new in VALUES else value
+    if translated.keys() == settings.keys():
+        return translated
+    return {**{key: value for key, value in ADDED.items() if key not in translated}, **translated}
+
+
+_MISSING = object()
+
+
+def _table(supervised: bool) -> dict[str, str]:
+    return RENAMED | RENAMED_IN_SUPERVISED if supervised else RENAMED
+
+
+def _look_up(raw: Any, keys: list[str]) -> Any:
+    for key in keys:
+        if not isinstance(raw, dict) or key not in raw:
+            return _MISSING
+        raw = raw[key]
+    return raw
+
+
+def _show(value: Any) -> str:
+    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)

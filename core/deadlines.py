@@ -1,0 +1,132 @@
+"""Every deadline and grace period in one place; `docs/reference/deadlines.md` is made from TABLE.
+
+A deadline that depends on the work (a training step, a group, a weight sync, a reward) is a key of the recipe. A
+constant here decides only how long to wait for something that takes the same time in every run, or how much longer an
+outer wait lasts than the inner one, so that the process that knows the reason can report first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ERROR_GRACE_S = 2.0
+HEALTH_CHECK_TIMEOUT_S = 10.0
+ADDRESS_CHECK_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 20.0
+ENGINE_SHUTDOWN_TIMEOUT_S = 10.0
+ENGINE_RPC_GRACE_S = 2.0
+ENGINE_POLL_S = 0.5
+PARENT_POLL_S = 1.0
+GROUP_TIMEOUT_GRACE_S = 5.0
+SYNC_TIMEOUT_GRACE_S = 5.0
+REWARD_START_TIMEOUT_S = 120.0
+REWARD_EXIT_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadline:
+    """One row of the table."""
+
+    waits_for: str
+    length: str
+    """A key of the recipe, or seconds."""
+    after_it: str
+    """What happens when the time is over."""
+
+
+def _seconds(constant: float) -> str:
+    return f"{constant:g} s"
+
+
+TABLE = (
+    Deadline(
+        waits_for="every call to a trainer rank or an engine: start, training step, checkpoint, save",
+        length="`timeout_s`",
+        after_it="the run stops; the sentence names the rank and the method",
+    ),
+    Deadline(
+        waits_for="collectives between the trainer ranks",
+        length="`timeout_s`",
+        after_it="the run stops; the rank that died or hangs is named",
+    ),
+    Deadline(
+        waits_for="one group of completions with its rewards, per attempt",
+        length="`rollout.timeout_s`",
+        after_it="the group is retried once on another engine, then the run stops",
+    ),
+    Deadline(
+        waits_for="the engine's own report of a group that timed out",
+        length=f"`rollout.timeout_s` + {_seconds(GROUP_TIMEOUT_GRACE_S)}",
+        after_it="the driver counts the group as timed out",
+    ),
+    Deadline(
+        waits_for="the reward of one sample",
+        length="`reward.timeout_s`",
+        after_it="the reward process is killed and the sample has no reward",
+    ),
+    Deadline(
+        waits_for="a reward process that loads its file, model included",
+        length=_seconds(REWARD_START_TIMEOUT_S),
+        after_it="the run stops",
+    ),
+    Deadline(
+        waits_for="a reward process that is ending",
+        length=_seconds(REWARD_EXIT_GRACE_S),
+        after_it="it is killed",
+    ),
+    Deadline(
+        waits_for="each step of a weight sync: forming the group, one bucket, loading, the probe",
+        length="`weight_sync.timeout_s`",
+        after_it="the transport has failed: the next one is tried, or the run stops",
+    ),
+    Deadline(
+        waits_for="a call that does one step of a weight sync in another process",
+        length=f"`weight_sync.timeout_s` + {_seconds(SYNC_TIMEOUT_GRACE_S)}",
+        after_it="the run stops; the sentence names the process",
+    ),
+    Deadline(
+        waits_for="vLLM's own workers, asked by the engine during a weight sync",
+        length=f"`weight_sync.timeout_s` + {_seconds(ENGINE_RPC_GRACE_S)}",
+        after_it="the call fails",
+    ),
+    Deadline(
+        waits_for="running requests before new weights, with `weight_sync.requests: wait`",
+        length="`timeout_s`",
+        after_it="the run stops",
+    ),
+    Deadline(
+        waits_for="better reasons from other ranks, after the first error of a collective call",
+        length=_seconds(ERROR_GRACE_S),
+        after_it="the first error is reported",
+    ),
+    Deadline(
+        waits_for="a sign of life of each process, after a call has failed",
+        length=_seconds(HEALTH_CHECK_TIMEOUT_S),
+        after_it="the process is reported as stopped or stuck",
+    ),
+    Deadline(
+        waits_for="a connection to `ray_address`",
+        length=_seconds(ADDRESS_CHECK_TIMEOUT_S),
+        after_it="the run is refused",
+    ),
+    Deadline(
+        waits_for="engines that close at the end of a run",
+        length=_seconds(CLOSE_TIMEOUT_S),
+        after_it="their processes are killed",
+    ),
+    Deadline(
+        waits_for="vLLM's own shutdown within that",
+        length=_seconds(ENGINE_SHUTDOWN_TIMEOUT_S),
+        after_it="vLLM kills its workers",
+    ),
+    Deadline(
+        waits_for="the next look whether vLLM's engine process is alive, during a call",
+        length=_seconds(ENGINE_POLL_S),
+        after_it="it looks again",
+    ),
+    Deadline(
+        waits_for="the next look of a vLLM process whether its parent is alive",
+        length=_seconds(PARENT_POLL_S),
+        after_it="it looks again, or ends itself",
+    ),
+)

@@ -1,0 +1,215 @@
+"""Every metric of metrics.jsonl, declared once: name, unit, meaning, and who logs it. `docs/reference/metrics.md` is
+made from METRICS, and a test compares it with what runs log.
+
+A name in angle brackets stands for any: <part> of the reward, <source> of a mixture, <n>.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from core.phases import ENGINE_ACTIVITIES, IDLE, REST, STEP, TRAINER_ACTIVITIES, Phase, time_metric
+
+Unit = Literal["", "fraction", "tokens", "samples", "groups", "rows", "steps", "seconds", "nats", "bytes", "tokens/s"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One name of the log."""
+
+    name: str
+    unit: Unit
+    meaning: str
+    logged_by: str
+    """Kind of run, or algorithm, that logs it."""
+
+    def matches(self, name: str) -> bool:
+        """Tell whether `name` is this metric.
+
+        >>> Metric(name="reward/<part>", unit="", meaning="", logged_by="").matches("reward/correct")
+        True
+        """
+        pattern = re.sub(r"<\w+>", "[^/]+", re.escape(self.name).replace(r"\<", "<").replace(r"\>", ">"))
+        return re.fullmatch(pattern, name) is not None
+
+
+METRICS: list[Metric] = []
+
+
+def _declare(name: str, unit: Unit, meaning: str, logged_by: str) -> str:
+    METRICS.append(Metric(name=name, unit=unit, meaning=meaning, logged_by=logged_by))
+    return name
+
+
+RL, SL, ALL = "RL", "supervised", "all runs"
+
+STEP_NUMBER = _declare("step", "steps", "number of the step, from 0", ALL)
+TOKENS_PER_S = _declare("tokens_per_s", "tokens/s", "trained tokens per second of the whole step", ALL)
+
+REWARD_MEAN = _declare("reward/mean", "", "mean reward over the samples that have one", RL)
+REWARD_STD = _declare("reward/std", "", "standard deviation of the rewards of the step", RL)
+REWARD_MEAN_DRAWN = _declare(
+    "reward/mean_drawn", "", "mean reward over all groups drawn for the step, rejected ones included", RL
+)
+REWARD_PART = "reward/{}"
+_declare("reward/<part>", "", "mean of one part of the reward, unweighted; or of the rewards of one data source", RL)
+
+ROLLOUT_SAMPLES = _declare("rollout/samples", "samples", "samples that the step trains on", RL)
+ROLLOUT_FAILED = _declare(
+    "rollout/failed", "samples", "samples without a reward, because reward or environment failed: not trained on", RL
+)
+ROLLOUT_TOKENS = _declare("rollout/tokens", "tokens", "sampled tokens of the step", RL)
+ROLLOUT_TOKENS_MEAN = _declare("rollout/tokens_mean", "tokens", "sampled tokens per sample, mean", RL)
+ROLLOUT_TOKENS_MAX = _declare("rollout/tokens_max", "tokens", "sampled tokens per sample, maximum", RL)
+ROLLOUT_TRUNCATED = _declare(
+    "rollout/truncated_fraction", "fraction", "samples that reached the token budget (rollout.max_new_tokens)", RL
+)
+ROLLOUT_GROUPS_DRAWN = _declare(
+    "rollout/groups_drawn", "groups", "groups drawn for the step, those that dynamic_sampling rejected included", RL
+)
+ROLLOUT_WASTED = _declare(
+    "rollout/wasted_fraction", "fraction", "sampled tokens of the step in rejected groups and failed samples", RL
+)
+ROLLOUT_ZERO_STD = _declare(
+    "rollout/zero_std_groups", "fraction", "groups without two different rewards: they have no training signal", RL
+)
+ROLLOUT_STALENESS_MEAN = _declare(
+    "rollout/staleness_mean", "steps", "step that trains on a token minus the version that sampled it, mean", RL
+)
+ROLLOUT_STALENESS_MAX = _declare("rollout/staleness_max", "steps", "the same, maximum", RL)
+ROLLOUT_STALENESS = "rollout/staleness/{}"
+_declare("rollout/staleness/<n>", "fraction", "tokens that are n steps old; with max_staleness above 0", RL)
+ROLLOUT_MIXED_VERSIONS = _declare(
+    "rollout/mixed_versions_fraction",
+    "fraction",
+    "samples during which new weights arrived; with max_staleness above 0",
+    RL,
+)
+ROLLOUT_GROUP_RETRIES = _declare(
+    "rollout/group_retries", "groups", "groups retried on another engine after a timeout (cumulative)", RL
+)
+
+DATA_ROWS = "data/{}/rows"
+_declare("data/<source>/rows", "rows", "rows drawn from a source of a mixture so far", ALL)
+DATA_EPOCH = "data/{}/epoch"
+_declare("data/<source>/epoch", "", "that number divided by the rows of the source", ALL)
+
+TRAIN_LOSS = _declare("train/loss", "", "loss, averaged with the token weights over micro-batches and ranks", ALL)
+TRAIN_TOKENS = _declare("train/tokens", "tokens", "tokens of the step that are trained on", ALL)
+TRAIN_LR = _declare("train/lr", "", "learning rate of the step's last update", ALL)
+TRAIN_GRAD_NORM = _declare("train/grad_norm", "", "norm of the gradient before clipping, mean over the updates", ALL)
+TRAIN_SKIPPED = _declare("train/updates_skipped", "", "updates skipped because a gradient was not finite", ALL)
+TRAIN_PADDING = _declare(
+    "train/padding", "fraction", "positions of the forward passes that hold no token; 0 with packed rows", ALL
+)
+TRAIN_SOURCE_LOSS = "train/loss/{}"
+_declare("train/loss/<source>", "", "loss on the rows of one source of a mixture", SL)
+MISMATCH_KL = _declare(
+    "train/mismatch/kl", "nats", "k3 estimate of KL(engine || trainer) on the sampled tokens, before the step", RL
+)
+_declare("train/mismatch/abs_logp", "nats", "mean absolute difference of log-probabilities, trainer and engine", RL)
+MISMATCH_RATIO = _declare(
+    "train/mismatch/ratio", "", "mean importance weight pi_prox / pi_rollout before the correction", RL
+)
+MISMATCH_RATIO_SQ = "train/mismatch/ratio_sq"
+"""An intermediate value: the driver makes MISMATCH_ESS of it."""
+MISMATCH_ESS = _declare(
+    "train/mismatch/ess", "fraction", "effective sample size of these weights, as a fraction of the tokens (Kish)", RL
+)
+_declare("train/mismatch/weight", "", "mean importance weight after the correction", RL)
+_declare("train/entropy", "nats", "entropy of the policy, with alg.entropy_coef above 0", RL)
+TRAIN_KL_REF = _declare(
+    "train/kl_ref", "nats", "k3 estimate of KL(pi || reference) on the trained tokens, with a reference model", RL
+)
+_CLIPPED = "grpo, ppo, gspo, reinforce_pp"
+_declare("train/approx_kl", "nats", "estimate of KL(pi_prox || pi) on the trained tokens", _CLIPPED)
+_declare("train/clip_frac_high", "fraction", "tokens whose gradient the upper clip bound removed", _CLIPPED)
+_declare("train/clip_frac_low", "fraction", "tokens whose gradient the lower clip bound removed", _CLIPPED)
+_declare("train/clip_frac", "fraction", "tokens whose ratio was clipped", "gmpo")
+_declare("train/capped", "fraction", "tokens whose importance weight reached max_weight", "cispo")
+_declare("train/masked", "fraction", "tokens that the divergence bound masked", "dppo")
+_declare("train/gate", "", "mean derivative of the sigmoid gate; 1 on policy", "sapo")
+_declare("train/teacher_kl", "nats", "estimate of KL(pi || teacher) on the sampled tokens", "opd")
+_declare("train/ess", "fraction", "effective sample size of the update", "p3o, p4o")
+_declare("train/ess_prox", "fraction", "effective sample size against the proximal policy", "p4o")
+_declare("train/value/loss", "", "loss of the value model", "ppo")
+_declare("train/value/mean", "", "mean prediction of the value model", "ppo")
+VALUE_RETURN = _declare("train/value/return", "", "mean target of the value model", "ppo")
+VALUE_MOMENTS = ("train/value/return_sq", "train/value/error", "train/value/error_sq")
+"""Intermediate values: the driver makes EXPLAINED_VARIANCE of them."""
+EXPLAINED_VARIANCE = _declare(
+    "train/value/explained_variance",
+    "",
+    "1 - Var(return - prediction) / Var(return); 1 is perfect, 0 a constant",
+    "ppo",
+)
+_declare("train/value/grad_norm", "", "norm of the value model's gradient before clipping", "ppo")
+_PAIRS = "dpo, orpo, reward_model"
+_declare("train/pair/chosen", "", "implicit reward of the chosen completion", _PAIRS)
+_declare("train/pair/rejected", "", "implicit reward of the rejected completion", _PAIRS)
+_declare("train/pair/margin", "", "their difference", _PAIRS)
+_declare("train/pair/accuracy", "fraction", "pairs with a positive margin", _PAIRS)
+_declare("train/nll", "nats", "negative log-likelihood of the chosen completion", "orpo")
+_declare("train/odds_loss", "", "odds-ratio term of the loss", "orpo")
+_declare("train/kto/z0", "", "KTO's reference point", "kto")
+_declare(
+    "train/kto/accuracy", "fraction", "completions on the side of the reference point that their label says", "kto"
+)
+
+EVAL = "eval/{}"
+EVAL_LOSS = _declare("eval/loss", "", "loss on data.eval", SL)
+_declare("eval/<metric>", "", "on data.eval, what train/<metric> is on the training rows", SL)
+EVAL_PAIR_ACCURACY = _declare("eval/pair/<metric>", "", "the same for pairs", SL).replace("<metric>", "accuracy")
+_declare("eval/kto/<metric>", "", "the same for unpaired rows", SL)
+_declare("eval/reward/<part>", "", "on data.eval, what reward/<part> is on the training prompts", RL)
+_declare("eval/rollout/failed", "samples", "samples of data.eval without a reward", RL)
+
+SYNC_PROBE_GAP = _declare(
+    "sync/probe_gap",
+    "nats",
+    "mean absolute difference of trainer and engine on the probe prompt after a weight sync, the worst engine's",
+    RL,
+)
+SYNC_BYTES = _declare(
+    "sync/bytes",
+    "bytes",
+    "tensors that one engine was sent: all weights, or with weight_sync.lora: adapter its own",
+    RL,
+)
+
+GROUP_SECONDS_MEAN = _declare("time/groups/mean_s", "seconds", "from a group's start to its last reward, mean", RL)
+GROUP_SECONDS_STD = _declare("time/groups/std_s", "seconds", "the same, standard deviation", RL)
+PHASE_MEANINGS = {
+    Phase.START: "starting trainers and engines",
+    Phase.RESUME: "loading a checkpoint",
+    Phase.WAIT_FOR_DATA: "waiting for the groups of the step",
+    Phase.CHECK: "checking them for failures and staleness",
+    Phase.LOGP: "computing the columns that the algorithm requires",
+    Phase.ADVANTAGES: "computing advantages",
+    Phase.TRAIN: "packing and training",
+    Phase.SYNC: "weight sync and its proof",
+    Phase.EVALUATE: "measuring data.eval",
+    Phase.LOG: "writing the step's samples and timers",
+    Phase.CHECKPOINT: "writing a checkpoint (in the line of the next step)",
+}
+"""Phases that appear in the log; the others come before its first or after its last line."""
+for _phase, _meaning in PHASE_MEANINGS.items():
+    _declare(time_metric(_phase), "seconds", f"driver: {_meaning}", ALL)
+_declare(time_metric(REST), "seconds", "driver: what no phase explains", ALL)
+STEP_SECONDS = _declare(time_metric(STEP), "seconds", "the whole step", ALL)
+DEVICE_SECONDS = "time/{}s/{}_s"
+for _activity in (*TRAINER_ACTIVITIES, IDLE):
+    _declare(DEVICE_SECONDS.format("trainer", _activity), "seconds", f"mean trainer rank: {_activity}", RL)
+for _activity in (*ENGINE_ACTIVITIES, IDLE):
+    _declare(DEVICE_SECONDS.format("engine", _activity), "seconds", f"mean engine: {_activity}", RL)
+IDLE_FRACTION = "time/{}s/idle_fraction"
+_declare(IDLE_FRACTION.format("trainer"), "fraction", "the mean trainer rank's time without work", RL)
+ENGINE_IDLE = _declare(IDLE_FRACTION.format("engine"), "fraction", "the mean engine's time without work", RL)
+
+
+def find_metric(name: str) -> Metric | None:
+    """Return the declaration of a name in the log; None where there is none."""
+    exact = next((metric for metric in METRICS if metric.name == name), None)
+    return exact or next((metric for metric in METRICS if metric.matches(name)), None)

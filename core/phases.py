@@ -1,0 +1,53 @@
+"""Names of what takes time: phases of the driver, activities of a device. Each is declared here and nowhere else."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """What the driver is doing. It does one thing at a time, so a step is the sum of its phases and REST."""
+
+    START = "start"
+    RESUME = "resume"
+    WAIT_FOR_DATA = "wait_for_data"
+    CHECK = "check"
+    LOGP = "logp"
+    ADVANTAGES = "advantages"
+    TRAIN = "train"
+    SYNC = "sync"
+    EVALUATE = "evaluate"
+    LOG = "log"
+    CHECKPOINT = "checkpoint"
+    SAVE = "save"
+    CLOSE = "close"
+
+
+class Activity(StrEnum):
+    """What a trainer rank or an engine is doing."""
+
+    TRAIN = "train"
+    LOGP = "logp"
+    SYNC = "sync"
+    SAVE = "save"
+    GENERATE = "generate"
+    REWARD = "reward"
+
+
+TRAINER_ACTIVITIES = (Activity.TRAIN, Activity.LOGP, Activity.SYNC, Activity.SAVE)
+ENGINE_ACTIVITIES = (Activity.SYNC, Activity.GENERATE, Activity.REWARD)
+IDLE = "idle"
+"""A device's time in none of its activities."""
+REST = "rest"
+"""Time that no phase or activity explains."""
+STEP = "step"
+"""The whole of a step."""
+
+
+def time_metric(phase: str) -> str:
+    """Return the name of a phase's seconds in the log.
+
+    >>> time_metric(Phase.TRAIN)
+    'time/train_s'
+    """
+    return f"time/{phase}_s"

@@ -1,0 +1,112 @@
+"""Metrics of groups of samples. core/metrics.py declares their names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from core import metrics as names
+from core.errors import RunStopped
+from core.types import Group
+from rollouts.buffer import FinishedGroup
+
+
+def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> dict[str, float]:
+    """Measure how old the sampled tokens are: the step that trains on one minus the version that sampled it.
+
+    Returns mean, maximum and histogram, as fractions of the tokens; and the fraction of samples of more than one
+    version. Raises RunStopped for a token that is older than allowed, or newer than possible.
+    """
+    versions = [[v for v, m in zip(s.versions, s.action_mask, strict=True) if m] for g in groups for s in g]
+    ages = Counter(step - v for of_sample in versions for v in of_sample)
+    if wrong := [age for age in ages if not 0 <= age <= max_staleness]:
+        raise RunStopped(
+            f"step {step} was to train on a token that is {wrong[0]} steps old, where max_staleness={max_staleness}: "
+            "its engine did not sample from the version that it named, or a group was started too early"
+        )
+    tokens = ages.total()
+    if not tokens:
+        return {}
+    measured = {
+        names.ROLLOUT_STALENESS_MEAN: sum(age * n for age, n in ages.items()) / tokens,
+        names.ROLLOUT_STALENESS_MAX: float(max(ages)),
+    }
+    if max_staleness:
+        measured[names.ROLLOUT_MIXED_VERSIONS] = sum(len(set(v)) > 1 for v in versions) / len(versions)
+        measured |= {names.ROLLOUT_STALENESS.format(age): ages[age] / tokens for age in range(max_staleness + 1)}
+    return measured
+
+
+def measure_groups(groups: list[Group], sources: Sequence[str] = ()) -> dict[str, float]:
+    """Measure reward and reward parts over the samples that have a reward, and lengths over all.
+
+    sources: names of a mixture's sources; each one's mean reward is measured too.
+    """
+    samples = [s for g in groups for s in g]
+    rewarded = [s for s in samples if s.reward is not None]
+    rewards = [s.reward for s in rewarded if s.reward is not None]
+    lengths = [sum(s.action_mask) for s in samples]
+    zero_std = sum(len({s.reward for s in g if s.reward is not None}) < 2 for g in groups)
+    measured = {
+        names.ROLLOUT_SAMPLES: float(len(samples)),
+        names.ROLLOUT_FAILED: float(len(samples) - len(rewarded)),
+        names.ROLLOUT_TOKENS: float(sum(lengths)),
+        names.ROLLOUT_TOKENS_MEAN: sum(lengths) / len(samples),
+        names.ROLLOUT_TOKENS_MAX: float(max(lengths)),
+        names.ROLLOUT_TRUNCATED: sum(s.stop == "length" for s in samples) / len(samples),
+        names.ROLLOUT_ZERO_STD: zero_std / len(groups),
+    }
+    if rewards:
+        measured[names.REWARD_MEAN] = mean = sum(rewards) / len(rewards)
+        measured[names.REWARD_STD] = (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5
+        for part in sorted({name for s in rewarded for name in s.reward_parts}):
+            values = [s.reward_parts[part] for s in rewarded if part in s.reward_parts]
+            measured[names.REWARD_PART.format(part)] = sum(values) / len(values)
+    for source in sources:
+        if (name := names.REWARD_PART.format(source)) in measured:
+            raise RunStopped(f"{name} is a part of the reward and a source of data.train: give the source another name")
+        if own := [s.reward for s in rewarded if s.reward is not None and s.prompt.source == source]:
+            measured[name] = sum(own) / len(own)
+    return measured
+
+
+def measure_drawn(drawn: Sequence[FinishedGroup]) -> dict[str, float]:
+    """Measure all groups that were drawn for a step, those that the algorithm rejected included."""
+    samples = [s for d in drawn for s in d.group]
+    rewards = [s.reward for s in samples if s.reward is not None]
+    mean = {names.REWARD_MEAN_DRAWN: sum(rewards) / len(rewards)} if rewards else {}
+    seconds = [d.seconds for d in drawn]
+    average = sum(seconds) / len(seconds)
+    tokens = sum(sum(s.action_mask) for s in samples)
+    wasted = sum(sum(s.action_mask) for d in drawn for s in d.group if not d.accepted or s.failure)
+    return {
+        names.ROLLOUT_GROUPS_DRAWN: float(len(drawn)),
+        names.ROLLOUT_WASTED: wasted / tokens if tokens else 0.0,
+        names.GROUP_SECONDS_MEAN: average,
+        names.GROUP_SECONDS_STD: (sum((s - average) ** 2 for s in seconds) / len(seconds)) ** 0.5,
+        **mean,
+    }
+
+
+def check_failures(groups: list[Group], *, max_failed_fraction: float) -> None:
+    """Raise RunStopped when too many samples have no reward; the first failure is quoted."""
+    failures = [s.failure for g in groups for s in g if s.failure]
+    total = sum(len(g) for g in groups)
+    if len(failures) > max_failed_fraction * total:
+        raise RunStopped(
+            f"{len(failures)} of {total} samples failed, more than reward.max_failed_fraction="
+            f"{max_failed_fraction:g}; the first: {failures[0]}"
+        )
+
+
+def name_train_metrics(measured: dict[str, float]) -> dict[str, float]:
+    """Return a trainer's metrics under their names in the log, with what follows from averages of squares."""
+    named = {f"train/{name}": value for name, value in measured.items()}
+    if (ratio_sq := named.pop(names.MISMATCH_RATIO_SQ, None)) is not None:
+        named[names.MISMATCH_ESS] = named[names.MISMATCH_RATIO] ** 2 / ratio_sq
+    return_sq, error, error_sq = (named.pop(name, None) for name in names.VALUE_MOMENTS)
+    if return_sq is not None and error is not None and error_sq is not None:
+        variance = return_sq - named[names.VALUE_RETURN] ** 2
+        if variance > 0:
+            named[names.EXPLAINED_VARIANCE] = 1 - (error_sq - error**2) / variance
+    return named

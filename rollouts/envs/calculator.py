@@ -1,0 +1,56 @@
+"""Two turns and more: a reply that ends in "= ?" is answered with the value of what stands before it.
+
+Example: the policy says "12*3 = ?", the environment answers "36", and the policy continues.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable
+from typing import ClassVar
+
+from core.types import Message, Prompt
+from rollouts.envs.base import Env
+
+
+class Calculator(Env):
+    """Computes sums, differences and products of whole numbers."""
+
+    OPERATORS: ClassVar[dict[type[ast.operator], Callable[[int, int], int]]] = {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+    }
+
+    def __init__(self, prompt: Prompt):
+        super().__init__(prompt)
+        self.calls = 0
+
+    async def step(self, reply: str) -> Message | None:
+        question = reply.strip()
+        if not question.endswith("= ?"):
+            return None
+        self.calls += 1
+        expression = question.removesuffix("= ?").splitlines()[-1]
+        return {"role": "user", "content": self.compute(expression)}
+
+    def compute(self, expression: str) -> str:
+        """Return the value as text, or "error: ..." for anything but whole numbers, + - and *."""
+
+        def value_of(node: ast.expr) -> int:
+            match node:
+                case ast.BinOp(left, op, right) if type(op) in self.OPERATORS:
+                    return self.OPERATORS[type(op)](value_of(left), value_of(right))
+                case ast.Constant(int(n)):
+                    return n
+                case _:
+                    raise SyntaxError("only whole numbers, + - and *")
+
+        try:
+            return str(value_of(ast.parse(expression.strip(), mode="eval").body))
+        except SyntaxError as error:
+            return f"error: {error.msg}"
+
+    def scores(self) -> dict[str, float]:
+        return {"calculator_calls": float(self.calls)}

@@ -1,0 +1,65 @@
+"""The trainer's half of a weight sync between processes. Any distributed trainer has one per rank."""
+
+from __future__ import annotations
+
+from core.clock import ActivityTimer
+from core.errors import TransportFailed
+from core.phases import Activity
+from weight_sync.base import Chunk, ExportScope, ExportsWeights, Sent
+from weight_sync.broadcast import WeightSender
+from weight_sync.chunks import ChunkWriter
+from weight_sync.nccl import NcclSender
+
+
+class WeightSource:
+    """Every method but `open_broadcast` and `wait_for_members` is called on all ranks; rank 0 sends."""
+
+    def __init__(self, trainer: ExportsWeights, timer: ActivityTimer, *, is_sender: bool):
+        self.trainer, self.timer, self.is_sender = trainer, timer, is_sender
+
+    def open_broadcast(self, address: str, timeout_s: float, over_nccl: bool) -> int:
+        """Listen for engines at `address`, on rank 0; return the port."""
+        self.sender = (NcclSender if over_nccl else WeightSender)(timeout_s=timeout_s)
+        return self.sender.open(address)
+
+    def wait_for_members(self, members: int) -> None:
+        """Return when every rank of every engine has joined; on rank 0."""
+        self.sender.join(members=members)
+
+    def broadcast_weights(self, max_bytes: int, scope: ExportScope) -> Sent | None:
+        """Stream the tensors to the engines; rank 0 returns what it sent."""
+        with self.timer.measure(Activity.SYNC):
+            stream = self.trainer.export_weights(max_bytes, scope)
+            if not self.is_sender:
+                for _ in stream:  # gathering a sharded parameter takes every rank
+                    pass
+                return None
+            try:
+                checksums = self.sender.send(stream)
+            except TransportFailed:
+                for _ in stream:  # the other ranks gather it to the end, and this one must keep step
+                    pass
+                raise
+            return Sent(checksums=checksums, nbytes=self.sender.sent_bytes)
+
+    def begin_chunks(self, max_bytes: int, scope: ExportScope, folder: str | None) -> None:
+        """Begin a sync in chunks; see weight_sync/chunks.py."""
+        stream = self.trainer.export_weights(max_bytes, scope)
+        self.writer = ChunkWriter(stream, writes=self.is_sender, folder=folder)
+
+    def write_chunk(self) -> bool:
+        """Make the next chunk; return False at the end."""
+        with self.timer.measure(Activity.SYNC):
+            return self.writer.write_chunk()
+
+    def get_chunk(self) -> Chunk:
+        """Return the last chunk, on rank 0."""
+        return self.writer.chunk
+
+    def abort_chunks(self) -> None:
+        """End the sync early."""
+        self.writer.close()
+
+    def summarize_chunks(self) -> Sent:
+        """Return what was sent, on rank 0."""
+        return self.writer.summarize()
