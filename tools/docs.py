@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from algs import NOT_ALGORITHMS, find_algorithm
+from algs import find_algorithm, list_algorithms
 from algs.base import Algorithm, GroupRelative, PolicyGradient
 from algs.terms import KL, Correction, Overlong
 from configs.data_schema import SourceConfig
@@ -68,9 +68,7 @@ def document() -> str:
 def library() -> str:
     """A page with every algorithm: its docstring, and the keys it declares itself."""
     parts = [LIBRARY_INTRO.rstrip("\n")]
-    for name in sorted(p.stem for p in LIBRARY.parent.glob("*.py")):
-        if name.startswith("_") or name in NOT_ALGORITHMS:
-            continue
+    for name in list_algorithms():
         spec, cls = find_algorithm({"name": name})
         parts += ["", f"## {name}", "", "```text", (load_module(spec).__doc__ or "").strip(), "```"]
         own = set(cls.model_fields) - set(cls.__annotations__)
