@@ -5,14 +5,15 @@
     python3 tools/install.py test        and what tests, lint and types need: make test
     python3 tools/install.py --newest    all of it in its newest versions, in .venv-newest
 
-For the CPU the lines of constraints.txt are installed as they stand: they are complete (tools/lock.py), so pip works out
-nothing. What is there already is left alone, so an install that was stopped goes on where it was. For a GPU, and for the
-newest versions, pip works out what belongs together. Standard library only: it runs before anything is installed.
+For the CPU the lines of constraints.txt are installed as they stand: they are complete (tools/lock.py), so pip works
+out nothing. What is there already is left alone, so an install that was stopped goes on where it was. For a GPU, and
+for the newest versions, pip works out what belongs together. Standard library only: it runs before anything else.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,7 +38,10 @@ MEDIA = ("torchvision", "torchaudio", "torchcodec")
 """vLLM asks for these; a build that does not match torch's breaks every import of vLLM and transformers."""
 LANES = 2
 """How many pips at a time: one spends its time unpacking, on one core."""
-FIRST_IMPORTS = ("vllm.v1.engine.async_llm", "ray, pyarrow.parquet, datasets, deepspeed, peft, transformers.models.llama.modeling_llama")
+FIRST_IMPORTS = (
+    "vllm.v1.engine.async_llm",
+    "ray, pyarrow.parquet, datasets, deepspeed, peft, transformers.models.llama.modeling_llama",
+)
 """What most processes of a run import, in two lanes."""
 LOG_EVERY_S = 10.0
 MEND = "What was installed stays; with the cause mended (does pip reach a package index?), the same command goes on."
@@ -227,44 +232,53 @@ def first_import(python: Path) -> None:
 
 
 def together(commands: list[list[str]], site: Path | None = None, count: int = 0) -> None:
-    """Run commands at the same time, and show how many of `count` packages have come into `site`; one that fails ends us."""
+    """Run commands at the same time, and show how many of `count` packages came into `site`; one that fails ends us."""
+    # an environment is compiled once, also by people who want no bytecode beside their own files
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    before, started = arrived(site), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
+        environment["TMPDIR"] = folder
+        before = arrived(site)
         logs = [Path(folder) / str(lane) for lane in range(len(commands))]
         running: list[subprocess.Popen[bytes]] = []
         try:
-            for command, log in zip(commands, logs):
+            for command, log in zip(commands, logs, strict=True):
                 with log.open("wb") as out:
                     running.append(
                         subprocess.Popen(command, cwd=folder, stdout=out, stderr=subprocess.STDOUT, env=environment)
                     )
-            watch(running, started, site, before, count)
+            watch(running, lambda: how_far(Path(folder), arrived(site) - before, count) if count else "")
         finally:
             for process in running:
                 process.terminate()
                 process.wait()
-        for process, command, log in zip(running, commands, logs):
+        for process, command, log in zip(running, commands, logs, strict=True):
             if process.returncode:
                 fail(process.returncode, command, log.read_text(errors="replace"))
 
 
-def watch(
-    running: list[subprocess.Popen[bytes]], started: float, site: Path | None, before: int, count: int
-) -> None:
+def watch(running: list[subprocess.Popen[bytes]], progress: Callable[[], str]) -> None:
     """Say how far it is, in place on a terminal, and in a log now and then, until all are done."""
-    terminal, said = sys.stdout.isatty(), started
+    terminal, started, lines = sys.stdout.isatty(), time.monotonic(), 0
     while any(process.poll() is None for process in running):
         time.sleep(0.2)
         passed = time.monotonic() - started
-        how_far = f"  {arrived(site) - before} of {count} packages," if count else " "
         if terminal:
-            print(f"\r[install] {how_far} {passed:.0f} s ", end="", flush=True)
-        elif time.monotonic() - said >= LOG_EVERY_S:
-            said = time.monotonic()
-            say(f"{how_far} {passed:.0f} s")
+            print(f"\r[install]   {progress()}{passed:.0f} s  ", end="", flush=True)
+        elif passed > LOG_EVERY_S * (lines + 1):
+            lines += 1
+            say(f"  {progress()}{passed:.0f} s")
     if terminal:
         print(flush=True)
+
+
+def how_far(fetched: Path, arrived: int, count: int) -> str:
+    """Count what pip has put under its folder for temporary files, and the packages that are in place."""
+    size = 0
+    for folder, _, names in os.walk(fetched):
+        for name in names:
+            with contextlib.suppress(OSError):  # pip removes files while we look
+                size += os.path.getsize(os.path.join(folder, name)) if name.endswith(".whl") else 0
+    return f"{size / 1e6:.0f} MB fetched, {arrived} of {count} packages in place, "
 
 
 def arrived(site: Path | None) -> int:

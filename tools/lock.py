@@ -80,7 +80,7 @@ class Installed:
         return Version(self._all[canonicalize_name(name)].version).public
 
     def closure(self, roots: Iterable[str], *, without: Collection[str], dependencies: bool = True) -> set[str]:
-        """Follow what the roots ask for, on every Python; a package that is missing or does not fit is put in `wrong`."""
+        """Follow what the roots ask for, on every Python; put what is missing or does not fit into `wrong`."""
         seen: set[tuple[str, str]] = set()
         todo = [(python, Requirement(root), "pyproject.toml") for root in roots for python in PYTHONS]
         while todo:
