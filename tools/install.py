@@ -250,7 +250,6 @@ def together(commands: list[list[str]], site: Path | None = None, count: int = 0
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as folder:
         environment["TMPDIR"] = folder
-        before = arrived(site)
         logs = [Path(folder) / str(lane) for lane in range(len(commands))]
         running: list[subprocess.Popen[bytes]] = []
         try:
@@ -259,7 +258,7 @@ def together(commands: list[list[str]], site: Path | None = None, count: int = 0
                     running.append(
                         subprocess.Popen(command, cwd=folder, stdout=out, stderr=subprocess.STDOUT, env=environment)
                     )
-            watch(running, lambda: how_far(Path(folder), arrived(site) - before, count) if count else "")
+            watch(running, how_far(folder, site, count) if site else lambda: "")
         finally:
             for process in running:
                 process.terminate()
@@ -284,18 +283,25 @@ def watch(running: list[subprocess.Popen[bytes]], progress: Callable[[], str]) -
         print(flush=True)
 
 
-def how_far(fetched: Path, arrived: int, count: int) -> str:
-    """Count what pip has put under its folder for temporary files, and the packages that are in place."""
-    size = 0
-    for folder, _, names in os.walk(fetched):
-        for name in names:
-            with contextlib.suppress(OSError):  # pip removes files while we look
-                size += os.path.getsize(os.path.join(folder, name)) if name.endswith(".whl") else 0
-    return f"{size / 1e6:.0f} MB fetched, {arrived} of {count} packages in place, "
+def how_far(fetched: str, site: Path, count: int) -> Callable[[], str]:
+    """Return what counts the bytes that pip has put under its temporary folder, and the packages that are in place."""
+    before, most = arrived(site), 0
+
+    def progress() -> str:
+        nonlocal most
+        size = 0
+        for folder, _, names in os.walk(fetched):
+            for name in names:
+                with contextlib.suppress(OSError):  # pip removes files while we look
+                    size += os.path.getsize(os.path.join(folder, name)) if name.endswith(".whl") else 0
+        most = max(most, size)
+        return f"{most / 1e6:.0f} MB fetched, {arrived(site) - before} of {count} packages in place, "
+
+    return progress
 
 
-def arrived(site: Path | None) -> int:
-    return len(list(site.glob("*.dist-info/RECORD"))) if site else 0
+def arrived(site: Path) -> int:
+    return len(list(site.glob("*.dist-info/RECORD")))
 
 
 def site_packages(python: Path) -> Path:
