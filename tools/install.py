@@ -44,7 +44,7 @@ FIRST_IMPORTS = (
 )
 """What most processes of a run import, in two lanes."""
 LOG_EVERY_S = 10.0
-MEND = "What was installed stays; with the cause mended (does pip reach a package index?), the same command goes on."
+MEND = "What was installed stays, and the same command goes on from there. (Does pip reach a package index?)"
 
 
 def main() -> None:
@@ -113,10 +113,8 @@ def works(venv: Path) -> bool:
 
 
 def make_venv(venv: Path) -> None:
-    if (
-        works(venv)
-        and subprocess.run([venv / "bin" / "python", "-m", "pip", "-V"], capture_output=True).returncode == 0
-    ):
+    has_pip = [venv / "bin" / "python", "-m", "pip", "-V"]
+    if works(venv) and subprocess.run(has_pip, capture_output=True).returncode == 0:
         return
     command = [sys.executable, "-m", "venv", "--clear", str(venv)]
     say(shlex.join(command))
@@ -342,4 +340,7 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(f"stopped. {MEND}")
