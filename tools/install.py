@@ -282,18 +282,17 @@ def watch(running: list[subprocess.Popen[bytes]], progress: Callable[[], str]) -
 
 
 def how_far(fetched: str, site: Path, count: int) -> Callable[[], str]:
-    """Return what counts the bytes that pip has put under its temporary folder, and the packages that are in place."""
-    before, most = arrived(site), 0
+    """Return what counts the bytes that pip puts under its temporary folder, and the packages that are in place."""
+    before, sizes = arrived(site), dict[str, int]()
 
     def progress() -> str:
-        nonlocal most
-        size = 0
         for folder, _, names in os.walk(fetched):
             for name in names:
-                with contextlib.suppress(OSError):  # pip removes files while we look
-                    size += os.path.getsize(os.path.join(folder, name)) if name.endswith(".whl") else 0
-        most = max(most, size)
-        return f"{most / 1e6:.0f} MB fetched, {arrived(site) - before} of {count} packages in place, "
+                if name.endswith(".whl"):
+                    with contextlib.suppress(OSError):  # a pip that is done removes its files
+                        sizes[name] = os.path.getsize(os.path.join(folder, name))
+        fetched_mb = sum(sizes.values()) / 1e6
+        return f"{fetched_mb:.0f} MB fetched, {arrived(site) - before} of {count} packages in place, "
 
     return progress
 
