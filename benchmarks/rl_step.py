@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -19,9 +20,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from core.phases import REST, STEP, Phase, time_metric
+
 ROOT = Path(__file__).parent.parent
 PROMPTS, SAMPLES, NEW_TOKENS, MICRO_BATCH_TOKENS = 8, 8, 32, 2048
-PHASES = ("generate", "score", "train", "sync", "rest")
 
 
 def main() -> None:
@@ -42,21 +44,38 @@ def main() -> None:
 
 
 def compare(model: str, data: str, dtype: str, steps: int) -> None:
+    """Run both and print the table."""
     with tempfile.TemporaryDirectory() as scratch:
         run = our_run(model, data, dtype, steps, Path(scratch))
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
-        ours = {phase: statistics.median(r.get(f"time/{phase}_s", 0.0) for r in rows) for phase in PHASES}
-        step = statistics.median(r["time/step_s"] for r in rows)
-        ceiling = {what: statistics.median(bare(what, model, dtype, run)[1:]) for what in ("generate", "train")}
-    total = sum(ceiling.values())
-    print(
-        f"\n{'phase':<12}{'ours':>10}{'ceiling':>10}   seconds, medians of {len(rows)} steps on {os.cpu_count()} cores"
-    )
-    for phase in PHASES:
-        print(f"{phase:<12}{ours[phase]:>10.2f}{ceiling.get(phase, 0.0):>10.2f}")
-    print(f"{'step':<12}{step:>10.2f}{total:>10.2f}")
-    print(f"\nour step / ceiling: {step / total:.2f}")
-    print(f"neither generation nor training: {1 - (ours['generate'] + ours['train']) / step:.1%} of our step")
+        ours = read_phases(run)
+        ceiling = {what: statistics.median(run_bare(what, model, dtype, run)[1:]) for what in ("generate", "train")}
+    print(make_table(ours, ceiling))
+
+
+def read_phases(run: Path) -> dict[str, float]:
+    """Return the median seconds of each phase of a step, without the first step; `step` is the whole of it."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
+    known = {time_metric(name): str(name) for name in (*Phase, REST, STEP)}
+    logged = {name for row in rows for name in row if re.fullmatch(r"time/\w+_s", name)}
+    if unknown := sorted(logged - known.keys()):
+        raise SystemExit(f"error: {run} logs {unknown[0]}, which is no phase of core/phases.py")
+    return {
+        known[metric]: statistics.median(row.get(metric, 0.0) for row in rows) for metric in known if metric in logged
+    }
+
+
+def make_table(ours: dict[str, float], ceiling: dict[str, float]) -> str:
+    """Return our phases beside the ceiling, in seconds.
+
+    Synchronous: the driver waits for data while the engine generates.
+    """
+    beside = {str(Phase.WAIT_FOR_DATA): ceiling["generate"], str(Phase.TRAIN): ceiling["train"]}
+    step, total = ours[STEP], sum(ceiling.values())
+    lines = [f"{'phase':<15}{'ours':>10}{'ceiling':>10}   median seconds on {os.cpu_count()} cores"]
+    lines += [f"{phase:<15}{ours[phase]:>10.2f}{beside.get(phase, 0.0):>10.2f}" for phase in ours if phase != STEP]
+    lines += [f"{'step':<15}{step:>10.2f}{total:>10.2f}", "", f"our step / ceiling: {step / total:.2f}"]
+    other = 1 - (ours[Phase.WAIT_FOR_DATA] + ours[Phase.TRAIN]) / step
+    return "\n".join([*lines, f"neither generation nor training: {other:.1%} of our step"])
 
 
 def our_run(model: str, data: str, dtype: str, steps: int, scratch: Path) -> Path:
@@ -83,7 +102,7 @@ def our_run(model: str, data: str, dtype: str, steps: int, scratch: Path) -> Pat
     return run
 
 
-def bare(what: str, model: str, dtype: str, run: Path) -> list[float]:
+def run_bare(what: str, model: str, dtype: str, run: Path) -> list[float]:
     command = [sys.executable, "-m", "benchmarks.rl_step", "--bare", what]
     command += ["--run", str(run), "--model", model, "--dtype", dtype]
     out = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout

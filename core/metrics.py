@@ -160,10 +160,13 @@ _declare(
 
 EVAL = "eval/{}"
 EVAL_LOSS = _declare("eval/loss", "", "loss on data.eval", SL)
-_declare("eval/<metric>", "", "on data.eval, what train/<metric> is on the training rows", SL)
-EVAL_PAIR_ACCURACY = _declare("eval/pair/<metric>", "", "the same for pairs", SL).replace("<metric>", "accuracy")
-_declare("eval/kto/<metric>", "", "the same for unpaired rows", SL)
-_declare("eval/reward/<part>", "", "on data.eval, what reward/<part> is on the training prompts", RL)
+_declare("eval/nll", "nats", "train/nll on data.eval", "orpo")
+_declare("eval/odds_loss", "", "train/odds_loss on data.eval", "orpo")
+EVAL_PAIR_ACCURACY = _declare("eval/pair/<metric>", "", "train/pair/<metric> on data.eval", _PAIRS).replace(
+    "<metric>", "accuracy"
+)
+_declare("eval/kto/<metric>", "", "train/kto/<metric> on data.eval", "kto")
+_declare("eval/reward/<part>", "", "reward/<part> on data.eval", RL)
 _declare("eval/rollout/failed", "samples", "samples of data.eval without a reward", RL)
 
 SYNC_PROBE_GAP = _declare(
@@ -182,8 +185,6 @@ SYNC_BYTES = _declare(
 GROUP_SECONDS_MEAN = _declare("time/groups/mean_s", "seconds", "from a group's start to its last reward, mean", RL)
 GROUP_SECONDS_STD = _declare("time/groups/std_s", "seconds", "the same, standard deviation", RL)
 PHASE_MEANINGS = {
-    Phase.START: "starting trainers and engines",
-    Phase.RESUME: "loading a checkpoint",
     Phase.WAIT_FOR_DATA: "waiting for the groups of the step",
     Phase.CHECK: "checking them for failures and staleness",
     Phase.LOGP: "computing the columns that the algorithm requires",

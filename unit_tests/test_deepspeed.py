@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from algs import find_algorithm, load_algorithm
+from algs.base import assign_advantages
 from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError
 from core.ray_cluster import Cluster
@@ -17,6 +18,7 @@ from data_feeds.packing import micro_batches, plan_update
 from driver.scoring import add_columns
 from driver.trainer_factory import TrainerPlan, build_trainer
 from trainers.deepspeed import DeepSpeedTrainer
+from trainers.trainer import Trainer
 from unit_tests.examples import some_answers, some_groups, with_values
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -68,8 +70,8 @@ async def run(ranks, plan: TrainerPlan, groups, *, max_tokens: int, steps: int =
     trainers = await trainers_of(ranks, plan)
     per_rank = micro_batches(groups, "token", max_tokens, ranks=len(trainers), padded=plan.trainer.layout != "packed")
     for _ in range(steps):
-        metrics = await trainers.map("step", [([micro],) for micro in per_rank])
-    states = await trainers.all("state")
+        metrics = await trainers.scatter(Trainer.step, [[micro] for micro in per_rank])
+    states = await trainers.call_all(Trainer.flatten_weights)
     assert all(m == metrics[0] for m in metrics), f"every rank reports the same: {metrics}"
     assert all(torch.equal(s, states[0]) for s in states), "every rank holds the same weights"
     return states[0], metrics[0]
@@ -116,10 +118,10 @@ async def learn_rows(ranks, plan: TrainerPlan, *, max_tokens: int):
         groups = alg.prepare_groups(some_answers(alg.rows, 5, seed=seed))
         cut = {"ranks": len(trainers), "whole_groups": alg.whole_groups}
         scored = plan_update(groups, alg.loss_norm, max_tokens, **cut)
-        groups = alg.compute_advantages(await add_columns(trainers, groups, scored, alg.required_columns))
+        groups = assign_advantages(alg, await add_columns(trainers, groups, scored, alg.required_columns))
         per_rank = plan_update(groups, alg.loss_norm, max_tokens, **cut).batches()
-        said.append((await trainers.map("step", [([micro],) for micro in per_rank]))[0])
-    return (await trainers.all("state"))[0], said
+        said.append((await trainers.scatter(Trainer.step, [[micro] for micro in per_rank]))[0])
+    return (await trainers.call_all(Trainer.flatten_weights))[0], said
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -178,15 +180,15 @@ def test_an_adapter_trains_and_is_saved_alike_everywhere(ranks, tiny_path, tmp_p
         trainers = await trainers_of(where, plan)
         per_rank = micro_batches(some_groups(), "token", max_tokens, ranks=len(trainers))
         for _ in range(3):
-            scored = await trainers.map("score", [(micro, frozenset({"ref_logp"})) for micro in per_rank])
+            scored = await trainers.scatter(Trainer.compute_columns, per_rank, frozenset({"ref_logp"}))
             filled = [
                 [replace(b, tokens=b.tokens.replace(**c)) for b, c in zip(micro, columns, strict=True)]
                 for micro, columns in zip(per_rank, scored, strict=True)
             ]
-            metrics = await trainers.map("step", [([micro],) for micro in filled])
+            metrics = await trainers.scatter(Trainer.step, [[micro] for micro in filled])
         folder = tmp_path / type(trainers).__name__
-        await trainers.all("save", folder)
-        state, *_ = await trainers.all("state")
+        await trainers.call_all(Trainer.save_model, folder)
+        state, *_ = await trainers.call_all(Trainer.flatten_weights)
         adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
         return state, torch.cat([t.float().flatten() for t in adapter.values()]), metrics[0]
 
@@ -229,17 +231,17 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, tiny
 
     async def go():
         trainers = await trainers_of(ranks, plan)
-        before = (await trainers.all("state"))[0]
-        bad_batches = [([m],) for m in micro_batches(bad, "token", 60, ranks=2)]
-        metrics = await trainers.map("step", bad_batches)
+        before = (await trainers.call_all(Trainer.flatten_weights))[0]
+        bad_batches = [[m] for m in micro_batches(bad, "token", 60, ranks=2)]
+        metrics = await trainers.scatter(Trainer.step, bad_batches)
         assert [m["updates_skipped"] for m in metrics] == [1.0, 1.0]
-        assert torch.equal((await trainers.all("state"))[0], before), "nothing changed"
-        good = await trainers.map("step", [([m],) for m in micro_batches(groups, "token", 60, ranks=2)])
-        after = (await trainers.all("state"))[0]
+        assert torch.equal((await trainers.call_all(Trainer.flatten_weights))[0], before), "nothing changed"
+        good = await trainers.scatter(Trainer.step, [[m] for m in micro_batches(groups, "token", 60, ranks=2)])
+        after = (await trainers.call_all(Trainer.flatten_weights))[0]
         assert good[0]["updates_skipped"] == 0 and torch.isfinite(after).all() and not torch.equal(after, before)
         with pytest.raises(RunStopped, match="updates in a row"):
             for _ in range(3):
-                await trainers.map("step", bad_batches)
+                await trainers.scatter(Trainer.step, bad_batches)
 
     asyncio.run(go())
 
@@ -258,17 +260,17 @@ def test_saved_and_loaded_ranks_go_on_to_the_bit(ranks, tiny_path, tmp_path, sta
     """Against ranks that saved nothing: neither saving nor loading moves a bit."""
     settings = {"lr": 1e-2, "lr_schedule": "cosine", "warmup_updates": 3, "weight_decay": 0.1}
     plan = plan_of(tiny_path, alg={"name": name}, dtype=dtype, **settings, zero_stage=stage, ranks=2)
-    shards = [([m],) for m in micro_batches(with_values(some_groups()), "token", 60, ranks=2, padded=True)]
+    shards = [[m] for m in micro_batches(with_values(some_groups()), "token", 60, ranks=2, padded=True)]
 
     async def go(kept: Path | None, found: Path | None, steps: int):
         trainers = await trainers_of(ranks, plan)
         if found:
-            await trainers.all("load_state", found)
-        metrics = [(await trainers.map("step", shards))[0] for _ in range(steps)]
+            await trainers.call_all(Trainer.load_state, found)
+        metrics = [(await trainers.scatter(Trainer.step, shards))[0] for _ in range(steps)]
         if kept:
-            await trainers.all("save_state", kept)
-            metrics += [(await trainers.map("step", shards))[0] for _ in range(2)]
-        return metrics, (await trainers.all("state"))[0]
+            await trainers.call_all(Trainer.save_state, kept)
+            metrics += [(await trainers.scatter(Trainer.step, shards))[0] for _ in range(2)]
+        return metrics, (await trainers.call_all(Trainer.flatten_weights))[0]
 
     want, weights = asyncio.run(go(None, None, 4))
     saved, after = asyncio.run(go(tmp_path, None, 2))
@@ -280,7 +282,7 @@ def test_saved_and_loaded_ranks_go_on_to_the_bit(ranks, tiny_path, tmp_path, sta
 def test_a_checkpoint_fits_its_own_ranks_and_stage_only(ranks, tiny_path, tmp_path):
     async def go():
         two = await trainers_of(ranks, plan_of(tiny_path, zero_stage=2, ranks=2))
-        await two.all("save_state", tmp_path)
+        await two.call_all(Trainer.save_state, tmp_path)
         others = {
             "trainer.ranks is 1 and .* made with 2, .* set trainer.ranks=2": plan_of(tiny_path, zero_stage=2, ranks=1),
             "trainer.zero_stage is 3 and .* made with 2": plan_of(tiny_path, zero_stage=3, ranks=2),
@@ -288,7 +290,7 @@ def test_a_checkpoint_fits_its_own_ranks_and_stage_only(ranks, tiny_path, tmp_pa
         for words, plan in others.items():
             trainers = await trainers_of(ranks, plan)
             with pytest.raises(UserError, match=words):
-                await trainers.all("load_state", tmp_path)
+                await trainers.call_all(Trainer.load_state, tmp_path)
 
     asyncio.run(go())
 
@@ -316,18 +318,21 @@ def head_only(place, plan):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_is_frozen_is_in_no_checkpoint(ranks, tiny_path, tmp_path, stage):
     plan = plan_of(tiny_path, lr=1e-2, zero_stage=stage, ranks=2)
-    shards = [([m],) for m in micro_batches(some_groups(), "token", 60, ranks=2, padded=True)]
+    shards = [[m] for m in micro_batches(some_groups(), "token", 60, ranks=2, padded=True)]
 
     async def go():
         workers = ranks[2]
         await workers.build(head_only, plan)
-        await workers.map("step", shards)
-        await workers.all("save_state", tmp_path)
-        want, weights = (await workers.map("step", shards))[0], (await workers.all("state"))[0]
+        await workers.scatter(Trainer.step, shards)
+        await workers.call_all(Trainer.save_state, tmp_path)
+        want, weights = (
+            (await workers.scatter(Trainer.step, shards))[0],
+            (await workers.call_all(Trainer.flatten_weights))[0],
+        )
         await workers.build(head_only, plan)
-        await workers.all("load_state", tmp_path)
-        assert (await workers.map("step", shards))[0] == want
-        assert torch.equal((await workers.all("state"))[0], weights)
+        await workers.call_all(Trainer.load_state, tmp_path)
+        assert (await workers.scatter(Trainer.step, shards))[0] == want
+        assert torch.equal((await workers.call_all(Trainer.flatten_weights))[0], weights)
 
     asyncio.run(go())
     fits = torch.load(tmp_path / "rank_0.pt", weights_only=True)["fits"]["model"]

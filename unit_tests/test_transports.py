@@ -19,6 +19,7 @@ from driver.load_recipe import load_recipe
 from driver.rollout_factory import build_worker, plan_rollouts
 from driver.trainer_factory import build_trainer, plan_trainer
 from driver.weight_sync_factory import make_transport, make_weight_sync
+from trainers.trainer import Trainer
 from unit_tests.examples import some_groups
 from weight_sync.publisher import RemoteWeightSync
 
@@ -34,9 +35,9 @@ def build_saboteur(place, plan):
     from weight_sync.broadcast import WeightSender
     from weight_sync.chunks import ChunkWriter
 
-    ship, wrap = WeightSender._ship, ChunkWriter._wrap
+    send_bucket, store = WeightSender._send_bucket, ChunkWriter._store
     trainer = build_trainer(place, plan)
-    open_sync = trainer.open_sync
+    open_broadcast = trainer.weight_source.open_broadcast
     faults: set[str] = set()
 
     def tell(now):
@@ -50,12 +51,12 @@ def build_saboteur(place, plan):
         send(self, [(n, t) for n, t in bucket if "drop" not in faults or n != LOST])
 
     def wrong_port(*args):
-        port = open_sync(*args)
+        port = open_broadcast(*args)
         return 1 if "port" in faults else port
 
-    trainer.tell, trainer.open_sync = tell, wrong_port
-    WeightSender._ship = lambda self, bucket: broken(ship, "gloo", self, bucket)
-    ChunkWriter._wrap = lambda self, bucket: broken(wrap, "disk" if self._folder else "direct", self, bucket)
+    trainer.tell, trainer.weight_source.open_broadcast = tell, wrong_port
+    WeightSender._send_bucket = lambda self, bucket: broken(send_bucket, "gloo", self, bucket)
+    ChunkWriter._store = lambda self, bucket: broken(store, "disk" if self._folder else "direct", self, bucket)
     return trainer
 
 
@@ -67,8 +68,21 @@ def build_mortal(place, plan):
         os.kill(os.getpid(), signal.SIGKILL)
 
     worker.hurry = lambda: setattr(worker.engine, "timeout_s", SHORT_S)
-    worker.doom = lambda: setattr(worker.engine, "load", die)
+    worker.doom = lambda: setattr(worker.engine, "load_weights", die)
     return worker
+
+
+class Saboteur:
+    """The method that `build_saboteur` adds to a trainer."""
+
+    def tell(self, faults): ...
+
+
+class Mortal:
+    """The methods that `build_mortal` adds to a rollout worker."""
+
+    def hurry(self): ...
+    def doom(self): ...
 
 
 @pytest.fixture
@@ -101,10 +115,10 @@ def build_waiting(place):
 def test_no_number_of_groups_under_way_keeps_a_sync_waiting(cluster):
     async def go() -> None:
         engines = await cluster.spawn("engine", 1, build_waiting, resources=Resources(threads=1), timeout_s=60.0)
-        groups = [asyncio.create_task(engines.call(0, "group")) for _ in range(2500)]
-        await engines.call(0, "probe", len(groups))
-        assert re.fullmatch(r"engine 0 has been in group for \d+ s", (await engines.pulse(0))[1]), "said once"
-        await engines.call(0, "hold")
+        groups = [asyncio.create_task(engines.call_one(0, Waiting.group)) for _ in range(2500)]
+        await engines.call_one(0, Waiting.probe, len(groups))
+        assert re.fullmatch(r"engine 0 has been in group for \d+ s", (await engines.check_health(0))[1]), "said once"
+        await engines.call_one(0, Waiting.hold)
         await asyncio.gather(*groups)
 
     asyncio.run(go())
@@ -114,7 +128,7 @@ def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(
     partitioned = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # small tensors, too
     common = {"backend": "ray", "trainer.ranks": 2, "trainer.zero_stage": 3, "trainer.deepspeed": partitioned}
     common |= {"rollout.engines": 2, "weight_sync.timeout_s": SHORT_S}
-    shards = [([m],) for m in micro_batches(some_groups(), "token", 60, ranks=2, padded=True)]
+    shards = [[m] for m in micro_batches(some_groups(), "token", 60, ranks=2, padded=True)]
     said: list[str] = []
     facts: dict[str, str] = {}
     version = 0
@@ -135,7 +149,14 @@ def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(
 
         def sync_over(**changes) -> RemoteWeightSync:
             sync = make_weight_sync(
-                cfg_of(**changes), trainers, engines, PROBE, say=said.append, facts=facts, folder=tmp_path
+                cfg_of(**changes),
+                trainers,
+                engines,
+                PROBE,
+                rollouts=plan_rollouts(cfg_of(**changes)),
+                say=said.append,
+                facts=facts,
+                folder=tmp_path,
             )
             assert isinstance(sync, RemoteWeightSync)
             sync.ends = replace(sync.ends, max_bytes=100_000)  # several buckets
@@ -146,9 +167,9 @@ def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(
             """What carried the weights of a new step."""
             nonlocal version
             version += 1
-            await trainers.map("step", shards)
-            await trainers.all("tell", faults)
-            proof = await sync.publish(version)
+            await trainers.scatter(Trainer.step, shards)
+            await trainers.call_all(Saboteur.tell, faults)
+            proof = await sync.publish_weights(version)
             assert proof["sync/probe_gap"] < 1e-3 and proof["sync/bytes"] > 500_000
             assert not (tmp_path / "weights").exists()
             return facts["transport"]
@@ -181,13 +202,13 @@ def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(
             await publish(sync_over(), "gloo", "drop")
         assert len(said) == 3 and facts["transport"] == "disk", "it was said, and then direct's bad news was final"
 
-        await engines.all("hurry")
+        await engines.call_all(Mortal.hurry)
         assert await publish(sync_over(), "port") == "direct"
         assert re.match("WARNING: in the sync of version .* over gloo: .*; from here on weight_sync.transport", said[3])
 
-        await engines.call(1, "doom")
+        await engines.call_one(1, Mortal.doom)
         with pytest.raises(
-            ProcessDied, match=r"^in the sync of version \d+, engine 1 \(engine.receive\): its process died"
+            ProcessDied, match=r"^in the sync of version \d+, engine 1 \(engine.receive_weights\): its process died"
         ):
             await publish(sync_over())
 

@@ -194,8 +194,8 @@ class TamperingSender(WeightSender):
 
     tamper: Tamper
 
-    def _ship(self, bucket: Bucket) -> None:
-        super()._ship(self.tamper(bucket))
+    def _send_bucket(self, bucket: Bucket) -> None:
+        super()._send_bucket(self.tamper(bucket))
 
 
 def vllm_processes() -> set[psutil.Process]:
@@ -518,19 +518,19 @@ def test_an_engine_left_out_stops_the_run(lab: Lab) -> None:
         )
 
 
-# The same ranks, with weights in parcels --------------------------------------------------------------------
+# The same ranks, with weights in chunks --------------------------------------------------------------------
 
 
 async def feed(lab: Lab, stream: Iterator[Bucket], folder: Path | None, most: int | None = None) -> Sent:
-    """The parcels of a sync, or the first few of them; `receive` is to follow."""
-    packer = ChunkWriter(stream, packs=True, folder=None if folder is None else str(folder))
+    """The chunks of a sync, or the first few of them; `receive_weights` is to follow."""
+    packer = ChunkWriter(stream, writes=True, folder=None if folder is None else str(folder))
     await lab.engine.pause()
     await lab.engine.begin_chunks()
     count = 0
-    while count != most and packer.pack():
-        await lab.engine.load_chunk(packer.parcel)
+    while count != most and packer.write_chunk():
+        await lab.engine.load_chunk(packer.chunk)
         count += 1
-    return packer.sent()
+    return packer.summarize()
 
 
 async def holds(lab: Lab, version: int, model: PreTrainedModel, sent: Sent) -> None:
@@ -544,10 +544,10 @@ async def holds(lab: Lab, version: int, model: PreTrainedModel, sent: Sent) -> N
 class CutSender(TamperingSender):
     """Over a cable that is cut in the middle of a layer."""
 
-    def _ship(self, bucket: Bucket) -> None:
+    def _send_bucket(self, bucket: Bucket) -> None:
         if HALF in dict(bucket):
             raise OSError("the cable is cut")
-        super()._ship(bucket)
+        super()._send_bucket(bucket)
 
 
 async def broken_broadcast(lab: Lab, version: int, stream: Iterator[Bucket]) -> None:
@@ -564,7 +564,7 @@ async def broken_broadcast(lab: Lab, version: int, stream: Iterator[Bucket]) -> 
     assert isinstance(receives, TransportFailed) and "did not get through over gloo" in str(receives)
 
 
-def test_parcels_bring_what_a_stream_brings_and_an_update_that_broke_off_is_no_obstacle(
+def test_chunks_bring_what_a_stream_brings_and_an_update_that_broke_off_is_no_obstacle(
     lab: Lab, tmp_path: Path
 ) -> None:
     models = [random_model(lab.family, seed=seed) for seed in (1, 2, 3)]

@@ -15,6 +15,7 @@ from core.ray_cluster import Cluster
 from core.workers import Resources
 from data_feeds.packing import micro_batches
 from driver.trainer_factory import build_trainer
+from trainers.trainer import Trainer
 from unit_tests.examples import is_running, some_groups
 from unit_tests.test_deepspeed import plan_of
 from unit_tests.test_runs import ROOT, descendants, file_of, folder_of
@@ -36,6 +37,13 @@ class Strikes(GRPO):
 COLLECTIVE_S = 3.0
 
 
+class Observed:
+    """Methods that `build_observed` adds to a trainer."""
+
+    def pid(self): ...
+    def deadlines_s(self): ...
+
+
 def build_observed(place, plan):
     """A trainer that also tells its process, and the deadlines of its process groups."""
     from torch.distributed import distributed_c10d
@@ -53,7 +61,7 @@ def test_the_rank_that_sleeps_or_is_stopped_is_named_and_not_the_one_that_notice
     order = tmp_path / "order"
     order.write_text("")
     alg = {"file": file_of(tmp_path / "strikes.py", STRIKES)}
-    shards = [([m],) for m in micro_batches(some_groups(), "token", 60, ranks=2, padded=True)]
+    shards = [[m] for m in micro_batches(some_groups(), "token", 60, ranks=2, padded=True)]
     plan = plan_of(tiny_path, alg=alg, zero_stage=1, ranks=2, timeout_s=COLLECTIVE_S)
     cluster = Cluster(None)
 
@@ -61,20 +69,20 @@ def test_the_rank_that_sleeps_or_is_stopped_is_named_and_not_the_one_that_notice
         trainers = await cluster.spawn(
             "trainer", 2, build_observed, plan, resources=Resources(threads=1), timeout_s=120
         )
-        deadlines_s = await trainers.call(0, "deadlines_s")
+        deadlines_s = await trainers.call_one(0, Observed.deadlines_s)
         assert len(deadlines_s) > 1 and set(deadlines_s) == {COLLECTIVE_S}, "those that DeepSpeed made, too"
-        await trainers.map("step", shards)
+        await trainers.scatter(Trainer.step, shards)
 
         order.write_text("sleep")
         with pytest.raises(CallFailed) as failed:
-            await trainers.map("step", shards)
+            await trainers.scatter(Trainer.step, shards)
         assert re.match(r"trainer 0 \(step\) failed: Timed out waiting 3000ms", str(failed.value)), failed.value
         assert re.search(r"trainer 1 has been in step for \d s \(at strikes.py:10\)", str(failed.value)), failed.value
-        pids = await trainers.all("pid")  # it is awake again
+        pids = await trainers.call_all(Observed.pid)  # it is awake again
 
         order.write_text("SIGSTOP")
         with pytest.raises(ProcessDied, match=r"^trainer 1 \(step\): its process gives no sign of life"):
-            await trainers.with_deadline(5.0, key="timeout_s").map("step", shards)
+            await trainers.with_deadline(5.0, key="timeout_s").scatter(Trainer.step, shards)
         return pids
 
     try:
@@ -89,21 +97,21 @@ import os, signal
 from rollouts.engines.hf import HfEngine
 
 class Engine(HfEngine):
-    async def load(self, version, buckets):
+    async def load_weights(self, version, buckets):
         def until_struck():
             for bucket in buckets:
                 if version == 1:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 yield bucket
-        await super().load(version, until_struck())
+        await super().load_weights(version, until_struck())
 """
 LOSES_VLLM = """
-import os, signal, psutil
+import dataclasses, os, signal, psutil
 from rollouts.engines.vllm import VllmEngine
 
 class Engine(VllmEngine):
-    def __init__(self, **settings):
-        super().__init__(**settings, max_model_len=64, kv_cache_gib=0.1)
+    def __init__(self, config):
+        super().__init__(dataclasses.replace(config, max_model_len=64, kv_cache_gib=0.1))
 
     async def _update(self, version, *args):
         if version == 1:
@@ -116,7 +124,7 @@ import os, signal
 from algs.grpo import GRPO
 from weight_sync.broadcast import WeightSender
 
-ship, sent = WeightSender._ship, []
+ship, sent = WeightSender._send_bucket, []
 
 def until_struck(self, bucket):
     ship(self, bucket)
@@ -124,7 +132,7 @@ def until_struck(self, bucket):
     if len(sent) == 2:  # of version 1; the end of the stream is not sent
         os.kill(os.getpid(), signal.SIGKILL)
 
-WeightSender._ship = until_struck
+WeightSender._send_bucket = until_struck
 
 class Mine(GRPO):
     pass
@@ -137,15 +145,15 @@ CASES = {
     ),
     "a trainer rank dies in the broadcast": (
         {"alg.file": DIES_IN_BROADCAST},
-        r"in the sync of version 1, trainer 0 \(send_weights\): its process died; its log is in Ray's session folder",
+        r"in the sync of version 1, trainer 0 \(weight_source.broadcast_weights\): its process died; its log is in Ray's session folder",
     ),
     "an engine stops": (
         {"rollout.engine": STOPS, "weight_sync.timeout_s": SYNC_S},
-        r"in the sync of version 1, engine 0 \(engine.receive\): its process gives no sign of life: .*",
+        r"in the sync of version 1, engine 0 \(engine.receive_weights\): its process gives no sign of life: .*",
     ),
     "vLLM dies": (
         {"rollout.engine": LOSES_VLLM},
-        r"in the sync of version 1, engine 0 \(engine.receive\): vLLM's own process died; .*",
+        r"in the sync of version 1, engine 0 \(engine.receive_weights\): vLLM's own process died; .*",
     ),
 }
 

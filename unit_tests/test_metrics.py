@@ -1,0 +1,128 @@
+"""Every metric that is logged is declared in core/metrics.py, and every one that is declared is logged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import main_rl
+import main_sl
+from algs import find_algorithm, list_algorithms
+from algs.base import PolicyGradient
+from algs.check import fixtures
+from algs.check.update import batches_of, credited, policy_on
+from benchmarks import rl_step
+from core.metrics import METRICS, MISMATCH_RATIO_SQ, VALUE_MOMENTS, find_metric
+from core.phases import Phase
+from driver.rollout_metrics import name_train_metrics
+from unit_tests.examples import run_here
+from unit_tests.test_checkpoint import folder_of
+
+NEEDED: dict[str, dict[str, Any]] = {"opd": {"teacher": "somewhere"}}
+PAIRS = [{"messages": f"{i} plus 1", "chosen": f"{i + 1}", "rejected": "no"} for i in range(6)]
+UNPAIRED = [{"messages": f"{i} plus 1", "label": i % 2 == 0} for i in range(6)]
+
+
+def metrics_of_algorithm(name: str) -> set[str]:
+    """Return the names that a trainer logs for an algorithm, with a KL term and an entropy bonus where it has them."""
+    cls = find_algorithm({"name": name})[1]
+    extra = {"entropy_coef": 0.1, "kl": {"coef": 0.1}} if issubclass(cls, PolicyGradient) else {}
+    alg = cls(**NEEDED.get(name, {}), **extra)
+    world = fixtures.made_up_step(alg)
+    [batch] = batches_of(alg, credited(alg, world.groups, stale=True), world.now)
+    values = world.now["values"][batch.labels]
+    logged = {"loss"}
+    if alg.model_kind == "policy":
+        logged |= alg.objective(policy_on(alg, batch, world.now), batch.tokens)[1].keys()
+    if alg.value_lr is not None or alg.model_kind == "reward":
+        logged |= alg.value_loss(values, batch.tokens)[1].keys()
+    if alg.value_lr is not None:
+        logged |= {"value/loss", "value/grad_norm"}
+    return {f"train/{metric}" for metric in logged}
+
+
+def metrics_of_run(folder: Path) -> set[str]:
+    return {name for line in (folder / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+
+
+@pytest.fixture(scope="module")
+def logged_by_algorithms() -> set[str]:
+    return {metric for name in list_algorithms() for metric in metrics_of_algorithm(name)}
+
+
+def test_algorithms_log_declared_metrics_only(logged_by_algorithms):
+    intermediate = {MISMATCH_RATIO_SQ, *VALUE_MOMENTS}
+    assert {name for name in logged_by_algorithms - intermediate if find_metric(name) is None} == set()
+
+
+def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logged_by_algorithms, one_thread):
+    """Runs of both programs that use what puts a metric into the log; the algorithms' own metrics come from above."""
+    train = str(sums / "train.parquet")
+    mixture = [{"path": train, "name": "a"}, {"path": train, "name": "b", "ratio": 2}]
+    rl = {"data.train": mixture, "data.eval": str(sums / "eval.parquet"), "eval_every": 1, "max_staleness": 1}
+    rl |= {"alg": {"name": "ppo", "critic_lr": 1e-3}, "steps": 3, "checkpoint": {"every": 1}, "updates_per_step": 2}
+    assert run_here(main_rl, "--config", recipe(rl), "name=rl") == (0, "")
+    sft = str(sums / "sft.parquet")
+    sl = {"data.train": [{"path": sft, "name": "a"}, {"path": sft, "name": "b"}], "data.eval": sft, "eval_every": 1}
+    assert run_here(main_sl, "--config", recipe(sl, kind="sl"), "name=sl") == (0, "")
+    for name, alg, rows in (("pairs", "orpo", PAIRS), ("unpaired", "kto", UNPAIRED)):
+        file = tmp_path / f"{name}.jsonl"
+        turns = [row | {"messages": [{"role": "user", "content": row["messages"]}]} for row in rows]
+        if name == "unpaired":
+            turns = [row | {"messages": [*row["messages"], {"role": "assistant", "content": "2"}]} for row in turns]
+        file.write_text("\n".join(map(json.dumps, turns)))
+        changes = {"data.train": str(file), "data.eval": str(file), "eval_every": 1, "alg": {"name": alg}}
+        assert run_here(main_sl, "--config", recipe(changes, kind="sl"), f"name={name}") == (0, "")
+    by_runs = {m for name in ("rl", "sl", "pairs", "unpaired") for m in metrics_of_run(folder_of(tmp_path, name))}
+    assert {name for name in by_runs if find_metric(name) is None} == set()
+    everything = by_runs | logged_by_algorithms
+    assert {metric.name for metric in METRICS if not any(map(metric.matches, everything))} == set()
+
+
+def test_a_name_that_is_not_declared_is_found():
+    assert find_metric("rollout/lag_mean") is None
+    assert find_metric("reward/anything").name == "reward/<part>"
+    assert find_metric("reward/mean").name == "reward/mean", "the exact name comes first"
+    assert find_metric("reward/two/parts") is None
+
+
+def test_explained_variance_is_that_of_the_definition():
+    """1 - Var(return - prediction) / Var(return), from averages."""
+    returns, predictions = torch.tensor([0.0, 1.0, 2.0, 5.0]), torch.tensor([0.5, 1.0, 1.0, 4.0])
+    gap = returns - predictions
+    means = {"value/return": returns, "value/return_sq": returns**2, "value/error": gap, "value/error_sq": gap**2}
+    named = name_train_metrics({name: float(values.mean()) for name, values in means.items()})
+    want = 1 - gap.var(unbiased=False) / returns.var(unbiased=False)
+    assert named["train/value/explained_variance"] == pytest.approx(float(want))
+    assert not named.keys() & set(VALUE_MOMENTS)
+    constant = {"value/return": 1.0, "value/return_sq": 1.0, "value/error": 0.0, "value/error_sq": 0.0}
+    assert "train/value/explained_variance" not in name_train_metrics(constant), "it is not defined there"
+
+
+def test_the_step_benchmark_reads_the_phases_of_two_steps(tmp_path):
+    """Worked out by hand: steps of 10 s, of which 3 s of waiting for data, 5 s of training, 1 s of sync."""
+    row = {
+        "time/step_s": 10.0,
+        "time/wait_for_data_s": 3.0,
+        "time/train_s": 5.0,
+        "time/sync_s": 1.0,
+        "time/rest_s": 1.0,
+    }
+    rows = [{"time/step_s": 99.0}, row, row | {"time/logp_s": 0.5, "time/rest_s": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    ours = rl_step.read_phases(tmp_path)
+    assert ours[Phase.WAIT_FOR_DATA] == 3.0 and ours[Phase.TRAIN] == 5.0 and ours[Phase.LOGP] == 0.25
+    table = rl_step.make_table(ours, {"generate": 2.0, "train": 4.0})
+    assert "wait_for_data" in table and "our step / ceiling: 1.67" in table
+    assert "neither generation nor training: 20.0% of our step" in table
+
+
+def test_a_phase_that_no_run_logs_stops_the_step_benchmark(tmp_path):
+    rows = [{"time/step_s": 1.0, "time/generate_s": 1.0}] * 2
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(SystemExit, match="time/generate_s"):
+        rl_step.read_phases(tmp_path)
