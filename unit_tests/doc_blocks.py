@@ -23,7 +23,6 @@ import io
 import os
 import re
 import runpy
-import shlex
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -114,11 +113,13 @@ def run_commands(block: Block, folder: Path, where: str) -> str:
     """Run each command; return what they printed together."""
     said = ""
     for line in block.text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        if not words:
+        if not line.strip() or line.startswith("#"):
             continue
-        in_process = block.level == "fast" and words[0] == "python"
-        code, printed = run_here(words[1:]) if in_process else run_shell(line, folder)
+        if block.level == "fast" and line.startswith("python "):
+            words = subprocess.check_output(["bash", "-c", f"printf '%s\\n' {line}"], cwd=folder, text=True)
+            code, printed = run_here(words.splitlines()[1:])
+        else:
+            code, printed = run_shell(line, folder)
         said += printed
         assert code == block.exit_code, f"{where}: {line} ended with {code}:\n{said}"
     return said
