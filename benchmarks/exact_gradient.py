@@ -113,11 +113,11 @@ WIDE: Settings = {"clip_low": 0.999, "clip_high": math.inf}
 def on_policy(toy: Toy) -> list[Table]:
     at = Setting(toy=toy)
     plain = (RLOO, GRPO, CISPO, GSPO, GMPO, SAPO, DPPO, P3O)
-    divided = [use(GRPO, scale="group"), use(GRPO, scale="mean"), use(GRPO, whiten=True)]
+    divided = [use(GRPO, scale_rewards="group"), use(GRPO, scale_rewards="mean"), use(GRPO, whiten=True)]
     whitened = [use(ReinforcePP), use(ReinforcePP, baseline=True)]
     centred = [use(GRPO), use(GRPO, dynamic_sampling=True)]
     as_they_come = [use(GRPO), use(GRPO, loss_norm="constant"), *map(use, (CISPO, GSPO, GMPO, SAPO, DPPO))]
-    published = use(GRPO, scale="group", loss_norm="sequence")
+    published = use(GRPO, scale_rewards="group", loss_norm="sequence")
     return [
         Table("On-policy", at, PLAIN, unbiased=[use(kind) for kind in plain]),
         Table("On-policy", at, SUM, in_length=centred, biased=[*divided, *whitened]),
@@ -199,7 +199,7 @@ def sequence_kls(idle: Toy) -> list[Table]:
 
 def larger_groups(toy: Toy, binary: Toy) -> list[Table]:
     at, title = Setting(toy=toy, group=4), "On-policy, completions of 2 tokens"
-    divided, maxrl = use(GRPO, scale="group"), use(GRPO, scale="mean")
+    divided, maxrl = use(GRPO, scale_rewards="group"), use(GRPO, scale_rewards="mean")
     uneven = [divided, maxrl, use(ReinforcePP, baseline=True)]
     # G - 1 terms, not G: a group without a success is skipped, its baseline too
     likelihood = replace(at, toy=binary, target=truncated_likelihood_gradient(at.group - 1))
@@ -212,8 +212,8 @@ def larger_groups(toy: Toy, binary: Toy) -> list[Table]:
 
 def drawn(toy: Toy) -> list[Table]:
     one, many = Setting(toy=toy, group=8, draws=2000), Setting(toy=toy, draws=1000, groups=16)
-    divided = [use(GRPO, scale="group")]
-    by_step = [use(GRPO, scale="batch"), use(ReinforcePP)]
+    divided = [use(GRPO, scale_rewards="group")]
+    by_step = [use(GRPO, scale_rewards="batch"), use(ReinforcePP)]
     return [
         Table("On-policy, drawn", one, SUM, unbiased=[use(RLOO)], in_length=[use(GRPO)], biased=divided),
         Table("On-policy, drawn, 16 groups in an update", many, SUM, in_length=by_step),

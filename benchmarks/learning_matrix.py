@@ -54,7 +54,7 @@ MATRIX: dict[str, dict[str, Any]] = {
     "GRPO": {"name": "grpo"},
     "GRPO as published": {
         "name": "grpo",
-        "scale": "group",
+        "scale_rewards": "group",
         "loss_norm": "sequence",
         "clip_high": 0.2,
         "kl": {"coef": 0.001, "estimator": "k3"},

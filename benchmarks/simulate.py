@@ -155,7 +155,7 @@ class SimulatedRun:
         self.generation = Generation(
             self.engines,
             draw_prompt=lambda ticket: Prompt(id=str(ticket), messages=[]),
-            accept_group=self.keep,
+            accept_group=self.accept_group,
             buffer=ReplayBuffer(self.schedule),
             group_size=1,
             timeout_s=self.timeout_s,
@@ -295,8 +295,8 @@ def main(argv: list[str] | None = None) -> int:
     least = min_staleness(sync_every=schedule.sync_every, sample_reuse=schedule.sample_reuse)
     if min(args.max_staleness) < least:
         raise SystemExit(
-            f"error: --max-staleness {min(args.max_staleness)}, and the run's weight_sync.every={schedule.sync_every} and "
-            f"sample_reuse={schedule.sample_reuse} want {least} or more"
+            f"error: --max-staleness {min(args.max_staleness)}, and the run's weight_sync.every={schedule.sync_every}, "
+            f"sample_reuse={schedule.sample_reuse} need {least} or more"
         )
     print(f"{times}, {schedule.fresh} groups drawn a step, {args.concurrent} at a time in an engine\n")
     headings = ["engines", "trainers", "max_staleness", "s/step", "speed-up", "trainer waits", "lag", "max"]

@@ -45,7 +45,7 @@ def load_recipe(cls: type[C], path: str, overrides: list[str]) -> Loaded[C]:
 
 def with_length_limit(alg: Algorithm, max_new_tokens: int) -> Algorithm:
     """Return the algorithm with `overlong.max_tokens` set: by default it is the rollout's token budget."""
-    if not isinstance(alg, PolicyGradient) or alg.overlong.max_tokens is not None:
+    if not isinstance(alg, PolicyGradient) or alg.overlong.mode != "penalty" or alg.overlong.max_tokens is not None:
         return alg
     overlong = alg.overlong.model_dump() | {"max_tokens": max_new_tokens}
     return validate(type(alg), alg.model_dump() | {"overlong": overlong}, prefix="alg.")

@@ -63,7 +63,7 @@ def recipe(tmp_path, tiny_path, sums):
         sl = {
             "rows_per_step": 5,
             "alg": {"name": "sft"},
-            "data": {"train": str(sums / "sft.parquet"), "max_prompt_tokens": 32},
+            "data": {"train": str(sums / "sft.parquet"), "max_tokens": 32},
             "trainer": {"lr": 1e-3},
         }
         raw = common | (rl if kind == "rl" else sl)

@@ -8,22 +8,25 @@ import pytest
 
 from core.clock import ActivityTimer, Clock
 from core.errors import RunStopped
-from driver.time_account import Account, bottleneck, of_engine, of_trainer
+from core.phases import Activity
+from driver.time_account import TimeBreakdown, explain_engine, explain_trainer, name_bottleneck
 from unit_tests.test_runs import SEVENS, file_of, folder_of, program
 
 
 def test_of_what_goes_on_at_once_the_first_named_counts():
     async def body() -> dict[str, float]:
-        ledger = ActivityTimer("sync", "generate")
+        timer = ActivityTimer(Activity.SYNC, Activity.GENERATE)
 
-        async def doing(activity: str, after: float, seconds: float) -> None:
+        async def doing(activity: Activity, after: float, seconds: float) -> None:
             await asyncio.sleep(after)
-            with ledger.doing(activity):
+            with timer.measure(activity):
                 await asyncio.sleep(seconds)
 
-        await asyncio.gather(doing("generate", 0.0, 0.3), doing("generate", 0.05, 0.3), doing("sync", 0.1, 0.1))
+        await asyncio.gather(
+            doing(Activity.GENERATE, 0.0, 0.3), doing(Activity.GENERATE, 0.05, 0.3), doing(Activity.SYNC, 0.1, 0.1)
+        )
         await asyncio.sleep(0.05)
-        return ledger.read()
+        return timer.read_seconds()
 
     start = time.perf_counter()
     seconds = asyncio.run(body())
@@ -33,10 +36,10 @@ def test_of_what_goes_on_at_once_the_first_named_counts():
 
 def test_a_device_is_idle_for_a_reason_that_the_driver_knows():
     driver = {"all": 10.0, "rest": 0.1, "wait_for_data": 3.0, "logp": 1.0, "train": 4.5, "sync": 1.4}
-    trainer = of_trainer({"train": 4.0, "logp": 0.9, "sync": 1.0, "idle": 4.1}, driver)
+    trainer = explain_trainer({"train": 4.0, "logp": 0.9, "sync": 1.0, "idle": 4.1}, driver)
     assert sum(trainer.values()) == pytest.approx(10.0)
     assert trainer["wait_for_data"] == 3.0 and trainer["rest"] == 0.1 and trainer["driver"] == pytest.approx(1.0)
-    engine = of_engine({"generate": 6.0, "sync": 1.0, "idle": 2.95}, driver)
+    engine = explain_engine({"generate": 6.0, "sync": 1.0, "idle": 2.95}, driver)
     assert engine["wait_for_trainer"] == 2.95 and engine["rest"] == pytest.approx(0.05)
 
 
@@ -46,7 +49,7 @@ def test_a_device_is_idle_for_a_reason_that_the_driver_knows():
         (6, 1, 1, 1, 1, "generation is the bottleneck"),
         (1, 6, 1, 1, 1, "training is the bottleneck"),
         (4, 5, 1, 2, 0, "max_staleness=1 lets them work at the same time"),
-        (0, 0, 8, 8, 1, "sync of weights is the bottleneck (80%"),
+        (0, 0, 8, 8, 1, "weight sync is the bottleneck (80%"),
         (0.5, 0.5, 0, 0, 2, "neither side"),
         (0.3, 0.2, 1.3, 4.7, 1, "driver's own work is the bottleneck (36%"),
     ],
@@ -58,7 +61,7 @@ def test_the_bottleneck_is_named(trainer_waits, engine_waits, sync, driver, max_
         "trainer 0": {"train": train, "sync": 0.2, "wait_for_data": trainer_waits, "driver": driver},
         "engine 0": {"generate": 10.0 - engine_waits - sync, "sync": sync, "wait_for_trainer": engine_waits},
     }
-    assert says in bottleneck(devices, max_staleness=max_staleness)
+    assert says in name_bottleneck(devices, max_staleness=max_staleness)
 
 
 @pytest.mark.slow
@@ -85,12 +88,17 @@ def test_a_runs_seconds_are_accounted_for(recipe, tmp_path, max_staleness):
 
 
 class Asked:
-    """Trainers or engines whose ledger is read."""
+    """Trainers or engines whose timer is read."""
 
     def __init__(self, kind: str):
         self.kind, self.times, self.broken = kind, 0, False
 
-    async def all(self, method: str) -> list[dict[str, float]]:
+    def attribute(self, name: str) -> "Asked":
+        assert name == "timer"
+        return self
+
+    async def call_all(self, method: object) -> list[dict[str, float]]:
+        assert method is ActivityTimer.read_seconds
         self.times += 1
         if self.broken:
             raise RunStopped(f"{self.kind} 0 is gone")
@@ -100,18 +108,18 @@ class Asked:
 def test_engines_are_asked_ahead_and_once_and_the_lap_tells_it():
     async def body() -> None:
         trainers, engines = Asked("trainer"), Asked("engine")
-        account = await Account.opened(Clock(), trainers=trainers, engines=engines)
-        account.ask_engines()
+        account = await TimeBreakdown.start(Clock(), trainers=trainers, engines=engines)
+        account.prefetch_engine_timers()
         await asyncio.sleep(0)
         assert engines.times == 2
-        numbers = await account.lap()
+        numbers = await account.start_lap()
         assert engines.times == 2 and (numbers["time/engines/busy_s"], numbers["time/engines/idle_fraction"]) == (
             2,
             1 / 3,
         )
         engines.broken = True
-        account.ask_engines()
+        account.prefetch_engine_timers()
         with pytest.raises(RunStopped, match="engine 0 is gone"):
-            await account.lap()
+            await account.start_lap()
 
     asyncio.run(body())

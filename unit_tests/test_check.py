@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from algs import NOT_ALGORITHMS
+from algs import is_algorithm, list_algorithms
 from algs.base import Metrics
 from algs.check.checker import Result, check, run
 from algs.grpo import GRPO
@@ -29,17 +29,20 @@ from core.strict_model import StrictModel
 from core.types import Policy, Prompt, Sample, Tokens
 
 ROOT = Path(__file__).parent.parent
-NAMES = sorted({p.stem for p in (ROOT / "algs").glob("*.py")} - {"__init__", *NOT_ALGORITHMS})
+NAMES = list_algorithms()
 NEEDED: dict[str, dict[str, Any]] = {"opd": {"teacher": "somewhere"}}
 OFF = {"correction": {"level": "none"}}
 KL_IN_REWARD = {"kl": {"coef": 0.05, "place": "reward"}}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("grpo", {"scale": "group", "loss_norm": "sequence", "clip_high": 0.2, "kl": {"coef": 0.04, "estimator": "k3"}}),
+    (
+        "grpo",
+        {"scale_rewards": "group", "loss_norm": "sequence", "clip_high": 0.2, "kl": {"coef": 0.04, "estimator": "k3"}},
+    ),
     ("grpo", {"loss_norm": "constant"}),
-    ("grpo", {"dynamic_sampling": True, "overlong": {"mode": "penalty", "longest": 10, "buffer": 4}}),
+    ("grpo", {"dynamic_sampling": True, "overlong": {"mode": "penalty", "max_tokens": 10, "buffer": 4}}),
     ("grpo", {"overlong": {"mode": "filter"}, "kl": {"coef": 0.1}}),
-    ("grpo", {"scale": "mean", "kl": {"coef": 0.1, "estimator": "k3plus"}}),
-    ("grpo", {"scale": "batch", "whiten": True, "dual_clip": 3.0, "entropy_coef": 0.01}),
+    ("grpo", {"scale_rewards": "mean", "kl": {"coef": 0.1, "estimator": "k3plus"}}),
+    ("grpo", {"scale_rewards": "batch", "whiten": True, "dual_clip": 3.0, "entropy_coef": 0.01}),
     ("grpo", {"correction": {"level": "sequence", "mode": "mask"}, "kl": {"coef": 0.1, "estimator": "k2"}}),
     ("grpo", {"correction": {"level": "geometric", "mode": "mask", "low": 0.7, "high": 1.3}}),
     ("grpo", {"correction": {"mode": "clip"}, **KL_IN_REWARD}),
@@ -47,7 +50,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gspo", {"ratio": "product"}),
     ("gspo", {"ratio": "product", "form": "token", "leave_one_out": True}),
     ("cispo", {"anchor": "rollout", **OFF}),
-    ("cispo", {"loss_norm": "prompt", "scale": "batch"}),
+    ("cispo", {"loss_norm": "prompt", "scale_rewards": "batch"}),
     ("dppo", {"divergence": "kl"}),
     ("reinforce_pp", KL_IN_REWARD),
     ("reinforce_pp", {"baseline": True, **KL_IN_REWARD}),
@@ -151,7 +154,9 @@ PLANTED: dict[str, tuple[str, str, dict[str, str]]] = {
     ".data for .detach()": (RETURN, BEFORE_RETURN.format("loss = loss * policy.logp.data.exp()"), {"c": NO_SLOPE}),
     "a wrong backward": ("class GRPO(", FUNCTION.replace("FACTOR", "2").lstrip(), {"c": NO_SLOPE}),
     "a column that it does not declare": (
-        RETURN, BEFORE_RETURN.format("loss = loss + tokens.ref_logp"), {"a": r"TypeError: .*planted.py, line \d+\)"}
+        RETURN,
+        BEFORE_RETURN.format("loss = loss + tokens.ref_logp"),
+        {"a": r"MissingColumn: tokens.ref_logp .*planted.py, line \d+\)"},
     ),
     "a maximum over no token": (
         RETURN, BEFORE_RETURN.format("loss = loss + 0 * policy.logp.max()"), {"e": "RuntimeError: max"}
@@ -323,7 +328,7 @@ def a_sample(**changes: Any) -> Sample:
     fields: dict[str, Any] = {
         "prompt": Prompt(id="p", messages=[]),
         "token_ids": [10, 11, 12, 13, 14],
-        "mask": [False, False, True, False, True],
+        "action_mask": [False, False, True, False, True],
         "rollout_logp": [-0.1 * t for t in range(5)],
         "versions": [0] * 5,
     }
@@ -449,7 +454,9 @@ BUGS: dict[str, Bug] = {
         every_learnt_token_has_its_share_and_nothing_else_has,
     ),
     "the deviation of the whole batch": (
-        "algs.credit", [("factor = 1 / spread(rewards)", "factor = 1 / batch_std")], a_group_is_scaled_by_its_own_spread
+        "algs.credit",
+        [("factor = 1 / reward_std(rewards)", "factor = 1 / batch_std")],
+        a_group_is_scaled_by_its_own_spread,
     ),
     "a failed sample counted as zero": (
         "algs.credit", [("[r for r in rewards if r is not None]", "[r or 0.0 for r in rewards]")],
@@ -477,4 +484,4 @@ def test_what_the_framework_may_get_wrong_breaks_a_property(name, tmp_path):
     file = tmp_path / "planted.py"
     file.write_text(text)
     with pytest.raises(AssertionError):
-        holds(load_module(resolve(str(file), "algs")))
+        holds(load_module(resolve(str(file), "algs", offers=is_algorithm)))

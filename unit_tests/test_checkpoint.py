@@ -73,7 +73,7 @@ def test_a_checkpoint_is_what_was_written(tmp_path):
     folder = write(tmp_path / "new", 10, eval_loss=0.1)
     assert names(folder) == [COMPLETE, "progress.json", "rank_0.pt"] and folder.name == "step_00010"
     assert names(tmp_path / "new") == ["step_00010"]
-    assert read_checkpoint(folder).stand == stand(10, **{"eval/loss": 0.1})
+    assert read_checkpoint(folder).state == stand(10, **{"eval/loss": 0.1})
 
 
 def test_the_newest_and_the_best_stay(tmp_path):
@@ -93,7 +93,7 @@ def test_without_a_measurement_there_is_no_best(tmp_path):
         write(tmp_path, step)
         retain(tmp_path, keep=2)
     assert names(tmp_path) == ["last", "step_100000", "step_100001"], "in the order of numbers, not of names"
-    assert [c.stand.steps_done for c in checkpoints_in(tmp_path)] == [100_000, 100_001]
+    assert [c.state.steps_done for c in checkpoints_in(tmp_path)] == [100_000, 100_001]
 
 
 def test_half_a_checkpoint_is_none(tmp_path):
@@ -104,7 +104,7 @@ def test_half_a_checkpoint_is_none(tmp_path):
     (later / COMPLETE).unlink()
     os.replace(write(home, 6), home / "step_00006.partial")
     assert find_checkpoint(str(run)).folder == whole
-    assert find_checkpoint(str(whole)).stand.steps_done == 2
+    assert find_checkpoint(str(whole)).state.steps_done == 2
     with pytest.raises(UserError, match="no complete checkpoint"):
         find_checkpoint(str(home / "step_00006.partial"))
     with pytest.raises(UserError, match="there is no such folder"):
@@ -117,8 +117,8 @@ def test_a_link_names_the_checkpoint_it_points_at(tmp_path):
     write(tmp_path, 3, eval_loss=1.0)
     write(tmp_path, 6, eval_loss=2.0)
     retain(tmp_path, keep=2)
-    assert find_checkpoint(str(tmp_path / "best")).stand.steps_done == 3
-    assert find_checkpoint(str(tmp_path / "last")).stand.steps_done == 6
+    assert find_checkpoint(str(tmp_path / "best")).state.steps_done == 3
+    assert find_checkpoint(str(tmp_path / "last")).state.steps_done == 6
 
 
 KILLED = """
@@ -143,7 +143,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path):
     killed = subprocess.run([sys.executable, "-c", KILLED, str(home)], cwd=ROOT, env=os.environ | {"PYTHONPATH": "."})
     assert killed.returncode == -signal.SIGKILL
     assert names(home) == ["step_00002", "step_00004.partial"]
-    assert find_checkpoint(str(tmp_path)).stand.steps_done == 2
+    assert find_checkpoint(str(tmp_path)).state.steps_done == 2
 
 
 def test_a_rank_that_writes_elsewhere_stops_the_run(tmp_path):
@@ -173,7 +173,7 @@ def test_the_reference_trainer_goes_on_to_the_bit(tiny_path, tmp_path, name, dty
     resumed.load_state(tmp_path)
     assert torch.equal(torch.rand(3), drawn)
     assert [resumed.step([micro]) for _ in range(2)] == want
-    assert torch.equal(resumed.state(), kept.state())
+    assert torch.equal(resumed.flatten_weights(), kept.flatten_weights())
     assert all(torch.equal(a, b) for a, b in zip(resumed.policy.master, kept.policy.master, strict=True))
 
 
@@ -318,7 +318,7 @@ def test_a_resumed_rl_run_draws_samples_and_learns_the_same(recipe, tmp_path):
     assert run_here(main_rl, "--config", path, "name=whole") == (0, "")
     whole = folder_of(tmp_path, "whole")
     at = find_checkpoint(str(whole / "checkpoints/step_00002"))
-    assert at.stand.position == {"ticket": 12, "started": [8, 9, 10, 11], "told": 0, "came": []}
+    assert at.state.position == {"ticket": 12, "started": [8, 9, 10, 11], "n_reported": 0, "finished": []}
     assert names(at.folder) == [COMPLETE, "critic", "policy", "progress.json", "rank_0.pt"]
     assert run_here(main_rl, "--config", path, "name=resumed", f"resume={at.folder}") == (0, "")
     assert_same_end(whole, folder_of(tmp_path, "resumed"), first_step=2)
@@ -330,7 +330,7 @@ def test_tickets_of_groups_drawn_again_are_behind_a_resumed_run_too(recipe, tmp_
     path = recipe(changes | {"checkpoint": {"every": 2, "keep": 9}})
     assert run_here(main_rl, "--config", path, "name=whole") == (0, "")
     at = find_checkpoint(str(folder_of(tmp_path, "whole") / "checkpoints/step_00002"))
-    assert at.stand.position["ticket"] > 2 * 4
+    assert at.state.position["ticket"] > 2 * 4
     assert run_here(main_rl, "--config", path, "name=resumed", f"resume={at.folder}") == (0, "")
     assert_same_end(folder_of(tmp_path, "whole"), folder_of(tmp_path, "resumed"), first_step=2)
 

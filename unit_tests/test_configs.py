@@ -77,8 +77,8 @@ BROKEN = {
     "a source called like a reward": ({"data.train": [{"path": "correct.jsonl"}]}, ["called correct", "set its name"]),
     "held-out rows of a wrong form": ({"data.eval": {"path": "a", "columns": {"x": "y"}}}, ["data.eval.columns", "x"]),
     "missing reward": ({"reward.fn": "aritmetic"}, ["reward.fn", "did you mean 'arithmetic'"]),
-    "unknown engine": ({"rollout.engine": "vlm"}, ["rollout.engine='vlm'", "hf, vllm"]),
-    "unknown environment": ({"rollout.env": "chess"}, ["rollout.env='chess'", "single_turn"]),
+    "unknown engine": ({"rollout.engine": "vlm"}, ["rollout.engine: there is no 'vlm'", "did you mean 'vllm'"]),
+    "unknown environment": ({"rollout.env": "chess"}, ["rollout.env: there is no 'chess'", "single_turn"]),
     "missing model folder": ({"model.path": "/nowhere/model"}, ["model.path=/nowhere/model does not exist"]),
     "prompt longer than the model": ({"data.max_prompt_tokens": 300}, ["308 tokens", "room for 256"]),
     "sample longer than a micro-batch": ({"trainer.micro_batch_tokens": 20}, ["40 tokens", "micro_batch_tokens=20"]),
@@ -92,7 +92,7 @@ BROKEN = {
     ),
     "tensor parallelism of the hf engine": (
         {"backend": "ray", "rollout.tensor_parallel_size": 2},
-        ["only rollout.engine=vllm"],
+        ["rollout.engine=hf has no tensor parallelism", "rollout.tensor_parallel_size to 1"],
     ),
     "ZeRO-0 with bfloat16": (
         {"backend": "ray", "trainer.zero_stage": 0, "model.dtype": "bfloat16"},
@@ -100,7 +100,7 @@ BROKEN = {
     ),
     "only too long prompts": (
         {"data.max_prompt_tokens": 2},
-        ["none of 30 rows fits: 30 too_long", "max_prompt_tokens=2"],
+        ["none of 30 rows is valid: 30 too_long", "max_prompt_tokens=2"],
     ),
     "an adapter for no layer": (
         {"model.lora": {"targets": ["q_prj"]}},
@@ -109,7 +109,10 @@ BROKEN = {
     "an adapter sent without one": ({"weight_sync.lora": "adapter"}, ["weight_sync.lora is adapter", "set model.lora"]),
     "an adapter sent to the hf engine": (
         {"weight_sync.lora": "adapter", "model.lora": {}},
-        ["only vLLM", "set rollout.engine to vllm, or weight_sync.lora to merged"],
+        [
+            "rollout.engine=hf does not sample with an adapter",
+            "set rollout.engine to vllm, or weight_sync.lora to merged",
+        ],
     ),
     "a DoRA sent to vLLM": (
         {"weight_sync.lora": "adapter", "model.lora": {"dora": True}, "rollout.engine": "vllm"},
@@ -170,11 +173,11 @@ def test_broken_files_of_the_user(recipe, tmp_path, tiny_path):
         ({"alg": {"file": file_of(tmp_path / "bad.py", "import nowhere\n")}}, "bad.py, line 1"),
         (
             {"alg": {"file": file_of(tmp_path / "arranges.py", ARRANGES)}},
-            "its arrange would never be read",
+            "its prepare_groups would never be read",
         ),
         (
             {"alg": {"file": file_of(tmp_path / "keeps.py", KEEPS)}},
-            "its keep would never be read",
+            "its accept_group would never be read",
         ),
         ({"reward.fn": file_of(tmp_path / "r.py", "x = 1\n")}, "no function score"),
         ({"model.path": str(empty)}, "no config.json"),

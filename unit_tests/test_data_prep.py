@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from configs.data_schema import DataConfig
+from configs.data_schema import RowDataConfig
 from core.errors import UserError
 from data_feeds.feed import load_groups
 from data_feeds.tokenizer import ChatTokenizer
@@ -166,7 +166,7 @@ def test_hh_rlhf_counts_pairs_that_part_early_or_have_no_two_replies() -> None:
 def test_prepared_pairs_are_read_as_pairs(tmp_path: Path, tiny_path: str) -> None:
     out = tmp_path / "pairs.parquet"
     hh_rlhf.main(["--split", "test", "--out", str(out), "--from", str(HERE / "hh_rlhf_rows.jsonl")])
-    data = DataConfig(train=str(out), max_prompt_tokens=800, max_invalid_fraction=0)
+    data = RowDataConfig(train=str(out), max_tokens=800, max_invalid_fraction=0)
     feed = load_groups(data, "train", ChatTokenizer(tiny_path, "chat"), rows="pairs", seed=0)
     assert len(feed.all()) == 300
     assert {tuple(s.reward for s in group) for group in feed.all()} == {(1.0, 0.0)}

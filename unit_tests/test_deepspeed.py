@@ -76,7 +76,7 @@ async def run(ranks, plan: TrainerPlan, groups, *, max_tokens: int, steps: int =
 
 
 def start_of(path, alg=None, dtype="float32") -> torch.Tensor:
-    return build_trainer(None, plan_of(path, alg=alg, dtype=dtype)).state()
+    return build_trainer(None, plan_of(path, alg=alg, dtype=dtype)).flatten_weights()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -6,8 +6,8 @@ import pytest
 
 from core.types import Prompt, Sample
 from rollouts.engines.base import Completion
-from rollouts.envs import Calculator
-from rollouts.episode import run_episode, seed_of
+from rollouts.envs.calculator import Calculator
+from rollouts.episode import make_seed, run_episode
 
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1 2"}])
 
@@ -60,7 +60,7 @@ def play(engine, *, env=None, max_turns=3, max_new_tokens=10):
         lambda prompt: env or Tool(),
         PROMPT,
         Words(),
-        seed=lambda turn: 100 + turn,
+        seed_of_turn=lambda turn: 100 + turn,
         max_new_tokens=max_new_tokens,
         max_turns=max_turns,
     )
@@ -115,10 +115,10 @@ def test_the_calculator_answers_once_and_counts():
 
 
 def test_seeds_tell_runs_tickets_siblings_and_turns_apart():
-    seeds = {seed_of(r, t, s, u) for r in range(3) for t in range(4) for s in range(4) for u in range(3)}
+    seeds = {make_seed(r, t, s, u) for r in range(3) for t in range(4) for s in range(4) for u in range(3)}
     assert len(seeds) == 3 * 4 * 4 * 3
     assert all(0 <= s < 2**63 for s in seeds)
-    assert seed_of(1, 2, 3, 4) == seed_of(1, 2, 3, 4)
+    assert make_seed(1, 2, 3, 4) == make_seed(1, 2, 3, 4)
 
 
 def test_a_sample_whose_lists_disagree_cannot_be_made():

@@ -119,7 +119,7 @@ def test_the_gradients_that_are_meant_are_difference_quotients():
         assert kl[n, v].item() == pytest.approx((above[1] - below[1]) / 2 / h, abs=1e-6)
 
 
-@pytest.mark.parametrize("alg", [RLOO(), GRPO(scale="group", whiten=True)])
+@pytest.mark.parametrize("alg", [RLOO(), GRPO(scale_rewards="group", whiten=True)])
 def test_a_group_is_the_same_in_any_order(alg: Algorithm):
     """It is why only one order of each group is computed."""
     a, b, c = samples_of(alg, Setting(toy=TOY))[10:13]
@@ -130,7 +130,7 @@ def test_a_group_is_the_same_in_any_order(alg: Algorithm):
 
 def test_drawn_groups_tell_what_listed_ones_do():
     """64 completions, groups of 2: the drawn mean lies within three standard errors of the exact one."""
-    alg, exact = GRPO(scale="group"), Setting(toy=TOY)
+    alg, exact = GRPO(scale_rewards="group"), Setting(toy=TOY)
     some = replace(exact, draws=1000)
     error = measure(alg, some).error * exact.target(TOY, "pi").norm()
     assert (mean_of(alg, some) - mean_of(alg, exact)).norm() < 3 * error

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from configs.data_schema import DataConfig, SourceConfig
+from configs.data_schema import PromptDataConfig, RowDataConfig, SourceConfig
 from core.errors import UserError
 from core.types import Group
 from data_feeds.feed import Feed, load_groups, load_prompts
@@ -31,17 +31,21 @@ def assistant(text):
     return {"role": "assistant", "content": text}
 
 
-def data_of(train, **settings) -> DataConfig:
-    return DataConfig(train=train, **{"max_prompt_tokens": 20, "max_invalid_fraction": 1.0} | settings)
+def data_of(train, **settings) -> PromptDataConfig:
+    return PromptDataConfig(train=train, **{"max_prompt_tokens": 20, "max_invalid_fraction": 1.0} | settings)
+
+
+def rows_of(train, **settings) -> RowDataConfig:
+    return RowDataConfig(train=train, **{"max_tokens": 20, "max_invalid_fraction": 1.0} | settings)
 
 
 def groups_of(chat, tmp_path, rows, *, kind, **settings) -> Feed[Group]:
-    data = data_of(jsonl(tmp_path / "x.jsonl", rows), **settings)
+    data = rows_of(jsonl(tmp_path / "x.jsonl", rows), **settings)
     return load_groups(data, "train", chat, rows=kind, seed=0)
 
 
 def unfit_of(feed) -> dict[str, tuple[int, str]]:
-    return {reason: (case.rows, case.example) for reason, case in feed.sources[0].unfit.cases.items()}
+    return {reason: (case.rows, case.example) for reason, case in feed.sources[0].invalid.cases.items()}
 
 
 def spoken(chat, sample) -> str:
@@ -56,9 +60,9 @@ def test_too_long_prompts_are_left_out_and_counted(chat, tmp_path):
     feed = load_prompts(data_of(path), "train", chat, seed=0)
     assert [p.id for p in feed.all()] == ["1"]
     assert unfit_of(feed) == {"too_long": (1, "long")}
-    [sentence], facts = feed.told("data.train")
+    [sentence], facts = feed.summary("data.train")
     assert "1 rows are used and 1 do not fit: 1 too_long (such as row long: 32 tokens" in sentence
-    assert facts["x"]["used"] == 1 and facts["x"]["unfit"]["too_long"]["rows"] == 1
+    assert facts["x"]["used"] == 1 and facts["x"]["invalid"]["too_long"]["rows"] == 1
 
 
 def test_more_unfit_rows_than_the_share_allows_stop_the_run(chat, tmp_path):
@@ -67,7 +71,7 @@ def test_more_unfit_rows_than_the_share_allows_stop_the_run(chat, tmp_path):
     feed = load_prompts(data_of(path, max_invalid_fraction=0.2), "train", chat, seed=0)
     assert len(feed.all()) == 8
     with pytest.raises(
-        UserError, match=r"2 of 10 rows do not fit.*max_invalid_fraction=0.19: 1 too_long .*1 bad_messages"
+        UserError, match=r"2 of 10 rows are invalid.*max_invalid_fraction=0.19: 1 too_long .*1 bad_messages"
     ):
         load_prompts(data_of(path, max_invalid_fraction=0.19), "train", chat, seed=0)
 
@@ -77,7 +81,7 @@ def test_held_out_rows_are_limited_and_those_beyond_are_not_looked_at(chat, tmp_
     data = data_of("unused.jsonl", eval=jsonl(tmp_path / "x.jsonl", rows), eval_rows=3)
     feed = load_prompts(data, "eval", chat, seed=0)
     assert [p.id for p in feed.all()] == ["1", "2", "3"]
-    assert feed.sources[0].unfit.looked_at == 4
+    assert feed.sources[0].invalid.looked_at == 4
 
 
 def test_a_feed_draws_every_row_once_per_pass_in_an_order_of_its_own(chat, tmp_path):
@@ -174,7 +178,7 @@ TALK = [{"role": "system", "content": "s"}, user("1+1="), assistant("2"), user("
     ],
 )
 def test_what_a_recipe_says_is_learnt_is_learnt(chat, tmp_path, learn, said):
-    feed = groups_of(chat, tmp_path, [{"messages": TALK}], kind="conversations", learn=learn, max_prompt_tokens=60)
+    feed = groups_of(chat, tmp_path, [{"messages": TALK}], kind="conversations", train_on=learn, max_tokens=60)
     [[sample]] = feed.all()
     assert spoken(chat, sample) == said
     as_usual, _ = chat.mask_turns(TALK)
@@ -199,9 +203,9 @@ def test_a_template_of_the_plain_kind_can_learn_everything(tiny_path):
 
 
 def test_a_role_to_learn_that_no_row_has_is_refused(chat, tmp_path):
-    with pytest.raises(UserError, match=r"data\.learn names the role tool, and no row .* turns of assistant, user"):
+    with pytest.raises(UserError, match=r"data\.train_on names the role tool, and no row .* turns of assistant, user"):
         rows = [{"messages": [user("1+1="), assistant("2")]}]
-        groups_of(chat, tmp_path, rows, kind="conversations", learn=["assistant", "tool"])
+        groups_of(chat, tmp_path, rows, kind="conversations", train_on=["assistant", "tool"])
 
 
 def test_a_conversation_that_the_template_refuses_does_not_fit(tiny_path, tmp_path):
@@ -211,9 +215,9 @@ def test_a_conversation_that_the_template_refuses_does_not_fit(tiny_path, tmp_pa
         + chat.hf.chat_template
     )
     rows = [{"messages": TALK[1:5]}, {"messages": TALK[:5]}]
-    feed = groups_of(chat, tmp_path, rows, kind="conversations", max_prompt_tokens=60)
+    feed = groups_of(chat, tmp_path, rows, kind="conversations", max_tokens=60)
     assert unfit_of(feed) == {"bad_messages": (1, "1")}
-    assert "no system turns" in str(feed.sources[0].unfit)
+    assert "no system turns" in str(feed.sources[0].invalid)
 
 
 ASKED = [user("1+1="), assistant("2"), user("2+2=")]
@@ -273,7 +277,7 @@ def test_a_labelled_reply_is_one_sample_with_its_label_as_reward(chat, tmp_path)
     talk = [*ASKED, assistant("4")]
     labels = [True, False, 1, 0, 1.0, "yes", 2, None]
     rows = [{"messages": talk, "label": label} for label in labels] + [{"messages": ASKED, "label": True}]
-    feed = groups_of(chat, tmp_path, rows, kind="labelled")
+    feed = groups_of(chat, tmp_path, rows, kind="unpaired")
     assert [g[0].reward for g in feed.all()] == [1.0, 0.0, 1.0, 0.0, 1.0]
     assert {spoken(chat, s) for [s] in feed.all()} == {"4<|end|>"}
     assert unfit_of(feed) == {"bad_label": (2, "5"), "missing_column": (1, "7"), "no_reply": (1, "8")}
@@ -344,8 +348,8 @@ def test_a_source_that_cannot_be_read_gets_one_sentence(chat, tmp_path, source, 
     [("hub:openai/gsm8k/main", "gsm8k"), ("hub:squad", "squad"), ("data/gsm8k/train.parquet", "train")],
 )
 def test_a_source_has_a_name_of_its_own(path, name):
-    assert SourceConfig(path=path).called == name
-    assert SourceConfig(path=path, name="mine").called == "mine"
+    assert SourceConfig(path=path).log_name == name
+    assert SourceConfig(path=path, name="mine").log_name == "mine"
 
 
 def test_a_mixture_draws_its_shares_and_tells_them(chat, tmp_path):
@@ -357,11 +361,11 @@ def test_a_mixture_draws_its_shares_and_tells_them(chat, tmp_path):
     assert len({p.id for p in feed.all()}) == 11, "ids are unique in a mixture"
     assert {p.id for p in drawn if p.source == "many"} == {f"many/{i}" for i in range(9)}, "a pass"
     assert feed.mixed == ["many", "few"]
-    assert feed.progress(12) == {
+    assert feed.count_draws(12) == {
         "data/many/rows": 9.0,
         "data/many/epoch": 1.0,
         "data/few/rows": 3.0,
         "data/few/epoch": 1.5,
     }
     alone = load_prompts(data_of(many), "train", chat, seed=0)
-    assert alone.mixed == [] and alone.progress(12) == {}
+    assert alone.mixed == [] and alone.count_draws(12) == {}

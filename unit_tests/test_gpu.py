@@ -59,13 +59,13 @@ def test_engine_and_trainer_agree_after_a_sync(tiny_path):
     update_of(trainer, 10_000)
 
     async def sync_and_compare():
-        await engine.load_weights(1, trainer.weights(2**20))
+        await engine.load_weights(1, trainer.export_weights(2**20))
         done = await engine.generate([5, 6, 7], max_new_tokens=12, seed=0)
         return await engine.probe([5, 6, 7, *done.token_ids]), trainer.probe([5, 6, 7, *done.token_ids])
 
     theirs, ours = asyncio.run(sync_and_compare())
     assert theirs == pytest.approx(ours, abs=1e-3)
-    sent = {name: value for bucket in trainer.weights(2**20) for name, value in fingerprint(bucket).items()}
+    sent = {name: value for bucket in trainer.export_weights(2**20) for name, value in fingerprint(bucket).items()}
     assert asyncio.run(engine.read_fingerprint()) == [sent]
 
 

@@ -1,6 +1,7 @@
 """What the engine says it sampled with is what the model says, whatever weights came in between."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,14 +9,21 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from configs.schema import RLConfig
 from driver.load_recipe import load_recipe
-from driver.rollout_factory import build_engine, plan_rollouts
+from driver.rollout_factory import plan_rollouts
+from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
+from rollouts.registry import load_engine_class
 
 PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15], [9, 9]]
 
 
-def engine_of(path, temperature=0.7, **settings) -> HfEngine:
-    return HfEngine(model_path=path, dtype="float32", temperature=temperature, stop_token_ids=[1], **settings)
+def engine_of(path, temperature=0.7, max_batch=256, **settings) -> HfEngine:
+    config = EngineConfig(
+        model_path=path, dtype="float32", temperature=temperature, max_model_len=256, stop_token_ids=[1], **settings
+    )
+    engine = HfEngine(config)
+    engine.max_batch = max_batch
+    return engine
 
 
 async def several(engine, prompts, seeds, n=12):
@@ -117,7 +125,7 @@ def updated_keep(path, mode):
     models = {version: other_weights(path, seed=version) for version in (1, 2)}
 
     async def body():
-        engine = engine_of(path, update=mode)
+        engine = engine_of(path, requests=mode)
         await engine.load_weights(1, [list(models[1].named_parameters())])
         steps = Steps(engine)
 
@@ -141,7 +149,7 @@ def updated_keep(path, mode):
     return *asyncio.run(body()), models
 
 
-@pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_every_token_is_of_the_weights_its_version_names(tiny_path, mode):
     done, late, _, models = updated_keep(tiny_path, mode)
     for prompt, completion, budget in zip([*PROMPTS, [8, 8]], [*done, late], [*BUDGETS, 4], strict=True):
@@ -161,7 +169,7 @@ def test_versions_change_at_the_load(tiny_path, mode):
 
 
 def test_a_drain_finishes_what_runs_with_the_old_weights(tiny_path):
-    done, _, before, _ = updated_keep(tiny_path, "drain")
+    done, _, before, _ = updated_keep(tiny_path, "wait")
     assert {v for c in done for v in c.versions} == {1}
     assert before == max(len(c.token_ids) for c in done)
 
@@ -171,14 +179,15 @@ def test_a_request_goes_on_with_its_own_random_numbers(tiny_path):
     assert [c.token_ids for c in held] == [c.token_ids for c in cut_off]
 
 
-@pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_the_recipe_decides_what_an_update_does(recipe, mode):
     cfg = load_recipe(RLConfig, recipe({"weight_sync.requests": mode}), []).cfg
-    engine = build_engine(None, plan_rollouts(cfg), [1])
-    assert isinstance(engine, HfEngine) and engine.update == mode
+    plan = plan_rollouts(cfg)
+    engine = load_engine_class(plan.engine_spec)(replace(plan.engine, stop_token_ids=(1,)))
+    assert isinstance(engine, HfEngine) and engine.request_mode == mode
 
 
-@pytest.mark.parametrize("mode", ["keep", "drain", "abort"])
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_an_update_between_batches_changes_nothing_else(tiny_path, mode):
     new = other_weights(tiny_path, seed=1)
 
@@ -188,7 +197,7 @@ def test_an_update_between_batches_changes_nothing_else(tiny_path, mode):
         await engine.load_weights(0, [list(new.named_parameters())])
         return await several(engine, PROMPTS, range(4))
 
-    held = asyncio.run(updated(engine_of(tiny_path, update=mode), hold=True))
+    held = asyncio.run(updated(engine_of(tiny_path, requests=mode), hold=True))
     assert held == asyncio.run(updated(engine_of(tiny_path), hold=False))
 
 
@@ -229,7 +238,7 @@ def test_a_failure_reaches_every_caller_and_the_next_batch_runs(tiny_path):
 
 def test_a_drain_does_not_wait_for_callers_that_gave_up(tiny_path):
     async def body():
-        engine = engine_of(tiny_path, update="drain")
+        engine = engine_of(tiny_path, requests="wait")
         steps = Steps(engine)
         running = asyncio.create_task(engine.generate([5], max_new_tokens=10**6, seed=2))
         await steps.until(1)

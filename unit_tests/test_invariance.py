@@ -94,7 +94,7 @@ class MeanPolicyGradient(GRPO):
 
 @pytest.mark.parametrize("alg", [MeanLoss(), MeanPolicyGradient()])
 def test_a_loss_that_reduces_is_refused(tiny_path, alg):
-    with pytest.raises(ValueError, match="one value per learnt token"):
+    with pytest.raises(ValueError, match="one value per token"):
         change(tiny_path, alg, micro_batches(some_groups(), "token", 1000)[0])
 
 
@@ -114,7 +114,7 @@ def test_a_value_model_begins_at_zero_and_learns_the_returns(tiny_path):
     groups = with_values(some_groups(2))
     trainer = trainer_of(tiny_path, PPO(critic_lr=1e-2), optimizer="adamw", lr=1e-5)
     [micro] = micro_batches(groups, "token", 10_000)
-    [first] = trainer.score(micro, frozenset({"values"}))
+    [first] = trainer.compute_columns(micro, frozenset({"values"}))
     assert first["values"].abs().max() == 0
     losses = [trainer.step([micro])["value/loss"] for _ in range(20)]
     assert losses[-1] < 0.5 * losses[0]
@@ -125,7 +125,7 @@ def test_the_second_update_of_a_step_is_no_longer_on_policy(tiny_path):
     groups = some_groups(2)
     trainer = trainer_of(tiny_path, GRPO(clip_low=1e-6, clip_high=1e-6), lr=0.1)
     [micro] = micro_batches(groups, "token", 10_000)
-    [scored] = trainer.score(micro, frozenset({"prox_logp"}))
+    [scored] = trainer.compute_columns(micro, frozenset({"prox_logp"}))
     micro[0].tokens.prox_logp = scored["prox_logp"]
     first = trainer.step([micro])
     second = trainer.step([micro])

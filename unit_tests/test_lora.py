@@ -66,7 +66,7 @@ def logits(model: nn.Module) -> Tensor:
 
 
 def whole(trainer: LocalTrainer) -> dict[str, Tensor]:
-    return {name: tensor for bucket in trainer.weights(2**20) for name, tensor in bucket}
+    return {name: tensor for bucket in trainer.export_weights(2**20) for name, tensor in bucket}
 
 
 def as_plain_model(path: str, weights: dict[str, Tensor]) -> nn.Module:
@@ -106,7 +106,7 @@ def test_an_adapter_starts_as_the_model_itself_and_the_seed_decides_it(tiny_path
     torch.testing.assert_close(logits(first.model), logits(start), atol=1e-5, rtol=0)
 
     def adapter(trainer: LocalTrainer) -> Tensor:
-        return torch.cat([t.flatten() for bucket in trainer.weights(2**20, "adapter") for _, t in bucket])
+        return torch.cat([t.flatten() for bucket in trainer.export_weights(2**20, "adapter") for _, t in bucket])
 
     torch.manual_seed(0)
     torch.randn(7)  # what was drawn before does not matter
@@ -141,7 +141,7 @@ def test_a_tied_head_stays_tied(tmp_path, tied):
     LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
     trainer = trained(str(tmp_path / "base"), LoraConfig(r=4, merge_on_save=True))
     assert ("lm_head.weight" in whole(trainer)) != tied
-    trainer.save(tmp_path / "out")
+    trainer.save_model(tmp_path / "out")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     torch.testing.assert_close(logits(again), logits(trainer.model), atol=1e-4, rtol=0)
 
@@ -152,24 +152,26 @@ def test_the_reference_is_the_model_without_its_adapter(tiny_path, column):
     plain, trainer = (trainer_of(tiny_path, lora, alg=alg) for lora in (None, LoraConfig(r=4)))
     trainer.step([scored(plain)])
     assert not trainer.frozen and list(plain.frozen) == ["ref_logp"], "no second model is loaded"
-    want, got = (torch.cat([s[column] for s in t.score(batches(), frozenset({column}))]) for t in (plain, trainer))
+    want, got = (
+        torch.cat([s[column] for s in t.compute_columns(batches(), frozenset({column}))]) for t in (plain, trainer)
+    )
     assert torch.allclose(got, want, atol=1e-6) == (column == "ref_logp"), "the policy itself has moved"
     trainer.step([scored(trainer)])
-    after = torch.cat([s["prox_logp"] for s in trainer.score(batches(), frozenset({"prox_logp"}))])
-    before = torch.cat([s["prox_logp"] for s in plain.score(batches(), frozenset({"prox_logp"}))])
+    after = torch.cat([s["prox_logp"] for s in trainer.compute_columns(batches(), frozenset({"prox_logp"}))])
+    before = torch.cat([s["prox_logp"] for s in plain.compute_columns(batches(), frozenset({"prox_logp"}))])
     assert not torch.allclose(after, before, atol=1e-3), "and goes on to move after the reference was asked"
 
 
 def scored(trainer: LocalTrainer) -> list[Batch]:
     """With the columns that a KL in the loss needs."""
-    columns = trainer.score(batches(), frozenset({"ref_logp"}))
+    columns = trainer.compute_columns(batches(), frozenset({"ref_logp"}))
     return [replace(b, tokens=b.tokens.replace(**c)) for b, c in zip(batches(), columns, strict=True)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_adapter_loads_with_peft(tiny_path, tmp_path, kind):
     trainer = trained(tiny_path, KINDS[kind])
-    trainer.save(tmp_path / "out")
+    trainer.save_model(tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     assert json.loads((tmp_path / "out/adapter_config.json").read_text())["base_model_name_or_path"] == tiny_path
     base = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
@@ -181,7 +183,7 @@ def test_a_saved_adapter_loads_with_peft(tiny_path, tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merged_model_is_where_the_next_recipe_looks(tiny_path, tmp_path, kind):
     trainer = trained(tiny_path, KINDS[kind].model_copy(update={"merge_on_save": True}))
-    trainer.save(tmp_path / "out")
+    trainer.save_model(tmp_path / "out")
     check_model_folder(str(tmp_path / "out"))
     torch.testing.assert_close(
         logits(load_model(str(tmp_path / "out"), dtype="float32", attention="sdpa")),
@@ -195,7 +197,7 @@ def test_a_merged_model_is_where_the_next_recipe_looks(tiny_path, tmp_path, kind
 
 
 def test_an_adapter_alone_is_no_model_path(tiny_path, tmp_path):
-    trainer_of(tiny_path, LoraConfig(r=2)).save(tmp_path)
+    trainer_of(tiny_path, LoraConfig(r=2)).save_model(tmp_path)
     with pytest.raises(UserError, match=r"adapter without its model: .* model\.lora\.merge_on_save"):
         check_model_folder(str(tmp_path))
 

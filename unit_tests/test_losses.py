@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from algs.base import Algorithm
+from algs.base import Algorithm, assign_advantages
 from algs.cispo import CISPO
-from algs.credit import generalised_advantages, group_advantages, overlong_penalty, spread, whiten
+from algs.credit import generalised_advantages, group_advantages, overlong_penalty, reward_std, whiten
 from algs.dppo import DPPO
 from algs.gmpo import GMPO
 from algs.grpo import GRPO
@@ -26,7 +26,7 @@ from algs.sft import SFT
 from algs.terms import KL, Correction, Overlong
 from core.types import Policy, Prompt, Sample
 from data_feeds.packing import pack, token_weights
-from modeling.forward import score
+from modeling.forward import compute_token_logp
 from unit_tests import test_preferences as preferences
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_losses.json").read_text())
@@ -197,7 +197,7 @@ def from_logits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_the_path_from_logits_is_the_oracles(temperature):
     case = GOLDEN["cases"][f"sft/from_logits_T{temperature}"]
     logits, labels, where = from_logits()
-    loss = -score(logits, labels, temperature=temperature, entropy=False).logp.mean()
+    loss = -compute_token_logp(logits, labels, temperature=temperature, entropy=False).logp.mean()
     loss.backward()
     assert loss.item() == pytest.approx(case["loss"], rel=2e-5)
     want = torch.tensor(case["grad"]["logits"])[:, : where.shape[1]][where]
@@ -207,7 +207,7 @@ def test_the_path_from_logits_is_the_oracles(temperature):
 def test_entropy_is_the_oracles():
     case = GOLDEN["cases"]["entropy/mean"]
     logits, labels, where = from_logits()
-    entropy = score(logits, labels, temperature=1.0, entropy=True).entropy
+    entropy = compute_token_logp(logits, labels, temperature=1.0, entropy=True).entropy
     assert entropy is not None
     entropy.mean().backward()
     assert entropy.mean().item() == pytest.approx(case["loss"], rel=2e-5)
@@ -227,7 +227,7 @@ def test_group_advantages_are_the_oracles(name):
 def test_batch_advantages_are_the_oracles():
     batch = GOLDEN["advantages"]["batch"]
     want = batch["lite_ppo_group_mean_batch_std_ddof1"]
-    std = spread(batch["rewards"])
+    std = reward_std(batch["rewards"])
     groups = [[r for r, g in zip(batch["rewards"], batch["group"], strict=True) if g == i] for i in range(3)]
     got = [a for g in groups for a in group_advantages(g, scale="batch", batch_std=std)]
     assert got == pytest.approx(want, rel=1e-5)  # the oracle adds no 1e-6
@@ -281,12 +281,12 @@ def test_kl_in_the_reward_shapes_what_is_whitened_or_compared():
 def test_overlong_answers_are_punished_or_left_out():
     case = GOLDEN["advantages"]["overlong_dapo"]
     for length, penalty in zip(case["lengths"], case["penalty"], strict=True):
-        assert overlong_penalty(length, longest=case["L_max"], buffer=case["L_cache"]) == pytest.approx(penalty)
+        assert overlong_penalty(length, max_tokens=case["L_max"], buffer=case["L_cache"]) == pytest.approx(penalty)
     [pair, _] = samples_of("dapo/token_mean")  # 3 and 2 sampled tokens, rewards 1 and 0
-    shaped = GRPO(overlong=Overlong(mode="penalty", longest=4, buffer=2, coef=0.5)).compute_advantages([pair])
+    shaped = GRPO(overlong=Overlong(mode="penalty", max_tokens=4, buffer=2, coef=0.5)).compute_advantages([pair])
     assert [s.advantage[2] for s in shaped[0]] == [0.375, -0.375], "1 - 0.5 x 1/2, and 0: above and below their mean"
     cut = [replace(pair[0], stop="length"), pair[1]]
-    [filtered] = GRPO(overlong=Overlong(mode="filter")).compute_advantages([cut])
+    [filtered] = assign_advantages(GRPO(overlong=Overlong(mode="filter")), [cut])
     assert [any(s.loss_mask) for s in filtered] == [False, True]
     assert filtered[1].advantage[2] == -0.5, "its sibling's reward still counts"
 
@@ -337,7 +337,7 @@ def test_k3_pulls_towards_the_reference_however_far_away(d):
         (lambda: P3O(correction=Correction()), "would do it twice"),
         (lambda: DPPO(correction=Correction(level="sequence")), "would do it twice"),
         (lambda: CISPO(anchor="rollout"), "would do it twice"),
-        (lambda: Overlong(mode="penalty"), "longest and buffer"),
+        (lambda: Overlong(mode="penalty"), "needs buffer"),
         (lambda: Correction(mode="clip", low=3.0), "no token would be left"),
     ],
 )

@@ -105,7 +105,7 @@ def test_after_the_epochs_told_every_row_was_drawn_so_often(sizes):
     for _, rows in sizes:
         tickets *= rows  # of any source, a whole number of passes
     counts = Counter(feed.draw(t) for t in range(tickets)) if tickets <= 3000 else None
-    told = feed.progress(tickets)
+    told = feed.count_draws(tickets)
     for d, (_, rows) in enumerate(sizes):
         if len(sizes) == 1:
             assert told == {}

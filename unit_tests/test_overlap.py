@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from driver.metrics import describe_lag
 
 import main_rl
 from benchmarks import simulate
@@ -26,11 +25,13 @@ from driver.checkpoint import find_checkpoint
 from driver.load_recipe import load_recipe
 from driver.rl_run import Run
 from driver.rl_setup import prepare, start
+from driver.rollout_metrics import measure_staleness
 from driver.session import Session, run_session
 from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
-from rollouts.envs import SingleTurn as OneTurn
+from rollouts.envs.single_turn import SingleTurn as OneTurn
 from rollouts.generation import Generation
 from rollouts.worker import RolloutWorker
+from trainers.trainer import Trainer
 from unit_tests.examples import run_here
 from unit_tests.test_checkpoint import folder_of, numbers_of
 from unit_tests.test_runs import SEVENS, file_of
@@ -41,14 +42,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 async def ten_lines(run: Run) -> list[float]:
     """Synchronous training, as it would be written without a buffer, a scheduler or a schedule."""
     losses = []
-    await run.weights.publish(0)
+    await run.weights.publish_weights(0)
     for step in range(run.steps):
         tickets = range(step * run.cfg.groups_per_step, (step + 1) * run.cfg.groups_per_step)
-        asked = [run.rollouts.call(0, "group", t, run.prompts.draw(t), run.cfg.group_size) for t in tickets]
+        asked = [
+            run.generation.workers.call_one(0, RolloutWorker.generate_group, t, run.prompts.draw(t), run.cfg.group_size)
+            for t in tickets
+        ]
         groups = run.alg.compute_advantages(list(await asyncio.gather(*asked)))
-        plan = plan_update(groups, run.alg.loss_norm, run.cfg.trainer.micro_batch_tokens, horizon=8, padded=run.pads)
-        losses.append((await run.trainers.map("step", [(plan.batches(),)]))[0]["loss"])
-        await run.weights.publish(step + 1)
+        plan = plan_update(
+            groups, run.alg.loss_norm, run.cfg.trainer.micro_batch_tokens, horizon=8, padded=run.uses_padding
+        )
+        losses.append((await run.trainers.scatter(Trainer.step, [plan.batches()]))[0]["loss"])
+        await run.weights.publish_weights(step + 1)
     return losses
 
 
@@ -91,7 +97,7 @@ def test_a_run_that_was_stopped_with_groups_under_way_trains_on_the_same_prompts
     assert run_here(main_rl, "--config", path, "name=whole") == (0, "")
     whole = folder_of(tmp_path, "whole")
     at = find_checkpoint(str(whole / "checkpoints/step_00003"))
-    assert at.stand.position["came"] or at.stand.position["started"], "the engines were ahead"
+    assert at.state.position["finished"] or at.state.position["started"], "the engines were ahead"
     assert run_here(main_rl, "--config", path, "name=resumed", f"resume={at.folder}") == (0, "")
     resumed = folder_of(tmp_path, "resumed")
     assert [prompts_of(resumed, step) for step in range(3, 8)] == [prompts_of(whole, step) for step in range(3, 8)]
@@ -118,7 +124,7 @@ class Adversary(SimulatedEngines):
         )
         self.asked: list[int] = []
 
-    async def call(self, rank, method, *args, **kwargs):
+    async def call_one(self, rank, method, *args, **kwargs):
         ticket = args[0]
         if ticket not in self.asked and self.draw.random() < self.lose:
             self.asked.append(ticket)
@@ -127,7 +133,7 @@ class Adversary(SimulatedEngines):
         if rank == 0:
             async with self.slots[0]:
                 await asyncio.sleep(10 * self.draw.random())
-        return await super().call(rank, method, *args, **kwargs)
+        return await super().call_one(rank, method, *args, **kwargs)
 
 
 class Choosy(SimulatedRun):
@@ -169,7 +175,7 @@ def play(seed: int) -> None:
     run = run_in_virtual_time(body())
     told = f"seed {seed}, {schedule}"
     assert max(run.lags) <= schedule.max_staleness, told
-    kept = [d.ticket for d in run.drawn if d.kept]
+    kept = [d.ticket for d in run.drawn if d.accepted]
     trained = [[int(g[0].prompt.id) for g in groups] for groups in run.trained]
     windows = [schedule.window(step) for step in range(schedule.steps)]
     assert trained == [kept[w.start : w.stop] for w in windows], told
@@ -192,7 +198,7 @@ def test_thousands_of_other_timings_do_not_either():
 class InOrderOfCompletion(ReplayBuffer):
     """The mistake that ticket order avoids."""
 
-    def add(self, drawn: FinishedGroup) -> None:
+    def add_group(self, drawn: FinishedGroup) -> None:
         self.started.remove(drawn.ticket)
         self.ready.append(drawn)
         self._changed.set()
@@ -236,18 +242,18 @@ def test_overlap_trains_on_the_same_prompts_and_lengths(max_staleness):
 
 def test_a_group_that_never_comes_ends_the_run_with_its_ticket():
     class Deaf(SimulatedEngines):
-        async def call(self, rank, method, *args, **kwargs):
+        async def call_one(self, rank, method, *args, **kwargs):
             await asyncio.get_running_loop().create_future()
 
     times = Times(group=1.0, group_std=0.0, train=1.0, sync=0.0)
     run = SimulatedRun(Schedule(steps=1, per_step=1), Deaf(times=times, engines=2, concurrent=1), times, timeout_s=5.0)
-    with pytest.raises(RunStopped, match=r"ticket 0 was asked for twice, engine 0 first.*rollout.timeout_s=5"):
+    with pytest.raises(RunStopped, match=r"ticket 0 was requested twice, from engine 0 first.*rollout.timeout_s=5"):
         run_in_virtual_time(main_rl.train(run))
 
 
 def test_an_error_of_an_engine_ends_the_run_and_one_of_the_trainer_the_generation():
     class Broken(SimulatedEngines):
-        async def call(self, rank, method, *args, **kwargs):
+        async def call_one(self, rank, method, *args, **kwargs):
             raise RunStopped("engine 1 died")
 
     class Diverged(SimulatedRun):
@@ -277,30 +283,30 @@ def test_a_buffer_is_saved_and_goes_on_where_it_was():
     """What had come is not asked for again, what was out is, and the window of a reused group stays."""
     schedule = Schedule(steps=9, per_step=4, max_staleness=5, sample_reuse=2)
 
-    def drawn(ticket: int, kept: bool = True) -> FinishedGroup:
+    def drawn(ticket: int, accepted: bool = True) -> FinishedGroup:
         from benchmarks.simulate import answer
 
-        return FinishedGroup(ticket=ticket, group=[answer(ticket, 0)], kept=kept, seconds=1.5)
+        return FinishedGroup(ticket=ticket, group=[answer(ticket, 0)], accepted=accepted, seconds=1.5)
 
     async def body() -> None:
         buffer = ReplayBuffer(schedule)
         for ticket in range(9):
             assert await buffer.reserve_ticket() == ticket
         for ticket in (0, 1, 2, 3, 4, 6, 8):
-            buffer.add_group(drawn(ticket, kept=ticket != 1))
+            buffer.add_group(drawn(ticket, accepted=ticket != 1))
         groups, account = await buffer.next_step_groups(0)
         assert [g[0].prompt.id for g in groups] == ["0", "2", "3", "4"] and len(account) == 5
         state = json.loads(json.dumps(buffer.get_state()))
-        assert state["started"] == [5, 7] and [c["ticket"] for c in state["came"]] == [3, 4, 6, 8]
+        assert state["started"] == [5, 7] and [c["ticket"] for c in state["finished"]] == [3, 4, 6, 8]
         again = ReplayBuffer.from_state(state, schedule, lambda t: Prompt(id=str(t), messages=[]), step=1)
         assert again.ready[0] == buffer.ready[0] and again.waiting == buffer.waiting
         assert [await again.reserve_ticket() for _ in range(3)] == [5, 7, 9]
-        again.add(drawn(5))
+        again.add_group(drawn(5))
         groups, account = await again.next_step_groups(1)
         assert [g[0].prompt.id for g in groups] == ["3", "4", "5", "6"]
         assert [d.ticket for d in account] == [5, 6], "3 and 4 were told of in step 0"
-        with pytest.raises(RuntimeError, match="came twice"):
-            again.add(drawn(5))
+        with pytest.raises(RuntimeError, match="finished twice"):
+            again.add_group(drawn(5))
 
     run_in_virtual_time(body())
 
@@ -309,9 +315,9 @@ def test_a_buffer_is_saved_and_goes_on_where_it_was():
     ("changes", "says"),
     [
         ({"weight_sync.every": 3, "max_staleness": 1}, "raise max_staleness to 2"),
-        ({"reuse": 2, "max_staleness": 0}, "raise max_staleness to 1"),
-        ({"reuse": 3, "max_staleness": 2}, "groups_per_step=4 must be a multiple of reuse=3"),
-        ({"publish_drift": 0.1}, "raise weight_sync.every"),
+        ({"sample_reuse": 2, "max_staleness": 0}, "raise max_staleness to 1"),
+        ({"sample_reuse": 3, "max_staleness": 2}, "groups_per_step=4 must be a multiple of sample_reuse=3"),
+        ({"weight_sync.max_kl": 0.1}, "raise weight_sync.every"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(recipe, changes, says):
@@ -336,7 +342,7 @@ def test_generation_asks_the_engine_with_the_least_to_do():
     async def body() -> list[int]:
         generation = Generation(
             engines,
-            draw=lambda t: Prompt(id=str(t), messages=[]),
+            draw_prompt=lambda t: Prompt(id=str(t), messages=[]),
             accept_group=lambda g: True,
             buffer=ReplayBuffer(schedule),
             group_size=1,
@@ -352,18 +358,18 @@ def test_generation_asks_the_engine_with_the_least_to_do():
 @pytest.mark.parametrize("says_so", [True, False])
 def test_an_engine_that_loses_groups_is_asked_for_fewer(says_so):
     class Lossy(SimulatedEngines):
-        async def call(self, rank, method, *args, **kwargs):
+        async def call_one(self, rank, method, *args, **kwargs):
             asked[rank] += 1
             if rank == 0:
                 await asyncio.sleep(5.0 if says_so else 1e9)
                 return None
-            return await super().call(rank, method, *args, **kwargs)
+            return await super().call_one(rank, method, *args, **kwargs)
 
     asked = [0, 0]
     times = Times(group=1.0, group_std=0.0, train=1.0, sync=0.0)
     run = SimulatedRun(Schedule(steps=20, per_step=4), Lossy(times=times, engines=2, concurrent=9), times, 5.0)
     run_in_virtual_time(main_rl.train(run))
-    assert run.generation.lost == asked[0] <= 8, "of 80"
+    assert run.generation.n_retries == asked[0] <= 8, "of 80"
 
 
 def test_a_group_that_takes_too_long_is_given_up_where_it_is_made():
@@ -384,7 +390,7 @@ def test_a_group_that_takes_too_long_is_given_up_where_it_is_made():
     worker = RolloutWorker(
         engine, tokenizer, lambda prompt: OneTurn(prompt), rewards, reward=RewardConfig(fn="x"), rollout=rollout, seed=0
     )
-    assert asyncio.run(worker.group(0, Prompt(id="p", messages=[]), 3)) is None
+    assert asyncio.run(worker.generate_group(0, Prompt(id="p", messages=[]), 3)) is None
     assert given_up == [[1, 2]] * 3, "the engine's slots are free"
 
 
@@ -394,14 +400,14 @@ def test_groups_that_nobody_wants_do_not_outlast_the_training():
     times = Times(group=1.0, group_std=0.0, train=1.0, sync=0.0)
 
     class Late(SimulatedEngines):
-        async def call(self, rank, method, *args, **kwargs):
+        async def call_one(self, rank, method, *args, **kwargs):
             if args[0] > 1:
                 await asyncio.sleep(1e9)
-            return await super().call(rank, method, *args, **kwargs)
+            return await super().call_one(rank, method, *args, **kwargs)
 
     run = SimulatedRun(schedule, Late(times=times, engines=1, concurrent=9), times, first_step=1)
-    state = {"ticket": 5, "started": [1, 2, 3, 4], "told": 0, "came": []}
-    draw = run.generation.draw
+    state = {"ticket": 5, "started": [1, 2, 3, 4], "n_reported": 0, "finished": []}
+    draw = run.generation.draw_prompt
     run.generation.buffer = ReplayBuffer.from_state(state, schedule, draw, step=1)
 
     async def seconds() -> float:
@@ -413,7 +419,7 @@ def test_groups_that_nobody_wants_do_not_outlast_the_training():
 
 
 def test_the_forecast_of_a_run_counts_what_was_drawn_and_each_publish(tmp_path):
-    recipe = {"steps": 9, "groups_per_step": 8, "reuse": 2, "weight_sync.every": 3}
+    recipe = {"steps": 9, "groups_per_step": 8, "sample_reuse": 2, "weight_sync": {"every": 3}}
     (tmp_path / "config.yaml").write_text(json.dumps(recipe))
     spent = {"time/groups/mean_s": 2.0, "time/groups/std_s": 1.0, "time/step_s": 10.0, "time/wait_for_data_s": 4.0}
     rows = [spent | {"rollout/groups_drawn": 6} | ({"time/sync_s": 3.0} if n % 3 == 0 else {}) for n in range(7)]
@@ -421,8 +427,10 @@ def test_the_forecast_of_a_run_counts_what_was_drawn_and_each_publish(tmp_path):
     times, schedule = times_of(tmp_path)
     assert (times.sync, times.train) == (pytest.approx(3.0), pytest.approx(5.0))
     assert schedule == Schedule(steps=9, per_step=12, sample_reuse=2, sync_every=3), "6 new groups, of which 4 are kept"
-    with pytest.raises(SystemExit, match="--max-lag 2, and the run's sync_every=3 and reuse=2 want 3"):
-        simulate.main(["--run", str(tmp_path), "--max-lag", "2"])
+    with pytest.raises(
+        SystemExit, match=r"--max-staleness 2, and the run's weight_sync.every=3, sample_reuse=2 need 3"
+    ):
+        simulate.main(["--run", str(tmp_path), "--max-staleness", "2"])
 
 
 def sampled_by(*versions: int) -> Sample:
@@ -441,7 +449,7 @@ def sampled_by(*versions: int) -> Sample:
 
 def test_lags_are_counted_by_token_and_a_wrong_one_stops_the_run():
     groups = [[sampled_by(3, 3, 4), sampled_by(4)], [sampled_by(4, 4), sampled_by(2, 2)]]
-    assert describe_lag(groups, step=4, max_staleness=2) == {
+    assert measure_staleness(groups, step=4, max_staleness=2) == {
         "rollout/staleness_mean": pytest.approx(6 / 8),
         "rollout/staleness_max": 2.0,
         "rollout/mixed_versions_fraction": 0.25,
@@ -449,6 +457,6 @@ def test_lags_are_counted_by_token_and_a_wrong_one_stops_the_run():
         "rollout/staleness/1": 0.25,
         "rollout/staleness/2": 0.25,
     }
-    for step, max_staleness, said in ((4, 1, "lags by 2 steps"), (3, 2, "lags by -1 steps")):
+    for step, max_staleness, said in ((4, 1, "2 steps old"), (3, 2, "-1 steps old")):
         with pytest.raises(RunStopped, match=said):
-            describe_lag(groups, step=step, max_staleness=max_staleness)
+            measure_staleness(groups, step=step, max_staleness=max_staleness)

@@ -57,7 +57,7 @@ def by_itself(b: int, kl_sign: float, poison: float) -> Group:
     """For KTO: the row, and a mismatched answer of one token with the fixture's log-ratio."""
     ratio = kl_sign * (PREF["kto_kl_policy"][b] - PREF["kto_kl_ref"][b])
     columns = {"prox_logp": [poison, ratio], "ref_logp": [poison, 0.0]}
-    wrong = {"token_ids": [5, 5], "mask": [False, True], "rollout_logp": [0.0] * 2, "versions": [-1] * 2}
+    wrong = {"token_ids": [5, 5], "action_mask": [False, True], "rollout_logp": [0.0] * 2, "versions": [-1] * 2}
     return [answer(b, poison), replace(answer(b), reward=None, columns=columns, **wrong)]
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from core.errors import UserError
-from core.loading import resolve
 from core.types import Prompt
 from rewards import gsm8k, load_reward, resolve_reward
 from rewards.pool import RewardPool, RewardResult
@@ -267,7 +266,7 @@ def test_a_worker_that_was_never_needed_ends_without_a_word() -> None:
 def test_a_reward_that_changed_under_the_run_stops_it(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(WRECKER)
-    spec = resolve(str(file), "rewards")
+    spec = resolve_reward(str(file))
     file.write_text(WRECKER + "# edited\n")
     with (
         closing(RewardPool(spec, {}, 1, 5.0)) as pool,
@@ -279,7 +278,7 @@ def test_a_reward_that_changed_under_the_run_stops_it(tmp_path: Path) -> None:
 def test_a_reward_that_ends_its_process_while_loading_stops_the_run(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("import os\nos._exit(5)\n")
-    pool = RewardPool(resolve(str(file), "rewards"), {}, 1, 5.0)
+    pool = RewardPool(resolve_reward(str(file)), {}, 1, 5.0)
     with closing(pool), pytest.raises(UserError, match="exited with code 5 while it loaded the reward"):
         ask(pool, "yes")
 

@@ -71,7 +71,7 @@ def hh(tmp_path_factory) -> Path:
 
 
 def data_of(path: Path, **more) -> dict:
-    return {"train": str(path), "max_prompt_tokens": 1000} | more
+    return {"train": str(path), "max_tokens": 1000} | more
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_kto_learns_from_labels_alone(tmp_path, tiny_path):
             tmp_path,
             tiny_path,
             alg={"name": "kto"},
-            data={"train": str(path), "eval": str(path), "max_prompt_tokens": 64},
+            data={"train": str(path), "eval": str(path), "max_tokens": 64},
             steps=10,
         )
     )
@@ -150,7 +150,7 @@ def test_a_mixture_goes_on_in_the_middle_of_a_pass(tmp_path, tiny_path):
         turns = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}" * 3}] for i in range(n)]
         write_rows(tmp_path / f"{name}.jsonl", [{"id": str(i), "messages": turns[i]} for i in range(n)])
     sources = [{"path": str(tmp_path / "long.jsonl"), "ratio": 2}, {"path": str(tmp_path / "short.jsonl")}]
-    mixed = {"alg": {"name": "sft"}, "data": {"train": sources, "max_prompt_tokens": 32}, "rows_per_step": 3}
+    mixed = {"alg": {"name": "sft"}, "data": {"train": sources, "max_tokens": 32}, "rows_per_step": 3}
     whole, _ = learn(recipe_of(tmp_path, tiny_path, **mixed, steps=4))
     assert [m["data/long/rows"] for m in whole] == [2, 4, 6, 8] and [m["data/short/rows"] for m in whole] == [
         1,
@@ -178,7 +178,7 @@ def test_a_reward_model_learns_and_then_rewards(tmp_path, tiny_path):
             tmp_path,
             tiny_path,
             alg={"name": "reward_model", "center": 0.01},
-            data={"train": str(pairs), "eval": str(held_out), "max_prompt_tokens": 64},
+            data={"train": str(pairs), "eval": str(held_out), "max_tokens": 64},
             steps=40,
             rows_per_step=64,
             trainer={"lr": 2e-3, "warmup_updates": 5},
@@ -220,9 +220,9 @@ def test_a_reward_model_learns_and_then_rewards(tmp_path, tiny_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"alg": {"name": "kto"}, "rows_per_step": 1}, "rows_per_step=1 leaves no other row's answer"),
-        ({"alg": {"name": "kto"}, "reference": "ahead"}, "reference: ahead cannot be"),
-        ({"alg": {"name": "sft"}, "reference": "ahead"}, "compares with no reference"),
+        ({"alg": {"name": "kto"}, "rows_per_step": 1}, "rows_per_step=1 leaves no other row's completion"),
+        ({"alg": {"name": "kto"}, "precompute_ref_logp": True}, "precompute_ref_logp cannot be"),
+        ({"alg": {"name": "sft"}, "precompute_ref_logp": True}, "uses no reference"),
         ({"alg": {"name": "reward_model"}, "lora": {"r": 4}}, "a reward model is trained whole"),
         ({"trainer": {"micro_batch_tokens": 1500}}, "raise that to 2000"),
     ],

@@ -14,7 +14,7 @@ from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped
 from modeling.export import exported_tensors
 from modeling.load import load_model
-from modeling.lora import with_adapter, with_named_targets
+from modeling.lora import name_lora_targets, with_adapter
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm_local import LocalVllmEngine
 from unit_tests.test_runs import SEVENS, file_of, folder_of, metrics_of, program
@@ -62,7 +62,7 @@ def engine_of(folder: Path, lora: LoraConfig) -> LocalVllmEngine:
             max_model_len=256,
             stop_token_ids=[],
             kv_cache_gib=0.1,
-            lora=with_named_targets(lora, str(folder)),
+            lora=name_lora_targets(lora, str(folder)),
         )
     )
 

@@ -19,11 +19,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from configs.rollout_schema import UpdateMode
+from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
 from core.buckets import in_buckets
 from core.errors import RunStopped, TransportFailed
-from modeling.lora import with_named_targets
+from modeling.lora import name_lora_targets
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_local import LocalVllmEngine
@@ -232,7 +232,7 @@ class Lab:
                 tensor_parallel_size=self.ranks,
                 kv_cache_gib=0.25,
                 timeout_s=TIMEOUT_S,
-                lora=self.lora and with_named_targets(self.lora, str(folder)),
+                lora=self.lora and name_lora_targets(self.lora, str(folder)),
             )
         )
 
@@ -363,13 +363,13 @@ def test_requests_keep_go_on_with_the_new_weights(lab: Lab) -> None:
 
 
 def test_a_drain_finishes_what_runs_and_holds_what_comes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lab.engine, "_on_update", "drain")  # another engine would take half a minute to start
+    monkeypatch.setattr(lab.engine, "_request_mode", "wait")  # another engine would take half a minute to start
     done, late = lab.run(update_keep(lab))
     assert [set(c.versions) for c in [*done, late]] == [{7}, {7}, {7}, {8}]
 
 
 def test_what_an_update_cuts_off_is_asked_again_from_its_tokens(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lab.engine, "_on_update", "abort")
+    monkeypatch.setattr(lab.engine, "_request_mode", "abort")
     done, late = lab.run(update_keep(lab))
     assert [set(c.versions) for c in [*done, late]] == [{7, 8}, {7}, {7, 8}, {8}]
 
@@ -391,7 +391,7 @@ SETTINGS: dict[str, Any] = {"model_path": "", "temperature": 1.0, "max_model_len
 class Scripted(VllmEngine):
     """Without vLLM's processes: each request gets the next of these answers."""
 
-    def __init__(self, update: UpdateMode, *answers: tuple[list[int], str]) -> None:
+    def __init__(self, update: RequestMode, *answers: tuple[list[int], str]) -> None:
         self.answers, self.asked = list(answers), []
         super().__init__(update=update, **SETTINGS)
 
@@ -434,8 +434,8 @@ def test_nothing_is_lost_or_doubled_where_a_request_is_cut(
     assert engine.asked[0][2] == 7
 
 
-@pytest.mark.parametrize("update", ["keep", "drain"])
-def test_an_abort_that_is_not_ours_stops_the_run(update: UpdateMode) -> None:
+@pytest.mark.parametrize("update", ["keep", "wait"])
+def test_an_abort_that_is_not_ours_stops_the_run(update: RequestMode) -> None:
     with pytest.raises(RunStopped, match="ended a request with 'abort'"):
         asyncio.run(Scripted(update, ([40], "abort")).generate([50], max_new_tokens=4, seed=7))
 
@@ -453,7 +453,7 @@ class SlowToPause(VllmEngine):
 
 
 def test_a_drain_may_take_longer_than_a_step_of_an_update() -> None:
-    drain, *others = (SlowToPause(update=u, timeout_s=0.1, **SETTINGS) for u in ("drain", "keep", "abort"))
+    drain, *others = (SlowToPause(update=u, timeout_s=0.1, **SETTINGS) for u in ("wait", "keep", "abort"))
     asyncio.run(drain.pause())
     assert drain.paused == ["wait"]
     for engine in others:

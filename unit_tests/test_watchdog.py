@@ -74,7 +74,7 @@ def test_the_rank_that_sleeps_or_is_stopped_is_named_and_not_the_one_that_notice
 
         order.write_text("SIGSTOP")
         with pytest.raises(ProcessDied, match=r"^trainer 1 \(step\): its process gives no sign of life"):
-            await trainers.within(5.0, key="timeout_s").map("step", shards)
+            await trainers.with_deadline(5.0, key="timeout_s").map("step", shards)
         return pids
 
     try:

@@ -18,7 +18,7 @@ from core.errors import RunStopped, TransportFailed, UserError
 from core.ray_cluster import Remote
 from driver.devices import check_devices
 from driver.load_recipe import load_recipe
-from driver.weight_sync_factory import transports_of
+from driver.rollout_factory import plan_rollouts
 from rollouts.engines.vllm_support.plugin import register
 from weight_sync.base import Bucket, Probe, Sent
 from weight_sync.broadcast import WeightReceiver, WeightSender
@@ -113,18 +113,24 @@ def test_what_nccl_needs_of_vllm_is_there() -> None:
 def test_only_vllm_hears_nccl_and_only_on_gpus(recipe) -> None:
     def answer(**changes: object) -> bool:
         cfg = load_recipe(RLConfig, recipe({"backend": "ray", **changes}), []).cfg
-        assert transports_of(cfg)[1:] == ["direct", "disk"]
-        return transports_of(cfg)[0] == "nccl"
+        transports = plan_rollouts(cfg).transports
+        assert transports[1:] == ("direct", "disk")
+        return transports[0] == "nccl"
 
     assert not answer(device="cuda")  # the recipe's engine is hf
     assert answer(**{"rollout.engine": "vllm"}) == torch.cuda.is_available()
     assert answer(**{"rollout.engine": "vllm", "device": "cuda"}), "a driver without GPUs, on a cluster that has some"
 
 
-NOT_FED = """
-class Engine:
-    async def join(self, **where): ...
-    async def receive(self, version): ...
+WITHOUT_CHUNKS = """
+from rollouts.engines.base import Capabilities, Engine
+
+class Mine(Engine):
+    capabilities = Capabilities(broadcast=True)
+    async def generate(self, token_ids, *, max_new_tokens, seed): ...
+    async def probe(self, token_ids): ...
+    async def pause(self): ...
+    async def close(self): ...
 """
 
 
@@ -134,18 +140,18 @@ def test_a_transport_that_cannot_be_is_refused(recipe, tmp_path) -> None:
 
     with pytest.raises(UserError, match=r"backend: local hands weights over .* set weight_sync.transport to auto"):
         cfg_of(backend="local", **{"weight_sync.transport": "gloo"})
-    with pytest.raises(UserError, match=r"only rollout.engine=vllm takes weights over NCCL"):
+    with pytest.raises(UserError, match=r"rollout.engine=hf takes no weights over NCCL"):
         cfg_of(**{"weight_sync.transport": "nccl"})
     over_nccl = cfg_of(**{"weight_sync.transport": "nccl", "rollout.engine": "vllm"})
     if not torch.cuda.is_available():
         assert "weight_sync.transport is nccl, and trainers and engines get no GPUs" in (check_devices(over_nccl) or "")
     engine = tmp_path / "engine.py"
-    engine.write_text(NOT_FED)
-    assert transports_of(cfg_of(**{"rollout.engine": str(engine)})) == ["gloo"], "nothing it could fall back to"
-    with pytest.raises(UserError, match=r"has no method feed: add it and open_feed"):
-        transports_of(cfg_of(**{"rollout.engine": str(engine), "weight_sync.transport": "disk"}))
-    engine.write_text("from rollouts.engines.hf import HfEngine as Engine")
-    assert transports_of(cfg_of(**{"rollout.engine": str(engine)})) == ["gloo", "direct", "disk"]
+    engine.write_text(WITHOUT_CHUNKS)
+    without = plan_rollouts(cfg_of(**{"rollout.engine": str(engine)}))
+    assert without.transports == ("gloo",), "nothing it could fall back to"
+    with pytest.raises(UserError, match=r"takes no weights in chunks: add begin_chunks and load_chunk"):
+        cfg_of(**{"rollout.engine": str(engine), "weight_sync.transport": "disk"})
+    assert plan_rollouts(cfg_of()).transports == ("gloo", "direct", "disk")
 
 
 SENT = fingerprint(WEIGHTS.items())
@@ -185,53 +191,60 @@ class Recorder:
     def __init__(self, notes: list[str], answers: dict[str, Any]) -> None:
         self.notes, self.answers = notes, answers
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
-        self.notes.append(f"{method} called")
+    async def call_all(self, method: Any, *args: Any) -> list[Any]:
+        self.notes.append(f"{method.__name__} called")
         await asyncio.sleep(0.01)
-        self.notes.append(f"{method} done")
-        return [self.answers.get(method)]
+        self.notes.append(f"{method.__name__} done")
+        return [self.answers.get(method.__name__)]
 
 
 def test_nothing_is_sent_before_the_engines_are_held() -> None:
     """A drain takes as long as the longest completion, and the members of a broadcast do not wait for that."""
     notes: list[str] = []
     trainers = cast(Remote, Recorder(notes, {"probe": [-1.0]}))
-    engines = cast(Remote, Recorder(notes, {"engine.fingerprint": [{}], "engine.probe": [-1.0]}))
+    engines = cast(Remote, Recorder(notes, {"read_fingerprint": [{}], "probe": [-1.0]}))
 
     class Noted:
         name = "gloo"
 
-        async def carry(self, version: int) -> Sent:
-            notes.append("carry called")
+        async def transfer(self, version: int) -> Sent:
+            notes.append("transfer called")
             return Sent(checksums={}, nbytes=0)
 
     sync = RemoteWeightSync(
         ends=SyncEndpoints(
-            trainers=trainers, engines=engines, ranks_per_engine=1, max_bytes=1, part="whole", timeout_s=1.0
+            trainers=trainers,
+            sources=trainers,
+            engines=engines,
+            engine_timers=engines,
+            ranks_per_engine=1,
+            max_bytes=1,
+            scope="whole",
+            timeout_s=1.0,
         ),
-        rollouts=engines,
+        engines=engines,
         probe=Probe(token_ids=[1, 2], bound=0.1),
         transports=[cast(Transport, Noted())],
         may_fall_back=False,
         say=notes.append,
         facts={},
     )
-    asyncio.run(sync.publish(3))
-    steps = [note for note in notes if "ledger" not in note]
-    assert steps[:3] == ["engine.hold called", "engine.hold done", "carry called"]
+    asyncio.run(sync.publish_weights(3))
+    steps = [note for note in notes if not note.startswith(("begin", "end"))]
+    assert steps[:3] == ["pause called", "pause done", "transfer called"]
 
 
 def test_engines_are_held_again_before_another_transport_is_tried() -> None:
     """The first may have failed when one of them had all its weights, and went on."""
     notes: list[str] = []
     trainers = cast(Remote, Recorder(notes, {"probe": [-1.0]}))
-    engines = cast(Remote, Recorder(notes, {"engine.fingerprint": [{}], "engine.probe": [-1.0]}))
+    engines = cast(Remote, Recorder(notes, {"read_fingerprint": [{}], "probe": [-1.0]}))
 
     class Noted:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        async def carry(self, version: int) -> Sent:
+        async def transfer(self, version: int) -> Sent:
             notes.append(self.name)
             if self.name == "gloo":
                 raise TransportFailed("cut")
@@ -239,15 +252,22 @@ def test_engines_are_held_again_before_another_transport_is_tried() -> None:
 
     sync = RemoteWeightSync(
         ends=SyncEndpoints(
-            trainers=trainers, engines=engines, ranks_per_engine=1, max_bytes=1, part="whole", timeout_s=1.0
+            trainers=trainers,
+            sources=trainers,
+            engines=engines,
+            engine_timers=engines,
+            ranks_per_engine=1,
+            max_bytes=1,
+            scope="whole",
+            timeout_s=1.0,
         ),
-        rollouts=engines,
+        engines=engines,
         probe=Probe(token_ids=[1, 2], bound=0.1),
         transports=[cast(Transport, Noted("gloo")), cast(Transport, Noted("direct"))],
         may_fall_back=True,
         say=lambda text: None,
         facts={},
     )
-    asyncio.run(sync.publish(3))
-    steps = [note for note in notes if note in ("gloo", "direct", "engine.hold done")]
-    assert steps == ["engine.hold done", "gloo", "engine.hold done", "direct"]
+    asyncio.run(sync.publish_weights(3))
+    steps = [note for note in notes if note in ("gloo", "direct", "pause done")]
+    assert steps == ["pause done", "gloo", "pause done", "direct"]

@@ -151,7 +151,7 @@ def is_a_policy_gradient(alg: Algorithm) -> str:
     for stale in (False, True):
         [batch] = batches_of(alg, credited(alg, exhibit.on_policy(world), stale=stale), world.now)
         if not batch.tokens.has("advantage"):
-            raise Broken("credit() gave no advantage")
+            raise Broken("compute_advantages() set no advantage")
         want = torch.zeros_like(world.now["logp"])
         want[batch.labels] = -batch.tokens.weight * batch.tokens.advantage
         got = outcome(alg, [batch], world.now).gradient["logp"]

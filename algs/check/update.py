@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from algs.base import Algorithm
+from algs.base import Algorithm, assign_advantages
 from algs.check import fixtures as exhibit
 from algs.check.fixtures import Tables, World
 from core.types import Batch, Group, Policy, ScoredColumn
@@ -55,8 +55,8 @@ class Outcome:
 
 def credited(alg: Algorithm, groups: list[Group], *, stale: bool) -> list[Group]:
     """What credit makes of the columns that are declared; stale: a step of several updates, so prox_logp is there."""
-    return alg.compute_advantages(
-        exhibit.shown(groups, alg.required_columns | frozenset[ScoredColumn]({"prox_logp"} if stale else ()))
+    return assign_advantages(
+        alg, exhibit.shown(groups, alg.required_columns | frozenset[ScoredColumn]({"prox_logp"} if stale else ()))
     )
 
 
