@@ -52,4 +52,4 @@ docs:  ## the documentation as a site, in site/; a broken link is an error
 	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) -c \
 		"import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
-	.venv-docs/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict

@@ -1,12 +1,13 @@
 """The generated pages: python -m tools.docs --write makes them all, and a test compares them with the code.
 
 docs/reference/ comes from the schema, the algorithms' docstrings and fields, core/metrics.py and core/deadlines.py.
-configs/README.md and algs/LIBRARY.md are short tables that link there. In docs/concepts/one_step.md one table is made.
+configs/README.md and algs/LIBRARY.md are short tables that link there. One table of docs/concepts/one_step.md is made.
 """
 
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, get_args
 
@@ -41,7 +42,8 @@ BEGIN, END = "<!-- reading path: begin -->", "<!-- reading path: end -->"
 
 def pages() -> dict[Path, str]:
     """Return every generated page with its text."""
-    reference, one_step = ROOT / "docs" / "reference", ROOT / "docs" / "concepts" / "one_step.md"
+    reference = ROOT / "docs" / "reference"
+    one_step = ROOT / "docs" / "concepts" / "one_step.md"
     return {
         ROOT / "configs" / "README.md": recipes(),
         ROOT / "algs" / "LIBRARY.md": algorithm_index(),
@@ -57,8 +59,10 @@ def recipes() -> str:
     """List the recipes, each with its first line."""
     parts = [
         *("# Recipes", "", MADE, ""),
-        "A recipe is a YAML file that states what differs from the defaults. [Configuration](../docs/reference/configuration.md)",
-        "lists every key.",
+        paragraph(
+            "A recipe is a YAML file that states what differs from the defaults. "
+            "[Configuration](../docs/reference/configuration.md) lists every key."
+        ),
         *("", "| recipe | what it does |", "|---|---|"),
     ]
     for path in sorted((ROOT / "configs").glob("*.yaml")):
@@ -71,10 +75,12 @@ def configuration() -> str:
     """List every key with its default and meaning."""
     parts = [
         *("# Configuration", "", MADE, ""),
-        "A recipe is a YAML file. It states what differs from the defaults below. `key=value` on the command line overrides",
-        "it (`trainer.lr=1e-5`). `base: other.yaml` builds on another recipe. An unknown key is refused. `--explain` prints",
-        "the resolved configuration and what follows from it, and starts nothing.",
-        "The recipes of this repository: [configs/README.md](../../configs/README.md).",
+        paragraph(
+            "A recipe is a YAML file. It states what differs from the defaults below. `key=value` on the command line "
+            "overrides it (`trainer.lr=1e-5`). `base: other.yaml` builds on another recipe. An unknown key is "
+            "refused. `--explain` prints the resolved configuration and what follows from it, and starts nothing. The "
+            "recipes of this repository: [configs/README.md](../../configs/README.md)."
+        ),
     ]
     shared = set(RunConfig.model_fields)
     parts += section("Every run", "", RunConfig)
@@ -115,9 +121,12 @@ def algorithms() -> str:
     """Print every algorithm's docstring, and the keys that it declares itself."""
     parts = [
         *("# Algorithms", "", MADE, ""),
-        "A is the advantage. pi is the policy in training, pi_prox the same policy when the step began, pi_rollout the",
-        "engine's. sg[] stops the gradient. L_t is the loss of one trained token, L_b of one sequence; `loss_norm` says how",
-        "they are averaged. How to write your own: [Write an algorithm](../how_to/algorithm.md).",
+        paragraph(
+            "A is the advantage. pi is the policy in training, pi_prox the same policy when the step began, "
+            "pi_rollout the engine's. sg[] stops the gradient. L_t is the loss of one trained token, L_b of one "
+            "sequence; `loss_norm` says how they are averaged. How to write your own: [Write an "
+            "algorithm](../how_to/algorithm.md)."
+        ),
     ]
     for name in list_algorithms():
         spec, cls = find_algorithm({"name": name})
@@ -139,8 +148,11 @@ def metrics() -> str:
     """List every metric, by the part of its name before the first slash."""
     parts = [
         *("# Metrics", "", MADE, ""),
-        "Every line of `metrics.jsonl` is one step. These are all names that it may hold. `<part>` is a part of the reward,",
-        "`<source>` a source of a mixture, `<n>` a number. How to use them: [Read the log](../how_to/reading_the_log.md).",
+        paragraph(
+            "Every line of `metrics.jsonl` is one step. These are all names that it may hold. `<part>` is a part of "
+            "the reward, `<source>` a source of a mixture, `<n>` a number. How to use them: [Read the "
+            "log](../how_to/reading_the_log.md)."
+        ),
     ]
     for area in dict.fromkeys(metric.name.partition("/")[0] for metric in METRICS if "/" in metric.name):
         parts += metric_rows(f"{area}/", [m for m in METRICS if m.name.startswith(f"{area}/")])
@@ -160,8 +172,11 @@ def deadlines() -> str:
     """List every deadline with what happens after it."""
     parts = [
         *("# Deadlines", "", MADE, ""),
-        "Nothing in a run waits without a limit. A length in code format is a key of the recipe; the others are constants in",
-        "`core/deadlines.py`. An outer wait is longer than the inner one, so that the process that knows the reason reports.",
+        paragraph(
+            "Nothing in a run waits without a limit. A length in code format is a key of the recipe; the others are "
+            "constants in `core/deadlines.py`. An outer wait is longer than the inner one, so that the process that "
+            "knows the reason reports."
+        ),
         *("", "| what is waited for | how long | after it |", "|---|---|---|"),
     ]
     parts += [f"| {row.waits_for} | {row.length} | {row.after_it} |" for row in TABLE]
@@ -175,6 +190,10 @@ def with_reading_path(page: str) -> str:
     table = ["| file | lines | what it shows |", "|---|---|---|", *rows, f"| together | {sum(lines.values()):,} | |"]
     before, _, rest = page.partition(BEGIN)
     return before + "\n".join([BEGIN, "", *table, "", END]) + rest.partition(END)[2]
+
+
+def paragraph(text: str) -> str:
+    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False)
 
 
 def section(title: str, prefix: str, cls: type[BaseModel], leave_out: set[str] = frozenset()) -> list[str]:

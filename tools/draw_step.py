@@ -1,4 +1,4 @@
-"""Draw docs/concepts/one_step.svg: python -m tools.draw_step. Boxes and arrows are listed here; no library is needed."""
+"""Draw docs/concepts/one_step.svg: python -m tools.draw_step. Boxes and arrows are listed here."""
 
 from __future__ import annotations
 
@@ -23,18 +23,23 @@ ARROWS = [
     ([(210, 140), (355, 140)], "messages", 282, 130),
     ([(545, 125), (690, 125)], "completion", 617, 115),
     ([(690, 160), (545, 160)], "next turn", 617, 178),
-    ([(785, 180), (785, 270)], "1 groups of Samples", 722, 230),
+    ([(785, 180), (785, 270)], "1 Groups of Samples", 722, 230),
     ([(690, 310), (657, 310)], "", 0, 0),
     ([(467, 310), (434, 310)], "", 0, 0),
     ([(244, 310), (210, 310)], "", 0, 0),
-    ([(115, 270), (115, 215), (450, 215), (450, 180)], "5 weight sync, then proof: checksums and a probe prompt", 282, 207),
+    (
+        [(115, 270), (115, 215), (450, 215), (450, 180)],
+        "5 weight sync, then proof: checksums and a probe prompt",
+        282,
+        207,
+    ),
 ]
 
 
 def draw() -> str:
     """Return the drawing as SVG."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="14">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
         "<title>One training step</title>",
         '<defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="8" markerHeight="8" orient="auto">'
         '<path d="M0,0 L10,5 L0,10 z" fill="#555"/></marker></defs>',
@@ -53,9 +58,13 @@ def draw() -> str:
         parts.append(text(x + width / 2, y + 25, title, middle=True, bold=True))
         parts += [text(x + width / 2, y + 46 + 18 * i, line, middle=True, size=12) for i, line in enumerate(lines)]
     parts.append(text(20, 385, "After it: 6 evaluate, 7 log, 8 checkpoint.", size=13))
-    for i, (kind, who) in enumerate({"driver": "driver", "engine": "rollout workers", "trainer": "trainer ranks"}.items()):
+    for i, (kind, who) in enumerate(
+        {"driver": "driver", "engine": "rollout workers", "trainer": "trainer ranks"}.items()
+    ):
         fill, stroke = COLOURS[kind]
-        parts.append(f'<rect x="{20 + 170 * i}" y="415" width="16" height="16" rx="3" fill="{fill}" stroke="{stroke}"/>')
+        parts.append(
+            f'<rect x="{20 + 170 * i}" y="415" width="16" height="16" rx="3" fill="{fill}" stroke="{stroke}"/>'
+        )
         parts.append(text(44 + 170 * i, 428, who, size=13))
     return "\n".join([*parts, "</svg>"]) + "\n"
 

@@ -39,7 +39,9 @@ from driver.load_recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
 LEVELS = ("fast", "slow", "verify")
-BLOCK = re.compile(r"(?:^<!-- *(?P<marker>[^\n]*?) *-->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"(?:^<!-- *(?P<marker>[^\n]*?) *-->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True)
