@@ -163,8 +163,7 @@ def metrics() -> str:
 def metric_rows(title: str, found: list[Any]) -> list[str]:
     rows = ["", f"## {title}", "", "| name | unit | meaning | logged by |", "|---|---|---|---|"]
     for metric in found:
-        meaning = metric.meaning.replace("||", "\\|\\|")
-        rows.append(f"| `{metric.name}` | {metric.unit} | {meaning} | {metric.logged_by} |")
+        rows.append(f"| `{metric.name}` | {metric.unit} | {escape(metric.meaning)} | {metric.logged_by} |")
     return rows
 
 
@@ -201,9 +200,14 @@ def section(title: str, prefix: str, cls: type[BaseModel], leave_out: set[str] =
     for name, field in cls.model_fields.items():
         if name in leave_out or is_section(field.annotation):
             continue
-        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        meaning = escape(" ".join((field.description or "").split()))
         rows.append(f"| `{prefix}{name}` | {default_of(field)} | {choices_of(field)}{meaning} |")
     return rows
+
+
+def escape(text: str) -> str:
+    """Keep a table's cell from ending early, and a placeholder such as <name> from being read as HTML."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def is_section(annotation: Any) -> bool:
