@@ -1,4 +1,4 @@
-# Two commands work from a bare clone: `make quickstart` and `make test`. Both install what is missing first.
+# Two commands work from a bare clone: `make quickstart` and `make test`. Each installs first what is missing for it.
 
 PYTHON := $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
@@ -12,36 +12,39 @@ FAST := OMP_NUM_THREADS=1 $(PYTEST) -q -n auto --maxprocesses 8
 help:  ## what there is to make
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
-install:  ## .venv with the tested versions, for the GPU or the CPU, whichever this machine has
+install: set-standard  ## .venv with the tested versions, for the GPU or the CPU, whichever this machine has
+
+# run: what a run imports; standard: and trackers; test: and what tests need. Each adds what is missing
+set-%:
 ifeq ($(PYTHON),)
 	@echo "FeynRL needs Python 3.11, 3.12 or 3.13, and neither python3 nor python3.11 to python3.13 is one" >&2; exit 1
 else
-	@$(PYTHON) tools/install.py
+	@$(PYTHON) tools/install.py $*
 endif
 
 SEED ?= 0
-quickstart: install  ## a tiny model from random weights: supervised warm-up, then GRPO to mastery of addition
+quickstart: set-run  ## a tiny model from random weights: supervised warm-up, then GRPO to mastery of addition
 	$(BIN)/python -m data_prep.tiny_model --out models/quickstart --hidden-size 128 --heads 4 --seed $(SEED)
 	$(BIN)/python -m data_prep.arithmetic --out data/quickstart --max 49 --padded --train 475 --eval 200 \
 		--sft 600 --copies 24 --wrong-share 0.66 --seed $(SEED)
 	$(BIN)/python main_sl.py --config configs/quickstart_sft.yaml seed=$(SEED)
 	$(BIN)/python main_rl.py --config configs/quickstart.yaml seed=$(SEED)
 
-lint: install  ## ruff, formatting included
+lint: set-test  ## ruff, formatting included
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: install  ## pyright, strict on algs/ core/ data_feeds/
+types: set-test  ## pyright, strict on algs/ core/ data_feeds/
 	$(BIN)/pyright
 
 check: lint types  ## lint, types and the fast tests: under two minutes
 	$(FAST)
 
-test: install  ## the fast and the slow tests
+test: set-test  ## the fast and the slow tests
 	$(FAST)
 	$(PYTEST) -q -m "(slow or gpu) and not verify" --durations=30
 
-verify: install  ## long evidence runs
+verify: set-test  ## long evidence runs
 	$(PYTEST) -q -m verify --timeout 3600
 
 newest:  ## the fast and the slow tests with the newest versions of everything, in .venv-newest

