@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 # the fast tests share the cores, one thread each; an engine wants them all
 FAST := OMP_NUM_THREADS=1 $(PYTEST) -q -n auto --maxprocesses 8
 
-.PHONY: help install newest quickstart lint types check test verify
+.PHONY: help install newest quickstart lint types check test verify docs
 
 help:  ## what there is to make
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -50,3 +50,9 @@ verify: set-test  ## long evidence runs
 newest:  ## the fast and the slow tests with the newest versions of everything, in .venv-newest
 	@$(PYTHON) tools/install.py --newest
 	.venv-newest/bin/python -m pytest -q -m "not verify"
+
+docs:  ## the documentation as a site, in site/; a broken link is an error
+	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) -c \
+		"import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict

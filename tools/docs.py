@@ -1,11 +1,13 @@
-"""Every key and every algorithm, from the code: python -m tools.docs --write makes both pages.
+"""The generated pages: python -m tools.docs --write makes them all, and a test compares them with the code.
 
-configs/README.md comes from the schema, algs/LIBRARY.md from the docstrings and fields of the algorithms.
+docs/reference/ comes from the schema, the algorithms' docstrings and fields, core/metrics.py and core/deadlines.py.
+configs/README.md and algs/LIBRARY.md are short tables that link there. One table of docs/concepts/one_step.md is made.
 """
 
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,55 +21,113 @@ from algs.terms import KL, Correction, Overlong
 from configs.data_schema import SourceConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig
+from core.deadlines import TABLE
 from core.loading import load_module
+from core.metrics import METRICS
 
-CONFIGS = Path(__file__).parent.parent / "configs"
-README = CONFIGS / "README.md"
-LIBRARY = CONFIGS.parent / "algs" / "LIBRARY.md"
-LIBRARY_INTRO = """# The algorithms
-
-<!-- made by `python -m tools.docs --write` from the algorithms' docstrings and fields; a test compares them -->
-
-A is the advantage, pi the policy in training, pi_prox the same when the step began, pi_rollout the engine's, sg[] holds
-the gradient back. L_t is the loss of one learnt token, L_b of one sequence; `loss_norm` says how they are averaged.
-How to write one of your own: [README.md](README.md).
-"""
-INTRO = """# Recipes and their keys
-
-<!-- made by `python -m tools.docs --write`; a test compares it with the schema -->
-
-A recipe is a YAML file that states what differs from the defaults below; `key=value` on the command line
-overrides it (`trainer.lr=1e-5`). An unknown key is refused. `--explain` prints the resolved configuration
-and what follows from it, and starts nothing.
-
-| recipe | what it does |
-|---|---|
-"""
+ROOT = Path(__file__).parent.parent
+MADE = "<!-- made by `python -m tools.docs --write`; a test compares it with the code -->"
+PATH_TO_THE_LOSS = {
+    "main_rl.py": "the loop: one line per phase of a step",
+    "driver/rl_run.py": "each of these lines, as a method of `Run`",
+    "rollouts/episode.py": "prompt to sample: the policy and the environment take turns",
+    "algs/base.py": "advantages, the loss of a token, and the terms that the framework adds",
+    "algs/grpo.py": "one algorithm: its formula and its `loss`",
+    "data_feeds/packing.py": "weights of tokens, and micro-batches",
+    "trainers/trainer.py": "forward, `sum(weight x loss)`, backward, update",
+}
+"""What a newcomer reads to follow one step from the reward to the loss."""
+BEGIN, END = "<!-- reading path: begin -->", "<!-- reading path: end -->"
 
 
-def document() -> str:
-    parts = [INTRO.rstrip("\n")]
-    for path in sorted(CONFIGS.glob("*.yaml")):
+def pages() -> dict[Path, str]:
+    """Return every generated page with its text."""
+    reference = ROOT / "docs" / "reference"
+    one_step = ROOT / "docs" / "concepts" / "one_step.md"
+    return {
+        ROOT / "configs" / "README.md": recipes(),
+        ROOT / "algs" / "LIBRARY.md": algorithm_index(),
+        reference / "configuration.md": configuration(),
+        reference / "algorithms.md": algorithms(),
+        reference / "metrics.md": metrics(),
+        reference / "deadlines.md": deadlines(),
+        one_step: with_reading_path(one_step.read_text()),
+    }
+
+
+def recipes() -> str:
+    """List the recipes, each with its first line."""
+    parts = [
+        *("# Recipes", "", MADE, ""),
+        paragraph(
+            "A recipe is a YAML file that states what differs from the defaults. "
+            "[Configuration](../docs/reference/configuration.md) lists every key."
+        ),
+        *("", "| recipe | what it does |", "|---|---|"),
+    ]
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
         first = path.read_text().splitlines()[0].removeprefix("# ")
         parts.append(f"| [`{path.name}`]({path.name}) | {first} |")
+    return "\n".join(parts) + "\n"
+
+
+def configuration() -> str:
+    """List every key with its default and meaning."""
+    parts = [
+        *("# Configuration", "", MADE, ""),
+        paragraph(
+            "A recipe is a YAML file. It states what differs from the defaults below. `key=value` on the command line "
+            "overrides it (`trainer.lr=1e-5`). `base: other.yaml` builds on another recipe. An unknown key is "
+            "refused. `--explain` prints the resolved configuration and what follows from it, and starts nothing. The "
+            "recipes of this repository: [configs/README.md](../../configs/README.md)."
+        ),
+    ]
     shared = set(RunConfig.model_fields)
     parts += section("Every run", "", RunConfig)
     parts += section("Reinforcement learning (main_rl.py)", "", RLConfig, leave_out=shared)
     parts += section("Supervised learning (main_sl.py)", "", SLConfig, leave_out=shared)
     for name, field in {**RLConfig.model_fields}.items():
-        if is_section(field.annotation):
+        if name == "data":
+            parts += data_sections()
+        elif is_section(field.annotation):
             parts += section(f"`{name}`", f"{name}.", field.annotation)
         if name == "model":
             parts += section("`model.lora`", "model.lora.", LoraConfig)
-        if name == "data":
-            parts += section("A source: an entry of the list `data.train`, or `data.eval`", "", SourceConfig)
-    parts += ["", "The keys under `alg` are the algorithm's: see [algs/LIBRARY.md](../algs/LIBRARY.md)."]
+    parts += ["", "The keys under `alg` belong to the algorithm: see [Algorithms](algorithms.md)."]
     return "\n".join(parts) + "\n"
 
 
-def library() -> str:
-    """A page with every algorithm: its docstring, and the keys it declares itself."""
-    parts = [LIBRARY_INTRO.rstrip("\n")]
+def data_sections() -> list[str]:
+    """List the keys of `data`: those of both programs, those of each, and those of a source."""
+    both = RLConfig.model_fields["data"].annotation, SLConfig.model_fields["data"].annotation
+    assert both[0] is not None and both[1] is not None
+    of_rl, of_sl = ({*cls.model_fields} for cls in both)
+    parts = section("`data`, in every run", "data.", both[0], leave_out=of_rl - of_sl)
+    parts += section("`data`, in reinforcement learning", "data.", both[0], leave_out=of_sl)
+    parts += section("`data`, in supervised learning", "data.", both[1], leave_out=of_rl)
+    return parts + section("A source: an entry of the list `data.train`, or `data.eval`", "", SourceConfig)
+
+
+def algorithm_index() -> str:
+    """List the algorithms, each with the first line of its docstring."""
+    parts = ["# The algorithms", "", MADE, "", "| `alg.name` | what it is |", "|---|---|"]
+    for name in list_algorithms():
+        first = (load_module(find_algorithm({"name": name})[0]).__doc__ or "").strip().splitlines()[0]
+        parts.append(f"| [`{name}`](../docs/reference/algorithms.md#{name}) | {first} |")
+    return "\n".join(parts) + "\n"
+
+
+def algorithms() -> str:
+    """Print every algorithm's docstring, and the keys that it declares itself."""
+    parts = [
+        *("# Algorithms", "", MADE, ""),
+        paragraph(
+            "A is the advantage. pi is the policy in training, pi_prox the same policy when the step began, "
+            "pi_rollout the engine's. sg[] stops the gradient. L_t is the loss of one trained token, L_b of one "
+            "sequence; `loss_norm` says how they are averaged. How to write your own: [Write an "
+            "algorithm](../how_to/algorithm.md)."
+        ),
+    ]
     for name in list_algorithms():
         spec, cls = find_algorithm({"name": name})
         parts += ["", f"## {name}", "", "```text", (load_module(spec).__doc__ or "").strip(), "```"]
@@ -84,14 +144,70 @@ def library() -> str:
     return "\n".join(parts) + "\n"
 
 
+def metrics() -> str:
+    """List every metric, by the part of its name before the first slash."""
+    parts = [
+        *("# Metrics", "", MADE, ""),
+        paragraph(
+            "Every line of `metrics.jsonl` is one step. These are all names that it may hold. `<part>` is a part of "
+            "the reward, `<source>` a source of a mixture, `<n>` a number. How to use them: [Read the "
+            "log](../how_to/reading_the_log.md)."
+        ),
+    ]
+    for area in dict.fromkeys(metric.name.partition("/")[0] for metric in METRICS if "/" in metric.name):
+        parts += metric_rows(f"{area}/", [m for m in METRICS if m.name.startswith(f"{area}/")])
+    parts += metric_rows("Without a prefix", [m for m in METRICS if "/" not in m.name])
+    return "\n".join(parts) + "\n"
+
+
+def metric_rows(title: str, found: list[Any]) -> list[str]:
+    rows = ["", f"## {title}", "", "| name | unit | meaning | logged by |", "|---|---|---|---|"]
+    for metric in found:
+        rows.append(f"| `{metric.name}` | {metric.unit} | {escape(metric.meaning)} | {metric.logged_by} |")
+    return rows
+
+
+def deadlines() -> str:
+    """List every deadline with what happens after it."""
+    parts = [
+        *("# Deadlines", "", MADE, ""),
+        paragraph(
+            "Nothing in a run waits without a limit. A length in code format is a key of the recipe; the others are "
+            "constants in `core/deadlines.py`. An outer wait is longer than the inner one, so that the process that "
+            "knows the reason reports."
+        ),
+        *("", "| what is waited for | how long | after it |", "|---|---|---|"),
+    ]
+    parts += [f"| {row.waits_for} | {row.length} | {row.after_it} |" for row in TABLE]
+    return "\n".join(parts) + "\n"
+
+
+def with_reading_path(page: str) -> str:
+    """Return the page with the table of files between its two markers made anew."""
+    lines = {name: len((ROOT / name).read_text().splitlines()) for name in PATH_TO_THE_LOSS}
+    rows = [f"| [`{name}`](../../{name}) | {lines[name]} | {shows} |" for name, shows in PATH_TO_THE_LOSS.items()]
+    table = ["| file | lines | what it shows |", "|---|---|---|", *rows, f"| together | {sum(lines.values()):,} | |"]
+    before, _, rest = page.partition(BEGIN)
+    return before + "\n".join([BEGIN, "", *table, "", END]) + rest.partition(END)[2]
+
+
+def paragraph(text: str) -> str:
+    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False)
+
+
 def section(title: str, prefix: str, cls: type[BaseModel], leave_out: set[str] = frozenset()) -> list[str]:
     rows = ["", f"## {title}", "", "| key | default | meaning |", "|---|---|---|"]
     for name, field in cls.model_fields.items():
         if name in leave_out or is_section(field.annotation):
             continue
-        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        meaning = escape(" ".join((field.description or "").split()))
         rows.append(f"| `{prefix}{name}` | {default_of(field)} | {choices_of(field)}{meaning} |")
     return rows
+
+
+def escape(text: str) -> str:
+    """Keep a table's cell from ending early, and a placeholder such as <name> from being read as HTML."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def is_section(annotation: Any) -> bool:
@@ -110,8 +226,9 @@ def choices_of(field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    if "--write" in sys.argv[1:]:
-        README.write_text(document())
-        LIBRARY.write_text(library())
-    else:
-        print(document() + library(), end="")
+    for path, text in pages().items():
+        if "--write" in sys.argv[1:]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        else:
+            print(text)
