@@ -41,7 +41,7 @@ def find_renamed(raw: Mapping[str, Any], *, supervised: bool) -> tuple[str, str]
     for old, new in _table(supervised).items():
         value = _look_up(raw, old.split("."))
         if value is not _MISSING:
-            return old, f"{new}: {_show(VALUES.get(new, {}).get(value, value))}"
+            return old, f"{new}: {_show(_translate_value(new, value))}"
     return None
 
 
@@ -51,7 +51,7 @@ def translate_settings(settings: Mapping[str, Any], *, supervised: bool) -> dict
     translated: dict[str, Any] = {}
     for key, value in settings.items():
         new = table.get(key, key)
-        translated[new] = VALUES[new].get(value, value) if new in VALUES else value
+        translated[new] = _translate_value(new, value)
     if translated.keys() == settings.keys():
         return translated
     return {**{key: value for key, value in ADDED.items() if key not in translated}, **translated}
@@ -70,6 +70,10 @@ def _look_up(raw: Any, keys: list[str]) -> Any:
             return _MISSING
         raw = raw[key]
     return raw
+
+
+def _translate_value(new: str, value: Any) -> Any:
+    return VALUES[new].get(value, value) if new in VALUES else value
 
 
 def _show(value: Any) -> str:

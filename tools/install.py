@@ -62,6 +62,8 @@ def main() -> None:
     say(f"installing the {build.upper()} build into {venv.name}, because {why}; set: {wanted}")
     started = time.monotonic()
     stamp.unlink(missing_ok=True)  # whatever stops us from here on leaves an environment that is not trusted
+    # an earlier version's: it lies on the path of every run, and names an entry point that is gone
+    shutil.rmtree(ROOT / "feynrl.egg-info", ignore_errors=True)
     make_venv(venv)
     python = venv / "bin" / "python"
     if build == "cpu" and not args.newest:

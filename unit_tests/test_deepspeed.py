@@ -135,6 +135,8 @@ def test_two_ranks_learn_from_rows_as_one_does(ranks, tiny_path, stage, name):
     got, got_metrics = asyncio.run(learn_rows(ranks, plan, max_tokens=80))
     start = start_of(tiny_path, alg)
     assert (got - want).norm() < 1e-5 * (want - start).norm()
+    for said in (got_metrics[0], metrics[0]):  # policy and reference are one: which side of z0 = 0 is rounding
+        said.pop("kto/accuracy", None)
     for ours, theirs in zip(got_metrics, metrics, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
@@ -298,10 +300,10 @@ def test_a_checkpoint_fits_its_own_ranks_and_stage_only(ranks, tiny_path, tmp_pa
 class HeadOnly(DeepSpeedTrainer):
     """Trains the last layer; stands for adapters."""
 
-    def learner(self, model):
+    def make_learner(self, model):
         for name, p in model.named_parameters():
             p.requires_grad_(".layers.1." in name)
-        return super().learner(model)
+        return super().make_learner(model)
 
 
 def head_only(place, plan):

@@ -145,7 +145,8 @@ CASES = {
     ),
     "a trainer rank dies in the broadcast": (
         {"alg.file": DIES_IN_BROADCAST},
-        r"in the sync of version 1, trainer 0 \(weight_source.broadcast_weights\): its process died; its log is in Ray's session folder",
+        r"in the sync of version 1, trainer 0 \(weight_source.broadcast_weights\): its process died; its log is in "
+        r"Ray's session folder",
     ),
     "an engine stops": (
         {"rollout.engine": STOPS, "weight_sync.timeout_s": SYNC_S},
