@@ -1,9 +1,10 @@
 """Does every algorithm learn? Each takes the quickstart's warmed-up tiny model to 0.9 reward through the real loop.
 
-    python -m benchmarks.learning_matrix [--seeds 0 1 2] [--only NAME ...] [--write]
+    python -m benchmarks.learning_matrix [--seeds 0 1 2] [--only NAME ...] [--write] [--curves FILE]
 
 Runs main_rl's loop (backend: local, engine: hf), two runs at a time, and prints the steps and seconds each took;
---write puts the table into algs/README.md. Exit code 1 if one did not get there.
+--write puts the table into algs/README.md, --curves the rewards of every step of seed 0 into a JSON file that
+benchmarks/learning_curves.py draws. Exit code 1 if one did not get there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import yaml
 
 import main_rl
 import main_sl
+from benchmarks.learning_curves import keep
 from configs.schema import RLConfig, SLConfig
 from core.types import Group
 from data_prep import arithmetic, tiny_model
@@ -89,6 +91,8 @@ class Row:
     start: float
     """Mean reward of the first step."""
     best: float
+    rewards: list[float]
+    """Mean reward of every step."""
     steps: int | None
     """Steps until the mean reward of one was at least GOAL; None if none was."""
     seconds: float
@@ -173,7 +177,8 @@ def learn(name: str, seed: int, folder: Path) -> Row:
     rewards = [m["reward/mean_drawn"] for m in metrics]
     reached = next((i + 1 for i, r in enumerate(rewards) if r >= GOAL), None)
     seconds = sum(m["time/step_s"] for m in metrics[:reached])
-    return Row(name=name, seed=seed, start=rewards[0], best=max(rewards), steps=reached, seconds=seconds)
+    first, best = rewards[0], max(rewards)
+    return Row(name=name, seed=seed, start=first, best=best, rewards=rewards, steps=reached, seconds=seconds)
 
 
 def learn_all(names: list[str], seeds: list[int], folder: Path) -> Iterator[Row]:
@@ -200,6 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", choices=list(MATRIX), default=list(MATRIX), metavar="NAME")
     parser.add_argument("--write", action="store_true", help="put the table into algs/README.md")
+    parser.add_argument("--curves", type=Path, metavar="FILE", help="put the rewards per step of seed 0 into this JSON")
     args = parser.parse_args(argv)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as place:
@@ -208,6 +214,8 @@ def main(argv: list[str] | None = None) -> int:
         for row in learn_all(args.only, args.seeds, folder):
             rows.append(row)
             print(table([row]).splitlines()[-1], flush=True)
+            if args.curves and row.seed == 0:
+                keep(args.curves, "quickstart", row.name, row.rewards)
     print("\n" + table(rows))
     if args.write:
         text = README.read_text()

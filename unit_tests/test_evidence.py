@@ -78,7 +78,7 @@ def test_gsm8k_runs_through_on_real_rows(smollm2, tmp_path):
     folder = run_folder("gsm8k_smollm2.yaml", tmp_path / "runs", f"model.path={smollm2}", f"data.train={out}")
     assert len(rewards(folder)) == 3
     row = json.loads((folder / "samples" / "step_00002.jsonl").read_text().splitlines()[0])
-    assert len(row["text"]) > 20 and row["answer"]
+    assert len(row["completion"]) > 20 and row["answer"]
 
 
 def supervised(config: str, run_dir: Path, *overrides: str) -> tuple[dict, dict]:

@@ -77,7 +77,7 @@ def test_a_local_run_learns_and_leaves_everything_behind(recipe, tmp_path, sums)
         phases = [v for k, v in m.items() if k.startswith("time/") and k.count("/") == 1 and k != "time/step_s"]
         assert sum(phases) == pytest.approx(m["time/step_s"], rel=1e-6)
     row = json.loads((folder / "samples" / "step_00003.jsonl").read_text().splitlines()[0])
-    assert row["prompt"][0]["role"] == "user" and row["versions"] == [3] and "advantage" in row and "parts" in row
+    assert row["prompt"][0]["role"] == "user" and row["versions"] == [3] and "advantage" in row and "reward_parts" in row
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     AutoModelForCausalLM.from_pretrained(folder / "model")
@@ -218,11 +218,12 @@ def test_groups_without_signal_are_drawn_again_and_never_for_ever(recipe, tmp_pa
     same = "def score(p, m): return {'correct': 1.0}\n"
     code, err = run_here(main_rl, "--config", recipe(changes | {"reward.fn": file_of(tmp_path / "same.py", same)}))
     assert code == 1
-    assert "of 80 groups, the algorithm keeps 0 of the groups_per_step=4" in err
+    assert "of 80 groups, the algorithm accepts 0 of the groups_per_step=4" in err
 
 
 TALKATIVE = '''
-class Environment:
+from rollouts.envs.base import Env
+class Talkative(Env):
     """Asks once more, whatever was said."""
     def __init__(self, prompt):
         self.turns = 0

@@ -49,7 +49,7 @@ def adapted(folder: Path, lora: LoraConfig, *, seed: int) -> nn.Module:
 
 
 def buckets(model: nn.Module) -> list[Bucket]:
-    named = [(piece.name, piece.make()) for piece in exported_tensors(model)["adapter"]]
+    named = [(piece.name, piece.compute()) for piece in exported_tensors(model)["adapter"]]
     return [named[:5], named[5:]]
 
 

@@ -207,9 +207,9 @@ class Lab:
 
     lora: LoraConfig | None = None
 
-    def __init__(self, family: str, folder: Path, *, tensor_parallel: int, stop: list[int]) -> None:
+    def __init__(self, family: str, folder: Path, *, tensor_parallel_size: int, stop: list[int]) -> None:
         self.family = family
-        self.ranks = tensor_parallel
+        self.ranks = tensor_parallel_size
         self.model = save(family, folder, seed=0)
         self._runner = asyncio.Runner()
         others = vllm_processes()
@@ -393,12 +393,12 @@ class Scripted(VllmEngine):
 
     def __init__(self, update: RequestMode, *answers: tuple[list[int], str]) -> None:
         self.answers, self.asked = list(answers), []
-        super().__init__(update=update, **SETTINGS)
+        super().__init__(EngineConfig(requests=update, **SETTINGS))
 
     def _start(self) -> None:
         pass
 
-    async def _ask(self, token_ids: list[int], params: Any) -> Any:
+    async def _request(self, token_ids: list[int], params: Any) -> Any:
         self.asked.append((token_ids, params.max_tokens, params.seed))
         ids, reason = self.answers.pop(0)
         said = {
@@ -453,13 +453,15 @@ class SlowToPause(VllmEngine):
 
 
 def test_a_drain_may_take_longer_than_a_step_of_an_update() -> None:
-    drain, *others = (SlowToPause(update=u, timeout_s=0.1, **SETTINGS) for u in ("wait", "keep", "abort"))
+    drain, *others = (
+        SlowToPause(EngineConfig(requests=u, timeout_s=0.1, **SETTINGS)) for u in ("wait", "keep", "abort")
+    )
     asyncio.run(drain.pause())
     assert drain.paused == ["wait"]
     for engine in others:
         with pytest.raises(TimeoutError):
             asyncio.run(engine.pause())
-        with pytest.raises(RuntimeError, match="an update without hold"):
+        with pytest.raises(RuntimeError, match="comes before an update"):
             asyncio.run(engine.receive_weights(1))
 
 
@@ -602,10 +604,10 @@ def test_chunks_bring_what_a_stream_brings_and_an_update_that_broke_off_is_no_ob
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_follows_the_trainer_over_gloo(family: str, tensor_parallel: int, tmp_path: Path) -> None:
-    lab = Lab(family, tmp_path, tensor_parallel_size=tensor_parallel, stop=STOP)
+def test_every_family_follows_the_trainer_over_gloo(family: str, tensor_parallel_size: int, tmp_path: Path) -> None:
+    lab = Lab(family, tmp_path, tensor_parallel_size=tensor_parallel_size, stop=STOP)
     new = random_model(family, seed=1)
     lab.run(agrees_before_and_only_after_a_sync(lab.engine, lab.model, new, lab.publish(1, new)))
     lab.close()
