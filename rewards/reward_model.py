@@ -21,7 +21,7 @@ def score(prompt: Prompt, messages: list[Message], *, model: str, template: Temp
     """{"reward": r}, read at the last token of the conversation, just as in training."""
     import torch
 
-    from algs.reward_model import scored_at_its_end
+    from algs.reward_model import append_scored_token
     from core import types
     from data_feeds.packing import pack
     from modeling.forward import compute_values
@@ -32,7 +32,7 @@ def score(prompt: Prompt, messages: list[Message], *, model: str, template: Temp
     whole = types.Prompt(id=prompt.id, messages=[])
     sample = types.Sample(prompt=whole, token_ids=ids, action_mask=mask, rollout_logp=nothing, versions=[-1] * len(ids))
     with torch.no_grad():
-        batch = pack([scored_at_its_end(sample)], [0.0])
+        batch = pack([append_scored_token(sample)], [0.0])
         return {"reward": float(compute_values(net, batch, layout="padded", model=net))}
 
 

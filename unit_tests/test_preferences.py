@@ -13,7 +13,7 @@ from algs.base import Algorithm
 from algs.dpo import DPO
 from algs.kto import KTO
 from algs.orpo import ORPO, log1mexp
-from algs.preference import sign
+from algs.preference import preference_sign
 from algs.reward_model import RewardModel
 from core.types import Batch, Group, Policy, Prompt, Sample
 from data_feeds.packing import plan_update
@@ -192,4 +192,4 @@ def test_settings_that_would_do_nothing_or_harm_are_refused(settings):
 
 
 def test_signs_come_from_rewards():
-    assert [sign(answer(b)) for b in range(4)] == [1.0, -1.0, 1.0, -1.0]
+    assert [preference_sign(answer(b)) for b in range(4)] == [1.0, -1.0, 1.0, -1.0]
