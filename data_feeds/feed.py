@@ -128,7 +128,7 @@ def _load(
     train_on: TrainOn = (),
 ) -> Feed[Item]:
     """Read and filter_rows every source. Raises UserError for a source of which too few rows fit."""
-    configs = data.sources(which)
+    configs = data.list_sources(which)
     mixed = len(configs) > 1
     sources: list[Source[Item]] = []
     for i, config in enumerate(configs):

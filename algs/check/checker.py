@@ -16,7 +16,7 @@ from algs.base import Algorithm, PolicyGradient
 from algs.check import fixtures
 from algs.check.obligations import APPLICABLE, OBLIGATIONS, NotApplicable
 from algs.check.update import ObligationFailed
-from configs.load import override, validate
+from configs.load import apply_override, validate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def run(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     settings: dict[str, Any] = {}
     for item in args.settings:
-        override(settings, item)
+        apply_override(settings, item)
     began, cls = time.monotonic(), find_class(args.algorithm)
     results = check(cls, settings)
     kind = "a policy gradient" if issubclass(cls, PolicyGradient) else "supervised, so (d) (f) (h) do not apply"
