@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.buckets import in_buckets
+from core.buckets import split_into_buckets
 from core.errors import RunStopped
 from modeling.export import exported_tensors, gather_tensors, save_exported
 from trainers.learner import Learner, TrainerSettings
@@ -130,7 +130,7 @@ class DeepSpeedLearner:
         """With ZeRO-3 every rank must run through all of it, and a bucket lives until the next is asked for."""
         import deepspeed
 
-        for bucket in in_buckets(self.exported[scope], lambda exported: exported.nbytes, max_bytes):
+        for bucket in split_into_buckets(self.exported[scope], lambda exported: exported.nbytes, max_bytes):
             held = [p for exported in bucket for p in exported.parameters]
             with deepspeed.zero.GatheredParameters(held, enabled=self.zero_stage == 3):
                 yield [(exported.name, exported.compute()) for exported in bucket]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.buckets import in_buckets
+from core.buckets import split_into_buckets
 from modeling.export import exported_tensors, gather_tensors, save_exported
 from trainers.learner import Learner, TrainerSettings
 from trainers.optimizer import make_optimizer
@@ -73,7 +73,7 @@ class TorchLearner:
         return float(norm)
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
-        for bucket in in_buckets(self.exported[scope], lambda exported: exported.nbytes, max_bytes):
+        for bucket in split_into_buckets(self.exported[scope], lambda exported: exported.nbytes, max_bytes):
             yield [(exported.name, exported.compute()) for exported in bucket]
 
     def save_state(self, folder: Path) -> None:

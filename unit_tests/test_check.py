@@ -23,7 +23,7 @@ from algs.check.checker import Result, check, run
 from algs.grpo import GRPO
 from algs.ppo import PPO
 from algs.terms import KL
-from core.cli import guarded
+from core.cli import run_guarded
 from core.loading import load_module, resolve
 from core.strict_model import StrictModel
 from core.types import Policy, Prompt, Sample, Tokens
@@ -317,7 +317,7 @@ def test_the_command_line_says_it_all_within_ten_seconds():
     ],
 )
 def test_a_mistake_is_one_sentence(argv, sentence, capsys):
-    assert guarded(partial(run, argv)) == 2
+    assert run_guarded(partial(run, argv)) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and sentence in err and err.count("\n") == 1
 

@@ -226,7 +226,7 @@ def test_a_file_that_is_not_of_the_original_form_ends_a_script_with_one_sentence
         read_records(tmp_path / "nowhere.jsonl")
     with pytest.raises(SystemExit):
         hh_rlhf.main(["--split", "test", "--out", str(tmp_path / "out.jsonl")])
-    assert "cannot be had from the hub" in capsys.readouterr().err, "no test asks a model hub"
+    assert "cannot be loaded from the hub" in capsys.readouterr().err, "no test asks a model hub"
 
 
 def test_the_tiny_model_loads_says_what_it_is_told_and_is_its_seed(tmp_path: Path) -> None:

@@ -442,6 +442,6 @@ def test_a_mixture_tells_what_it_drew_from_whom(recipe, tmp_path, sums, kind, ca
     assert last[f"data/{first}/rows"] + last["data/small/rows"] == 2 * per_step
     assert last["data/small/epoch"] == last["data/small/rows"] == 2.0
     assert ("reward/small" in last) == (kind == "rl")
-    assert "data.train: of small, 1 rows are used and 1 do not fit: 1 " in capsys.readouterr().out
+    assert "data.train: of small, 1 rows are used and 1 are invalid: 1 " in capsys.readouterr().out
     summary = json.loads((folder_of(tmp_path) / "summary.json").read_text())
     assert summary["data.train"]["small"]["used"] == 1

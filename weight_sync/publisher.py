@@ -76,7 +76,7 @@ class RemoteWeightSync:
 
     async def _publish(self, version: int) -> dict[str, float]:
         ends, ids = self.ends, self.probe.token_ids
-        await ends.engine_timers.call_all(ActivityTimer.begin, Activity.SYNC)
+        await ends.engine_timers.call_all(ActivityTimer.begin_activity, Activity.SYNC)
         # pause first: draining can take minutes, and the broadcast's own timeout is short
         await self.engines.call_all(ReceivesWeights.pause)
         sent = await self._transfer(version)
@@ -89,7 +89,7 @@ class RemoteWeightSync:
             probe_logp=await ends.engines.call_all(ReceivesWeights.probe, ids),
             bound=self.probe.bound,
         )
-        await ends.engine_timers.call_all(ActivityTimer.end, Activity.SYNC)
+        await ends.engine_timers.call_all(ActivityTimer.end_activity, Activity.SYNC)
         return {"sync/probe_gap": gap, "sync/bytes": float(sent.nbytes)}
 
     async def _transfer(self, version: int) -> Sent:

@@ -202,7 +202,7 @@ def expect_sound(got: Outcome, where: str) -> None:
 def expect_no_effect_of_an_idle_rank(alg: Algorithm, step: MadeUpStep, *, stale: bool) -> None:
     groups = compute_advantages(alg, step.groups, stale=stale)
     batches = plan_batches(alg, groups, step.now)
-    empty = make_plan(alg, groups).idle(torch.float64)
+    empty = make_plan(alg, groups).make_idle_batch(torch.float64)
     got = run_update(alg, with_totals(alg, [*batches, empty], step.now), step.now)
     expect_sound(got, "an empty micro-batch")
     if said := describe_difference(step, got.gradient, run_update(alg, batches, step.now).gradient):
