@@ -38,7 +38,7 @@ EVALUATION = ("eval_every", "data.eval", "data.eval.", "data.eval_rows")
 """May differ. In RL an engine's batches hold held-out prompts beside the others, which moves last bits."""
 
 
-def settings_of_run(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -> dict[str, Any]:
+def collect_settings(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -> dict[str, Any]:
     """Return the whole configuration by dotted key, and the hashes of the files that it names; `code` is key -> file.
 
     Data is hashed where it is a file; a folder and the hub are known by name only, and so are models.
@@ -52,11 +52,11 @@ def settings_of_run(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) ->
             with Path(path).open("rb") as file:
                 hashes[f"data.train[{i}]" if i else "data.train"] = hashlib.file_digest(file, "sha256").hexdigest()
     in_package = sorted(key for key, spec in specs.items() if spec.in_package)
-    settings = {"settings": flatten(cfg.model_dump(mode="json")), "sha256": hashes, "in_package": in_package}
+    settings = {"settings": flatten_settings(cfg.model_dump(mode="json")), "sha256": hashes, "in_package": in_package}
     return json.loads(json.dumps(settings))
 
 
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_settings(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested sections by dotted key; an empty section is a value.
 
     >>> flatten({"a": {"b": 1}})
@@ -64,7 +64,9 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for key, value in nested.items():
-        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+        found |= (
+            flatten_settings(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+        )
     return found
 
 

@@ -12,7 +12,7 @@ from core.loading import FileSpec
 from core.ray_cluster import Cluster
 from core.workers import Local, RankInfo, Workers
 from data_feeds.tokenizer import ChatTokenizer
-from driver.devices import cores_of_rank, count_gpus, share_machine, uses_gpus
+from driver.devices import count_gpus, list_cores, share_machine, uses_gpus
 from modeling.lora import name_lora_targets
 from rewards import resolve_reward
 from rewards.pool import RewardPool
@@ -90,7 +90,7 @@ def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, 
 def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     """Return a rollout worker with its engine; without `info`, everything is in this process."""
     tokenizer = ChatTokenizer(plan.model.path, plan.data.template)
-    config = replace(plan.engine, stop_token_ids=tuple(tokenizer.stop_token_ids), cores=cores_of_rank(info))
+    config = replace(plan.engine, stop_token_ids=tuple(tokenizer.stop_token_ids), cores=list_cores(info))
     return RolloutWorker(
         load_engine_class(plan.engine_spec)(config),
         tokenizer,

@@ -36,7 +36,7 @@ class PrecomputedReference:
             ref_logp={hash_sample(s): s.columns["prox_logp"] for group in groups for s in group}
         )
 
-    def fill(self, groups: list[Group]) -> list[Group]:
+    def add_ref_logp(self, groups: list[Group]) -> list[Group]:
         """Return the groups with their ref_logp."""
         return [
             [replace(s, columns=s.columns | {"ref_logp": self.ref_logp[hash_sample(s)]}) for s in g] for g in groups

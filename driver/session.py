@@ -20,7 +20,7 @@ from core.ray_cluster import Cluster
 from core.workers import Workers
 from data_feeds.feed import Feed
 from data_feeds.tokenizer import ChatTokenizer
-from driver.checkpoint import Checkpoint, RunState, is_due, retain, write_checkpoint
+from driver.checkpoint import Checkpoint, RunState, is_due, remove_old_checkpoints, write_checkpoint
 from driver.console import Console
 from driver.resume import bitwise_only_changes, changed_package_files
 from driver.run_folder import RunFolder
@@ -75,7 +75,7 @@ class Session:
         with self.clock.phase(Phase.CHECKPOINT):
             home = self.folder.path / "checkpoints"
             await write_checkpoint(home, trainers, state)
-            retain(home, self.cfg.checkpoint.keep)
+            remove_old_checkpoints(home, self.cfg.checkpoint.keep)
 
     async def resume(self, trainers: Workers[Trainer], checkpoint: Checkpoint | None, settings: dict[str, Any]) -> int:
         """Restore the trainers from `checkpoint`; return the steps that are done, 0 without one."""
@@ -133,7 +133,7 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
     session.console.say(f"run folder: {folder.path}")
     reason = "error"
 
-    async def framed() -> None:
+    async def run_body() -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -154,7 +154,7 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
 
     try:
         with session.console:
-            asyncio.run(framed())
+            asyncio.run(run_body())
         reason = "done"
         session.show_outcome()
     except (KeyboardInterrupt, asyncio.CancelledError):

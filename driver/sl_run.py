@@ -20,7 +20,7 @@ from data_feeds.tokenizer import ChatTokenizer
 from driver.checkpoint import Checkpoint, RunState
 from driver.devices import check_devices
 from driver.load_recipe import Loaded
-from driver.resume import find_checkpoint_to_resume, settings_of_run
+from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rollout_metrics import name_train_metrics
 from driver.scoring import PrecomputedReference, add_columns
 from driver.session import Session
@@ -62,7 +62,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     if cfg.data.eval is not None:
         held_out = load_groups(cfg.data, "eval", tokenizer, rows=alg.rows, seed=cfg.seed)
     loaded = replace(loaded, cfg=cfg.with_steps(len(rows.all())))
-    settings = settings_of_run(loaded, {})
+    settings = collect_settings(loaded, {})
     return Prepared(
         loaded=loaded,
         alg=alg,
@@ -197,7 +197,7 @@ class Run:
         groups = self.alg.prepare_groups(groups)
         columns = self.alg.required_columns
         if self.reference is not None:
-            groups, columns = self.reference.fill(groups), columns - {"ref_logp"}
+            groups, columns = self.reference.add_ref_logp(groups), columns - {"ref_logp"}
         if columns:
             with self.session.clock.phase(Phase.LOGP):
                 groups = await add_columns(self.trainers, groups, self._plan(groups), columns)

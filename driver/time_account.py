@@ -38,7 +38,7 @@ class TimeBreakdown:
     @staticmethod
     async def start(clock: Clock, *, trainers: Workers[Trainer], engines: Workers[RolloutWorker]) -> TimeBreakdown:
         breakdown = TimeBreakdown(clock, trainers, engines, {}, {})
-        breakdown.opening = breakdown.lap_at = await breakdown._read()
+        breakdown.opening = breakdown.lap_at = await breakdown._read_devices()
         clock.start_lap()
         return breakdown
 
@@ -49,7 +49,7 @@ class TimeBreakdown:
 
     async def start_lap(self) -> dict[str, float]:
         """Return the mean engine's and the mean trainer rank's seconds since the last lap, and idle fractions."""
-        now = await self._read()
+        now = await self._read_devices()
         since = {device: subtract_seconds(now[device], self.lap_at[device]) for device in now}
         self.lap_at = now
         numbers: dict[str, float] = {}
@@ -61,7 +61,7 @@ class TimeBreakdown:
 
     async def read_totals(self) -> dict[str, Seconds]:
         """Return seconds by device and activity since the start; each device's add up to the wall clock's."""
-        now = await self._read()
+        now = await self._read_devices()
         since = {device: subtract_seconds(now[device], self.opening[device]) for device in now}
         driver = since.pop("driver")
         return {
@@ -75,7 +75,7 @@ class TimeBreakdown:
         timers: Workers[ActivityTimer] = self.engines.attribute("timer")
         return await timers.call_all(ActivityTimer.read_seconds)
 
-    async def _read(self) -> dict[str, Seconds]:
+    async def _read_devices(self) -> dict[str, Seconds]:
         prefetched, self.prefetched = self.prefetched, None
         engines = await (prefetched or self._read_engines())
         trainers = await self.trainers.attribute("timer").call_all(ActivityTimer.read_seconds)

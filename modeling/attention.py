@@ -61,7 +61,7 @@ def attend_by_sequence(
             q,
             k,
             v,
-            attn_mask=_band(q.shape[2], sliding_window, q.device) if banded else None,
+            attn_mask=_window_mask(q.shape[2], sliding_window, q.device) if banded else None,
             is_causal=not banded,
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -79,6 +79,6 @@ def attend_by_sequence(
     return torch.cat(parts)[None], None
 
 
-def _band(n: int, window: int, device: torch.device) -> Tensor:
+def _window_mask(n: int, window: int, device: torch.device) -> Tensor:
     """[n, n], True where row t may look: at the last `window` tokens up to t."""
     return torch.ones(n, n, dtype=torch.bool, device=device).tril().triu(1 - window)

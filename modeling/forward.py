@@ -94,10 +94,10 @@ def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tens
     row = torch.zeros_like(batch.seq_ids)
     column = torch.arange(len(row), device=row.device)
     inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-    return (row, column), inputs | _borders(model, batch)
+    return (row, column), inputs | _sequence_boundaries(model, batch)
 
 
-def _borders(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """What keeps packed sequences apart, said outright rather than left to be guessed from position_ids."""
     config = model.config.get_text_config()
     lengths = torch.bincount(batch.seq_ids)

@@ -24,7 +24,7 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    model = _load(AutoModelForCausalLM, path, dtype, attention, gradient_checkpointing)
+    model = _load_pretrained(AutoModelForCausalLM, path, dtype, attention, gradient_checkpointing)
     if lora is None:
         return model
     from modeling.lora import with_adapter
@@ -42,7 +42,9 @@ def load_scalar_model(path: str, *, dtype: str, attention: str, gradient_checkpo
     was_scalar = any(
         "SequenceClassification" in name for name in getattr(read_config(path), "architectures", None) or []
     )
-    model = _load(AutoModelForSequenceClassification, path, dtype, attention, gradient_checkpointing, num_labels=1)
+    model = _load_pretrained(
+        AutoModelForSequenceClassification, path, dtype, attention, gradient_checkpointing, num_labels=1
+    )
     if not was_scalar:
         nn.init.zeros_(model.score.weight)
     # A sequence classifier looks for its last token by this; values are read elsewhere, see forward.compute_values.
@@ -50,7 +52,9 @@ def load_scalar_model(path: str, *, dtype: str, attention: str, gradient_checkpo
     return model
 
 
-def _load(auto: Any, path: str, dtype: str, attention: str, checkpointing: bool, **settings: Any) -> nn.Module:
+def _load_pretrained(
+    auto: Any, path: str, dtype: str, attention: str, checkpointing: bool, **settings: Any
+) -> nn.Module:
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -67,17 +67,17 @@ def check_lora_targets(model: ModelConfig) -> None:
     """Raise UserError for a target that is no linear layer, before anything is started, if the model can be read."""
     if model.lora is None or model.lora.targets == "all-linear":
         return
-    if (bones := meta_model(model.path)) is not None:
-        check_targets(bones, model.lora.targets, path=model.path)
+    if (empty_model := meta_model(model.path)) is not None:
+        check_targets(empty_model, model.lora.targets, path=model.path)
 
 
 def name_lora_targets(lora: LoraConfig, path: str) -> LoraConfig:
     """The same with its targets named one by one."""
     if lora.targets != "all-linear":
         return lora
-    bones = meta_model(path)
-    assert bones is not None, path
-    return lora.model_copy(update={"targets": linear_names(bones)})
+    empty_model = meta_model(path)
+    assert empty_model is not None, path
+    return lora.model_copy(update={"targets": linear_names(empty_model)})
 
 
 def _may_adapt(model: nn.Module, module: nn.Module) -> bool:

@@ -24,14 +24,14 @@ LATEX = ((r"\$", "$"), (r"\%", "%"), ("{,}", ","), (r"\!", ""), (r"\,", ""), ("\
 
 def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
     """Raise ValueError when the ground truth holds no number: then the row is wrong, not the reply."""
-    expected, _ = answer_of(prompt.answer)
+    expected, _ = find_answer(prompt.answer)
     if expected is None:
         raise ValueError(f"the answer {prompt.answer!r} of {prompt.id} holds no number")
-    said, marked = answer_of(messages[-1]["content"])
+    said, marked = find_answer(messages[-1]["content"])
     return {"correct": float(said == expected), "format": float(marked)}
 
 
-def answer_of(text: str) -> tuple[Decimal | None, bool]:
+def find_answer(text: str) -> tuple[Decimal | None, bool]:
     r"""The last answer that `text` gives and whether it was marked.
 
     >>> answer_of("3 x 4 = 12\n#### 12 apples.")
@@ -42,10 +42,10 @@ def answer_of(text: str) -> tuple[Decimal | None, bool]:
     for mark in reversed(list(MARK.finditer(text))):
         rest = text[mark.end() :]
         held = rest.split("\n", 1)[0] if mark.group() == "####" else _until_closed(rest)
-        if numbers := _numbers(held):
+        if numbers := _find_numbers(held):
             # after "####" the answer comes first and words may follow; a box may hold "x = 18"
             return numbers[0 if mark.group() == "####" else -1], True
-    numbers = _numbers(text)
+    numbers = _find_numbers(text)
     return numbers[-1] if numbers else None, False
 
 
@@ -59,7 +59,7 @@ def _until_closed(text: str) -> str:
     return text
 
 
-def _numbers(text: str) -> list[Decimal]:
+def _find_numbers(text: str) -> list[Decimal]:
     numbers: list[Decimal] = []
     for found in NUMBER.finditer(text):
         digits = found.group(1)

@@ -58,7 +58,7 @@ class RewardPool:
 
     async def compute_reward(self, prompt: Prompt, messages: list[Message]) -> RewardResult:
         """Raise UserError when the reward cannot be loaded here; anything else it does is a RewardResult."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._compute, prompt, messages)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run_in_worker, prompt, messages)
 
     def close(self) -> None:
         for worker in self._workers:
@@ -67,7 +67,7 @@ class RewardPool:
         for worker in self._workers:
             worker.reap()
 
-    def _compute(self, prompt: Prompt, messages: list[Message]) -> RewardResult:
+    def _run_in_worker(self, prompt: Prompt, messages: list[Message]) -> RewardResult:
         worker = self._idle.get()
         try:
             return worker.compute_reward(prompt, messages, self.timeout_s)
@@ -101,7 +101,7 @@ class _Worker:
         if self._process is None:
             self.start()
         if not self._ready:
-            self._load()
+            self._send_reward()
         try:
             self._socket.send(({f.name: getattr(prompt, f.name) for f in fields(prompt)}, messages))
             if not self._socket.poll(timeout_s):
@@ -131,7 +131,7 @@ class _Worker:
         self._process = None
         return f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
-    def _load(self) -> None:
+    def _send_reward(self) -> None:
         try:
             self._socket.send((self._spec, self._settings))
             refusal = self._socket.recv() if self._socket.poll(REWARD_START_TIMEOUT_S) else "takes too long to load"

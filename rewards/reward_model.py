@@ -26,7 +26,7 @@ def score(prompt: Prompt, messages: list[Message], *, model: str, template: Temp
     from data_feeds.packing import pack
     from modeling.forward import compute_values
 
-    net, tokenizer = loaded(model, template)
+    net, tokenizer = load_once(model, template)
     ids, mask = tokenizer.mask_turns([*prompt.messages, *messages])
     nothing = [0.0] * len(ids)
     whole = types.Prompt(id=prompt.id, messages=[])
@@ -37,11 +37,11 @@ def score(prompt: Prompt, messages: list[Message], *, model: str, template: Temp
 
 
 def prepare(*, model: str, template: Template = "chat") -> None:
-    loaded(model, template)
+    load_once(model, template)
 
 
 @lru_cache(maxsize=1)
-def loaded(model: str, template: Template) -> tuple[Any, Any]:
+def load_once(model: str, template: Template) -> tuple[Any, Any]:
     from data_feeds.tokenizer import ChatTokenizer
     from modeling.hf_config import check_model_folder
     from modeling.load import load_scalar_model

@@ -49,19 +49,21 @@ def main(fd: int) -> None:
             fields, messages = pool.recv()
         except EOFError:  # the pool has closed
             return
-        pool.send(judge(score, fields, messages))
+        pool.send(compute_parts(score, fields, messages))
 
 
-def judge(score: RewardFn, fields: dict[str, Any], messages: list[dict[str, str]]) -> tuple[dict[str, float], str]:
+def compute_parts(
+    score: RewardFn, fields: dict[str, Any], messages: list[dict[str, str]]
+) -> tuple[dict[str, float], str]:
     """The reward's parts, or why it has none."""
     prompt: Any = SimpleNamespace(**fields)  # a Prompt without torch
-    parts, failure = attempt(lambda: score(prompt, messages), "score()")
+    parts, failure = call_user_code(lambda: score(prompt, messages), "score()")
     if not parts and not failure:
         failure = "score() must return a dict of named numbers, it returned {}"
     return parts, failure
 
 
-def attempt(ask: Callable[[], Any], who: str) -> tuple[dict[str, float], str]:
+def call_user_code(ask: Callable[[], Any], who: str) -> tuple[dict[str, float], str]:
     """Named finite numbers from the user's code, or why there are none."""
     try:
         parts = ask()

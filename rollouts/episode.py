@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.types import Message, Prompt, Sample, Stop
-from rewards.worker import attempt, last_line
+from rewards.worker import call_user_code, last_line
 from rollouts.engines.base import Completion, Engine
 from rollouts.envs.base import Env
 
@@ -65,10 +65,10 @@ async def run_episode(
     stop: Stop = "turns"
     parts: dict[str, float] = {}
     try:
-        with _users_code():
+        with _catch_environment_errors():
             env = make_env(prompt)
         stop = await _converse(engine, env, tokenizer, script, seed_of_turn, max_new_tokens, max_turns)
-        parts, failure = attempt(env.scores, "Env.scores()")
+        parts, failure = call_user_code(env.scores, "Env.scores()")
     except _EnvironmentFailed as error:
         failure = str(error)
     sample = Sample(
@@ -104,7 +104,7 @@ async def _converse(
         script.said.append({"role": "assistant", "content": tokenizer.decode(done.token_ids)})
         if done.stop == "length":
             return "length"
-        with _users_code():
+        with _catch_environment_errors():
             answer = await env.step(script.said[-1]["content"])
         if answer is None:
             return "eos"
@@ -124,7 +124,7 @@ class _EnvironmentFailed(Exception):
 
 
 @contextmanager
-def _users_code() -> Generator[None]:
+def _catch_environment_errors() -> Generator[None]:
     try:
         yield
     except Exception as error:  # the border to the user's environment, whatever it raises

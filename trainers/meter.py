@@ -26,17 +26,17 @@ class Meter:
         self.tokens += tokens.weight.numel()
         weight = tokens.weight.double()
         for name, value in values.items():
-            self._add(name, torch.stack([(value.detach().double() * weight).sum(), weight.sum()]))
+            self._add_sums(name, torch.stack([(value.detach().double() * weight).sum(), weight.sum()]))
         for i, source in enumerate(self.sources):
             assert tokens.source_ids is not None
             of_source = weight * (tokens.source_ids == i)
             loss = (values["loss"].detach().double() * of_source).sum()
-            self._add(f"loss/{source}", torch.stack([loss, of_source.sum()]))
+            self._add_sums(f"loss/{source}", torch.stack([loss, of_source.sum()]))
 
     def merge(self, other: Meter) -> None:
         self.tokens += other.tokens
         for name, pair in other.sums.items():
-            self._add(name, pair)
+            self._add_sums(name, pair)
 
     def compute_means(self, add_up: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Over all ranks, whose sum `add_up` takes; of what was never added there is no mean."""
@@ -50,5 +50,5 @@ class Meter:
             **{n: total / weight for n, (total, weight) in zip(names, sums, strict=True) if weight},
         }
 
-    def _add(self, name: str, pair: Tensor) -> None:
+    def _add_sums(self, name: str, pair: Tensor) -> None:
         self.sums[name] = self.sums[name] + pair if name in self.sums else pair

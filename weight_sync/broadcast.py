@@ -54,7 +54,7 @@ class WeightSender:
         if self._store is None:
             raise RuntimeError("open() comes before join()")
         with transfer_errors(self.transport):
-            self._group = _join(self._store, rank=0, members=members, timeout=self._timeout)
+            self._group = _form_group(self._store, rank=0, members=members, timeout=self._timeout)
 
     def leave(self) -> None:
         """Close the connections: no member waits any longer."""
@@ -70,11 +70,11 @@ class WeightSender:
         for bucket in buckets:
             sent.update(fingerprint(bucket))
             self.sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
-            self._guard(self._send_bucket, bucket)
-        self._guard(self._end)
+            self._leave_on_failure(self._send_bucket, bucket)
+        self._leave_on_failure(self._send_end)
         return sent
 
-    def _guard(self, act: Callable[..., None], *args: Bucket) -> None:
+    def _leave_on_failure(self, act: Callable[..., None], *args: Bucket) -> None:
         try:
             with transfer_errors(self.transport):
                 act(*args)
@@ -93,7 +93,7 @@ class WeightSender:
         self._broadcast(text)
         self._broadcast(flat)
 
-    def _end(self) -> None:
+    def _send_end(self) -> None:
         self._broadcast(torch.zeros(1, dtype=torch.int64))
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -110,7 +110,7 @@ class WeightReceiver:
         timeout = timedelta(seconds=timeout_s)
         with transfer_errors("gloo"):
             store = TCPStore(address, port, is_master=False, timeout=timeout)
-            self._group: ProcessGroupGloo | None = _join(store, rank=rank, members=members, timeout=timeout)
+            self._group: ProcessGroupGloo | None = _form_group(store, rank=rank, members=members, timeout=timeout)
 
     def receive(self) -> Iterator[Bucket]:
         """The buckets of one `send`. Each has storage of its own, which a consumer may keep."""
@@ -120,7 +120,7 @@ class WeightReceiver:
             places, size = _plan_layout(header)
             flat = self._receive_tensor(torch.empty(size, dtype=torch.uint8))
             yield [
-                (name, flat[at : at + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape))
+                (name, flat[at : at + _count_bytes(dtype, shape)].view(getattr(torch, dtype)).view(shape))
                 for at, (name, dtype, shape) in zip(places, header, strict=True)
             ]
 
@@ -135,7 +135,7 @@ class WeightReceiver:
             raise
 
 
-def _join(store: TCPStore, *, rank: int, members: int, timeout: timedelta) -> ProcessGroupGloo:
+def _form_group(store: TCPStore, *, rank: int, members: int, timeout: timedelta) -> ProcessGroupGloo:
     # A group object of its own, not torch's default group: trainers and vLLM's workers have theirs already.
     return ProcessGroupGloo(PrefixStore("feynrl_weights", store), rank, members, timeout)
 
@@ -152,11 +152,11 @@ def _plan_layout(header: _Header) -> tuple[list[int], int]:
     places, end = [], 0
     for _, dtype, shape in header:
         places.append(end)
-        end += -(-_nbytes(dtype, shape) // _ALIGNMENT) * _ALIGNMENT
+        end += -(-_count_bytes(dtype, shape) // _ALIGNMENT) * _ALIGNMENT
     return places, end
 
 
-def _nbytes(dtype: str, shape: list[int]) -> int:
+def _count_bytes(dtype: str, shape: list[int]) -> int:
     return getattr(torch, dtype).itemsize * prod(shape)
 
 

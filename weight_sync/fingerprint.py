@@ -54,7 +54,7 @@ def checksum(shard: Tensor, *, shape: Sequence[int] | None = None, start: Sequen
     begins = [*begin[:-1], begin[-1] // per_word]
     seed = f"{shard.dtype} {full}"
     weights = [
-        _weights(f"{seed} {dim}", extent)[at : at + size].to(shard.device)
+        _make_weights(f"{seed} {dim}", extent)[at : at + size].to(shard.device)
         for dim, (extent, at, size) in enumerate(zip(extents, begins, words.shape, strict=True))
     ]
     total = _row_sums(words.reshape(-1, words.shape[-1]), weights[-1])
@@ -71,14 +71,14 @@ def describe_difference(sent: Mapping[str, int], ranks: Sequence[Mapping[str, in
     """
     for rank, loaded in enumerate(ranks):
         if missing := [name for name in sent if name not in loaded]:
-            return f"rank {rank} did not load {_some(missing)}"
+            return f"rank {rank} did not load {_list_some(missing)}"
         if extra := [name for name in loaded if name not in sent]:
-            return f"rank {rank} loaded {_some(extra)}, which was not sent"
+            return f"rank {rank} loaded {_list_some(extra)}, which was not sent"
     changed = [name for name, value in sent.items() if not _adds_up(value, [loaded[name] for loaded in ranks])]
     if not changed:
         return None
     where = "rank 0" if len(ranks) == 1 else f"ranks 0 to {len(ranks) - 1} together"
-    return f"{where} loaded other values of {_some(changed)} than were sent"
+    return f"{where} loaded other values of {_list_some(changed)} than were sent"
 
 
 def _adds_up(whole: int, shards: list[int]) -> bool:
@@ -86,7 +86,7 @@ def _adds_up(whole: int, shards: list[int]) -> bool:
     return any((sum(shards) - k * whole) % (1 << _BITS) == 0 for k in copies)
 
 
-def _some(names: list[str], most: int = 3) -> str:
+def _list_some(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -106,18 +106,18 @@ def _row_sums(words: Tensor, weight: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=512)
-def _weights(seed: str, length: int) -> Tensor:
+def _make_weights(seed: str, length: int) -> Tensor:
     """[length] odd int64 from splitmix64 of the seed."""
     x = torch.arange(length, dtype=torch.int64).add_(zlib.crc32(seed.encode()) << 31)
-    x.mul_(_signed(0x9E3779B97F4A7C15))
+    x.mul_(_to_signed(0x9E3779B97F4A7C15))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x ^= (x >> shift) & ((1 << (_BITS - shift)) - 1)
-        x.mul_(_signed(factor))
+        x.mul_(_to_signed(factor))
     x ^= (x >> 31) & ((1 << 33) - 1)
     return x | 1
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     return value - (1 << _BITS) if value >> (_BITS - 1) else value
 
 

@@ -41,5 +41,5 @@ class NcclSender(WeightSender):
             self._nccl.broadcast(tensor.to(self._nccl.device).contiguous(), src=0, stream=stream)
         stream.synchronize()  # the bucket is let go of after this
 
-    def _end(self) -> None:
+    def _send_end(self) -> None:
         self._nccl.group.broadcast_obj(None, src=0)

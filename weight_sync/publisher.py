@@ -31,7 +31,7 @@ class LocalWeightSync:
         sent: dict[str, int] = {}
         nbytes = 0
 
-        def sending() -> Iterator[Bucket]:
+        def export_recorded() -> Iterator[Bucket]:
             nonlocal nbytes
             for bucket in self.trainer.export_weights(self.max_bytes, self.scope):
                 sent.update(fingerprint(bucket))
@@ -41,7 +41,7 @@ class LocalWeightSync:
         of_trainer, of_engine = self.timers
         with of_trainer.measure(Activity.SYNC), of_engine.measure(Activity.SYNC):
             await self.engine.pause()
-            await self.engine.load_weights(version, sending())
+            await self.engine.load_weights(version, export_recorded())
         gap = verify_sync(
             sent,
             [await self.engine.read_fingerprint()],

@@ -39,6 +39,7 @@ from algs.check.update import (
     max_abs,
     plan_batches,
     run_update,
+    slopes_by_ratio,
     update_on_groups,
     with_totals,
 )
@@ -307,17 +308,6 @@ def clips_on_the_right_side(alg: Algorithm) -> str:
         if not any(a == side for a, _ in moved):
             raise ObligationFailed(f"{did} moves no gradient with A={side:+g} on its side of ratio 1")
     return f"halving one moves gradients on its own side of ratio 1 only ({len(before)} points)"
-
-
-def slopes_by_ratio(alg: Algorithm) -> dict[tuple[float, float], float]:
-    """Return gradient / weight by (advantage, ratio to the old policy); engine and proximal policy agree."""
-    away = torch.logspace(-4, 0.5, 60, dtype=torch.float64)
-    ratios = torch.cat([(-away).exp(), away.exp()])
-    groups, logp = fixtures.ratio_pairs(ratios)
-    tables = {"logp": logp, "entropy": torch.ones_like(logp), "values": torch.zeros_like(logp)}
-    [batch] = plan_batches(alg, groups, tables)
-    slopes = run_update(alg, [batch], tables).gradient["logp"] / batch.tokens.weight[0]
-    return {(1.0 - 2 * (i % 2), float(ratios[i // 2])): slope for i, slope in enumerate(slopes.tolist())}
 
 
 def prefers_what_the_rows_prefer(alg: Algorithm) -> str:

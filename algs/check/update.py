@@ -177,3 +177,14 @@ def describe_any_difference(step: MadeUpStep, got: Outcome, want: Outcome) -> st
         return ""
     numbers = f"the loss is {got.loss:.6g} instead of {want.loss:.6g}"
     return describe_difference(step, got.gradient, want.gradient) or numbers
+
+
+def slopes_by_ratio(alg: Algorithm) -> dict[tuple[float, float], float]:
+    """Return gradient / weight by (advantage, ratio to the old policy); engine and proximal policy agree."""
+    away = torch.logspace(-4, 0.5, 60, dtype=torch.float64)
+    ratios = torch.cat([(-away).exp(), away.exp()])
+    groups, logp = fixtures.ratio_pairs(ratios)
+    tables = {"logp": logp, "entropy": torch.ones_like(logp), "values": torch.zeros_like(logp)}
+    [batch] = plan_batches(alg, groups, tables)
+    slopes = run_update(alg, [batch], tables).gradient["logp"] / batch.tokens.weight[0]
+    return {(1.0 - 2 * (i % 2), float(ratios[i // 2])): slope for i, slope in enumerate(slopes.tolist())}

@@ -86,29 +86,29 @@ class HfEngine(Engine):
         self.waiting.append(_Request(token_ids, max_new_tokens, np.random.default_rng(seed), future))
         for _ in range(3):  # let everybody who is about to ask do so
             await asyncio.sleep(0)
-        self._begin()
+        self._start_batch()
         return await future
 
-    def _begin(self) -> None:
+    def _start_batch(self) -> None:
         """Make a batch of what waits, unless one is running or an update is awaited."""
         self.waiting = [request for request in self.waiting if not request.done.done()]  # some callers gave up
         if self.waiting and self.running is None and not self.paused:
             batch, self.waiting = self.waiting[: self.max_batch], self.waiting[self.max_batch :]
-            self.running = asyncio.create_task(self._run(batch))
-            self.running.add_done_callback(partial(self._ended, batch))
+            self.running = asyncio.create_task(self._run_batch(batch))
+            self.running.add_done_callback(partial(self._finish_batch, batch))
 
-    async def _run(self, batch: list[_Request]) -> None:
+    async def _run_batch(self, batch: list[_Request]) -> None:
         """Generate all of `batch`, token by token; with weight_sync.requests=abort, until the next update."""
         live = sorted(batch, key=lambda r: len(r.so_far))
         while live:
-            n_updates, rows = self.n_updates, self._rows(live)
+            n_updates, rows = self.n_updates, self._make_rows(live)
             while live and n_updates == self.n_updates:
-                live = self._step(rows, live)
+                live = self._sample_tokens(rows, live)
                 await asyncio.sleep(0)
             if self.request_mode == "abort":
                 return
 
-    def _ended(self, batch: list[_Request], run: asyncio.Task[None]) -> None:
+    def _finish_batch(self, batch: list[_Request], run: asyncio.Task[None]) -> None:
         """Answer the callers, in the order they asked; what was cut off is first in the queue."""
         self.running = None
         error = None if run.cancelled() else run.exception()
@@ -120,7 +120,7 @@ class HfEngine(Engine):
                 request.done.cancel()
             elif error is not None:
                 request.done.set_exception(error)
-            elif stop := self._stop(request):
+            elif stop := self._stop_reason(request):
                 request.done.set_result(
                     Completion(token_ids=request.new_ids, logp=request.logp, versions=request.versions, stop=stop)
                 )
@@ -129,20 +129,20 @@ class HfEngine(Engine):
         self.waiting = cut_off + self.waiting
         if self.waiting and not run.cancelled():
             # After the callers just answered: what they ask next comes into the same batch.
-            asyncio.get_running_loop().call_soon(self._begin)
+            asyncio.get_running_loop().call_soon(self._start_batch)
 
-    def _rows(self, live: list[_Request]) -> _Rows:
+    def _make_rows(self, live: list[_Request]) -> _Rows:
         """Nothing in the cache, all tokens so far to be computed."""
         width = max(len(r.so_far) for r in live)
         pads = [width - len(r.so_far) for r in live]
         return _Rows(
-            ids=self._tensor([[0] * pad + r.so_far for pad, r in zip(pads, live, strict=True)]),
-            mask=self._tensor([[0] * pad + [1] * (width - pad) for pad in pads]),
+            ids=self._make_tensor([[0] * pad + r.so_far for pad, r in zip(pads, live, strict=True)]),
+            mask=self._make_tensor([[0] * pad + [1] * (width - pad) for pad in pads]),
             cache=DynamicCache(config=self.model.config),
         )
 
     @torch.no_grad()  # here and not around the loop: between two tokens other tasks run, which may want gradients
-    def _step(self, rows: _Rows, live: list[_Request]) -> list[_Request]:
+    def _sample_tokens(self, rows: _Rows, live: list[_Request]) -> list[_Request]:
         """One token for each of `live`; returns those that go on, and prepares their rows."""
         positions = (rows.mask.cumsum(-1) - 1).clamp(min=0)[:, -rows.ids.shape[1] :]
         out = self.model(
@@ -154,14 +154,14 @@ class HfEngine(Engine):
             logits_to_keep=1,
         )
         logp = (out.logits[:, -1].float() / self.temperature).log_softmax(-1)  # [B, V]
-        chosen = self._draw(logp, live)  # [B]
+        chosen = self._draw_tokens(logp, live)  # [B]
         chosen_logp = logp.gather(-1, chosen[:, None])[:, 0].tolist()
         stay = []
         for i, (request, token) in enumerate(zip(live, chosen.tolist(), strict=True)):
             request.new_ids.append(token)
             request.logp.append(chosen_logp[i])
             request.versions.append(self.version)
-            if self._stop(request) is None and not request.done.done():
+            if self._stop_reason(request) is None and not request.done.done():
                 stay.append(i)
         rows.ids, rows.mask = chosen[:, None], torch.cat([rows.mask, rows.mask.new_ones(len(live), 1)], -1)
         if 0 < len(stay) < len(live):
@@ -170,13 +170,13 @@ class HfEngine(Engine):
             rows.cache.batch_select_indices(at)
         return [live[i] for i in stay]
 
-    def _stop(self, request: _Request) -> Literal["eos", "length"] | None:
+    def _stop_reason(self, request: _Request) -> Literal["eos", "length"] | None:
         """Why it is finished; None for one that is not."""
         if request.new_ids and request.new_ids[-1] in self.stop:
             return "eos"
         return "length" if len(request.new_ids) == request.max_new_tokens else None
 
-    def _draw(self, logp: Tensor, live: list[_Request]) -> Tensor:
+    def _draw_tokens(self, logp: Tensor, live: list[_Request]) -> Tensor:
         """Inverse of the cumulative distribution at one uniform number per request, [B]."""
         cumulative = logp.double().exp().cumsum(-1)
         at = torch.tensor([r.uniform.random() for r in live], dtype=torch.float64, device=self.device)
@@ -186,8 +186,10 @@ class HfEngine(Engine):
 
     async def probe(self, token_ids: list[int]) -> list[float]:
         with torch.no_grad():
-            logp = self.model(input_ids=self._tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)
-        return logp[:-1].gather(-1, self._tensor(token_ids[1:])[:, None])[:, 0].tolist()
+            logp = (
+                self.model(input_ids=self._make_tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)
+            )
+        return logp[:-1].gather(-1, self._make_tensor(token_ids[1:])[:, None])[:, 0].tolist()
 
     async def pause(self) -> None:
         """Finish the running batch with `wait`; otherwise an update may come between any two tokens."""
@@ -214,7 +216,7 @@ class HfEngine(Engine):
         self.version = version
         if self.paused:
             self.paused = False
-            self._begin()
+            self._start_batch()
 
     async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:
         self.chunks = None
@@ -243,5 +245,5 @@ class HfEngine(Engine):
     async def close(self) -> None:
         return
 
-    def _tensor(self, values: list) -> Tensor:
+    def _make_tensor(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -59,19 +59,19 @@ class LoadTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default and not args[0].is_meta:  # meta: vLLM only counts elements
-            self._note(*args[:2])
+            self._find_source(*args[:2])
         return returned
 
-    def _note(self, written: Tensor, copied: Tensor) -> None:
+    def _find_source(self, written: Tensor, copied: Tensor) -> None:
         _, sources = self._sources.get(copied.untyped_storage()._cdata, (None, []))
         at = copied.storage_offset() * copied.itemsize
         for source in sources:
             # The empty slice, of a rank that needs no part of the tensor, is taken at the tensor's end.
             if source.begin <= at < source.end or (copied.numel() == 0 and at == source.end):
-                self._record(source, at, written, copied)
+                self._record_checksum(source, at, written, copied)
                 return
 
-    def _record(self, source: _Source, at: int, written: Tensor, copied: Tensor) -> None:
+    def _record_checksum(self, source: _Source, at: int, written: Tensor, copied: Tensor) -> None:
         same_strides = copied.dim() == len(source.shape) and all(
             size <= 1 or mine == its
             for size, mine, its in zip(copied.shape, copied.stride(), source.stride, strict=True)

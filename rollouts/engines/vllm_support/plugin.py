@@ -27,9 +27,9 @@ def _end_with_parent() -> None:
     if parent is None:
         return
 
-    def watch() -> None:
+    def watch_parent() -> None:
         while os.getppid() == parent.pid:
             time.sleep(PARENT_POLL_S)
         os._exit(1)
 
-    Thread(target=watch, daemon=True, name="end with parent").start()
+    Thread(target=watch_parent, daemon=True, name="end with parent").start()
