@@ -1,4 +1,4 @@
-"""Load a causal LM the way training needs it."""
+"""Load a causal LM for training."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def load_model(
     path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False, lora: LoraConfig | None = None
 ) -> nn.Module:
-    """A Hugging Face causal LM on the CPU, without dropout (two forward passes of one policy must agree).
+    """Load a Hugging Face causal LM on the CPU, without dropout (two forward passes of one policy must agree).
 
-    With `lora` it has a new adapter, and all else is frozen.
+    With `lora` it has a new adapter, and everything else is frozen. Raises UserError where it cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
 
@@ -33,9 +33,9 @@ def load_model(
 
 
 def load_scalar_model(path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False) -> nn.Module:
-    """A value or reward model: the transformer with one number instead of logits, `score`, a sequence classifier's.
+    """Load a value or reward model: the transformer of `path` with the head of a sequence classifier with one label.
 
-    The head of a reward model that was saved is kept; a new one begins at zero.
+    The head of a saved reward model is kept; a new one starts at zero.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -47,7 +47,7 @@ def load_scalar_model(path: str, *, dtype: str, attention: str, gradient_checkpo
     )
     if not was_scalar:
         nn.init.zeros_(model.score.weight)
-    # A sequence classifier looks for its last token by this; values are read elsewhere, see forward.compute_values.
+    # A sequence classifier needs it to find the last token; values are read elsewhere, see forward.compute_values.
     model.config.pad_token_id = model.config.pad_token_id or 0
     return model
 
@@ -58,7 +58,7 @@ def _load_pretrained(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # it would tell of the head that a value model lacks
+    logging.set_verbosity_error()  # else it warns about the missing head of a value model
     if attention != "auto":
         settings["attn_implementation"] = attention
     try:

@@ -20,6 +20,8 @@ from weight_sync.base import Bucket, ExportScope
 
 
 class LocalTrainer(Trainer):
+    """Trainer in one process, without DeepSpeed."""
+
     def __init__(self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, **settings: Unpack[TrainerSettings]):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         super().__init__(model, cfg, alg, device=device, **settings)
@@ -35,7 +37,7 @@ class LocalTrainer(Trainer):
 
 
 class TorchLearner:
-    """Keeps float32 master weights beside a bfloat16 model, as DeepSpeed does; in float32 they are one."""
+    """Model with its torch optimizer. A bfloat16 model has float32 master weights, as with DeepSpeed."""
 
     def __init__(self, model: nn.Module, cfg: TrainerConfig):
         self.model = self.module = model

@@ -13,13 +13,13 @@ from core.types import Tokens
 
 @dataclass
 class Meter:
-    """Averages per-token values with the token weights, over everything it is shown, on every rank."""
+    """Weighted averages of per-token values, over all added micro-batches and all ranks."""
 
     sources: tuple[str, ...] = ()
-    """Data sets whose loss is told apart."""
+    """Data sets whose losses are averaged separately."""
     tokens: float = 0.0
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """By name: the sum of weight x value, and of the weights, [2] float64."""
+    """Sum of weight x value and sum of weights by name, [2] float64."""
 
     @torch.no_grad()
     def add(self, tokens: Tokens, values: dict[str, Tensor]) -> None:
@@ -39,7 +39,10 @@ class Meter:
             self._add_sums(name, pair)
 
     def compute_means(self, add_up: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Over all ranks, whose sum `add_up` takes; of what was never added there is no mean."""
+        """Return the means over all ranks; a value that was never added has no mean.
+
+        add_up: sums a tensor over the ranks.
+        """
         names = sorted(self.sums)
         local = torch.stack(
             [torch.tensor([self.tokens, 1.0], dtype=torch.float64), *(self.sums[n].cpu() for n in names)]

@@ -1,4 +1,4 @@
-"""Publish weights: every engine samples from the trainer's current weights and has proven it, or the run stops."""
+"""Weight sync: afterwards every engine verifiably samples from the trainer's current weights, or the run stops."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from weight_sync.transports import SyncEndpoints, Transport
 
 @dataclass(slots=True)
 class LocalWeightSync:
-    """Trainer and engine in this process: tensors are handed over."""
+    """Weight sync between trainer and engine in this process: tensors are passed by reference."""
 
     trainer: ExportsWeights
     engine: ReceivesWeights
     timers: tuple[ActivityTimer, ActivityTimer]
-    """The trainer's and the engine's."""
+    """Timers of the trainer and of the engine."""
     probe: Probe
     max_bytes: int
     scope: ExportScope
@@ -54,14 +54,14 @@ class LocalWeightSync:
 
 @dataclass(slots=True)
 class RemoteWeightSync:
-    """Over the first of `transports` that works; the proof is the same for all."""
+    """Weight sync over the first of `transports` that works; the verification is the same for all."""
 
     ends: SyncEndpoints
     engines: Remote[ReceivesWeights]
-    """The engines again, with the run's deadline: finishing running requests may take longer than a transfer."""
+    """Engine handles with the run's deadline: finishing running requests may take longer than a transfer."""
     probe: Probe
     transports: list[Transport]
-    """Those that failed are removed."""
+    """Transports to try, in order; those that failed are removed."""
     may_fall_back: bool
     """False: a transport that fails ends the run."""
     say: Callable[[str], None]

@@ -46,10 +46,7 @@ from algs.check.update import (
 from core.types import Batch, LossNorm, Sample
 
 STEP, BEND = 1e-4, 1e-3
-"""Step size of a central difference; and the share of the largest slope by which two one-sided slopes may differ.
-
-A larger gap between the slopes to the left and to the right is a kink.
-"""
+"""Step size of a central difference; and the fraction by which its one-sided slopes may differ, else it is a kink."""
 
 
 class NotApplicable(Exception):
