@@ -1,4 +1,4 @@
-"""One episode: the policy talks, the environment answers, until one of them stops."""
+"""One episode: policy and environment take turns until one of them stops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollouts.envs.base import Env
 
 
 class Tokenizer(Protocol):
-    """What an episode asks of a tokenizer; see data_feeds/tokenizer.py."""
+    """Interface of a tokenizer to an episode; see data_feeds/tokenizer.py."""
 
     def render(self, messages: list[Message]) -> list[int]: ...
     def render_turn(self, message: Message) -> list[int]: ...
@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
 @dataclass
 class Transcript:
-    """An episode so far: its tokens, which are only ever appended, and what was said in them after the prompt."""
+    """Episode so far: its tokens, which are only appended, and its messages after the prompt."""
 
     ids: list[int] = field(default_factory=list[int])
     action_mask: list[bool] = field(default_factory=list[bool])
@@ -93,9 +93,9 @@ async def _converse(
     left: int,
     max_turns: int,
 ) -> Stop:
-    """Continue `script` by at most `left` tokens and `max_turns` replies of the policy, which has the last word.
+    """Continue `script` by at most `left` tokens and `max_turns` replies; the last turn is the policy's.
 
-    A reply is decoded for others to read and never encoded again, because encode(decode(ids)) need not be ids.
+    A reply is decoded for environment and reward and never encoded again: encode(decode(ids)) may differ from ids.
     """
     for turn in range(max_turns):
         done = await engine.generate(script.ids, max_new_tokens=left, seed=seed_of_turn(turn))
@@ -120,7 +120,7 @@ async def _converse(
 
 
 class _EnvironmentFailed(Exception):
-    """Where and why."""
+    """Error of the user's environment, with its place."""
 
 
 @contextmanager

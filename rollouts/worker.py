@@ -18,7 +18,7 @@ from rollouts.episode import Tokenizer, make_seed, run_episode
 
 
 class RolloutWorker:
-    """`engine` and `timer` are public: weight sync calls them directly."""
+    """Owner of one engine with its reward processes. Weight sync calls `engine` and `timer` directly."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""Plain transformers as an engine: for `backend: local`, for debugging, and as a yardstick for the other one.
+"""Plain transformers as an engine: for `backend: local`, for debugging, and to test the vLLM engine against.
 
-Its own copy of the weights, a key-value cache, and every sampling warper off but the temperature,
-whatever the model's generation config says: it samples from softmax(logits / temperature), full stop.
+It has its own copy of the weights and a KV cache. It samples from softmax(logits / temperature) and ignores the model's
+generation config.
 
-It gives way after every token, so that weights can come in mid-generation. A load computes the cache of whatever is
-live anew, from all its tokens so far.
+It yields to the event loop after every token, so that weights can be loaded during generation. The KV cache of running
+requests is then recomputed from all their tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Request:
     token_ids: list[int]
     max_new_tokens: int
     uniform: np.random.Generator
-    """One draw per token; a request's tokens do not depend on what it is batched with."""
+    """Random numbers, one per token; a request's tokens do not depend on the rest of its batch."""
     done: asyncio.Future[Completion]
     new_ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
@@ -46,12 +46,12 @@ class _Request:
 
 @dataclass(slots=True)
 class _Rows:
-    """What the next forward pass over the live requests takes."""
+    """Inputs of the next forward pass over the live requests."""
 
     ids: Tensor
-    """[B, L], what is not in the cache yet."""
+    """[B, L] int64, tokens that are not in the cache yet."""
     mask: Tensor
-    """[B, all], 0 where a row is padded, on its left."""
+    """[B, all] int64, 0 where a row is padded, on its left."""
     cache: DynamicCache
 
 
@@ -79,18 +79,18 @@ class HfEngine(Engine):
         self.running: asyncio.Task[None] | None = None
         self.paused = False
         self.chunks: list[Bucket] | None = None
-        """Buckets for the next `receive_weights`; None while a broadcast brings weights."""
+        """Buckets for the next `receive_weights`; None if weights come by broadcast."""
 
     async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.waiting.append(_Request(token_ids, max_new_tokens, np.random.default_rng(seed), future))
-        for _ in range(3):  # let everybody who is about to ask do so
+        for _ in range(3):  # let other callers add their requests first
             await asyncio.sleep(0)
         self._start_batch()
         return await future
 
     def _start_batch(self) -> None:
-        """Make a batch of what waits, unless one is running or an update is awaited."""
+        """Start a batch of the waiting requests, unless one is running or the engine is paused."""
         self.waiting = [request for request in self.waiting if not request.done.done()]  # some callers gave up
         if self.waiting and self.running is None and not self.paused:
             batch, self.waiting = self.waiting[: self.max_batch], self.waiting[self.max_batch :]
@@ -109,7 +109,7 @@ class HfEngine(Engine):
                 return
 
     def _finish_batch(self, batch: list[_Request], run: asyncio.Task[None]) -> None:
-        """Answer the callers, in the order they asked; what was cut off is first in the queue."""
+        """Return completions to the callers, in order of request; put aborted requests first in the queue."""
         self.running = None
         error = None if run.cancelled() else run.exception()
         cut_off: list[_Request] = []
@@ -128,11 +128,11 @@ class HfEngine(Engine):
                 cut_off.append(request)
         self.waiting = cut_off + self.waiting
         if self.waiting and not run.cancelled():
-            # After the callers just answered: what they ask next comes into the same batch.
+            # after the callers' tasks: their next requests join the same batch
             asyncio.get_running_loop().call_soon(self._start_batch)
 
     def _make_rows(self, live: list[_Request]) -> _Rows:
-        """Nothing in the cache, all tokens so far to be computed."""
+        """Return inputs with all tokens so far and an empty cache."""
         width = max(len(r.so_far) for r in live)
         pads = [width - len(r.so_far) for r in live]
         return _Rows(
@@ -143,7 +143,7 @@ class HfEngine(Engine):
 
     @torch.no_grad()  # here and not around the loop: between two tokens other tasks run, which may want gradients
     def _sample_tokens(self, rows: _Rows, live: list[_Request]) -> list[_Request]:
-        """One token for each of `live`; returns those that go on, and prepares their rows."""
+        """Sample one token for each of `live`; return the unfinished requests, and prepare their rows."""
         positions = (rows.mask.cumsum(-1) - 1).clamp(min=0)[:, -rows.ids.shape[1] :]
         out = self.model(
             input_ids=rows.ids,
@@ -171,13 +171,13 @@ class HfEngine(Engine):
         return [live[i] for i in stay]
 
     def _stop_reason(self, request: _Request) -> Literal["eos", "length"] | None:
-        """Why it is finished; None for one that is not."""
+        """Return why a request is finished; None if it is not."""
         if request.new_ids and request.new_ids[-1] in self.stop:
             return "eos"
         return "length" if len(request.new_ids) == request.max_new_tokens else None
 
     def _draw_tokens(self, logp: Tensor, live: list[_Request]) -> Tensor:
-        """Inverse of the cumulative distribution at one uniform number per request, [B]."""
+        """Invert the cumulative distribution at one uniform number per request, [B, V] -> [B]."""
         cumulative = logp.double().exp().cumsum(-1)
         at = torch.tensor([r.uniform.random() for r in live], dtype=torch.float64, device=self.device)
         return torch.searchsorted(cumulative, (at * cumulative[:, -1])[:, None], right=True)[:, 0].clamp(
@@ -196,10 +196,10 @@ class HfEngine(Engine):
         if self.request_mode == "wait":
             self.paused = True
             if self.running is not None:
-                await asyncio.wait([self.running])  # if it fails, its callers hear of it
+                await asyncio.wait([self.running])  # if it fails, its callers get the error
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
-        """Copy every tensor of the stream into the model's own; each must be there, in its shape."""
+        """Copy every tensor into the model's own. Raises RunStopped for a missing name or another shape."""
         own = dict(self.model.named_parameters())
         self.loaded = {}
         self.n_updates += 1
@@ -225,14 +225,14 @@ class HfEngine(Engine):
         )
 
     async def begin_chunks(self) -> None:
-        self.chunks = []  # kept until all have come: tokens may be sampled meanwhile
+        self.chunks = []  # kept until all have arrived: tokens may be sampled meanwhile
 
     async def load_chunk(self, chunk: Chunk) -> None:
         assert self.chunks is not None
         self.chunks.append(read_chunk(chunk))
 
     async def receive_weights(self, version: int) -> None:
-        """Load without giving way to requests."""
+        """Load the weights without yielding to requests."""
         if self.chunks is None:
             await self.load_weights(version, self.receiver.receive())
         else:
