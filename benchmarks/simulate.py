@@ -251,7 +251,7 @@ def forecast(schedule: Schedule, times: Times, *, engines: int, concurrent: int)
 
 
 def times_of(run_folder: Path) -> tuple[Times, Schedule]:
-    """What a run measured, on average; its first step, which warms things up, is left out."""
+    """Return the averages of a run's metrics, without its first step, which is a warm-up."""
     import yaml
 
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()][1:]
@@ -295,8 +295,8 @@ def main(argv: list[str] | None = None) -> int:
     least = min_staleness(sync_every=schedule.sync_every, sample_reuse=schedule.sample_reuse)
     if min(args.max_staleness) < least:
         raise SystemExit(
-            f"error: --max-staleness {min(args.max_staleness)}, and the run's weight_sync.every={schedule.sync_every} and "
-            f"sample_reuse={schedule.sample_reuse} want {least} or more"
+            f"error: --max-staleness {min(args.max_staleness)}, and the run's weight_sync.every="
+            f"{schedule.sync_every} and sample_reuse={schedule.sample_reuse} need {least} or more"
         )
     print(f"{times}, {schedule.fresh} groups drawn a step, {args.concurrent} at a time in an engine\n")
     headings = ["engines", "trainers", "max_staleness", "s/step", "speed-up", "trainer waits", "lag", "max"]

@@ -1,12 +1,12 @@
-"""Checkpoints: what lies in <run folder>/checkpoints, what of it stays, and which one a run goes on from.
+"""Checkpoints: write, keep and find those in <run folder>/checkpoints.
 
     step_00010/            the run after ten steps: complete, because it has this name
         policy/, critic/   a learner's weights and optimizer, one file per rank
         rank_0.pt ...      the rest of every rank: counters and random state
         progress.json      steps, metrics, data position, and the recipe it belongs to
         COMPLETE
-    last -> step_00010     and best, where there is a measurement
-    step_00015.partial/    being written, or removed, or what a killed run left of either: never read
+    last -> step_00010     and best, if data.eval was measured
+    step_00015.partial/    being written or removed, maybe by a run that was killed: never read
 
 Nothing here reads a learner's files: see trainers/checkpoint_state.py.
 """
@@ -31,7 +31,7 @@ from trainers.trainer import Trainer
 COMPLETE = "COMPLETE"
 PARTIAL = ".partial"
 BEST_BY = EVAL_LOSS
-"""The held-out measure; lower is better. A checkpoint of a step that did not measure it competes with none."""
+"""Metric of `best`; lower is better. Checkpoints of steps that did not measure it are not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +42,21 @@ class RunState:
     metrics: dict[str, float]
     """Metrics of the last of these steps."""
     position: dict[str, Any]
-    """State of the replay buffer in RL; empty in supervised runs, where the step says all."""
+    """State of the replay buffer in RL; empty in supervised runs, where the step is enough."""
     recipe: dict[str, Any]
     """Settings and file hashes of the run; see driver/resume.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint."""
+    """Complete checkpoint on disk."""
 
     folder: Path
     state: RunState
 
 
 async def write_checkpoint(home: Path, trainers: Workers[Trainer], state: RunState) -> Path:
-    """Let every rank write its share; give the folder its name when all of it is on the disk."""
+    """Let every rank write its share; rename the folder to its final name when all of it is on the disk."""
     final = home / f"step_{state.steps_done:05d}"
     partial = final.with_name(final.name + PARTIAL)
     if partial.exists():
@@ -107,7 +107,7 @@ def remove_old_checkpoints(home: Path, keep: int) -> None:
     for checkpoint in found[:-keep]:
         if checkpoint is not best:
             doomed = checkpoint.folder.with_name(checkpoint.folder.name + PARTIAL)
-            os.replace(checkpoint.folder, doomed)  # at once: half of it must not pass for a whole one
+            os.replace(checkpoint.folder, doomed)  # atomic: a half removed folder must not look complete
             shutil.rmtree(doomed)
 
 
@@ -121,8 +121,8 @@ def find_checkpoint(resume: str) -> Checkpoint:
     found = list_checkpoints(named / "checkpoints")
     if not found:
         raise UserError(
-            f"resume={resume} has no complete checkpoint: name a run that made one (checkpoint.every), or leave resume "
-            "out to start anew"
+            f"resume={resume} has no complete checkpoint: name a run that made one (checkpoint.every), or remove "
+            "resume to start again"
         )
     return found[-1]
 

@@ -27,7 +27,7 @@ class Loaded(Generic[C]):
 
 
 def load_recipe(cls: type[C], path: str, overrides: list[str]) -> Loaded[C]:
-    """Raise UserError that names the file or the key, and the mend."""
+    """Read and validate a recipe. Raises UserError that names the file or the key, and the fix."""
     raw = read_recipe(path)
     for item in overrides:
         apply_override(raw, item)

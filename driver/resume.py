@@ -1,6 +1,6 @@
-"""What a resumed run must have in common with the run it goes on from, and what it need not.
+"""Which settings a resumed run must share with the run that it resumes.
 
-Every key is compared but for those named here, so that a new one is refused until somebody has thought about it.
+Every key is compared except for those listed here, so a change of a new key is refused by default.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ NOT_FOR_TRAINING = (
     "weight_sync.transport",
     "alg.file",  # its contents are compared, wherever it lies
 )
-"""May differ, and the run's numbers stay the same. A name that ends in a dot is a whole section."""
+"""Keys that may differ without any change of the numbers. A name that ends in a dot is a whole section."""
 BITWISE_ONLY = (
     *("trainer.micro_batch_tokens", "trainer.gradient_checkpointing"),
     *("rollout.engines", "rollout.tensor_parallel_size", "rollout.enforce_eager"),
     *("rollout.kv_cache_gib", "rollout.gpu_memory_utilization"),
 )
-"""May differ, because a run that died for want of memory must be able to go on: the gradient is the same in exact
-arithmetic, and its last bits are others. The log says so."""
+"""Keys that may differ, because a run that ran out of memory must be able to continue. The gradient is the same in
+exact arithmetic, but not to the last bit; the log says so."""
 EVALUATION = ("eval_every", "data.eval", "data.eval.", "data.eval_rows")
-"""May differ. In RL an engine's batches hold held-out prompts beside the others, which moves last bits."""
+"""Keys that may differ. In RL they change last bits, because an engine batches held-out prompts with others."""
 
 
 def collect_settings(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -> dict[str, Any]:

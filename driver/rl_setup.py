@@ -54,7 +54,7 @@ class Prepared:
 
 
 def prepare(loaded: Loaded[RLConfig]) -> Prepared:
-    """Check the recipe against model, data and code; raise UserError for what the user must mend."""
+    """Check the recipe against model, data and code; raise UserError for what the user must fix."""
     cfg = loaded.cfg
     alg = load_algorithm(loaded.alg_spec, cfg.alg)
     if not isinstance(alg, PolicyGradient):
@@ -95,7 +95,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
 
 
 def check_frozen_models(alg: PolicyGradient, tokenizer: ChatTokenizer, path: str) -> None:
-    """Raise UserError for a frozen model that is none, or has another vocabulary than the policy."""
+    """Raise UserError for a frozen model that is not a model, or has another vocabulary than the policy."""
     for frozen in filter(None, alg.frozen_models.values()):
         check_model_folder(frozen, key="alg")
         if tokenizer.hf.get_vocab() != ChatTokenizer(frozen, "plain").hf.get_vocab():

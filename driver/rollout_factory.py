@@ -24,7 +24,7 @@ from weight_sync.base import TransportName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """All that a rollout worker needs to know; it loads reward, environment and engine itself, from these files."""
+    """Settings of a rollout worker, which loads reward, environment and engine itself, from these files."""
 
     model: ModelConfig
     data: DataConfig
@@ -34,9 +34,9 @@ class RolloutPlan:
     env_spec: FileSpec
     engine_spec: FileSpec
     engine: EngineConfig
-    """Without stop tokens and cores, which the worker's process knows."""
+    """Engine settings without stop tokens and cores, which the worker's process adds."""
     transports: tuple[TransportName, ...]
-    """How weights are sent; and in a synchronous run what replaces a transport that fails, in this order."""
+    """Transports of weights; in a synchronous run the next one replaces one that fails."""
     seed: int
 
 
@@ -59,7 +59,7 @@ def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
         kv_cache_gib=cfg.rollout.kv_cache_gib if count_gpus() == 0 else None,
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
-        starts_empty=lora is None,  # the first weight sync brings all weights
+        starts_empty=lora is None,  # the first weight sync sends all weights
         lora=lora and name_lora_targets(lora, cfg.model.path),
         over_nccl=transports[0] == "nccl",
         timeout_s=cfg.weight_sync.timeout_s,

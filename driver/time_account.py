@@ -1,6 +1,6 @@
-"""Seconds of every device by activity. What nobody measured is a row of its own, so that they add up.
+"""Seconds of every device by activity. Unmeasured time is a row of its own, so that they add up.
 
-An engine's seconds are measured beside it, in rollouts/worker.py; a trainer rank's in trainers/trainer.py. The
+An engine's seconds are measured in rollouts/worker.py, a trainer rank's in trainers/trainer.py. The
 driver knows why a device is idle. A trainer waits for data, or for the driver's own work (packing, logging, the
 engines' part of a weight sync). An engine waits for the trainer, because the schedule lets it start nothing more.
 """
@@ -19,7 +19,7 @@ from trainers.trainer import Trainer
 
 Seconds = dict[str, float]
 NOTABLE_FRACTION = 0.1
-"""A smaller fraction of the time is no bottleneck."""
+"""Fraction of the time below which nothing is called a bottleneck."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class TimeBreakdown:
     """Seconds of every device and of the driver ("driver") at the start."""
     lap_at: dict[str, Seconds]
     prefetched: asyncio.Task[list[Seconds]] | None = None
-    """Timers that were requested for the next lap."""
+    """Request of the engines' timers for the next lap."""
 
     @staticmethod
     async def start(clock: Clock, *, trainers: Workers[Trainer], engines: Workers[RolloutWorker]) -> TimeBreakdown:
@@ -106,7 +106,7 @@ def explain_trainer(seconds: Seconds, driver: Seconds) -> Seconds:
 
 
 def explain_engine(seconds: Seconds, driver: Seconds) -> Seconds:
-    """Name an engine's idle time: it has nothing to do. `rest` is what two clocks disagree about."""
+    """Rename an engine's idle time to wait_for_trainer; `rest` is the difference between its clock and the driver's."""
     named = {("wait_for_trainer" if name == IDLE else name): value for name, value in seconds.items()}
     return named | {REST: driver["all"] - sum(named.values())}
 

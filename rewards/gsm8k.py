@@ -1,4 +1,4 @@
-r"""Grade-school maths (https://arxiv.org/abs/2110.14168): a number, however it is dressed.
+r"""Grade-school maths (https://arxiv.org/abs/2110.14168): compare numbers in any notation.
 
     correct   1 if the reply's last answer equals the ground truth as a number: "$1,200.00." equals 1200
     format    1 if the reply marks an answer, with "#### x" or \boxed{x}
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 NUMBER = re.compile(r"(?:(?<![\d)\]])-\s?)?[$€£]?\s?(-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+)", re.ASCII)
 MARK = re.compile(r"####|\\boxed\s*\{")
 LATEX = ((r"\$", "$"), (r"\%", "%"), ("{,}", ","), (r"\!", ""), (r"\,", ""), ("\u2212", "-"))
-"""What LaTeX puts into numbers, and the minus sign that is not a hyphen."""
+"""LaTeX inside numbers, and the minus sign that is not a hyphen, with their replacements."""
 
 
 def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
-    """Raise ValueError when the ground truth holds no number: then the row is wrong, not the reply."""
+    """Compare the last answer with the ground truth. Raises ValueError if the ground truth holds no number."""
     expected, _ = find_answer(prompt.answer)
     if expected is None:
         raise ValueError(f"the answer {prompt.answer!r} of {prompt.id} holds no number")
-    said, marked = find_answer(messages[-1]["content"])
-    return {"correct": float(said == expected), "format": float(marked)}
+    found, marked = find_answer(messages[-1]["content"])
+    return {"correct": float(found == expected), "format": float(marked)}
 
 
 def find_answer(text: str) -> tuple[Decimal | None, bool]:
-    r"""The last answer that `text` gives and whether it was marked.
+    r"""Return the last answer in `text` and whether it was marked.
 
     >>> answer_of("3 x 4 = 12\n#### 12 apples.")
     (Decimal('12'), True)
@@ -50,7 +50,7 @@ def find_answer(text: str) -> tuple[Decimal | None, bool]:
 
 
 def _until_closed(text: str) -> str:
-    """What stands before the brace that closes one opened just before `text`."""
+    """Return the text before the brace that closes one opened just before `text`."""
     depth = 1
     for i, char in enumerate(text):
         depth += (char == "{") - (char == "}")

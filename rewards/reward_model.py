@@ -1,4 +1,4 @@
-"""A reward model as the reward: what algs/reward_model.py trains, or any sequence classifier with one label.
+"""A reward model as the reward: a model that algs/reward_model.py trained, or any sequence classifier with one label.
 
     reward: {fn: reward_model, settings: {model: runs/rm/model}, weights: {reward: 1.0}, workers: 1}
 
@@ -18,7 +18,7 @@ Template = Literal["chat", "plain"]
 
 
 def score(prompt: Prompt, messages: list[Message], *, model: str, template: Template = "chat") -> dict[str, float]:
-    """{"reward": r}, read at the last token of the conversation, just as in training."""
+    """Return {"reward": r}, read at the last token of the conversation, as in training."""
     import torch
 
     from algs.reward_model import append_scored_token

@@ -29,7 +29,7 @@ LIBRARY_INTRO = """# The algorithms
 <!-- made by `python -m tools.docs --write` from the algorithms' docstrings and fields; a test compares them -->
 
 A is the advantage, pi the policy in training, pi_prox the same when the step began, pi_rollout the engine's, sg[] holds
-the gradient back. L_t is the loss of one learnt token, L_b of one sequence; `loss_norm` says how they are averaged.
+the gradient back. L_t is the loss of one trained token, L_b of one sequence; `loss_norm` says how they are averaged.
 How to write one of your own: [README.md](README.md).
 """
 INTRO = """# Recipes and their keys
@@ -66,7 +66,7 @@ def document() -> str:
 
 
 def library() -> str:
-    """A page with every algorithm: its docstring, and the keys it declares itself."""
+    """Write a page with every algorithm: its docstring, and the keys that it declares itself."""
     parts = [LIBRARY_INTRO.rstrip("\n")]
     for name in sorted(p.stem for p in LIBRARY.parent.glob("*.py")):
         if name.startswith("_") or name in NOT_ALGORITHMS:

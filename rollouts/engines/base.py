@@ -48,9 +48,9 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.85
     enforce_eager: bool = False
     starts_empty: bool = False
-    """True: the first weight sync brings the weights, so they need not be loaded."""
+    """True: the first weight sync sends all weights, so they need not be loaded."""
     lora: LoraConfig | None = None
-    """Weight syncs bring this adapter alone, its `targets` named one by one; the weights stay the model's own."""
+    """LoRA settings if weight syncs send the adapter alone, with `targets` named one by one; else None."""
     over_nccl: bool = False
     """Weights come over NCCL, which takes GPUs at both ends."""
     timeout_s: float = 300.0
