@@ -121,7 +121,7 @@ def test_deepscaler_keeps_real_problems_and_counts_those_without_an_answer(
     assert [row["answer"] for row in rows] == answers  # AMC's stands there as 8.0
     assert rows[0]["id"] == "deepscaler/unit_tests/deepscaler_rows/0" and "chosen" not in rows[0]
     assert rows[0]["messages"][0]["content"].endswith(r"final answer within \boxed{}.")
-    assert "1 of 8 rows do not fit and are left out: 1 missing_column" in capsys.readouterr().out
+    assert "1 of 8 rows are invalid and excluded: 1 missing_column" in capsys.readouterr().out
 
 
 def test_hh_rlhf_is_cut_where_the_two_conversations_part(tmp_path: Path) -> None:
