@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from core.cli import guarded, parse
+from core.cli import parse_arguments, run_guarded
 
 if TYPE_CHECKING:
     from driver.rl_run import Run
@@ -36,7 +36,7 @@ async def train(run: Run) -> None:
 
 
 def main() -> int:
-    args = parse("main_rl.py", "Train a policy by reinforcement learning.")
+    args = parse_arguments("main_rl.py", "Train a policy by reinforcement learning.")
     from configs.schema import RLConfig
     from driver.explain import explain
     from driver.load_recipe import load_recipe
@@ -56,4 +56,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_guarded(main))

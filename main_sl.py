@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from core.cli import guarded, parse
+from core.cli import parse_arguments, run_guarded
 
 if TYPE_CHECKING:
     from driver.session import Session
@@ -29,7 +29,7 @@ async def train(run: Run) -> None:
 
 
 def main() -> int:
-    args = parse("main_sl.py", "Train a model on given text.")
+    args = parse_arguments("main_sl.py", "Train a model on given text.")
     from configs.schema import SLConfig
     from driver.explain import explain
     from driver.load_recipe import load_recipe
@@ -49,4 +49,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_guarded(main))

@@ -158,11 +158,11 @@ class PolicyGradient(Algorithm):
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         raise NotImplementedError
 
-    def reward_of(self, sample: Sample) -> float | None:
+    def penalised_reward(self, sample: Sample) -> float | None:
         """Return the reward with the penalties for length and KL added; None for a failed sample."""
         if sample.reward is None:
             return None
-        return sample.reward + self.overlong.penalty(sample) + sum(self.kl_rewards(sample))
+        return sample.reward + self.overlong.compute_penalty(sample) + sum(self.kl_rewards(sample))
 
     def objective(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """Return correction x policy loss + KL - entropy, [M]; the last two are not corrected."""
@@ -175,13 +175,13 @@ class PolicyGradient(Algorithm):
         metrics["mismatch/abs_logp"] = (prox - rollout).abs()
         metrics["mismatch/ratio"], metrics["mismatch/ratio_sq"] = rho, rho.square()  # their means give the ESS
         if self.correction.level != "none":
-            weight = self.correction.weight(prox, rollout, tokens.seq_ids)
+            weight = self.correction.compute_weights(prox, rollout, tokens.seq_ids)
             metrics["mismatch/weight"] = weight
             loss = loss * weight
         if tokens.has("ref_logp"):
             metrics["kl_ref"] = k3(policy.logp.detach(), tokens.ref_logp)
         if self.kl.in_loss:
-            loss = loss + self.kl.coef * self.kl.penalty(policy.logp, tokens)
+            loss = loss + self.kl.coef * self.kl.compute_penalty(policy.logp, tokens)
         if policy.entropy is not None:
             metrics["entropy"] = policy.entropy
             loss = loss - self.entropy_coef * policy.entropy
@@ -248,7 +248,7 @@ class GroupRelative(PolicyGradient):
         return len(scored) > 1 or not self.dynamic_sampling
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        rewards = [[self.reward_of(s) for s in g] for g in groups]
+        rewards = [[self.penalised_reward(s) for s in g] for g in groups]
         std = reward_std([r for g in rewards for r in g])
         advantages = [
             group_advantages(g, scale=self.scale_rewards, leave_one_out=self.leave_one_out, batch_std=std)

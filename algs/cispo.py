@@ -2,8 +2,8 @@
 
     L_t = -sg[min(r_t, max_weight)] A log pi(a_t)           r_t = pi(a_t) / pi_anchor(a_t)
 
-No token is ever dropped: where PPO's clip takes the gradient away, this one only bounds it. The value of the loss says
-nothing; watch the reward. ScaleRL (https://arxiv.org/abs/2510.13786): loss_norm: prompt, scale: batch.
+No token is ever dropped: PPO's clip removes the gradient, this one only bounds it. The value of the loss is no
+measure; watch the reward. ScaleRL (https://arxiv.org/abs/2510.13786): loss_norm: prompt, scale_rewards: batch.
 
 anchor: prox, the trainer's policy when the step began (MiniMax), or rollout, the engine's; then no correction.
 

@@ -1,4 +1,4 @@
-"""Credit: from the rewards of a step to an advantage for every token. Floats, in float64; all groups at once."""
+"""Credit assignment: from the rewards of a step to an advantage for every token. Floats, in float64."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ def group_advantages(
     leave_one_out: bool = False,
     batch_std: float = 1.0,
 ) -> list[float]:
-    """Reward above the mean of one's siblings, [G] -> [G].
+    """Compute the reward above the group's mean, [G] -> [G].
 
-    scale: divide by nothing, the group's standard deviation (ddof 1, plus 1e-6), the batch's, which is given,
-    or the group's mean reward (MaxRL, https://arxiv.org/abs/2602.02710: 0 where it is not positive; so with rewards
-    0 and 1 it climbs the first G - 1 terms of log E R).
-    leave_one_out: the mean is the others' (RLOO, https://arxiv.org/abs/2402.14740).
-    A failed sample (None) is left out of the statistics and gets 0. A group without two different rewards
-    gets exactly 0, not rounding noise over epsilon.
+    scale: divide by nothing, by the group's standard deviation (ddof 1, plus 1e-6), by `batch_std`, or by the group's
+    mean reward (MaxRL, https://arxiv.org/abs/2602.02710: 0 where the mean is not positive). With rewards 0 and 1, the
+    last one ascends the first G - 1 terms of log E R.
+    leave_one_out: take the mean over the other samples (RLOO, https://arxiv.org/abs/2402.14740).
+    A failed sample (None) is excluded from the statistics and gets 0. A group without two different rewards
+    gets exactly 0, not rounding noise divided by epsilon.
+
+    >>> group_advantages([1.0, 0.0, None])
+    [0.5, -0.5, 0.0]
     """
     scored = [r for r in rewards if r is not None]
     if len(scored) < 2 or max(scored) == min(scored):
@@ -45,7 +48,7 @@ def group_advantages(
 
 
 def reward_std(rewards: Sequence[float | None]) -> float:
-    """Sample standard deviation (ddof 1) of the rewards that are there, plus 1e-6."""
+    """Return the standard deviation (ddof 1) of the rewards that are not None, plus 1e-6; 1 if fewer than two."""
     scored = [r for r in rewards if r is not None]
     if len(scored) < 2:
         return 1.0
@@ -54,7 +57,7 @@ def reward_std(rewards: Sequence[float | None]) -> float:
 
 
 def reward_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
-    """G_t = r_t + gamma G_{t+1} over the learnt tokens of one sample, [n] -> [n]."""
+    """Compute G_t = r_t + gamma G_{t+1} over the trained tokens of one sample, [n] -> [n]."""
     done: list[float] = []
     following = 0.0
     for r in reversed(rewards):
@@ -66,10 +69,10 @@ def reward_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
 def generalised_advantages(
     rewards: Sequence[float], values: Sequence[float], *, gamma: float, lam: float, bootstrap: float = 0.0
 ) -> list[float]:
-    """GAE over the learnt tokens of one sample, [n] -> [n]  (https://arxiv.org/abs/1506.02438, Eq. 16).
+    """Compute GAE over the trained tokens of one sample, [n] -> [n]  (https://arxiv.org/abs/1506.02438, Eq. 16).
 
-    values[t] is that of the state before token t; `bootstrap` that of the state after the last one, 0 where the
-    episode ended. Tokens of others in between are passed over: the next value is that of the next learnt token.
+    values[t] is the value of the state before token t; `bootstrap` is that of the state after the last one, 0 where
+    the episode ended. Other tokens in between are skipped: the next value is that of the next trained token.
     """
     done: list[float] = []
     advantage, following = 0.0, bootstrap
@@ -81,7 +84,7 @@ def generalised_advantages(
 
 
 def whiten(values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """(x - mean) / sqrt(var + 1e-8) over all numbers of all rows; the population's variance."""
+    """Compute (x - mean) / sqrt(var + 1e-8) over all numbers of all rows, with the variance of the population."""
     flat = [x for row in values for x in row]
     if not flat:
         return [list(row) for row in values]

@@ -1,6 +1,6 @@
 """DPO: direct preference optimisation (https://arxiv.org/abs/2305.18290, Eq. 7), and its relatives.
 
-A chosen answer y_w and a rejected one y_l to the same prompt, each with its learnt tokens only:
+A chosen completion y_w and a rejected one y_l of the same prompt, each with its trained tokens only:
 
     h = sum_t [log pi - log pi_ref](y_w,t) - sum_t [log pi - log pi_ref](y_l,t)
     sigmoid   L = -log sigmoid(beta h)
@@ -11,13 +11,13 @@ A chosen answer y_w and a rejected one y_l to the same prompt, each with its lea
 with e = label_smoothing. Its relatives are settings:
     conservative (cDPO)   form: sigmoid, label_smoothing: 0.1
                           L = -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
-    length-normalised     length_norm: true, beta: 5            each answer's sum becomes the mean over its tokens
+    length-normalised     length_norm: true, beta: 5            each completion's sum becomes the mean over its tokens
     IPO as its authors run it   form: ipo, length_norm: true
     SimPO                 reference_free: true, length_norm: true, beta: 2, target_margin: 1
                           L = -log sigmoid(beta h - target_margin)           https://arxiv.org/abs/2405.14734
 
-If pi = pi_ref, h = 0 and the sigmoid's loss is log 2. `pair/margin` and the two it is made of are h and its halves
-without beta; watch both fall together: then the model unlearns either answer.
+If pi = pi_ref, h = 0 and the sigmoid's loss is log 2. `pair/margin` is h without beta, `pair/chosen` and
+`pair/rejected` are its two sums. If both fall together, the model unlearns both completions.
 
 Others: TRL's `ipo` takes token means (length_norm) without saying so, OpenRLHF sums; TRL's `sigmoid` ignores
 label_smoothing, its `exo_pair` and others are not here. Robust DPO has no lower bound.
@@ -39,15 +39,15 @@ from core.types import Policy, Sample, ScoredColumn, Tokens
 class DPO(Pairwise):
     form: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
     beta: float = Field(0.1, gt=0)
-    """How closely the policy is held to the reference."""
+    """Strength of the tie to the reference; larger means closer."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """How often a pair is the wrong way round, for sigmoid and robust."""
+    """Assumed fraction of pairs with swapped labels, for sigmoid and robust."""
     length_norm: bool = False
-    """Means over the tokens of an answer instead of sums."""
+    """Take means over the tokens of a completion instead of sums."""
     reference_free: bool = False
     """Leave log pi_ref out; no reference model is loaded."""
     target_margin: float = Field(0.0, ge=0)
-    """SimPO's gamma, for sigmoid."""
+    """Margin that the chosen completion should win by, for sigmoid: SimPO's gamma."""
 
     @model_validator(mode="after")
     def belongs_to_its_form(self) -> DPO:
@@ -63,7 +63,7 @@ class DPO(Pairwise):
     def required_columns(self) -> frozenset[ScoredColumn]:
         return frozenset() if self.reference_free else frozenset({"ref_logp"})
 
-    def share(self, sample: Sample) -> float:
+    def token_share(self, sample: Sample) -> float:
         return 1 / sum(sample.loss_mask) if self.length_norm else 1.0
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:

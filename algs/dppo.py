@@ -6,8 +6,8 @@
         divergence: tv   |p - q|
         divergence: kl   q log(q / p) + (1 - q) log((1 - q) / (1 - p))
 
-A ratio clip is strict with rare tokens and lax with frequent ones; this is even-handed. The anchor of mask and weight
-is the engine's policy, so no correction is applied on top.
+A ratio clip is strict with rare tokens and loose with frequent ones; this bound treats both alike. The anchor of mask
+and weight is the engine's policy, so no correction is applied on top.
 
 Others: verl's dppo_* modes take the trainer's old policy for the engine's; SkyRL keeps the ratio live and unbounded.
 """

@@ -3,9 +3,9 @@
     d_t = log pi(a_t) - log pi_prox(a_t), clipped on the side A pushes to: at +eps where A > 0, at -eps where A < 0
     L_b = -A_b exp(mean_t d_t)                                        shared by the tokens of the sequence
 
-The clip is in log space and wide (0.4), because the mean over tokens tames what one of them does.
+The clip is in log space and wide (0.4), because the mean over tokens dampens the effect of a single token.
 
-Others: verl averages over the micro-batch at hand, so its result depends on how a step is cut; ours does not.
+Others: verl averages over the micro-batch at hand, so its result depends on how a step is split; ours does not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from core.types import LossNorm, Policy, Tokens
 class GMPO(GroupRelative):
     loss_norm: LossNorm = "sequence"
     clip: float = Field(0.4, gt=0)
-    """In log space."""
+    """Bound of the log-ratio of a token, eps above."""
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         d = (policy.logp - tokens.prox_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -1,7 +1,6 @@
 """GRPO: group-relative policy optimisation (https://arxiv.org/abs/2402.03300, Eq. 3-4).
 
-Sample G answers to a prompt, call an answer good in so far as it beats its siblings, and take a
-clipped policy-gradient step:
+Sample G completions of a prompt, compare each reward with the group's mean, and take a clipped policy-gradient step:
 
     A_i = R_i - mean_j R_j                                  (0 if all R are equal)
     r_t = pi(a_t) / pi_prox(a_t)
@@ -15,8 +14,8 @@ Its relatives are settings:
     decoupled PPO  correction: {high: .inf}, or a cap; updates_per_step > 1   https://arxiv.org/abs/2110.00641
 
 Others: TRL's GRPOTrainer and verl normalise by token, as we do by default, and not as published; verl's
-Dr. GRPO divides by the padded width unless told otherwise, we by rollout.max_new_tokens; verl bounds the loss
-at ratio 3 where A < 0 (dual_clip: 3). We do not divide by the group's standard deviation unless asked.
+Dr. GRPO divides by the padded width by default, we by rollout.max_new_tokens; verl bounds the loss
+at ratio 3 where A < 0 (dual_clip: 3). We do not divide by the group's standard deviation by default.
 """
 
 from __future__ import annotations

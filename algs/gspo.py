@@ -4,11 +4,11 @@
     L_b = max(-s_b A_b, -clip(s_b, 1 - low, 1 + high) A_b)              form: sequence, shared by its tokens
     L_t = the same with s_b pi(a_t) / sg[pi(a_t)] in place of s_b       form: token, where A may vary in a sequence
 
-The geometric mean moves far less than a token's ratio, so the clip is thousandths wide. Relatives are settings:
+The geometric mean moves far less than a token's ratio, so the clip bounds are a few 1e-4. Relatives are settings:
     LUSPO  loss_norm: sequence_sum, clip_low: 0.002, clip_high: 0.0025         https://arxiv.org/abs/2602.05261
     RLOO as TRL runs it  ratio: product, leave_one_out: true, clip_low: 0.2, clip_high: 0.2
 
-Others: AReaL averages by token, which weighs long answers more; OpenRLHF puts the engine's policy below the line
+Others: AReaL averages by token, which weights long completions more; OpenRLHF divides by the engine's policy
 when a correction is on.
 """
 

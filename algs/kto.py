@@ -1,16 +1,16 @@
-"""KTO: learning from answers that are good or bad, without pairs (https://arxiv.org/abs/2402.01306, Eq. 7-8).
+"""KTO: training on completions that are good or bad, without pairs (https://arxiv.org/abs/2402.01306, Eq. 7-8).
 
-For an answer y to x, labelled desirable (+1) or undesirable (-1):
+For a completion y of x, labelled desirable (+1) or undesirable (-1):
 
     S  = sum_t [log pi - log pi_ref](y_t)
     z0 = max(0, mean over the update of S for mismatched pairs (x_i, y_i+1)), held back from the gradient
     L  = lambda_y (1 - sigmoid(beta (S - z0)))       desirable
     L  = lambda_y (1 - sigmoid(beta (z0 - S)))       undesirable
 
-z0 is computed once over the whole update, before it is cut: it needs two rows at least. Choose the lambdas so that
+z0 is computed once over the whole update, before the split: it needs at least two rows. Choose the lambdas so that
 lambda_D x (desirable rows) is 1 to 4/3 of lambda_U x (undesirable rows).
 
-Others: TRL takes z0 over a micro-batch of each rank, so its loss depends on how an update is cut.
+Others: TRL takes z0 over a micro-batch of each rank, so its loss depends on how an update is split.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor
 
 from algs.base import Algorithm, Metrics
 from algs.ops import sequence_sum
-from algs.preference import only, sign, with_advantage_of
+from algs.preference import preference_sign, require_norm, with_advantage_of
 from core.types import Group, LossNorm, Policy, Rows, Sample, ScoredColumn, Tokens
 
 
 class KTO(Algorithm):
     loss_norm: LossNorm = "sequence"
-    """sequence: its loss stands at each token of an answer, which share its weight."""
+    """sequence: every token of a completion carries its loss, and they share its weight."""
     beta: float = Field(0.1, gt=0)
     desirable_weight: float = Field(1.0, gt=0)
     """lambda_D."""
@@ -38,7 +38,7 @@ class KTO(Algorithm):
     @field_validator("loss_norm")
     @classmethod
     def weighs_answers(cls, given: LossNorm) -> LossNorm:
-        return only("sequence", given)
+        return require_norm("sequence", given)
 
     @property
     def rows(self) -> Rows:
@@ -49,20 +49,20 @@ class KTO(Algorithm):
         return frozenset({"ref_logp", "prox_logp"})
 
     def prepare_groups(self, groups: list[Group]) -> list[Group]:
-        """Beside every row its prompt with the next row's answer, which has no reward and is scored only."""
+        """Add a second sample to every row: its prompt with the next row's completion, scored but not trained on."""
         rows = [g[0] for g in groups]
-        return [[s, mismatched(s, after)] for s, after in zip(rows, rows[1:] + rows[:1], strict=True)]
+        return [[s, make_mismatched(s, after)] for s, after in zip(rows, rows[1:] + rows[:1], strict=True)]
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        """Advantage +lambda_D or -lambda_U, and z0 as the reference point."""
-        sums = [gained(s) for g in groups for s in g if s.reward is None and not s.failure]
+        """Set the advantage to +lambda_D or -lambda_U, and the reference point to z0."""
+        sums = [sum_log_ratio(s) for g in groups for s in g if s.reward is None and not s.failure]
         z0 = max(0.0, sum(sums) / max(1, len(sums)))
         kept = [[s for s in g if s.reward is not None or s.failure] for g in groups]
         kept = [
             [replace(s, columns=s.columns | {"reference_point": [z0] * len(s.action_mask)}) for s in g] for g in kept
         ]
         weights = {1.0: self.desirable_weight, -1.0: -self.undesirable_weight}
-        return with_advantage_of(kept, lambda s: weights[sign(s)])
+        return with_advantage_of(kept, lambda s: weights[preference_sign(s)])
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         gain = sequence_sum(policy.logp - tokens.ref_logp, tokens.seq_ids)  # [M]
@@ -72,20 +72,20 @@ class KTO(Algorithm):
         return loss, {"kto/z0": tokens.reference_point, "kto/accuracy": right}
 
 
-def mismatched(asked: Sample, answered: Sample) -> Sample:
-    """The prompt of one row with the answer of another, by token ids."""
-    n, start = asked.action_mask.index(True), answered.action_mask.index(True)
-    ids = asked.token_ids[:n] + answered.token_ids[start:]
+def make_mismatched(first: Sample, second: Sample) -> Sample:
+    """Join the prompt of one row and the completion of another, by token ids."""
+    n, start = first.action_mask.index(True), second.action_mask.index(True)
+    ids = first.token_ids[:n] + second.token_ids[start:]
     return Sample(
-        prompt=asked.prompt,
+        prompt=first.prompt,
         token_ids=ids,
-        action_mask=[False] * n + answered.action_mask[start:],
+        action_mask=[False] * n + second.action_mask[start:],
         rollout_logp=[0.0] * len(ids),
         versions=[-1] * len(ids),
     )
 
 
-def gained(sample: Sample) -> float:
-    """Sum over the answer of log pi - log pi_ref, the policy being the one that this update begins with."""
+def sum_log_ratio(sample: Sample) -> float:
+    """Sum log pi - log pi_ref over the completion; pi is the policy at the start of the update."""
     now, ref = sample.columns["prox_logp"], sample.columns["ref_logp"]
     return sum(now[t] - ref[t] for t, yes in enumerate(sample.loss_mask) if yes)

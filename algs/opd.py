@@ -1,12 +1,12 @@
-"""On-policy distillation: the student speaks, the teacher grades every token
+"""On-policy distillation: the student samples, the teacher grades every token
 (https://thinkingmachines.ai/blog/on-policy-distillation; https://arxiv.org/abs/2306.13649).
 
     A_t = -coef (log pi_rollout(a_t) - log pi_teacher(a_t))           the reverse KL of this token, discount 0
     L_t = -u_t A_t,  u_t = pi(a_t) / pi_rollout(a_t), live
 
 While pi is the policy that sampled, the expected gradient is that of KL(pi || teacher) at each token of the student's
-own text. The reward is logged and does not teach. The teacher must have the student's tokenizer, and is asked at the
-sampling temperature.
+own text. The reward is logged and has no effect on training. The teacher must have the student's tokenizer, and its
+log-probabilities are taken at the sampling temperature.
 
 Others: back-propagating log pi - log pi_teacher itself, as some do, has an expected gradient of zero.
 """
@@ -47,18 +47,18 @@ class OPD(PolicyGradient):
     def learns_from_the_teacher_alone(self) -> OPD:
         if self.kl.in_reward or self.overlong.mode == "penalty":
             raise ValueError(
-                "the reward does not teach here: kl.place: reward and overlong.mode: penalty would do nothing"
+                "the reward has no effect on training: kl.place: reward and overlong.mode: penalty would do nothing"
             )
         return self
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        def graded(s: Sample) -> Sample:
+        def grade_tokens(s: Sample) -> Sample:
             if s.failure:  # never scored
                 return replace(s, advantage=[0.0] * len(s.action_mask))
             gaps = zip(s.rollout_logp, s.columns["teacher_logp"], strict=True)
-            return replace(s, advantage=[-self.coef * (said - taught) for said, taught in gaps])
+            return replace(s, advantage=[-self.coef * (rollout - teacher) for rollout, teacher in gaps])
 
-        return [[graded(s) for s in g] for g in groups]
+        return [[grade_tokens(s) for s in g] for g in groups]
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         ratio = importance_ratio(policy.logp, tokens.rollout_logp)

@@ -8,38 +8,39 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""exp() beyond this is no longer information; the gradient is zero outside, so how often it binds is logged."""
+"""Bound of a log-ratio before exp(). The gradient is zero outside."""
 
 K3_CAP = 10.0
+"""Distance from which k3 continues as a straight line, in nats."""
 
 
 def importance_ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
-    """pi(a) / pi_old(a) per token, [M]; the log-ratio is clamped to +-20 before exp."""
+    """Compute pi(a) / pi_old(a) per token, [M] -> [M]; the log-ratio is clamped to +-20 before exp."""
     return (logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def sequence_sum(values: Tensor, seq_ids: Tensor) -> Tensor:
-    """Each token gets the sum over its sequence, [M]. A sequence is never split between micro-batches."""
+    """Give each token the sum over its sequence, [M] -> [M]. A sequence is never split between micro-batches."""
     n = int(seq_ids.max()) + 1 if len(seq_ids) else 0
     return values.new_zeros(n).index_add(0, seq_ids, values)[seq_ids]
 
 
 def sequence_mean(values: Tensor, seq_ids: Tensor) -> Tensor:
-    """Each token gets the mean over the learnt tokens of its sequence, [M]."""
+    """Give each token the mean over the trained tokens of its sequence, [M] -> [M]."""
     return sequence_sum(values, seq_ids) / sequence_sum(torch.ones_like(values), seq_ids)
 
 
 def sequence_ratio(logp: Tensor, old_logp: Tensor, seq_ids: Tensor, *, product: bool = False) -> Tensor:
-    """Ratio of a whole sequence, the same at each of its tokens, [M].
+    """Compute the ratio of a whole sequence, the same at each of its tokens, [M] -> [M].
 
-    The product of the token ratios, or their geometric mean (GSPO, https://arxiv.org/abs/2507.18071, Eq. 7).
+    It is the product of the token ratios, or their geometric mean (GSPO, https://arxiv.org/abs/2507.18071, Eq. 7).
     """
     over = sequence_sum if product else sequence_mean
     return over(logp - old_logp, seq_ids).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clipped_surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
-    """max(-r A, -clip(r, 1-low, 1+high) A), [M]  (PPO, https://arxiv.org/abs/1707.06347, Eq. 7).
+    """Compute max(-r A, -clip(r, 1-low, 1+high) A), [M] -> [M]  (PPO, https://arxiv.org/abs/1707.06347, Eq. 7).
 
     `dual` bounds it where A < 0 and r > dual (dual-clip PPO, https://arxiv.org/abs/1912.09729).
     """
@@ -50,7 +51,7 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float,
 
 
 def clip_metrics(ratio: Tensor, advantage: Tensor, low: float, high: float) -> dict[str, Tensor]:
-    """Shares of tokens whose gradient the clip took away, above and below; and KL(old || pi), each [M]."""
+    """Return per token, [M] each: whether the upper or lower clip bound removed its gradient; and KL(old || pi)."""
     ratio = ratio.detach()
     return {
         "clip_frac_high": ((advantage > 0) & (ratio > 1 + high)).to(ratio.dtype),
@@ -60,20 +61,20 @@ def clip_metrics(ratio: Tensor, advantage: Tensor, low: float, high: float) -> d
 
 
 def k1(logp: Tensor, other: Tensor) -> Tensor:
-    """log pi - log q, [M]: unbiased in value; as a loss its expected gradient is zero."""
+    """Compute log pi - log q, [M] -> [M]: unbiased in value; as a loss its expected gradient is zero."""
     return logp - other
 
 
 def k2(logp: Tensor, other: Tensor) -> Tensor:
-    """(log pi - log q)^2 / 2, [M]: biased in value, but on-policy its gradient is that of KL(pi || q)."""
+    """Compute (log pi - log q)^2 / 2, [M] -> [M]: biased in value; on-policy its gradient is that of KL(pi || q)."""
     return (logp - other).square() / 2
 
 
 def k3(logp: Tensor, other: Tensor) -> Tensor:
-    """q/pi - 1 - log(q/pi), [M]: unbiased, never negative  (http://joschu.net/blog/kl-approx.html).
+    """Compute q/pi - 1 - log(q/pi), [M] -> [M]: unbiased, never negative  (http://joschu.net/blog/kl-approx.html).
 
-    Beyond d = log pi - log q = -10 the value goes on as a straight line: the gradient 1 - exp(-d) stays
-    bounded and keeps its sign. A clamp of the exponent alone would there push the token further away.
+    Beyond d = log pi - log q = -10 the value continues as a straight line: the gradient 1 - exp(-d) stays
+    bounded and keeps its sign. A clamp of the exponent alone would push the token further away there.
     """
     d = logp - other
     inside = d.clamp(min=-K3_CAP)
@@ -82,12 +83,12 @@ def k3(logp: Tensor, other: Tensor) -> Tensor:
 
 
 def weight_sums(weight: Tensor) -> dict[str, Tensor]:
-    """What the effective sample size needs of one micro-batch: n, sum w and sum w^2, scalars to be added up."""
+    """Return the sums of one micro-batch that `effective_sample_size` needs, [M] -> scalars: n, sum w and sum w^2."""
     weight = weight.detach()
     return {"n": weight.new_tensor(float(weight.numel())), "w": weight.sum(), "w2": weight.square().sum()}
 
 
 def effective_sample_size(totals: dict[str, Tensor], prefix: str = "") -> Tensor:
-    """(sum w)^2 / (n sum w^2) of added-up `weight_sums`, in (0, 1]; 1 where there is no token."""
+    """Compute (sum w)^2 / (n sum w^2) of summed `weight_sums` (Kish), in (0, 1]; 1 where there is no token."""
     n, w, w2 = (totals[f"{prefix}{name}"] for name in ("n", "w", "w2"))
     return torch.where(n > 0, w.square() / (n * w2).clamp(min=1e-30), torch.ones_like(w))

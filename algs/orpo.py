@@ -3,9 +3,9 @@
     m(y) = mean_t log pi(y_t)                 log odds(y) = m(y) - log(1 - exp m(y))
     L    = NLL(y_w) - lam log sigmoid(log odds(y_w) - log odds(y_l))
 
-NLL is the mean over all tokens of the update's chosen answers, the second term the mean over its pairs.
+NLL is the mean over all tokens of the update's chosen completions, the second term the mean over its pairs.
 
-Others: TRL averages the NLL over the prompt's tokens too; we take the answer's, as the paper does.
+Others: TRL averages the NLL over the prompt's tokens too; we take the completion's, as the paper does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from algs.base import Metrics
 from algs.ops import sequence_mean, sequence_sum
-from algs.preference import Pairwise, pair_metrics, pair_sum, sign, with_advantage_of
+from algs.preference import Pairwise, pair_metrics, pair_sum, preference_sign, with_advantage_of
 from core.types import Group, Policy, Tokens
 
 
@@ -26,12 +26,15 @@ class ORPO(Pairwise):
     """Weight of the odds ratio."""
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        """Advantage: weight x advantage is one over the number of chosen tokens; negative for the rejected."""
+        """Set advantages so that weight x advantage is 1 / (number of chosen tokens), negative for rejected ones."""
         groups = super().compute_advantages(groups)
         sizes = [sum(sum(s.loss_mask) for s in g) for g in groups]
-        pairs, chosen = sum(n > 0 for n in sizes), sum(sum(s.loss_mask) for g in groups for s in g if sign(s) > 0)
+        pairs, chosen = (
+            sum(n > 0 for n in sizes),
+            sum(sum(s.loss_mask) for g in groups for s in g if preference_sign(s) > 0),
+        )
         size_of = {id(s): n for g, n in zip(groups, sizes, strict=True) for s in g}
-        return with_advantage_of(groups, lambda s: sign(s) * size_of[id(s)] * pairs / chosen)
+        return with_advantage_of(groups, lambda s: preference_sign(s) * size_of[id(s)] * pairs / chosen)
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         mean = sequence_mean(policy.logp, tokens.seq_ids)  # [M]
@@ -43,7 +46,7 @@ class ORPO(Pairwise):
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp x) for x < 0, without losing the digits near 0 (Maechler 2012); -1e-7 stands in for what is above."""
+    """Compute log(1 - exp x) for x < 0 without loss of precision near 0 (Maechler 2012); x is clamped to <= -1e-7."""
     x = x.clamp(max=-1e-7)
     near = x > -0.6931
     at_near, at_far = torch.where(near, x, -torch.ones_like(x)), torch.where(near, -torch.ones_like(x), x)

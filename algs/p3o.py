@@ -1,13 +1,13 @@
-"""P3O: the batch itself says how far it may be trusted (https://arxiv.org/abs/2605.12380, Eq. 7, 11, 12).
+"""P3O: the effective sample size of the batch sets cap and KL (https://arxiv.org/abs/2605.12380, Eq. 7, 11, 12).
 
     u_t = pi(a_t) / pi_rollout(a_t)
     e = (sum u)^2 / (n sum u^2)                               effective sample size, over the whole update
     L_t = -sg[min(u_t, e)] A log pi(a_t) + (1 - e) k3(pi, pi_rollout)
 
-On fresh samples e = 1 and this is REINFORCE; as they age, weights are capped lower and the policy is held closer to
-the one that sampled them. There is nothing to tune. e is summed in a forward pass of its own before the update, so it
-does not depend on micro-batches or ranks. k3's gradient on samples of pi_rollout is not that of KL(pi || pi_rollout),
-but it too vanishes only where the two are one.
+On fresh samples e = 1 and this is REINFORCE. As samples get stale, weights are capped lower and the policy is held
+closer to the one that sampled them. There is nothing to tune. e is summed in a separate forward pass before the update,
+so it does not depend on micro-batches or ranks. k3's gradient on samples of pi_rollout is not that of
+KL(pi || pi_rollout), but it also vanishes only where the two policies are equal.
 
 Others: upstream FeynRL takes e from each micro-batch; the paper has the exact KL over the vocabulary.
 """

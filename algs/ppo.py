@@ -1,18 +1,18 @@
 """PPO: proximal policy optimisation with a value model (https://arxiv.org/abs/1707.06347, Eq. 7, 9, 11).
 
-    delta_t = r_t + gamma V_{t+1} - V_t           r_t: the reward at the last token, -coef x k1 at each if asked
+    delta_t = r_t + gamma V_{t+1} - V_t           r_t: the reward at the last token, -coef x k1 at each if set
     A_t = delta_t + gamma lam A_{t+1},  R_t = A_t + V_t      (GAE, https://arxiv.org/abs/1506.02438, Eq. 16)
     L_t = max(-r_t A, -clip(r_t, 1 - low, 1 + high) A)       A whitened over the step's tokens
     V-loss_t = 1/2 max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2)       the second only with value_clip
 
-The value model is a copy of the policy's transformer with a scalar head that begins at zero; it has an optimizer of
-its own and V_t is read where token t is predicted from. Tokens of the environment are passed over. Only the policy is
+The value model is a copy of the policy's transformer with a scalar head that starts at zero; it has an optimizer of
+its own. V_t is read at the position that predicts token t. Tokens of the environment are skipped. Only the policy is
 saved at the end.
 
-bootstrap_truncated: an answer cut off by the budget did not end there. Its last token is given up for learning, and
-the value before it stands for what would have come; by default the episode counts as over (TRL, verl, OpenRLHF).
+bootstrap_truncated: a completion cut off by the budget did not end there. Its last token is not trained on, and the
+value before it replaces the missing return; by default the episode counts as over (TRL, verl, OpenRLHF).
 
-Others: TRL adds 0.1 x V-loss to one shared loss; verl clips doubly (dual_clip: 3) by default; slime leaves out the 1/2.
+Others: TRL adds 0.1 x V-loss to one shared loss; verl clips doubly (dual_clip: 3) by default; slime omits the 1/2.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class PPO(PolicyGradient):
     gamma: float = Field(1.0, gt=0, le=1)
     lam: float = Field(0.95, ge=0, le=1)
     whiten: bool = True
-    """Bring the advantages of a step's tokens to mean 0 and variance 1; the returns stay as they are."""
+    """Normalise the advantages of a step's tokens to mean 0 and variance 1; the returns stay as they are."""
     value_clip: float | None = Field(None, gt=0)
     bootstrap_truncated: bool = False
     critic_lr: float = Field(1e-5, gt=0)
-    """Peak learning rate of the value model; the schedule and all else are the trainer's."""
+    """Peak learning rate of the value model; the schedule and everything else are the trainer's."""
 
     @property
     def required_columns(self) -> frozenset[ScoredColumn]:
@@ -54,7 +54,7 @@ class PPO(PolicyGradient):
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         samples = [self._without_last(s) for g in groups for s in g]
         values = [[s.columns["values"][t] for t, yes in enumerate(s.loss_mask) if yes] for s in samples]
-        advantages = [self._gae(s, v) for s, v in zip(samples, values, strict=True)]
+        advantages = [self._estimate_advantages(s, v) for s, v in zip(samples, values, strict=True)]
         returns = [[a + v for a, v in zip(*pair, strict=True)] for pair in zip(advantages, values, strict=True)]
         rows = zip(samples, whiten(advantages) if self.whiten else advantages, returns, strict=True)
         done = iter(
@@ -72,12 +72,12 @@ class PPO(PolicyGradient):
             return sample
         return replace(sample, excluded=[t == len(sample.action_mask) - 1 for t in range(len(sample.action_mask))])
 
-    def _gae(self, sample: Sample, values: list[float]) -> list[float]:
+    def _estimate_advantages(self, sample: Sample, values: list[float]) -> list[float]:
         rewards = self.kl_rewards(sample)
         if not rewards:
             return []
         assert sample.reward is not None
-        rewards[-1] += sample.reward + self.overlong.penalty(sample)
+        rewards[-1] += sample.reward + self.overlong.compute_penalty(sample)
         bootstrap = sample.columns["values"][-1] if sample.excluded else 0.0
         return generalised_advantages(rewards, values, gamma=self.gamma, lam=self.lam, bootstrap=bootstrap)
 

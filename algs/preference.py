@@ -1,4 +1,4 @@
-"""What algorithms share that learn from a preferred and a rejected answer to the same prompt."""
+"""Base and terms of algorithms that train on a chosen and a rejected completion of the same prompt."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from core.types import Group, LossNorm, Rows, Sample, Tokens
 
 
 class Pairwise(Algorithm):
-    """Learns from groups of one chosen and one rejected answer; a pair is never split between micro-batches."""
+    """Base of algorithms on pairs of a chosen and a rejected completion. No pair is split between micro-batches."""
 
     loss_norm: LossNorm = "prompt"
-    """prompt: its loss stands at each token of a pair, which share its weight."""
+    """prompt: every token of a pair carries the pair's loss, and they share its weight."""
 
     @field_validator("loss_norm")
     @classmethod
     def weighs_pairs(cls, given: LossNorm) -> LossNorm:
-        return only("prompt", given)
+        return require_norm("prompt", given)
 
     @property
     def rows(self) -> Rows:
@@ -32,19 +32,21 @@ class Pairwise(Algorithm):
     def whole_groups(self) -> bool:
         return True
 
-    def share(self, sample: Sample) -> float:
-        """What each of the answer's tokens adds to the pair's margin, before its sign."""
+    def token_share(self, sample: Sample) -> float:
+        """Return the factor of each of the completion's tokens in the pair's margin, without its sign."""
         return 1.0
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        """Advantage +share for the chosen answer and -share for the rejected one; half a pair is not learnt from."""
+        """Set the advantage to +token_share (chosen) or -token_share (rejected); exclude incomplete pairs."""
         groups = [g if is_pair(g) else [replace(s, excluded=[True] * len(s.action_mask)) for s in g] for g in groups]
-        return with_advantage_of(groups, lambda s: sign(s) * self.share(s))
+        return with_advantage_of(groups, lambda s: preference_sign(s) * self.token_share(s))
 
 
-def only(norm: LossNorm, given: LossNorm) -> LossNorm:
+def require_norm(norm: LossNorm, given: LossNorm) -> LossNorm:
     if given != norm:
-        raise ValueError(f"the loss is one number per answer or pair, and only {norm} weighs it rightly: leave it out")
+        raise ValueError(
+            f"the loss is one number per completion or pair, and only {norm} weights it correctly: leave it out"
+        )
     return given
 
 
@@ -53,23 +55,23 @@ def is_pair(group: Group) -> bool:
     return len(group) == len(rewards) == 2 and rewards[0] < rewards[1]
 
 
-def sign(sample: Sample) -> float:
-    """+1 for a chosen or desirable answer (reward 1), -1 for the other (reward 0)."""
+def preference_sign(sample: Sample) -> float:
+    """Return +1 for a chosen or desirable completion (reward 1), -1 for the other (reward 0)."""
     return 1.0 if sample.reward else -1.0
 
 
-def with_advantage_of(groups: list[Group], one: Callable[[Sample], float]) -> list[Group]:
-    """The groups with the same advantage at every learnt token of a sample."""
-    return with_advantages(groups, [[one(s)] * n if (n := sum(s.loss_mask)) else [] for g in groups for s in g])
+def with_advantage_of(groups: list[Group], compute: Callable[[Sample], float]) -> list[Group]:
+    """Return the groups with the same advantage at every trained token of a sample."""
+    return with_advantages(groups, [[compute(s)] * n if (n := sum(s.loss_mask)) else [] for g in groups for s in g])
 
 
 def pair_sum(signed: Tensor, tokens: Tokens) -> Tensor:
-    """Each token gets the sum over its pair, [M]: of what speaks for the chosen answer, less for the rejected."""
+    """Give each token the sum of `signed` over its pair, [M] -> [M]: chosen minus rejected."""
     return sequence_sum(signed, tokens.group_ids)
 
 
 def pair_metrics(signed: Tensor, tokens: Tokens) -> Metrics:
-    """Of each pair, [M] each: what speaks for either answer, their margin, and if it is positive (a tie is not)."""
+    """Return for each pair, [M] each: the sums of both completions, the margin, and whether it is positive."""
     signed = signed.detach()
     chosen = pair_sum(signed * (tokens.advantage > 0), tokens)
     margin = pair_sum(signed, tokens)

@@ -1,15 +1,15 @@
 """REINFORCE++: no critic and no group needed; advantages whitened over the whole step
 (https://arxiv.org/abs/2501.03262).
 
-    G_t = sum_{t' >= t} gamma^(t' - t) r_t'        r: the reward at the last token, -coef x k1 at each if asked
+    G_t = sum_{t' >= t} gamma^(t' - t) r_t'        r: the reward at the last token, -coef x k1 at each if set
     A_t = (G_t - mean G) / std G                    over all tokens of the step, all ranks
     L_t = max(-r_t A, -clip(r_t, 1 - low, 1 + high) A)
 
-baseline: true first takes the mean reward of the group off the reward (REINFORCE++-baseline); the paper then has
+baseline: true first subtracts the mean reward of the group (REINFORCE++-baseline); the paper then has
 kl: {coef: ..., estimator: k2} in the loss.
 
-Others: verl's whitening has the variance of a sample, ours and OpenRLHF's that of the population; slime takes
-coef x k1 off the advantage of each token instead of putting it into the reward.
+Others: verl's whitening has the variance of a sample, ours and OpenRLHF's that of the population; slime subtracts
+coef x k1 from the advantage of each token instead of adding it to the reward.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class ReinforcePP(PolicyGradient):
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         samples = [s for g in groups for s in g]
-        rewards = [self._rewards(g) for g in groups]
+        rewards = [self._sequence_rewards(g) for g in groups]
         ends = [r for g in rewards for r in g]
-        returns = [self._to_go(s, r) for s, r in zip(samples, ends, strict=True)]
+        returns = [self._token_returns(s, r) for s, r in zip(samples, ends, strict=True)]
         return with_advantages(groups, whiten(returns))
 
-    def _rewards(self, group: Group) -> list[float]:
-        """Of each answer as a whole, without the KL's part."""
-        whole = [None if s.reward is None else s.reward + self.overlong.penalty(s) for s in group]
+    def _sequence_rewards(self, group: Group) -> list[float]:
+        """Return the reward of each completion, without the KL term; minus the group's mean with `baseline`."""
+        whole = [None if s.reward is None else s.reward + self.overlong.compute_penalty(s) for s in group]
         return group_advantages(whole) if self.baseline else [r or 0.0 for r in whole]
 
-    def _to_go(self, sample: Sample, reward: float) -> list[float]:
+    def _token_returns(self, sample: Sample, reward: float) -> list[float]:
         rewards = self.kl_rewards(sample)
         if rewards:
             rewards[-1] += reward

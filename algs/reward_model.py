@@ -1,11 +1,12 @@
-"""A reward model from preferences: Bradley and Terry's (1952; https://arxiv.org/abs/2203.02155, Eq. 1).
+"""Reward model from preferences: the model of Bradley and Terry (1952; https://arxiv.org/abs/2203.02155, Eq. 1).
 
-The model's transformer with one number instead of logits, r(x, y), read at the last token:
+The transformer returns one number instead of logits, r(x, y), read at the last token:
 
     L = -log sigmoid(r(x, y_w) - r(x, y_l) - target_margin) + center (r(x, y_w) + r(x, y_l))^2
 
-Only differences of r mean anything; `center` pulls them towards zero (https://arxiv.org/abs/2312.09244). It is saved
-as a Hugging Face sequence classifier with one label; `reward.fn: reward_model` makes it the reward of an RL run.
+Only differences of r have a meaning; `center` pulls r towards zero (https://arxiv.org/abs/2312.09244). The model is
+saved as a Hugging Face sequence classifier with one label; `reward.fn: reward_model` uses it as the reward of an RL
+run.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ class RewardModel(Pairwise):
         return "reward"
 
     def prepare_groups(self, groups: list[Group]) -> list[Group]:
-        return [[scored_at_its_end(s) for s in g] for g in groups]
+        return [[append_scored_token(s) for s in g] for g in groups]
 
     def value_loss(self, values: Tensor, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        """[M] -> [M]; every answer has one learnt token, before which its reward is read."""
+        """Return the loss, [M] -> [M]; every completion has one trained token, whose value is its reward."""
         signed = tokens.advantage * values
         loss = -logsigmoid(pair_sum(signed, tokens) - self.target_margin)
         loss = loss + self.center * pair_sum(values, tokens).square()
         return loss, pair_metrics(signed, tokens)
 
 
-def scored_at_its_end(sample: Sample) -> Sample:
-    """One token more, which is the only one learnt: a value is read where the token is predicted from, the last one."""
+def append_scored_token(sample: Sample) -> Sample:
+    """Repeat the last token and train on the copy only: its value is read one position before, at the last token."""
     ids = [*sample.token_ids, sample.token_ids[-1]]
     mask = [False] * (len(ids) - 1) + [True]
     return replace(sample, token_ids=ids, action_mask=mask, rollout_logp=[0.0] * len(ids), versions=[-1] * len(ids))

@@ -2,7 +2,7 @@
 
     L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A            tau = tau_pos where A > 0, tau_neg elsewhere
 
-At r = 1 the slope is that of the plain ratio; further away it fades smoothly, faster where A < 0.
+At r = 1 the slope is that of the plain ratio; further away it decreases smoothly, faster where A < 0.
 
 Others: AReaL averages by token.
 """

@@ -1,4 +1,4 @@
-"""SFT: negative log-likelihood of the learnt tokens.
+"""SFT: negative log-likelihood of the trained tokens.
 
 L_t = -log pi(y_t | x, y_<t)
 dft: true    L_t = -sg[pi(y_t)] log pi(y_t)      (dynamic fine-tuning, https://arxiv.org/abs/2508.05629)

@@ -1,4 +1,4 @@
-"""What any policy-gradient algorithm can be given: a correction, a KL penalty, a rule for answers that grow long."""
+"""Terms of every policy-gradient algorithm: importance correction, KL penalty, rule for overlong completions."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ class Correction(StrictModel):
     """Importance weights between the rollout engine and the trainer: rho = pi_prox / pi_rollout, detached."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "token"
-    """Of what the ratio is: each token, the product over its sequence, or the geometric mean over its sequence."""
+    """Ratio to use: that of each token, the product over its sequence, or the geometric mean over its sequence."""
     mode: Literal["truncate", "clip", "mask"] = "truncate"
     """truncate: min(rho, high). clip: rho between low and high. mask: rho where low <= rho <= high, else 0."""
     low: float = Field(default=0.5, ge=0)
-    """Read by clip and mask."""
+    """Lower bound of rho, read by clip and mask."""
     high: float = Field(default=2.0, gt=0)
-    """.inf does not bound."""
+    """Upper bound of rho; .inf is no bound."""
     token_high: float = Field(default=2.0, gt=0)
-    """Read by geometric and mask together: a token of a sequence that is kept weighs min(its own rho, token_high)."""
+    """Cap of the weight of a token in a kept sequence: min(its own rho, token_high). Read by geometric with mask."""
 
     @model_validator(mode="after")
     def bounds_are_in_order(self) -> Correction:
         if self.mode != "truncate" and self.low > self.high:
-            raise ValueError(f"low={self.low} is above high={self.high}, so no token would be left: swap them")
+            raise ValueError(f"low={self.low} is above high={self.high}, so every token would be masked: swap them")
         return self
 
-    def weight(self, prox_logp: Tensor, rollout_logp: Tensor, seq_ids: Tensor) -> Tensor:
-        """[M], detached: what the policy term of each token is multiplied by."""
+    def compute_weights(self, prox_logp: Tensor, rollout_logp: Tensor, seq_ids: Tensor) -> Tensor:
+        """Compute the factor of each token's policy term, [M] -> [M], detached."""
         if self.level == "none":
             return prox_logp.new_ones(prox_logp.shape)
         token = importance_ratio(prox_logp, rollout_logp)
@@ -52,10 +52,10 @@ class Correction(StrictModel):
 
 
 class KL(StrictModel):
-    """Penalty for leaving the reference model; the choice of place and estimator is a choice of gradient."""
+    """Penalty for moving away from the reference model; place and estimator decide the gradient."""
 
     coef: float = Field(default=0.0, ge=0)
-    """0 means that no reference model is loaded at all."""
+    """Coefficient of the penalty; with 0 no reference model is loaded."""
     place: Literal["loss", "reward"] = "loss"
     """loss: added to it, token by token. reward: subtracted from it, before the advantages are computed."""
     estimator: Literal["auto", "k1", "k2", "k3", "k3plus", "unbiased"] = "auto"
@@ -82,8 +82,8 @@ class KL(StrictModel):
     def in_reward(self) -> bool:
         return self.coef > 0 and self.place == "reward"
 
-    def penalty(self, logp: Tensor, tokens: Tokens) -> Tensor:
-        """[M], with gradient."""
+    def compute_penalty(self, logp: Tensor, tokens: Tokens) -> Tensor:
+        """Compute the penalty of each token, [M] -> [M], with gradient."""
         match self.estimator:
             case "k2":
                 return k2(logp, tokens.ref_logp)
@@ -96,17 +96,17 @@ class KL(StrictModel):
 
 
 class Overlong(StrictModel):
-    """Treatment of completions that come near the token budget, or reach it."""
+    """Rule for completions that come near the token budget, or reach it."""
 
     mode: Literal["none", "penalty", "filter"] = "none"
     """penalty: the reward falls by up to `coef` over the last `buffer` tokens before `max_tokens` (DAPO's soft overlong
     punishment). filter: a completion cut off by the budget is not trained on; its reward still counts in its group."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Read by penalty: sampled tokens at which it is full. Unset: rollout.max_new_tokens."""
+    """Number of sampled tokens at which the penalty is full. Read by penalty. Unset: rollout.max_new_tokens."""
     buffer: int | None = Field(default=None, ge=1)
-    """Read by penalty."""
+    """Number of tokens before max_tokens over which the penalty grows. Read by penalty."""
     coef: float = Field(default=1.0, gt=0)
-    """Read by penalty."""
+    """Largest penalty. Read by penalty."""
 
     @model_validator(mode="after")
     def penalty_knows_its_ramp(self) -> Overlong:
@@ -116,7 +116,8 @@ class Overlong(StrictModel):
             raise ValueError(f"buffer={self.buffer} must not be larger than max_tokens={self.max_tokens}")
         return self
 
-    def penalty(self, sample: Sample) -> float:
+    def compute_penalty(self, sample: Sample) -> float:
+        """Return the penalty to add to the sample's reward, between -coef and 0."""
         if self.mode != "penalty":
             return 0.0
         assert self.max_tokens is not None and self.buffer is not None

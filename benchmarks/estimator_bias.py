@@ -41,7 +41,7 @@ class Setting:
 
 
 def samples_of(alg: Algorithm, setting: Setting) -> list[Sample]:
-    """Every completion as its source would have sent it, with the columns that the trainer would have scored."""
+    """Return every completion as its source would send it, with the columns that the trainer would compute."""
     toy, source = setting.toy, setting.source
     pi, mu, ref = (logits.log_softmax(-1) for logits in (toy.pi, toy.mu, toy.ref))
     rollout = pi if source == "pi" else mu
@@ -79,7 +79,7 @@ def samples_of(alg: Algorithm, setting: Setting) -> list[Sample]:
 
 
 def all_groups(chance: Tensor, size: int) -> tuple[list[Step], Tensor]:
-    """Every group as a step of its own, and its probability; one that differs in order only is counted into it."""
+    """Return every group as a step of its own, and its probability; groups that differ in order only are merged."""
     p = chance.tolist()
     groups = list(combinations_with_replacement(range(len(p)), size))
 
@@ -111,7 +111,7 @@ def estimates(alg: Algorithm, setting: Setting) -> tuple[Tensor, Tensor]:
 
 
 def step_gradients(toy: Toy, alg: Algorithm, steps: list[list[Group]]) -> Tensor:
-    """Minus the gradient of the loss of each update, [steps, N, V].
+    """Compute minus the gradient of the loss of each update, [steps, N, V].
 
     Credit and weights are those of the update alone. The losses of many are then taken in one call, as no token has a
     part in the loss of another sequence; unless the algorithm sums over what it believes to be the whole update.
@@ -132,7 +132,7 @@ def step_gradients(toy: Toy, alg: Algorithm, steps: list[list[Group]]) -> Tensor
 
 
 def prefixes_of(toy: Toy, batch: Batch) -> Tensor:
-    """The prefix that every input position has behind it, [T]: what a model reads off its context."""
+    """Return the prefix before every input position, [T]: the context that a model reads."""
     prefix = torch.zeros_like(batch.input_ids)
     for t in range(1, int(batch.position_ids.max()) + 1):
         here = (batch.position_ids == t).nonzero()[:, 0]
@@ -141,7 +141,7 @@ def prefixes_of(toy: Toy, batch: Batch) -> Tensor:
 
 
 def logit_gradient(logits: Tensor, alg: Algorithm, batch: Batch) -> Tensor:
-    """Of the batch's loss, with respect to the logits of each learnt token, [M, V]."""
+    """Compute the gradient of the batch's loss with respect to the logits of each trained token, [M, V]."""
     logits = logits.requires_grad_()
     logp = logits.log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1) if alg.needs_entropy else None

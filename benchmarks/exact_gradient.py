@@ -97,7 +97,7 @@ def said(settings: Settings) -> str:
 
 
 def recipe(value: object) -> str:
-    """As a recipe has it."""
+    """Write a value as in a recipe."""
     if isinstance(value, dict):
         return "{" + said(value) + "}"
     return value if isinstance(value, str) else json.dumps(value).replace("Infinity", ".inf")
@@ -153,7 +153,7 @@ def off_policy(toy: Toy) -> list[Table]:
 
 
 def lengths(toy: Toy) -> list[Table]:
-    """loss_norm: prompt is not here: with one prompt in an update it is token."""
+    """Compare the loss norms. `prompt` is not here: with one prompt in an update it is `token`."""
     at, title = Setting(toy=toy), "On-policy, completions of 1 to 3 tokens"
     summed, constant, token, sequence = (
         use(GRPO, loss_norm=norm) for norm in ("sequence_sum", "constant", "token", "sequence")
@@ -168,7 +168,7 @@ def lengths(toy: Toy) -> list[Table]:
 
 
 def token_kls(idle: Toy) -> list[Table]:
-    """With nothing to earn, all that is left of an update is the KL's part."""
+    """Compare the KL estimators: with rewards of zero, an update consists of the KL term alone."""
     at = Setting(toy=idle, group=1, target=token_kl_gradient)
     forward, whole, entropy = (
         replace(at, target=target) for target in (forward_kl_gradient, sequence_kl_gradient, entropy_gradient)
@@ -221,7 +221,7 @@ def drawn(toy: Toy) -> list[Table]:
 
 
 def listed(vocab: int = 4) -> list[Table]:
-    """All tables whose numbers are exact."""
+    """List all tables whose numbers are exact."""
     toy = make_toy(vocab=vocab)
     idle = replace(toy, rewards=torch.zeros_like(toy.rewards), values=torch.zeros_like(toy.values))
     short, binary = (make_toy(vocab=vocab, longest=2, levels=levels) for levels in (5, 2))

@@ -108,7 +108,7 @@ def quietly(run: Any) -> None:
 
 
 def warm_up(folder: Path) -> None:
-    """The quickstart's model, data and supervised warm-up, under `folder`."""
+    """Make the quickstart's model, data and supervised warm-up, under `folder`."""
 
     def work() -> None:
         tiny_model.main(["--out", str(folder / "model"), "--hidden-size", "128", "--heads", "4"])
@@ -127,7 +127,7 @@ def warm_up(folder: Path) -> None:
 
 
 def learn(name: str, seed: int, folder: Path) -> Row:
-    """One run of one algorithm; its model is saved under its name."""
+    """Run one algorithm; its model is saved under its name."""
     alg = dict(MATRIX[name])
     if alg.get("teacher") == TEACHER:
         alg["teacher"] = str(folder / f"{TEACHER}-{seed}")

@@ -49,7 +49,7 @@ class Sleepy(GRPO):
 
 
 def sleepy(folder: Path, seconds: float, steps: int) -> Path:
-    """A recipe whose generation and training take `seconds` of every step each."""
+    """Return a recipe whose generation and training take `seconds` of every step each."""
     tiny_model.main(["--out", str(folder / "model")])
     arithmetic.main(["--out", str(folder / "data"), "--max", "9", "--train", "30", "--eval", "10", "--sft", "15"])
     for name, text in {"engine": ENGINE, "loss": LOSS}.items():
@@ -71,7 +71,7 @@ def sleepy(folder: Path, seconds: float, steps: int) -> Path:
 
 
 def measure(recipe: Path, run_dir: Path, *overrides: str) -> tuple[Path, float]:
-    """The run folder, and the mean seconds of a step."""
+    """Run a recipe; return the run folder and the mean seconds of a step."""
     command = [sys.executable, "main_rl.py", "--config", str(recipe), f"run_dir={run_dir}", *overrides]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     [folder] = run_dir.iterdir()

@@ -115,7 +115,7 @@ def steps_of(run: Path) -> list[list[dict]]:
 
 
 def bare_generate(model: str, dtype: str, run: Path) -> list[float]:
-    """Seconds of vLLM for the prompts of every step, and nothing else."""
+    """Measure the seconds of vLLM alone for the prompts of every step."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "TORCHDYNAMO_DISABLE": "1",
@@ -143,7 +143,7 @@ def bare_generate(model: str, dtype: str, run: Path) -> list[float]:
 
 
 def bare_train(model: str, dtype: str, run: Path) -> list[float]:
-    """Seconds of forward, backward and AdamW over sequences of the same lengths, padded to rows of like length."""
+    """Measure forward, backward and AdamW on sequences of the same lengths, padded to rows of similar length."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -9,7 +9,7 @@ rows in a forward pass that is fastest of those tried. Its packing and padding_f
 which no CPU has; padding_free is tried all the same. Liger's kernels want a GPU.
 
 Both run in processes of their own, in turns, ours first and TRL's first alternately; the first update of each is
-warm-up. It prints learnt tokens per second (of the wall clock, and of the CPU time the process got, which is steadier
+warm-up. It prints trained tokens per second (of the wall clock, and of the CPU time the process got, which is steadier
 on a machine with other work), and the peak of resident memory. Exit code 1 where ours is not 1.3 times as fast in no
 more memory, or the losses differ.
 
@@ -90,7 +90,7 @@ def compare(args: argparse.Namespace, trl_python: Path, scratch: Path) -> int:
 
 
 def updates_of(data: Path, model: str, rows: int, updates: int) -> list[list[dict[str, Any]]]:
-    """[update][row] -> ids, mask: drawn by chance without replacement for as long as there are rows, then again."""
+    """Return ids and mask, [update][row]: drawn at random without replacement until all rows are used, then again."""
     from data_feeds.tokenizer import ChatTokenizer
 
     tokenizer = ChatTokenizer(model, "chat")
@@ -108,7 +108,7 @@ def updates_of(data: Path, model: str, rows: int, updates: int) -> list[list[dic
 
 
 def best_for_trl(task: dict[str, Any], batches: list[int], trl_python: Path, scratch: Path) -> dict[str, Any]:
-    """The fastest of TRL's settings over one update after a warm-up."""
+    """Return the fastest of TRL's settings over one update after a warm-up."""
     short = task | {"updates": task["updates"][:2]}
     rows = len(task["updates"][0])
     fitting = [b for b in batches if rows % b == 0]
@@ -172,8 +172,8 @@ def our_run(task: dict[str, Any]) -> dict[str, Any]:
 
 def speed(task: dict[str, Any], seconds: list[float]) -> float:
     """Learnt tokens per second after the warm-up."""
-    learnt = sum(sum(row["mask"]) for update in task["updates"][1:] for row in update)
-    return learnt / sum(seconds[1:])
+    trained = sum(sum(row["mask"]) for update in task["updates"][1:] for row in update)
+    return trained / sum(seconds[1:])
 
 
 def report(task: dict[str, Any], runs: dict[str, list[Measured]]) -> int:
@@ -187,7 +187,7 @@ def report(task: dict[str, Any], runs: dict[str, list[Measured]]) -> int:
         f"\n{len(task['updates'][0])} rows of {spread} in an update, {len(task['updates']) - 1} updates x "
         f"{len(wall['ours'])} runs, {task['threads']} threads; TRL with {chosen}\n"
     )
-    print(f"{'learnt tokens/s':<26}{'ours':>10}{'TRL':>10}{'ratio':>8}   lowest to highest of ours, of TRL")
+    print(f"{'trained tokens/s':<26}{'ours':>10}{'TRL':>10}{'ratio':>8}   lowest to highest of ours, of TRL")
     ratios = {}
     for name, numbers in (("wall clock, median", wall), ("CPU time, median", cpu)):
         ours, theirs = statistics.median(numbers["ours"]), statistics.median(numbers["trl"])
@@ -204,7 +204,7 @@ def report(task: dict[str, Any], runs: dict[str, list[Measured]]) -> int:
 
 
 def trl_environment() -> Path:
-    """The Python of build/trl, made if it is not there."""
+    """Return the Python of build/trl; make the environment if it is missing."""
     python = ROOT / "build" / "trl" / "bin" / "python"
     if not (python.parent.parent / "made").is_file():
         say("making an environment with TRL in build/trl")

@@ -251,7 +251,7 @@ def forecast(schedule: Schedule, times: Times, *, engines: int, concurrent: int)
 
 
 def times_of(run_folder: Path) -> tuple[Times, Schedule]:
-    """What a run measured, on average; its first step, which warms things up, is left out."""
+    """Return the averages of a run's metrics, without its first step, which is a warm-up."""
     import yaml
 
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()][1:]

@@ -63,17 +63,17 @@ def make_toy(*, vocab: int = 4, longest: int = 3, ends: bool = False, levels: in
 
 
 def logp_of(toy: Toy, logits: Tensor) -> Tensor:
-    """Of every completion, [C]."""
+    """Compute the log-probability of every completion, [C]."""
     return torch.einsum("cnv,nv->c", toy.takes, logits.log_softmax(-1))
 
 
 def reach(toy: Toy, logits: Tensor, worth: Tensor | float = 1.0) -> Tensor:
-    """Chance to come through each prefix, or what it adds to the expected `worth` [C] of a completion, [N]."""
+    """Compute the probability of each prefix, or its part of the expected `worth` [C] of a completion, [N]."""
     return torch.einsum("cnv,c->n", toy.takes, logp_of(toy, logits).exp() * worth)
 
 
 def played(toy: Toy, source: Source) -> Tensor:
-    """[N, V] logits of who sampled."""
+    """Return the logits of the policy that sampled, [N, V]."""
     return toy.pi if source == "pi" else toy.mu
 
 
@@ -87,12 +87,12 @@ def slope(value: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
 
 
 def reward_gradient(toy: Toy, source: Source) -> Tensor:
-    """Of E_pi R, whoever sampled."""
+    """Compute the gradient of E_pi R, for any sampler."""
     return slope(lambda pi: (logp_of(toy, pi).exp() * toy.rewards).sum(), toy.pi)
 
 
 def sequence_kl_gradient(toy: Toy, source: Source) -> Tensor:
-    """Of -KL(pi || ref) between completions, whoever sampled."""
+    """Compute the gradient of -KL(pi || ref) between completions, for any sampler."""
 
     def kl(pi: Tensor) -> Tensor:
         logp = logp_of(toy, pi)
@@ -102,19 +102,21 @@ def sequence_kl_gradient(toy: Toy, source: Source) -> Tensor:
 
 
 def gradient_by_token(toy: Toy, source: Source, of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Of `of`(log pi, log ref), [N, V] -> [N], after each prefix; the prefixes are the sampler's, and stay what they
-    are."""
+    """Compute the gradient of `of`(log pi, log ref), [N, V] -> [N], per prefix.
+
+    The distribution of prefixes is the sampler's, without gradient.
+    """
     through, ref = reach(toy, played(toy, source)), toy.ref.log_softmax(-1)
     return slope(lambda pi: through @ of(pi.log_softmax(-1), ref), toy.pi)
 
 
 def token_kl_gradient(toy: Toy, source: Source) -> Tensor:
-    """Of -KL(pi || ref), token by token."""
+    """Compute the gradient of -KL(pi || ref), token by token."""
     return -gradient_by_token(toy, source, lambda logp, ref: (logp.exp() * (logp - ref)).sum(-1))
 
 
 def forward_kl_gradient(toy: Toy, source: Source) -> Tensor:
-    """Of -KL(ref || pi), token by token."""
+    """Compute the gradient of -KL(ref || pi), token by token."""
     return -gradient_by_token(toy, source, lambda logp, ref: (ref.exp() * (ref - logp)).sum(-1))
 
 
@@ -123,7 +125,7 @@ def entropy_gradient(toy: Toy, source: Source) -> Tensor:
 
 
 def truncated_likelihood_gradient(terms: int) -> Target:
-    """Of -sum_k (1 - p)^k / k, the first terms of log p, p = E_pi R (MaxRL, https://arxiv.org/abs/2602.02710)."""
+    """Compute the gradient of -sum_k (1 - p)^k / k: the first terms of log p, p = E_pi R (MaxRL, arXiv 2602.02710)."""
 
     def target(toy: Toy, source: Source) -> Tensor:
         p = (logp_of(toy, toy.pi).exp() * toy.rewards).sum()

@@ -14,19 +14,21 @@ TrainOn = Literal["everything", "last_reply"] | list[str]
 
 
 class SourceConfig(StrictModel):
+    """One data set of a mixture, or the only one."""
+
     path: str
     """A Parquet or JSONL file, a folder written by datasets.save_to_disk, or hub:NAME (hub:NAME/CONFIG)."""
     name: str = Field("", pattern="^[^/]*$")
-    """Name of the source in the log. Unset: the name of the file or data set. Names are unique within a mixture, and
-    have no /."""
+    """Name of the source in the log, without "/" and unique within a mixture. Unset: the name of the file or data
+    set."""
     ratio: float = Field(1.0, gt=0)
     """Rows drawn from this source, relative to the other sources. Exact: counts of any prefix are within one row of
     it."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     columns: dict[str, str] = Field({})
-    """Our column -> theirs, where the names differ: id, messages, answer, chosen, rejected, label. A column of plain
-    text under `messages` is one user turn."""
+    """Mapping from our column names to those of the data set, where they differ. Ours: id, messages, answer, chosen,
+    rejected, label. A column of plain text under `messages` is one user turn."""
     replacement: bool = False
     """true: draw each row at random from all rows. false: every row comes once per epoch."""
 
@@ -48,24 +50,23 @@ class SourceConfig(StrictModel):
 
 
 class DataConfig(StrictModel):
-    """What both programs read."""
+    """Keys of `data` that both programs read."""
 
     train: str | list[SourceConfig]
-    """Where the training rows are, as the `path` of a source (data_prep/ makes such files); or a mixture: a list of
-    sources, each with a path and a ratio. Rows have id, messages and answer; pairs also chosen and rejected, unpaired
-    ones label."""
+    """Training rows: the `path` of a source (data_prep/ makes such files), or a mixture: a list of sources, each with a
+    path and a ratio. Rows have id, messages and answer. Pairs also have chosen and rejected, unpaired rows label."""
     eval: str | SourceConfig | None = None
     """Held-out rows with the same columns: reward (or loss) on them is measured before and after training."""
     eval_rows: int = Field(200, ge=1)
-    """Use at most this many rows of `eval`."""
+    """Largest number of rows of `eval` to use."""
     max_invalid_fraction: float = Field(0.1, ge=0, le=1)
-    """Rows that cannot be used (a missing or empty column, too long, no reply) are counted and shown. A larger fraction
-    of them stops the run before it starts."""
+    """Largest fraction of invalid rows (a missing or empty column, too long, no reply). They are counted and shown; a
+    larger fraction stops the run before it starts."""
     template: Literal["chat", "plain"] = "chat"
-    """chat: the tokenizer's chat template. plain: the contents as they are, one after another."""
+    """How messages become text. chat: by the tokenizer's chat template. plain: the contents are concatenated."""
 
-    def sources(self, which: Literal["train", "eval"]) -> list[SourceConfig]:
-        """Return what `train` or `eval` names, a plain path as a source; none where it is unset."""
+    def list_sources(self, which: Literal["train", "eval"]) -> list[SourceConfig]:
+        """Return the sources of `train` or `eval`; empty where it is unset."""
         given = self.train if which == "train" else self.eval
         listed = given if isinstance(given, list) else [] if given is None else [given]
         return [SourceConfig(path=source) if isinstance(source, str) else source for source in listed]
@@ -74,7 +75,7 @@ class DataConfig(StrictModel):
     def a_mixture_has_names(self) -> DataConfig:
         if not self.train:
             raise ValueError("train names no source: give a path, or a list of sources")
-        names = [source.log_name for source in self.sources("train")]
+        names = [source.log_name for source in self.list_sources("train")]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two sources of train are called {twice[0]}: give them names of their own (name: ...)")
         return self
@@ -84,17 +85,17 @@ class PromptDataConfig(DataConfig):
     """Prompts of reinforcement learning."""
 
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Rows with a longer prompt are invalid."""
+    """Longest prompt, in tokens. Rows with a longer one are invalid."""
 
 
 class RowDataConfig(DataConfig):
     """Rows of supervised learning."""
 
     train_on: TrainOn = Field(["assistant"])
-    """Roles whose turns are trained on, with their end-of-turn tokens. last_reply: the last assistant turn only
-    (completion-only). everything: every token. Preferences always compare the last reply."""
+    """Roles whose turns are trained on, with their end-of-turn tokens. last_reply: only the last assistant turn
+    (completion-only). everything: every token. Preference algorithms always use the last reply."""
     max_tokens: int = Field(1024, ge=1)
-    """Longer rows are invalid."""
+    """Longest row, in tokens. Longer rows are invalid."""
 
     @model_validator(mode="after")
     def trains_on_something(self) -> RowDataConfig:

@@ -63,19 +63,19 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 class StrictLoader(yaml.SafeLoader):
-    """YAML lets the second of two equal keys win without a word."""
+    """YAML loader that refuses a key given twice; plain YAML would silently use the second value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=deep)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key} stands there twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
 
-def override(raw: dict[str, Any], item: str) -> None:
+def apply_override(raw: dict[str, Any], item: str) -> None:
     """Apply one `a.b=value` in place; the value is YAML."""
     keys, equals, value = item.partition("=")
     if not equals or not keys:
@@ -95,27 +95,28 @@ def override(raw: dict[str, Any], item: str) -> None:
 
 
 def validate(cls: type[BaseModel], raw: dict[str, Any], *, prefix: str) -> Any:
+    """Build the model from parsed YAML. Raises UserError that names the first wrong key, with `prefix` before it."""
     try:
         return cls.model_validate(raw)
     except ValidationError as error:
         found = without_branches(error.errors(include_url=False))
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise UserError(sentence(cls, found[0], prefix) + more) from error
+        raise UserError(describe_error(cls, found[0], prefix) + more) from error
 
 
 def without_branches(found: list[Any]) -> list[Any]:
-    """The errors under the keys of the recipe; where a union has a choice that was meant, that one's only."""
+    """Return the errors under keys of the recipe; of a union, only those of the choice that was meant."""
     meant = [e for e in found if not any(map(is_branch, e["loc"][-1:]))] or found[:1]
     return [e | {"loc": tuple(p for p in e["loc"] if not is_branch(p))} for e in meant]
 
 
 def is_branch(part: str | int) -> bool:
-    """Is it pydantic's name for a choice of a union, and no key of a recipe?"""
+    """Tell whether a part of a location is pydantic's name for a choice of a union, and no key of a recipe."""
     return isinstance(part, str) and (part in ("str", "SourceConfig") or part.startswith(("list[", "literal[")))
 
 
-def sentence(cls: type[BaseModel], found: Any, prefix: str) -> str:
-    """One pydantic error as one sentence."""
+def describe_error(cls: type[BaseModel], found: Any, prefix: str) -> str:
+    """Write one pydantic error as one sentence."""
     loc = [str(p) for p in found["loc"]]
     key = prefix + ".".join(loc)
     match found["type"]:
@@ -134,6 +135,7 @@ def sentence(cls: type[BaseModel], found: Any, prefix: str) -> str:
 
 
 def section_at(cls: type[BaseModel], loc: list[str]) -> type[BaseModel]:
+    """Return the section of the configuration in which a location lies."""
     for key in loc:
         if key.isdigit():
             continue
@@ -145,7 +147,7 @@ def section_at(cls: type[BaseModel], loc: list[str]) -> type[BaseModel]:
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a field may hold: itself, in a list, or as a choice of a union."""
+    """Return the sections that a field may hold: itself, in a list, or as a choice of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for choice in get_args(annotation) for section in sections_in(choice)]

@@ -20,16 +20,16 @@ RENAMED: dict[str, str] = {
     "alg.drop_dead_groups": "alg.dynamic_sampling",
     "alg.overlong.longest": "alg.overlong.max_tokens",
 }
-"""Old dotted key -> new one."""
+"""Old dotted key -> new dotted key."""
 RENAMED_IN_SUPERVISED = {"data.max_prompt_tokens": "data.max_tokens"}
-"""Old keys of supervised runs that reinforcement learning keeps."""
+"""Keys renamed in supervised runs only; reinforcement learning keeps the old ones."""
 VALUES: dict[str, dict[Any, Any]] = {
     "weight_sync.requests": {"in_flight": "keep", "drain": "wait", "abort": "abort"},
     "precompute_ref_logp": {"ahead": True, "each_step": False},
 }
 """New key -> old value -> new value."""
 ADDED: dict[str, Any] = {"trainer.eps": 1e-8}
-"""New keys, and the value that earlier versions had without asking."""
+"""New keys, with the constant that earlier versions used."""
 
 
 def find_renamed(raw: Mapping[str, Any], *, supervised: bool) -> tuple[str, str] | None:
@@ -38,16 +38,16 @@ def find_renamed(raw: Mapping[str, Any], *, supervised: bool) -> tuple[str, str]
     >>> find_renamed({"rollout": {"update": "drain"}}, supervised=False)
     ('rollout.update', 'weight_sync.requests: wait')
     """
-    for old, new in _table(supervised).items():
+    for old, new in _get_renamed_keys(supervised).items():
         value = _look_up(raw, old.split("."))
         if value is not _MISSING:
-            return old, f"{new}: {_show(_translate_value(new, value))}"
+            return old, f"{new}: {_format_value(_translate_value(new, value))}"
     return None
 
 
 def translate_settings(settings: Mapping[str, Any], *, supervised: bool) -> dict[str, Any]:
-    """Return a checkpoint's settings, by dotted key, under the keys and values of now."""
-    table = _table(supervised)
+    """Return a checkpoint's settings, by dotted key, under today's keys and values."""
+    table = _get_renamed_keys(supervised)
     translated: dict[str, Any] = {}
     for key, value in settings.items():
         new = table.get(key, key)
@@ -60,7 +60,7 @@ def translate_settings(settings: Mapping[str, Any], *, supervised: bool) -> dict
 _MISSING = object()
 
 
-def _table(supervised: bool) -> dict[str, str]:
+def _get_renamed_keys(supervised: bool) -> dict[str, str]:
     return RENAMED | RENAMED_IN_SUPERVISED if supervised else RENAMED
 
 
@@ -76,5 +76,5 @@ def _translate_value(new: str, value: Any) -> Any:
     return VALUES[new].get(value, value) if new in VALUES else value
 
 
-def _show(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)

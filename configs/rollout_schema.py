@@ -10,29 +10,34 @@ from core.strict_model import StrictModel
 
 
 class RewardConfig(StrictModel):
+    """Keys of `reward`."""
+
     fn: str
-    """A module of rewards/, or the path of a Python file with a function `score(prompt, messages)`."""
+    """Reward function: a module of rewards/, or the path of a Python file with a function `score(prompt, messages)`."""
     weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field({"correct": 1.0}, min_length=1)
-    """The reward is the sum of weight x part over the parts that `fn` returns. Every part is logged."""
+    """Weights of the parts that `fn` returns: the reward is the sum of weight x part. Every part is logged."""
     settings: dict[str, Any] = Field({})
-    """Passed to `score` by name, such as the path of a reward model."""
+    """Arguments passed to `score` by name, such as the path of a reward model."""
     workers: int = Field(2, ge=1)
-    """Reward processes per engine. One that hangs or dies costs its own sample only."""
+    """Number of reward processes per engine. If one hangs or dies, only its own sample fails."""
     timeout_s: float = Field(20.0, gt=0)
     """Deadline of the reward of one sample, in seconds. A sample without a reward has failed."""
     max_failed_fraction: float = Field(0.1, ge=0, le=1)
-    """The run stops when a larger fraction of a step's samples has failed."""
+    """Largest fraction of a step's samples that may fail; above it the run stops."""
 
 
 class RolloutConfig(StrictModel):
+    """Keys of `rollout`."""
+
     engine: str = "vllm"
-    """vllm, hf, or the path of a Python file with one subclass of rollouts.engines.base.Engine."""
+    """Engine: vllm, hf, or the path of a Python file with one subclass of rollouts.engines.base.Engine."""
     env: str = "single_turn"
-    """A module of rollouts/envs/, or the path of a Python file with one subclass of rollouts.envs.base.Env."""
+    """Environment: a module of rollouts/envs/, or the path of a Python file with one subclass of
+    rollouts.envs.base.Env."""
     engines: int = Field(1, ge=1)
     """Number of engines. Each has a process and a copy of the weights."""
     tensor_parallel_size: int = Field(1, ge=1)
-    """GPUs (on a CPU: processes) per engine."""
+    """Number of GPUs (on a CPU: processes) per engine."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature. top-p, top-k and min-p are not offered: they renormalise the sampling distribution on a
     subset of the vocabulary, and the trainer's log-probabilities would silently be those of another policy."""
@@ -43,35 +48,38 @@ class RolloutConfig(StrictModel):
     timeout_s: float = Field(900.0, gt=0)
     """Deadline of one group, in seconds. A late group is retried once on another engine, then the run stops."""
     enforce_eager: bool = False
-    """vLLM without compiled graphs; always so on a CPU."""
+    """Run vLLM without CUDA graphs; always so on a CPU."""
     kv_cache_gib: float = Field(1.0, gt=0)
-    """vLLM's key-value cache on a CPU."""
+    """Size of vLLM's KV cache on a CPU, in GiB."""
     gpu_memory_utilization: float = Field(0.85, gt=0, lt=1)
-    """vLLM's share of a GPU's memory."""
+    """Fraction of a GPU's memory that vLLM may use."""
 
 
 RequestMode = Literal["keep", "wait", "abort"]
 
 
 class WeightSyncConfig(StrictModel):
+    """Keys of `weight_sync`."""
+
     every: int = Field(1, ge=1)
     """Largest number of steps between two weight syncs."""
     max_kl: float | None = Field(None, gt=0)
-    """Sync earlier, as soon as train/mismatch/kl of a step is above this."""
+    """Bound of train/mismatch/kl: a step above it syncs weights at once, before `every` steps are over."""
     requests: RequestMode = "keep"
-    """What happens to running requests when new weights come. keep: they are paused, and continue under the new
+    """What happens to running requests during a weight sync. keep: they are paused, and continue under the new
     weights with their KV cache recomputed. wait: they finish first (within timeout_s), while new ones wait. abort: they
-    are cut off, and continued from the tokens already sampled. Every token carries the version that sampled it."""
+    are aborted, and continued from the tokens already sampled. Every token carries the version that sampled it."""
     transport: Literal["auto", "nccl", "gloo", "direct", "disk"] = "auto"
-    """nccl, gloo: trainer rank 0 broadcasts, from GPU to GPU or over TCP. direct: in buckets through Ray's object
-    store. disk: in files below the run folder, which all machines must share. auto: nccl for vLLM on GPUs, else gloo;
-    in synchronous runs a transport that raises is replaced by direct, and that by disk, for the rest of the run."""
+    """Transport of the weights. nccl, gloo: trainer rank 0 broadcasts, from GPU to GPU or over TCP. direct: buckets
+    through Ray's object store. disk: files below the run folder, which all machines must share. auto: nccl for vLLM on
+    GPUs, else gloo; in synchronous runs a transport that fails is replaced by direct, and that by disk, for the rest of
+    the run."""
     bucket_mib: int = Field(256, ge=1)
     """Size of a bucket, in MiB. Weights are gathered and sent in buckets; a larger single tensor is its own bucket."""
     timeout_s: float = Field(300.0, gt=0)
     """Deadline of each step of a sync, in seconds: forming the group, sending, probing."""
     lora: Literal["merged", "adapter"] = "merged"
-    """What is sent of a LoRA model: its weights with the adapter merged in, or the adapter alone."""
+    """Weights that are sent of a LoRA model: all weights with the adapter merged in, or the adapter alone."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Largest mean absolute difference allowed between the trainer's and an engine's log-probabilities of a probe
     prompt after a sync. Unset: 0.002 in float32, 0.1 in bfloat16."""

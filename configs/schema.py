@@ -1,7 +1,7 @@
 """The whole configuration, typed. A recipe states only what differs from the defaults here.
 
-A field is checked by the class that owns it; only RLConfig and SLConfig compare sections; an unknown
-key is an error; nothing is filled in later, so the printed configuration is the one that ran.
+A field is checked by the class that owns it. Only RLConfig and SLConfig compare sections. An unknown key is an error.
+Nothing is filled in later, so the printed configuration is the one that ran.
 """
 
 from __future__ import annotations
@@ -18,37 +18,38 @@ from core.strict_model import StrictModel
 
 
 class RunConfig(StrictModel):
-    """What RL and supervised runs have in common."""
+    """Keys that RL and supervised runs have in common."""
 
     name: str
-    """The run folder is <run_dir>/<name>-<time>."""
+    """Name of the run; the run folder is <run_dir>/<name>-<time>."""
     seed: int = 0
     """Seed of the order of the data and of all sampling."""
     backend: Literal["ray", "local"] = "ray"
-    """ray: trainer ranks and engines are Ray actors. local: one process for trainer and engine, so that
-    breakpoint() works in a loss, an environment and an engine (rewards keep processes of their own)."""
+    """Where trainer ranks and engines run. ray: in Ray actors. local: all in one process, so that breakpoint() works in
+    a loss, an environment and an engine (rewards keep processes of their own)."""
     device: Literal["auto", "cuda"] = "auto"
-    """auto: GPUs where there are some, else the CPU. cuda: refuse to run without enough GPUs."""
+    """Device of trainer and engines. auto: GPUs where there are some, else the CPU. cuda: refuse to run without enough
+    GPUs."""
     ray_address: str | None = None
-    """host:port of a running cluster; unset starts a private one on this machine."""
+    """Address (host:port) of a running Ray cluster; unset starts a private one on this machine."""
     run_dir: str = "runs"
     """Folder in which run folders are made."""
     save_to: str | None = None
-    """Folder for a second copy of the final model, under a name that the next recipe can know."""
+    """Folder for a second copy of the final model, under a fixed name that another recipe can refer to."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: str | None = None
-    """A run folder, or one of its checkpoints: go on from it (its newest complete one), exactly, in a new run folder.
-    What the gradient depends on must be as it was, or one sentence names the first key that is not; driver/resume.py
-    lists what may differ, such as steps under a constant learning rate. Name only what you trust: it is unpickled."""
+    """Run folder (its newest complete checkpoint) or checkpoint to resume from, exactly, in a new run folder. Settings
+    that change the gradient must be the same; otherwise an error names the first one that differs. driver/resume.py
+    lists what may differ, such as steps under a constant learning rate. Use trusted files only: they are unpickled."""
     timeout_s: float = Field(1800.0, gt=0)
     """Deadline of every remote call, in seconds: start of an engine, a training step, a checkpoint."""
     model: ModelConfig
     alg: dict[str, Any]
-    """`name` of a module in algs/, or `file`, the path of one elsewhere; with its hyper-parameters."""
+    """Algorithm: `name` of a module in algs/ or `file`, the path of one elsewhere; with its hyper-parameters."""
     data: DataConfig
     eval_every: int = Field(0, ge=0)
-    """Steps between two measurements on data.eval: of the loss, or in RL of the reward, by the weights that the engines
-    hold then. 0 measures at the start and the end only."""
+    """Steps between two evaluations on data.eval: of the loss, or in RL of the reward under the engines' current
+    weights. 0 evaluates at the start and the end only."""
     trainer: TrainerConfig = TrainerConfig()
 
     @property
@@ -59,7 +60,7 @@ class RunConfig(StrictModel):
     @model_validator(mode="after")
     def what_is_measured_is_there(self) -> RunConfig:
         if self.eval_every and self.data.eval is None:
-            raise ValueError("eval_every wants held-out rows: set data.eval")
+            raise ValueError("eval_every needs held-out rows: set data.eval")
         return self
 
     @model_validator(mode="after")
@@ -75,7 +76,7 @@ class RunConfig(StrictModel):
 
 
 def min_staleness(*, sync_every: int, sample_reuse: int) -> int:
-    """Return the staleness that samples reach whatever the timing: the smallest `max_staleness` that can be kept.
+    """Return the smallest `max_staleness` that a run can keep: samples get this stale whatever the timing.
 
     >>> min_staleness(sync_every=1, sample_reuse=1)
     0
@@ -84,21 +85,23 @@ def min_staleness(*, sync_every: int, sample_reuse: int) -> int:
 
 
 class RLConfig(RunConfig):
+    """Configuration of main_rl.py."""
+
     data: PromptDataConfig
     steps: int = Field(ge=1)
-    """Training steps. Every key that says "every" counts steps."""
+    """Number of training steps. Keys named "every" count steps."""
     groups_per_step: int = Field(ge=1)
-    """Prompts drawn per step."""
+    """Number of prompts per step."""
     group_size: int = Field(8, ge=1)
-    """Samples of each prompt."""
+    """Number of samples of each prompt."""
     updates_per_step: int = Field(1, ge=1)
-    """Optimizer updates of a step. Its groups are distributed over them."""
+    """Number of optimizer updates per step. The groups of the step are distributed over them."""
     max_staleness: int = Field(0, ge=0)
     """Largest number of training steps between the policy that sampled a token and the one that is trained on it. 0:
     generation waits for every weight sync. n: it continues while the trainer works, and stops before it gets too
     old."""
     sample_reuse: int = Field(1, ge=1)
-    """Steps that train on each group: a step takes groups_per_step / sample_reuse new groups beside those it has."""
+    """Number of steps that train on each group: a step adds groups_per_step / sample_reuse new groups to the window."""
     reward: RewardConfig
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -171,18 +174,19 @@ class RLConfig(RunConfig):
 
 
 class SLConfig(RunConfig):
+    """Configuration of main_sl.py."""
+
     data: RowDataConfig
     steps: int | None = Field(None, ge=1)
-    """Training steps. Set this or `epochs`. Every key that says "every" counts steps."""
+    """Number of training steps. Set this or `epochs`. Keys named "every" count steps."""
     epochs: float | None = Field(None, gt=0)
-    """Passes over the rows of data.train, instead of `steps`: rounded up to whole steps. The run folder's config.yaml
-    holds the steps that follow."""
+    """Number of passes over the rows of data.train, instead of `steps`: rounded up to whole steps. The run folder's
+    config.yaml holds the resulting `steps`."""
     rows_per_step: int = Field(ge=1)
-    """Rows (conversations or pairs) in one update."""
+    """Number of rows (conversations or pairs) in one update."""
     precompute_ref_logp: bool = False
-    """Where the algorithm compares with a reference. true: compute its log-probabilities once for all rows before
-    training, with the model itself, and keep the numbers (of no use where rows are seen once). false: compute them at
-    each step, with a second model."""
+    """When to compute the log-probabilities of the reference model. true: once for all rows before training, with the
+    model itself (of no use if each row is seen once). false: at each step, with a second model."""
 
     @model_validator(mode="after")
     def sections_agree(self) -> SLConfig:
@@ -198,7 +202,7 @@ class SLConfig(RunConfig):
         return self
 
     def with_steps(self, rows: int) -> SLConfig:
-        """Return the configuration with `epochs` turned into `steps`, for a data set of so many rows."""
+        """Return the configuration with `epochs` converted to `steps`, for a data set with this number of rows."""
         if self.epochs is None:
             return self
         return self.model_copy(update={"steps": math.ceil(self.epochs * rows / self.rows_per_step), "epochs": None})

@@ -13,30 +13,32 @@ class LoraConfig(StrictModel):
     """PEFT's LoRA (https://arxiv.org/abs/2106.09685)."""
 
     r: int = Field(16, ge=1)
-    """Rank."""
+    """Rank of the adapter."""
     alpha: float = Field(32.0, gt=0)
-    """The update is scaled by alpha / r, with rslora by alpha / sqrt(r)."""
+    """Scaling numerator: the update is scaled by alpha / r, with rslora by alpha / sqrt(r)."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
-    """Names of the linear layers that get an adapter; all-linear: all but the head."""
+    """Names of the linear layers that get an adapter; all-linear: all except the head."""
     rslora: bool = False
     """Rank-stabilised scaling (https://arxiv.org/abs/2312.03732)."""
     dora: bool = False
-    """Learn each column's length apart from its direction (DoRA, https://arxiv.org/abs/2402.09353)."""
+    """Train the length of each column separately from its direction (DoRA, https://arxiv.org/abs/2402.09353)."""
     merge_on_save: bool = False
-    """Save the whole model, the adapter merged into it, where the next recipe's model.path looks, and the adapter in
-    `adapter/` below it. Else the adapter alone is saved, in PEFT's format."""
+    """Save the whole model with the adapter merged in, and the adapter in `adapter/` below it. Otherwise only the
+    adapter is saved, in PEFT's format."""
 
 
 class ModelConfig(StrictModel):
+    """Keys of `model`."""
+
     path: str
-    """A Hugging Face folder, or a name on the hub. Trainer, reference model and engines all start from it."""
+    """Hugging Face folder, or name on the hub. Trainer, reference model and engines all start from it."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the weights in use; master weights, gradients and log-softmax are float32 in either case."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernel of the trainer; auto leaves the choice to transformers, and runs torch's (sdpa) sequence by
-    sequence where the model's family was tested with that (modeling/attention.py)."""
+    """Attention kernel of the trainer. auto: the default of transformers; sdpa then runs sequence by sequence for model
+    families tested with that (modeling/attention.py)."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters instead of the weights; unset trains the weights."""
+    """Low-rank adapters to train instead of the weights; unset trains the weights."""
 
 
 OURS_OF_DEEPSPEED = (
@@ -44,42 +46,45 @@ OURS_OF_DEEPSPEED = (
     *("managed_gradient_accumulation", "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
     *("bf16", "fp16", "data_types", "optimizer", "scheduler"),
 )
-"""What the gradient depends on, and the recipe says elsewhere."""
+"""DeepSpeed keys that follow from other keys of the recipe, and change the gradient."""
 
 
 class TrainerConfig(StrictModel):
+    """Keys of `trainer`."""
+
     ranks: int = Field(1, ge=1)
-    """Trainer processes, each with a share of every update."""
+    """Number of trainer processes; each computes a share of every update."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed's ZeRO stage. 1 shards the optimizer's state over the ranks, 2 the gradients too, 3 the weights too."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Optimizer of torch; sgd is without momentum."""
     lr: float = Field(1e-6, gt=0)
-    """The learning rate after the warm-up."""
+    """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; linear and cosine end at zero with the last update."""
+    """Schedule of the learning rate after the warm-up; linear and cosine reach zero with the last update."""
     warmup_updates: int = Field(0, ge=0)
-    """Updates in which the learning rate rises to lr."""
+    """Number of updates in which the learning rate rises to lr."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay rates of AdamW's running mean of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0)
-    """AdamW's term in the denominator."""
+    """Term that AdamW adds to the denominator."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's is decoupled from the gradient; sgd adds it to the gradient."""
+    """Weight decay: decoupled from the gradient in AdamW, added to the gradient in sgd."""
     max_grad_norm: float = Field(1.0, ge=0)
-    """Clip the gradient of an update to this norm; 0 does not clip. The norm that is logged is the one before."""
+    """Largest norm of an update's gradient; 0 does not clip. The logged norm is the one before clipping."""
     micro_batch_tokens: int = Field(16_384, ge=1)
-    """Tokens in one forward pass. This decides memory only: the gradient does not depend on it."""
+    """Largest number of tokens in one forward pass. It affects memory only: the gradient does not depend on it."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
     layout: Literal["auto", "padded", "packed"] = "auto"
-    """How a micro-batch lies before the attention kernel: packed, all sequences in one row; padded, each in a row of
-    its own. auto is packed where the kernel is told the borders: flash attention, and attention: auto in the model
-    families of modeling/attention.py; padded elsewhere."""
+    """Layout of a micro-batch in the forward pass. packed: all sequences in one row. padded: each in its own row. auto:
+    packed where the kernel gets the sequence boundaries (flash attention, and attention: auto for the model families of
+    modeling/attention.py), else padded."""
     max_skipped_updates: int = Field(3, ge=1)
-    """An update whose gradient is not finite is skipped on all ranks; this many in a row end the run."""
+    """Number of consecutive skipped updates that ends the run. An update is skipped on all ranks if its gradient is not
+    finite."""
     deepspeed: dict[str, Any] = Field({})
-    """Merged last into the generated DeepSpeed configuration, for what has no key here; what has one is refused."""
+    """Keys merged last into the generated DeepSpeed configuration; those with a key of their own here are refused."""
 
     @field_validator("deepspeed")
     @classmethod
@@ -91,9 +96,11 @@ class TrainerConfig(StrictModel):
 
 
 class CheckpointConfig(StrictModel):
+    """Keys of `checkpoint`."""
+
     every: int = Field(0, ge=0)
-    """Steps between two checkpoints; 0 makes none. One is made at the end as well. They lie in the run folder's
-    checkpoints/; every rank writes its share there, so on several machines run_dir must be a folder that all share."""
+    """Steps between two checkpoints; 0 writes none. One is written at the end as well. They are in the run folder's
+    checkpoints/. Every rank writes its share there, so on several machines run_dir must be a shared folder."""
     keep: int = Field(2, ge=1)
-    """Number of newest checkpoints that stay, beside the one with the lowest eval/loss of those made at a step that
-    measured it (see eval_every; RL measures none). `last` and `best` point at them."""
+    """Number of newest checkpoints to keep, in addition to the one with the lowest eval/loss (supervised runs with
+    eval_every). `last` and `best` point at them."""

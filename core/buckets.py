@@ -1,4 +1,4 @@
-"""Cut a stream of things into pieces of bounded size."""
+"""Split a stream of items into buckets of bounded size."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_buckets(items: Iterable[T], bytes_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
-    """Consecutive items whose sizes add up to at most `max_bytes`; a larger one stands alone."""
+def split_into_buckets(items: Iterable[T], bytes_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
+    """Yield consecutive items in lists of at most `max_bytes` in total; a larger item is a list of its own.
+
+    >>> list(split_into_buckets([3, 4, 9, 1], bytes_of=lambda n: n, max_bytes=8))
+    [[3, 4], [9], [1]]
+    """
     bucket: list[T] = []
     held = 0
     for item in items:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 
 
-def parse(program: str, description: str, argv: list[str] | None = None) -> argparse.Namespace:
-    """No heavy import happens before this returns, so --help is quick."""
+def parse_arguments(program: str, description: str, argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line. No heavy import happens before this returns, so --help is quick."""
     parser = argparse.ArgumentParser(program, description=description)
     parser.add_argument("--config", required=True, metavar="FILE", help="a YAML recipe; see configs/")
     parser.add_argument(
@@ -20,8 +20,8 @@ def parse(program: str, description: str, argv: list[str] | None = None) -> argp
     return parser.parse_args(argv)
 
 
-def guarded(run: Callable[[], int]) -> int:
-    """Turn the ends that are no bugs into one sentence and an exit code; anything else keeps its traceback."""
+def run_guarded(run: Callable[[], int]) -> int:
+    """Run, and turn expected errors into one sentence and an exit code; any other error keeps its traceback."""
     from core.errors import RunStopped, UserError
 
     try:

@@ -1,6 +1,6 @@
-"""Measure where the seconds go, with what is left over as its own row.
+"""Measure seconds per phase; unexplained time is a row of its own.
 
-`Clock` is the driver's, which does one thing at a time. `ActivityTimer` is a device's.
+`Clock` is for the driver, which does one thing at a time. `ActivityTimer` is for a device.
 """
 
 from __future__ import annotations
@@ -63,26 +63,28 @@ class ActivityTimer:
     @contextmanager
     def measure(self, activity: Activity) -> Generator[None]:
         """Charge the body to `activity`."""
-        self.begin(activity)
+        self.begin_activity(activity)
         try:
             yield
         finally:
-            self.end(activity)
+            self.end_activity(activity)
 
-    def begin(self, activity: Activity) -> None:
-        self._charge()
+    def begin_activity(self, activity: Activity) -> None:
+        """Charge the time from now on to `activity`, until `end_activity`."""
+        self._charge_elapsed()
         self.running[activity] += 1
 
-    def end(self, activity: Activity) -> None:
-        self._charge()
+    def end_activity(self, activity: Activity) -> None:
+        """End what `begin_activity` began."""
+        self._charge_elapsed()
         self.running[activity] -= 1
 
     def read_seconds(self) -> dict[str, float]:
         """Return the seconds of every activity, and of idling, since the timer was made."""
-        self._charge()
+        self._charge_elapsed()
         return {str(name): seconds for name, seconds in self.seconds.items()}
 
-    def _charge(self) -> None:
+    def _charge_elapsed(self) -> None:
         now = time.perf_counter()
         activity = next((name for name, n in self.running.items() if n), IDLE)
         self.seconds[activity] += now - self.charged_until

@@ -1,18 +1,18 @@
-"""Mistakes of the user: one sentence that names the key or the file and the mend, exit code 2, no traceback."""
+"""Errors that a user sees: one sentence that names the key or the file and the fix, and no traceback."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """What was found, what was expected, and which key to change, in one sentence."""
+    """Mistake of the user, exit code 2. The message says what was found, what was expected, and which key to change."""
 
 
 class RunStopped(Exception):
-    """A run that must not go on: what happened, where, and what it means for the result. Exit code 1."""
+    """Reason why a run must stop, exit code 1. The message says what happened, where, and what it means."""
 
 
 class CallFailed(RunStopped):
-    """A call on a worker failed for a reason that may lie with another one, and every process is alive."""
+    """Failed call on a worker, possibly because of another worker. Every process is alive."""
 
     def __init__(self, what: str, seen: str = "") -> None:
         """seen: what the workers were doing at that moment."""
@@ -21,13 +21,13 @@ class CallFailed(RunStopped):
 
 
 class TransportFailed(CallFailed):
-    """Weights did not get through. It says nothing of what an engine holds: another transport may bring them."""
+    """Failed transfer of weights. Engines may hold old or new weights; another transport may succeed."""
 
 
 class ProcessDied(RunStopped):
-    """A process of the run is gone, or gives no sign of life: the sentence names it."""
+    """Process of the run that is gone or does not respond. The message names it."""
 
 
 def first_line(error: Exception) -> str:
-    """What a library said, short enough to stand in a sentence."""
+    """Return the first line of an error's message, to quote it in a sentence."""
     return str(error).partition("\n")[0]

@@ -33,23 +33,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSpec:
-    """Which code was meant. Small and picklable."""
+    """Reference to a source file. Small and picklable."""
 
     module: str
-    """The name it is imported under: "algs.grpo", or for a file its stem and the start of its hash."""
+    """Module name for the import: "algs.grpo", or for a file its stem and the start of its hash."""
     path: str
     """Absolute path of the source file."""
     sha256: str
-    """Of the file's bytes, when it was resolved."""
+    """Hash of the file's bytes when it was resolved."""
     in_package: bool
-    """True for a module of ours: another machine may keep it under another path."""
+    """True for a module of FeynRL: another machine may have it under another path."""
 
 
 def resolve(name_or_path: str, package: str, *, offers: Callable[[ModuleType], bool], key: str = "") -> FileSpec:
-    """Find the code that a configuration names.
+    """Find the code that a configuration names. Raises UserError where there is none.
 
-    A name that ends in .py or holds a slash is a file, which is not run; anything else is a module of `package`.
-    offers: tells whether a module of the package is a plug-in. key: the configuration key to name in an error.
+    A name that ends in .py or has a slash is a file, which is not run; anything else is a module of `package`.
+    offers: whether a module of the package is a plug-in. key: the configuration key to name in an error.
     """
     if name_or_path.endswith(".py") or "/" in name_or_path:
         return _resolve_file(name_or_path, key)
@@ -57,15 +57,16 @@ def resolve(name_or_path: str, package: str, *, offers: Callable[[ModuleType], b
     if spec is None or not offers(load_module(spec)):
         names = list_plugins(package, offers)
         raise UserError(
-            f"{_at(key)}there is no {name_or_path!r} in {package.replace('.', '/')}/{_near(name_or_path, names)};"
-            f" it has {', '.join(names) or 'none'}, and a file of your own is named by its path (my_file.py)"
+            f"{_key_prefix(key)}there is no {name_or_path!r} in {package.replace('.', '/')}/"
+            f"{_suggest_name(name_or_path, names)}; it has {', '.join(names) or 'none'}, and a file of your own is "
+            "named by its path (my_file.py)"
         )
     return spec
 
 
 def list_plugins(package: str, offers: Callable[[ModuleType], bool]) -> list[str]:
     """Return the names of the package's modules that are plug-ins."""
-    names = sorted(p.stem for p in _home(package).glob("*.py") if not p.stem.startswith("_"))
+    names = sorted(p.stem for p in _package_folder(package).glob("*.py") if not p.stem.startswith("_"))
     specs = [(name, _spec_in_package(package, name)) for name in names]
     return [name for name, spec in specs if spec is not None and offers(load_module(spec))]
 
@@ -89,10 +90,10 @@ def load_class(spec: FileSpec, base: type[T], *, key: str) -> type[T]:
 
 
 def _spec_in_package(package: str, name: str) -> FileSpec | None:
-    path = _home(package) / f"{name}.py"
+    path = _package_folder(package) / f"{name}.py"
     if not name.isidentifier() or name.startswith("_") or not path.is_file():
         return None
-    return FileSpec(module=f"{package}.{name}", path=str(path), sha256=sha256_of(path), in_package=True)
+    return FileSpec(module=f"{package}.{name}", path=str(path), sha256=hash_file(path), in_package=True)
 
 
 def load_module(spec: FileSpec) -> ModuleType:
@@ -103,10 +104,10 @@ def load_module(spec: FileSpec) -> ModuleType:
     path = _own_copy(spec) if spec.in_package else Path(spec.path)
     if not path.is_file():
         raise UserError(f"{path} is missing on this machine; every machine of a run must see the same files")
-    if (found := sha256_of(path)) != spec.sha256:
+    if (found := hash_file(path)) != spec.sha256:
         raise UserError(
             f"{path} is not the file this run began with (sha256 {found[:12]}, expected {spec.sha256[:12]});"
-            " leave it alone while the run lasts, and keep it the same on every machine"
+            " do not change it during the run, and keep it the same on every machine"
         )
     if spec.module in sys.modules:
         return sys.modules[spec.module]
@@ -115,10 +116,10 @@ def load_module(spec: FileSpec) -> ModuleType:
     except UserError:
         raise
     except Exception as error:  # a border: this is the user's code, whatever it raises
-        raise UserError(f"{_where(error, path)} cannot be imported: {type(error).__name__}: {error}") from error
+        raise UserError(f"{_locate_error(error, path)} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def sha256_of(path: Path) -> str:
+def hash_file(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -126,20 +127,20 @@ def _resolve_file(name: str, key: str) -> FileSpec:
     path = Path(name).expanduser().absolute()
     if not path.is_file():
         siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise UserError(f"{_at(key)}there is no file {path}{_near(path.name, siblings)}")
+        raise UserError(f"{_key_prefix(key)}there is no file {path}{_suggest_name(path.name, siblings)}")
     if path.suffix != ".py":
-        raise UserError(f"{_at(key)}{path} is not a Python file; its name must end in .py")
-    digest = sha256_of(path)
+        raise UserError(f"{_key_prefix(key)}{path} is not a Python file; its name must end in .py")
+    digest = hash_file(path)
     return FileSpec(module=f"{path.stem}_{digest[:12]}", path=str(path), sha256=digest, in_package=False)
 
 
-def _home(package: str) -> Path:
+def _package_folder(package: str) -> Path:
     return Path(next(iter(importlib.import_module(package).__path__)))
 
 
 def _own_copy(spec: FileSpec) -> Path:
     package, _, name = spec.module.rpartition(".")
-    return _home(package) / f"{name}.py"
+    return _package_folder(package) / f"{name}.py"
 
 
 def _import_file(name: str, path: Path) -> ModuleType:
@@ -155,18 +156,18 @@ def _import_file(name: str, path: Path) -> ModuleType:
     return module
 
 
-def _where(error: Exception, path: Path) -> str:
-    """The place in the user's file where the import failed, as far as it is known."""
+def _locate_error(error: Exception, path: Path) -> str:
+    """Return the line of the user's file where the import failed, as far as it is known."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno},"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"{path}, line {lines[-1]}," if lines else str(path)
 
 
-def _at(key: str) -> str:
+def _key_prefix(key: str) -> str:
     return f"{key}: " if key else ""
 
 
-def _near(name: str, names: Collection[str]) -> str:
+def _suggest_name(name: str, names: Collection[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

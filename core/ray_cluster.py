@@ -3,8 +3,8 @@
     trainers = await cluster.spawn("trainer", 2, build_trainer, ...)       # Ray actors, one per rank
     await trainers.scatter(Trainer.step, shards)                           # as in core/workers.py
 
-Where a remote call fails, every process of its group is asked for a sign of life before an error is raised. The first
-to notice a dead or stopped process is one of its peers, in a collective, and the sentence must name the culprit.
+If a remote call fails, the health of every process of its group is checked before an error is raised. Peers of a dead
+process fail first, in a collective, but the error must name the process that died.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from core.workers import RankInfo, Resources, Workers, gather_fail_fast
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 HEALTH = "health"
-"""Ray's name for the thread of an actor that answers while its main one is in a collective."""
+"""Ray's concurrency group of an actor that responds while the main thread is in a collective."""
 MAX_CALLS = 1_000_000
-"""Calls that an actor runs at a time. Beyond, Ray queues them, and a sync would wait behind groups of samples."""
+"""Calls that an actor runs at a time. Ray queues further ones, and a weight sync would wait behind groups."""
 IDLE = "is idle"
 T = TypeVar("T")
 W_co = TypeVar("W_co", covariant=True)
@@ -49,8 +49,9 @@ class Remote(Workers[W_co]):
         self.prefix = ""
         """Path from the worker to the objects that are called, with a dot at its end."""
         self.last_called: dict[int, str] = {}
-        """By rank, the last method that was called."""
+        """Last method that was called, by rank."""
         self.started: set[int] = set()
+        """Ranks that have completed a call."""
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -66,16 +67,16 @@ class Remote(Workers[W_co]):
         other.timeout_s, other.timeout_key = timeout_s, key
         return other
 
-    async def build(self, build: Callable[..., Any], *args: Any) -> None:
-        """Let actor i hold `build(info, *args)`, with its own RankInfo."""
+    async def build_workers(self, build: Callable[..., Any], *args: Any) -> None:
+        """Build the worker of every actor: actor i holds `build(info, *args)`, with its own RankInfo."""
         address, port = await attribute_failure([self], self.find_free_address(0))
         infos = [RankInfo(rank=i, size=len(self), address=address, port=port) for i in range(len(self))]
-        starts = (self._ask(i, "build", build, info, args) for i, info in enumerate(infos))
+        starts = (self._call_actor(i, "build", build, info, args) for i, info in enumerate(infos))
         await attribute_failure([self], gather_fail_fast(starts))
 
     async def find_free_address(self, rank: int) -> tuple[str, int]:
         """Return the address of the actor's machine and a free port there."""
-        return await self._ask(rank, "find_free_address")
+        return await self._call_actor(rank, "find_free_address")
 
     async def call_one(
         self, rank: int, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
@@ -95,14 +96,14 @@ class Remote(Workers[W_co]):
         **kwargs: P.kwargs,
     ) -> list[Any]:
         path = self._path_of(method)
-        calls = (self._ask(i, "call", path, shard, *args, **kwargs) for i, shard in enumerate(shards))
+        calls = (self._call_actor(i, "call", path, shard, *args, **kwargs) for i, shard in enumerate(shards))
         return await attribute_failure([self], gather_fail_fast(calls))
 
     def start_one(
         self, rank: int, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[Any, Any, Any]:
         """Return the call to one worker, to be awaited together with others; see `attribute_failure`."""
-        return self._ask(rank, "call", self._path_of(method), *args, **kwargs)
+        return self._call_actor(rank, "call", self._path_of(method), *args, **kwargs)
 
     def start_all(
         self, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
@@ -119,11 +120,11 @@ class Remote(Workers[W_co]):
     def _path_of(self, method: Callable[..., Any]) -> str:
         return self.prefix + method.__name__
 
-    async def _ask(self, rank: int, what: str, *args: Any, **kwargs: Any) -> Any:
+    async def _call_actor(self, rank: int, what: str, *args: Any, **kwargs: Any) -> Any:
         """Call method `what` of the actor itself.
 
         Raises UserError and RunStopped as the worker did, and any other of its errors with both tracebacks.
-        Raises CallFailed where no answer came in time or a collective broke, and ProcessDied.
+        Raises CallFailed on timeout or a broken collective, and ProcessDied.
         """
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -141,7 +142,7 @@ class Remote(Workers[W_co]):
                 raise cause from error
             if isinstance(cause, TimeoutError):
                 raise CallFailed(
-                    f"{who} waited in vain, longer than its own deadline (weight_sync.timeout_s)"
+                    f"{who} timed out: it waited longer than its own deadline (weight_sync.timeout_s)"
                 ) from error
             if _is_collective_failure(cause):
                 said = first_line(cause).rpartition("] ")[2]  # gloo begins with the place in its own source
@@ -178,7 +179,7 @@ class Remote(Workers[W_co]):
 
 
 def _is_collective_failure(error: BaseException) -> bool:
-    """Tell whether a collective lost a member or waited in vain; gloo says so in a plain RuntimeError."""
+    """Tell whether a collective lost a member or timed out; gloo raises a plain RuntimeError."""
     from torch.distributed import DistError
 
     return isinstance(error, DistError | ConnectionError) or (type(error) is RuntimeError and "gloo" in str(error))
@@ -202,7 +203,7 @@ async def attribute_failure(groups: Iterable[Remote[Any]], call: Awaitable[T]) -
 
 
 class Cluster:
-    """A Ray cluster, ours or one that was there, and the actors placed on it by this run."""
+    """Ray cluster, private or existing, and the actors that this run has placed on it."""
 
     def __init__(self, address: str | None):
         import ray
@@ -221,14 +222,14 @@ class Cluster:
             configure_logging=False,
         )
         of_ray: Any = importlib.import_module("ray._private.worker")
-        of_ray._worker_logs_enabled = False  # else it tells of a death in a paragraph of its own
-        os.environ["PYTHONBREAKPOINT"] = breakpoint_goes_to  # Ray sends it to a debugger of its own, here too
+        of_ray._worker_logs_enabled = False  # else Ray prints a paragraph about each dead actor
+        os.environ["PYTHONBREAKPOINT"] = breakpoint_goes_to  # Ray sets its own debugger, in this process too
         self.actors: list[Any] = []
 
     async def spawn(
         self, name: str, n: int, build: Callable[..., Any], *args: Any, resources: Resources, timeout_s: float
     ) -> Remote[Any]:
-        """Start `n` actors and wait until actor i holds `build(info, *args)`, with its own RankInfo."""
+        """Start `n` actors and wait until actor i has built `build(info, *args)`, with its own RankInfo."""
         import ray
 
         path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
@@ -241,11 +242,11 @@ class Cluster:
         )
         workers: Remote[Any] = Remote(name, [actor.remote() for _ in range(n)], timeout_s)
         self.actors += workers.actors
-        await workers.build(build, *args)
+        await workers.build_workers(build, *args)
         return workers
 
     def close(self) -> None:
-        """End every actor of this run, then our Ray. Called however the run ends."""
+        """End every actor of this run, then Ray. Called however the run ends."""
         import ray
 
         for actor in self.actors:
@@ -254,7 +255,7 @@ class Cluster:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise UserError where nobody listens at host:port; Ray itself would ask again for minutes."""
+    """Raise UserError where nobody listens at host:port; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=ADDRESS_CHECK_TIMEOUT_S):
@@ -267,11 +268,11 @@ def _check_reachable(address: str) -> None:
 
 
 class Actor:
-    """Holds one object in an actor process and calls its methods by name."""
+    """Actor process that holds one object and calls its methods by name."""
 
     def __init__(self) -> None:
         self.busy: dict[object, tuple[str, float]] = {}
-        """Calls in progress: method and when it began."""
+        """Calls in progress: method and start time."""
         self.thread = threading.get_ident()
 
     def find_free_address(self) -> tuple[str, int]:
@@ -283,17 +284,17 @@ class Actor:
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
     async def build(self, build: Callable[..., Any], info: RankInfo, args: tuple[Any, ...]) -> None:
-        with self._busy("build"):
+        with self._mark_busy("build"):
             self.worker = build(info, *args)
 
     async def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        with self._busy(path):
+        with self._mark_busy(path):
             result = attrgetter(path)(self.worker)(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
 
     async def describe_activity(self) -> str:
-        """Describe the calls in progress. This runs in a thread of its own, and so answers during any of them."""
-        first: dict[str, float] = {}  # of each method: there may be a thousand groups
+        """Describe the calls in progress. This runs in a thread of its own, so it returns during any of them."""
+        first: dict[str, float] = {}  # oldest call of each method: there may be a thousand groups
         for method, since in [*self.busy.values()]:
             first.setdefault(method, since)
         calls = [f"has been in {method} for {time.monotonic() - since:.0f} s" for method, since in first.items()]
@@ -301,7 +302,7 @@ class Actor:
         return (" and ".join(calls) or IDLE) + (f" (at {place})" if calls and place else "")
 
     @contextmanager
-    def _busy(self, method: str) -> Generator[None]:
+    def _mark_busy(self, method: str) -> Generator[None]:
         self.thread, call = threading.get_ident(), object()
         self.busy[call] = (method, time.monotonic())
         try:

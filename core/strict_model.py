@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StrictModel(BaseModel):
-    """An unknown key is an error, nothing changes after it was read, and a default is checked like a value."""
+    """Base of all settings: frozen, an unknown key is an error, and defaults are validated."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)

@@ -25,33 +25,36 @@ Message = dict[str, str]
 """{"role": ..., "content": ...}"""
 
 ScoredColumn = Literal["prox_logp", "ref_logp", "teacher_logp", "values"]
-"""A per-token quantity that the trainer can compute before the advantages."""
+"""Per-token quantity that the trainer can compute before the advantages."""
 Column = ScoredColumn | Literal["returns", "reference_point"]
-"""Those, and what compute_advantages may add to them."""
+"""Per-token quantity that the trainer computes, or that compute_advantages adds."""
 
 
 Rows = Literal["conversations", "pairs", "unpaired"]
-"""What a supervised row is: a conversation, a chosen and a rejected completion, or a completion with a label."""
+"""Kind of a supervised row: a conversation, a chosen and a rejected completion, or a completion with a label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
+    """One row of a data set, without the completion."""
+
     id: str
     """Unique name of the row ("gsm8k/17")."""
     messages: list[Message]
     answer: str = ""
     """Ground truth for the reward; the policy never sees it."""
     extra: dict[str, Any] = field(default_factory=dict)
+    """Other columns of the row, for rewards and environments."""
     source: str = ""
-    """Name of the data set it comes from."""
+    """Name of the data set that the row comes from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One token sequence. Every list has the same length L; entry t describes token t.
+    """One token sequence. Every list has the same length L; entry t is about token t.
 
     There is no prompt/response split: in a multi-turn episode the two alternate, so `action_mask`
-    is the only thing that says which tokens the policy chose.
+    alone says which tokens the policy chose.
     """
 
     prompt: Prompt
@@ -63,12 +66,13 @@ class Sample:
     versions: list[int]
     """Policy version that sampled the token where action_mask is True, -1 elsewhere."""
     stop: Stop = "eos"
+    """Reason why the sample ended: a stop token, the token budget, or the number of turns."""
     reward: float | None = None
     """Weighted sum of the reward parts; None when there is no reward, or when the reward failed."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """The reward's named parts, before weighting."""
     failure: str = ""
-    """Why this sample has no reward: the last line of the traceback, or "timeout"."""
+    """Reason why this sample has no reward: the last line of the traceback, or "timeout"; else ""."""
     advantage: list[float] | None = None
     """[L] advantage of each token, computed by the algorithm once per step."""
     columns: dict[Column, list[float]] = field(default_factory=dict)
@@ -107,7 +111,7 @@ Group = list[Sample]
 
 
 class MissingColumn(AttributeError):
-    """A loss reads a column that its algorithm does not require."""
+    """Error of a loss that reads a column which its algorithm does not require."""
 
 
 _absent: Any = None
@@ -126,11 +130,11 @@ class Tokens:
     """
 
     seq_ids: Tensor
-    """[M] int64, which sequence of the micro-batch the token belongs to: 0..S-1."""
+    """[M] int64, number of the token's sequence in the micro-batch: 0..S-1."""
     weight: Tensor
     """[M] float, share of this token in the update's loss."""
     advantage: Tensor = _absent
-    """[M] float, detached."""
+    """[M] float, detached; advantage of each token."""
     rollout_logp: Tensor = _absent
     """[M] float, detached; log-probability under the engine that sampled the token, at the time."""
     prox_logp: Tensor = _absent
@@ -146,9 +150,9 @@ class Tokens:
     reference_point: Tensor = _absent
     """[M] float, detached; KTO's z0, the same at every token of an update."""
     group_ids: Tensor = _absent
-    """[M] int64, which group of the micro-batch the token belongs to; only where groups are never split."""
+    """[M] int64, number of the token's group in the micro-batch; only where groups are never split."""
     source_ids: Tensor = _absent
-    """[M] int64, which data set of a mixture the token comes from; only with a mixture."""
+    """[M] int64, number of the token's data set; only with a mixture."""
     totals: dict[str, Tensor] = field(default_factory=dict)
     """Scalars summed over the whole update, all ranks; see Algorithm.totals."""
 
@@ -157,7 +161,7 @@ class Tokens:
             if getattr(self, f.name) is None:
                 delattr(self, f.name)
 
-    def __getattr__(self, name: str) -> Any:  # called for what is absent only
+    def __getattr__(self, name: str) -> Any:  # called for absent attributes only
         if name in {f.name for f in fields(self)}:
             raise MissingColumn(
                 f"tokens.{name} is not there: name it in required_columns of the algorithm (returns, reference_point "
@@ -180,18 +184,19 @@ class Batch:
     """One micro-batch: S sequences end to end, T input tokens, M of which predict a token that is trained on."""
 
     input_ids: Tensor
-    """[T] int64."""
+    """[T] int64, input tokens of all sequences."""
     position_ids: Tensor
-    """[T] int64, restarts at 0 where a sequence begins."""
+    """[T] int64, position in the sequence; restarts at 0 where a sequence begins."""
     seq_ids: Tensor
-    """[T] int64, 0..S-1."""
+    """[T] int64, number of the sequence: 0..S-1."""
     at: Tensor
-    """[M] int64, the input positions whose next token is learnt."""
+    """[M] int64, input positions whose next token is trained on."""
     labels: Tensor
-    """[M] int64, those next tokens."""
+    """[M] int64, ids of these next tokens."""
     tokens: Tokens
 
     def to(self, device: torch.device | str) -> Batch:
+        """Return the batch with every tensor on `device`."""
         tokens = self.tokens.replace(**_move_tensors(self.tokens, device))
         return replace(self, **_move_tensors(self, device), tokens=tokens)
 
@@ -202,7 +207,7 @@ def _move_tensors(record: Batch | Tokens, device: torch.device | str) -> dict[st
 
 @dataclass(slots=True, kw_only=True)
 class Policy:
-    """What one forward pass says about the learnt tokens. float32, with gradient."""
+    """Output of one forward pass at the trained tokens. float32, with gradient."""
 
     logp: Tensor
     """[M] log-probability of each token at the sampling temperature."""

@@ -26,13 +26,13 @@ from core.errors import CallFailed, RunStopped, UserError
 W_co = TypeVar("W_co", covariant=True)
 """Class of the worker."""
 S = TypeVar("S")
-"""What one worker gets of the arguments."""
+"""Type of one worker's shard of the arguments."""
 R = TypeVar("R")
 P = ParamSpec("P")
 
 
 class Workers(Protocol[W_co]):
-    """One or more objects of one class. Methods may be plain or `async`."""
+    """One or more worker objects of one class. Methods may be plain or `async`."""
 
     def __len__(self) -> int: ...
 
@@ -74,7 +74,7 @@ class Workers(Protocol[W_co]):
 
 
 class Local(Workers[W_co]):
-    """One worker, in this process. A breakpoint() in a loss stops in your terminal."""
+    """One worker in this process. A breakpoint() in a loss stops in your terminal."""
 
     def __init__(self, worker: W_co):
         self.worker = worker
@@ -146,7 +146,7 @@ def _names_the_cause(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Which of several equal workers this is, and where they meet."""
+    """Rank of one of several equal workers, and the address where they form their process group."""
 
     rank: int
     size: int
@@ -156,8 +156,8 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What one worker asks of the machine it is placed on."""
+    """Share of a machine that one worker needs."""
 
     gpus: int = 0
     threads: int | None = None
-    """CPU threads of its tensor library; None leaves them to it."""
+    """CPU threads of the worker's tensor library; None leaves the choice to the library."""

@@ -1,4 +1,4 @@
-"""How sequences are dealt over micro-batches and ranks: a matter of memory and speed, never of the gradient."""
+"""Distribute sequences over micro-batches and ranks. This affects memory and speed, never the gradient."""
 
 from __future__ import annotations
 
@@ -7,32 +7,36 @@ from collections.abc import Callable
 from core.errors import RunStopped
 
 COST_IS_SQUARE_AT = 12_288
-"""Tokens of a sequence at which attention costs as much as everything else; see cost_of."""
+"""Length of a sequence at which attention costs as much as everything else; see estimate_cost."""
 
 
-def cost_of(n: int) -> float:
-    """What n tokens in one sequence cost, in tokens: n + n^2 / 12288.
+def estimate_cost(n: int) -> float:
+    """Estimate the cost of a sequence of n tokens, in tokens: n + n^2 / 12288.
 
-    A layer of width d spends some 24 d^2 operations on a token outside attention and, causally, 2 n d inside it:
-    a ratio of n / 12 d. The width is taken to be 1024 whatever the model: in a short sequence the square hardly
-    counts, and in a long one it says what matters, that one of 2n tokens costs more than two of n.
+    A layer of width d spends about 24 d^2 operations per token outside attention and, causally, 2 n d inside it:
+    a ratio of n / 12 d. The width is assumed to be 1024 for every model. In a short sequence the square hardly
+    counts; in a long one it says that one sequence of 2n tokens costs more than two of n.
     """
     return n + n * n / COST_IS_SQUARE_AT
 
 
-def cut(sizes: list[int], max_tokens: int, *, ranks: int = 1, padded: bool = True) -> list[list[int]]:
-    """Cut units (sequences, say) into micro-batches of at most `max_tokens`; returns indices into `sizes`.
+def pack_into_bins(sizes: list[int], max_tokens: int, *, ranks: int = 1, padded: bool = True) -> list[list[int]]:
+    """Pack units (sequences or groups) into micro-batches of at most `max_tokens`; return indices into `sizes`.
 
-    Rank r takes every `ranks`-th micro-batch from the r-th on: as many as every other, so that all run the same
-    number of forward passes, and of about the same cost. A micro-batch without a unit is possible where there
-    are fewer units than ranks.
+    Rank r takes micro-batches r, r + ranks, r + 2 ranks, ... All ranks get the same number, of about the same cost, so
+    that they run the same number of forward passes. A micro-batch is empty where there are fewer units than ranks.
 
-    `padded` counts rows x longest row, what a padded layout really holds, and keeps units of like length together;
-    else the sum of lengths counts, and every micro-batch gets long ones and short ones.
+    padded: count rows x longest row, as a padded layout does, and keep units of similar length together. Otherwise
+    count the sum of lengths, and mix long and short units.
+
+    >>> pack_into_bins([5, 3, 3, 1], 6)  # padded: [5] + [3, 3] + [1]
+    [[1, 2], [0], [3]]
+    >>> pack_into_bins([5, 3, 3, 1], 6, padded=False)  # 5 + 1 and 3 + 3
+    [[0, 3], [1, 2]]
     """
     if not sizes:
         raise RunStopped(
-            "an update has no token to learn from: its samples failed, or the algorithm left them out (overlong.mode)"
+            "an update has no token to train on: its samples failed, or the algorithm excluded them (overlong.mode)"
         )
     longest_first = sorted(range(len(sizes)), key=lambda i: -sizes[i])
     if (longest := sizes[longest_first[0]]) > max_tokens:
@@ -40,19 +44,19 @@ def cut(sizes: list[int], max_tokens: int, *, ranks: int = 1, padded: bool = Tru
             f"a sequence of {longest} tokens does not fit trainer.micro_batch_tokens={max_tokens}: raise it"
         )
 
-    def cost(chosen: list[int]) -> float:
+    def bin_cost(chosen: list[int]) -> float:
         if padded:
-            return len(chosen) * cost_of(sizes[chosen[0]]) if chosen else 0.0
-        return sum(cost_of(sizes[i]) for i in chosen)
+            return len(chosen) * estimate_cost(sizes[chosen[0]]) if chosen else 0.0
+        return sum(estimate_cost(sizes[i]) for i in chosen)
 
-    by_cut = _of_like_length if padded else _mixed
-    return _deal(by_cut(sizes, longest_first, max_tokens, ranks), ranks, cost)
+    pack_lengths = _pack_like_lengths if padded else _pack_mixed_lengths
+    return _deal_to_ranks(pack_lengths(sizes, longest_first, max_tokens, ranks), ranks, bin_cost)
 
 
-def _of_like_length(sizes: list[int], longest_first: list[int], max_tokens: int, ranks: int) -> list[list[int]]:
-    """Neighbours in length share a micro-batch: as few of them as fit, and the largest as small as may be."""
+def _pack_like_lengths(sizes: list[int], longest_first: list[int], max_tokens: int, ranks: int) -> list[list[int]]:
+    """Pack units of similar length together: into as few bins as possible, the largest of them as small as possible."""
 
-    def bins(cap: int) -> list[list[int]]:
+    def fill_bins(cap: int) -> list[list[int]]:
         filled: list[list[int]] = []
         for i in longest_first:
             if not filled or (len(filled[-1]) + 1) * sizes[filled[-1][0]] > cap:
@@ -60,25 +64,25 @@ def _of_like_length(sizes: list[int], longest_first: list[int], max_tokens: int,
             filled[-1].append(i)
         return filled
 
-    wanted = -(-len(bins(max_tokens)) // ranks) * ranks
+    wanted = -(-len(fill_bins(max_tokens)) // ranks) * ranks
     low, high = sizes[longest_first[0]], max_tokens
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(bins(middle)) <= wanted else (middle + 1, high)
-    even = bins(low)
+        low, high = (low, middle) if len(fill_bins(middle)) <= wanted else (middle + 1, high)
+    even = fill_bins(low)
     return even + [[] for _ in range(wanted - len(even))]
 
 
-def _mixed(sizes: list[int], longest_first: list[int], max_tokens: int, ranks: int) -> list[list[int]]:
-    """As few micro-batches as are found to fit, each of about the same cost."""
+def _pack_mixed_lengths(sizes: list[int], longest_first: list[int], max_tokens: int, ranks: int) -> list[list[int]]:
+    """Pack units into as few bins as the heuristic finds, each of about the same cost."""
     n = -(-sum(sizes) // max_tokens // ranks) * ranks
-    while (filled := _spread(sizes, longest_first, max_tokens, n)) is None:
-        n += ranks  # ends: with one for every unit they all have room
+    while (filled := _fill_evenly(sizes, longest_first, max_tokens, n)) is None:
+        n += ranks  # terminates: with one bin per unit, all have room
     return filled
 
 
-def _spread(sizes: list[int], longest_first: list[int], max_tokens: int, n: int) -> list[list[int]] | None:
-    """The longest that is left goes where the least cost is so far, of those with room; None if none has."""
+def _fill_evenly(sizes: list[int], longest_first: list[int], max_tokens: int, n: int) -> list[list[int]] | None:
+    """Put each unit, longest first, into the cheapest of n bins that has room for it; None if no bin has room."""
     filled: list[list[int]] = [[] for _ in range(n)]
     held, costs = [0] * n, [0.0] * n
     for i in longest_first:
@@ -87,17 +91,17 @@ def _spread(sizes: list[int], longest_first: list[int], max_tokens: int, n: int)
             return None
         filled[b].append(i)
         held[b] += sizes[i]
-        costs[b] += cost_of(sizes[i])
+        costs[b] += estimate_cost(sizes[i])
     return filled
 
 
-def _deal(bins: list[list[int]], ranks: int, cost: Callable[[list[int]], float]) -> list[list[int]]:
-    """The same micro-batches, interleaved for the ranks: the costliest first, to who has least and is not full."""
+def _deal_to_ranks(bins: list[list[int]], ranks: int, bin_cost: Callable[[list[int]], float]) -> list[list[int]]:
+    """Deal bins to ranks, the most expensive first, each to the rank with the least cost; return them interleaved."""
     each = len(bins) // ranks
     hands: list[list[list[int]]] = [[] for _ in range(ranks)]
     held = [0.0] * ranks
-    for chosen in sorted(bins, key=cost, reverse=True):
+    for chosen in sorted(bins, key=bin_cost, reverse=True):
         rank = min((r for r in range(ranks) if len(hands[r]) < each), key=held.__getitem__)
         hands[rank].append(chosen)
-        held[rank] += cost(chosen)
+        held[rank] += bin_cost(chosen)
     return [hand[n] for n in range(each) for hand in hands]

@@ -1,4 +1,4 @@
-"""Which prompt, or which rows to learn from, a ticket draws: from one data set or a mixture of several."""
+"""Draw the prompt or the training rows of a ticket, from one data set or a mixture of several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from core.errors import UserError
 from core.metrics import DATA_EPOCH, DATA_ROWS
 from core.types import Group, Prompt
 from data_feeds.invalid_rows import InvalidRows, filter_rows
-from data_feeds.mixture import Mixture, row_anew, row_of, whole_parts
+from data_feeds.mixture import Mixture, pick_row, pick_row_with_replacement, whole_parts
 from data_feeds.row_types import KNOWN, NEEDED, Reader, Rows
 from data_feeds.rows import Record, read_records
 from data_feeds.tokenizer import ChatTokenizer, TrainOn
@@ -22,67 +22,67 @@ Which = Literal["train", "eval"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source(Generic[Item]):
-    """The rows of one data set that fit."""
+    """Valid rows of one data set."""
 
     name: str
     items: list[Item]
     stream: str
-    """Seeds the order of its rows."""
+    """Seed of the order of the rows."""
     replacement: bool = False
     invalid: InvalidRows = field(default_factory=InvalidRows)
 
     def draw(self, nth: int) -> Item:
-        """Its nth draw: every row once per pass, or with replacement any row."""
-        pick = row_anew if self.replacement else row_of
+        """Return the nth draw: every row once per pass, or with replacement any row."""
+        pick = pick_row_with_replacement if self.replacement else pick_row
         return self.items[pick(self.stream, nth, len(self.items))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feed(Generic[Item]):
-    """Ticket -> Prompt or Group, for ever. A function of the ticket alone: nothing to save, and nothing to restore."""
+    """Endless mapping from tickets to Prompts or Groups. It depends on the ticket alone: there is no state to save."""
 
     sources: list[Source[Item]]
     mixture: Mixture
 
     def draw(self, ticket: int) -> Item:
-        source, nth = self.mixture.place(ticket)
+        """Return the item of a ticket; the same ticket always draws the same item."""
+        source, nth = self.mixture.place_ticket(ticket)
         return self.sources[source].draw(nth)
 
     def all(self) -> list[Item]:
-        """Every row once, one source after the other."""
+        """Return every row once, one source after the other."""
         return [item for source in self.sources for item in source.items]
 
     @property
     def mixed(self) -> list[str]:
-        """The names of the sources of a mixture; none for a single data set, which needs no telling apart."""
+        """Names of the sources of a mixture; empty for a single data set."""
         return [source.name for source in self.sources] if len(self.sources) > 1 else []
 
     def count_draws(self, tickets: int) -> dict[str, float]:
-        """Of a mixture, after so many tickets: the rows that each source gave, and its passes (epochs)."""
+        """Return metrics of a mixture after `tickets` draws: rows and passes (epochs) of each source."""
         if not self.mixed:
             return {}
         numbers: dict[str, float] = {}
-        for source, rows in zip(self.sources, self.mixture.drawn(tickets), strict=True):
+        for source, rows in zip(self.sources, self.mixture.count_drawn(tickets), strict=True):
             numbers[DATA_ROWS.format(source.name)] = float(rows)
             numbers[DATA_EPOCH.format(source.name)] = rows / len(source.items)
         return numbers
 
     def summary(self, key: str) -> tuple[list[str], dict[str, Any]]:
-        """What was read and what was left out: sentences for the display, none where all fits; and all for
-        summary.json."""
+        """Return one sentence per source with invalid rows, for the display; and the counts for summary.json."""
         sentences = [
-            f"{key}: of {source.name}, {len(source.items)} rows are used and {source.invalid.rows} do not fit: "
+            f"{key}: of {source.name}, {len(source.items)} rows are used and {source.invalid.rows} are invalid: "
             f"{source.invalid}"
             for source in self.sources
             if source.invalid.rows
         ]
-        return sentences, {s.name: {"used": len(s.items), "invalid": s.invalid.facts()} for s in self.sources}
+        return sentences, {s.name: {"used": len(s.items), "invalid": s.invalid.as_facts()} for s in self.sources}
 
 
 def load_prompts(data: PromptDataConfig, which: Which, tokenizer: ChatTokenizer, *, seed: int) -> Feed[Prompt]:
-    """Prompts for the policy to answer."""
-    return _load(
-        data, which, tokenizer, rows="prompts", seed=seed, make=Reader.prompt, max_tokens=data.max_prompt_tokens
+    """Read and validate prompts. Raises UserError for a source with too few valid rows."""
+    return _load_feed(
+        data, which, tokenizer, rows="prompts", seed=seed, make=Reader.make_prompt, max_tokens=data.max_prompt_tokens
     )
 
 
@@ -94,9 +94,11 @@ def load_groups(
     rows: Literal["conversations", "pairs", "unpaired"],
     seed: int,
 ) -> Feed[Group]:
-    """Rows to learn from: conversations and unpaired ones are groups of one Sample, pairs are [chosen, rejected]."""
-    make = {"conversations": Reader.conversation, "pairs": Reader.pair, "unpaired": Reader.unpaired}[rows]
-    feed = _load(
+    """Read and validate training rows: groups of one Sample; pairs are groups [chosen, rejected]."""
+    make = {"conversations": Reader.make_conversation, "pairs": Reader.make_pair, "unpaired": Reader.make_unpaired}[
+        rows
+    ]
+    feed = _load_feed(
         data,
         which,
         tokenizer,
@@ -116,7 +118,7 @@ def load_groups(
     return feed
 
 
-def _load(
+def _load_feed(
     data: DataConfig,
     which: Which,
     tokenizer: ChatTokenizer,
@@ -127,8 +129,8 @@ def _load(
     max_tokens: int,
     train_on: TrainOn = (),
 ) -> Feed[Item]:
-    """Read and filter_rows every source. Raises UserError for a source of which too few rows fit."""
-    configs = data.sources(which)
+    """Read and filter every source. Raises UserError for a source with too few valid rows."""
+    configs = data.list_sources(which)
     mixed = len(configs) > 1
     sources: list[Source[Item]] = []
     for i, config in enumerate(configs):

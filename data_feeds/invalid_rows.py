@@ -1,4 +1,4 @@
-"""Rows that do not fit: counted by reason, shown with an example each, and refused when there are too many."""
+"""Invalid rows: counted by reason, shown with an example each, and refused when there are too many."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Fitting = TypeVar("Fitting")
 
 
 class InvalidRow(Exception):
-    """One row cannot be used; the others may be."""
+    """Error of one row that cannot be used; the others may be valid."""
 
     def __init__(self, reason: Reason, why: str):
         super().__init__(why)
@@ -32,18 +32,18 @@ class InvalidRow(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The rows that share a reason."""
+    """Invalid rows that share a reason."""
 
     rows: int
     example: str
-    """The id of the first of them."""
+    """Id of the first of these rows."""
     why: str
-    """What is wrong with that one."""
+    """Problem of the example row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvalidRows:
-    """What became of the rows that were looked at."""
+    """Counts of invalid rows, by reason."""
 
     looked_at: int = 0
     cases: dict[Reason, Case] = field(default_factory=dict)
@@ -65,8 +65,8 @@ class InvalidRows:
             f"{case.rows} {reason} (such as row {case.example}: {case.why})" for reason, case in self.cases.items()
         )
 
-    def facts(self) -> dict[str, dict[str, Any]]:
-        """The same for summary.json."""
+    def as_facts(self) -> dict[str, dict[str, Any]]:
+        """Return the counts for summary.json."""
         return {
             reason: {"rows": case.rows, "example": case.example, "why": case.why} for reason, case in self.cases.items()
         }
@@ -75,7 +75,7 @@ class InvalidRows:
 def filter_rows(
     rows: Iterable[tuple[str, Raw]], make: Callable[[Raw], Fitting], *, limit: int | None = None
 ) -> tuple[list[Fitting], InvalidRows]:
-    """Make something of each (id, row), and count those where `make` raises InvalidRow; stop once `limit` fit."""
+    """Convert each (id, row) with `make`; count rows where it raises InvalidRow; stop after `limit` valid rows."""
     fitting: list[Fitting] = []
     cases: dict[Reason, Case] = {}
     looked_at = 0

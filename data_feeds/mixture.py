@@ -1,7 +1,7 @@
-"""Which source a ticket draws from, and which of its rows: functions of the ticket, without a state.
+"""Map a ticket to a source and to one of its rows: functions of the ticket, without state.
 
-A ticket is the number of a draw, counted from 0 over the whole run. A run that goes on at a ticket goes on exactly,
-and how tickets are dealt over steps and processes changes nothing.
+A ticket is the number of a draw, counted from 0 over the whole run. A run that resumes at a ticket continues exactly,
+and the distribution of tickets over steps and processes changes nothing.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from math import gcd, lcm
 from core.errors import UserError
 
 MOST_SLOTS = 100_000
-"""The longest pattern that is worth its memory; ratios that need a longer one are typed with too many digits."""
+"""Longest pattern that is kept in memory; ratios that need a longer one have too many digits."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """A pattern of W slots that repeats: source d has w_d of any W tickets in a row, and of the first t tickets
-    less than one row more or fewer than its share t * w_d / W."""
+    """Repeating pattern of W slots: source d has w_d of any W consecutive tickets.
+
+    Its count in the first t tickets differs from its share t * w_d / W by less than one row.
+    """
 
     parts: tuple[int, ...]
-    """w_d, whole numbers without a common divisor; [sources]."""
+    """Weights w_d of the sources, whole numbers without a common divisor; [sources]."""
 
     @cached_property
     def pattern(self) -> tuple[list[int], list[int]]:
-        """Of each slot: the source, and how many slots before it are that source's; [W] each."""
-        sources = spread(self.parts)
+        """Source of each slot, and number of earlier slots of the same source; [W] each."""
+        sources = interleave_sources(self.parts)
         seen = [0] * len(self.parts)
         ranks: list[int] = []
         for d in sources:
@@ -38,21 +40,21 @@ class Mixture:
             seen[d] += 1
         return sources, ranks
 
-    def place(self, ticket: int) -> tuple[int, int]:
-        """The source a ticket draws from, and the number of that draw within the source."""
+    def place_ticket(self, ticket: int) -> tuple[int, int]:
+        """Return the source of a ticket, and the number of the draw within that source."""
         block, slot = divmod(ticket, sum(self.parts))
         sources, ranks = self.pattern
         return sources[slot], block * self.parts[sources[slot]] + ranks[slot]
 
-    def drawn(self, tickets: int) -> list[int]:
-        """How many of the first `tickets` tickets each source has had; [sources]."""
+    def count_drawn(self, tickets: int) -> list[int]:
+        """Count the first `tickets` tickets by source; [sources]."""
         block, slot = divmod(tickets, sum(self.parts))
         begun = self.pattern[0][:slot]
         return [block * part + begun.count(d) for d, part in enumerate(self.parts)]
 
 
 def whole_parts(ratios: list[float], *, where: str) -> tuple[int, ...]:
-    """Ratios as the smallest whole numbers, taken as they are written: 0.7 and 0.3 are 7 and 3.
+    """Return ratios as the smallest whole numbers, taken as they are written: 0.7 and 0.3 are 7 and 3.
 
     >>> whole_parts([0.7, 0.3], where="data.train")
     (7, 3)
@@ -70,13 +72,13 @@ def whole_parts(ratios: list[float], *, where: str) -> tuple[int, ...]:
     return parts
 
 
-def spread(parts: tuple[int, ...]) -> list[int]:
-    """The sources of W slots, each part as even as it can be; [W].
+def interleave_sources(parts: tuple[int, ...]) -> list[int]:
+    """Return the source of each of W slots, every source spread as evenly as possible; [W].
 
-    The j-th row of source d may come from slot floor(j W / w_d) on, and must have come before slot
-    ceil((j + 1) W / w_d). Of those that may, the one that must come first does: so none is ever late (unit jobs on
-    one machine, where the earliest deadline first is optimal). Taking the source furthest behind its share, the usual
-    smooth round robin, strays by more than one row when many sources are small.
+    The j-th row of source d may come at slot floor(j W / w_d) at the earliest, and must come before slot
+    ceil((j + 1) W / w_d). Among the rows that may come, the one with the earliest deadline does, so no row is ever
+    late (unit jobs on one machine: earliest deadline first is optimal). The usual smooth round robin takes the source
+    furthest behind its share, and is off by more than one row when many sources are small.
 
     >>> spread((3, 1))
     [0, 0, 0, 1]
@@ -92,18 +94,18 @@ def spread(parts: tuple[int, ...]) -> list[int]:
     return pattern
 
 
-def row_of(stream: str, draw: int, rows: int) -> int:
-    """Which of `rows` rows a draw takes: every row once per pass, in an order of its own for each stream and pass."""
-    return _order(stream, draw // rows, rows)[draw % rows]
+def pick_row(stream: str, draw: int, rows: int) -> int:
+    """Return the row of a draw, 0..rows-1: every row once per pass, in a new order for each stream and pass."""
+    return _shuffle_rows(stream, draw // rows, rows)[draw % rows]
 
 
-def row_anew(stream: str, draw: int, rows: int) -> int:
-    """The same with replacement: every draw takes any row."""
+def pick_row_with_replacement(stream: str, draw: int, rows: int) -> int:
+    """Return the row of a draw, 0..rows-1, uniformly at random."""
     return random.Random(f"{stream}/anew/{draw}").randrange(rows)
 
 
 @lru_cache(maxsize=64)
-def _order(stream: str, nth: int, rows: int) -> array[int]:
+def _shuffle_rows(stream: str, nth: int, rows: int) -> array[int]:
     order = array("I", range(rows))
     random.Random(f"{stream}/{nth}").shuffle(order)
     return order

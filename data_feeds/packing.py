@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from core.types import Batch, Group, LossNorm, Sample, ScoredColumn, Tokens
-from data_feeds.bin_packing import cut
+from data_feeds.bin_packing import pack_into_bins
 
 
 def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[float]:
-    """Weight of one learnt token in each sample of an update, in the order of `groups`, flattened.
+    """Compute the weight of one trained token of each sample of an update, in the order of `groups`, flattened.
 
-    Computed once on the whole update, before any split, in float64. Samples without a learnt token
+    Computed once on the whole update, before any split, in float64. Samples without a trained token
     have weight 0 and are counted in no denominator.
 
-    Example: two prompts with one sample each, of 1 and 3 learnt tokens, horizon 10.
-        token         1/4,  1/4    every token of the update counts the same; long answers dominate
-        sequence      1/2,  1/6    every answer counts the same; its tokens share
-        sequence_sum  1/2,  1/2    every answer's sum counts the same (REINFORCE, RLOO)
+    Example: two prompts with one sample each, of 1 and 3 trained tokens, horizon 10.
+        token         1/4,  1/4    every token of the update counts the same; long completions dominate
+        sequence      1/2,  1/6    every completion counts the same; its tokens share
+        sequence_sum  1/2,  1/2    every completion's sum counts the same (REINFORCE, RLOO)
         constant      1/20, 1/20   every token of every update counts the same (Dr. GRPO)
         prompt        1/2,  1/6    every prompt counts the same; its tokens share (ScaleRL)
     """
@@ -32,7 +32,7 @@ def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[
     n_sequences = sum(n > 0 for group in counts for n in group)
     n_prompts = sum(sum(group) > 0 for group in counts)
 
-    def weight(n: int, in_group: int) -> float:
+    def token_weight(n: int, in_group: int) -> float:
         match norm:
             case "token":
                 return 1 / n_tokens
@@ -45,7 +45,7 @@ def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[
             case "prompt":
                 return 1 / (in_group * n_prompts)
 
-    return [weight(n, sum(group)) if n else 0.0 for group in counts for n in group]
+    return [token_weight(n, sum(group)) if n else 0.0 for group in counts for n in group]
 
 
 def pack(
@@ -56,14 +56,14 @@ def pack(
     sources: Sequence[str] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Batch:
-    """Lay samples end to end; `weights[i]` is the weight of each learnt token of `samples[i]`.
+    """Concatenate samples into a Batch; `weights[i]` is the weight of each trained token of `samples[i]`.
 
-    `groups[i]` numbers the group of `samples[i]`, where groups lie whole in a batch; `sources` are the data sets that
-    are told apart.
+    groups: number of the group of each sample, where whole groups are in one batch. sources: data sets whose tokens
+    get source_ids.
 
     A Sample is token-aligned (entry t is about token t), a Batch is input-aligned: position t predicts
-    token t+1. The shift happens here and nowhere else, and so does the choice of the learnt tokens:
-    whatever a column holds elsewhere never leaves this function.
+    token t+1. The shift happens here and nowhere else, and so does the choice of the trained tokens:
+    values of a column at other tokens never leave this function.
     """
     lengths = [len(s.token_ids) - 1 for s in samples]
     starts = [0, *accumulate(lengths)][:-1]
@@ -103,46 +103,47 @@ def pack(
 
 
 def all_credited(samples: list[Sample]) -> bool:
-    """True if every sample has credit, False if none has (supervised data); anything between is an error."""
+    """Return True if every sample has an advantage, False if none has; raise ValueError for a mix."""
     credited = {s.advantage is not None for s in samples}
     if len(credited) == 2:
         raise ValueError(
-            "some samples of an update have an advantage and some have none: credit() must set all or none"
+            "some samples of an update have an advantage and some have none: compute_advantages() must set all or none"
         )
     return credited.pop()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How one update is cut: which samples make which micro-batch of which rank."""
+    """Split of one update: the samples of every micro-batch of every rank."""
 
     samples: list[Sample]
-    """Those with a learnt token."""
+    """Samples with at least one trained token."""
     weights: list[float]
+    """Weight of each trained token, by sample."""
     bins: list[list[list[int]]]
     """[rank][micro-batch] -> indices into `samples`."""
     groups: list[int] | None
-    """Of each sample, where groups are kept whole."""
+    """Number of each sample's group, where groups are kept whole."""
     sources: Sequence[str]
-    """The data sets that are told apart."""
+    """Data sets whose losses are logged separately."""
     padded: bool
-    """Are rows padded to the longest of their micro-batch?"""
+    """True if rows are padded to the longest of their micro-batch."""
 
     @property
     def padding(self) -> float:
-        """Share of what the forward passes hold that is no token; 0 where nothing is padded."""
+        """Fraction of the positions of the forward passes that hold no token; 0 where nothing is padded."""
         if not self.padded:
             return 0.0
         sizes = [[len(self.samples[i].token_ids) - 1 for i in b] for rank in self.bins for b in rank if b]
         return 1 - sum(map(sum, sizes)) / sum(len(b) * max(b) for b in sizes)
 
     def batches(self, dtype: torch.dtype = torch.float32) -> list[list[Batch]]:
-        """[rank][micro-batch]."""
-        return [[self._batch(b, dtype) for b in rank] for rank in self.bins]
+        """Return the batches, [rank][micro-batch]."""
+        return [[self._make_batch(b, dtype) for b in rank] for rank in self.bins]
 
-    def _batch(self, chosen: list[int], dtype: torch.dtype) -> Batch:
+    def _make_batch(self, chosen: list[int], dtype: torch.dtype) -> Batch:
         if not chosen:
-            return self.idle(dtype)
+            return self.make_idle_batch(dtype)
         return pack(
             [self.samples[i] for i in chosen],
             [self.weights[i] for i in chosen],
@@ -151,17 +152,20 @@ class Plan:
             dtype=dtype,
         )
 
-    def idle(self, dtype: torch.dtype = torch.float32) -> Batch:
-        """A batch that teaches nothing: its rank still takes part in every collective of the step."""
+    def make_idle_batch(self, dtype: torch.dtype = torch.float32) -> Batch:
+        """Return a batch without trained tokens: its rank still takes part in every collective of the step."""
         shortest = min(range(len(self.samples)), key=lambda i: len(self.samples[i].token_ids))
-        batch = self._batch([shortest], dtype)
+        batch = self._make_batch([shortest], dtype)
         columns: dict[str, Any] = {f.name: getattr(batch.tokens, f.name, None) for f in fields(Tokens)}
         batch.tokens = batch.tokens.replace(**{name: v[:0] for name, v in columns.items() if isinstance(v, Tensor)})
         batch.at, batch.labels = batch.at[:0], batch.labels[:0]
         return batch
 
     def with_columns(self, scored: list[list[dict[ScoredColumn, Tensor]]]) -> dict[int, Sample]:
-        """The samples with the columns a trainer scored, [rank][micro-batch][column][M], by id() of the sample."""
+        """Return the samples with the columns of a trainer, by id() of the sample.
+
+        scored: [rank][micro-batch][column], each [M].
+        """
         done: dict[int, Sample] = {}
         for rank_bins, rank_scored in zip(self.bins, scored, strict=True):
             for chosen, columns in zip(rank_bins, rank_scored, strict=True):
@@ -184,19 +188,21 @@ def plan_update(
     whole_groups: bool = False,
     sources: Sequence[str] = (),
 ) -> Plan:
-    """Cut one update into micro-batches of at most `max_tokens` tokens, as many for every rank.
+    """Split one update into micro-batches of at most `max_tokens` tokens, the same number for every rank.
 
-    The cut is a matter of memory and speed only: weights are fixed before it.
+    The split affects memory and speed only: weights are computed before it.
     """
     weights = token_weights(groups, norm, horizon=horizon)
     numbered = [(g, s) for g, group in enumerate(groups) for s in group]
     rows = [(g, s, w) for (g, s), w in zip(numbered, weights, strict=True) if any(s.loss_mask)]
-    units: dict[int, list[int]] = {}  # what is cut: whole groups, or single samples
+    units: dict[int, list[int]] = {}  # whole groups, or single samples
     for i, (g, _, _) in enumerate(rows):
         units.setdefault(g if whole_groups else i, []).append(i)
     members = list(units.values())
     lengths = [[len(rows[i][1].token_ids) - 1 for i in unit] for unit in members]
-    bins = cut([len(u) * max(u) if padded else sum(u) for u in lengths], max_tokens, ranks=ranks, padded=padded)
+    bins = pack_into_bins(
+        [len(u) * max(u) if padded else sum(u) for u in lengths], max_tokens, ranks=ranks, padded=padded
+    )
     return Plan(
         samples=[s for _, s, _ in rows],
         weights=[w for _, _, w in rows],
@@ -208,5 +214,5 @@ def plan_update(
 
 
 def micro_batches(groups: list[Group], norm: LossNorm, max_tokens: int, **how: Any) -> list[list[Batch]]:
-    """`plan_update` and its batches in one: [rank][micro-batch]."""
+    """Return the batches of `plan_update`, [rank][micro-batch]."""
     return plan_update(groups, norm, max_tokens, **how).batches()

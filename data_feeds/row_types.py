@@ -20,56 +20,59 @@ NEEDED: dict[Rows, tuple[str, ...]] = {
     "pairs": ("chosen", "rejected"),
     "unpaired": ("messages", "label"),
 }
-"""Columns that some row must have."""
+"""Columns that at least one row must have."""
 KNOWN: dict[Rows, tuple[str, ...]] = {
     rows: tuple(dict.fromkeys(("id", "messages", "answer", *needed))) for rows, needed in NEEDED.items()
 }
-"""Columns that are read by our names; a row's other columns are its prompt's `extra`."""
+"""Columns that are read by our names; the other columns become the prompt's `extra`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Makes something of the records of one source."""
+    """Converter of the records of one source."""
 
     tokenizer: ChatTokenizer
     source: str
     prefix: str
-    """Before every id, so that ids are unique in a mixture."""
+    """Prefix of every id, so that ids are unique in a mixture."""
     max_tokens: int
     train_on: TrainOn
 
-    def prompt(self, record: Record) -> Prompt:
-        """To be answered by the policy."""
-        messages = record.turns("messages", text_is="user")
+    def make_prompt(self, record: Record) -> Prompt:
+        """Return the prompt of a row; the policy writes the completion."""
+        messages = record.get_messages("messages", text_is="user")
         if messages[-1]["role"] == "assistant":
             raise InvalidRow(
                 "ends_in_reply",
-                "it ends with an assistant turn, so its answer would stand in the prompt: leave that turn out",
+                "it ends with an assistant turn, so its answer would be in the prompt: remove that turn",
             )
         if not any(m["content"].strip() for m in messages):
-            raise InvalidRow("empty", "nothing is said in it")
-        self._check_length(len(_templated(lambda: self.tokenizer.render(messages))))
-        return self._prompt(record, messages)
+            raise InvalidRow("empty", "all its messages are empty")
+        self._check_length(len(_apply_template(lambda: self.tokenizer.render(messages))))
+        return self._build_prompt(record, messages)
 
-    def conversation(self, record: Record) -> Group:
-        """One Sample; trained on the turns that `train_on` names."""
-        messages = _said(record.turns("messages", text_is="user"))
-        sample = self._sample(self._prompt(record, messages), messages, self.train_on)
+    def make_conversation(self, record: Record) -> Group:
+        """Return a group of one Sample, trained on the turns that `train_on` names."""
+        messages = _check_replies(record.get_messages("messages", text_is="user"))
+        sample = self._build_sample(self._build_prompt(record, messages), messages, self.train_on)
         if not any(sample.loss_mask):
             named = "turn to train on" if isinstance(self.train_on, str) else f"turn of {' or '.join(self.train_on)}"
             raise InvalidRow("no_reply", f"it has no {named}")
         return [sample]
 
-    def pair(self, record: Record) -> Group:
-        """[chosen, rejected] with rewards 1 and 0; the last replies are learnt, and what precedes them is the same."""
-        asked = record.turns("messages", text_is="user") if "messages" in record.columns else None
-        chosen, rejected = (_whole(record, column, asked) for column in ("chosen", "rejected"))
+    def make_pair(self, record: Record) -> Group:
+        """Return [chosen, rejected] with rewards 1 and 0, trained on the last replies; the prompt must be the same."""
+        asked = record.get_messages("messages", text_is="user") if "messages" in record.columns else None
+        chosen, rejected = (_join_reply(record, column, asked) for column in ("chosen", "rejected"))
         if chosen[:-1] != rejected[:-1]:
-            raise InvalidRow("not_one_prompt", "chosen and rejected part before their last reply")
+            raise InvalidRow("not_one_prompt", "chosen and rejected differ before their last reply")
         if chosen[-1]["content"].strip() == rejected[-1]["content"].strip():
             raise InvalidRow("same_reply", "chosen and rejected are the same")
-        prompt = self._prompt(record, chosen[:-1])
-        group = [self._sample(prompt, chosen, "last_reply", 1.0), self._sample(prompt, rejected, "last_reply", 0.0)]
+        prompt = self._build_prompt(record, chosen[:-1])
+        group = [
+            self._build_sample(prompt, chosen, "last_reply", 1.0),
+            self._build_sample(prompt, rejected, "last_reply", 0.0),
+        ]
         before = [s.token_ids[: s.action_mask.index(True)] for s in group]
         if before[0] != before[1]:
             raise UserError(
@@ -78,15 +81,15 @@ class Reader:
             )
         return group
 
-    def unpaired(self, record: Record) -> Group:
-        """One Sample with reward 1 where `label` says desirable, else 0; the last reply is learnt."""
-        messages = _ending_in_reply(record.turns("messages", text_is="user"), "messages")
-        label = record.has("label")
+    def make_unpaired(self, record: Record) -> Group:
+        """Return a group of one Sample with reward 1 if `label` is true, else 0; trained on the last reply."""
+        messages = _check_ends_in_reply(record.get_messages("messages", text_is="user"), "messages")
+        label = record.get_column("label")
         if not isinstance(label, bool | int | float) or label not in (0, 1):
             raise InvalidRow("bad_label", f"label must be true, false, 1 or 0, found {label!r:.60}")
-        return [self._sample(self._prompt(record, messages[:-1]), messages, "last_reply", float(label))]
+        return [self._build_sample(self._build_prompt(record, messages[:-1]), messages, "last_reply", float(label))]
 
-    def _prompt(self, record: Record, messages: list[Message]) -> Prompt:
+    def _build_prompt(self, record: Record, messages: list[Message]) -> Prompt:
         return Prompt(
             id=self.prefix + record.id,
             messages=messages,
@@ -95,10 +98,10 @@ class Reader:
             source=self.source,
         )
 
-    def _sample(
+    def _build_sample(
         self, prompt: Prompt, messages: list[Message], train_on: TrainOn, reward: float | None = None
     ) -> Sample:
-        ids, mask = _templated(lambda: self.tokenizer.mask_turns(messages, train_on))
+        ids, mask = _apply_template(lambda: self.tokenizer.mask_turns(messages, train_on))
         self._check_length(len(ids))
         nothing = [0.0] * len(ids)
         return Sample(
@@ -115,18 +118,18 @@ class Reader:
             raise InvalidRow("too_long", f"{tokens} tokens, more than data.max_prompt_tokens={self.max_tokens}")
 
 
-def _whole(record: Record, column: str, asked: list[Message] | None) -> list[Message]:
-    """The conversation that ends in the chosen or the rejected reply.
+def _join_reply(record: Record, column: str, asked: list[Message] | None) -> list[Message]:
+    """Return the conversation that ends in the chosen or the rejected reply.
 
-    The column holds that reply as text, the turns that follow `asked`, or all turns, those of `asked` first.
+    The column holds that reply as text, the turns that follow `asked`, or all turns, beginning with `asked`.
     """
-    turns = record.turns(column, text_is="assistant")
+    turns = record.get_messages(column, text_is="assistant")
     begins_with_asked = asked is None or (len(turns) > len(asked) and turns[: len(asked)] == asked)
     if not begins_with_asked and turns[0]["role"] != "assistant":
         raise InvalidRow(
             "not_one_prompt", f"{column} is neither the reply to messages nor a conversation that begins with them"
         )
-    whole = _ending_in_reply(turns if begins_with_asked else [*(asked or []), *turns], column)
+    whole = _check_ends_in_reply(turns if begins_with_asked else [*(asked or []), *turns], column)
     if len(whole) < 2:
         raise InvalidRow("missing_column", f"it has no messages, and {column} is a reply alone")
     if whole[-2]["role"] == "assistant":
@@ -134,19 +137,19 @@ def _whole(record: Record, column: str, asked: list[Message] | None) -> list[Mes
     return whole
 
 
-def _ending_in_reply(messages: list[Message], column: str) -> list[Message]:
+def _check_ends_in_reply(messages: list[Message], column: str) -> list[Message]:
     if messages[-1]["role"] != "assistant":
         raise InvalidRow("no_reply", f"{column} must end in an assistant turn, found a turn of {messages[-1]['role']}")
-    return _said(messages)
+    return _check_replies(messages)
 
 
-def _said(messages: list[Message]) -> list[Message]:
+def _check_replies(messages: list[Message]) -> list[Message]:
     if any(m["role"] == "assistant" and not m["content"].strip() for m in messages):
         raise InvalidRow("empty", "an assistant turn is empty")
     return messages
 
 
-def _templated(write: Callable[[], Written]) -> Written:
+def _apply_template(write: Callable[[], Written]) -> Written:
     try:
         return write()
     except TemplateRefuses as refusal:

@@ -19,28 +19,28 @@ HUB = "hub:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One row, its columns under our names."""
+    """One row with its columns under our names."""
 
     id: str
     where: str
-    """Setting, file and row, for errors."""
+    """Setting, file and row, for error messages."""
     columns: dict[str, Any]
-    """Those of ours that it has, each with a value."""
+    """Columns with one of our names and a value."""
     extra: dict[str, Any]
-    """All others, under their own names."""
+    """All other columns, under their own names."""
 
-    def has(self, column: str) -> Any:
-        """Raises InvalidRow where the row has no such value."""
+    def get_column(self, column: str) -> Any:
+        """Return the value of a column. Raises InvalidRow where the row has none."""
         if column not in self.columns:
             raise InvalidRow("missing_column", f"it has no {column}")
         return self.columns[column]
 
-    def turns(self, column: str, *, text_is: str) -> list[Message]:
-        """The messages in a column; plain text is one turn of the role `text_is`.
+    def get_messages(self, column: str, *, text_is: str) -> list[Message]:
+        """Return the messages in a column; plain text is one turn of the role `text_is`.
 
-        Raises InvalidRow for what is no list of messages, and UserError for what would be lost or misread in silence.
+        Raises InvalidRow for anything but a list of messages, and UserError for content that would silently be lost.
         """
-        given = self.has(column)
+        given = self.get_column(column)
         if isinstance(given, str):
             given = [{"role": text_is, "content": given}]
         if not isinstance(given, list) or not given or not all(map(_is_message, given)):
@@ -49,7 +49,7 @@ class Record:
             )
         if lost := {k for m in given for k, v in m.items() if k not in ("role", "content") and v is not None}:
             raise UserError(
-                f"{self.where}: a message holds {min(lost)!r}, which no template would be shown: leave it out, or "
+                f"{self.where}: a message holds {min(lost)!r}, which is not passed to the template: remove it, or "
                 "write it into the content"
             )
         if strange := sorted({m["role"] for m in given} - set(ROLES)):
@@ -61,14 +61,14 @@ class Record:
 
 
 def read_records(source: SourceConfig, *, key: str, needed: Iterable[str], known: Iterable[str]) -> list[Record]:
-    """Every row of a source. Raises UserError, beginning with `key`, for what is wrong with the source as a whole.
+    """Read every row of a source. Raises UserError, beginning with `key`, if the source as a whole is wrong.
 
-    `needed` are the columns that some row must have, `known` all that are read by our names.
+    needed: columns that at least one row must have. known: all columns that are read by our names.
     """
     known = list(known)
     if ignored := [ours for ours in source.columns if ours not in known]:
         raise UserError(f"{key}: columns names {ignored[0]}, and only {', '.join(known)} are read here: leave it out")
-    rows = _read(source, key)
+    rows = _read_rows(source, key)
     if not rows:
         raise UserError(f"{key} has no rows")
     names = {ours: source.columns.get(ours, ours) for ours in known}
@@ -79,13 +79,13 @@ def read_records(source: SourceConfig, *, key: str, needed: Iterable[str], known
                 f"{key} has no column {names[ours]}; it has {', '.join(sorted(there))}: name the one meant in columns "
                 f"({{{ours}: ...}})"
             )
-    records = [_record(row, i, names, f"{key}, row {i}") for i, row in enumerate(rows)]
+    records = [_make_record(row, i, names, f"{key}, row {i}") for i, row in enumerate(rows)]
     if len({record.id for record in records}) < len(records):
         raise UserError(f"{key}: ids must be unique, and some are not: give every row an id of its own")
     return records
 
 
-def _record(row: dict[str, Any], i: int, names: dict[str, str], where: str) -> Record:
+def _make_record(row: dict[str, Any], i: int, names: dict[str, str], where: str) -> Record:
     columns = {ours: row[theirs] for ours, theirs in names.items() if row.get(theirs) is not None}
     extra = {k: v for k, v in row.items() if k not in names.values() and k != "extra"}
     nested = row.get("extra") or {}
@@ -100,26 +100,26 @@ def _is_message(turn: Any) -> bool:
     return isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
 
 
-def _read(source: SourceConfig, key: str) -> list[dict[str, Any]]:
+def _read_rows(source: SourceConfig, key: str) -> list[dict[str, Any]]:
     if source.path.startswith(HUB):
-        return _hub(source, key)
+        return _read_hub(source, key)
     file = Path(source.path)
     if file.is_dir():
-        return _saved(file, source.split, key)
+        return _read_saved(file, source.split, key)
     if not file.is_file():
         raise UserError(f"{key}: there is no such file; the scripts in data_prep/ make one")
     match file.suffix:
         case ".parquet":
-            return _parquet(file, key)
+            return _read_parquet(file, key)
         case ".jsonl":
-            return _jsonl(file, key)
+            return _read_jsonl(file, key)
         case _:
             raise UserError(
                 f"{key} must end in .parquet or .jsonl, be a folder made by datasets.save_to_disk, or hub:NAME"
             )
 
 
-def _parquet(file: Path, key: str) -> list[dict[str, Any]]:
+def _read_parquet(file: Path, key: str) -> list[dict[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -129,7 +129,7 @@ def _parquet(file: Path, key: str) -> list[dict[str, Any]]:
         raise UserError(f"{key} is not a Parquet file: {first_line(error)}") from error
 
 
-def _jsonl(file: Path, key: str) -> list[dict[str, Any]]:
+def _read_jsonl(file: Path, key: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for n, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
@@ -144,8 +144,8 @@ def _jsonl(file: Path, key: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _saved(folder: Path, split: str, key: str) -> list[dict[str, Any]]:
-    """A folder with one split, or with several of which `split` is taken."""
+def _read_saved(folder: Path, split: str, key: str) -> list[dict[str, Any]]:
+    """Read a folder with one split, or the split `split` of several."""
     from datasets import DatasetDict, load_from_disk
 
     try:
@@ -161,7 +161,7 @@ def _saved(folder: Path, split: str, key: str) -> list[dict[str, Any]]:
     return saved[split].to_list()
 
 
-def _hub(source: SourceConfig, key: str) -> list[dict[str, Any]]:
+def _read_hub(source: SourceConfig, key: str) -> list[dict[str, Any]]:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -169,4 +169,4 @@ def _hub(source: SourceConfig, key: str) -> list[dict[str, Any]]:
     try:
         return load_dataset("/".join(parts[:2]), *parts[2:], split=source.split).to_list()
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        raise UserError(f"{key} (split {source.split}) cannot be had from the hub: {first_line(error)}") from error
+        raise UserError(f"{key} (split {source.split}) cannot be loaded from the hub: {first_line(error)}") from error

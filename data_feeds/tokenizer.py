@@ -1,4 +1,4 @@
-"""Messages to token ids, once; token ids to text, for others to read. Nothing sampled is ever encoded again."""
+"""Messages to token ids, once; token ids to text, for rewards and logs. Sampled tokens are never encoded again."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from core.errors import UserError, first_line
 from core.types import Message
 
 TrainOn = Literal["everything", "last_reply"] | Sequence[str]
-"""What of a conversation is trained on: all, its last reply, or the turns of these roles."""
+"""Part of a conversation that is trained on: everything, its last reply, or the turns of these roles."""
 STAND_IN = "\u2402"
-"""A reply whose end can be found again in a rendered conversation."""
+"""Placeholder of a reply, which can be found again in a rendered conversation."""
 
 
 class TemplateRefuses(UserError):
-    """The chat template does not take this conversation."""
+    """Error of a chat template that refuses a conversation."""
 
 
 class ChatTokenizer:
-    """A Hugging Face tokenizer, and how a conversation is written for it.
+    """Hugging Face tokenizer with a way to write conversations.
 
-    chat: by the tokenizer's chat template. plain: the contents as they stand, one after another, the
-    policy's turns ended by the end-of-sequence token.
+    chat: by the tokenizer's chat template. plain: the contents are concatenated, and each of the policy's turns ends
+    with the end-of-sequence token.
     """
 
     def __init__(self, path: str, template: Literal["chat", "plain"]):
@@ -47,15 +47,15 @@ class ChatTokenizer:
         self.stop_token_ids = sorted({self.hf.eos_token_id, *_eos_of_generation_config(path)})
 
     def render(self, messages: list[Message]) -> list[int]:
-        """The ids of a conversation, up to the point where the policy speaks."""
-        return self.encode(self._text(messages, reply_next=True))
+        """Return the ids of a conversation, up to the point where the policy's reply begins."""
+        return self.encode(self._render_text(messages, reply_next=True))
 
     def render_turn(self, message: Message) -> list[int]:
-        """The ids that follow a finished reply of the policy: the other party's turn, up to the next reply."""
+        """Return the ids that follow a finished reply of the policy: the next turn, up to the next reply."""
         if self.template == "plain":
             return self.encode(message["content"])
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": STAND_IN}]
-        text = self._text([*before, message], reply_next=True)
+        text = self._render_text([*before, message], reply_next=True)
         rest = text[text.rindex(STAND_IN) + len(STAND_IN) :]
         return self.encode(rest.removeprefix(self.hf.eos_token))
 
@@ -63,14 +63,15 @@ class ChatTokenizer:
         """Return the ids of a conversation and which of them are trained on, up to the last turn that `train_on` names.
 
         The assistant's turns are encoded one by one, and the text between them in one piece each, as when the policy
-        samples. So what is trained on is what would be sampled, whatever `train_on` says. A reply is trained on with
-        its end-of-turn token and without the header before it; another's turn likewise, if the template ends it so.
+        samples. So the tokens are those that would be sampled, whatever `train_on` is. A reply is trained on with
+        its end-of-turn token and without the header before it; turns of other roles likewise, if the template ends
+        them with that token.
         """
         ids: list[int] = []
         mask: list[bool] = []
 
-        def add(text: str, learnt: bool | list[range]) -> None:
-            piece, marks = self._marked(text, learnt)
+        def append_piece(text: str, learnt: bool | list[range]) -> None:
+            piece, marks = self._encode_piece(text, learnt)
             ids.extend(piece)
             mask.extend(marks)
 
@@ -78,8 +79,8 @@ class ChatTokenizer:
         replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         done, after = "", 0
         for i in replies:
-            asked = self._text(messages[:i], reply_next=True)
-            whole = self._text(messages[: i + 1], reply_next=False)
+            asked = self._render_text(messages[:i], reply_next=True)
+            whole = self._render_text(messages[: i + 1], reply_next=False)
             _check_appends(done, asked, whole)
             reply = whole[len(asked) :]
             end = reply.find(self.hf.eos_token)
@@ -89,27 +90,32 @@ class ChatTokenizer:
                     f"{self.hf.eos_token!r}, where the policy would stop: make eos_token the one the template writes"
                 )
             end += len(self.hf.eos_token)
-            add(asked[len(done) :], whole_text or self._spans(messages, chosen & {*range(after, i)}, skip=len(done)))
-            add(reply[:end], i in chosen)
-            add(reply[end:], whole_text)
+            append_piece(
+                asked[len(done) :],
+                whole_text or self._find_spans(messages, chosen & {*range(after, i)}, skip=len(done)),
+            )
+            append_piece(reply[:end], i in chosen)
+            append_piece(reply[end:], whole_text)
             done, after = whole, i + 1
         if rest := {j for j in chosen if j >= after}:
             until = max(rest) + 1
-            whole = self._text(messages[:until], reply_next=False)
+            whole = self._render_text(messages[:until], reply_next=False)
             _check_appends(done, whole, whole)
-            add(whole[len(done) :], whole_text or self._spans(messages, rest, skip=len(done)))
+            append_piece(whole[len(done) :], whole_text or self._find_spans(messages, rest, skip=len(done)))
         return ids, mask
 
-    def _spans(self, messages: list[Message], turns: set[int], *, skip: int) -> list[range]:
-        """Where the contents of turns stand in the rendered conversation, with the end-of-sequence token that follows
-        at once; counted from character `skip` on."""
-        return [range(span.start - skip, span.stop - skip) for span in map(partial(self._span, messages), turns)]
+    def _find_spans(self, messages: list[Message], turns: set[int], *, skip: int) -> list[range]:
+        """Return the characters of the contents of turns in the rendered conversation, counted from `skip` on.
 
-    def _span(self, messages: list[Message], turn: int) -> range:
+        An end-of-sequence token that follows at once is included.
+        """
+        return [range(span.start - skip, span.stop - skip) for span in map(partial(self._find_span, messages), turns)]
+
+    def _find_span(self, messages: list[Message], turn: int) -> range:
         until = messages[: turn + 1]
-        blank = self._text([*until[:-1], {"role": until[-1]["role"], "content": STAND_IN}], reply_next=False)
+        blank = self._render_text([*until[:-1], {"role": until[-1]["role"], "content": STAND_IN}], reply_next=False)
         header, _, tail = blank.rpartition(STAND_IN)
-        whole = self._text(until, reply_next=False)
+        whole = self._render_text(until, reply_next=False)
         _check_appends(header, whole, whole)
         if not whole.endswith(tail):
             raise UserError(
@@ -119,8 +125,8 @@ class ChatTokenizer:
         ends = len(self.hf.eos_token) if tail.startswith(self.hf.eos_token) else 0
         return range(len(header), len(whole) - len(tail) + ends)
 
-    def _marked(self, text: str, learnt: bool | list[range]) -> tuple[list[int], list[bool]]:
-        """Ids of one piece, and which are learnt: all, none, or those that begin within the given characters."""
+    def _encode_piece(self, text: str, learnt: bool | list[range]) -> tuple[list[int], list[bool]]:
+        """Return ids and mask of one piece: all, none, or the tokens that begin within the given characters."""
         if not learnt or learnt is True:
             ids = self.encode(text)
             return ids, [bool(learnt)] * len(ids)
@@ -136,7 +142,7 @@ class ChatTokenizer:
     def save(self, folder: Path) -> None:
         self.hf.save_pretrained(folder)
 
-    def _text(self, messages: list[Message], *, reply_next: bool) -> str:
+    def _render_text(self, messages: list[Message], *, reply_next: bool) -> str:
         if self.template == "chat":
             from jinja2.exceptions import TemplateError
 
@@ -148,7 +154,7 @@ class ChatTokenizer:
 
 
 def _find_turns(messages: list[Message], train_on: TrainOn) -> set[int]:
-    """The turns that are learnt."""
+    """Return the indices of the turns that are trained on."""
     if train_on == "everything":
         return {*range(len(messages))}
     if train_on == "last_reply":
@@ -160,12 +166,12 @@ def _check_appends(*longer: str) -> None:
     if not all(after.startswith(before) for before, after in pairwise(longer)):
         raise UserError(
             "the chat template rewrites earlier turns (a conversation's beginning is not the beginning of its "
-            "continuation), so turns cannot be learnt one by one: use a template that only appends"
+            "continuation), so turns cannot be trained on one by one: use a template that only appends"
         )
 
 
 def _eos_of_generation_config(path: str) -> list[int]:
-    """The stop tokens a model names beside its tokenizer's; a chat model may have several."""
+    """Return the stop tokens of the model's generation config; a chat model may have several."""
     from transformers import GenerationConfig
 
     if Path(path).is_dir() and not (Path(path) / "generation_config.json").is_file():
@@ -174,6 +180,6 @@ def _eos_of_generation_config(path: str) -> list[int]:
         found = GenerationConfig.from_pretrained(path).eos_token_id
     except (OSError, ValueError) as error:
         raise UserError(
-            f"model.path={path}: its generation_config.json cannot be read, and says where to stop"
+            f"model.path={path}: its generation_config.json cannot be read, but it names the stop tokens"
         ) from error
     return found if isinstance(found, list) else [] if found is None else [found]

@@ -24,13 +24,13 @@ KEPT = {"id", "answer", "system", "messages", "conversations", "prompt", *REPLIE
 
 
 def make(records: list[Record], *, name: str) -> tuple[list[Row], InvalidRows]:
-    """Rows in our form; those without an id get `name` and their number."""
+    """Convert rows to our form; those without an id get `name` and their number."""
     numbered = [(str(record.get("id") or f"{name}/{i}"), record) for i, record in enumerate(records)]
     return filter_rows([(row_id, (row_id, record)) for row_id, record in numbered], lambda one: _row(*one))
 
 
 def not_kept(records: list[Record]) -> list[str]:
-    """The columns that our form has no place for."""
+    """List the columns that our form does not have."""
     return sorted({name for record in records for name in record} - KEPT)
 
 
@@ -45,7 +45,7 @@ def _row(row_id: str, record: Record) -> Row:
 
 
 def _turns(record: Record) -> list[Message]:
-    """What is said in a row, in whichever form it is written."""
+    """Return the messages of a row, in any of the known forms."""
     whole = [column for column in ("messages", "conversations") if record.get(column)]
     if len(whole) > 1 or (whole and record.get("prompt")):
         raise InvalidRow("bad_messages", f"it is written in two forms at once: {', '.join([*whole, 'prompt'][:2])}")

@@ -20,7 +20,7 @@ PROMPT_FORM = "{problem}\nLet's think step by step and output the final answer w
 
 
 def make(records: dict[str, list[Record]], *, prompt_form: str = PROMPT_FORM) -> tuple[list[Row], InvalidRows]:
-    """Rows from records with "problem" and "answer", by the name of the file they come from."""
+    """Make rows from records with "problem" and "answer", by the name of the file they come from."""
     numbered = [(f"deepscaler/{name}/{i}", record) for name, of in records.items() for i, record in enumerate(of)]
     return filter_rows([(row_id, (row_id, record)) for row_id, record in numbered], lambda one: _row(*one, prompt_form))
 
@@ -38,7 +38,7 @@ def _row(row_id: str, record: Record, prompt_form: str) -> Row:
 
 
 def read(files: list[Path]) -> dict[str, list[Record]]:
-    """By folder and file ("test/aime"); the whole of the hub's data set where no file is given."""
+    """Read records by folder and file ("test/aime"); the whole data set of the hub where no file is given."""
     if not files:
         return {"preview": read_hub(HUB_ID, "train")}
     return {f"{path.parent.name}/{path.stem}": read_records(path) for path in files}

@@ -23,7 +23,7 @@ TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 def make(records: list[Record], *, split: str) -> tuple[list[Row], InvalidRows]:
-    """Rows from records with two whole conversations, "chosen" and "rejected"."""
+    """Make rows from records with two whole conversations, "chosen" and "rejected"."""
     numbered = [(f"hh_rlhf/{split}/{i}", record) for i, record in enumerate(records)]
     return filter_rows([(row_id, (row_id, record)) for row_id, record in numbered], lambda one: _row(*one))
 
@@ -42,7 +42,7 @@ def _row(row_id: str, record: Record) -> Row:
 
 
 def _turns(record: Record, column: str) -> list[Message]:
-    """The turns of a conversation that ends in a reply."""
+    """Return the turns of a conversation that ends in a reply."""
     text = record.get(column)
     if not isinstance(text, str):
         raise InvalidRow("missing_column", f"it has no {column}")

@@ -94,7 +94,7 @@ def read_hub(name: str, split: str, **more: Any) -> list[Record]:
     try:
         return load_dataset(name, split=split, **more).to_list()
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        raise UserError(f"{name} cannot be had from the hub: {first_line(error)}; use --from") from error
+        raise UserError(f"{name} cannot be loaded from the hub: {first_line(error)}; use --from") from error
 
 
 def convert(
@@ -109,4 +109,4 @@ def convert(
         parser.error(f"none of {unfit.looked_at} rows fits: {str(unfit) or 'it is empty'}")
     write_rows(out, rows[:limit])
     if unfit.rows:
-        print(f"{out}: {unfit.rows} of {unfit.looked_at} rows do not fit and are left out: {unfit}")
+        print(f"{out}: {unfit.rows} of {unfit.looked_at} rows are invalid and excluded: {unfit}")

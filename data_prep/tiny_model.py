@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, one per role; anything beyond ASCII is unknown."""
+    """Make a tokenizer with one token per character and one per role; anything beyond ASCII is unknown."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,12 +1,12 @@
-"""Checkpoints: what lies in <run folder>/checkpoints, what of it stays, and which one a run goes on from.
+"""Checkpoints: write, keep and find those in <run folder>/checkpoints.
 
     step_00010/            the run after ten steps: complete, because it has this name
         policy/, critic/   a learner's weights and optimizer, one file per rank
         rank_0.pt ...      the rest of every rank: counters and random state
         progress.json      steps, metrics, data position, and the recipe it belongs to
         COMPLETE
-    last -> step_00010     and best, where there is a measurement
-    step_00015.partial/    being written, or removed, or what a killed run left of either: never read
+    last -> step_00010     and best, if data.eval was measured
+    step_00015.partial/    being written or removed, maybe by a run that was killed: never read
 
 Nothing here reads a learner's files: see trainers/checkpoint_state.py.
 """
@@ -31,7 +31,7 @@ from trainers.trainer import Trainer
 COMPLETE = "COMPLETE"
 PARTIAL = ".partial"
 BEST_BY = EVAL_LOSS
-"""The held-out measure; lower is better. A checkpoint of a step that did not measure it competes with none."""
+"""Metric of `best`; lower is better. Checkpoints of steps that did not measure it are not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +42,21 @@ class RunState:
     metrics: dict[str, float]
     """Metrics of the last of these steps."""
     position: dict[str, Any]
-    """State of the replay buffer in RL; empty in supervised runs, where the step says all."""
+    """State of the replay buffer in RL; empty in supervised runs, where the step is enough."""
     recipe: dict[str, Any]
     """Settings and file hashes of the run; see driver/resume.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint."""
+    """Complete checkpoint on disk."""
 
     folder: Path
     state: RunState
 
 
 async def write_checkpoint(home: Path, trainers: Workers[Trainer], state: RunState) -> Path:
-    """Let every rank write its share; give the folder its name when all of it is on the disk."""
+    """Let every rank write its share; rename the folder to its final name when all of it is on the disk."""
     final = home / f"step_{state.steps_done:05d}"
     partial = final.with_name(final.name + PARTIAL)
     if partial.exists():
@@ -69,11 +69,11 @@ async def write_checkpoint(home: Path, trainers: Workers[Trainer], state: RunSta
             "checkpoint.every, run_dir must be a folder that every machine of the run shares"
         )
     (partial / "progress.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
-    _flush(partial)
+    _flush_folder(partial)
     (partial / COMPLETE).touch()
-    _flush(partial)
+    _flush_folder(partial)
     os.replace(partial, final)
-    _fsync(home)
+    _flush_path(home)
     return final
 
 
@@ -85,29 +85,29 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     return Checkpoint(folder=folder, state=RunState(**json.loads((folder / "progress.json").read_text())))
 
 
-def checkpoints_in(home: Path) -> list[Checkpoint]:
+def list_checkpoints(home: Path) -> list[Checkpoint]:
     """Return the complete checkpoints below `home`, oldest first."""
     found = [read_checkpoint(path) for path in home.glob("step_*")]
     return sorted((c for c in found if c is not None), key=lambda c: c.state.steps_done)
 
 
-def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+def find_best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
     """Return the one with the lowest held-out loss, of equal ones the older; None where nothing was measured."""
     measured = [c for c in checkpoints if BEST_BY in c.state.metrics]
     return min(measured, key=lambda c: c.state.metrics[BEST_BY], default=None)
 
 
-def retain(home: Path, keep: int) -> None:
+def remove_old_checkpoints(home: Path, keep: int) -> None:
     """Remove all but the newest `keep` and the best, and point `last` and `best` at theirs."""
-    found = checkpoints_in(home)
-    best = best_of(found)
-    _point(home / "last", found[-1])
+    found = list_checkpoints(home)
+    best = find_best(found)
+    _set_link(home / "last", found[-1])
     if best is not None:
-        _point(home / "best", best)
+        _set_link(home / "best", best)
     for checkpoint in found[:-keep]:
         if checkpoint is not best:
             doomed = checkpoint.folder.with_name(checkpoint.folder.name + PARTIAL)
-            os.replace(checkpoint.folder, doomed)  # at once: half of it must not pass for a whole one
+            os.replace(checkpoint.folder, doomed)  # atomic: a half removed folder must not look complete
             shutil.rmtree(doomed)
 
 
@@ -118,36 +118,36 @@ def find_checkpoint(resume: str) -> Checkpoint:
         raise UserError(f"resume={resume}: there is no such folder: name a run folder, or one of its checkpoints")
     if (itself := read_checkpoint(named)) is not None:
         return itself
-    found = checkpoints_in(named / "checkpoints")
+    found = list_checkpoints(named / "checkpoints")
     if not found:
         raise UserError(
-            f"resume={resume} has no complete checkpoint: name a run that made one (checkpoint.every), or leave resume "
-            "out to start anew"
+            f"resume={resume} has no complete checkpoint: name a run that made one (checkpoint.every), or remove "
+            "resume to start again"
         )
     return found[-1]
 
 
-def _point(link: Path, checkpoint: Checkpoint) -> None:
+def _set_link(link: Path, checkpoint: Checkpoint) -> None:
     new = link.with_name(link.name + PARTIAL)
     new.unlink(missing_ok=True)
     new.symlink_to(checkpoint.folder.name)
     os.replace(new, link)
 
 
-def _flush(folder: Path) -> None:
+def _flush_folder(folder: Path) -> None:
     """Write everything below `folder` to the disk, folders last."""
-    for path in [*_below(folder), folder]:
-        _fsync(path)
+    for path in [*_walk(folder), folder]:
+        _flush_path(path)
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir():
         if path.is_dir():
-            yield from _below(path)
+            yield from _walk(path)
         yield path
 
 
-def _fsync(path: Path) -> None:
+def _flush_path(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

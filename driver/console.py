@@ -32,11 +32,11 @@ COLUMNS: list[tuple[str, str, str]] = [
 ]
 WIDTH = 10
 MAX_LINES = 60
-"""A longer run shows every second, third, ... step; metrics.jsonl has all of them."""
+"""Largest number of step lines; a longer run shows every second, third, ... step."""
 
 
 class Console:
-    """Shows a run. Use it as a context. Without `live`, for a debugger's sake, only lines are printed."""
+    """Display of a run, to be used as a context. Without `live` only lines are printed, so that a debugger works."""
 
     def __init__(self, steps: int, clock: Clock, *, live: bool):
         self.terminal = rich.console.Console(highlight=False)

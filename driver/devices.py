@@ -14,7 +14,7 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def cores_of_rank(info: RankInfo | None) -> list[int]:
+def list_cores(info: RankInfo | None) -> list[int]:
     """Return the CPU cores of one of several engines on this machine; all of them for a single one."""
     cores = sorted(os.sched_getaffinity(0))
     if info is None or info.size > len(cores):

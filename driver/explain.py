@@ -1,4 +1,4 @@
-"""What a recipe means, without starting anything: --explain."""
+"""--explain: print what a recipe means, without starting anything."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
 
 
 def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
-    """Weights, gradients and optimizer states; activations and caches come on top."""
+    """Estimate the memory of weights, gradients and optimizer states; activations and caches come on top."""
     cfg: RunConfig = loaded.cfg
     n = count_parameters(cfg.model.path)
     if n is None:
@@ -130,7 +130,7 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     critic = 0 if alg.value_lr is None else n  # the value model is as large as the policy, and has no adapter
     present = n + adapter + critic
     in_training = (n if lora is None else adapter) + critic
-    # a reference that was scored ahead is not loaded, and that of an adapter is the policy without it
+    # a precomputed reference is not loaded, and that of an adapter is the policy without it
     spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.precompute_ref_logp)
     beside = [path for path in alg.frozen_models.values() if path or not spared]
     frozen = sum((count_parameters(path) or n if path else n) * held for path in beside)
@@ -151,7 +151,7 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
 
 
 def count_adapter(path: str, lora: LoraConfig) -> int:
-    """Parameters of a new adapter for this model, 0 where its config cannot be read."""
+    """Count the parameters of a new adapter for this model; 0 where its config cannot be read."""
     from modeling.lora import with_adapter
 
     model = meta_model(path)
@@ -161,6 +161,6 @@ def count_adapter(path: str, lora: LoraConfig) -> int:
 
 
 def count_parameters(path: str) -> int | None:
-    """Parameters of the model, counted without making them; None where its config cannot be read."""
+    """Count the parameters of the model without allocating them; None where its config cannot be read."""
     model = meta_model(path)
     return None if model is None else sum(p.numel() for p in model.parameters())

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from algs import find_algorithm
 from algs.base import Algorithm, PolicyGradient
-from configs.load import override, read_recipe, validate
+from configs.load import apply_override, read_recipe, validate
 from configs.renamed import find_renamed
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
@@ -27,10 +27,10 @@ class Loaded(Generic[C]):
 
 
 def load_recipe(cls: type[C], path: str, overrides: list[str]) -> Loaded[C]:
-    """Raise UserError that names the file or the key, and the mend."""
+    """Read and validate a recipe. Raises UserError that names the file or the key, and the fix."""
     raw = read_recipe(path)
     for item in overrides:
-        override(raw, item)
+        apply_override(raw, item)
     if renamed := find_renamed(raw, supervised=not issubclass(cls, RLConfig)):
         old, new = renamed
         raise UserError(f"{old} was renamed: write {new}")

@@ -1,6 +1,6 @@
-"""What a resumed run must have in common with the run it goes on from, and what it need not.
+"""Which settings a resumed run must share with the run that it resumes.
 
-Every key is compared but for those named here, so that a new one is refused until somebody has thought about it.
+Every key is compared except for those listed here, so a change of a new key is refused by default.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ NOT_FOR_TRAINING = (
     "weight_sync.transport",
     "alg.file",  # its contents are compared, wherever it lies
 )
-"""May differ, and the run's numbers stay the same. A name that ends in a dot is a whole section."""
+"""Keys that may differ without any change of the numbers. A name that ends in a dot is a whole section."""
 BITWISE_ONLY = (
     *("trainer.micro_batch_tokens", "trainer.gradient_checkpointing"),
     *("rollout.engines", "rollout.tensor_parallel_size", "rollout.enforce_eager"),
     *("rollout.kv_cache_gib", "rollout.gpu_memory_utilization"),
 )
-"""May differ, because a run that died for want of memory must be able to go on: the gradient is the same in exact
-arithmetic, and its last bits are others. The log says so."""
+"""Keys that may differ, because a run that ran out of memory must be able to continue. The gradient is the same in
+exact arithmetic, but not to the last bit; the log says so."""
 EVALUATION = ("eval_every", "data.eval", "data.eval.", "data.eval_rows")
-"""May differ. In RL an engine's batches hold held-out prompts beside the others, which moves last bits."""
+"""Keys that may differ. In RL they change last bits, because an engine batches held-out prompts with others."""
 
 
-def settings_of_run(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -> dict[str, Any]:
+def collect_settings(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -> dict[str, Any]:
     """Return the whole configuration by dotted key, and the hashes of the files that it names; `code` is key -> file.
 
     Data is hashed where it is a file; a folder and the hub are known by name only, and so are models.
@@ -52,11 +52,11 @@ def settings_of_run(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) ->
             with Path(path).open("rb") as file:
                 hashes[f"data.train[{i}]" if i else "data.train"] = hashlib.file_digest(file, "sha256").hexdigest()
     in_package = sorted(key for key, spec in specs.items() if spec.in_package)
-    settings = {"settings": flatten(cfg.model_dump(mode="json")), "sha256": hashes, "in_package": in_package}
+    settings = {"settings": flatten_settings(cfg.model_dump(mode="json")), "sha256": hashes, "in_package": in_package}
     return json.loads(json.dumps(settings))
 
 
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_settings(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested sections by dotted key; an empty section is a value.
 
     >>> flatten({"a": {"b": 1}})
@@ -64,7 +64,9 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for key, value in nested.items():
-        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+        found |= (
+            flatten_settings(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+        )
     return found
 
 

@@ -45,12 +45,12 @@ class Run:
     weights: WeightSync
     session: Session
     settings: dict[str, Any]
-    """What a resumed run must share with this one; see driver/resume.py."""
+    """Settings that a resumed run must share with this one; see driver/resume.py."""
     first_step: int
-    """A resumed run does not repeat the steps before it."""
+    """First step to run; a resumed run does not repeat earlier ones."""
     generation: Generation
     uses_padding: bool
-    """True: the trainers pad rows. Only they know, having loaded the model."""
+    """True if the trainers pad rows, which depends on the loaded model."""
     time: TimeBreakdown
 
     @property
@@ -114,7 +114,7 @@ class Run:
         )
 
     async def sync_weights(self, version: int) -> dict[str, float]:
-        """Bring the trainer's weights to every engine, as `version`."""
+        """Transfer the trainer's weights to every engine, as `version`."""
         with self.session.clock.phase(Phase.SYNC):
             proof = await self.weights.publish_weights(version)
         self.buffer.set_version(version)

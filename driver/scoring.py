@@ -27,16 +27,16 @@ class PrecomputedReference:
     """Reference log-probabilities that were computed once, before training."""
 
     ref_logp: dict[str, list[float]]
-    """[L] by the hash of the sample."""
+    """Log-probabilities by the hash of the sample, [L] each."""
 
     @staticmethod
     def from_prox_logp(groups: list[Group]) -> PrecomputedReference:
-        """Take the prox_logp of groups, computed while the model was as it was loaded."""
+        """Use the prox_logp of groups as reference; it must be computed before the first update."""
         return PrecomputedReference(
             ref_logp={hash_sample(s): s.columns["prox_logp"] for group in groups for s in group}
         )
 
-    def fill(self, groups: list[Group]) -> list[Group]:
+    def add_ref_logp(self, groups: list[Group]) -> list[Group]:
         """Return the groups with their ref_logp."""
         return [
             [replace(s, columns=s.columns | {"ref_logp": self.ref_logp[hash_sample(s)]}) for s in g] for g in groups

@@ -20,7 +20,7 @@ from core.ray_cluster import Cluster
 from core.workers import Workers
 from data_feeds.feed import Feed
 from data_feeds.tokenizer import ChatTokenizer
-from driver.checkpoint import Checkpoint, RunState, is_due, retain, write_checkpoint
+from driver.checkpoint import Checkpoint, RunState, is_due, remove_old_checkpoints, write_checkpoint
 from driver.console import Console
 from driver.resume import bitwise_only_changes, changed_package_files
 from driver.run_folder import RunFolder
@@ -31,7 +31,7 @@ from trainers.trainer import Trainer
 
 @dataclass
 class Session:
-    """What both programs use while they run. `facts` ends up in summary.json."""
+    """Objects that both programs use while they run. `facts` are written to summary.json."""
 
     cfg: RunConfig
     folder: RunFolder
@@ -59,7 +59,7 @@ class Session:
                     self.console.say(sentence)
 
     async def save_model(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, alg: Algorithm) -> None:
-        """Write the final model into the run folder, and a second time where `save_to` says; and the value model."""
+        """Write the final model into the run folder and into `save_to`; and the value model, if there is one."""
         copies = [Path(self.cfg.save_to).absolute()] if self.cfg.save_to else []
         with self.clock.phase(Phase.SAVE):
             for folder in [self.folder.path / "model", *copies]:
@@ -75,7 +75,7 @@ class Session:
         with self.clock.phase(Phase.CHECKPOINT):
             home = self.folder.path / "checkpoints"
             await write_checkpoint(home, trainers, state)
-            retain(home, self.cfg.checkpoint.keep)
+            remove_old_checkpoints(home, self.cfg.checkpoint.keep)
 
     async def resume(self, trainers: Workers[Trainer], checkpoint: Checkpoint | None, settings: dict[str, Any]) -> int:
         """Restore the trainers from `checkpoint`; return the steps that are done, 0 without one."""
@@ -94,7 +94,7 @@ class Session:
         return done
 
     def show_outcome(self) -> None:
-        """What was measured on held-out data before and after, if it was, and where everything lies."""
+        """Show the held-out results before and after, where the time went, and the run folder."""
         before, after = self.facts.get("before", {}), self.facts.get("after", {})
         shown = [n for n in before if n in after and n != names.REWARD_STD and (n != names.ROLLOUT_FAILED or after[n])]
         if shown:
@@ -111,21 +111,21 @@ class Session:
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await self.engines.call_all(RolloutWorker.close)
         except (TimeoutError, RunStopped) as error:  # it is killed next
-            self.console.say(f"an engine did not close by itself ({error or 'no answer'})")
+            self.console.say(f"an engine did not close by itself ({error or 'no response'})")
         finally:
             if self.cluster is not None:
                 self.cluster.close()
 
 
 def _raise_on_signals() -> None:
-    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt wherever Python is; one that was ignored still is."""
+    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt at once; ignored signals stay ignored."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
 
 
 def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> int:
-    """Run `body` to its end, or to Ctrl-C, SIGTERM or an error, and always leave a summary and no process behind."""
+    """Run `body` to its end, Ctrl-C, SIGTERM or an error; always write a summary and end all processes."""
     clock = Clock()
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump())
     console = Console(cfg.n_steps, clock, live=cfg.backend == "ray")
@@ -133,7 +133,7 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
     session.console.say(f"run folder: {folder.path}")
     reason = "error"
 
-    async def framed() -> None:
+    async def run_body() -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -154,7 +154,7 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
 
     try:
         with session.console:
-            asyncio.run(framed())
+            asyncio.run(run_body())
         reason = "done"
         session.show_outcome()
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -20,7 +20,7 @@ from data_feeds.tokenizer import ChatTokenizer
 from driver.checkpoint import Checkpoint, RunState
 from driver.devices import check_devices
 from driver.load_recipe import Loaded
-from driver.resume import find_checkpoint_to_resume, settings_of_run
+from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rollout_metrics import name_train_metrics
 from driver.scoring import PrecomputedReference, add_columns
 from driver.session import Session
@@ -35,7 +35,7 @@ class Prepared:
     """Everything that can be read and refused before a process is started."""
 
     loaded: Loaded[SLConfig]
-    """With `epochs` turned into `steps`."""
+    """Recipe with `epochs` converted to `steps`."""
     alg: Algorithm
     tokenizer: ChatTokenizer
     rows: Feed[Group]
@@ -46,7 +46,7 @@ class Prepared:
 
 
 def prepare(loaded: Loaded[SLConfig]) -> Prepared:
-    """Check the recipe against model, data and code; raise UserError for what the user must mend."""
+    """Check the recipe against model, data and code; raise UserError for what the user must fix."""
     cfg = loaded.cfg
     alg = load_algorithm(loaded.alg_spec, cfg.alg)
     if isinstance(alg, PolicyGradient):
@@ -62,7 +62,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     if cfg.data.eval is not None:
         held_out = load_groups(cfg.data, "eval", tokenizer, rows=alg.rows, seed=cfg.seed)
     loaded = replace(loaded, cfg=cfg.with_steps(len(rows.all())))
-    settings = settings_of_run(loaded, {})
+    settings = collect_settings(loaded, {})
     return Prepared(
         loaded=loaded,
         alg=alg,
@@ -75,7 +75,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
 
 
 def check_rows(cfg: SLConfig, alg: Algorithm) -> None:
-    """Raise UserError where the recipe and the algorithm's kind of rows do not go together."""
+    """Raise UserError where the recipe does not fit the algorithm's kind of rows."""
     size, budget = cfg.data.max_tokens, cfg.trainer.micro_batch_tokens
     if alg.rows != "conversations" and 2 * size > budget:
         raise UserError(
@@ -85,7 +85,7 @@ def check_rows(cfg: SLConfig, alg: Algorithm) -> None:
     if alg.rows == "unpaired" and cfg.rows_per_step < 2:
         raise UserError("rows_per_step=1 leaves no other row's completion to compare with: set it to 2 or more")
     if alg.model_kind == "reward" and cfg.model.lora is not None:
-        raise UserError("model.lora: a reward model is trained whole, for its head is new: leave model.lora out")
+        raise UserError("model.lora: a reward model is trained whole, because its head is new: leave model.lora out")
     if cfg.precompute_ref_logp and "ref_logp" not in alg.required_columns:
         raise UserError("precompute_ref_logp is true, and this algorithm uses no reference: leave it out")
     if cfg.precompute_ref_logp and alg.rows == "unpaired":
@@ -139,11 +139,11 @@ class Run:
     trainers: Workers[Trainer]
     session: Session
     uses_padding: bool
-    """True: the trainers pad rows. Only they know, having loaded the model."""
+    """True if the trainers pad rows, which depends on the loaded model."""
     settings: dict[str, Any]
-    """What a resumed run must share with this one; see driver/resume.py."""
+    """Settings that a resumed run must share with this one; see driver/resume.py."""
     first_step: int = 0
-    """A resumed run does not repeat the steps before it."""
+    """First step to run; a resumed run does not repeat earlier ones."""
     reference: PrecomputedReference | None = None
 
     @property
@@ -186,7 +186,7 @@ class Run:
         self.session.console.say(f"{when}: held-out {', '.join(shown)} over {len(self.held_out.all())} rows")
 
     async def _measure(self, feed: Feed[Group]) -> dict[str, float]:
-        """Treat all rows as one update that is not made."""
+        """Measure all rows as one update that is not made."""
         groups = await self._with_advantages(feed.all())
         with self.session.clock.phase(Phase.EVALUATE):
             batches = self._plan(groups).batches()
@@ -197,7 +197,7 @@ class Run:
         groups = self.alg.prepare_groups(groups)
         columns = self.alg.required_columns
         if self.reference is not None:
-            groups, columns = self.reference.fill(groups), columns - {"ref_logp"}
+            groups, columns = self.reference.add_ref_logp(groups), columns - {"ref_logp"}
         if columns:
             with self.session.clock.phase(Phase.LOGP):
                 groups = await add_columns(self.trainers, groups, self._plan(groups), columns)

@@ -1,6 +1,6 @@
-"""Seconds of every device by activity. What nobody measured is a row of its own, so that they add up.
+"""Seconds of every device by activity. Unmeasured time is a row of its own, so that they add up.
 
-An engine's seconds are measured beside it, in rollouts/worker.py; a trainer rank's in trainers/trainer.py. The
+An engine's seconds are measured in rollouts/worker.py, a trainer rank's in trainers/trainer.py. The
 driver knows why a device is idle. A trainer waits for data, or for the driver's own work (packing, logging, the
 engines' part of a weight sync). An engine waits for the trainer, because the schedule lets it start nothing more.
 """
@@ -19,7 +19,7 @@ from trainers.trainer import Trainer
 
 Seconds = dict[str, float]
 NOTABLE_FRACTION = 0.1
-"""A smaller fraction of the time is no bottleneck."""
+"""Fraction of the time below which nothing is called a bottleneck."""
 
 
 @dataclass
@@ -33,12 +33,12 @@ class TimeBreakdown:
     """Seconds of every device and of the driver ("driver") at the start."""
     lap_at: dict[str, Seconds]
     prefetched: asyncio.Task[list[Seconds]] | None = None
-    """Timers that were requested for the next lap."""
+    """Request of the engines' timers for the next lap."""
 
     @staticmethod
     async def start(clock: Clock, *, trainers: Workers[Trainer], engines: Workers[RolloutWorker]) -> TimeBreakdown:
         breakdown = TimeBreakdown(clock, trainers, engines, {}, {})
-        breakdown.opening = breakdown.lap_at = await breakdown._read()
+        breakdown.opening = breakdown.lap_at = await breakdown._read_devices()
         clock.start_lap()
         return breakdown
 
@@ -49,7 +49,7 @@ class TimeBreakdown:
 
     async def start_lap(self) -> dict[str, float]:
         """Return the mean engine's and the mean trainer rank's seconds since the last lap, and idle fractions."""
-        now = await self._read()
+        now = await self._read_devices()
         since = {device: subtract_seconds(now[device], self.lap_at[device]) for device in now}
         self.lap_at = now
         numbers: dict[str, float] = {}
@@ -61,7 +61,7 @@ class TimeBreakdown:
 
     async def read_totals(self) -> dict[str, Seconds]:
         """Return seconds by device and activity since the start; each device's add up to the wall clock's."""
-        now = await self._read()
+        now = await self._read_devices()
         since = {device: subtract_seconds(now[device], self.opening[device]) for device in now}
         driver = since.pop("driver")
         return {
@@ -75,7 +75,7 @@ class TimeBreakdown:
         timers: Workers[ActivityTimer] = self.engines.attribute("timer")
         return await timers.call_all(ActivityTimer.read_seconds)
 
-    async def _read(self) -> dict[str, Seconds]:
+    async def _read_devices(self) -> dict[str, Seconds]:
         prefetched, self.prefetched = self.prefetched, None
         engines = await (prefetched or self._read_engines())
         trainers = await self.trainers.attribute("timer").call_all(ActivityTimer.read_seconds)
@@ -106,7 +106,7 @@ def explain_trainer(seconds: Seconds, driver: Seconds) -> Seconds:
 
 
 def explain_engine(seconds: Seconds, driver: Seconds) -> Seconds:
-    """Name an engine's idle time: it has nothing to do. `rest` is what two clocks disagree about."""
+    """Rename an engine's idle time to wait_for_trainer; `rest` is the difference between its clock and the driver's."""
     named = {("wait_for_trainer" if name == IDLE else name): value for name, value in seconds.items()}
     return named | {REST: driver["all"] - sum(named.values())}
 

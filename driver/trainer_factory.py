@@ -22,7 +22,7 @@ from driver.devices import count_gpus, share_machine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerPlan:
-    """All that a trainer process needs to know; it loads the algorithm's file itself and checks its hash."""
+    """Settings of a trainer process, which loads the algorithm's file itself and checks its hash."""
 
     model: ModelConfig
     trainer: TrainerConfig

@@ -36,8 +36,8 @@ def make_weight_sync(
 ) -> WeightSync:
     """Return the weight sync of a run.
 
-    say: tells the user that another transport is used. facts: gets the name of the last one. folder: of the run,
-    where weights may lie for a moment.
+    say: prints a warning when another transport is used. facts: gets the name of the last one. folder: the run folder,
+    which holds the files of the disk transport during a sync.
     """
     probe = Probe(token_ids=probe_ids, bound=cfg.weight_sync.probe_tolerance or TOLERANCE[cfg.model.dtype])
     max_bytes = cfg.weight_sync.bucket_mib * 2**20

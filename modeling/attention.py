@@ -1,8 +1,8 @@
 """Attention over packed rows without padding and without a mask: causal, sequence by sequence.
 
-A packed row [1, T] holds sequences end to end; their borders come as `cu_seq_lens_q`, as flash attention takes
+A packed row [1, T] holds sequences end to end; their boundaries come as `cu_seq_lens_q`, as flash attention takes
 them. torch's own scaled_dot_product_attention then runs on each sequence, or on a run of equally long ones at
-once, so it needs no kernel beyond torch's, and no padding. transformers knows it as BY_SEQUENCE.
+once. It needs no other kernel and no padding. Its name in transformers is BY_SEQUENCE.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ BY_SEQUENCE = "sdpa_by_sequence"
 FAMILIES = frozenset(
     {"gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
 )
-"""Where every layer is causal attention that hands its borders and its window to the kernel; all are tested."""
+"""Model families whose layers all pass boundaries and window to the kernel. All are tested."""
 
 
 def attend_by_sequence_if_able(model: nn.Module) -> None:
-    """Exchange torch's kernel for this one, in transformers' own code of a family that was tested; else do nothing."""
+    """Use this kernel in place of torch's, in transformers' own models of FAMILIES; do nothing for other models."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
@@ -47,10 +47,10 @@ def attend_by_sequence(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """[B, H, T, D] queries, [B, Hkv, T, D] keys and values -> [B, T, H, D]; transformers' attention interface.
+    """Compute causal attention: [B, H, T, D] queries, [B, Hkv, T, D] keys and values -> [B, T, H, D].
 
-    Without borders each of the B rows is one sequence; whoever pads them pads on the right. A window is kept
-    exactly: a token sees the last `sliding_window` tokens of its sequence, itself included.
+    This is the attention interface of transformers. Without boundaries each of the B rows is one sequence, padded on
+    the right. A window is exact: a token sees the last `sliding_window` tokens of its sequence, itself included.
     """
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         raise ValueError(f"attention {BY_SEQUENCE} is for training: it takes neither a mask nor a cache")
@@ -61,7 +61,7 @@ def attend_by_sequence(
             q,
             k,
             v,
-            attn_mask=_band(q.shape[2], sliding_window, q.device) if banded else None,
+            attn_mask=_window_mask(q.shape[2], sliding_window, q.device) if banded else None,
             is_causal=not banded,
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -79,6 +79,6 @@ def attend_by_sequence(
     return torch.cat(parts)[None], None
 
 
-def _band(n: int, window: int, device: torch.device) -> Tensor:
-    """[n, n], True where row t may look: at the last `window` tokens up to t."""
+def _window_mask(n: int, window: int, device: torch.device) -> Tensor:
+    """Return a mask [n, n], True where row t may attend: the last `window` tokens up to t."""
     return torch.ones(n, n, dtype=torch.bool, device=device).tril().triu(1 - window)

@@ -1,8 +1,8 @@
-"""One forward pass: a flat Batch in, what the policy says about its learnt tokens out.
+"""One forward pass: from a flat Batch to the log-probabilities of its trained tokens.
 
-The layout of the batch is a matter for the attention kernel alone. `padded` gives every sequence its
-own row; `packed` lays all of them in one row and hands over their borders. A model's head, with
-whatever scaling it does to its logits, runs on the learnt positions only.
+Only the attention kernel sees the layout of the batch. `padded` gives every sequence its own row; `packed` puts all of
+them in one row and passes their boundaries. A model's head, with its own scaling of the logits, runs on the positions
+of trained tokens only.
 """
 
 from __future__ import annotations
@@ -22,27 +22,26 @@ Layout = Literal["padded", "packed"]
 
 
 def layout_for(setting: Literal["auto", "padded", "packed"], model: nn.Module) -> Layout:
-    """Packed rows pay where the kernel takes borders; with a dense mask they cost more than the padding they save."""
+    """Choose the layout: packed where the kernel takes boundaries; with a dense mask it costs more than it saves."""
     if setting == "auto":
         return "packed" if model.config._attn_implementation in TAKE_BORDERS else "padded"
     return setting
 
 
 TAKE_BORDERS = ("flash_attention_2", BY_SEQUENCE)
-"""Attention that is told where the sequences of a packed row begin and end, and needs no mask."""
+"""Attention kernels that get the boundaries of the sequences of a packed row, and need no mask."""
 
 CHUNK_LOGITS = 2**24
-"""Logits upcast to float32 at a time: 64 MiB."""
+"""Number of logits that are upcast to float32 at a time: 64 MiB."""
 
 
 def forward(
     module: nn.Module, model: nn.Module, batch: Batch, *, layout: Layout, temperature: float, entropy: bool = False
 ) -> Policy:
-    """Log-probability (and entropy) of every learnt token, [M] float32, with gradient where gradients are on.
+    """Compute log-probability (and entropy) of every trained token, [M] float32, with gradient if gradients are on.
 
-    `module` is what is called (DeepSpeed's engine, or the model itself), `model` the Hugging Face causal
-    LM inside it. log-softmax is in float32, at the sampling temperature: the logits of the policy that
-    samples are divided by it, so these are too.
+    module: the callable (DeepSpeed's engine, or the model itself). model: the Hugging Face causal LM inside it.
+    log-softmax is in float32, at the sampling temperature: the engine divides its logits by it, so this does too.
     """
     rows, inputs = _lay_out(model, batch, layout)
     with _head_only_at(model, *(index[batch.at] for index in rows)):
@@ -51,7 +50,7 @@ def forward(
 
 
 def compute_values(module: nn.Module, batch: Batch, *, layout: Layout, model: nn.Module) -> Tensor:
-    """Value of the state before every learnt token, [M] float32: read where that token is predicted from."""
+    """Compute the value of the state before every trained token, [M] float32: at the position that predicts it."""
     (row, column), inputs = _lay_out(model, batch, layout)
     seen: list[Tensor] = []
     hook = model.score.register_forward_hook(lambda _, args, out: seen.append(out))  # every position's, before pooling
@@ -64,7 +63,7 @@ def compute_values(module: nn.Module, batch: Batch, *, layout: Layout, model: nn
 
 
 def compute_token_logp(logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool) -> Policy:
-    """log-softmax of [M, V] logits at [M] labels, in float32 and in chunks: no float32 copy of all stays alive."""
+    """Compute log-softmax of [M, V] logits at [M] labels, in float32; in chunks, to keep no float32 copy of all."""
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
     parts = [
         checkpoint(_compute_chunk, chunk, chosen, temperature, entropy, use_reentrant=False)
@@ -84,9 +83,9 @@ def _compute_chunk(logits: Tensor, labels: Tensor, temperature: float, entropy: 
 
 
 def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
-    """Where flat position t lies in the model's rows, ([T] row, [T] column), and the model's inputs."""
+    """Return the place of every flat position in the model's rows, ([T] row, [T] column), and the model's inputs."""
     if layout == "padded":
-        # No mask: the padding stands on the right, and no token looks to its right.
+        # No mask: the padding is on the right, and no token attends to its right.
         n_rows, width = int(batch.seq_ids[-1]) + 1, int(batch.position_ids.max()) + 1
         padded = batch.input_ids.new_zeros(n_rows, width)
         padded[batch.seq_ids, batch.position_ids] = batch.input_ids
@@ -94,11 +93,11 @@ def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tens
     row = torch.zeros_like(batch.seq_ids)
     column = torch.arange(len(row), device=row.device)
     inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-    return (row, column), inputs | _borders(model, batch)
+    return (row, column), inputs | _sequence_boundaries(model, batch)
 
 
-def _borders(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """What keeps packed sequences apart, said outright rather than left to be guessed from position_ids."""
+def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return the inputs that separate packed sequences: explicit boundaries or a mask, not left to position_ids."""
     config = model.config.get_text_config()
     lengths = torch.bincount(batch.seq_ids)
     if config._attn_implementation in TAKE_BORDERS:
@@ -120,7 +119,7 @@ def _borders(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 @contextmanager
 def _head_only_at(model: nn.Module, rows: Tensor, columns: Tensor) -> Generator[None]:
-    """Give the language-model head the hidden states of these positions alone, as one row of M."""
+    """Run the language-model head on the hidden states of these positions only, as one row of M."""
     head = model.get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda _, args: (args[0][rows, columns][None],))
     try:

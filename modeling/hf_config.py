@@ -1,4 +1,4 @@
-"""What can be read of a Hugging Face model without its weights."""
+"""Facts about a Hugging Face model that need no weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core.errors import UserError
 
 
 def read_config(path: str) -> Any | None:
-    """The model's transformers config, or None where it cannot be read (a hub that is not reached, say)."""
+    """Return the model's transformers config; None where it cannot be read (the hub is not reachable, say)."""
     from transformers import AutoConfig
 
     try:
@@ -22,7 +22,7 @@ def read_config(path: str) -> Any | None:
 
 
 def meta_model(path: str) -> nn.Module | None:
-    """The model without memory for its weights, None where its config cannot be read."""
+    """Return the model on the meta device, without memory for weights; None where its config cannot be read."""
     from transformers import AutoModelForCausalLM
 
     config = read_config(path)
@@ -33,7 +33,7 @@ def meta_model(path: str) -> nn.Module | None:
 
 
 def check_model_folder(path: str, *, key: str = "model.path") -> None:
-    """Refuse a local folder that is not a model, in one sentence, before anything is started."""
+    """Raise UserError for a local folder that is not a model, before anything is started."""
     folder = Path(path)
     if not folder.exists():
         if path.startswith((".", "/", "~")) or path.count("/") > 1 or path.split("/")[0] in ("models", "runs", "data"):
@@ -51,6 +51,6 @@ def check_model_folder(path: str, *, key: str = "model.path") -> None:
 
 
 def max_positions(path: str) -> int | None:
-    """Tokens a sequence of this model may have, None where its config does not say."""
+    """Return the largest number of tokens of a sequence; None where the config does not say."""
     config = read_config(path)
     return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)

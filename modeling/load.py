@@ -1,4 +1,4 @@
-"""Load a causal LM the way training needs it."""
+"""Load a causal LM for training."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def load_model(
     path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False, lora: LoraConfig | None = None
 ) -> nn.Module:
-    """A Hugging Face causal LM on the CPU, without dropout (two forward passes of one policy must agree).
+    """Load a Hugging Face causal LM on the CPU, without dropout (two forward passes of one policy must agree).
 
-    With `lora` it has a new adapter, and all else is frozen.
+    With `lora` it has a new adapter, and everything else is frozen. Raises UserError where it cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
 
-    model = _load(AutoModelForCausalLM, path, dtype, attention, gradient_checkpointing)
+    model = _load_pretrained(AutoModelForCausalLM, path, dtype, attention, gradient_checkpointing)
     if lora is None:
         return model
     from modeling.lora import with_adapter
@@ -33,28 +33,32 @@ def load_model(
 
 
 def load_scalar_model(path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False) -> nn.Module:
-    """A value or reward model: the transformer with one number instead of logits, `score`, a sequence classifier's.
+    """Load a value or reward model: the transformer of `path` with the head of a sequence classifier with one label.
 
-    The head of a reward model that was saved is kept; a new one begins at zero.
+    The head of a saved reward model is kept; a new one starts at zero.
     """
     from transformers import AutoModelForSequenceClassification
 
     was_scalar = any(
         "SequenceClassification" in name for name in getattr(read_config(path), "architectures", None) or []
     )
-    model = _load(AutoModelForSequenceClassification, path, dtype, attention, gradient_checkpointing, num_labels=1)
+    model = _load_pretrained(
+        AutoModelForSequenceClassification, path, dtype, attention, gradient_checkpointing, num_labels=1
+    )
     if not was_scalar:
         nn.init.zeros_(model.score.weight)
-    # A sequence classifier looks for its last token by this; values are read elsewhere, see forward.compute_values.
+    # A sequence classifier needs it to find the last token; values are read elsewhere, see forward.compute_values.
     model.config.pad_token_id = model.config.pad_token_id or 0
     return model
 
 
-def _load(auto: Any, path: str, dtype: str, attention: str, checkpointing: bool, **settings: Any) -> nn.Module:
+def _load_pretrained(
+    auto: Any, path: str, dtype: str, attention: str, checkpointing: bool, **settings: Any
+) -> nn.Module:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # it would tell of the head that a value model lacks
+    logging.set_verbosity_error()  # else it warns about the missing head of a value model
     if attention != "auto":
         settings["attn_implementation"] = attention
     try:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 ADAPTER = "default"
-"""PEFT's name of the only one."""
+"""PEFT's name of the only adapter."""
 
 
 def with_adapter(model: nn.Module, lora: LoraConfig, *, path: str) -> PeftModel:
-    """The model with a new adapter that changes nothing yet; all but the adapter is frozen.
+    """Return the model with a new adapter that changes nothing yet; everything but the adapter is frozen.
 
-    The adapter has the model's dtype, and begins the same for the same seed, whatever was drawn before.
+    The adapter has the model's dtype. Its initial values depend on the seed alone, not on earlier random draws.
     """
     import peft
 
@@ -47,7 +47,7 @@ def with_adapter(model: nn.Module, lora: LoraConfig, *, path: str) -> PeftModel:
 
 
 def check_targets(model: nn.Module, targets: list[str], *, path: str) -> list[str]:
-    """The names as given, if each is that of linear layers other than the head."""
+    """Return the names as given; raise UserError unless each names linear layers below the head."""
     matched = {t: [m for name, m in model.named_modules() if f".{name}".endswith(f".{t}")] for t in targets}
     for target, modules in matched.items():
         if not modules or not all(_may_adapt(model, m) for m in modules):
@@ -59,7 +59,7 @@ def check_targets(model: nn.Module, targets: list[str], *, path: str) -> list[st
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Last parts of the names of all linear layers below the head."""
+    """Return the last parts of the names of all linear layers below the head."""
     return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _may_adapt(model, module)})
 
 
@@ -67,17 +67,17 @@ def check_lora_targets(model: ModelConfig) -> None:
     """Raise UserError for a target that is no linear layer, before anything is started, if the model can be read."""
     if model.lora is None or model.lora.targets == "all-linear":
         return
-    if (bones := meta_model(model.path)) is not None:
-        check_targets(bones, model.lora.targets, path=model.path)
+    if (empty_model := meta_model(model.path)) is not None:
+        check_targets(empty_model, model.lora.targets, path=model.path)
 
 
 def name_lora_targets(lora: LoraConfig, path: str) -> LoraConfig:
-    """The same with its targets named one by one."""
+    """Return the settings with "all-linear" replaced by the names of the layers."""
     if lora.targets != "all-linear":
         return lora
-    bones = meta_model(path)
-    assert bones is not None, path
-    return lora.model_copy(update={"targets": linear_names(bones)})
+    empty_model = meta_model(path)
+    assert empty_model is not None, path
+    return lora.model_copy(update={"targets": linear_names(empty_model)})
 
 
 def _may_adapt(model: nn.Module, module: nn.Module) -> bool:
@@ -89,9 +89,9 @@ def _may_adapt(model: nn.Module, module: nn.Module) -> bool:
 def merged_weight(
     weight: Tensor, a: Tensor, b: Tensor, *, scaling: float, magnitude: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
-    """W' of the formula above, a new tensor: [out, in] from weight [out, in], a [r, in], b [out, r], magnitude [out].
+    """Compute W' of the formula above, [out, in], from weight [out, in], a [r, in], b [out, r], magnitude [out].
 
-    Computed in float32 and rounded once. `transposed`: weight and result are [in, out].
+    Computed in float32 and rounded once, into a new tensor. transposed: weight and result are [in, out].
     """
     delta = scaling * (b.float() @ a.float())
     whole = (weight.T if transposed else weight).float() + delta

@@ -3,15 +3,15 @@
     def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
         return {"correct": float(messages[-1]["content"].strip() == prompt.answer)}
 
-`messages` is all that was said after the prompt. The parts are named, finite numbers; each is logged under its
-name, and the sample's reward is their weighted sum. A reward that raises fails its sample, which is then neither
-right nor wrong: it has no reward at all.
+`messages` are all messages after the prompt. The parts are named, finite numbers; each is logged under its
+name, and the sample's reward is their weighted sum. If a reward raises, its sample has failed: it has no reward, and is
+not trained on.
 
-`score` may take settings by name (`reward.settings` of the recipe), and a function `prepare` of the same settings is
-called once in every worker before the first sample, where there is something to load.
+`score` may take settings by name (`reward.settings` of the recipe). A function `prepare` with the same settings, if
+there is one, is called once in every worker before the first sample.
 
-Import core.types only under TYPE_CHECKING, as the rewards here do: it brings torch along, and every worker would
-pay for it. What `score` gets as `prompt` has the fields of a Prompt (id, messages, answer, extra).
+Import core.types only under TYPE_CHECKING, as the rewards here do: it imports torch, which costs time and memory in
+every worker. The `prompt` of `score` has the fields of a Prompt (id, messages, answer, extra).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def has_score(module: ModuleType) -> bool:
 
 
 def load_reward(spec: FileSpec, settings: dict[str, Any]) -> RewardFn:
-    """Import the reward and return its `score` with these settings; UserError when it has none, or not these."""
+    """Import the reward and return its `score` with these settings. Raises UserError if they do not fit."""
     score = getattr(load_module(spec), "score", None)
     if not callable(score):
         raise UserError(f"{spec.path} has no function score(prompt, messages) -> dict[str, float]")
@@ -52,7 +52,7 @@ def load_reward(spec: FileSpec, settings: dict[str, Any]) -> RewardFn:
 
 
 def prepare_reward(spec: FileSpec, settings: dict[str, Any]) -> None:
-    """Let the reward load what it needs, if it has something to load."""
+    """Call the reward's `prepare`, if it has one."""
     prepare = getattr(load_module(spec), "prepare", None)
     if prepare is not None:
         prepare(**settings)

@@ -1,4 +1,4 @@
-"""Right or wrong: the reply is the answer and nothing else."""
+"""Exact match: the reply is the answer and nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
-    """White space around the reply, or more of it inside, does not count. Raise ValueError without a ground truth."""
+    """Compare the words of reply and answer, ignoring white space. Raises ValueError without a ground truth."""
     if not prompt.answer.split():
         raise ValueError(f"{prompt.id} has no answer")
     return {"correct": float(messages[-1]["content"].split() == prompt.answer.split())}

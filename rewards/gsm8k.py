@@ -1,4 +1,4 @@
-r"""Grade-school maths (https://arxiv.org/abs/2110.14168): a number, however it is dressed.
+r"""Grade-school maths (https://arxiv.org/abs/2110.14168): compare numbers in any notation.
 
     correct   1 if the reply's last answer equals the ground truth as a number: "$1,200.00." equals 1200
     format    1 if the reply marks an answer, with "#### x" or \boxed{x}
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 NUMBER = re.compile(r"(?:(?<![\d)\]])-\s?)?[$€£]?\s?(-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+)", re.ASCII)
 MARK = re.compile(r"####|\\boxed\s*\{")
 LATEX = ((r"\$", "$"), (r"\%", "%"), ("{,}", ","), (r"\!", ""), (r"\,", ""), ("\u2212", "-"))
-"""What LaTeX puts into numbers, and the minus sign that is not a hyphen."""
+"""LaTeX inside numbers, and the minus sign that is not a hyphen, with their replacements."""
 
 
 def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
-    """Raise ValueError when the ground truth holds no number: then the row is wrong, not the reply."""
-    expected, _ = answer_of(prompt.answer)
+    """Compare the last answer with the ground truth. Raises ValueError if the ground truth holds no number."""
+    expected, _ = find_answer(prompt.answer)
     if expected is None:
         raise ValueError(f"the answer {prompt.answer!r} of {prompt.id} holds no number")
-    said, marked = answer_of(messages[-1]["content"])
-    return {"correct": float(said == expected), "format": float(marked)}
+    found, marked = find_answer(messages[-1]["content"])
+    return {"correct": float(found == expected), "format": float(marked)}
 
 
-def answer_of(text: str) -> tuple[Decimal | None, bool]:
-    r"""The last answer that `text` gives and whether it was marked.
+def find_answer(text: str) -> tuple[Decimal | None, bool]:
+    r"""Return the last answer in `text` and whether it was marked.
 
     >>> answer_of("3 x 4 = 12\n#### 12 apples.")
     (Decimal('12'), True)
@@ -42,15 +42,15 @@ def answer_of(text: str) -> tuple[Decimal | None, bool]:
     for mark in reversed(list(MARK.finditer(text))):
         rest = text[mark.end() :]
         held = rest.split("\n", 1)[0] if mark.group() == "####" else _until_closed(rest)
-        if numbers := _numbers(held):
+        if numbers := _find_numbers(held):
             # after "####" the answer comes first and words may follow; a box may hold "x = 18"
             return numbers[0 if mark.group() == "####" else -1], True
-    numbers = _numbers(text)
+    numbers = _find_numbers(text)
     return numbers[-1] if numbers else None, False
 
 
 def _until_closed(text: str) -> str:
-    """What stands before the brace that closes one opened just before `text`."""
+    """Return the text before the brace that closes one opened just before `text`."""
     depth = 1
     for i, char in enumerate(text):
         depth += (char == "{") - (char == "}")
@@ -59,7 +59,7 @@ def _until_closed(text: str) -> str:
     return text
 
 
-def _numbers(text: str) -> list[Decimal]:
+def _find_numbers(text: str) -> list[Decimal]:
     numbers: list[Decimal] = []
     for found in NUMBER.finditer(text):
         digits = found.group(1)

@@ -2,8 +2,8 @@
 
     correct   1 if the reply's last answer is the same mathematical object as the ground truth
 
-The library stops itself by SIGALRM, so this reward needs a process's main thread, which rewards/pool.py gives
-it. What it cannot decide in time is wrong, not failed: otherwise a policy could learn to dodge a bad grade.
+The library's timeout uses SIGALRM, so this reward needs the main thread of a process, which rewards/pool.py provides.
+A reply that it cannot decide in time is wrong, not failed: otherwise a policy could learn to avoid a bad reward.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ TIMEOUT_S = 2
 
 
 def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
-    """Raise ValueError when the ground truth is no mathematics: then the row is wrong, not the reply."""
+    """Compare the last answer with the ground truth. Raises ValueError if the ground truth cannot be parsed."""
     expected = parse(prompt.answer, parsing_timeout=TIMEOUT_S) or parse(
         rf"\boxed{{{prompt.answer}}}", parsing_timeout=TIMEOUT_S
     )
     if not expected:
         raise ValueError(f"math-verify cannot read the answer {prompt.answer!r} of {prompt.id}")
-    said = parse(messages[-1]["content"], parsing_timeout=TIMEOUT_S)
-    return {"correct": float(verify(expected, said, timeout_seconds=TIMEOUT_S))}
+    found = parse(messages[-1]["content"], parsing_timeout=TIMEOUT_S)
+    return {"correct": float(verify(expected, found, timeout_seconds=TIMEOUT_S))}

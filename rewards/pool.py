@@ -1,9 +1,8 @@
 """Rewards in processes that can be killed.
 
-A reward that raises, loops for ever or ends its process costs its own sample and nothing else: every worker has
-one sample at a time and a socket of its own, so neighbours share neither a queue nor a lock with the one that
-dies. Works in a plain process and in a Ray actor: workers are fresh interpreters, not forks of a process full of
-threads, and never import its main module.
+If a reward raises, loops for ever or ends its process, only its own sample fails: every worker has one sample at a
+time and a socket of its own, and shares neither a queue nor a lock with other workers. This works in a plain process
+and in a Ray actor: workers are new interpreters, not forks of a process with threads, and never import its main module.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardResult:
-    """What became of one sample's reward: parts or a failure, never both."""
+    """Reward of one sample: parts or a failure, never both."""
 
     reward_parts: dict[str, float] = field(default_factory=dict[str, float])
     failure: str = ""
-    """The last line of the traceback, or how the worker ended."""
+    """Last line of the traceback, or how the worker ended; "" if the reward succeeded."""
 
 
 class RewardPool:
-    """`workers` processes that run one reward.
+    """Pool of `workers` processes that run one reward.
 
-    A sample's clock starts when a worker takes it, so waiting in line never costs a sample. `close()` kills the
+    A sample's timeout starts when a worker takes it, so time in the queue does not count. `close()` kills the
     workers; they also die with the process that owns the pool.
     """
 
@@ -57,8 +56,8 @@ class RewardPool:
             self._threads.submit(worker.start)
 
     async def compute_reward(self, prompt: Prompt, messages: list[Message]) -> RewardResult:
-        """Raise UserError when the reward cannot be loaded here; anything else it does is a RewardResult."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._compute, prompt, messages)
+        """Return the reward's parts or its failure. Raises UserError when the reward cannot be loaded."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run_in_worker, prompt, messages)
 
     def close(self) -> None:
         for worker in self._workers:
@@ -67,7 +66,7 @@ class RewardPool:
         for worker in self._workers:
             worker.reap()
 
-    def _compute(self, prompt: Prompt, messages: list[Message]) -> RewardResult:
+    def _run_in_worker(self, prompt: Prompt, messages: list[Message]) -> RewardResult:
         worker = self._idle.get()
         try:
             return worker.compute_reward(prompt, messages, self.timeout_s)
@@ -76,14 +75,14 @@ class RewardPool:
 
 
 class _Worker:
-    """One process at a time; a dead one is replaced when the next sample comes."""
+    """One reward process; a dead one is replaced when the next sample comes."""
 
     def __init__(self, spec: FileSpec, settings: dict[str, Any]) -> None:
         self._spec, self._settings = spec, settings
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process; what it says about loading the reward is read when the first sample comes."""
+        """Start the process; whether it could load the reward is read with the first sample."""
         self._socket, far_end = Pipe()
         self._ready = False
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -101,7 +100,7 @@ class _Worker:
         if self._process is None:
             self.start()
         if not self._ready:
-            self._load()
+            self._send_reward()
         try:
             self._socket.send(({f.name: getattr(prompt, f.name) for f in fields(prompt)}, messages))
             if not self._socket.poll(timeout_s):
@@ -114,24 +113,24 @@ class _Worker:
         return RewardResult(reward_parts=parts, failure=failure)
 
     def kill(self) -> None:
-        """End the process and what it started; another thread may be waiting for its answer."""
+        """Kill the process and its children; another thread may be waiting for its result."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def reap(self) -> str:
-        """Wait for a process that is ending, or make it end, and forget it; how it ended, in words."""
+        """Wait for a process that is ending, or kill it, and remove it; return how it ended, in words."""
         if self._process is None:
             return "was not running"
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(REWARD_EXIT_GRACE_S)
-        self.kill()  # its children too, which may be all that is left
+        self.kill()  # its children too, which may still run
         code = self._process.wait()
         self._socket.close()
         self._process = None
         return f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
-    def _load(self) -> None:
+    def _send_reward(self) -> None:
         try:
             self._socket.send((self._spec, self._settings))
             refusal = self._socket.recv() if self._socket.poll(REWARD_START_TIMEOUT_S) else "takes too long to load"

@@ -1,4 +1,4 @@
-"""A reward model as the reward: what algs/reward_model.py trains, or any sequence classifier with one label.
+"""A reward model as the reward: a model that algs/reward_model.py trained, or any sequence classifier with one label.
 
     reward: {fn: reward_model, settings: {model: runs/rm/model}, weights: {reward: 1.0}, workers: 1}
 
@@ -18,30 +18,30 @@ Template = Literal["chat", "plain"]
 
 
 def score(prompt: Prompt, messages: list[Message], *, model: str, template: Template = "chat") -> dict[str, float]:
-    """{"reward": r}, read at the last token of the conversation, just as in training."""
+    """Return {"reward": r}, read at the last token of the conversation, as in training."""
     import torch
 
-    from algs.reward_model import scored_at_its_end
+    from algs.reward_model import append_scored_token
     from core import types
     from data_feeds.packing import pack
     from modeling.forward import compute_values
 
-    net, tokenizer = loaded(model, template)
+    net, tokenizer = load_once(model, template)
     ids, mask = tokenizer.mask_turns([*prompt.messages, *messages])
     nothing = [0.0] * len(ids)
     whole = types.Prompt(id=prompt.id, messages=[])
     sample = types.Sample(prompt=whole, token_ids=ids, action_mask=mask, rollout_logp=nothing, versions=[-1] * len(ids))
     with torch.no_grad():
-        batch = pack([scored_at_its_end(sample)], [0.0])
+        batch = pack([append_scored_token(sample)], [0.0])
         return {"reward": float(compute_values(net, batch, layout="padded", model=net))}
 
 
 def prepare(*, model: str, template: Template = "chat") -> None:
-    loaded(model, template)
+    load_once(model, template)
 
 
 @lru_cache(maxsize=1)
-def loaded(model: str, template: Template) -> tuple[Any, Any]:
+def load_once(model: str, template: Template) -> tuple[Any, Any]:
     from data_feeds.tokenizer import ChatTokenizer
     from modeling.hf_config import check_model_folder
     from modeling.load import load_scalar_model

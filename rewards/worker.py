@@ -1,7 +1,7 @@
-"""One process that scores one sample at a time: `python -m rewards.worker FD`, started by rewards/pool.py.
+"""Reward process for one sample at a time: `python -m rewards.worker FD`, started by rewards/pool.py.
 
-It reads a FileSpec and settings, then samples, from the socket FD, and answers each with (parts, failure). It may die
-at any time, by the reward's hand or by the pool's.
+It reads a FileSpec and settings, then samples, from the socket FD, and returns (parts, failure) for each. It may die at
+any time, because of the reward or because the pool kills it.
 """
 
 from __future__ import annotations
@@ -49,22 +49,24 @@ def main(fd: int) -> None:
             fields, messages = pool.recv()
         except EOFError:  # the pool has closed
             return
-        pool.send(judge(score, fields, messages))
+        pool.send(compute_parts(score, fields, messages))
 
 
-def judge(score: RewardFn, fields: dict[str, Any], messages: list[dict[str, str]]) -> tuple[dict[str, float], str]:
-    """The reward's parts, or why it has none."""
+def compute_parts(
+    score: RewardFn, fields: dict[str, Any], messages: list[dict[str, str]]
+) -> tuple[dict[str, float], str]:
+    """Return the reward's parts, or why it has none."""
     prompt: Any = SimpleNamespace(**fields)  # a Prompt without torch
-    parts, failure = attempt(lambda: score(prompt, messages), "score()")
+    parts, failure = call_user_code(lambda: score(prompt, messages), "score()")
     if not parts and not failure:
         failure = "score() must return a dict of named numbers, it returned {}"
     return parts, failure
 
 
-def attempt(ask: Callable[[], Any], who: str) -> tuple[dict[str, float], str]:
-    """Named finite numbers from the user's code, or why there are none."""
+def call_user_code(call: Callable[[], Any], who: str) -> tuple[dict[str, float], str]:
+    """Return named finite numbers from the user's code, or why there are none."""
     try:
-        parts = ask()
+        parts = call()
     except Exception as error:  # the border around what a user wrote
         return {}, last_line(error)
     if not isinstance(parts, dict):

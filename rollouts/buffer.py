@@ -8,8 +8,8 @@ trains on it minus the version that sampled it. Three rules bound it, whatever t
     2. Groups are trained on in the order of their tickets; the trainer waits for a slow one.
     3. A group that the algorithm rejects is replaced by a new ticket.
 
-Nothing is thrown away for its age: what would be too old is never started. In the order of completion a slow group
-could be overtaken for ever, and short completions would be trained on more often than long ones.
+No group is discarded for its age: one that would get too old is never started. In order of completion, slow groups
+could wait for ever, and short completions would be trained on more often than long ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from core.types import Group, Prompt, Sample
 
 MAX_REJECTED = 20
-"""A step is given up when the algorithm has rejected this many times its groups."""
+"""A step fails when the algorithm has rejected this many times the groups that it needs."""
 RENAMED_FIELDS = {"mask": "action_mask", "parts": "reward_parts", "left_out": "excluded", "kept": "accepted"}
 """Fields of a group in checkpoints of earlier versions -> their names now."""
 RENAMED_STATE = {"told": "n_reported", "came": "finished"}
@@ -51,7 +51,7 @@ class Schedule:
     sync_every: int = 1
     """Largest number of steps between two weight syncs."""
     max_kl: float | None = None
-    """Sync earlier where the trainer's policy has moved further than this from the one that sampled."""
+    """Bound of train/mismatch/kl, above which weights are synced earlier; None is no bound."""
     sample_reuse: int = 1
     """Steps that train on each group: a step takes per_step / sample_reuse new ones, and keeps the rest."""
 
@@ -80,18 +80,21 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
-    """A group whose last reward has arrived."""
+    """Group whose last reward has arrived."""
 
     ticket: int
     group: Group
     accepted: bool
-    """False: the algorithm does not train on it."""
+    """False: the algorithm rejected the group."""
     seconds: float
-    """From its start to its last reward."""
+    """Seconds from the group's start to its last reward."""
 
 
 class ReplayBuffer:
-    """Gives out tickets as fast as the schedule allows, and groups in ticket order. One event loop, no threads."""
+    """Queue between engines and trainer: tickets as fast as the schedule allows, groups in ticket order.
+
+    It belongs to one event loop, without threads.
+    """
 
     def __init__(self, schedule: Schedule, *, step: int = 0, ticket: int = 0):
         self.schedule = schedule
@@ -183,7 +186,7 @@ class ReplayBuffer:
         return groups, drawn
 
     def set_version(self, version: int) -> None:
-        """Note that the engines hold `version` now."""
+        """Set the version that the engines hold."""
         self.version = version
         self._changed.set()
 
@@ -192,7 +195,7 @@ class ReplayBuffer:
         await self._changed.wait()
 
     def get_state(self) -> dict[str, Any]:
-        """Return, for JSON, the finished groups and the started tickets. Prompts are left out: tickets draw them."""
+        """Return the finished groups and the started tickets, for JSON. Prompts are not included: tickets draw them."""
         finished = [*self.ready, *self.waiting.values()]
         return {
             "ticket": self.ticket,

@@ -1,4 +1,4 @@
-"""One episode: the policy talks, the environment answers, until one of them stops."""
+"""One episode: policy and environment take turns until one of them stops."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from core.types import Message, Prompt, Sample, Stop
-from rewards.worker import attempt, last_line
+from rewards.worker import call_user_code, last_line
 from rollouts.engines.base import Completion, Engine
 from rollouts.envs.base import Env
 
 
 class Tokenizer(Protocol):
-    """What an episode asks of a tokenizer; see data_feeds/tokenizer.py."""
+    """Interface of a tokenizer to an episode; see data_feeds/tokenizer.py."""
 
     def render(self, messages: list[Message]) -> list[int]: ...
     def render_turn(self, message: Message) -> list[int]: ...
@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
 @dataclass
 class Transcript:
-    """An episode so far: its tokens, which are only ever appended, and what was said in them after the prompt."""
+    """Episode so far: its tokens, which are only appended, and its messages after the prompt."""
 
     ids: list[int] = field(default_factory=list[int])
     action_mask: list[bool] = field(default_factory=list[bool])
@@ -65,10 +65,10 @@ async def run_episode(
     stop: Stop = "turns"
     parts: dict[str, float] = {}
     try:
-        with _users_code():
+        with _catch_environment_errors():
             env = make_env(prompt)
         stop = await _converse(engine, env, tokenizer, script, seed_of_turn, max_new_tokens, max_turns)
-        parts, failure = attempt(env.scores, "Env.scores()")
+        parts, failure = call_user_code(env.scores, "Env.scores()")
     except _EnvironmentFailed as error:
         failure = str(error)
     sample = Sample(
@@ -93,9 +93,9 @@ async def _converse(
     left: int,
     max_turns: int,
 ) -> Stop:
-    """Continue `script` by at most `left` tokens and `max_turns` replies of the policy, which has the last word.
+    """Continue `script` by at most `left` tokens and `max_turns` replies; the last turn is the policy's.
 
-    A reply is decoded for others to read and never encoded again, because encode(decode(ids)) need not be ids.
+    A reply is decoded for environment and reward and never encoded again: encode(decode(ids)) may differ from ids.
     """
     for turn in range(max_turns):
         done = await engine.generate(script.ids, max_new_tokens=left, seed=seed_of_turn(turn))
@@ -104,7 +104,7 @@ async def _converse(
         script.said.append({"role": "assistant", "content": tokenizer.decode(done.token_ids)})
         if done.stop == "length":
             return "length"
-        with _users_code():
+        with _catch_environment_errors():
             answer = await env.step(script.said[-1]["content"])
         if answer is None:
             return "eos"
@@ -120,11 +120,11 @@ async def _converse(
 
 
 class _EnvironmentFailed(Exception):
-    """Where and why."""
+    """Error of the user's environment, with its place."""
 
 
 @contextmanager
-def _users_code() -> Generator[None]:
+def _catch_environment_errors() -> Generator[None]:
     try:
         yield
     except Exception as error:  # the border to the user's environment, whatever it raises

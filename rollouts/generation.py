@@ -1,4 +1,4 @@
-"""Keeps the engines busy: every group starts as soon as its staleness is bounded, beside whatever the trainer does."""
+"""Generation in the background: every group starts as soon as its staleness is bounded, while the trainer works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollouts.worker import RolloutWorker
 
 
 class Generation:
-    """Requests groups from the engines. `n_retries` counts groups that were retried on another engine."""
+    """Requests of groups to the engines. `n_retries` counts groups that were retried on another engine."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Generation:
         self.workers, self.draw_prompt, self.accept_group, self.buffer = workers, draw_prompt, accept_group, buffer
         self.group_size, self.timeout_s = group_size, timeout_s
         self.running = [0] * len(workers)
-        """Groups that each engine is working on. One that lost some gets fewer from then on."""
+        """Groups that each engine is working on. Groups that timed out stay counted, so that engine gets fewer."""
         self.tasks: set[asyncio.Task[None]] = set()
         self.n_retries = 0
 
@@ -43,7 +43,7 @@ class Generation:
             async with asyncio.TaskGroup() as tasks:
                 starting = tasks.create_task(self._start_groups(tasks))
                 yield
-                for task in (starting, *self.tasks):  # a resumed run of fewer steps has some that nobody needs
+                for task in (starting, *self.tasks):  # a resumed run of fewer steps does not need all of them
                     task.cancel()
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
@@ -56,7 +56,7 @@ class Generation:
             task.add_done_callback(self.tasks.discard)
 
     async def _generate_into_buffer(self, ticket: int) -> None:
-        now = asyncio.get_running_loop().time  # a simulator's is not the wall clock's
+        now = asyncio.get_running_loop().time  # not the wall clock in a simulator
         start = now()
         group = await self.generate_group(ticket, self.draw_prompt(ticket), self.group_size)
         accepted = self.accept_group(group)
@@ -77,7 +77,7 @@ class Generation:
         return group
 
     async def _try_engine(self, rank: int, ticket: int, prompt: Prompt, size: int) -> Group | None:
-        """Return None if the group did not come in time, whether the worker reports so or is silent."""
+        """Return the group, or None on timeout, whether the worker reports it or does not respond."""
         self.running[rank] += 1
         call = self.workers.call_one(rank, RolloutWorker.generate_group, ticket, prompt, size)
         group = await with_timeout(call, self.timeout_s + GROUP_TIMEOUT_GRACE_S)

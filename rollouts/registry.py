@@ -11,7 +11,7 @@ from rollouts.envs.base import Env
 
 
 def resolve_engine(name_or_path: str) -> FileSpec:
-    """Return the file that `rollout.engine` means."""
+    """Return the file that `rollout.engine` names."""
     return resolve(name_or_path, "rollouts.engines", offers=_has_engine, key="rollout.engine")
 
 
@@ -21,7 +21,7 @@ def load_engine_class(spec: FileSpec) -> type[Engine]:
 
 
 def resolve_env(name_or_path: str) -> FileSpec:
-    """Return the file that `rollout.env` means."""
+    """Return the file that `rollout.env` names."""
     return resolve(name_or_path, "rollouts.envs", offers=_has_env, key="rollout.env")
 
 

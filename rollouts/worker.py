@@ -18,7 +18,7 @@ from rollouts.episode import Tokenizer, make_seed, run_episode
 
 
 class RolloutWorker:
-    """`engine` and `timer` are public: weight sync calls them directly."""
+    """Owner of one engine with its reward processes. Weight sync calls `engine` and `timer` directly."""
 
     def __init__(
         self,
@@ -37,10 +37,10 @@ class RolloutWorker:
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group | None:
         """Run `size` episodes of a prompt at once; return None and cancel them after `rollout.timeout_s`."""
-        episodes = asyncio.gather(*(self._sample(ticket, prompt, sibling) for sibling in range(size)))
+        episodes = asyncio.gather(*(self._run_episode(ticket, prompt, sibling) for sibling in range(size)))
         return await with_timeout(episodes, self.rollout.timeout_s)
 
-    async def _sample(self, ticket: int, prompt: Prompt, sibling: int) -> Sample:
+    async def _run_episode(self, ticket: int, prompt: Prompt, sibling: int) -> Sample:
         with self.timer.measure(Activity.GENERATE):
             sample, messages = await run_episode(
                 self.engine,

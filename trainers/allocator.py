@@ -1,4 +1,4 @@
-"""How a training process on a CPU holds on to memory."""
+"""Memory allocation of a training process on a CPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed for the next tensor; where there is another C library, do nothing.
+    """Let glibc keep freed memory for the next tensor; do nothing with another C library.
 
-    By default a large tensor is mapped anew and given back when it is freed, and the kernel fills every page of
-    it with zeros before the first write: a tenth of the time of a training step, for nothing.
+    By default every large tensor is mapped again and unmapped when it is freed, and the kernel zeroes each of its
+    pages before the first write. That costs a tenth of a training step.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

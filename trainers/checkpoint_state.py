@@ -1,7 +1,7 @@
-"""What a checkpoint holds of a trainer: every learner's weights and optimizer, and of every rank its counters and
-random state. Frozen models are not in it: they come from where the recipe says.
+"""State of a trainer in a checkpoint: every learner's weights and optimizer, and each rank's counters and random state.
+Frozen models are not in it: they are loaded from the paths of the recipe.
 
-Resume only from what you trust: DeepSpeed reads its files with pickle.
+Resume from trusted files only: DeepSpeed reads its files with pickle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainers.learner import Learner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """What a trainer counts; the same on every rank."""
+    """Counters of a trainer; the same on every rank."""
 
     updates_done: int
     skipped_in_a_row: int
@@ -26,19 +26,19 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """One rank of a trainer, as a checkpoint sees it."""
+    """State of one trainer rank that a checkpoint saves."""
 
     rank: int
     learners: dict[str, Learner]
-    """By the name of their folder."""
+    """Learners by the name of their folder."""
     settings: dict[str, Any]
     """Recipe keys that the files depend on, and their values."""
 
     @property
     def fits(self) -> dict[str, Any]:
-        """What a checkpoint and the trainer that reads it must share, by the key that decides it."""
+        """Values that checkpoint and trainer must share, by the recipe key that decides them."""
         trained = {
-            # ZeRO-3 leaves a parameter no shape of its own
+            # with ZeRO-3 a parameter has no shape of its own
             f"{name}.{parameter}": list(getattr(p, "ds_shape", p.shape))
             for name, learner in self.learners.items()
             for parameter, p in learner.model.named_parameters()
@@ -66,7 +66,7 @@ def save_state(state: RankState, counters: Counters, folder: Path) -> None:
 
 
 def load_state(state: RankState, folder: Path) -> Counters:
-    """Restore what was saved in `folder`; raises UserError where that does not fit this trainer."""
+    """Restore the state saved in `folder`. Raises UserError where it does not fit this trainer."""
     check_fit(read_rest(folder, 0)["fits"], state.fits, folder)
     for name, learner in state.learners.items():
         learner.load_state(folder / name)

@@ -1,4 +1,4 @@
-"""The distributed trainer: DeepSpeed ZeRO 0 to 3 behind the reference trainer's interface. One process per rank."""
+"""The distributed trainer: DeepSpeed ZeRO 0 to 3 behind the local trainer's interface. One process per rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.buckets import in_buckets
+from core.buckets import split_into_buckets
 from core.errors import RunStopped
 from modeling.export import exported_tensors, gather_tensors, save_exported
 from trainers.learner import Learner, TrainerSettings
@@ -26,7 +26,7 @@ from weight_sync.source import WeightSource
 
 
 class DeepSpeedTrainer(Trainer):
-    """torch.distributed must be reachable through MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE."""
+    """Trainer rank with DeepSpeed; torch.distributed reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class DeepSpeedTrainer(Trainer):
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         on_gpu = torch.cuda.is_available()
-        # On a CPU DeepSpeed would first compile an all-reduce of its own, for a minute; gloo's is there.
+        # On a CPU DeepSpeed would compile its own all-reduce for a minute; gloo has one.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         timeout = timedelta(seconds=timeout_s)
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False, timeout=timeout)
@@ -90,11 +90,11 @@ class DeepSpeedLearner:
                 p.register_hook(self._see_gradient)
 
     def backward(self, loss: Tensor) -> None:
-        """DeepSpeed averages gradients over ranks; weights are shares of the whole update, so the sum is wanted."""
+        """Run backward on loss x ranks: DeepSpeed averages gradients over ranks, and the update needs their sum."""
         self.engine.backward(loss * self.ranks)
 
     def has_finite_gradients(self) -> bool:
-        """Our own check, on every rank's gradients as they came out of autograd, before they are reduced."""
+        """Check every rank's gradients as they came out of autograd, before they are reduced."""
         bad = self.sum_over_ranks((~torch.isfinite(self.gradient_sum)).double())
         self.gradient_sum.zero_()
         return bad.item() == 0
@@ -112,7 +112,7 @@ class DeepSpeedLearner:
                 return norm
             self.engine.zero_grad()
             return math.inf
-        self.engine.step()  # ZeRO 1 to 3 throw a gradient away by themselves whose norm is not finite
+        self.engine.step()  # ZeRO 1 to 3 discard a gradient whose norm is not finite
         if self.engine.was_step_applied() and not apply:
             raise RunStopped(
                 "DeepSpeed applied an update whose gradient was not finite on some rank: "
@@ -121,22 +121,22 @@ class DeepSpeedLearner:
         return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.inf
 
     def _norm_without_zero(self) -> float:
-        """ZeRO-0 keeps no norm, and would reduce its gradients in step(): reduce them now, and not again."""
+        """Reduce the gradients and return their norm: ZeRO-0 has no norm, and would reduce them in step()."""
         self.engine.buffered_allreduce_fallback()
         self.engine.enable_backward_allreduce = False
         return float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
-        """With ZeRO-3 every rank must run through all of it, and a bucket lives until the next is asked for."""
+        """Yield buckets; with ZeRO-3 every rank must consume all of them, and a bucket is valid until the next one."""
         import deepspeed
 
-        for bucket in in_buckets(self.exported[scope], lambda exported: exported.nbytes, max_bytes):
+        for bucket in split_into_buckets(self.exported[scope], lambda exported: exported.nbytes, max_bytes):
             held = [p for exported in bucket for p in exported.parameters]
             with deepspeed.zero.GatheredParameters(held, enabled=self.zero_stage == 3):
                 yield [(exported.name, exported.compute()) for exported in bucket]
 
     def save_state(self, folder: Path) -> None:
-        """DeepSpeed's own files, of every rank its share; what is frozen stays out."""
+        """Write DeepSpeed's own files, each rank its share, without frozen parameters."""
         self.engine.save_checkpoint(
             str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True
         )
@@ -145,11 +145,11 @@ class DeepSpeedLearner:
         all_trained = all(p.requires_grad for p in self.model.parameters())
         found, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=all_trained)
         if found is None:
-            raise RunStopped(f"DeepSpeed finds no checkpoint in {folder}, though it is said to be complete")
+            raise RunStopped(f"DeepSpeed finds no checkpoint in {folder}, although the folder is marked as complete")
 
 
 def deepspeed_config(cfg: TrainerConfig, dtype: str) -> dict[str, Any]:
-    """DeepSpeed's own configuration, from ours. `step()` is the boundary of accumulation, so no count appears."""
+    """Return DeepSpeed's configuration. `step()` ends the accumulation, so no number of steps is set."""
     stage: dict[str, Any] = {"stage": cfg.zero_stage}
     if cfg.zero_stage < 2:
         stage["overlap_comm"] = False  # refused for stages 0 and 1 when step() is the boundary

@@ -1,4 +1,4 @@
-"""What a trainer asks of one model in training."""
+"""Interface of one model in training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Learner(Protocol):
 
 
 class TrainerSettings(TypedDict):
-    """What a trainer is given beside its model, its algorithm and its own section of the recipe."""
+    """Settings of a trainer besides its model, its algorithm and its own section of the recipe."""
 
     temperature: float
     total_updates: int

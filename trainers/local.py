@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.buckets import in_buckets
+from core.buckets import split_into_buckets
 from modeling.export import exported_tensors, gather_tensors, save_exported
 from trainers.learner import Learner, TrainerSettings
 from trainers.optimizer import make_optimizer
@@ -20,6 +20,8 @@ from weight_sync.base import Bucket, ExportScope
 
 
 class LocalTrainer(Trainer):
+    """Trainer in one process, without DeepSpeed."""
+
     def __init__(self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, **settings: Unpack[TrainerSettings]):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         super().__init__(model, cfg, alg, device=device, **settings)
@@ -35,7 +37,7 @@ class LocalTrainer(Trainer):
 
 
 class TorchLearner:
-    """Keeps float32 master weights beside a bfloat16 model, as DeepSpeed does; in float32 they are one."""
+    """Model with its torch optimizer. A bfloat16 model has float32 master weights, as with DeepSpeed."""
 
     def __init__(self, model: nn.Module, cfg: TrainerConfig):
         self.model = self.module = model
@@ -73,7 +75,7 @@ class TorchLearner:
         return float(norm)
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
-        for bucket in in_buckets(self.exported[scope], lambda exported: exported.nbytes, max_bytes):
+        for bucket in split_into_buckets(self.exported[scope], lambda exported: exported.nbytes, max_bytes):
             yield [(exported.name, exported.compute()) for exported in bucket]
 
     def save_state(self, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """A trainer: one training step, and the measurements around it, over learners.
 
-A Learner is one model in training with its optimizer. The policy is one. Where the algorithm needs values, the value
-model is another. Each is updated by its own gradient, and an update counts as made when both were.
+A Learner is one model in training with its optimizer. The policy is one; the value model is another, if the algorithm
+needs values. Each is updated by its own gradient, and an update counts as made when both were made.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Trainer:
 
     rank, ranks = 0, 1
     zero_stage: int | None = None
-    """None: not sharded."""
+    """ZeRO stage; None without DeepSpeed."""
 
     def __init__(
         self,

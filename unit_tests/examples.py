@@ -12,7 +12,7 @@ from types import ModuleType
 import psutil
 import pytest
 
-from core.cli import guarded
+from core.cli import run_guarded
 from core.types import Group, Prompt, Rows, Sample
 
 
@@ -53,7 +53,7 @@ def run_here(program: ModuleType, *argv: str) -> tuple[int, str]:
     err = io.StringIO()
     with redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"{program.__name__}.py", *argv])
-        code = guarded(program.main)
+        code = run_guarded(program.main)
     return code, err.getvalue()
 
 

@@ -23,7 +23,7 @@ from algs.check.checker import Result, check, run
 from algs.grpo import GRPO
 from algs.ppo import PPO
 from algs.terms import KL
-from core.cli import guarded
+from core.cli import run_guarded
 from core.loading import load_module, resolve
 from core.strict_model import StrictModel
 from core.types import Policy, Prompt, Sample, Tokens
@@ -203,7 +203,7 @@ def test_a_right_backward_and_what_is_detached_on_purpose_are_borne(tmp_path):
     assert [r.letter for r in check(str(file)) if r.status == "FAILED"] == ["d"]
     file.write_text(file.read_text().replace("class GRPO(GroupRelative):\n", declared))
     [d] = [r for r in check(str(file)) if r.letter == "d"]
-    assert (d.status, d.said) == ("not asked", "declared: sure tokens count more")
+    assert (d.status, d.detail) == ("n/a", "declared: sure tokens count more")
 
 
 def test_a_sum_over_the_micro_batch_in_place_of_the_totals_is_caught(tmp_path):
@@ -212,7 +212,7 @@ def test_a_sum_over_the_micro_batch_in_place_of_the_totals_is_caught(tmp_path):
     file = tmp_path / "planted.py"
     file.write_text(text.replace(old, "effective_sample_size(self.totals(policy, tokens))"))
     [a] = [r for r in check(str(file)) if r.status == "FAILED"]
-    assert a.letter == "a" and re.search(IN_HALF, a.said)
+    assert a.letter == "a" and re.search(IN_HALF, a.detail)
 
 
 class Sharp(StrictModel):
@@ -235,7 +235,7 @@ class Forgetful(GRPO):
 
 def test_keys_of_a_section_count_and_those_read_in_one_mode_only_do_too():
     [g] = [r for r in check(Forgetful) if r.letter == "g"]
-    assert (g.status, g.said) == ("FAILED", "never read: sharp.floor")
+    assert (g.status, g.detail) == ("FAILED", "never read: sharp.floor")
 
 
 class Unmoved(GRPO):
@@ -248,7 +248,7 @@ class Unmoved(GRPO):
 
 def test_a_key_without_effect_is_a_note_and_no_failure():
     [g] = [r for r in check(Unmoved) if r.letter == "g"]
-    assert (g.status, g.said) == ("ok", "scaled; note: no effect seen of scaled")
+    assert (g.status, g.detail) == ("ok", "scaled; note: no effect seen of scaled")
 
 
 class ReadsThePrompt(GRPO):
@@ -274,13 +274,17 @@ class DividesByNothing(GRPO):
     ("cls", "letter", "said"),
     [
         (DividesByNothing, "e", "a group of one: the loss is nan, the largest gradient nan"),
-        (ReadsThePrompt, "b", "nan in rollout_logp where no token is learnt, put there before credit: the gradient"),
+        (
+            ReadsThePrompt,
+            "b",
+            "nan in rollout_logp at tokens that are not trained on, set before compute_advantages: the gradient",
+        ),
         (CentresValues, "a", r"the gradient by values at group \d, sample \d, token \d+ is \S+ instead of \S+ in one"),
     ],
 )
 def test_credit_and_the_value_loss_are_asked_too(cls, letter, said):
     [failed] = [r for r in check(cls) if r.letter == letter]
-    assert failed.status == "FAILED" and re.search(said, failed.said), failed
+    assert failed.status == "FAILED" and re.search(said, failed.detail), failed
 
 
 class CountsFailures(GRPO):
@@ -291,7 +295,7 @@ class CountsFailures(GRPO):
 def test_a_failure_that_counts_as_a_reward_of_zero_is_told_as_that():
     [e] = [r for r in check(CountsFailures) if r.letter == "e"]
     assert e.status == "FAILED"
-    assert re.search(r"is \S+ instead of \S+ without them: a failure counts as a reward of 0", e.said)
+    assert re.search(r"is \S+ instead of \S+ without them: a failure counts as a reward of 0", e.detail)
 
 
 def test_the_command_line_says_it_all_within_ten_seconds():
@@ -301,7 +305,7 @@ def test_the_command_line_says_it_all_within_ten_seconds():
     head, *lines, last = done.stdout.splitlines()
     assert head == "GRPO, a policy gradient"
     assert [line[:13] for line in lines] == [f"({letter}) ok       " for letter in "abcdefgh"]
-    seconds = re.fullmatch(r"all that is asked holds \((.*) s\)", last)
+    seconds = re.fullmatch(r"all obligations hold \((.*) s\)", last)
     assert seconds and float(seconds[1]) < 10
 
 
@@ -318,7 +322,7 @@ def test_the_command_line_says_it_all_within_ten_seconds():
     ],
 )
 def test_a_mistake_is_one_sentence(argv, sentence, capsys):
-    assert guarded(partial(run, argv)) == 2
+    assert run_guarded(partial(run, argv)) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and sentence in err and err.count("\n") == 1
 

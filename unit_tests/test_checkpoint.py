@@ -19,11 +19,11 @@ from data_feeds.packing import micro_batches
 from driver.checkpoint import (
     COMPLETE,
     RunState,
-    checkpoints_in,
     find_checkpoint,
     is_due,
+    list_checkpoints,
     read_checkpoint,
-    retain,
+    remove_old_checkpoints,
     write_checkpoint,
 )
 from driver.resume import bitwise_only_changes
@@ -80,20 +80,20 @@ def test_the_newest_and_the_best_stay(tmp_path):
     losses = {1: 3.0, 2: 1.0, 3: 1.0, 4: 2.0, 5: 4.0}
     for step, loss in losses.items():
         write(tmp_path, step, eval_loss=loss)
-        retain(tmp_path, keep=2)
+        remove_old_checkpoints(tmp_path, keep=2)
     assert names(tmp_path) == ["best", "last", "step_00002", "step_00004", "step_00005"], "of two equals the older"
     assert os.readlink(tmp_path / "last") == "step_00005" and os.readlink(tmp_path / "best") == "step_00002"
     write(tmp_path, 6, eval_loss=0.5)
-    retain(tmp_path, keep=1)
+    remove_old_checkpoints(tmp_path, keep=1)
     assert names(tmp_path) == ["best", "last", "step_00006"], "the former best has no claim left"
 
 
 def test_without_a_measurement_there_is_no_best(tmp_path):
     for step in (99_999, 100_000, 100_001):
         write(tmp_path, step)
-        retain(tmp_path, keep=2)
+        remove_old_checkpoints(tmp_path, keep=2)
     assert names(tmp_path) == ["last", "step_100000", "step_100001"], "in the order of numbers, not of names"
-    assert [c.state.steps_done for c in checkpoints_in(tmp_path)] == [100_000, 100_001]
+    assert [c.state.steps_done for c in list_checkpoints(tmp_path)] == [100_000, 100_001]
 
 
 def test_half_a_checkpoint_is_none(tmp_path):
@@ -116,7 +116,7 @@ def test_half_a_checkpoint_is_none(tmp_path):
 def test_a_link_names_the_checkpoint_it_points_at(tmp_path):
     write(tmp_path, 3, eval_loss=1.0)
     write(tmp_path, 6, eval_loss=2.0)
-    retain(tmp_path, keep=2)
+    remove_old_checkpoints(tmp_path, keep=2)
     assert find_checkpoint(str(tmp_path / "best")).state.steps_done == 3
     assert find_checkpoint(str(tmp_path / "last")).state.steps_done == 6
 
@@ -149,7 +149,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path):
 def test_a_rank_that_writes_elsewhere_stops_the_run(tmp_path):
     with pytest.raises(RunStopped, match=r"trainer rank 0 .* run_dir must be a folder that every machine"):
         asyncio.run(write_checkpoint(tmp_path, Local(Elsewhere()), stand(1)))
-    assert checkpoints_in(tmp_path) == []
+    assert list_checkpoints(tmp_path) == []
 
 
 def test_checkpoints_are_due_on_schedule_and_at_the_end():

@@ -121,7 +121,7 @@ def test_deepscaler_keeps_real_problems_and_counts_those_without_an_answer(
     assert [row["answer"] for row in rows] == answers  # AMC's stands there as 8.0
     assert rows[0]["id"] == "deepscaler/unit_tests/deepscaler_rows/0" and "chosen" not in rows[0]
     assert rows[0]["messages"][0]["content"].endswith(r"final answer within \boxed{}.")
-    assert "1 of 8 rows do not fit and are left out: 1 missing_column" in capsys.readouterr().out
+    assert "1 of 8 rows are invalid and excluded: 1 missing_column" in capsys.readouterr().out
 
 
 def test_hh_rlhf_is_cut_where_the_two_conversations_part(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_file_that_is_not_of_the_original_form_ends_a_script_with_one_sentence
         read_records(tmp_path / "nowhere.jsonl")
     with pytest.raises(SystemExit):
         hh_rlhf.main(["--split", "test", "--out", str(tmp_path / "out.jsonl")])
-    assert "cannot be had from the hub" in capsys.readouterr().err, "no test asks a model hub"
+    assert "cannot be loaded from the hub" in capsys.readouterr().err, "no test asks a model hub"
 
 
 def test_the_tiny_model_loads_says_what_it_is_told_and_is_its_seed(tmp_path: Path) -> None:

@@ -38,10 +38,7 @@ def test_the_blocks_of_a_page_run(page, level, tmp_path, tiny_path, sums, monkey
 
 
 def pages_with_blocks() -> list:
-    # TODO: README.md is being rewritten; give its blocks markers, then this test asks for these lines to be deleted
-    rewritten = pytest.mark.xfail(reason="README.md has blocks without markers", strict=True)
-    marks = {ROOT / "README.md": [rewritten]}
-    return [pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks.get(page, [])) for page in STORIES]
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in STORIES]
 
 
 @pytest.mark.parametrize("page", pages_with_blocks())

@@ -61,7 +61,7 @@ def test_too_long_prompts_are_left_out_and_counted(chat, tmp_path):
     assert [p.id for p in feed.all()] == ["1"]
     assert unfit_of(feed) == {"too_long": (1, "long")}
     [sentence], facts = feed.summary("data.train")
-    assert "1 rows are used and 1 do not fit: 1 too_long (such as row long: 32 tokens" in sentence
+    assert "1 rows are used and 1 are invalid: 1 too_long (such as row long: 32 tokens" in sentence
     assert facts["x"]["used"] == 1 and facts["x"]["invalid"]["too_long"]["rows"] == 1
 
 
@@ -313,7 +313,7 @@ def test_every_form_of_a_source_holds_the_same_rows(chat, tmp_path, form):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ({"path": "hub:nobody/nothing/config"}, "cannot be had from the hub: Couldn't reach 'nobody/nothing'"),
+        ({"path": "hub:nobody/nothing/config"}, "cannot be loaded from the hub: Couldn't reach 'nobody/nothing'"),
         ({"path": "splits"}, "no split 'train'; it has test: set split"),
         ({"path": "one", "split": "test"}, "holds one split (None), and split is 'test'"),
         ({"path": "empty"}, "did not make"),

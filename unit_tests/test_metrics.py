@@ -14,7 +14,7 @@ import main_sl
 from algs import find_algorithm, list_algorithms
 from algs.base import PolicyGradient
 from algs.check import fixtures
-from algs.check.update import batches_of, credited, policy_on
+from algs.check.update import compute_advantages, make_policy, plan_batches
 from benchmarks import rl_step
 from core.metrics import METRICS, MISMATCH_RATIO_SQ, VALUE_MOMENTS, find_metric
 from core.phases import Phase
@@ -33,11 +33,11 @@ def metrics_of_algorithm(name: str) -> set[str]:
     extra = {"entropy_coef": 0.1, "kl": {"coef": 0.1}} if issubclass(cls, PolicyGradient) else {}
     alg = cls(**NEEDED.get(name, {}), **extra)
     world = fixtures.made_up_step(alg)
-    [batch] = batches_of(alg, credited(alg, world.groups, stale=True), world.now)
+    [batch] = plan_batches(alg, compute_advantages(alg, world.groups, stale=True), world.now)
     values = world.now["values"][batch.labels]
     logged = {"loss"}
     if alg.model_kind == "policy":
-        logged |= alg.objective(policy_on(alg, batch, world.now), batch.tokens)[1].keys()
+        logged |= alg.objective(make_policy(alg, batch, world.now), batch.tokens)[1].keys()
     if alg.value_lr is not None or alg.model_kind == "reward":
         logged |= alg.value_loss(values, batch.tokens)[1].keys()
     if alg.value_lr is not None:

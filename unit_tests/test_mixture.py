@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from core.errors import UserError
 from data_feeds.feed import Feed, Source
-from data_feeds.mixture import MOST_SLOTS, Mixture, spread, whole_parts
+from data_feeds.mixture import MOST_SLOTS, Mixture, interleave_sources, whole_parts
 
 calmly = settings(deadline=None, max_examples=50)  # a busy machine's pauses are no failures
 RATIOS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
@@ -35,7 +35,7 @@ def feed_of(sizes: list[tuple[int, int]], *, replacement: bool = False) -> Feed:
 def test_any_window_of_the_pattern_has_exactly_the_ratios(ratios, start):
     mixture = mixture_of(ratios)
     parts = mixture.parts
-    window = Counter(mixture.place(t)[0] for t in range(start, start + sum(parts)))
+    window = Counter(mixture.place_ticket(t)[0] for t in range(start, start + sum(parts)))
     assert [window[d] for d in range(len(parts))] == list(parts)
     assert [Fraction(p, sum(parts)) for p in parts] == [Fraction(r, sum(ratios)) for r in ratios]
 
@@ -45,16 +45,16 @@ def test_any_window_of_the_pattern_has_exactly_the_ratios(ratios, start):
 def test_every_prefix_is_within_one_row_of_the_ratios(ratios):
     parts = mixture_of(ratios).parts
     counts = [0] * len(parts)
-    for t, source in enumerate(spread(parts), start=1):
+    for t, source in enumerate(interleave_sources(parts), start=1):
         counts[source] += 1
         assert all(abs(n - Fraction(p * t, sum(parts))) < 1 for n, p in zip(counts, parts, strict=True)), t
 
 
 def test_many_small_sources_do_not_hold_each_other_up():
-    """The usual smooth round robin (whoever is furthest behind) is off by 1.125 rows here; see `spread`."""
+    """The usual smooth round robin (whoever is furthest behind) is off by 1.125 rows here; see `interleave_sources`."""
     parts = (1, 3, 3, 3, 3, 1, 37, 37)
     counts = [0] * len(parts)
-    for t, source in enumerate(spread(parts), start=1):
+    for t, source in enumerate(interleave_sources(parts), start=1):
         counts[source] += 1
         assert max(abs(n - p * t / sum(parts)) for n, p in zip(counts, parts, strict=True)) < 1
 
@@ -65,10 +65,10 @@ def test_draws_of_a_source_are_numbered_without_a_gap_and_counted_right(ratios, 
     mixture = mixture_of(ratios)
     numbers: dict[int, list[int]] = {d: [] for d in range(len(ratios))}
     for t in range(tickets):
-        source, nth = mixture.place(t)
+        source, nth = mixture.place_ticket(t)
         numbers[source].append(nth)
     assert all(seen == list(range(len(seen))) for seen in numbers.values())
-    assert mixture.drawn(tickets) == [len(seen) for seen in numbers.values()]
+    assert mixture.count_drawn(tickets) == [len(seen) for seen in numbers.values()]
 
 
 @calmly

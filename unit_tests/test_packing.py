@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.types import Prompt, Sample
-from data_feeds.bin_packing import cost_of, cut
+from data_feeds.bin_packing import estimate_cost, pack_into_bins
 from data_feeds.packing import micro_batches, pack, plan_update, token_weights
 from unit_tests.examples import some_groups
 
@@ -62,7 +62,7 @@ def test_some_with_credit_and_some_without_is_an_error():
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(50, 200), st.integers(1, 5), st.booleans())
 def test_a_cut_keeps_every_sequence_once_within_the_budget_and_evenly_for_ranks(sizes, max_tokens, ranks, padded):
-    bins = cut(sizes, max_tokens, ranks=ranks, padded=padded)
+    bins = pack_into_bins(sizes, max_tokens, ranks=ranks, padded=padded)
     assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
     assert len(bins) % ranks == 0
     for b in bins:
@@ -73,22 +73,22 @@ def test_a_cut_keeps_every_sequence_once_within_the_budget_and_evenly_for_ranks(
 @given(st.lists(st.integers(1, 5000), min_size=12, max_size=60), st.integers(2, 4))
 def test_ranks_get_work_of_about_the_same_cost(sizes, ranks):
     """The bound of dealing the longest first: no rank is ahead of another by more than one unit."""
-    bins = cut(sizes, sum(sizes), ranks=ranks, padded=False)
+    bins = pack_into_bins(sizes, sum(sizes), ranks=ranks, padded=False)
     assert len(bins) == ranks
-    costs = [sum(cost_of(sizes[i]) for i in b) for b in bins]
-    assert max(costs) - min(costs) <= cost_of(max(sizes)) + 1e-6
+    costs = [sum(estimate_cost(sizes[i]) for i in b) for b in bins]
+    assert max(costs) - min(costs) <= estimate_cost(max(sizes)) + 1e-6
 
 
 def test_a_long_sequence_counts_for_more_than_its_tokens():
-    assert cost_of(12_288) == 2 * 12_288
-    a, b = cut([12_288, *[1024] * 16], 100_000, ranks=2, padded=False)
+    assert estimate_cost(12_288) == 2 * 12_288
+    a, b = pack_into_bins([12_288, *[1024] * 16], 100_000, ranks=2, padded=False)
     # 12288 tokens cost 24576; 16 sequences of 1024 tokens cost 17749 together, and stay so
     assert sorted(map(len, (a, b))) == [1, 16]
 
 
 def test_micro_batches_that_run_at_the_same_time_are_alike_and_every_rank_has_as_many():
     sizes = [100, 90, 80, 70, 60, 50]
-    bins = cut(sizes, 100, ranks=2)  # padded: one sequence each
+    bins = pack_into_bins(sizes, 100, ranks=2)  # padded: one sequence each
     assert [[sizes[i] for i in b] for b in bins] == [[100], [90], [70], [80], [50], [60]]
     # 100 + 70 = 90 + 80, but not their squares: rank 0 costs more so far, and gets the 50
 
@@ -102,7 +102,7 @@ def test_packed_rows_hold_no_padding_and_padded_ones_say_how_much():
 
 def test_a_sequence_longer_than_the_budget_names_the_key():
     with pytest.raises(ValueError, match=r"trainer\.micro_batch_tokens=10"):
-        cut([11], 10)
+        pack_into_bins([11], 10)
 
 
 def test_a_rank_with_nothing_to_do_gets_a_batch_that_teaches_nothing():

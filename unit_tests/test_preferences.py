@@ -13,7 +13,7 @@ from algs.base import Algorithm
 from algs.dpo import DPO
 from algs.kto import KTO
 from algs.orpo import ORPO, log1mexp
-from algs.preference import sign
+from algs.preference import preference_sign
 from algs.reward_model import RewardModel
 from core.types import Batch, Group, Policy, Prompt, Sample
 from data_feeds.packing import plan_update
@@ -68,7 +68,7 @@ def groups_of(name: str, poison: float = 0.0) -> list[Group]:
     return [[answer(0, poison), answer(1, poison)], [answer(2, poison), answer(3, poison)]]
 
 
-def batches_of(alg: Algorithm, groups: list[Group], dtype: torch.dtype, max_tokens: int = 1000) -> list[Batch]:
+def plan_batches(alg: Algorithm, groups: list[Group], dtype: torch.dtype, max_tokens: int = 1000) -> list[Batch]:
     credited = alg.compute_advantages(groups)
     return plan_update(credited, alg.loss_norm, max_tokens, whole_groups=alg.whole_groups).batches(dtype)[0]
 
@@ -84,7 +84,7 @@ def live(rows: list[list[float]], dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("poison", [0.0, float("nan"), 1e6])
 def test_loss_and_gradient_are_the_oracles(name, dtype, rtol, poison):
     case, alg = GOLDEN["cases"][name], CASES[name]
-    [batch] = batches_of(alg, groups_of(name, poison), dtype)
+    [batch] = plan_batches(alg, groups_of(name, poison), dtype)
     # packing may lay the sequences in another order: each is known by its length and its reference
     tokens = batch.tokens
     order = row_order(alg, groups_of(name))
@@ -112,14 +112,14 @@ def row_order(alg: Algorithm, groups: list[Group]) -> list[int]:
 
 @pytest.mark.parametrize("alg", [DPO(), DPO(label_smoothing=0.2), DPO(length_norm=True, beta=5.0)])
 def test_dpo_of_the_reference_itself_is_log_two(alg):
-    [batch] = batches_of(alg, groups_of("dpo/sigmoid"), torch.float64)
+    [batch] = plan_batches(alg, groups_of("dpo/sigmoid"), torch.float64)
     loss, _ = alg.objective(Policy(logp=batch.tokens.ref_logp), batch.tokens)
     assert float((loss * batch.tokens.weight).sum()) == pytest.approx(math.log(2), abs=1e-12)
 
 
 def test_a_pair_is_never_split():
     groups = [[answer(0), answer(1)], [answer(2), answer(3)]] * 5
-    for batch in batches_of(DPO(), groups, torch.float64, max_tokens=12):
+    for batch in plan_batches(DPO(), groups, torch.float64, max_tokens=12):
         assert batch.tokens.group_ids is not None and batch.tokens.advantage is not None
         for pair in batch.tokens.group_ids.unique():
             signs = batch.tokens.advantage[batch.tokens.group_ids == pair].sign()
@@ -128,7 +128,7 @@ def test_a_pair_is_never_split():
 
 def test_half_a_pair_teaches_nothing():
     groups = [[answer(0), answer(1)], [answer(2), replace(answer(3), reward=None, failure="timeout")]]
-    [batch] = batches_of(DPO(), groups, torch.float64)
+    [batch] = plan_batches(DPO(), groups, torch.float64)
     assert len(batch.labels) == sum(map(sum, PREF["mask"][:2]))
 
 
@@ -142,18 +142,18 @@ def test_ktos_mismatched_answers_are_the_next_rows():
 
 
 def test_the_reference_point_is_not_negative_and_the_same_for_all():
-    [batch] = batches_of(KTO_CASE, groups_of("dpo/kto"), torch.float64)
+    [batch] = plan_batches(KTO_CASE, groups_of("dpo/kto"), torch.float64)
     z0 = GOLDEN["cases"]["dpo/kto"]["hyperparameters"]["z0"]
     assert batch.tokens.reference_point is not None
     torch.testing.assert_close(batch.tokens.reference_point, torch.full_like(batch.tokens.reference_point, z0))
-    [clamped] = batches_of(KTO_CASE, groups_of("dpo/kto_clamped_kl"), torch.float64)
+    [clamped] = plan_batches(KTO_CASE, groups_of("dpo/kto_clamped_kl"), torch.float64)
     assert clamped.tokens.reference_point is not None and clamped.tokens.reference_point.abs().max() == 0
 
 
 def test_a_reward_model_is_read_at_the_last_token():
     alg = RewardModel()
     pair = [replace(answer(b), columns={}) for b in (0, 1)]
-    [batch] = batches_of(alg, alg.prepare_groups([pair]), torch.float64)
+    [batch] = plan_batches(alg, alg.prepare_groups([pair]), torch.float64)
     assert len(batch.labels) == 2
     ends = [len(s.token_ids) for s in pair]  # inputs hold all of the answer, and one position each is read
     assert sorted(batch.position_ids[batch.at].tolist()) == sorted(n - 1 for n in ends)
@@ -163,7 +163,7 @@ def test_a_reward_model_is_read_at_the_last_token():
 def test_a_reward_models_loss_is_bradley_terrys():
     alg = RewardModel(target_margin=0.5, center=0.1)
     pair = [replace(answer(b), columns={}) for b in (0, 1)]
-    [batch] = batches_of(alg, alg.prepare_groups([pair]), torch.float64)
+    [batch] = plan_batches(alg, alg.prepare_groups([pair]), torch.float64)
     assert batch.tokens.advantage is not None
     values = torch.where(batch.tokens.advantage > 0, 1.5, 0.25).double()
     loss, _ = alg.value_loss(values, batch.tokens)
@@ -192,4 +192,4 @@ def test_settings_that_would_do_nothing_or_harm_are_refused(settings):
 
 
 def test_signs_come_from_rewards():
-    assert [sign(answer(b)) for b in range(4)] == [1.0, -1.0, 1.0, -1.0]
+    assert [preference_sign(answer(b)) for b in range(4)] == [1.0, -1.0, 1.0, -1.0]

@@ -15,7 +15,7 @@ from configs.schema import RLConfig, SLConfig
 from core.errors import UserError
 from core.types import Prompt
 from driver.load_recipe import load_recipe
-from driver.resume import changed_files, changed_package_files, flatten
+from driver.resume import changed_files, changed_package_files, flatten_settings
 from rollouts.buffer import ReplayBuffer, Schedule
 from unit_tests.examples import run_here
 from unit_tests.test_checkpoint import folder_of
@@ -100,7 +100,7 @@ def test_a_method_of_an_earlier_version_is_refused_with_its_new_name(recipe, tmp
 
 
 def test_settings_of_an_earlier_checkpoint_mean_what_they_meant(recipe):
-    now = flatten(load_recipe(RLConfig, recipe(), []).cfg.model_dump(mode="json"))
+    now = flatten_settings(load_recipe(RLConfig, recipe(), []).cfg.model_dump(mode="json"))
     new_to_old = {new: old for old, new in RENAMED.items()}
     then = {new_to_old.get(key, key): value for key, value in now.items() if key not in ADDED}
     then["rollout.update"] = "in_flight"

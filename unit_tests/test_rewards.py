@@ -85,7 +85,7 @@ def test_gsm8k_format_is_a_mark_with_a_number() -> None:
 
 
 def test_gsm8k_takes_the_whole_of_nested_braces() -> None:
-    number, marked = gsm8k.answer_of(r"\boxed{\text{about } {12}} or 13")
+    number, marked = gsm8k.find_answer(r"\boxed{\text{about } {12}} or 13")
     assert (str(number), marked) == ("12", True)
 
 

@@ -77,7 +77,9 @@ def test_a_local_run_learns_and_leaves_everything_behind(recipe, tmp_path, sums)
         phases = [v for k, v in m.items() if k.startswith("time/") and k.count("/") == 1 and k != "time/step_s"]
         assert sum(phases) == pytest.approx(m["time/step_s"], rel=1e-6)
     row = json.loads((folder / "samples" / "step_00003.jsonl").read_text().splitlines()[0])
-    assert row["prompt"][0]["role"] == "user" and row["versions"] == [3] and "advantage" in row and "reward_parts" in row
+    assert (
+        row["prompt"][0]["role"] == "user" and row["versions"] == [3] and "advantage" in row and "reward_parts" in row
+    )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     AutoModelForCausalLM.from_pretrained(folder / "model")
@@ -443,6 +445,6 @@ def test_a_mixture_tells_what_it_drew_from_whom(recipe, tmp_path, sums, kind, ca
     assert last[f"data/{first}/rows"] + last["data/small/rows"] == 2 * per_step
     assert last["data/small/epoch"] == last["data/small/rows"] == 2.0
     assert ("reward/small" in last) == (kind == "rl")
-    assert "data.train: of small, 1 rows are used and 1 do not fit: 1 " in capsys.readouterr().out
+    assert "data.train: of small, 1 rows are used and 1 are invalid: 1 " in capsys.readouterr().out
     summary = json.loads((folder_of(tmp_path) / "summary.json").read_text())
     assert summary["data.train"]["small"]["used"] == 1

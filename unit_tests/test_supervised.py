@@ -212,7 +212,8 @@ def test_a_reward_model_learns_and_then_rewards(tmp_path, tiny_path):
     metrics, summary = said_of(str(tmp_path / "runs"))
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 1
     said = [
-        json.loads(line)["completion"] for line in (summary["run"] / "samples" / "step_00011.jsonl").read_text().splitlines()
+        json.loads(line)["completion"]
+        for line in (summary["run"] / "samples" / "step_00011.jsonl").read_text().splitlines()
     ]
     assert sum(text.count("7") for text in said) / len(said) > 4, said[:3]
 

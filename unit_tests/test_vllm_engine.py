@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 
 from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
-from core.buckets import in_buckets
+from core.buckets import split_into_buckets
 from core.errors import RunStopped, TransportFailed
 from modeling.lora import name_lora_targets
 from rollouts.engines.base import Completion, EngineConfig
@@ -65,7 +65,7 @@ FAMILIES = {
 
 def buckets_of(model: PreTrainedModel) -> Iterator[Bucket]:
     named = [(name, p.detach()) for name, p in model.named_parameters()]
-    return in_buckets(named, lambda item: item[1].nbytes, BUCKET_BYTES)
+    return split_into_buckets(named, lambda item: item[1].nbytes, BUCKET_BYTES)
 
 
 def random_model(family: str, *, seed: int) -> PreTrainedModel:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import RLConfig
-from core.buckets import in_buckets
+from core.buckets import split_into_buckets
 from core.errors import RunStopped, TransportFailed, UserError
 from core.ray_cluster import Remote
 from driver.devices import check_devices
@@ -51,7 +51,7 @@ def exchange(weights: dict[str, Tensor], *, receivers: int, rounds: int) -> tupl
 
     def send() -> dict[str, int]:
         sender.join(members=receivers + 1)
-        return [sender.send(in_buckets(weights.items(), nbytes, 1024)) for _ in range(rounds)][-1]
+        return [sender.send(split_into_buckets(weights.items(), nbytes, 1024)) for _ in range(rounds)][-1]
 
     with ThreadPoolExecutor() as pool:
         got = [pool.submit(receive, rank + 1) for rank in range(receivers)]
@@ -72,7 +72,7 @@ def test_every_receiver_gets_every_tensor_bit_for_bit() -> None:
 def test_buckets_are_bounded_and_a_larger_tensor_travels_alone() -> None:
     named = [("a", torch.zeros(60)), ("b", torch.zeros(40)), ("big", torch.zeros(1000)), ("c", torch.zeros(1))]
     # 240 and 160 bytes fill 400 exactly, 4000 do not fit anywhere.
-    buckets = [[name for name, _ in bucket] for bucket in in_buckets(named, nbytes, 400)]
+    buckets = [[name for name, _ in bucket] for bucket in split_into_buckets(named, nbytes, 400)]
     assert buckets == [["a", "b"], ["big"], ["c"]]
 
 

@@ -1,4 +1,4 @@
-"""Types that every part of weight sync shares, and what it asks of a trainer and of an engine."""
+"""Types that every part of weight sync shares, and its interfaces to trainers and engines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from core.errors import TransportFailed, first_line
 Bucket = list[tuple[str, Tensor]]
 """Named full tensors that travel together."""
 Chunk = bytes | str
-"""A bucket in safetensors format, or the path of a file of that."""
+"""A bucket in safetensors format, or the path of such a file."""
 TransportName = Literal["nccl", "gloo", "direct", "disk"]
 ExportScope = Literal["whole", "adapter"]
-"""Which tensors of a model: all its weights, with the adapter (if it has one) merged in; or the adapter alone."""
+"""Tensors to export: all weights of a model, with its adapter (if any) merged in; or the adapter alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Sent:
     """A trainer's record of one sync."""
 
     checksums: dict[str, int]
-    """By tensor name; see fingerprint.py."""
+    """Checksums by tensor name; see fingerprint.py."""
     nbytes: int
     """Bytes of the tensors that one engine was sent."""
 
@@ -41,7 +41,7 @@ class Probe:
 
 
 class WeightSync(Protocol):
-    """Brings the trainer's weights to every engine."""
+    """Transfer of the trainer's weights to every engine."""
 
     async def publish_weights(self, version: int) -> dict[str, float]:
         """Return when every engine samples from version `version` and has shown it; raise RunStopped otherwise."""
@@ -49,7 +49,7 @@ class WeightSync(Protocol):
 
 
 class ExportsWeights(Protocol):
-    """What weight sync asks of a trainer. Every rank is called."""
+    """Interface of a trainer to weight sync. Every rank is called."""
 
     def export_weights(self, max_bytes: int, scope: ExportScope) -> Generator[Bucket]:
         """Yield every tensor once, whole, in buckets of at most `max_bytes` (one tensor at least)."""
@@ -61,7 +61,7 @@ class ExportsWeights(Protocol):
 
 
 class ReceivesWeights(Protocol):
-    """What weight sync asks of an engine.
+    """Interface of an engine to weight sync.
 
     In the trainer's process an update is `pause`, then `load_weights`. From another process it is `pause`, then
     `receive_weights` for a broadcast that the engine has joined (`join_broadcast`); or `pause`, `begin_chunks`,
@@ -77,11 +77,11 @@ class ReceivesWeights(Protocol):
         ...
 
     async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:
-        """Join the sender's group as ranks `first_rank`, `first_rank` + 1, ...; weights come from there now."""
+        """Join the sender's group as ranks `first_rank`, `first_rank` + 1, ...; later weights come from this group."""
         ...
 
     async def begin_chunks(self) -> None:
-        """Expect the next weights by `load_chunk`."""
+        """Prepare for weights in chunks, by `load_chunk`."""
         ...
 
     async def load_chunk(self, chunk: Chunk) -> None:
@@ -107,5 +107,5 @@ def transfer_errors(transport: str) -> Generator[None]:
     try:
         yield
     except (RuntimeError, OSError, SafetensorError) as error:  # gloo, NCCL and the store raise RuntimeErrors
-        said = first_line(error).rpartition("] ")[2]  # gloo begins with the place in its own source
-        raise TransportFailed(f"weights did not get through over {transport}: {said}") from error
+        reason = first_line(error).rpartition("] ")[2]  # gloo begins with a line of its own source
+        raise TransportFailed(f"weights did not get through over {transport}: {reason}") from error

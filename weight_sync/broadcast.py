@@ -1,16 +1,22 @@
-"""How new weights reach the engines, and the proof that they did.
+"""Broadcast of weights to the engines.
 
-The trainer's rank 0 is rank 0 of a process group of its own, over gloo and TCP; every tensor-parallel
-rank of every engine is a member. A sync is one stream over it:
+The trainer's rank 0 is rank 0 of a separate process group, over gloo and TCP; every tensor-parallel
+rank of every engine is a member. A sync is one stream of uint8 tensors over it:
 
     [bytes of header][header: (name, dtype, shape) ...][tensors, end to end]   once per bucket
     [0]                                                                        the end
 
-Nobody needs to know the names beforehand, no process holds more than a bucket besides its own weights,
-and all engines hear the same broadcast. vLLM's workers listen in rollouts/engines/vllm_support/worker.py, the hf engine
-by itself. Afterwards `verify` compares what was sent with what every engine loaded. Where there are GPUs,
-vLLM's workers hear an `NcclSender` instead, and all else is the same. A member that fails leaves the group,
-so that the others notice at once. weight_sync/chunks.py does without a group.
+Example: one bucket with w = bfloat16 [2, 3] and b = float32 [4]. Tensors begin at multiples of 64 bytes.
+
+    int64 [1]      50                                                          bytes of the header
+    uint8 [50]     [["w", "bfloat16", [2, 3]], ["b", "float32", [4]]]          JSON
+    uint8 [128]    w in bytes 0 to 11, b in bytes 64 to 79
+    int64 [1]      0
+
+Receivers need not know the names beforehand, no process holds more than a bucket besides its own weights, and all
+engines receive the same broadcast. vLLM's workers receive in rollouts/engines/vllm_support/worker.py. Afterwards
+`verify_sync` compares the checksums of sent and loaded tensors. With NCCL, vLLM's workers receive from an `NcclSender`.
+A member that fails leaves the group, so that the others fail at once. weight_sync/chunks.py needs no group.
 """
 
 from __future__ import annotations
@@ -33,11 +39,11 @@ _Header = list[tuple[str, str, list[int]]]
 
 
 class WeightSender:
-    """The trainer's end. Life: `open`, tell the engines the port, `join` while they join, `send` once per step."""
+    """Sender in the trainer. Order of calls: `open`; `join`, while the engines join at this port; `send` per sync."""
 
     transport = "gloo"
     sent_bytes: int
-    """Of the tensors of the last `send`."""
+    """Bytes of the tensors of the last `send`."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
@@ -45,7 +51,7 @@ class WeightSender:
         self._group: ProcessGroupGloo | None = None
 
     def open(self, address: str = "127.0.0.1") -> int:
-        """Listen for members at `address`, which they must be able to reach; returns the port."""
+        """Listen for members at `address`, which they must be able to reach; return the port."""
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         return self._store.port
 
@@ -54,27 +60,27 @@ class WeightSender:
         if self._store is None:
             raise RuntimeError("open() comes before join()")
         with transfer_errors(self.transport):
-            self._group = _join(self._store, rank=0, members=members, timeout=self._timeout)
+            self._group = _form_group(self._store, rank=0, members=members, timeout=self._timeout)
 
     def leave(self) -> None:
         """Close the connections: no member waits any longer."""
         self._group = None
 
     def send(self, buckets: Iterable[Bucket]) -> dict[str, int]:
-        """Broadcast every bucket; returns the fingerprint of what was sent.
+        """Broadcast every bucket; return the checksums of the tensors by name. Raises TransportFailed.
 
-        The tensors are full ones, of the dtype that the engines hold. Buckets are drawn one at a time.
+        Tensors are whole, in the dtype of the engines. Buckets are taken from the iterable one at a time.
         """
         sent: dict[str, int] = {}
         self.sent_bytes = 0
         for bucket in buckets:
             sent.update(fingerprint(bucket))
             self.sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
-            self._guard(self._send_bucket, bucket)
-        self._guard(self._end)
+            self._leave_on_failure(self._send_bucket, bucket)
+        self._leave_on_failure(self._send_end)
         return sent
 
-    def _guard(self, act: Callable[..., None], *args: Bucket) -> None:
+    def _leave_on_failure(self, act: Callable[..., None], *args: Bucket) -> None:
         try:
             with transfer_errors(self.transport):
                 act(*args)
@@ -93,7 +99,7 @@ class WeightSender:
         self._broadcast(text)
         self._broadcast(flat)
 
-    def _end(self) -> None:
+    def _send_end(self) -> None:
         self._broadcast(torch.zeros(1, dtype=torch.int64))
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -103,24 +109,24 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """An engine's end: one per tensor-parallel rank."""
+    """Receiver in an engine: one per tensor-parallel rank."""
 
     def __init__(self, *, address: str, port: int, rank: int, members: int, timeout_s: float) -> None:
         """Join the group as `rank` of 1..members-1; returns when all have joined."""
         timeout = timedelta(seconds=timeout_s)
         with transfer_errors("gloo"):
             store = TCPStore(address, port, is_master=False, timeout=timeout)
-            self._group: ProcessGroupGloo | None = _join(store, rank=rank, members=members, timeout=timeout)
+            self._group: ProcessGroupGloo | None = _form_group(store, rank=rank, members=members, timeout=timeout)
 
     def receive(self) -> Iterator[Bucket]:
-        """The buckets of one `send`. Each has storage of its own, which a consumer may keep."""
+        """Yield the buckets of one `send`. Each has its own storage, which a consumer may keep."""
         while length := int(self._receive_tensor(torch.zeros(1, dtype=torch.int64))):
             text = self._receive_tensor(torch.empty(length, dtype=torch.uint8))
             header: _Header = json.loads(bytes(text.tolist()))
             places, size = _plan_layout(header)
             flat = self._receive_tensor(torch.empty(size, dtype=torch.uint8))
             yield [
-                (name, flat[at : at + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape))
+                (name, flat[at : at + _count_bytes(dtype, shape)].view(getattr(torch, dtype)).view(shape))
                 for at, (name, dtype, shape) in zip(places, header, strict=True)
             ]
 
@@ -135,8 +141,8 @@ class WeightReceiver:
             raise
 
 
-def _join(store: TCPStore, *, rank: int, members: int, timeout: timedelta) -> ProcessGroupGloo:
-    # A group object of its own, not torch's default group: trainers and vLLM's workers have theirs already.
+def _form_group(store: TCPStore, *, rank: int, members: int, timeout: timedelta) -> ProcessGroupGloo:
+    # A separate group object, not torch's default group: trainers and vLLM's workers have one already.
     return ProcessGroupGloo(PrefixStore("feynrl_weights", store), rank, members, timeout)
 
 
@@ -148,15 +154,15 @@ def _broadcast(group: ProcessGroupGloo, tensor: Tensor) -> Tensor:
 
 
 def _plan_layout(header: _Header) -> tuple[list[int], int]:
-    """Where each tensor begins in the flat buffer, and how long that is, in bytes."""
+    """Return the offset of each tensor in the flat buffer, and the buffer's length, in bytes."""
     places, end = [], 0
     for _, dtype, shape in header:
         places.append(end)
-        end += -(-_nbytes(dtype, shape) // _ALIGNMENT) * _ALIGNMENT
+        end += -(-_count_bytes(dtype, shape) // _ALIGNMENT) * _ALIGNMENT
     return places, end
 
 
-def _nbytes(dtype: str, shape: list[int]) -> int:
+def _count_bytes(dtype: str, shape: list[int]) -> int:
     return getattr(torch, dtype).itemsize * prod(shape)
 
 

@@ -1,6 +1,6 @@
-"""Weights bucket by bucket through the driver: as bytes in Ray's object store, or as files that all can read.
+"""Weights in chunks through the driver: as bytes in Ray's object store, or as files that all machines can read.
 
-This is slower than a broadcast, and needs nothing that the run does not have anyway. Every trainer rank runs a
+This is slower than a broadcast, but needs no process group. Every trainer rank runs a
 `ChunkWriter`, which makes one chunk at a time; engines read each with `read_chunk`. The driver
 (weight_sync/transports.py) passes chunks on without looking into them.
 """
@@ -17,10 +17,10 @@ from weight_sync.fingerprint import fingerprint
 
 
 class ChunkWriter:
-    """One rank's end of one sync. Every rank runs through the stream, which gathers sharded tensors; one writes."""
+    """Writer of the chunks of one sync. Every rank consumes the stream, which gathers sharded tensors; one writes."""
 
     chunk: Chunk
-    """The last one."""
+    """Last chunk that was written."""
 
     def __init__(self, stream: Generator[Bucket], *, writes: bool, folder: str | None):
         """folder: write files there; None keeps bytes."""
@@ -42,10 +42,11 @@ class ChunkWriter:
         return True
 
     def close(self) -> None:
-        """End the stream early; what was gathered for its last bucket is released."""
+        """End the stream early and release the parameters gathered for its last bucket."""
         self._stream.close()
 
     def summarize(self) -> Sent:
+        """Return checksums and size of everything written."""
         return Sent(checksums=self._checksums, nbytes=self._nbytes)
 
     def _store(self, bucket: Bucket) -> None:
@@ -61,8 +62,9 @@ class ChunkWriter:
 
 
 def read_chunk(chunk: Chunk) -> Bucket:
+    """Read the named tensors of a chunk. Raises TransportFailed."""
     if isinstance(chunk, str):
         with transfer_errors("disk"):
-            return list(load(Path(chunk).read_bytes()).items())  # no mapping: the file goes before the tensors do
+            return list(load(Path(chunk).read_bytes()).items())  # no mmap: the file is deleted before the tensors
     with transfer_errors("direct"):
         return list(load(chunk).items())

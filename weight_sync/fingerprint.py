@@ -1,12 +1,16 @@
-"""A checksum of named tensors that adds up over shards: what was sent against what each rank loaded.
+"""A checksum of tensors that adds up over shards, to compare sent tensors with those that each rank loaded.
 
 For a tensor x of shape [D0, .., Dn], read as integers along its last dimension,
 
     checksum(x) = sum over i0..in of  (1 + mix(x[i0, .., in])) * w0[i0] * .. * wn[in]   mod 2^64
 
 with pseudo-random odd weights that depend on the dtype, the full shape and the dimension. Each element
-counts by its place and its bits, and the sum over any partition into shards is the sum over the whole,
-so ranks that hold slices of a tensor can be compared with the one that sent it.
+counts by its place and its bits. The sum over any partition into shards is the sum over the whole,
+so ranks that hold slices of a tensor can be compared with the rank that sent it:
+
+    whole = checksum(x)                                                   x of shape [8, 64]
+    top, bottom = checksum(x[:4], shape=[8, 64]), checksum(x[4:], shape=[8, 64], start=[4, 0])
+    (top + bottom) % 2**64 == whole
 """
 
 from __future__ import annotations
@@ -24,22 +28,23 @@ from core.errors import RunStopped
 _BITS = 64
 _WORD_BYTES = 8
 _ROW_BYTES_OF_WORDS = 128
-"""Rows of a multiple of this many bytes are read 8 bytes at a time: up to 16 equal shards of a row end at a word."""
+"""Row length in bytes whose multiples are read 8 bytes at a time: up to 16 equal shards of a row end at a word."""
 _BLOCK_WORDS = 1 << 15
-"""Fits the cache, and is small enough that torch does not start threads, which would wait for busy cores."""
+"""Words per block: fits the cache, and is too small for torch to start threads, which would wait for busy cores."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(named: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """The checksum of every tensor, by name. The order in which they come does not matter."""
+    """Return the checksum of every tensor, by name. The order does not matter."""
     return {name: checksum(tensor) for name, tensor in named}
 
 
 @torch.no_grad()
 def checksum(shard: Tensor, *, shape: Sequence[int] | None = None, start: Sequence[int] | None = None) -> int:
-    """The checksum of `shard`, which is the part of a tensor of shape `shape` that begins at index `start`.
+    """Compute the checksum of `shard`: the part of a tensor of shape `shape` that begins at index `start`.
 
-    Without `shape` the shard is the whole tensor. The result is in 0..2^64-1; shards add up modulo 2^64.
+    Without `shape` the shard is the whole tensor. The result is in 0..2^64-1; shards add up modulo 2^64. Any dtype of
+    1, 2, 4 or 8 bytes. Raises ValueError for a shard that does not end at a word.
     """
     full = tuple(shard.shape if shape is None else shape) or (1,)
     begin = tuple(start or [0] * len(full))
@@ -54,7 +59,7 @@ def checksum(shard: Tensor, *, shape: Sequence[int] | None = None, start: Sequen
     begins = [*begin[:-1], begin[-1] // per_word]
     seed = f"{shard.dtype} {full}"
     weights = [
-        _weights(f"{seed} {dim}", extent)[at : at + size].to(shard.device)
+        _make_weights(f"{seed} {dim}", extent)[at : at + size].to(shard.device)
         for dim, (extent, at, size) in enumerate(zip(extents, begins, words.shape, strict=True))
     ]
     total = _row_sums(words.reshape(-1, words.shape[-1]), weights[-1])
@@ -65,20 +70,20 @@ def checksum(shard: Tensor, *, shape: Sequence[int] | None = None, start: Sequen
 
 
 def describe_difference(sent: Mapping[str, int], ranks: Sequence[Mapping[str, int]]) -> str | None:
-    """Say in a clause what one engine's ranks loaded otherwise than it was sent; None when all is as sent.
+    """Describe how the tensors that one engine's ranks loaded differ from those sent; None if they are equal.
 
-    A tensor's shards must add up to what was sent, once, or as many times as it is replicated.
+    The checksums of a tensor's shards must add up to the sent one, or to k times that if k ranks replicate it.
     """
     for rank, loaded in enumerate(ranks):
         if missing := [name for name in sent if name not in loaded]:
-            return f"rank {rank} did not load {_some(missing)}"
+            return f"rank {rank} did not load {_list_some(missing)}"
         if extra := [name for name in loaded if name not in sent]:
-            return f"rank {rank} loaded {_some(extra)}, which was not sent"
+            return f"rank {rank} loaded {_list_some(extra)}, which was not sent"
     changed = [name for name, value in sent.items() if not _adds_up(value, [loaded[name] for loaded in ranks])]
     if not changed:
         return None
     where = "rank 0" if len(ranks) == 1 else f"ranks 0 to {len(ranks) - 1} together"
-    return f"{where} loaded other values of {_some(changed)} than were sent"
+    return f"{where} loaded other values of {_list_some(changed)} than were sent"
 
 
 def _adds_up(whole: int, shards: list[int]) -> bool:
@@ -86,7 +91,7 @@ def _adds_up(whole: int, shards: list[int]) -> bool:
     return any((sum(shards) - k * whole) % (1 << _BITS) == 0 for k in copies)
 
 
-def _some(names: list[str], most: int = 3) -> str:
+def _list_some(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -95,29 +100,29 @@ def _elements_per_word(row: int, itemsize: int) -> int:
 
 
 def _row_sums(words: Tensor, weight: Tensor) -> Tensor:
-    """sum_j mix(words[i, j]) * weight[j]; [R, W] integers, [W] int64 -> [R] int64."""
+    """Compute sum_j mix(words[i, j]) * weight[j]: [R, W] integers, [W] int64 -> [R] int64."""
     rows = max(1, _BLOCK_WORDS // words.shape[-1])
     sums = torch.empty(len(words), dtype=torch.int64, device=words.device)
     for at in range(0, len(words), rows):
         block = words[at : at + rows].to(torch.int64)
-        # The high half is added to the low one, or a flipped sign bit would be lost in the product's overflow.
+        # add the high half to the low one: else a flipped sign bit would be lost in the product's overflow
         sums[at : at + rows] = (block >> 32).add_(block).mul_(weight).sum(-1)
     return sums
 
 
 @lru_cache(maxsize=512)
-def _weights(seed: str, length: int) -> Tensor:
-    """[length] odd int64 from splitmix64 of the seed."""
+def _make_weights(seed: str, length: int) -> Tensor:
+    """Return [length] odd int64 from splitmix64 of the seed."""
     x = torch.arange(length, dtype=torch.int64).add_(zlib.crc32(seed.encode()) << 31)
-    x.mul_(_signed(0x9E3779B97F4A7C15))
+    x.mul_(_to_signed(0x9E3779B97F4A7C15))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x ^= (x >> shift) & ((1 << (_BITS - shift)) - 1)
-        x.mul_(_signed(factor))
+        x.mul_(_to_signed(factor))
     x ^= (x >> 31) & ((1 << 33) - 1)
     return x | 1
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     return value - (1 << _BITS) if value >> (_BITS - 1) else value
 
 
@@ -129,11 +134,11 @@ def verify_sync(
     probe_logp: Sequence[Sequence[float]],
     bound: float,
 ) -> float:
-    """Raise RunStopped unless every engine holds what was sent; returns the largest mean difference of the probe.
+    """Raise RunStopped unless every engine holds the sent weights; return the largest mean difference of the probe.
 
-    loaded: per engine, per tensor-parallel rank, `Engine.fingerprint()`.
-    expected_logp: the trainer's log-probabilities of the probe prompt; probe_logp: per engine, `Engine.probe()`.
-    bound: what the mean absolute difference of the two may be.
+    sent: checksums by tensor name. loaded: `Engine.read_fingerprint()` per engine, one mapping per rank.
+    expected_logp: the trainer's log-probabilities of the probe prompt. probe_logp: `Engine.probe()` per engine.
+    bound: largest mean absolute difference of the two, in nats.
     """
     for engine, ranks in enumerate(loaded):
         if found := describe_difference(sent, ranks):
@@ -142,7 +147,7 @@ def verify_sync(
     for engine, logp in enumerate(probe_logp):
         gaps = [abs(a - b) for a, b in zip(logp, expected_logp, strict=True)]
         mean = sum(gaps) / len(gaps)
-        if not mean <= bound:  # a nan is no agreement either
+        if not mean <= bound:  # also raises for nan
             raise RunStopped(
                 f"engine {engine} was sent the trainer's weights, but its log-probabilities of the probe prompt "
                 f"differ from the trainer's by {mean:.2g} on average, where at most {bound:.2g} is expected"

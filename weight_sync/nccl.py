@@ -1,4 +1,4 @@
-"""The trainer's end of a broadcast from GPU to GPU, over vLLM's own NCCL group. Never run yet."""
+"""Sender of a broadcast from GPU to GPU, over vLLM's own NCCL group. Never run yet."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from weight_sync.broadcast import WeightSender
 
 
 class NcclSender(WeightSender):
-    """From GPU to GPU, by vLLM's own NCCL group; headers go through the store where its members met. Never run yet.
+    """Sender over vLLM's own NCCL group; headers go through the group's store. Never run yet.
 
-    NCCL knows no deadline: the engine's, and that of the call which came here, end a wait for a lost member.
+    NCCL has no deadline: the engine's deadline, and that of the remote call, end a wait for a lost member.
     """
 
     transport = "nccl"
@@ -25,7 +25,7 @@ class NcclSender(WeightSender):
     def join(self, *, members: int) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
-        # Else vLLM would put this thread on a new stream, which would not wait for the trainer's.
+        # else vLLM would put this thread on a new stream, which would not wait for the trainer's
         torch.cuda.set_stream(torch.cuda.current_stream())
         with transfer_errors(self.transport):
             self._nccl = trainer_init({**self._where, "world_size": members})
@@ -39,7 +39,7 @@ class NcclSender(WeightSender):
         stream = torch.cuda.current_stream()
         for _, tensor in bucket:
             self._nccl.broadcast(tensor.to(self._nccl.device).contiguous(), src=0, stream=stream)
-        stream.synchronize()  # the bucket is let go of after this
+        stream.synchronize()  # the bucket is freed after this
 
-    def _end(self) -> None:
+    def _send_end(self) -> None:
         self._nccl.group.broadcast_obj(None, src=0)

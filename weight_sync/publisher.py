@@ -1,4 +1,4 @@
-"""Publish weights: every engine samples from the trainer's current weights and has proven it, or the run stops."""
+"""Weight sync: afterwards every engine verifiably samples from the trainer's current weights, or the run stops."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from weight_sync.transports import SyncEndpoints, Transport
 
 @dataclass(slots=True)
 class LocalWeightSync:
-    """Trainer and engine in this process: tensors are handed over."""
+    """Weight sync between trainer and engine in this process: tensors are passed by reference."""
 
     trainer: ExportsWeights
     engine: ReceivesWeights
     timers: tuple[ActivityTimer, ActivityTimer]
-    """The trainer's and the engine's."""
+    """Timers of the trainer and of the engine."""
     probe: Probe
     max_bytes: int
     scope: ExportScope
@@ -31,7 +31,7 @@ class LocalWeightSync:
         sent: dict[str, int] = {}
         nbytes = 0
 
-        def sending() -> Iterator[Bucket]:
+        def export_recorded() -> Iterator[Bucket]:
             nonlocal nbytes
             for bucket in self.trainer.export_weights(self.max_bytes, self.scope):
                 sent.update(fingerprint(bucket))
@@ -41,7 +41,7 @@ class LocalWeightSync:
         of_trainer, of_engine = self.timers
         with of_trainer.measure(Activity.SYNC), of_engine.measure(Activity.SYNC):
             await self.engine.pause()
-            await self.engine.load_weights(version, sending())
+            await self.engine.load_weights(version, export_recorded())
         gap = verify_sync(
             sent,
             [await self.engine.read_fingerprint()],
@@ -54,14 +54,14 @@ class LocalWeightSync:
 
 @dataclass(slots=True)
 class RemoteWeightSync:
-    """Over the first of `transports` that works; the proof is the same for all."""
+    """Weight sync over the first of `transports` that works; the verification is the same for all."""
 
     ends: SyncEndpoints
     engines: Remote[ReceivesWeights]
-    """The engines again, with the run's deadline: finishing running requests may take longer than a transfer."""
+    """Engine handles with the run's deadline: finishing running requests may take longer than a transfer."""
     probe: Probe
     transports: list[Transport]
-    """Those that failed are removed."""
+    """Transports to try, in order; those that failed are removed."""
     may_fall_back: bool
     """False: a transport that fails ends the run."""
     say: Callable[[str], None]
@@ -76,7 +76,7 @@ class RemoteWeightSync:
 
     async def _publish(self, version: int) -> dict[str, float]:
         ends, ids = self.ends, self.probe.token_ids
-        await ends.engine_timers.call_all(ActivityTimer.begin, Activity.SYNC)
+        await ends.engine_timers.call_all(ActivityTimer.begin_activity, Activity.SYNC)
         # pause first: draining can take minutes, and the broadcast's own timeout is short
         await self.engines.call_all(ReceivesWeights.pause)
         sent = await self._transfer(version)
@@ -89,7 +89,7 @@ class RemoteWeightSync:
             probe_logp=await ends.engines.call_all(ReceivesWeights.probe, ids),
             bound=self.probe.bound,
         )
-        await ends.engine_timers.call_all(ActivityTimer.end, Activity.SYNC)
+        await ends.engine_timers.call_all(ActivityTimer.end_activity, Activity.SYNC)
         return {"sync/probe_gap": gap, "sync/bytes": float(sent.nbytes)}
 
     async def _transfer(self, version: int) -> Sent:

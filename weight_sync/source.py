@@ -1,4 +1,4 @@
-"""The trainer's half of a weight sync between processes. Any distributed trainer has one per rank."""
+"""The trainer's part of a weight sync between processes. Every rank of a distributed trainer has one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weight_sync.nccl import NcclSender
 
 
 class WeightSource:
-    """Every method but `open_broadcast` and `wait_for_members` is called on all ranks; rank 0 sends."""
+    """Exporter and sender of one rank. All ranks are called, except for `open_broadcast` and `wait_for_members`."""
 
     def __init__(self, trainer: ExportsWeights, timer: ActivityTimer, *, is_sender: bool):
         self.trainer, self.timer, self.is_sender = trainer, timer, is_sender
@@ -31,13 +31,13 @@ class WeightSource:
         with self.timer.measure(Activity.SYNC):
             stream = self.trainer.export_weights(max_bytes, scope)
             if not self.is_sender:
-                for _ in stream:  # gathering a sharded parameter takes every rank
+                for _ in stream:  # gathering a sharded parameter needs every rank
                     pass
                 return None
             try:
                 checksums = self.sender.send(stream)
             except TransportFailed:
-                for _ in stream:  # the other ranks gather it to the end, and this one must keep step
+                for _ in stream:  # the other ranks gather to the end, and this rank must take part
                     pass
                 raise
             return Sent(checksums=checksums, nbytes=self.sender.sent_bytes)

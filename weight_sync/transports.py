@@ -1,4 +1,4 @@
-"""Transports of weights from the trainers to the engines, as the driver sees them. One after another may be tried."""
+"""Transports of weights from the trainers to the engines, as the driver calls them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weight_sync.source import WeightSource
 
 
 class Transport(Protocol):
-    """One way to bring weights to the engines."""
+    """One way to transfer weights to the engines."""
 
     name: TransportName
 
@@ -46,14 +46,14 @@ class SyncEndpoints:
     """Deadline of one step of a sync inside a worker."""
 
     async def gather_collective(self, calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Await calls that wait for each other. If a transport fails, all end before another one is tried."""
+        """Await calls that depend on each other. If a transport fails, all end before another one is tried."""
         together = gather_fail_fast(calls, grace_s=self.timeout_s + SYNC_TIMEOUT_GRACE_S)
         return await attribute_failure([self.sources, self.engines], together)
 
 
 @dataclass(slots=True)
 class BroadcastTransport:
-    """Trainer rank 0 broadcasts to every rank of every engine, in a process group that they form once."""
+    """Broadcast from trainer rank 0 to every rank of every engine, in a process group that they form once."""
 
     name: TransportName
     ends: SyncEndpoints
@@ -92,12 +92,12 @@ class BroadcastTransport:
 
 @dataclass(slots=True)
 class ChunkedTransport:
-    """Every bucket in turn: trainer rank 0 writes it, each engine gets it and loads it."""
+    """Transfer of one chunk at a time: trainer rank 0 writes it, and each engine loads it."""
 
     name: TransportName
     ends: SyncEndpoints
     folder: Path | None
-    """On a file system of all machines; None keeps the bytes in Ray's object store."""
+    """Folder on a file system that all machines share; None keeps the bytes in Ray's object store."""
 
     async def transfer(self, version: int) -> Sent:
         folder = None if self.folder is None else self.folder / str(version)

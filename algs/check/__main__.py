@@ -6,7 +6,7 @@ import sys
 from functools import partial
 
 from algs.check.checker import run
-from core.cli import guarded
+from core.cli import run_guarded
 
 if __name__ == "__main__":
-    sys.exit(guarded(partial(run, sys.argv[1:])))
+    sys.exit(run_guarded(partial(run, sys.argv[1:])))

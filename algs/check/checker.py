@@ -13,50 +13,57 @@ from typing import Any, Literal
 
 from algs import find_algorithm
 from algs.base import Algorithm, PolicyGradient
-from algs.check import fixtures as exhibit
-from algs.check.obligations import ASKED, OBLIGATIONS, NotAsked
-from algs.check.update import Broken
-from configs.load import override, validate
+from algs.check import fixtures
+from algs.check.obligations import APPLICABLE, OBLIGATIONS, NotApplicable
+from algs.check.update import ObligationFailed
+from configs.load import apply_override, validate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
+    """Outcome of one obligation."""
+
     letter: str
     title: str
-    status: Literal["ok", "FAILED", "not asked"]
-    said: str
-    """What was shown, which numbers failed, or why it is not asked."""
+    status: Literal["ok", "FAILED", "n/a"]
+    detail: str
+    """Evidence that the obligation holds, the numbers that failed, or the reason why it does not apply."""
 
     def __str__(self) -> str:
-        return f"({self.letter}) {self.status:9} {self.title}: {self.said}"
+        return f"({self.letter}) {self.status:9} {self.title}: {self.detail}"
 
 
 def check(what: str | type[Algorithm], settings: dict[str, Any] | None = None) -> list[Result]:
-    """The obligations of an algorithm, by its name, its file or its class, under these hyper-parameters."""
-    alg: Algorithm = validate(what if isinstance(what, type) else found(what), settings or {}, prefix="")
-    asked = [o for o in OBLIGATIONS if o[0] in ASKED[exhibit.kind_of(alg)]]
-    return [examined(alg, letter, title, obligation=holds) for letter, title, holds in asked]
+    """Run every obligation that applies to an algorithm, under these hyper-parameters.
+
+    what: name of a module of algs/, path of a file, or a class. Raises UserError for a bad name or setting.
+    """
+    alg: Algorithm = validate(what if isinstance(what, type) else find_class(what), settings or {}, prefix="")
+    applicable = [o for o in OBLIGATIONS if o[0] in APPLICABLE[fixtures.get_kind(alg)]]
+    return [run_obligation(alg, letter, title, obligation=obligation) for letter, title, obligation in applicable]
 
 
-def found(name: str) -> type[Algorithm]:
+def find_class(name: str) -> type[Algorithm]:
+    """Return the algorithm's class, by the name of a module of algs/ or by the path of a file."""
     is_file = name.endswith(".py") or "/" in name
     return find_algorithm({"file" if is_file else "name": name})[1]
 
 
-def examined(alg: Algorithm, letter: str, title: str, *, obligation: Callable[[Algorithm], str]) -> Result:
-    told = partial(Result, letter=letter, title=title)
+def run_obligation(alg: Algorithm, letter: str, title: str, *, obligation: Callable[[Algorithm], str]) -> Result:
+    """Run one obligation; any exception of the algorithm is a failure."""
+    make_result = partial(Result, letter=letter, title=title)
     try:
-        return told(status="ok", said=obligation(alg))
-    except Broken as error:
-        return told(status="FAILED", said=str(error))
-    except NotAsked as error:
-        return told(status="not asked", said=str(error))
+        return make_result(status="ok", detail=obligation(alg))
+    except ObligationFailed as error:
+        return make_result(status="FAILED", detail=str(error))
+    except NotApplicable as error:
+        return make_result(status="n/a", detail=str(error))
     except Exception as error:  # a border: this is the author's code, whatever it raises
-        return told(status="FAILED", said=f"{type(error).__name__}: {error} ({place_of(error, alg)})")
+        return make_result(status="FAILED", detail=f"{type(error).__name__}: {error} ({locate_error(error, alg)})")
 
 
-def place_of(error: Exception, alg: Algorithm) -> str:
-    """The last line that ran in the algorithm's own file, or at all."""
+def locate_error(error: Exception, alg: Algorithm) -> str:
+    """Return the last line that ran in the algorithm's own file, or in any file."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == sys.modules[type(alg).__module__].__file__]
     last = (own or frames)[-1]
@@ -64,18 +71,19 @@ def place_of(error: Exception, alg: Algorithm) -> str:
 
 
 def run(argv: list[str]) -> int:
+    """Check the algorithm named on the command line, print the results and return the exit code."""
     parser = argparse.ArgumentParser("python -m algs.check", description="Proof obligations for an algorithm.")
     parser.add_argument("algorithm", metavar="FILE_OR_NAME", help="a file, or a module of algs/")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="hyper-parameters, such as clip_high=0.3")
     args = parser.parse_args(argv)
     settings: dict[str, Any] = {}
     for item in args.settings:
-        override(settings, item)
-    began, cls = time.monotonic(), found(args.algorithm)
+        apply_override(settings, item)
+    began, cls = time.monotonic(), find_class(args.algorithm)
     results = check(cls, settings)
-    alone = "" if issubclass(cls, PolicyGradient) else "supervised, so (d) (f) (h) are not asked"
-    print(f"{cls.__name__}, {alone or 'a policy gradient'}", *results, sep="\n")
+    kind = "a policy gradient" if issubclass(cls, PolicyGradient) else "supervised, so (d) (f) (h) do not apply"
+    print(f"{cls.__name__}, {kind}", *results, sep="\n")
     failed = [f"({r.letter})" for r in results if r.status == "FAILED"]
-    verdict = f"{len(failed)} of {len(results)} FAILED: {' '.join(failed)}" if failed else "all that is asked holds"
+    verdict = f"{len(failed)} of {len(results)} FAILED: {' '.join(failed)}" if failed else "all obligations hold"
     print(f"{verdict} ({time.monotonic() - began:.1f} s)")
     return 1 if failed else 0

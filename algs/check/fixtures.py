@@ -1,4 +1,4 @@
-"""What algs.check shows an algorithm: a made-up step and a bandit; and how it holds detached values and notes reads."""
+"""Test data of algs.check: a made-up step, variations of it, and a bandit."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from algs.base import Algorithm, PolicyGradient
 from core.types import Column, Group, Prompt, Rows, Sample, ScoredColumn
 
 Tables = dict[str, Tensor]
-"""logp, entropy and values of every token as the models in training see it now, [N] float64 each."""
+"""logp, entropy and values of every token under the current models, [N] float64 each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """A made-up step. Token t of the N in it has the id t, so the labels of a batch say where in a table to look."""
+class MadeUpStep:
+    """A made-up step of N tokens. Token t has the id t, so the labels of a batch index the tables."""
 
     groups: list[Group]
     now: Tables
+    """Tables of the current policy and value model."""
 
-    def where(self, token: int) -> str:
+    def locate_token(self, token: int) -> str:
+        """Name the group, the sample and the position of a token."""
         for g, group in enumerate(self.groups):
             for i, s in enumerate(group):
                 if token in s.token_ids:
@@ -33,7 +35,7 @@ class World:
 Kind = Literal["policy gradient"] | Rows
 
 SAMPLED = [[1.0, 0.0, 0.3, 0.7], [0.0, 1.0, 0.5], [0.4] * 3, [1.0], [0.2, -0.5, 1.5, 1.0]]
-"""Rewards by group: two usual ones, all equal, a group of one, and one whose last answer was cut off."""
+"""Rewards by group: two ordinary groups, one with equal rewards, one of one sample, one with a truncated sample."""
 STEP: dict[Kind, list[list[float]]] = {
     "policy gradient": SAMPLED,
     "conversations": SAMPLED,
@@ -45,23 +47,24 @@ CORNERS: dict[Kind, dict[str, int]] = {
     "policy gradient": {"equal rewards in a group": EQUAL, "a group of one": SINGLE},
     "conversations": {"one conversation": SINGLE},
     "pairs": {"one pair": SINGLE},
-    "unpaired": {"one desirable answer": EQUAL, "one undesirable answer": SINGLE},
+    "unpaired": {"one desirable completion": EQUAL, "one undesirable completion": SINGLE},
 }
 
 
-def kind_of(alg: Algorithm) -> Kind:
+def get_kind(alg: Algorithm) -> Kind:
+    """Return the kind of algorithm, which decides on the made-up step and on the obligations."""
     return "policy gradient" if isinstance(alg, PolicyGradient) else alg.rows
 
 
-def made_up_step(alg: Algorithm) -> World:
-    """What an algorithm of this kind makes of a step, the same one every time.
+def made_up_step(alg: Algorithm) -> MadeUpStep:
+    """Return a step of the kind that the algorithm trains on, prepared by `prepare_groups`; always the same.
 
     Ratios are mostly near 1, with some far out on both sides.
     """
     draw = torch.Generator().manual_seed(0)
 
-    def noise(n: int, scale: float, *, wild: int = 1, factor: float = 1.0) -> Tensor:
-        """Every `wild`-th is `factor` times as far out."""
+    def draw_noise(n: int, scale: float, *, wild: int = 1, factor: float = 1.0) -> Tensor:
+        """Draw n normal numbers, [n]; every `wild`-th is multiplied by `factor`."""
         steps = scale * torch.randn(n, generator=draw, dtype=torch.float64)
         steps[::wild] *= factor
         return steps
@@ -70,35 +73,35 @@ def made_up_step(alg: Algorithm) -> World:
     rows: dict[str, list[Tensor]] = {"logp": [], "entropy": [], "values": []}
     scored: dict[ScoredColumn, list[Tensor]] = {"prox_logp": [], "ref_logp": [], "teacher_logp": [], "values": []}
     first = 0
-    for g, rewards in enumerate(STEP[kind_of(alg)]):
+    for g, rewards in enumerate(STEP[get_kind(alg)]):
         groups.append([])
         for reward in rewards:
             n = int(torch.randint(6, 15, (1,), generator=draw))
             rollout = -0.3 - 4 * torch.rand(n, generator=draw, dtype=torch.float64)
-            prox = (rollout + noise(n, 0.1, wild=5, factor=8)).clamp(max=-0.01)
-            now = (prox + noise(n, 0.3, wild=6, factor=9)).clamp(max=-0.01)
-            ref, teacher = (now + noise(n, 0.4)).clamp(max=-0.01), (rollout + noise(n, 0.8)).clamp(max=-0.01)
-            values = noise(n, 0.5)
+            prox = (rollout + draw_noise(n, 0.1, wild=5, factor=8)).clamp(max=-0.01)
+            now = (prox + draw_noise(n, 0.3, wild=6, factor=9)).clamp(max=-0.01)
+            ref, teacher = (now + draw_noise(n, 0.4)).clamp(max=-0.01), (rollout + draw_noise(n, 0.8)).clamp(max=-0.01)
+            values = draw_noise(n, 0.5)
             columns: dict[ScoredColumn, Tensor] = {"prox_logp": prox, "ref_logp": ref, "teacher_logp": teacher}
             columns["values"] = values
             for name, column in columns.items():
                 scored[name].append(column)
-            groups[-1].append(_sample(draw, rollout, group=g, first=first, reward=reward))
+            groups[-1].append(_make_sample(draw, rollout, group=g, first=first, reward=reward))
             rows["logp"].append(now)
             rows["entropy"].append(2 * torch.rand(n, generator=draw, dtype=torch.float64))
-            rows["values"].append(values + noise(n, 0.4))
+            rows["values"].append(values + draw_noise(n, 0.4))
             first += n
     groups[-1][-1] = replace(groups[-1][-1], stop="length")
     tables: dict[ScoredColumn, Tensor] = {name: torch.cat(parts) for name, parts in scored.items()}
     groups = [[_with_columns(s, tables) for s in group] for group in alg.prepare_groups(groups)]
-    return World(groups=groups, now={name: torch.cat(parts) for name, parts in rows.items()})
+    return MadeUpStep(groups=groups, now={name: torch.cat(parts) for name, parts in rows.items()})
 
 
 def _with_columns(s: Sample, tables: dict[ScoredColumn, Tensor]) -> Sample:
     return replace(s, columns={name: table[s.token_ids].tolist() for name, table in tables.items()})
 
 
-def _sample(draw: torch.Generator, rollout: Tensor, *, group: int, first: int, reward: float) -> Sample:
+def _make_sample(draw: torch.Generator, rollout: Tensor, *, group: int, first: int, reward: float) -> Sample:
     n = len(rollout)
     prompt = int(torch.randint(1, 4, (1,), generator=draw))
     chosen = (torch.rand(n, generator=draw) < 0.8).tolist()
@@ -113,101 +116,103 @@ def _sample(draw: torch.Generator, rollout: Tensor, *, group: int, first: int, r
     )
 
 
-def shown(groups: list[Group], names: frozenset[ScoredColumn]) -> list[Group]:
-    """With these columns and no other; a sample without a learnt token is never scored, so it has none."""
+def keep_columns(groups: list[Group], names: frozenset[ScoredColumn]) -> list[Group]:
+    """Return the groups with these columns only; a sample without a trained token is never scored, so it has none."""
     return [
         [replace(s, columns={name: s.columns[name] for name in sorted(names)} if any(s.loss_mask) else {}) for s in g]
         for g in groups
     ]
 
 
-def shuffled(groups: list[Group], seed: int) -> list[Group]:
-    """Groups, and the samples in each, in another order."""
+def shuffle_groups(groups: list[Group], seed: int) -> list[Group]:
+    """Shuffle the groups, and the samples in each."""
     draw = torch.Generator().manual_seed(seed)
 
-    def order(n: int) -> list[int]:
+    def draw_order(n: int) -> list[int]:
         return cast(list[int], torch.randperm(n, generator=draw).tolist())
 
-    return [[groups[g][i] for i in order(len(groups[g]))] for g in order(len(groups))]
+    return [[groups[g][i] for i in draw_order(len(groups[g]))] for g in draw_order(len(groups))]
 
 
-Poisonable = Column | Literal["rollout_logp", "advantage"]
-POISONABLE: list[Poisonable] = [
+PoisonableColumn = Column | Literal["rollout_logp", "advantage"]
+POISONABLE_COLUMNS: list[PoisonableColumn] = [
     *("rollout_logp", "prox_logp", "ref_logp", "teacher_logp", "values", "returns", "reference_point", "advantage"),
 ]
 
 
-def holds(sample: Sample, name: Poisonable) -> bool:
+def has_column(sample: Sample, name: PoisonableColumn) -> bool:
+    """Tell whether the sample has values under this name."""
     if name == "advantage":
         return sample.advantage is not None
     return name == "rollout_logp" or name in sample.columns
 
 
-def poisoned(groups: list[Group], name: Poisonable, bad: float) -> list[Group]:
-    """With `bad` in this column, where it is, wherever a token is not learnt."""
+def poison_column(groups: list[Group], name: PoisonableColumn, bad: float) -> list[Group]:
+    """Write `bad` into a column, where it is there, at every token that is not trained on."""
 
-    def one(s: Sample) -> Sample:
-        def spoilt(values: list[float]) -> list[float]:
+    def poison_sample(s: Sample) -> Sample:
+        def replace_untrained(values: list[float]) -> list[float]:
             return [x if yes else bad for x, yes in zip(values, s.loss_mask, strict=True)]
 
-        if not holds(s, name):
+        if not has_column(s, name):
             return s
         if name == "rollout_logp":
-            return replace(s, rollout_logp=spoilt(s.rollout_logp))
+            return replace(s, rollout_logp=replace_untrained(s.rollout_logp))
         if name == "advantage":
-            return replace(s, advantage=spoilt(s.advantage or []))
-        return replace(s, columns=s.columns | {name: spoilt(s.columns[name])})
+            return replace(s, advantage=replace_untrained(s.advantage or []))
+        return replace(s, columns=s.columns | {name: replace_untrained(s.columns[name])})
 
-    return [[one(s) for s in g] for g in groups]
+    return [[poison_sample(s) for s in g] for g in groups]
 
 
-def on_policy(world: World) -> list[Group]:
-    """Engine, proximal policy and reference agree with the policy as it is now."""
+def make_on_policy(step: MadeUpStep) -> list[Group]:
+    """Return the step's groups with engine, proximal policy and reference set to the current policy."""
 
-    def one(s: Sample) -> Sample:
-        now: list[float] = world.now["logp"][s.token_ids].tolist()
+    def copy_logp(s: Sample) -> Sample:
+        now: list[float] = step.now["logp"][s.token_ids].tolist()
         logps: dict[Column, list[float]] = {"prox_logp": now, "ref_logp": now}
         return replace(s, rollout_logp=now, columns=s.columns | logps)
 
-    return [[one(s) for s in g] for g in world.groups]
+    return [[copy_logp(s) for s in g] for g in step.groups]
 
 
 def ratio_pairs(ratios: Tensor) -> tuple[list[Group], Tensor]:
-    """Answers of one token with an advantage of +1 and of -1 at each ratio to the old policy; and logp now, [N].
+    """Return completions of one token, with advantages +1 and -1 at each ratio to the old policy; and logp now, [N].
 
-    A token is all of its sequence here, so a ratio of sequences is the same number.
+    A sequence is one token here, so the ratio of the sequence is the same number.
     """
     old = -5.0
     same, zero = [0.0, old], [0.0, 0.0]
     columns: dict[Column, list[float]] = {"prox_logp": same, "ref_logp": same, "teacher_logp": same}
     columns |= {"values": zero, "returns": zero}
-    arms = [_arm(str(n), [0, n], old, reward=1.0, columns=columns) for n in range(2 * len(ratios))]
+    arms = [_make_arm(str(n), [0, n], old, reward=1.0, columns=columns) for n in range(2 * len(ratios))]
     groups = [[replace(arm, advantage=[0.0, 1.0 - 2 * (n % 2)])] for n, arm in enumerate(arms)]
     return groups, old + ratios.log().repeat_interleave(2)
 
 
-PAYOFF = [0.1, 0.2, 0.3, 1.0]
-BEST = PAYOFF.index(max(PAYOFF))
+ARM_REWARDS = [0.1, 0.2, 0.3, 1.0]
+"""Reward of every arm of the bandit."""
+BEST = ARM_REWARDS.index(max(ARM_REWARDS))
 TEACHER = torch.tensor([0.05, 0.05, 0.05, 0.85], dtype=torch.float64).log()
 
 
-def bandit_answers(
+def sample_bandit(
     logits: Tensor, columns: dict[ScoredColumn, Tensor], draw: torch.Generator, *, groups: int = 2, size: int = 8
 ) -> list[Group]:
-    """One-token answers drawn from softmax(logits); `columns` holds a value for each arm, [arms]."""
+    """Sample one-token completions from softmax(logits); `columns` holds a value for each arm, [arms]."""
     logp: list[float] = logits.log_softmax(-1).tolist()
     drawn = torch.multinomial(logits.softmax(-1).expand(groups, -1), size, replacement=True, generator=draw)
     scored: list[dict[Column, list[float]]] = [
-        {name: [0.0, float(values[arm])] for name, values in columns.items()} for arm in range(len(PAYOFF))
+        {name: [0.0, float(values[arm])] for name, values in columns.items()} for arm in range(len(ARM_REWARDS))
     ]
 
-    def one(g: int, arm: int) -> Sample:
-        return _arm(f"bandit/{g}", [0, arm], logp[arm], reward=PAYOFF[arm], columns=scored[arm])
+    def make_sample(g: int, arm: int) -> Sample:
+        return _make_arm(f"bandit/{g}", [0, arm], logp[arm], reward=ARM_REWARDS[arm], columns=scored[arm])
 
-    return [[one(g, arm) for arm in row] for g, row in enumerate(drawn.tolist())]
+    return [[make_sample(g, arm) for arm in row] for g, row in enumerate(drawn.tolist())]
 
 
-def _arm(prompt: str, ids: list[int], logp: float, *, reward: float, columns: dict[Column, list[float]]) -> Sample:
+def _make_arm(prompt: str, ids: list[int], logp: float, *, reward: float, columns: dict[Column, list[float]]) -> Sample:
     return Sample(
         prompt=Prompt(id=prompt, messages=[]),
         token_ids=ids,

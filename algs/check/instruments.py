@@ -1,4 +1,4 @@
-"""Instruments of the proofs: hold detached values, note which settings are read, try other settings."""
+"""Tools of the obligations: replay detached values, record which settings are read, try other settings."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from core.strict_model import StrictModel
 
 
 class OtherPath(Exception):
-    """The loss detached other things than at the base point: it branched on a number, which is a kink."""
+    """The loss detached other values than at the base point: it branched on a number, which is a kink."""
 
 
 @dataclass
 class Tape:
-    """What a loss detached, in order of call."""
+    """Values that a loss detached, in order of call."""
 
     values: list[Tensor] = field(default_factory=list)
     full: bool = False
-    """Recorded to the end: from now on it is played back."""
+    """True when the recording is complete: from now on the values are replayed."""
 
 
-class Held(TorchFunctionMode):
-    """Record every detached value the first time, and give the same ones back afterwards, wherever the input moved.
+class ReplayDetached(TorchFunctionMode):
+    """Mode that records every detached value the first time and returns the same values afterwards.
 
-    A value is detached on purpose by `.detach()` or under `torch.no_grad()`. What left the graph some other way
-    (`.item()`, `.tolist()`, `.data`, a numpy round trip) is not held: it moves with its input, and the differences
-    show what the gradient lacks. The inside of an autograd.Function runs without gradient too, but nobody switched it
-    off by a call, so it is not held either.
+    A value is detached on purpose by `.detach()` or under `torch.no_grad()`. A value that left the graph in another
+    way (`.item()`, `.tolist()`, `.data`, a numpy round trip) is not replayed. It moves with its input, and the central
+    differences show what the gradient lacks. The inside of an autograd.Function also runs without gradient, but no call
+    switched the gradient off, so it is not replayed either.
     """
 
     def __init__(self, tape: Tape):
@@ -49,9 +49,9 @@ class Held(TorchFunctionMode):
             self.switched_off = not args[0]
         by_name = func in (Tensor.detach, Tensor.detach_) and torch.is_grad_enabled()
         by_context = self.switched_off and isinstance(out, Tensor) and out.is_floating_point() and _any_live(args)
-        return self._hold(out) if by_name or by_context else out
+        return self._record_or_replay(out) if by_name or by_context else out
 
-    def _hold(self, out: Tensor) -> Tensor:
+    def _record_or_replay(self, out: Tensor) -> Tensor:
         if not self.tape.full:
             self.tape.values.append(out.clone())
             return out
@@ -69,46 +69,53 @@ def _any_live(args: Any) -> bool:
 S = TypeVar("S", bound=StrictModel)
 
 
-def noting_reads(section: S, reads: set[str], prefix: str = "") -> S:
-    """A twin that adds the name of each attribute it is asked for to `reads`; sections of its own file do likewise."""
+def record_reads(section: S, reads: set[str], prefix: str = "") -> S:
+    """Return a copy that adds the name of each attribute that is read to `reads`.
+
+    Sections that are declared in the same file are copied likewise, with a dotted prefix.
+    """
     cls = type(section)
 
-    def note(self: Any, name: str) -> Any:
+    def record_read(self: Any, name: str) -> Any:
         reads.add(prefix + name)
         return super(twin_cls, self).__getattribute__(name)
 
-    # past pydantic's metaclass, which would work out all fields anew: a hundred times the price of the class itself
+    # not through pydantic's metaclass, which would build all fields again: a hundred times slower
     twin_cls = ABCMeta.__new__(
-        type(cls), cls.__name__, (cls,), {"__getattribute__": note, "__module__": cls.__module__}
+        type(cls), cls.__name__, (cls,), {"__getattribute__": record_read, "__module__": cls.__module__}
     )
     twin = section.model_copy()
     inside = vars(twin)
     for name, value in vars(section).items():
         if isinstance(value, StrictModel) and type(value).__module__ == cls.__module__:
-            inside[name] = noting_reads(value, reads, f"{prefix}{name}.")
+            inside[name] = record_reads(value, reads, f"{prefix}{name}.")
     object.__setattr__(twin, "__class__", twin_cls)  # the model itself is frozen
     return twin
 
 
-def own_fields(alg: Algorithm) -> dict[str, Any]:
-    """Annotations of the hyper-parameters that the algorithm's own file declares, by dotted name."""
-    return dict(_declared(type(alg), type(alg).__module__, ""))
+def list_own_fields(alg: Algorithm) -> dict[str, Any]:
+    """Return the annotations of the hyper-parameters that the algorithm's own file declares, by dotted name."""
+    return dict(_list_declared(type(alg), type(alg).__module__, ""))
 
 
-def _declared(cls: type[BaseModel], module: str, prefix: str) -> Iterator[tuple[str, Any]]:
+def _list_declared(cls: type[BaseModel], module: str, prefix: str) -> Iterator[tuple[str, Any]]:
     inherited = {n for b in cls.__mro__ if issubclass(b, BaseModel) and b.__module__ != module for n in b.model_fields}
     for name, info in cls.model_fields.items():
         if name in inherited:
             continue
         yield prefix + name, info.annotation
         if isinstance(info.annotation, type) and issubclass(info.annotation, StrictModel):
-            yield from _declared(info.annotation, module, f"{prefix}{name}.")
+            yield from _list_declared(info.annotation, module, f"{prefix}{name}.")
 
 
-def other_values(annotation: Any, value: Any) -> list[Any]:
-    """What else a field might hold; some may be refused. Nothing for a text or a section."""
+def propose_values(annotation: Any, value: Any) -> list[Any]:
+    """Return other values for a field; the model may refuse some. Empty for a string or a section.
+
+    >>> propose_values(float, 0.2)
+    [0.4, 0.1, 1.2, -0.8]
+    """
     if get_origin(annotation) in (Union, UnionType):
-        return [v for kind in get_args(annotation) for v in other_values(kind, value) if v != value]
+        return [v for kind in get_args(annotation) for v in propose_values(kind, value) if v != value]
     if get_origin(annotation) is Literal:
         return [v for v in get_args(annotation) if v != value]
     if annotation is type(None):
@@ -121,15 +128,16 @@ def other_values(annotation: Any, value: Any) -> list[Any]:
     return []
 
 
-def value_of(alg: Algorithm, dotted: str) -> Any:
+def get_setting(alg: Algorithm, dotted: str) -> Any:
+    """Return a hyper-parameter by dotted name, such as "kl.coef"."""
     value: Any = alg
     for key in dotted.split("."):
         value = getattr(value, key)
     return value
 
 
-def changed(alg: Algorithm, changes: dict[str, Any]) -> Algorithm | None:
-    """With other settings, by dotted name; None if they are refused."""
+def with_settings(alg: Algorithm, changes: dict[str, Any]) -> Algorithm | None:
+    """Return the algorithm with other settings, by dotted name; None if they are refused."""
     raw = alg.model_dump()
     for dotted, value in changes.items():
         *parents, last = dotted.split(".")
@@ -143,9 +151,11 @@ def changed(alg: Algorithm, changes: dict[str, Any]) -> Algorithm | None:
         return None
 
 
-def variants(alg: Algorithm, base: dict[str, Any], name: str) -> list[Algorithm]:
-    """The algorithm under `base` with each other value of one field of its own that is not refused."""
-    found = [changed(alg, base | {name: v}) for v in other_values(own_fields(alg)[name], value_of(alg, name))]
+def list_variants(alg: Algorithm, base: dict[str, Any], name: str) -> list[Algorithm]:
+    """Return the algorithm under `base`, once for each other valid value of one of its own fields."""
+    found = [
+        with_settings(alg, base | {name: v}) for v in propose_values(list_own_fields(alg)[name], get_setting(alg, name))
+    ]
     return [other for other in found if other is not None]
 
 
@@ -156,15 +166,18 @@ SHARED: dict[str, dict[str, Any]] = {
     "overlong.mode: penalty": {"overlong.mode": "penalty", "overlong.max_tokens": 8, "overlong.buffer": 6},
     "overlong.mode: filter": {"overlong.mode": "filter"},
 }
-"""Settings of every policy gradient that its credit must heed: easily forgotten where credit is written anew."""
+"""Settings of every policy gradient that `compute_advantages` must use: a new one easily forgets them."""
 
 
-def modes(alg: Algorithm) -> list[tuple[dict[str, Any], Algorithm]]:
-    """Settings under which something else may be read, the given ones first; and the algorithm under each."""
+def list_modes(alg: Algorithm) -> list[tuple[dict[str, Any], Algorithm]]:
+    """Return settings under which other fields may be read, and the algorithm under each; the given ones first."""
     tries: list[dict[str, Any]] = [{}]
-    for name, kind in own_fields(alg).items():
-        others = other_values(kind, value_of(alg, name))
+    for name, kind in list_own_fields(alg).items():
+        others = propose_values(kind, get_setting(alg, name))
         tries += [{name: v} for v in (others[:1] if kind in (int, float) else others)]
     if isinstance(alg, PolicyGradient):
-        tries += [*SHARED.values(), *({**one, "correction.level": "none"} for one in tries if not changed(alg, one))]
-    return [(mode, other) for mode in tries if (other := changed(alg, mode)) is not None]
+        tries += [
+            *SHARED.values(),
+            *({**one, "correction.level": "none"} for one in tries if not with_settings(alg, one)),
+        ]
+    return [(mode, other) for mode in tries if (other := with_settings(alg, mode)) is not None]

@@ -1,4 +1,4 @@
-"""What an engine is: token ids in, token ids out. One file per engine, found by its name or its path.
+"""Interface of an engine: token ids in, token ids out. One file per engine, found by its name or its path.
 
 An engine of your own is a file with one subclass of `Engine`, named by its path in `rollout.engine`. It is made as
 `YourEngine(config)` in the process that runs it. Methods that it does not need raise EngineLacks, and a recipe that
@@ -48,9 +48,9 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.85
     enforce_eager: bool = False
     starts_empty: bool = False
-    """True: the first weight sync brings the weights, so they need not be loaded."""
+    """True: the first weight sync sends all weights, so they need not be loaded."""
     lora: LoraConfig | None = None
-    """Weight syncs bring this adapter alone, its `targets` named one by one; the weights stay the model's own."""
+    """LoRA settings if weight syncs send the adapter alone, with `targets` named one by one; else None."""
     over_nccl: bool = False
     """Weights come over NCCL, which takes GPUs at both ends."""
     timeout_s: float = 300.0
@@ -61,27 +61,27 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can do beyond generating in one process. Recipes that need more are refused."""
+    """Features of an engine beyond generation in one process. Recipes that need more are refused."""
 
     tensor_parallel: bool = False
     broadcast: bool = False
-    """It joins a broadcast over gloo (`join_broadcast`); every engine of a run on Ray needs this."""
+    """True if the engine can join a broadcast over gloo (`join_broadcast`); every engine on Ray needs this."""
     nccl: bool = False
-    """It joins a broadcast over NCCL."""
+    """True if the engine can join a broadcast over NCCL."""
     chunks: bool = False
-    """It takes weights in chunks (`begin_chunks`, `load_chunk`): transports direct and disk."""
+    """True if the engine loads weights in chunks (`begin_chunks`, `load_chunk`): transports direct and disk."""
     adapter: bool = False
-    """It samples with a LoRA adapter beside the weights."""
+    """True if the engine can sample with a LoRA adapter beside the weights."""
     in_process: str = ""
-    """Name of the engine that takes its place with `backend: local`; "" is itself."""
+    """Name of the engine that replaces this one with `backend: local`; "" is itself."""
 
 
 class EngineLacks(NotImplementedError):
-    """A method was called that the engine's capabilities exclude."""
+    """Error of a method that the engine's capabilities exclude."""
 
 
 class Engine(ReceivesWeights, Protocol):
-    """Samples completions. It knows nothing of chat, groups, rewards or algorithms.
+    """Sampler of completions. It knows nothing of chat, groups, rewards or algorithms.
 
     Requests are made concurrently. weight_sync/base.py says how weights arrive.
     """

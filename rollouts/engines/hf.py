@@ -1,10 +1,10 @@
-"""Plain transformers as an engine: for `backend: local`, for debugging, and as a yardstick for the other one.
+"""Plain transformers as an engine: for `backend: local`, for debugging, and to test the vLLM engine against.
 
-Its own copy of the weights, a key-value cache, and every sampling warper off but the temperature,
-whatever the model's generation config says: it samples from softmax(logits / temperature), full stop.
+It has its own copy of the weights and a KV cache. It samples from softmax(logits / temperature) and ignores the model's
+generation config.
 
-It gives way after every token, so that weights can come in mid-generation. A load computes the cache of whatever is
-live anew, from all its tokens so far.
+It yields to the event loop after every token, so that weights can be loaded during generation. The KV cache of running
+requests is then recomputed from all their tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Request:
     token_ids: list[int]
     max_new_tokens: int
     uniform: np.random.Generator
-    """One draw per token; a request's tokens do not depend on what it is batched with."""
+    """Random numbers, one per token; a request's tokens do not depend on the rest of its batch."""
     done: asyncio.Future[Completion]
     new_ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
@@ -46,12 +46,12 @@ class _Request:
 
 @dataclass(slots=True)
 class _Rows:
-    """What the next forward pass over the live requests takes."""
+    """Inputs of the next forward pass over the live requests."""
 
     ids: Tensor
-    """[B, L], what is not in the cache yet."""
+    """[B, L] int64, tokens that are not in the cache yet."""
     mask: Tensor
-    """[B, all], 0 where a row is padded, on its left."""
+    """[B, all] int64, 0 where a row is padded, on its left."""
     cache: DynamicCache
 
 
@@ -79,37 +79,37 @@ class HfEngine(Engine):
         self.running: asyncio.Task[None] | None = None
         self.paused = False
         self.chunks: list[Bucket] | None = None
-        """Buckets for the next `receive_weights`; None while a broadcast brings weights."""
+        """Buckets for the next `receive_weights`; None if weights come by broadcast."""
 
     async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.waiting.append(_Request(token_ids, max_new_tokens, np.random.default_rng(seed), future))
-        for _ in range(3):  # let everybody who is about to ask do so
+        for _ in range(3):  # let other callers add their requests first
             await asyncio.sleep(0)
-        self._begin()
+        self._start_batch()
         return await future
 
-    def _begin(self) -> None:
-        """Make a batch of what waits, unless one is running or an update is awaited."""
+    def _start_batch(self) -> None:
+        """Start a batch of the waiting requests, unless one is running or the engine is paused."""
         self.waiting = [request for request in self.waiting if not request.done.done()]  # some callers gave up
         if self.waiting and self.running is None and not self.paused:
             batch, self.waiting = self.waiting[: self.max_batch], self.waiting[self.max_batch :]
-            self.running = asyncio.create_task(self._run(batch))
-            self.running.add_done_callback(partial(self._ended, batch))
+            self.running = asyncio.create_task(self._run_batch(batch))
+            self.running.add_done_callback(partial(self._finish_batch, batch))
 
-    async def _run(self, batch: list[_Request]) -> None:
+    async def _run_batch(self, batch: list[_Request]) -> None:
         """Generate all of `batch`, token by token; with weight_sync.requests=abort, until the next update."""
         live = sorted(batch, key=lambda r: len(r.so_far))
         while live:
-            n_updates, rows = self.n_updates, self._rows(live)
+            n_updates, rows = self.n_updates, self._make_rows(live)
             while live and n_updates == self.n_updates:
-                live = self._step(rows, live)
+                live = self._sample_tokens(rows, live)
                 await asyncio.sleep(0)
             if self.request_mode == "abort":
                 return
 
-    def _ended(self, batch: list[_Request], run: asyncio.Task[None]) -> None:
-        """Answer the callers, in the order they asked; what was cut off is first in the queue."""
+    def _finish_batch(self, batch: list[_Request], run: asyncio.Task[None]) -> None:
+        """Return completions to the callers, in order of request; put aborted requests first in the queue."""
         self.running = None
         error = None if run.cancelled() else run.exception()
         cut_off: list[_Request] = []
@@ -120,7 +120,7 @@ class HfEngine(Engine):
                 request.done.cancel()
             elif error is not None:
                 request.done.set_exception(error)
-            elif stop := self._stop(request):
+            elif stop := self._stop_reason(request):
                 request.done.set_result(
                     Completion(token_ids=request.new_ids, logp=request.logp, versions=request.versions, stop=stop)
                 )
@@ -128,22 +128,22 @@ class HfEngine(Engine):
                 cut_off.append(request)
         self.waiting = cut_off + self.waiting
         if self.waiting and not run.cancelled():
-            # After the callers just answered: what they ask next comes into the same batch.
-            asyncio.get_running_loop().call_soon(self._begin)
+            # after the callers' tasks: their next requests join the same batch
+            asyncio.get_running_loop().call_soon(self._start_batch)
 
-    def _rows(self, live: list[_Request]) -> _Rows:
-        """Nothing in the cache, all tokens so far to be computed."""
+    def _make_rows(self, live: list[_Request]) -> _Rows:
+        """Return inputs with all tokens so far and an empty cache."""
         width = max(len(r.so_far) for r in live)
         pads = [width - len(r.so_far) for r in live]
         return _Rows(
-            ids=self._tensor([[0] * pad + r.so_far for pad, r in zip(pads, live, strict=True)]),
-            mask=self._tensor([[0] * pad + [1] * (width - pad) for pad in pads]),
+            ids=self._make_tensor([[0] * pad + r.so_far for pad, r in zip(pads, live, strict=True)]),
+            mask=self._make_tensor([[0] * pad + [1] * (width - pad) for pad in pads]),
             cache=DynamicCache(config=self.model.config),
         )
 
     @torch.no_grad()  # here and not around the loop: between two tokens other tasks run, which may want gradients
-    def _step(self, rows: _Rows, live: list[_Request]) -> list[_Request]:
-        """One token for each of `live`; returns those that go on, and prepares their rows."""
+    def _sample_tokens(self, rows: _Rows, live: list[_Request]) -> list[_Request]:
+        """Sample one token for each of `live`; return the unfinished requests, and prepare their rows."""
         positions = (rows.mask.cumsum(-1) - 1).clamp(min=0)[:, -rows.ids.shape[1] :]
         out = self.model(
             input_ids=rows.ids,
@@ -154,14 +154,14 @@ class HfEngine(Engine):
             logits_to_keep=1,
         )
         logp = (out.logits[:, -1].float() / self.temperature).log_softmax(-1)  # [B, V]
-        chosen = self._draw(logp, live)  # [B]
+        chosen = self._draw_tokens(logp, live)  # [B]
         chosen_logp = logp.gather(-1, chosen[:, None])[:, 0].tolist()
         stay = []
         for i, (request, token) in enumerate(zip(live, chosen.tolist(), strict=True)):
             request.new_ids.append(token)
             request.logp.append(chosen_logp[i])
             request.versions.append(self.version)
-            if self._stop(request) is None and not request.done.done():
+            if self._stop_reason(request) is None and not request.done.done():
                 stay.append(i)
         rows.ids, rows.mask = chosen[:, None], torch.cat([rows.mask, rows.mask.new_ones(len(live), 1)], -1)
         if 0 < len(stay) < len(live):
@@ -170,14 +170,14 @@ class HfEngine(Engine):
             rows.cache.batch_select_indices(at)
         return [live[i] for i in stay]
 
-    def _stop(self, request: _Request) -> Literal["eos", "length"] | None:
-        """Why it is finished; None for one that is not."""
+    def _stop_reason(self, request: _Request) -> Literal["eos", "length"] | None:
+        """Return why a request is finished; None if it is not."""
         if request.new_ids and request.new_ids[-1] in self.stop:
             return "eos"
         return "length" if len(request.new_ids) == request.max_new_tokens else None
 
-    def _draw(self, logp: Tensor, live: list[_Request]) -> Tensor:
-        """Inverse of the cumulative distribution at one uniform number per request, [B]."""
+    def _draw_tokens(self, logp: Tensor, live: list[_Request]) -> Tensor:
+        """Invert the cumulative distribution at one uniform number per request, [B, V] -> [B]."""
         cumulative = logp.double().exp().cumsum(-1)
         at = torch.tensor([r.uniform.random() for r in live], dtype=torch.float64, device=self.device)
         return torch.searchsorted(cumulative, (at * cumulative[:, -1])[:, None], right=True)[:, 0].clamp(
@@ -186,18 +186,20 @@ class HfEngine(Engine):
 
     async def probe(self, token_ids: list[int]) -> list[float]:
         with torch.no_grad():
-            logp = self.model(input_ids=self._tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)
-        return logp[:-1].gather(-1, self._tensor(token_ids[1:])[:, None])[:, 0].tolist()
+            logp = (
+                self.model(input_ids=self._make_tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)
+            )
+        return logp[:-1].gather(-1, self._make_tensor(token_ids[1:])[:, None])[:, 0].tolist()
 
     async def pause(self) -> None:
         """Finish the running batch with `wait`; otherwise an update may come between any two tokens."""
         if self.request_mode == "wait":
             self.paused = True
             if self.running is not None:
-                await asyncio.wait([self.running])  # if it fails, its callers hear of it
+                await asyncio.wait([self.running])  # if it fails, its callers get the error
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
-        """Copy every tensor of the stream into the model's own; each must be there, in its shape."""
+        """Copy every tensor into the model's own. Raises RunStopped for a missing name or another shape."""
         own = dict(self.model.named_parameters())
         self.loaded = {}
         self.n_updates += 1
@@ -214,7 +216,7 @@ class HfEngine(Engine):
         self.version = version
         if self.paused:
             self.paused = False
-            self._begin()
+            self._start_batch()
 
     async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:
         self.chunks = None
@@ -223,14 +225,14 @@ class HfEngine(Engine):
         )
 
     async def begin_chunks(self) -> None:
-        self.chunks = []  # kept until all have come: tokens may be sampled meanwhile
+        self.chunks = []  # kept until all have arrived: tokens may be sampled meanwhile
 
     async def load_chunk(self, chunk: Chunk) -> None:
         assert self.chunks is not None
         self.chunks.append(read_chunk(chunk))
 
     async def receive_weights(self, version: int) -> None:
-        """Load without giving way to requests."""
+        """Load the weights without yielding to requests."""
         if self.chunks is None:
             await self.load_weights(version, self.receiver.receive())
         else:
@@ -243,5 +245,5 @@ class HfEngine(Engine):
     async def close(self) -> None:
         return
 
-    def _tensor(self, values: list) -> Tensor:
+    def _make_tensor(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

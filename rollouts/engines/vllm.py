@@ -20,12 +20,12 @@ from rollouts.engines.base import Capabilities, EngineConfig
 from rollouts.engines.vllm_support.common import VllmBase, _raise_first
 from weight_sync.base import Chunk
 
-_DIED = "vLLM's own process died; what it said last is in the log of this worker, in Ray's session folder"
+_DIED = "vLLM's own process died; its last output is in the log of this worker, in Ray's session folder"
 T = TypeVar("T")
 
 
 class VllmEngine(VllmBase):
-    """AsyncLLM: engine and workers run in processes of their own, requests are batched as they come."""
+    """Engine on AsyncLLM: engine and workers run in processes of their own, with continuous batching."""
 
     capabilities = Capabilities(
         tensor_parallel=True, broadcast=True, nccl=True, chunks=True, adapter=True, in_process="vllm_local"
@@ -111,14 +111,14 @@ class VllmEngine(VllmBase):
                     return answer
         except EngineDeadError as error:
             raise ProcessDied(_DIED) from error
-        raise RunStopped("vLLM ended a request without an answer")
+        raise RunStopped("vLLM ended a request without a result")
 
     async def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
         async with asyncio.timeout(self._timeout_s + ENGINE_RPC_GRACE_S):
             return await self._while_alive(self._llm.collective_rpc(method, kwargs=kwargs))
 
     async def _while_alive(self, call: Awaitable[T]) -> T:
-        """Await `call`, and raise ProcessDied once vLLM's own process is gone: vLLM would leave it unanswered."""
+        """Await `call`; raise ProcessDied when vLLM's own process is gone, since the call would never return."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         task = asyncio.ensure_future(call)

@@ -16,7 +16,7 @@ from weight_sync.base import Bucket
 
 
 class LocalVllmEngine(VllmBase):
-    """LLM in the caller's process, one rank, for `backend: local` on a CPU.
+    """Engine on LLM in the caller's process, one rank, for `backend: local` on a CPU.
 
     Requests made in the same turn of the event loop run as one batch, during which the process does nothing else.
     """
@@ -30,7 +30,7 @@ class LocalVllmEngine(VllmBase):
         from vllm.config import WeightTransferConfig
 
         self._llm = LLM(**self._args, weight_transfer_config=WeightTransferConfig(backend="feynrl_local"))
-        # vLLM takes the process for its own: one thread, and a set_num_threads that does nothing.
+        # vLLM sets one thread for the whole process, and replaces set_num_threads by a function that does nothing
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
         self._waiting: list[tuple[list[int], Any, asyncio.Future[Any]]] = []
@@ -39,7 +39,7 @@ class LocalVllmEngine(VllmBase):
         """Return at once: while requests run nothing else does, so none is running now."""
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
-        """Take the weights straight from the trainer, which is in this process."""
+        """Load the weights of the trainer, which is in this process."""
         await self._update(version, {"buckets": buckets})
         self._llm.update_weight_version(str(version))
         if not self._llm.reset_prefix_cache():
@@ -52,7 +52,7 @@ class LocalVllmEngine(VllmBase):
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((token_ids, params, answer))
         if len(self._waiting) == 1:
-            await asyncio.sleep(0)  # the first asks for all who come after it in this turn
+            await asyncio.sleep(0)  # the first request runs all that follow in this turn of the event loop
             self._answer_all()
         return await answer
 

@@ -1,6 +1,6 @@
-"""Two turns and more: a reply that ends in "= ?" is answered with the value of what stands before it.
+"""Calculator tool over several turns: a reply that ends in "= ?" gets the value of the expression before it.
 
-Example: the policy says "12*3 = ?", the environment answers "36", and the policy continues.
+Example: the policy writes "12*3 = ?", the environment returns "36", and the policy continues.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollouts.envs.base import Env
 
 
 class Calculator(Env):
-    """Computes sums, differences and products of whole numbers."""
+    """Calculator of sums, differences and products of whole numbers."""
 
     OPERATORS: ClassVar[dict[type[ast.operator], Callable[[int, int], int]]] = {
         ast.Add: operator.add,

@@ -1,4 +1,4 @@
-"""The policy speaks once."""
+"""Environment of a single reply."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rollouts.envs.base import Env
 
 
 class SingleTurn(Env):
-    """Ends the episode after the first reply."""
+    """Environment that ends the episode after the first reply."""
 
     async def step(self, reply: str) -> Message | None:
         return None

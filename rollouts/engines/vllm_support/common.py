@@ -1,4 +1,4 @@
-"""What both vLLM engines share: settings, requests and the sequence of a weight update."""
+"""Base of both vLLM engines: settings, requests and the sequence of a weight update."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from core.errors import RunStopped, TransportFailed
 from rollouts.engines.base import Completion, Engine, EngineConfig
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM can make room for."""
+"""LoRA ranks that vLLM supports."""
 ADAPTER_ID = 1
-"""As in rollouts/engines/vllm_support/worker.py, which cannot be imported before vLLM's environment is set."""
+"""Id of the adapter, as in vllm_support/worker.py, which cannot be imported before vLLM's environment is set."""
 _UNPUBLISHED = -1
-"""The version of tokens that were sampled before the first update."""
+"""Version of tokens that were sampled before the first update."""
 
 
 def engine_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
@@ -33,9 +33,9 @@ def engine_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
         "tensor_parallel_size": config.tensor_parallel_size,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
-        # Compiling costs more than it brings on a CPU: see _prepare_cpu.
+        # compiling costs more than it saves on a CPU: see _prepare_cpu
         "enforce_eager": config.enforce_eager or on_cpu,
-        # A prompt cut in two with a seed of its own ends vLLM on a CPU: "CPU Generator does not use offset".
+        # a chunked prompt with its own seed crashes vLLM on a CPU: "CPU Generator does not use offset"
         "enable_chunked_prefill": not on_cpu,
         "load_format": "dummy" if config.starts_empty else "auto",
         "skip_tokenizer_init": True,
@@ -50,7 +50,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
 
 
 class VllmBase(Engine):
-    """Settings, requests and the sequence of a weight update, shared by both vLLM engines."""
+    """Base of both vLLM engines."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._temperature = config.temperature
@@ -61,7 +61,7 @@ class VllmBase(Engine):
         on_cpu = not torch.cuda.is_available()
         if on_cpu:
             _prepare_cpu(config.cores, config.tensor_parallel_size)
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that are ours
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self._args = engine_args(config, on_cpu=on_cpu)
         self._start()
@@ -80,18 +80,18 @@ class VllmBase(Engine):
         versions: list[int] = []
         stop: Literal["eos", "length"] | None = None
         while stop is None:
-            # Asked while the engine is held, it waits there: this does not spin.
-            said = await self._sample(token_ids + ids, max_new_tokens - len(ids), _seed_after(len(ids), seed))
-            stop = self._stop_reason(said.finish_reason, [*ids, *said.token_ids], max_new_tokens)
-            ids += said.token_ids
-            logp += [at[token].logprob for token, at in zip(said.token_ids, said.logprobs, strict=True)]
+            # a request to a paused engine waits there: this does not spin
+            output = await self._sample(token_ids + ids, max_new_tokens - len(ids), _seed_after(len(ids), seed))
+            stop = self._stop_reason(output.finish_reason, [*ids, *output.token_ids], max_new_tokens)
+            ids += output.token_ids
+            logp += [at[token].logprob for token, at in zip(output.token_ids, output.logprobs, strict=True)]
             versions += [
-                _parse_version(span.version) for span in said.weight_versions for _ in range(span.start, span.end)
+                _parse_version(span.version) for span in output.weight_versions for _ in range(span.start, span.end)
             ]
         return Completion(token_ids=ids, logp=logp, versions=versions, stop=stop)
 
     async def _sample(self, token_ids: list[int], max_new_tokens: int, seed: int) -> Any:
-        """One request of vLLM's, to its end, which may come early."""
+        """Run one request of vLLM's to its end; an update may abort it."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -106,16 +106,16 @@ class VllmBase(Engine):
                 seed=seed % 2**63,
                 logprobs=0,  # of the sampled token only
                 stop_token_ids=self._stop_token_ids,
-                ignore_eos=True,  # the caller's stop tokens say it all
+                ignore_eos=True,  # the caller's stop tokens are complete
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             ),
         )
-        [said] = answer.outputs
-        return said
+        [output] = answer.outputs
+        return output
 
     def _stop_reason(self, reason: str, ids: list[int], max_new_tokens: int) -> Literal["eos", "length"] | None:
-        """Why a completion is over; None if it was cut off and lacks tokens."""
+        """Return why a completion ended; None if it was aborted and lacks tokens."""
         if reason == "abort" and self._request_mode == "abort":
             if ids and ids[-1] in self._stop_token_ids:
                 return "eos"
@@ -125,7 +125,7 @@ class VllmBase(Engine):
         return "eos" if reason == "stop" else "length"
 
     async def probe(self, token_ids: list[int]) -> list[float]:
-        """Log-probability, at temperature 1, of token_ids[1:] given what is before each; never from the cache."""
+        """Return the log-probability, at temperature 1, of token_ids[1:] given what is before each; without cache."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -143,7 +143,7 @@ class VllmBase(Engine):
         return [at[token].logprob for token, at in zip(token_ids[1:], answer.prompt_logprobs[1:], strict=True)]
 
     async def cached_tokens(self, token_ids: list[int]) -> int:
-        """How many tokens of this prompt the prefix cache serves at the moment."""
+        """Return how many tokens of this prompt the prefix cache serves at the moment."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -184,8 +184,8 @@ class VllmBase(Engine):
         for rank, names in enumerate(lost):
             if names:
                 raise RunStopped(
-                    f"the sync of version {version} brought an adapter for {len(names)} layers that vLLM's model has "
-                    f"not (rank {rank}), such as {names[0]}: set weight_sync.lora to merged"
+                    f"the sync of version {version} sent an adapter for {len(names)} layers that vLLM's model does "
+                    f"not have (rank {rank}), such as {names[0]}: set weight_sync.lora to merged"
                 )
 
     def _adapter_of_requests(self) -> Any:
@@ -200,26 +200,29 @@ class VllmBase(Engine):
         raise NotImplementedError
 
     async def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
-        """Call a method of every worker; one answer per rank."""
+        """Call a method of every worker; return one result per rank."""
         raise NotImplementedError
 
 
 def _lora_args(lora: LoraConfig) -> dict[str, Any]:
-    """Only the layers of the adapter are wrapped: vLLM's wrapped head fails where a batch mixes prompts and samples."""
+    """Return vLLM's arguments for an adapter.
+
+    Only the adapter's layers are wrapped: vLLM's wrapped head fails where a batch mixes prompts and samples.
+    """
     rank = next(rank for rank in LORA_RANKS if rank >= lora.r)
     targets = [name.rpartition(".")[2] for name in lora.targets]
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
 
 
 def _raise_first(failures: list[str]) -> None:
-    """failures: by rank, what its transport said; an empty string where all went well."""
-    for rank, said in enumerate(failures):
-        if said:
-            raise TransportFailed(said if len(failures) == 1 else f"rank {rank}: {said}")
+    """Raise TransportFailed for the first failure; failures: message by rank, "" where all went well."""
+    for rank, message in enumerate(failures):
+        if message:
+            raise TransportFailed(message if len(failures) == 1 else f"rank {rank}: {message}")
 
 
 def _seed_after(tokens: int, seed: int) -> int:
-    """The seed of a request's rest: vLLM draws from the beginning again for each request."""
+    """Return the seed for the rest of a request: vLLM starts its random numbers again for each request."""
     if tokens == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{tokens}".encode(), digest_size=8).digest()
@@ -233,13 +236,13 @@ def _parse_version(label: str) -> int:
 def _prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
     """Set what vLLM reads from the environment on a CPU, before it is imported."""
     available = sorted(cores if cores is not None else os.sched_getaffinity(0))
-    # vLLM's own choice leaves a core idle, and refuses tensor parallelism without NUMA nodes.
+    # vLLM's default leaves a core idle, and refuses tensor parallelism without NUMA nodes
     n = len(available)
     shares = [available[r * n // ranks : (r + 1) * n // ranks] or [available[r % n]] for r in range(ranks)]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
-    # The first batch would compile C++ for 20 s and more, and later ones are no faster for it.
+    # the first batch would compile C++ for 20 s and more, without making later ones faster
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Idle threads sleep instead of spinning: the trainer, and whatever else runs, needs the same cores.
+    # idle threads sleep instead of spinning: the trainer and others need the same cores
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # An explicit size replaces the settings' one, in whole GiB.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)

@@ -29,20 +29,20 @@ class _Source:
 
 
 class LoadTrace(TorchDispatchMode):
-    """Sees every copy out of the received tensors, and takes the checksum of what stands in the parameter after it.
+    """Mode that sees every copy from a received tensor, and computes the checksum of the parameter's new content.
 
-    A loader copies the slice that its rank needs. Which elements those are follows from the memory it
-    copies from, so each checksum counts in its right place, and the ranks' sums add up to the sender's.
+    A loader copies the slice that its rank needs. The memory that it copies from tells which elements those are, so
+    each checksum counts at the right place, and the ranks' sums add up to the sender's.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # By storage. The weak reference frees the bytes, but keeps another storage from taking its identity.
+        # by storage; the weak reference frees the bytes, but prevents another storage from reusing the address
         self._sources: dict[int, tuple[StorageWeakRef, list[_Source]]] = {}
         self._written: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
 
     def expect(self, bucket: Bucket) -> None:
-        """Take note of tensors about to be loaded; vLLM may keep them until a later bucket completes their layer."""
+        """Register tensors before they are loaded; vLLM may keep them until a later bucket completes their layer."""
         for name, t in bucket:
             storage = t.untyped_storage()
             begin = t.storage_offset() * t.itemsize
@@ -50,7 +50,7 @@ class LoadTrace(TorchDispatchMode):
             self._sources.setdefault(storage._cdata, (StorageWeakRef(storage), []))[1].append(source)
 
     def consumed(self) -> dict[str, int]:
-        """Per name, the sum of the checksums of what was written from it; no entry where nothing was."""
+        """Return the sum of the checksums of what was written from each tensor, by name; only of tensors that were."""
         sums: dict[str, int] = {}
         for (name, _, _), value in self._written.items():
             sums[name] = (sums.get(name, 0) + value) % _WRAP
@@ -59,24 +59,24 @@ class LoadTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default and not args[0].is_meta:  # meta: vLLM only counts elements
-            self._note(*args[:2])
+            self._find_source(*args[:2])
         return returned
 
-    def _note(self, written: Tensor, copied: Tensor) -> None:
+    def _find_source(self, written: Tensor, copied: Tensor) -> None:
         _, sources = self._sources.get(copied.untyped_storage()._cdata, (None, []))
         at = copied.storage_offset() * copied.itemsize
         for source in sources:
-            # The empty slice, of a rank that needs no part of the tensor, is taken at the tensor's end.
+            # an empty slice (the rank needs no part of the tensor) is at the tensor's end
             if source.begin <= at < source.end or (copied.numel() == 0 and at == source.end):
-                self._record(source, at, written, copied)
+                self._record_checksum(source, at, written, copied)
                 return
 
-    def _record(self, source: _Source, at: int, written: Tensor, copied: Tensor) -> None:
+    def _record_checksum(self, source: _Source, at: int, written: Tensor, copied: Tensor) -> None:
         same_strides = copied.dim() == len(source.shape) and all(
             size <= 1 or mine == its
             for size, mine, its in zip(copied.shape, copied.stride(), source.stride, strict=True)
         )
-        if not same_strides:  # reshaped or transposed on the way: vouch for the tensor it came from
+        if not same_strides:  # reshaped or transposed on the way: use the checksum of the source tensor
             offset = copied.storage_offset() - (at - source.begin) // source.itemsize
             self._written[source.name, (), ()] = checksum(copied.as_strided(source.shape, source.stride, offset))
             return
@@ -84,7 +84,7 @@ class LoadTrace(TorchDispatchMode):
         for stride in source.stride:
             start.append(offset // stride)
             offset %= stride
-        # Keyed by place: a bias is written twice, once while vLLM counts and once for good.
+        # keyed by place: a bias is written twice, once while vLLM counts elements and once finally
         self._written[source.name, tuple(start), tuple(copied.shape)] = checksum(
             written.to(copied.dtype), shape=source.shape, start=start
         )

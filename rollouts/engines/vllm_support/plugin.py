@@ -11,7 +11,10 @@ from core.deadlines import PARENT_POLL_S
 
 
 def register() -> None:
-    """vLLM calls this in each of its processes (entry point group vllm.general_plugins), maybe more than once."""
+    """Register the engines; vLLM calls this in each of its processes, maybe more than once.
+
+    The entry point group is vllm.general_plugins.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     _end_with_parent()
@@ -22,14 +25,14 @@ def register() -> None:
 
 
 def _end_with_parent() -> None:
-    """In a process that vLLM started: end when its parent is gone. After a kill of the parent vLLM would stay."""
+    """End a process that vLLM started when its parent is gone; it would survive a kill of the parent."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
 
-    def watch() -> None:
+    def watch_parent() -> None:
         while os.getppid() == parent.pid:
             time.sleep(PARENT_POLL_S)
         os._exit(1)
 
-    Thread(target=watch, daemon=True, name="end with parent").start()
+    Thread(target=watch_parent, daemon=True, name="end with parent").start()

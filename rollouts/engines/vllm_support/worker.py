@@ -1,10 +1,10 @@
-"""What runs inside vLLM's worker processes: our ends of its weight-transfer API.
+"""Code inside vLLM's worker processes: implementations of its weight-transfer API.
 
 vLLM loads layer by layer (`initialize_layerwise_reload`): tensors wait until their layer is complete,
-are written into fresh parameters by the model's weight loaders, and are then packed for the kernels. On
-a CPU the parameters are emptied after that, so the proof of a load is taken while the loaders write.
+are written into new parameters by the model's weight loaders, and are then packed for the kernels. On
+a CPU the parameters are emptied after that, so the checksums are computed while the loaders write.
 
-An adapter goes another way: vLLM's LoRA manager takes it from memory, under an id that stays the same.
+An adapter is loaded differently: vLLM's LoRA manager takes it from memory, under a fixed id.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from weight_sync.chunks import Chunk, read_chunk
 from weight_sync.fingerprint import fingerprint
 
 ADAPTER_ID = 1
-"""Of the only adapter; requests name it."""
+"""Id of the only adapter; requests name it."""
 
 
 class Proven(WeightTransferEngine[Any, Any]):
-    """Layerwise reload with a record of what was loaded, whatever carries the bytes."""
+    """Layerwise reload with a record of what was loaded, for every transport."""
 
     consumed: dict[str, int]
-    """Of the last finished update."""
+    """Checksums by name of what the last finished update loaded."""
     untouched: list[str]
     """Parameters of the model that the last update did not touch."""
 
     def start_weight_update(self) -> None:
         self.consumed, self.untouched = {}, []
-        if not _forget_half_loaded(self.model):  # else some parameters are stand-ins, and nothing is tied
+        if not _forget_half_loaded(self.model):  # else some parameters are placeholders, and nothing is tied
             self._tied = _tied_parameters(self.model)
         initialize_layerwise_reload(self.model)
         self._trace = LoadTrace()
@@ -65,14 +65,14 @@ class Proven(WeightTransferEngine[Any, Any]):
         with self._trace:  # padded layers are written only here
             finalize_layerwise_reload(self.model, self.model_config)
         for name in self._tied:
-            # The reload passes over it, and on a CPU the layer would go on with the packed copy of its old weights.
+            # the reload skips it, and on a CPU the layer would keep the packed copy of its old weights
             layer = self.model.get_submodule(name.rpartition(".")[0])
             layer.quant_method.process_weights_after_loading(layer)
         self.consumed, self.untouched = self._trace.consumed(), sorted(self._untouched)
         del self._trace
 
     def buckets(self, update_info: Any) -> Iterable[Bucket]:
-        """What comes with one call: all, or as much as it brings itself."""
+        """Return the buckets of one call: the whole stream, or one chunk."""
         raise NotImplementedError
 
     def receive_weights(self, update_info: Any) -> None:
@@ -83,7 +83,7 @@ class Proven(WeightTransferEngine[Any, Any]):
         self.adapter: dict[str, Tensor] = {}
 
     def receive_adapter(self, update_info: Any) -> None:
-        """Keep the adapter's tensors, in memory of our own, and the proof that they came."""
+        """Keep copies of the adapter's tensors, and their checksums."""
         for bucket in self.buckets(update_info):
             self.adapter |= {name: tensor.clone() for name, tensor in bucket}
             self.consumed |= fingerprint((name, self.adapter[name]) for name, _ in bucket)
@@ -93,7 +93,7 @@ class Proven(WeightTransferEngine[Any, Any]):
 
 
 def _forget_half_loaded(model: torch.nn.Module) -> bool:
-    """After an update that broke off vLLM would go on with the tensors that came; returns whether there was one."""
+    """Discard the tensors of an aborted update, which vLLM would reuse; return whether there was one."""
     half_loaded = [info for layer in model.modules() if (info := get_layerwise_info(layer)).can_load()]
     for info in half_loaded:
         info.load_numel = 0
@@ -102,7 +102,7 @@ def _forget_half_loaded(model: torch.nn.Module) -> bool:
 
 
 def _tied_parameters(model: torch.nn.Module) -> list[str]:
-    """Names of the parameters that are another one as well, which comes first: a tied lm_head's weight."""
+    """Return the names of parameters that share an earlier parameter, such as a tied lm_head's weight."""
     seen: set[int] = set()
     return [
         name
@@ -113,7 +113,7 @@ def _tied_parameters(model: torch.nn.Module) -> list[str]:
 
 @dataclass
 class JoinInfo(WeightTransferInitInfo):
-    """Where the trainer listens, and which ranks of its group this engine's workers are."""
+    """Address of the trainer, and the ranks of this engine's workers in its group."""
 
     address: str
     port: int
@@ -124,13 +124,13 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class Incoming(WeightTransferUpdateInfo):
-    """A chunk, or nothing where all is in the stream."""
+    """Update with one chunk, or without where the weights are in a stream."""
 
     chunk: Chunk | None = None
 
 
 class Streamed(Proven):
-    """Weights from a stream that this worker has joined, or in chunks."""
+    """Transfer from a stream that this worker has joined, or in chunks."""
 
     init_info_cls = JoinInfo
     update_info_cls = Incoming
@@ -143,7 +143,7 @@ class Streamed(Proven):
 
 
 class GlooTransfer(Streamed):
-    """Weights over gloo and TCP, see weight_sync/broadcast.py."""
+    """Transfer over gloo and TCP, see weight_sync/broadcast.py."""
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         self._receiver = WeightReceiver(
@@ -159,7 +159,7 @@ class GlooTransfer(Streamed):
 
 
 class NcclTransfer(Streamed, NCCLWeightTransferEngine):
-    """vLLM's NCCL engine, sent to by an `NcclSender`, with the proof of what was loaded. Never run yet."""
+    """Transfer over vLLM's NCCL engine from an `NcclSender`, with checksums of what was loaded. Never run yet."""
 
     shutdown = NCCLWeightTransferEngine.shutdown
 
@@ -198,7 +198,7 @@ class LocalInfo(WeightTransferUpdateInfo):
 
 
 class LocalTransfer(Proven):
-    """Weights of a trainer in vLLM's own process, handed over by reference."""
+    """Transfer from a trainer in vLLM's own process, by reference."""
 
     init_info_cls = WeightTransferInitInfo
     update_info_cls = LocalInfo
@@ -211,9 +211,9 @@ class LocalTransfer(Proven):
 
 
 def install_adapter(manager: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> list[str]:
-    """Put an adapter into vLLM's (worker's) LoRA manager in place of the one before it.
+    """Replace the adapter in the LoRA manager of a vLLM worker.
 
-    config: of PEFT's. Returns the adapter's layers that the model has not.
+    config: PEFT's configuration of the adapter. Return the adapter's layers that the model does not have.
     """
     helper = PEFTHelper.from_dict(config)
     helper.validate_legal(manager.lora_config)
@@ -236,7 +236,7 @@ def install_adapter(manager: Any, tensors: dict[str, Tensor], config: dict[str, 
 
 
 class WorkerMethods:
-    """Mixed into vLLM's worker, so that the engine can ask every rank."""
+    """Methods mixed into vLLM's worker, so that the engine can call them on every rank."""
 
     weight_transfer_engine: Proven
     model_runner: Any
@@ -245,17 +245,17 @@ class WorkerMethods:
     update_weights: Callable[[dict[str, Any]], None]
 
     def feynrl_join(self, init_info: dict[str, Any]) -> str:
-        """Why the transport failed, or an empty string: of an exception vLLM would pass on some text only."""
+        """Join the sender's group; return why the transport failed, or "". vLLM would not pass on the exception."""
         return _catch_transport_error(self.init_weight_transfer_engine, init_info)
 
     def feynrl_begin(self, adapter: bool) -> None:
         if adapter:
             return self.weight_transfer_engine.start_adapter()
-        self._weight_update_active = False  # vLLM would refuse to begin again after an update that broke off
+        self._weight_update_active = False  # else vLLM refuses to begin after an aborted update
         self.start_weight_update()
 
     def feynrl_load_part(self, adapter: bool, update_info: dict[str, Any]) -> str:
-        """As feynrl_join."""
+        """Load one part of an update; return why the transport failed, or ""."""
         if not adapter:
             return _catch_transport_error(self.update_weights, update_info)
         transfer = self.weight_transfer_engine
