@@ -204,7 +204,7 @@ def install_resolved(python: Path, build: str, wanted: str, *, newest: bool) -> 
 
 
 def for_a_gpu(root: Path, wanted: str) -> list[str]:
-    """Return the tested versions of what we ask for ourselves; vLLM's build for GPUs wants other versions of the rest."""
+    """Return the tested versions of what we require; vLLM's build for GPUs needs other versions of the rest."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"]]
     for extra in EXTRAS[wanted]:

@@ -195,7 +195,7 @@ def test_broken_command_lines(recipe, tmp_path):
         (["--config", str(tmp_path / "rk.yaml")], "did you mean 'rl.yaml'"),
         (["--config", file_of(tmp_path / "bad.yaml", "a: [1\n")], "bad.yaml, line"),
         (["--config", file_of(tmp_path / "list.yaml", "- 1\n")], "must hold keys and values"),
-        (["--config", file_of(tmp_path / "twice.yaml", "a: 1\na: 2\n")], "a stands there twice"),
+        (["--config", file_of(tmp_path / "twice.yaml", "a: 1\na: 2\n")], "a is given twice"),
         (["--config", good, "steps"], "not of the form key=value"),
         (["--config", good, "name.x=1"], "name is not a section"),
         (["--config", good, "trainer.lr=-1"], "trainer.lr=-1"),

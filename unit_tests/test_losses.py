@@ -338,7 +338,7 @@ def test_k3_pulls_towards_the_reference_however_far_away(d):
         (lambda: DPPO(correction=Correction(level="sequence")), "would do it twice"),
         (lambda: CISPO(anchor="rollout"), "would do it twice"),
         (lambda: Overlong(mode="penalty"), "needs buffer"),
-        (lambda: Correction(mode="clip", low=3.0), "no token would be left"),
+        (lambda: Correction(mode="clip", low=3.0), "every token would be masked"),
     ],
 )
 def test_combinations_whose_result_would_be_wrong_are_refused(make, words):

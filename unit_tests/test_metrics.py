@@ -23,6 +23,7 @@ from unit_tests.examples import run_here
 from unit_tests.test_checkpoint import folder_of
 
 NEEDED: dict[str, dict[str, Any]] = {"opd": {"teacher": "somewhere"}}
+DIGITS = "def score(prompt, messages):\n    return {'digits': sum(map(str.isdigit, messages[-1]['content'])) / 8}\n"
 PAIRS = [{"messages": f"{i} plus 1", "chosen": f"{i + 1}", "rejected": "no"} for i in range(6)]
 UNPAIRED = [{"messages": f"{i} plus 1", "label": i % 2 == 0} for i in range(6)]
 
@@ -64,6 +65,8 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     train = str(sums / "train.parquet")
     mixture = [{"path": train, "name": "a"}, {"path": train, "name": "b", "ratio": 2}]
     rl = {"data.train": mixture, "data.eval": str(sums / "eval.parquet"), "eval_every": 1, "max_staleness": 1}
+    (tmp_path / "digits.py").write_text(DIGITS)
+    rl |= {"reward.fn": str(tmp_path / "digits.py"), "reward.weights": {"digits": 1.0}}
     rl |= {"alg": {"name": "ppo", "critic_lr": 1e-3}, "steps": 3, "checkpoint": {"every": 1}, "updates_per_step": 2}
     assert run_here(main_rl, "--config", recipe(rl), "name=rl") == (0, "")
     sft = str(sums / "sft.parquet")
