@@ -21,6 +21,7 @@ GROUP_TIMEOUT_GRACE_S = 5.0
 SYNC_TIMEOUT_GRACE_S = 5.0
 REWARD_START_TIMEOUT_S = 120.0
 REWARD_EXIT_GRACE_S = 5.0
+MATH_VERIFY_TIMEOUT_S = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,11 @@ TABLE = (
         waits_for="the reward of one sample",
         length="`reward.timeout_s`",
         after_it="the reward process is killed and the sample has no reward",
+    ),
+    Deadline(
+        waits_for="math-verify: reading or comparing one answer (`reward.fn: math_verify`)",
+        length=_seconds(MATH_VERIFY_TIMEOUT_S),
+        after_it="the completion counts as wrong",
     ),
     Deadline(
         waits_for="a reward process that loads its file, model included",

@@ -78,7 +78,7 @@ ROLLOUT_ZERO_STD = _declare(
 ROLLOUT_STALENESS_MEAN = _declare(
     "rollout/staleness_mean", "steps", "step that trains on a token minus the version that sampled it, mean", RL
 )
-ROLLOUT_STALENESS_MAX = _declare("rollout/staleness_max", "steps", "the same, maximum", RL)
+ROLLOUT_STALENESS_MAX = _declare("rollout/staleness_max", "steps", "staleness of the oldest token of the step", RL)
 ROLLOUT_STALENESS = "rollout/staleness/{}"
 _declare("rollout/staleness/<n>", "fraction", "tokens that are n steps old; with max_staleness above 0", RL)
 ROLLOUT_MIXED_VERSIONS = _declare(
@@ -94,7 +94,7 @@ ROLLOUT_GROUP_RETRIES = _declare(
 DATA_ROWS = "data/{}/rows"
 _declare("data/<source>/rows", "rows", "rows drawn from a source of a mixture so far", ALL)
 DATA_EPOCH = "data/{}/epoch"
-_declare("data/<source>/epoch", "", "that number divided by the rows of the source", ALL)
+_declare("data/<source>/epoch", "", "rows drawn from a source so far, divided by the rows that it has", ALL)
 
 TRAIN_LOSS = _declare("train/loss", "", "loss, averaged with the token weights over micro-batches and ranks", ALL)
 TRAIN_TOKENS = _declare("train/tokens", "tokens", "tokens of the step that are trained on", ALL)
@@ -116,7 +116,10 @@ MISMATCH_RATIO = _declare(
 MISMATCH_RATIO_SQ = "train/mismatch/ratio_sq"
 """An intermediate value: the driver makes MISMATCH_ESS of it."""
 MISMATCH_ESS = _declare(
-    "train/mismatch/ess", "fraction", "effective sample size of these weights, as a fraction of the tokens (Kish)", RL
+    "train/mismatch/ess",
+    "fraction",
+    "effective sample size of the importance weights, as a fraction of the tokens (Kish)",
+    RL,
 )
 _declare("train/mismatch/weight", "", "mean importance weight after the correction", RL)
 _declare("train/entropy", "nats", "entropy of the policy, with alg.entropy_coef above 0", RL)
@@ -149,7 +152,7 @@ _declare("train/value/grad_norm", "", "norm of the value model's gradient before
 _PAIRS = "dpo, orpo, reward_model"
 _declare("train/pair/chosen", "", "implicit reward of the chosen completion", _PAIRS)
 _declare("train/pair/rejected", "", "implicit reward of the rejected completion", _PAIRS)
-_declare("train/pair/margin", "", "their difference", _PAIRS)
+_declare("train/pair/margin", "", "implicit reward of the chosen minus that of the rejected", _PAIRS)
 _declare("train/pair/accuracy", "fraction", "pairs with a positive margin", _PAIRS)
 _declare("train/nll", "nats", "negative log-likelihood of the chosen completion", "orpo")
 _declare("train/odds_loss", "", "odds-ratio term of the loss", "orpo")
@@ -183,7 +186,7 @@ SYNC_BYTES = _declare(
 )
 
 GROUP_SECONDS_MEAN = _declare("time/groups/mean_s", "seconds", "from a group's start to its last reward, mean", RL)
-GROUP_SECONDS_STD = _declare("time/groups/std_s", "seconds", "the same, standard deviation", RL)
+GROUP_SECONDS_STD = _declare("time/groups/std_s", "seconds", "standard deviation of the seconds of a group", RL)
 PHASE_MEANINGS = {
     Phase.WAIT_FOR_DATA: "waiting for the groups of the step",
     Phase.CHECK: "checking them for failures and staleness",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig, SourceConfig
 from core.errors import UserError
 from core.metrics import DATA_EPOCH, DATA_ROWS
-from core.types import Group, Prompt
+from core.types import Group, Prompt, Rows
 from data_feeds.invalid_rows import InvalidRows, filter_rows
 from data_feeds.mixture import Mixture, pick_row, pick_row_with_replacement, whole_parts
-from data_feeds.row_types import KNOWN, NEEDED, Reader, Rows
-from data_feeds.rows import Record, read_records
+from data_feeds.row_types import ROW_TYPES, Reader, RowType
+from data_feeds.rows import read_records
 from data_feeds.tokenizer import ChatTokenizer, TrainOn
 
 Item = TypeVar("Item", Prompt, Group)
@@ -81,9 +80,8 @@ class Feed(Generic[Item]):
 
 def load_prompts(data: PromptDataConfig, which: Which, tokenizer: ChatTokenizer, *, seed: int) -> Feed[Prompt]:
     """Read and validate prompts. Raises UserError for a source with too few valid rows."""
-    return _load_feed(
-        data, which, tokenizer, rows="prompts", seed=seed, make=Reader.make_prompt, max_tokens=data.max_prompt_tokens
-    )
+    row_type = ROW_TYPES["prompts"]
+    return _load_feed(data, which, tokenizer, row_type, seed=seed, max_tokens=data.max_prompt_tokens)
 
 
 def load_groups(
@@ -91,22 +89,12 @@ def load_groups(
     which: Which,
     tokenizer: ChatTokenizer,
     *,
-    rows: Literal["conversations", "pairs", "unpaired"],
+    rows: Rows,
     seed: int,
 ) -> Feed[Group]:
     """Read and validate training rows: groups of one Sample; pairs are groups [chosen, rejected]."""
-    make = {"conversations": Reader.make_conversation, "pairs": Reader.make_pair, "unpaired": Reader.make_unpaired}[
-        rows
-    ]
-    feed = _load_feed(
-        data,
-        which,
-        tokenizer,
-        rows=rows,
-        seed=seed,
-        make=make,
-        max_tokens=data.max_tokens,
-        train_on=data.train_on,
+    feed: Feed[Group] = _load_feed(
+        data, which, tokenizer, ROW_TYPES[rows], seed=seed, max_tokens=data.max_tokens, train_on=data.train_on
     )
     if rows == "conversations" and which == "train" and not isinstance(data.train_on, str):
         spoken = {turn["role"] for group in feed.all() for turn in group[0].prompt.messages}
@@ -122,17 +110,16 @@ def _load_feed(
     data: DataConfig,
     which: Which,
     tokenizer: ChatTokenizer,
+    row_type: RowType,
     *,
-    rows: Rows,
     seed: int,
-    make: Callable[[Reader, Record], Item],
     max_tokens: int,
     train_on: TrainOn = (),
-) -> Feed[Item]:
+) -> Feed[Any]:
     """Read and filter every source. Raises UserError for a source with too few valid rows."""
     configs = data.list_sources(which)
     mixed = len(configs) > 1
-    sources: list[Source[Item]] = []
+    sources: list[Source[Any]] = []
     for i, config in enumerate(configs):
         key = f"data.{which}={config.path}" if not mixed else f"data.{which}[{i}]={config.path}"
         reader = Reader(
@@ -142,14 +129,8 @@ def _load_feed(
             max_tokens=max_tokens,
             train_on=train_on,
         )
-        items, invalid = _read_source(
-            config,
-            key,
-            rows=rows,
-            make=lambda record, to=reader: make(to, record),
-            data=data,
-            limit=data.eval_rows if which == "eval" else None,
-        )
+        limit = data.eval_rows if which == "eval" else None
+        items, invalid = _read_source(config, key, row_type, reader, data=data, limit=limit)
         stream = f"{seed}/{config.log_name}" if mixed else str(seed)
         sources.append(
             Source(name=config.log_name, items=items, stream=stream, replacement=config.replacement, invalid=invalid)
@@ -158,10 +139,11 @@ def _load_feed(
 
 
 def _read_source(
-    config: SourceConfig, key: str, *, rows: Rows, make: Callable[[Record], Item], data: DataConfig, limit: int | None
-) -> tuple[list[Item], InvalidRows]:
-    records = read_records(config, key=key, needed=NEEDED[rows], known=KNOWN[rows])
-    items, invalid = filter_rows(((record.id, record) for record in records), make, limit=limit)
+    config: SourceConfig, key: str, row_type: RowType, reader: Reader, *, data: DataConfig, limit: int | None
+) -> tuple[list[Any], InvalidRows]:
+    records = read_records(config, key=key, needed=row_type.needed, known=row_type.known)
+    named = ((record.id, record) for record in records)
+    items, invalid = filter_rows(named, lambda record: row_type.make(reader, record), limit=limit)
     if not items:
         raise UserError(f"{key}: none of {invalid.looked_at} rows is valid: {invalid}")
     if invalid.share > data.max_invalid_fraction:

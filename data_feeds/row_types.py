@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from core.errors import UserError
-from core.types import Group, Message, Prompt, Sample
+from core.types import Group, Message, Prompt, Rows, Sample
 from data_feeds.invalid_rows import InvalidRow
 from data_feeds.rows import Record
 from data_feeds.tokenizer import ChatTokenizer, TemplateRefuses, TrainOn
 
 Written = TypeVar("Written")
-Rows = Literal["prompts", "conversations", "pairs", "unpaired"]
-NEEDED: dict[Rows, tuple[str, ...]] = {
-    "prompts": ("messages",),
-    "conversations": ("messages",),
-    "pairs": ("chosen", "rejected"),
-    "unpaired": ("messages", "label"),
-}
-"""Columns that at least one row must have."""
-KNOWN: dict[Rows, tuple[str, ...]] = {
-    rows: tuple(dict.fromkeys(("id", "messages", "answer", *needed))) for rows, needed in NEEDED.items()
-}
-"""Columns that are read by our names; the other columns become the prompt's `extra`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,3 +142,26 @@ def _apply_template(write: Callable[[], Written]) -> Written:
         return write()
     except TemplateRefuses as refusal:
         raise InvalidRow("bad_messages", f"the chat template refuses it: {refusal}") from refusal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowType:
+    """A kind of row: to add one, add its entry to ROW_TYPES and its method to Reader."""
+
+    needed: tuple[str, ...]
+    """Columns that some row must have."""
+    make: Callable[[Reader, Record], Any]
+    """Makes a Prompt, or a Group to train on, of one row."""
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Columns that are read by our names; a row's other columns are its prompt's `extra`."""
+        return tuple(dict.fromkeys(("id", "messages", "answer", *self.needed)))
+
+
+ROW_TYPES: dict[Rows | Literal["prompts"], RowType] = {
+    "prompts": RowType(needed=("messages",), make=Reader.make_prompt),
+    "conversations": RowType(needed=("messages",), make=Reader.make_conversation),
+    "pairs": RowType(needed=("chosen", "rejected"), make=Reader.make_pair),
+    "unpaired": RowType(needed=("messages", "label"), make=Reader.make_unpaired),
+}

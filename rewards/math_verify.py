@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 
 from math_verify import parse, verify
 
+from core.deadlines import MATH_VERIFY_TIMEOUT_S
+
 if TYPE_CHECKING:
     from core.types import Message, Prompt
-
-TIMEOUT_S = 2
 
 
 def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
     """Compare the last answer with the ground truth. Raises ValueError if the ground truth cannot be parsed."""
-    expected = parse(prompt.answer, parsing_timeout=TIMEOUT_S) or parse(
-        rf"\boxed{{{prompt.answer}}}", parsing_timeout=TIMEOUT_S
+    expected = parse(prompt.answer, parsing_timeout=MATH_VERIFY_TIMEOUT_S) or parse(
+        rf"\boxed{{{prompt.answer}}}", parsing_timeout=MATH_VERIFY_TIMEOUT_S
     )
     if not expected:
         raise ValueError(f"math-verify cannot read the answer {prompt.answer!r} of {prompt.id}")
-    found = parse(messages[-1]["content"], parsing_timeout=TIMEOUT_S)
-    return {"correct": float(verify(expected, found, timeout_seconds=TIMEOUT_S))}
+    found = parse(messages[-1]["content"], parsing_timeout=MATH_VERIFY_TIMEOUT_S)
+    return {"correct": float(verify(expected, found, timeout_seconds=MATH_VERIFY_TIMEOUT_S))}

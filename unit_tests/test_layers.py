@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from algs import list_algorithms
+from core import deadlines
 from tools import layers
 
 ROOT = Path(__file__).parent.parent
@@ -98,3 +99,39 @@ def test_an_algorithm_is_one_short_file():
         functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
         assert len(text.splitlines()) <= 150, path
         assert all(f.end_lineno - f.lineno < 40 for f in functions), path
+
+
+def test_docstrings_begin_with_a_verb_and_names_are_verb_and_object():
+    functions = [f for file in FILES for f in layers.functions_of(ROOT, file)]
+    assert layers.verb_share(functions) >= layers.VERB_SHARE
+    assert layers.one_word_share(functions) <= layers.ONE_WORD_SHARE
+
+
+def test_a_deadline_is_a_key_or_stands_in_the_table():
+    """A number of seconds that is assigned to a name anywhere else decides a wait that no document shows."""
+    elsewhere = [
+        (file, target.id)
+        for file in FILES
+        if file != "core/deadlines.py"
+        for node in ast.parse((ROOT / file).read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.endswith("_S")
+    ]
+    assert elsewhere == []
+    names = {name for name in vars(deadlines) if name.endswith("_S")}
+    used = {name for file in FILES for name in names if name in (ROOT / file).read_text() and "deadlines" not in file}
+    assert used == names, "a constant that nothing waits for"
+
+
+def test_the_processes_of_a_run_are_called_by_methods_and_not_by_strings():
+    """`workers.call_all("save")` would hide the call from type checker and editor."""
+    calls = {"call_one", "call_all", "scatter", "start_one", "start_all", "submit"}
+    by_string = [
+        (file, node.lineno)
+        for file in FILES
+        for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in calls
+        if any(isinstance(arg, ast.Constant) and isinstance(arg.value, str) for arg in node.args[:2])
+    ]
+    assert by_string == []
