@@ -80,7 +80,7 @@ def interleave_sources(parts: tuple[int, ...]) -> list[int]:
     late (unit jobs on one machine: earliest deadline first is optimal). The usual smooth round robin takes the source
     furthest behind its share, and is off by more than one row when many sources are small.
 
-    >>> spread((3, 1))
+    >>> interleave_sources((3, 1))
     [0, 0, 0, 1]
     """
     slots = sum(parts)

@@ -59,7 +59,7 @@ def collect_settings(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -
 def flatten_settings(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested sections by dotted key; an empty section is a value.
 
-    >>> flatten({"a": {"b": 1}})
+    >>> flatten_settings({"a": {"b": 1}})
     {'a.b': 1}
     """
     found: dict[str, Any] = {}

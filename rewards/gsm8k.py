@@ -34,7 +34,7 @@ def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
 def find_answer(text: str) -> tuple[Decimal | None, bool]:
     r"""Return the last answer in `text` and whether it was marked.
 
-    >>> answer_of("3 x 4 = 12\n#### 12 apples.")
+    >>> find_answer("3 x 4 = 12\n#### 12 apples.")
     (Decimal('12'), True)
     """
     for latex, plain in LATEX:

@@ -1,6 +1,8 @@
 """Who may import whom. The mathematics must run where no GPU library is installed."""
 
 import ast
+import doctest
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +137,14 @@ def test_the_processes_of_a_run_are_called_by_methods_and_not_by_strings():
         if any(isinstance(arg, ast.Constant) and isinstance(arg.value, str) for arg in node.args[:2])
     ]
     assert by_string == []
+
+
+def modules_with_examples() -> list[str]:
+    files = [*FILES, *(str(p.relative_to(ROOT)) for p in (ROOT / "tools").glob("*.py"))]
+    return [file.removesuffix(".py").replace("/", ".") for file in files if ">>> " in (ROOT / file).read_text()]
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_the_examples_in_docstrings_hold(name):
+    done = doctest.testmod(importlib.import_module(name))
+    assert done.attempted and not done.failed
