@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=3.0, help="of generation, and of training, in a step")
     parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--max-lag", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--max-staleness", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--real", action="store_true", help="the quickstart's model and task, nothing simulated")
     args = parser.parse_args(argv)
     missed = False
@@ -98,11 +98,11 @@ def main(argv: list[str] | None = None) -> int:
             seconds = base
             if max_staleness:
                 _, seconds = measure(recipe, folder / f"lag_{max_staleness}", *always, f"max_staleness={max_staleness}")
-            told = forecast(
+            predicted = forecast(
                 replace(schedule, max_staleness=max_staleness), times, engines=1, concurrent=schedule.per_step * 8
             )
-            off = told.step_seconds / seconds - 1
-            row = f"{max_staleness:>8}{seconds:>9.2f}{base / seconds:>10.2f}{told.step_seconds:>18.2f}{off:>8.1%}"
+            off = predicted.step_seconds / seconds - 1
+            row = f"{max_staleness:>8}{seconds:>9.2f}{base / seconds:>10.2f}{predicted.step_seconds:>18.2f}{off:>8.1%}"
             print(row, flush=True)
             missed |= abs(off) > TOLERANCE or (max_staleness > 0 and base / seconds < GOAL)
     if args.real:

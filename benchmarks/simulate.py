@@ -1,6 +1,6 @@
 """What does overlap bring, and how many engines does a trainer want? Asked of the real loop, in simulated time.
 
-    python -m benchmarks.simulate --group-seconds 40 --train-seconds 25 --engines 1 2 4 --max-lag 0 1 2 4
+    python -m benchmarks.simulate --group-seconds 40 --train-seconds 25 --engines 1 2 4 --max-staleness 0 1 2 4
     python -m benchmarks.simulate --run runs/my-20260101-120000 --engines 1 2 4
 
 It runs main_rl's own loop with its own buffer and scheduler (rollouts/); only the engines and the trainer are
@@ -213,7 +213,7 @@ class SimulatedRun:
         return
 
     @property
-    def lags(self) -> list[int]:
+    def ages(self) -> list[int]:
         """Of every group when it was trained on, by its oldest token."""
         return [
             step - min(s.versions[-1] for s in group) for step, groups in enumerate(self.trained) for group in groups
@@ -228,8 +228,8 @@ class Forecast:
     """Of the second half of the run, when the engines' lead has settled."""
     waited: float
     """Share of the run that the trainer waited for data."""
-    lag_mean: float
-    lag_max: int
+    staleness_mean: float
+    staleness_max: int
 
 
 def forecast(schedule: Schedule, times: Times, *, engines: int, concurrent: int) -> Forecast:
@@ -245,8 +245,8 @@ def forecast(schedule: Schedule, times: Times, *, engines: int, concurrent: int)
         max_staleness=schedule.max_staleness,
         step_seconds=(run.ends[-1] - run.ends[half - 1]) / (len(run.ends) - half),
         waited=run.waited / run.ends[-1],
-        lag_mean=sum(run.lags) / len(run.lags),
-        lag_max=max(run.lags),
+        staleness_mean=sum(run.ages) / len(run.ages),
+        staleness_max=max(run.ages),
     )
 
 
@@ -299,17 +299,23 @@ def main(argv: list[str] | None = None) -> int:
             f"sample_reuse={schedule.sample_reuse} need {least} or more"
         )
     print(f"{times}, {schedule.fresh} groups drawn a step, {args.concurrent} at a time in an engine\n")
-    headings = ["engines", "trainers", "max_staleness", "s/step", "speed-up", "trainer waits", "lag", "max"]
+    headings = ["engines", "trainers", "max_staleness", "s/step", "speed-up", "trainer waits", "staleness", "max"]
     print("".join(f"{heading:>14}" for heading in headings))
     base: float | None = None
     for engines, trainers, max_staleness in itertools.product(args.engines, args.trainers, args.max_staleness):
         scaled = replace(times, train=times.train / trainers)
-        told = forecast(
+        predicted = forecast(
             replace(schedule, max_staleness=max_staleness), scaled, engines=engines, concurrent=args.concurrent
         )
-        base = base or told.step_seconds
-        row = [engines, f"{trainers:g}", max_staleness, f"{told.step_seconds:.2f}", f"{base / told.step_seconds:.2f}"]
-        row += [f"{told.waited:.0%}", f"{told.lag_mean:.2f}", told.lag_max]
+        base = base or predicted.step_seconds
+        row = [
+            engines,
+            f"{trainers:g}",
+            max_staleness,
+            f"{predicted.step_seconds:.2f}",
+            f"{base / predicted.step_seconds:.2f}",
+        ]
+        row += [f"{predicted.waited:.0%}", f"{predicted.staleness_mean:.2f}", predicted.staleness_max]
         print("".join(f"{value:>14}" for value in row))
     return 0
 

@@ -183,7 +183,7 @@ def deadlines() -> str:
 
 
 def with_reading_path(page: str) -> str:
-    """Return the page with the table of files between its two markers made anew."""
+    """Return the page with the table of files between its two markers made again."""
     lines = {name: len((ROOT / name).read_text().splitlines()) for name in PATH_TO_THE_LOSS}
     rows = [f"| [`{name}`](../../{name}) | {lines[name]} | {shows} |" for name, shows in PATH_TO_THE_LOSS.items()]
     table = ["| file | lines | what it shows |", "|---|---|---|", *rows, f"| together | {sum(lines.values()):,} | |"]

@@ -322,7 +322,7 @@ def run(command: list[str], *, may_fail: bool = False) -> bool:
 
 
 def fail(code: int, command: list[str], said: str = "") -> NoReturn:
-    """End with the last that the command said, what failed, and the mend."""
+    """End with the last that the command said, what failed, and the fix."""
     if said:
         print("\n".join(said.splitlines()[-20:]), file=sys.stderr)
     sys.exit(f"this failed with exit code {code}: {shorten(command)}\n{MEND}")

@@ -174,7 +174,7 @@ def play(seed: int) -> None:
 
     run = run_in_virtual_time(body())
     told = f"seed {seed}, {schedule}"
-    assert max(run.lags) <= schedule.max_staleness, told
+    assert max(run.ages) <= schedule.max_staleness, told
     kept = [d.ticket for d in run.drawn if d.accepted]
     trained = [[int(g[0].prompt.id) for g in groups] for groups in run.trained]
     windows = [schedule.window(step) for step in range(schedule.steps)]
@@ -276,7 +276,7 @@ def test_overlap_hides_the_shorter_side():
     )
     assert synchronous.step_seconds == pytest.approx(20.2)
     assert synchronous.step_seconds / overlapped.step_seconds > 1.8
-    assert (synchronous.lag_max, overlapped.lag_max) == (0, 1)
+    assert (synchronous.staleness_max, overlapped.staleness_max) == (0, 1)
 
 
 def test_a_buffer_is_saved_and_goes_on_where_it_was():
