@@ -61,7 +61,7 @@ async def trainers_of(ranks, plan: TrainerPlan):
     if ranks is None:
         return Local(build_trainer(None, plan))
     workers = ranks[plan.trainer.ranks]
-    await workers.build(build_trainer, plan)
+    await workers.build_workers(build_trainer, plan)
     return workers
 
 
@@ -324,14 +324,14 @@ def test_what_is_frozen_is_in_no_checkpoint(ranks, tiny_path, tmp_path, stage):
 
     async def go():
         workers = ranks[2]
-        await workers.build(head_only, plan)
+        await workers.build_workers(head_only, plan)
         await workers.scatter(Trainer.step, shards)
         await workers.call_all(Trainer.save_state, tmp_path)
         want, weights = (
             (await workers.scatter(Trainer.step, shards))[0],
             (await workers.call_all(Trainer.flatten_weights))[0],
         )
-        await workers.build(head_only, plan)
+        await workers.build_workers(head_only, plan)
         await workers.call_all(Trainer.load_state, tmp_path)
         assert (await workers.scatter(Trainer.step, shards))[0] == want
         assert torch.equal((await workers.call_all(Trainer.flatten_weights))[0], weights)

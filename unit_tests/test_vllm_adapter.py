@@ -108,7 +108,7 @@ def test_an_adapter_alone_brings_the_trainers_policy(family: str, lora: LoraConf
             sent = fingerprint(pair for bucket in buckets(first) for pair in bucket)
             verify_sync(sent, [await engine.read_fingerprint()], expected_logp=[], probe_logp=[], bound=BOUND)
         stranger = [(name.replace("layers.1", "layers.7"), tensor) for name, tensor in buckets(first)[1]]
-        with pytest.raises(RunStopped, match=r"layers that vLLM's model has not .*layers\.7"):
+        with pytest.raises(RunStopped, match=r"layers that vLLM's model does not have .*layers\.7"):
             await engine.load_weights(4, [buckets(first)[0], stranger])
         await engine.close()
 
