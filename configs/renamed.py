@@ -10,19 +10,23 @@ RENAMED: dict[str, str] = {
     "publish_every": "weight_sync.every",
     "publish_drift": "weight_sync.max_kl",
     "reuse": "sample_reuse",
-    "reference": "precompute_ref_logp",
     "rollout.update": "weight_sync.requests",
     "rollout.tensor_parallel": "rollout.tensor_parallel_size",
     "reward.max_failed_share": "reward.max_failed_fraction",
-    "data.learn": "data.train_on",
     "data.max_unfit_share": "data.max_invalid_fraction",
     "alg.scale": "alg.scale_rewards",
     "alg.drop_dead_groups": "alg.dynamic_sampling",
     "alg.overlong.longest": "alg.overlong.max_tokens",
 }
 """Old dotted key -> new dotted key."""
-RENAMED_IN_SUPERVISED = {"data.max_prompt_tokens": "data.max_tokens"}
-"""Keys renamed in supervised runs only; reinforcement learning keeps the old ones."""
+RENAMED_IN_SUPERVISED = {
+    "reference": "precompute_ref_logp",
+    "data.max_prompt_tokens": "data.max_tokens",
+    "data.learn": "data.train_on",
+}
+"""Keys renamed in supervised runs only."""
+REMOVED_IN_RL = ("data.learn",)
+"""Keys that reinforcement learning accepted and never read."""
 VALUES: dict[str, dict[Any, Any]] = {
     "weight_sync.requests": {"in_flight": "keep", "drain": "wait", "abort": "abort"},
     "precompute_ref_logp": {"ahead": True, "each_step": False},
@@ -50,6 +54,8 @@ def translate_settings(settings: Mapping[str, Any], *, supervised: bool) -> dict
     table = _get_renamed_keys(supervised)
     translated: dict[str, Any] = {}
     for key, value in settings.items():
+        if not supervised and key in REMOVED_IN_RL:
+            continue
         new = table.get(key, key)
         translated[new] = _translate_value(new, value)
     if translated.keys() == settings.keys():

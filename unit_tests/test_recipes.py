@@ -104,6 +104,7 @@ def test_settings_of_an_earlier_checkpoint_mean_what_they_meant(recipe):
     new_to_old = {new: old for old, new in RENAMED.items()}
     then = {new_to_old.get(key, key): value for key, value in now.items() if key not in ADDED}
     then["rollout.update"] = "in_flight"
+    then["data.learn"] = ["assistant"]
     assert translate_settings(then, supervised=False) == now
     assert translate_settings(now, supervised=False) == now
 
