@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 from typing import Any, cast
@@ -198,6 +198,34 @@ class Recorder:
         return [self.answers.get(method.__name__)]
 
 
+def sync_of(
+    trainers: Remote[Any],
+    engines: Remote[Any],
+    transports: list[Transport],
+    *,
+    may_fall_back: bool,
+    say: Callable[[str], Any],
+) -> RemoteWeightSync:
+    return RemoteWeightSync(
+        ends=SyncEndpoints(
+            trainers=trainers,
+            sources=trainers,
+            engines=engines,
+            engine_timers=engines,
+            ranks_per_engine=1,
+            max_bytes=1,
+            scope="whole",
+            timeout_s=1.0,
+        ),
+        engines=engines,
+        probe=Probe(token_ids=[1, 2], bound=0.1),
+        transports=transports,
+        may_fall_back=may_fall_back,
+        say=say,
+        facts={},
+    )
+
+
 def test_nothing_is_sent_before_the_engines_are_held() -> None:
     """A drain takes as long as the longest completion, and the members of a broadcast do not wait for that."""
     notes: list[str] = []
@@ -211,24 +239,7 @@ def test_nothing_is_sent_before_the_engines_are_held() -> None:
             notes.append("transfer called")
             return Sent(checksums={}, nbytes=0)
 
-    sync = RemoteWeightSync(
-        ends=SyncEndpoints(
-            trainers=trainers,
-            sources=trainers,
-            engines=engines,
-            engine_timers=engines,
-            ranks_per_engine=1,
-            max_bytes=1,
-            scope="whole",
-            timeout_s=1.0,
-        ),
-        engines=engines,
-        probe=Probe(token_ids=[1, 2], bound=0.1),
-        transports=[cast(Transport, Noted())],
-        may_fall_back=False,
-        say=notes.append,
-        facts={},
-    )
+    sync = sync_of(trainers, engines, [cast(Transport, Noted())], may_fall_back=False, say=notes.append)
     asyncio.run(sync.publish_weights(3))
     steps = [note for note in notes if not note.startswith(("begin", "end"))]
     assert steps[:3] == ["pause called", "pause done", "transfer called"]
@@ -250,24 +261,8 @@ def test_engines_are_held_again_before_another_transport_is_tried() -> None:
                 raise TransportFailed("cut")
             return Sent(checksums={}, nbytes=0)
 
-    sync = RemoteWeightSync(
-        ends=SyncEndpoints(
-            trainers=trainers,
-            sources=trainers,
-            engines=engines,
-            engine_timers=engines,
-            ranks_per_engine=1,
-            max_bytes=1,
-            scope="whole",
-            timeout_s=1.0,
-        ),
-        engines=engines,
-        probe=Probe(token_ids=[1, 2], bound=0.1),
-        transports=[cast(Transport, Noted("gloo")), cast(Transport, Noted("direct"))],
-        may_fall_back=True,
-        say=lambda text: None,
-        facts={},
-    )
+    transports = [cast(Transport, Noted(name)) for name in ("gloo", "direct")]
+    sync = sync_of(trainers, engines, transports, may_fall_back=True, say=lambda text: None)
     asyncio.run(sync.publish_weights(3))
     steps = [note for note in notes if note in ("gloo", "direct", "pause done")]
     assert steps == ["pause done", "gloo", "pause done", "direct"]
