@@ -58,9 +58,7 @@ def translate_settings(settings: Mapping[str, Any], *, supervised: bool) -> dict
             continue
         new = table.get(key, key)
         translated[new] = _translate_value(new, value)
-    if translated.keys() == settings.keys():
-        return translated
-    return {**{key: value for key, value in ADDED.items() if key not in translated}, **translated}
+    return ADDED | translated
 
 
 _MISSING = object()
@@ -83,4 +81,4 @@ def _translate_value(new: str, value: Any) -> Any:
 
 
 def _format_value(value: Any) -> str:
-    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
