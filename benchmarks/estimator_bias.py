@@ -28,7 +28,7 @@ STEPS_AT_ONCE = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Who draws what, and which gradient is meant."""
+    """A toy problem, the policy that samples, and the gradient that is measured."""
 
     toy: Toy
     source: Source = "pi"

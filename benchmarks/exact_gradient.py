@@ -52,7 +52,7 @@ class Case:
     name: str
     alg: Algorithm
     claim: Verdict
-    """What the measurement should say; tested."""
+    """Expected result of the measurement; tested."""
 
 
 Settings = dict[str, object]
@@ -70,7 +70,7 @@ class Table:
     title: str
     setting: Setting
     given: Settings = field(default_factory=dict)
-    """What all of them have set."""
+    """Settings that all cases share."""
     unbiased: Sequence[Estimator] = ()
     in_length: Sequence[Estimator] = ()
     biased: Sequence[Estimator] = ()

@@ -81,7 +81,7 @@ MATRIX: dict[str, dict[str, Any]] = {
     "GRPO, LoRA": {"name": "grpo"},
 }
 RECIPES = {"GRPO, LoRA": "quickstart_lora"}
-"""Of those that do not learn by the quickstart's own."""
+"""Recipes of the rows that do not use the quickstart's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,10 +42,10 @@ LR = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One process's run over the task."""
+    """Measurements of one process's run over the task."""
 
     seconds: list[float]
-    """Of every update, the warm-up included."""
+    """One entry per update, warm-up included."""
     cpu_seconds: list[float]
     losses: list[float]
     peak_mib: float

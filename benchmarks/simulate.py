@@ -1,4 +1,4 @@
-"""What does overlap bring, and how many engines does a trainer want? Asked of the real loop, in simulated time.
+"""Measure what overlap brings and how many engines a trainer needs: the real loop, in simulated time.
 
     python -m benchmarks.simulate --group-seconds 40 --train-seconds 25 --engines 1 2 4 --max-staleness 0 1 2 4
     python -m benchmarks.simulate --run runs/my-20260101-120000 --engines 1 2 4
@@ -67,7 +67,7 @@ class Times:
     group: float
     group_std: float
     train: float
-    """Of a step: log-probabilities and updates."""
+    """Seconds of a step's log-probabilities and updates."""
     sync: float
     seed: int = 0
 
@@ -139,7 +139,7 @@ def answer(ticket: int, version: int) -> Sample:
 
 @dataclass
 class SimulatedRun:
-    """What main_rl.train asks of a Run. Trained groups and the end of every step are kept for whoever looks."""
+    """Implement what main_rl.train needs of a Run, in simulated time. Keeps trained groups and the end of each step."""
 
     schedule: Schedule
     engines: SimulatedEngines
@@ -214,7 +214,7 @@ class SimulatedRun:
 
     @property
     def ages(self) -> list[int]:
-        """Of every group when it was trained on, by its oldest token."""
+        """Return the age in steps of every group's oldest token when the group was trained on."""
         return [
             step - min(s.versions[-1] for s in group) for step, groups in enumerate(self.trained) for group in groups
         ]
@@ -225,7 +225,7 @@ class Forecast:
     engines: int
     max_staleness: int
     step_seconds: float
-    """Of the second half of the run, when the engines' lead has settled."""
+    """Mean over the second half of the run, when the engines' lead has settled."""
     waited: float
     """Share of the run that the trainer waited for data."""
     staleness_mean: float

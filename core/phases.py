@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """What the driver is doing. It does one thing at a time, so a step is the sum of its phases and REST."""
+    """Phases of the driver. It is in one phase at a time, so a step is the sum of its phases and REST."""
 
     START = "start"
     RESUME = "resume"
@@ -24,7 +24,7 @@ class Phase(StrEnum):
 
 
 class Activity(StrEnum):
-    """What a trainer rank or an engine is doing."""
+    """Activities of a trainer rank or an engine."""
 
     TRAIN = "train"
     LOGP = "logp"

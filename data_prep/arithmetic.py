@@ -22,7 +22,7 @@ COMMUTATIVE = "+*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Which problems there are, and how they are put."""
+    """Kinds of problems, and how they are written."""
 
     ops: str = "+"
     """Some of + - *; each is drawn equally often."""

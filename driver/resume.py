@@ -1,4 +1,4 @@
-"""Which settings a resumed run must share with the run that it resumes.
+"""Compare a resumed run's settings with those of the run that it resumes.
 
 Every key is compared except for those listed here, so a change of a new key is refused by default.
 """

@@ -31,7 +31,7 @@ RENAMED_STATE = {"told": "n_reported", "came": "finished"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Which step trains on which groups, when they may start and when weights are synced: arithmetic, no state.
+    """Compute which step trains on which groups, when they may start and when weights are synced. No state.
 
     A position is the number of a group among those that are trained on, in ticket order.
 

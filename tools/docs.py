@@ -36,7 +36,7 @@ PATH_TO_THE_LOSS = {
     "data_feeds/packing.py": "weights of tokens, and micro-batches",
     "trainers/trainer.py": "forward, `sum(weight x loss)`, backward, update",
 }
-"""What a newcomer reads to follow one step from the reward to the loss."""
+"""Files that a newcomer reads to follow one step from the reward to the loss."""
 BEGIN, END = "<!-- reading path: begin -->", "<!-- reading path: end -->"
 
 
@@ -86,7 +86,7 @@ def configuration() -> str:
     parts += section("Every run", "", RunConfig)
     parts += section("Reinforcement learning (main_rl.py)", "", RLConfig, leave_out=shared)
     parts += section("Supervised learning (main_sl.py)", "", SLConfig, leave_out=shared)
-    for name, field in {**RLConfig.model_fields}.items():
+    for name, field in RLConfig.model_fields.items():
         if name == "data":
             parts += data_sections()
         elif is_section(field.annotation):

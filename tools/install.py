@@ -42,7 +42,7 @@ FIRST_IMPORTS = (
     "vllm.v1.engine.async_llm",
     "ray, pyarrow.parquet, datasets, deepspeed, peft, transformers.models.llama.modeling_llama",
 )
-"""What most processes of a run import, in two lanes."""
+"""Modules that most processes of a run import, in two lanes."""
 LOG_EVERY_S = 10.0
 MEND = "What was installed stays, and the same command goes on from there. (Does pip reach a package index?)"
 

@@ -1,4 +1,4 @@
-"""Who draws what: exact shares, whole passes, and no state to lose."""
+"""Mixtures of data sources: exact shares, whole passes, and no state to lose."""
 
 from collections import Counter
 from fractions import Fraction
