@@ -24,6 +24,7 @@ from core.phases import REST, STEP, Phase, time_metric
 
 ROOT = Path(__file__).parent.parent
 PROMPTS, SAMPLES, NEW_TOKENS, MICRO_BATCH_TOKENS = 8, 8, 32, 2048
+LR = 1e-6
 
 
 def main() -> None:
@@ -93,7 +94,7 @@ def our_run(model: str, data: str, dtype: str, steps: int, scratch: Path) -> Pat
                 "data": {"train": str(Path(data).absolute()), "max_prompt_tokens": 128},
                 "reward": {"fn": "arithmetic"},
                 "rollout": {"max_new_tokens": NEW_TOKENS},
-                "trainer": {"micro_batch_tokens": MICRO_BATCH_TOKENS, "lr": 1e-6},
+                "trainer": {"micro_batch_tokens": MICRO_BATCH_TOKENS, "lr": LR},
             }
         )
     )
@@ -149,7 +150,7 @@ def bare_train(model: str, dtype: str, run: Path) -> list[float]:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=LR)
     seconds = []
     for step in steps_of(run):
         lengths = sorted(

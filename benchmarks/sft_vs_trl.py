@@ -36,7 +36,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 GOAL = 1.3
 TRL = ["trl==1.16.0", "transformers==5.19.0"]
-TORCH_CPU = ["torch==2.13.0+cpu", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+TORCH_CPU = "torch==2.13.0+cpu"
+TORCH_INDEX = ["--index-url", "https://download.pytorch.org/whl/cpu"]
 LR = 1e-5
 
 
@@ -209,7 +210,11 @@ def trl_environment() -> Path:
     if not (python.parent.parent / "made").is_file():
         say("making an environment with TRL in build/trl")
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(python.parent.parent)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", *TRL, *TORCH_CPU], check=True)
+        install = [str(python), "-m", "pip", "install", "-q"]
+        configured = subprocess.run([*install, TORCH_CPU], capture_output=True, check=False)
+        if configured.returncode:  # PyPI itself has no CPU build
+            subprocess.run([*install, *TORCH_INDEX, TORCH_CPU], check=True)
+        subprocess.run([*install, *TRL], check=True)
         (python.parent.parent / "made").touch()
     return python
 

@@ -15,7 +15,7 @@ from algs import find_algorithm, list_algorithms
 from algs.base import PolicyGradient
 from algs.check import fixtures
 from algs.check.update import compute_advantages, make_policy, plan_batches
-from benchmarks import rl_step
+from benchmarks import rl_step, rl_vs_trl
 from core.metrics import METRICS, MISMATCH_RATIO_SQ, VALUE_MOMENTS, find_metric
 from core.phases import Phase
 from driver.rollout_metrics import name_train_metrics
@@ -129,3 +129,14 @@ def test_a_phase_that_no_run_logs_stops_the_step_benchmark(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(SystemExit, match="time/generate_s"):
         rl_step.read_phases(tmp_path)
+
+
+def test_the_benchmark_beside_trl_counts_no_warm_up():
+    """Worked out by hand: medians 10 s and 15 s without each run's first step."""
+    ours = {"seconds": [99.0, 8.0, 10.0], "rewards": [0.0, 0.5, 1.0], "lengths": [3.0, 4.0, 5.0]}
+    again = ours | {"seconds": [99.0, 10.0, 12.0]}
+    theirs = ours | {"seconds": [99.0, 15.0, 15.0]}
+    table = rl_vs_trl.make_table({"ours": [ours, again], "TRL": [theirs, theirs]}, trl_batch=16)
+    [line] = [line for line in table.splitlines() if line.startswith("ours")]
+    assert line.split() == ["ours", "10.00", "8.00", "12.00", "0.50", "4.0"]
+    assert "4 steps of each" in table and "TRL's step / our step: 1.50" in table
