@@ -7,15 +7,17 @@ framework masks, corrects, weights and reduces; an algorithm says what one token
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
 from algs.credit import ScaleRewards, group_advantages, reward_std, whiten
-from algs.ops import importance_ratio, k3
+from algs.ops import importance_ratio, k3, reaches_cap, reaches_clamp
 from algs.terms import KL, Correction, Overlong
+from core.errors import RunStopped, UserError
 from core.strict_model import StrictModel
 from core.types import Group, LossNorm, Policy, Rows, Sample, ScoredColumn, Tokens
 
@@ -26,6 +28,7 @@ Metrics = dict[str, Tensor]
 class Algorithm(StrictModel):
     """Base of every algorithm. Only `loss` is required."""
 
+    model_config = ConfigDict(allow_inf_nan=True)  # .inf is a bound that never binds
     name: str = ""
     file: str = ""
     """Path of a Python file with one Algorithm in it; instead of `name`, for an algorithm kept elsewhere."""
@@ -168,11 +171,12 @@ class PolicyGradient(Algorithm):
         """Return correction x policy loss + KL - entropy, [M]; the last two are not corrected."""
         tokens = with_prox(policy, tokens)
         rollout, prox = tokens.rollout_logp, tokens.prox_logp
-        loss, metrics = self.loss(policy, tokens)
-        check_per_token(self, loss, metrics, tokens)  # before the correction, which would spread a mean over all tokens
+        # checked before the correction, which would spread a mean over all tokens
+        loss, metrics = check_per_token(self, self.loss(policy, tokens), tokens)
         rho = importance_ratio(prox, rollout)
         metrics["mismatch/kl"] = rho - 1 - rho.log()
         metrics["mismatch/abs_logp"] = (prox - rollout).abs()
+        metrics["mismatch/clamped"] = reaches_clamp(policy.logp, prox, rollout)
         metrics["mismatch/ratio"], metrics["mismatch/ratio_sq"] = rho, rho.square()  # their means give the ESS
         if self.correction.level != "none":
             weight = self.correction.compute_weights(prox, rollout, tokens.seq_ids)
@@ -180,6 +184,7 @@ class PolicyGradient(Algorithm):
             loss = loss * weight
         if tokens.has("ref_logp"):
             metrics["kl_ref"] = k3(policy.logp.detach(), tokens.ref_logp)
+            metrics["kl_ref_capped"] = reaches_cap(policy.logp, tokens.ref_logp)
         if self.kl.in_loss:
             loss = loss + self.kl.coef * self.kl.compute_penalty(policy.logp, tokens)
         if policy.entropy is not None:
@@ -199,14 +204,47 @@ def assign_advantages(alg: Algorithm, groups: list[Group]) -> list[Group]:
     ]
 
 
-def check_per_token(alg: Algorithm, loss: Tensor, metrics: Metrics, tokens: Tokens) -> None:
-    """Raise ValueError for a loss that reduced, or gave one value per sequence: it would be broadcast and be wrong."""
-    for name, value in {"the loss": loss, **metrics}.items():
-        if value.shape != tokens.weight.shape:
-            raise ValueError(
-                f"{type(alg).__name__}: {name} has shape {list(value.shape)}, expected one value per token, "
-                f"{list(tokens.weight.shape)}: return it unreduced, the framework weights and sums"
+def check_advantages(alg: PolicyGradient, given: list[Group], groups: list[Group]) -> None:
+    """Raise RunStopped unless the samples are the given ones, in their groups, with finite advantages."""
+    who = f"{type(alg).__name__}.compute_advantages"
+    if [[s.token_ids for s in g] for g in groups] != [[s.token_ids for s in g] for g in given]:
+        sizes = f"{len(given)} groups of {sum(map(len, given))} samples"
+        raise RunStopped(
+            f"{who} was given {sizes} and returned {len(groups)} groups of {sum(map(len, groups))}, or others: return "
+            "every sample in its group and order, and leave one out by its `excluded`"
+        )
+    for sample in (s for g in groups for s in g):
+        given_to = zip(sample.advantage or (), sample.loss_mask, strict=False)
+        if bad := [a for a, is_trained in given_to if is_trained and not math.isfinite(a)]:
+            raise RunStopped(
+                f"{who} gave the advantage {bad[0]} to a sample of {sample.prompt.id} with the reward {sample.reward}: "
+                "advantages must be finite"
             )
+
+
+def check_per_token(alg: Algorithm, returned: Any, tokens: Tokens) -> tuple[Tensor, Metrics]:
+    """Return the loss and the metrics that an algorithm's method returned.
+
+    Raises UserError for anything but floats [M] on the device of the tokens: a loss that reduced, or gave one value per
+    sequence, would be broadcast and be wrong.
+    """
+    who, expected = type(alg).__name__, list(tokens.weight.shape)
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+        raise UserError(f"{who}: its loss must return (loss, metrics), a tensor and a dict, found {returned!r:.60}")
+    loss, metrics = returned
+    for name, value in {"the loss": loss, **metrics}.items():
+        if not isinstance(value, Tensor):
+            raise UserError(f"{who}: {name} is {type(value).__name__}, expected a tensor with one value per token")
+        if value.shape != tokens.weight.shape:
+            raise UserError(
+                f"{who}: {name} has shape {list(value.shape)}, expected one value per token, {expected}: return it "
+                "unreduced, the framework weights and sums"
+            )
+        if value.device != tokens.weight.device:
+            raise UserError(f"{who}: {name} is on {value.device}, expected {tokens.weight.device}, where its input is")
+    if not loss.is_floating_point():
+        raise UserError(f"{who}: the loss has dtype {loss.dtype}, expected the float32 of policy.logp")
+    return loss, metrics
 
 
 def with_prox(policy: Policy, tokens: Tokens) -> Tokens:

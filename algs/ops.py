@@ -8,15 +8,26 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Bound of a log-ratio before exp(). The gradient is zero outside."""
+"""Bound of a log-ratio before exp(). The gradient is zero outside; `reaches_clamp` counts the tokens there."""
 
 K3_CAP = 10.0
-"""Distance from which k3 continues as a straight line, in nats."""
+"""Distance from which k3 continues as a straight line, in nats; `reaches_cap` counts the tokens there."""
 
 
 def importance_ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
     """Compute pi(a) / pi_old(a) per token, [M] -> [M]; the log-ratio is clamped to +-20 before exp."""
     return (logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def reaches_clamp(logp: Tensor, prox_logp: Tensor, rollout_logp: Tensor) -> Tensor:
+    """Return 1 where any two of the three policies differ by MAX_LOG_RATIO or more, else 0; [M] -> [M], detached."""
+    three = torch.stack([logp.detach(), prox_logp, rollout_logp])
+    return (three.amax(0) - three.amin(0) >= MAX_LOG_RATIO).to(rollout_logp.dtype)
+
+
+def reaches_cap(logp: Tensor, other: Tensor) -> Tensor:
+    """Return 1 where k3 has left its formula for the straight line, else 0; [M] -> [M], detached."""
+    return (logp.detach() - other <= -K3_CAP).to(other.dtype)
 
 
 def sequence_sum(values: Tensor, seq_ids: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor
 from algs.base import Metrics, PolicyGradient, spread_over_sample
 from algs.credit import generalised_advantages, whiten
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
+from core.strict_model import LearningRate
 from core.types import Group, Policy, Sample, ScoredColumn, Tokens
 
 
@@ -39,7 +40,7 @@ class PPO(PolicyGradient):
     """Normalise the advantages of a step's tokens to mean 0 and variance 1; the returns stay as they are."""
     value_clip: float | None = Field(None, gt=0)
     bootstrap_truncated: bool = False
-    critic_lr: float = Field(1e-5, gt=0)
+    critic_lr: LearningRate = 1e-5
     """Peak learning rate of the value model; the schedule and everything else are the trainer's."""
 
     @property

@@ -22,7 +22,7 @@ class Correction(StrictModel):
     """truncate: min(rho, high). clip: rho between low and high. mask: rho where low <= rho <= high, else 0."""
     low: float = Field(default=0.5, ge=0)
     """Lower bound of rho, read by clip and mask."""
-    high: float = Field(default=2.0, gt=0)
+    high: float = Field(default=2.0, gt=0, allow_inf_nan=True)
     """Upper bound of rho; .inf is no bound."""
     token_high: float = Field(default=2.0, gt=0)
     """Cap of the weight of a token in a kept sequence: min(its own rho, token_high). Read by geometric with mask."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from core.strict_model import StrictModel
+from core.strict_model import Seconds, StrictModel
 
 
 class RewardConfig(StrictModel):
@@ -14,13 +14,13 @@ class RewardConfig(StrictModel):
 
     fn: str
     """Reward function: a module of rewards/, or the path of a Python file with a function `score(prompt, messages)`."""
-    weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field({"correct": 1.0}, min_length=1)
+    weights: dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]] = Field({"correct": 1.0}, min_length=1)
     """Weights of the parts that `fn` returns: the reward is the sum of weight x part. Every part is logged."""
     settings: dict[str, Any] = Field({})
     """Arguments passed to `score` by name, such as the path of a reward model."""
     workers: int = Field(2, ge=1)
     """Number of reward processes per engine. If one hangs or dies, only its own sample fails."""
-    timeout_s: float = Field(20.0, gt=0)
+    timeout_s: Seconds = 20.0
     """Deadline of the reward of one sample, in seconds. A sample without a reward has failed."""
     max_failed_fraction: float = Field(0.1, ge=0, le=1)
     """Largest fraction of a step's samples that may fail; above it the run stops."""
@@ -38,14 +38,14 @@ class RolloutConfig(StrictModel):
     """Number of engines. Each has a process and a copy of the weights."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Number of GPUs (on a CPU: processes) per engine."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0.01, le=100)
     """Sampling temperature. top-p, top-k and min-p are not offered: they renormalise the sampling distribution on a
     subset of the vocabulary, and the trainer's log-probabilities would silently be those of another policy."""
     max_new_tokens: int = Field(256, ge=1)
     """Token budget of one episode, over all its turns, the environment's turns included."""
     max_turns: int = Field(1, ge=1)
     """Largest number of replies of the policy in one episode."""
-    timeout_s: float = Field(900.0, gt=0)
+    timeout_s: Seconds = 900.0
     """Deadline of one group, in seconds. A late group is retried once on another engine, then the run stops."""
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs; always so on a CPU."""
@@ -76,7 +76,7 @@ class WeightSyncConfig(StrictModel):
     the run."""
     bucket_mib: int = Field(256, ge=1)
     """Size of a bucket, in MiB. Weights are gathered and sent in buckets; a larger single tensor is its own bucket."""
-    timeout_s: float = Field(300.0, gt=0)
+    timeout_s: Seconds = 300.0
     """Deadline of each step of a sync, in seconds: forming the group, sending, probing."""
     lora: Literal["merged", "adapter"] = "merged"
     """Weights that are sent of a LoRA model: all weights with the adapter merged in, or the adapter alone."""

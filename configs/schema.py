@@ -14,15 +14,16 @@ from pydantic import Field, model_validator
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig, WeightSyncConfig
 from configs.trainer_schema import CheckpointConfig, ModelConfig, TrainerConfig
-from core.strict_model import StrictModel
+from core.errors import UserError
+from core.strict_model import Seconds, StrictModel
 
 
 class RunConfig(StrictModel):
     """Keys that RL and supervised runs have in common."""
 
-    name: str
-    """Name of the run; the run folder is <run_dir>/<name>-<time>."""
-    seed: int = 0
+    name: str = Field(pattern=r"^[^/\x00-\x1f.][^/\x00-\x1f]{0,99}$")
+    """Name of the run, up to 100 characters without "/"; the run folder is <run_dir>/<name>-<time>."""
+    seed: int = Field(0, ge=0)
     """Seed of the order of the data and of all sampling."""
     backend: Literal["ray", "local"] = "ray"
     """Where trainer ranks and engines run. ray: in Ray actors. local: all in one process, so that breakpoint() works in
@@ -41,7 +42,7 @@ class RunConfig(StrictModel):
     """Run folder (its newest complete checkpoint) or checkpoint to resume from, exactly, in a new run folder. Settings
     that change the gradient must be the same; otherwise an error names the first one that differs. driver/resume.py
     lists what may differ, such as steps under a constant learning rate. Use trusted files only: they are unpickled."""
-    timeout_s: float = Field(1800.0, gt=0)
+    timeout_s: Seconds = 1800.0
     """Deadline of every remote call, in seconds: start of an engine, a training step, a checkpoint."""
     model: ModelConfig
     alg: dict[str, Any]
@@ -55,6 +56,11 @@ class RunConfig(StrictModel):
     @property
     def n_steps(self) -> int:
         """Training steps of the run."""
+        raise NotImplementedError
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer updates of the run."""
         raise NotImplementedError
 
     @model_validator(mode="after")
@@ -73,6 +79,15 @@ class RunConfig(StrictModel):
         if self.backend == "local" and self.trainer.ranks != 1:
             raise ValueError("backend: local is one process: set trainer.ranks to 1, or backend to ray")
         return self
+
+
+def check_warmup(trainer: TrainerConfig, total_updates: int) -> None:
+    """Raise ValueError for a warm-up that outlasts the run, whose learning rate would never reach `lr`."""
+    if trainer.warmup_updates > total_updates:
+        raise ValueError(
+            f"trainer.warmup_updates={trainer.warmup_updates}, and the run makes {total_updates} updates, so the "
+            "learning rate never reaches trainer.lr: lower it, or train longer"
+        )
 
 
 def min_staleness(*, sync_every: int, sample_reuse: int) -> int:
@@ -116,6 +131,7 @@ class RLConfig(RunConfig):
             raise ValueError(
                 f"groups_per_step={self.groups_per_step} must be a multiple of sample_reuse={self.sample_reuse}"
             )
+        check_warmup(self.trainer, self.total_updates)
         sync = self.weight_sync
         least = min_staleness(sync_every=sync.every, sample_reuse=self.sample_reuse)
         if self.max_staleness < least:
@@ -194,6 +210,8 @@ class SLConfig(RunConfig):
             raise ValueError("set either steps or epochs" + ("" if self.steps is None else ", and not both"))
         if self.epochs is not None and isinstance(self.data.train, list):
             raise ValueError("epochs counts passes over one data set, and data.train is a mixture: set steps instead")
+        if self.steps is not None:
+            check_warmup(self.trainer, self.steps)
         if self.data.max_tokens > self.trainer.micro_batch_tokens:
             raise ValueError(
                 f"one row may have {self.data.max_tokens} tokens (data.max_tokens), more than "
@@ -205,7 +223,12 @@ class SLConfig(RunConfig):
         """Return the configuration with `epochs` converted to `steps`, for a data set with this number of rows."""
         if self.epochs is None:
             return self
-        return self.model_copy(update={"steps": math.ceil(self.epochs * rows / self.rows_per_step), "epochs": None})
+        steps = math.ceil(self.epochs * rows / self.rows_per_step)
+        try:
+            check_warmup(self.trainer, steps)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        return self.model_copy(update={"steps": steps, "epochs": None})
 
     @property
     def n_steps(self) -> int:

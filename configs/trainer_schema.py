@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from core.strict_model import StrictModel
+from core.strict_model import LearningRate, StrictModel
 
 
 class LoraConfig(StrictModel):
@@ -58,7 +58,7 @@ class TrainerConfig(StrictModel):
     """DeepSpeed's ZeRO stage. 1 shards the optimizer's state over the ranks, 2 the gradients too, 3 the weights too."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Optimizer of torch; sgd is without momentum."""
-    lr: float = Field(1e-6, gt=0)
+    lr: LearningRate = 1e-6
     """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate after the warm-up; linear and cosine reach zero with the last update."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import bdb
+import os
 import sys
 from collections.abc import Callable
 
@@ -23,7 +25,9 @@ def parse_arguments(program: str, description: str, argv: list[str] | None = Non
 def run_guarded(run: Callable[[], int]) -> int:
     """Run, and turn expected errors into one sentence and an exit code; any other error keeps its traceback."""
     from core.errors import RunStopped, UserError
+    from core.signals import EXIT_CODE, end_on_signals
 
+    end_on_signals()
     try:
         return run()
     except UserError as error:
@@ -34,4 +38,13 @@ def run_guarded(run: Callable[[], int]) -> int:
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return EXIT_CODE
+    except bdb.BdbQuit:
+        print("interrupted: the debugger was left with q", file=sys.stderr)
+        return EXIT_CODE
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at the end
+        print(
+            "stopped: the output was closed, as by `| head`: write it to a file to keep the run going", file=sys.stderr
+        )
+        return 1

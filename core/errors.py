@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class UserError(Exception):
     """Mistake of the user, exit code 2. The message says what was found, what was expected, and which key to change."""
@@ -26,6 +31,36 @@ class TransportFailed(CallFailed):
 
 class ProcessDied(RunStopped):
     """Process of the run that is gone or does not respond. The message names it."""
+
+
+_CANNOT_WRITE = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EROFS", "EFBIG", "EIO", "EACCES", "EPERM", "ENAMETOOLONG", "ENOTDIR", "EISDIR")
+}
+_SAID_BY_WRITERS = ("PytorchStreamWriter", "inline_container", "iostream error", "Error while serializing")
+"""Words of torch's and safetensors' errors about a failed write, which are no OSError."""
+
+
+@contextmanager
+def writing(path: Path, *, meaning: str = "") -> Generator[None]:
+    """Turn a failed write (a full disk, a limit, a lost right) into RunStopped that names `path`.
+
+    meaning: what it means for the user, at the end of the sentence.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_write_error(error):
+            raise
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise RunStopped(f"{path} cannot be written: {reason}" + (f"; {meaning}" if meaning else "")) from error
+
+
+def is_write_error(error: Exception) -> bool:
+    """Tell whether the error is a failed write; torch and safetensors have their own classes for it."""
+    if isinstance(error, OSError):
+        return error.errno in _CANNOT_WRITE
+    return any(words in str(error) for words in _SAID_BY_WRITERS)
 
 
 def first_line(error: Exception) -> str:

@@ -110,6 +110,12 @@ MISMATCH_KL = _declare(
     "train/mismatch/kl", "nats", "k3 estimate of KL(engine || trainer) on the sampled tokens, before the step", RL
 )
 _declare("train/mismatch/abs_logp", "nats", "mean absolute difference of log-probabilities, trainer and engine", RL)
+_declare(
+    "train/mismatch/clamped",
+    "fraction",
+    "tokens whose log-ratio between policy, proximal policy and engine reached 20, where it is clamped",
+    RL,
+)
 MISMATCH_RATIO = _declare(
     "train/mismatch/ratio", "", "mean importance weight pi_prox / pi_rollout before the correction", RL
 )
@@ -125,6 +131,12 @@ _declare("train/mismatch/weight", "", "mean importance weight after the correcti
 _declare("train/entropy", "nats", "entropy of the policy, with alg.entropy_coef above 0", RL)
 TRAIN_KL_REF = _declare(
     "train/kl_ref", "nats", "k3 estimate of KL(pi || reference) on the trained tokens, with a reference model", RL
+)
+_declare(
+    "train/kl_ref_capped",
+    "fraction",
+    "tokens whose k3 to the reference is beyond 10 nats, where it continues as a straight line",
+    RL,
 )
 _CLIPPED = "grpo, ppo, gspo, reinforce_pp"
 _declare("train/approx_kl", "nats", "estimate of KL(pi_prox || pi) on the trained tokens", _CLIPPED)

@@ -2,10 +2,51 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import math
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+LARGEST_INT = 2**31 - 1
+LARGEST_FLOAT = 1e9
+Seconds = Annotated[float, Field(gt=0, le=1e7)]
+"""Deadline in seconds, up to 115 days."""
+LearningRate = Annotated[float, Field(gt=0, le=100)]
 
 
 class StrictModel(BaseModel):
-    """Base of all settings: frozen, an unknown key is an error, and defaults are validated."""
+    """Base of all settings: frozen, an unknown key is an error, and defaults are validated.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    A number is never true or false, never NaN, infinite only where its field allows it, and of a size that makes sense.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def numbers_are_no_switches(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        if isinstance(value, bool) and _is_number(cls.model_fields[info.field_name].annotation):
+            raise ValueError(f"{str(value).lower()} is not valid, a number is expected")
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def numbers_have_a_size(cls, value: Any) -> Any:
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError("nan is not valid, a number is expected")
+        too_large = (isinstance(value, int) and abs(value) > LARGEST_INT) or (
+            isinstance(value, float) and LARGEST_FLOAT < abs(value) < math.inf
+        )
+        if too_large:
+            most = LARGEST_INT if isinstance(value, int) else f"{LARGEST_FLOAT:g}"
+            raise ValueError(f"{value:.6g} is too large, at most {most} is allowed")
+        return value
+
+
+def _is_number(annotation: Any) -> bool:
+    """Tell whether a field holds a number, and neither a switch nor anything at all."""
+    kinds = {annotation, *get_args(annotation)}
+    return bool(kinds & {int, float}) and bool not in kinds

@@ -23,6 +23,8 @@ LossNorm = Literal["token", "sequence", "sequence_sum", "constant", "prompt"]
 Stop = Literal["eos", "length", "turns"]
 Message = dict[str, str]
 """{"role": ..., "content": ...}"""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that a message may have."""
 
 ScoredColumn = Literal["prox_logp", "ref_logp", "teacher_logp", "values"]
 """Per-token quantity that the trainer can compute before the advantages."""

@@ -96,6 +96,8 @@ def load_groups(
     feed: Feed[Group] = _load_feed(
         data, which, tokenizer, ROW_TYPES[rows], seed=seed, max_tokens=data.max_tokens, train_on=data.train_on
     )
+    if rows == "unpaired" and which == "train":
+        _check_both_labels(feed)
     if rows == "conversations" and which == "train" and not isinstance(data.train_on, str):
         spoken = {turn["role"] for group in feed.all() for turn in group[0].prompt.messages}
         if silent := [role for role in data.train_on if role not in spoken]:
@@ -104,6 +106,14 @@ def load_groups(
                 f"turns of {', '.join(sorted(spoken))}"
             )
     return feed
+
+
+def _check_both_labels(feed: Feed[Group]) -> None:
+    """Raise UserError where all rows have one label: there would be nothing to tell apart."""
+    labels = {group[0].reward for group in feed.all()}
+    if len(labels) < 2:
+        only = "true" if labels == {1.0} else "false"
+        raise UserError(f"data.train: every row's label is {only}: give rows of both labels, true and false")
 
 
 def _load_feed(

@@ -10,10 +10,9 @@ from typing import Any
 
 from configs.data_schema import SourceConfig
 from core.errors import UserError, first_line
-from core.types import Message
+from core.types import ROLES, Message
 from data_feeds.invalid_rows import InvalidRow
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 HUB = "hub:"
 
 

@@ -4,7 +4,7 @@
         policy/, critic/   a learner's weights and optimizer, one file per rank
         rank_0.pt ...      the rest of every rank: counters and random state
         progress.json      steps, metrics, data position, and the recipe it belongs to
-        COMPLETE
+        COMPLETE           the size of every file, so that a damaged one is known before it is read
     last -> step_00010     and best, if data.eval was measured
     step_00015.partial/    being written or removed, maybe by a run that was killed: never read
 
@@ -17,18 +17,19 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from core.errors import RunStopped, UserError
+from core.errors import RunStopped, UserError, first_line, writing
 from core.metrics import EVAL_LOSS
 from core.workers import Workers
 from trainers.checkpoint_state import rank_file
 from trainers.trainer import Trainer
 
 COMPLETE = "COMPLETE"
+PROGRESS = "progress.json"
 PARTIAL = ".partial"
 BEST_BY = EVAL_LOSS
 """Metric of `best`; lower is better. Checkpoints of steps that did not measure it are not compared."""
@@ -61,34 +62,79 @@ async def write_checkpoint(home: Path, trainers: Workers[Trainer], state: RunSta
     partial = final.with_name(final.name + PARTIAL)
     if partial.exists():
         shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+    try:
+        await _write_partial(partial, trainers, state)
+    except RunStopped:
+        shutil.rmtree(partial, ignore_errors=True)  # it may be what filled the disk
+        raise
+    os.replace(partial, final)
+    _flush_path(home)
+    return final
+
+
+async def _write_partial(partial: Path, trainers: Workers[Trainer], state: RunState) -> None:
+    with writing(partial):
+        partial.mkdir(parents=True)
     await trainers.call_all(Trainer.save_state, partial)
     if unseen := [rank for rank in range(len(trainers)) if not (partial / rank_file(rank)).is_file()]:
         raise RunStopped(
             f"trainer rank {unseen[0]} wrote its share of the checkpoint where this process does not see it: with "
             "checkpoint.every, run_dir must be a folder that every machine of the run shares"
         )
-    (partial / "progress.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
-    _flush_folder(partial)
-    (partial / COMPLETE).touch()
-    _flush_folder(partial)
-    os.replace(partial, final)
-    _flush_path(home)
-    return final
+    with writing(partial, meaning="the checkpoints before it are complete"):
+        (partial / PROGRESS).write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
+        _flush_folder(partial)
+        (partial / COMPLETE).write_text(json.dumps(measure_sizes(partial), indent=1) + "\n", encoding="utf-8")
+        _flush_folder(partial)
+
+
+def measure_sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of every file below `folder`, by its path there."""
+    return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(_walk(folder)) if p.is_file()}
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return the checkpoint in a folder; None for anything but a complete one."""
+    """Return the checkpoint in a folder; None for anything but a complete one. Raises UserError for a damaged one."""
     folder = folder.resolve()  # `best` and `last` are links
     if not re.fullmatch(r"step_\d{5,}", folder.name) or not (folder / COMPLETE).is_file():
         return None
-    return Checkpoint(folder=folder, state=RunState(**json.loads((folder / "progress.json").read_text())))
+    _check_sizes(folder)
+    try:
+        state = RunState(**json.loads((folder / PROGRESS).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"the checkpoint {folder} is damaged: {PROGRESS}: {first_line(error)}") from error
+    return Checkpoint(folder=folder, state=state)
 
 
-def list_checkpoints(home: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints below `home`, oldest first."""
-    found = [read_checkpoint(path) for path in home.glob("step_*")]
-    return sorted((c for c in found if c is not None), key=lambda c: c.state.steps_done)
+def _check_sizes(folder: Path) -> None:
+    """Raise UserError for a file that is missing or has another size than when the checkpoint was written."""
+    given = (folder / COMPLETE).read_text(encoding="utf-8")
+    if not given:  # written by an earlier version, which did not measure them
+        return
+    try:
+        then: dict[str, int] = dict(json.loads(given))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"the checkpoint {folder} is damaged: {COMPLETE}: {first_line(error)}") from error
+    now = measure_sizes(folder)
+    for name, size in then.items():
+        if now.get(name) != size:
+            found = f"has {now[name]} of {size} bytes" if name in now else "is missing"
+            raise UserError(f"the checkpoint {folder} is damaged: {name} {found}")
+
+
+def list_checkpoints(home: Path, *, say: Callable[[str], None] | None = None) -> list[Checkpoint]:
+    """Return the complete checkpoints below `home`, oldest first, without damaged ones; `say` gets a line for each."""
+    found: list[Checkpoint] = []
+    for path in sorted(home.glob("step_*")):
+        try:
+            checkpoint = read_checkpoint(path)
+        except UserError as damage:
+            if say is not None:
+                say(f"{damage}: it is not used")
+            continue
+        if checkpoint is not None:
+            found.append(checkpoint)
+    return sorted(found, key=lambda c: c.state.steps_done)
 
 
 def find_best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
@@ -111,14 +157,17 @@ def remove_old_checkpoints(home: Path, keep: int) -> None:
             shutil.rmtree(doomed)
 
 
-def find_checkpoint(resume: str) -> Checkpoint:
-    """Return the newest complete checkpoint of a run folder, or the checkpoint that `resume` names itself."""
+def find_checkpoint(resume: str, *, say: Callable[[str], None] = print) -> Checkpoint:
+    """Return the newest complete checkpoint of a run folder, or the checkpoint that `resume` names itself.
+
+    say: gets a line for each checkpoint of the run folder that is damaged.
+    """
     named = Path(resume).expanduser()
     if not named.is_dir():
         raise UserError(f"resume={resume}: there is no such folder: name a run folder, or one of its checkpoints")
     if (itself := read_checkpoint(named)) is not None:
         return itself
-    found = list_checkpoints(named / "checkpoints")
+    found = list_checkpoints(named / "checkpoints", say=say)
     if not found:
         raise UserError(
             f"resume={resume} has no complete checkpoint: name a run that made one (checkpoint.every), or remove "

@@ -35,11 +35,17 @@ MAX_LINES = 60
 """Largest number of step lines; a longer run shows every second, third, ... step."""
 
 
+class _Terminal(rich.console.Console):
+    def on_broken_pipe(self) -> None:
+        """Raise, where rich would end the process without a word."""
+        raise BrokenPipeError
+
+
 class Console:
     """Display of a run, to be used as a context. Without `live` only lines are printed, so that a debugger works."""
 
     def __init__(self, steps: int, clock: Clock, *, live: bool):
-        self.terminal = rich.console.Console(highlight=False)
+        self.terminal = _Terminal(highlight=False)
         self.is_live = live and self.terminal.is_terminal
         self.steps, self.clock = steps, clock
         self.every = -(-steps // MAX_LINES)
@@ -71,8 +77,9 @@ class Console:
             and not any(k.startswith(names.EVAL.format("")) for k in metrics)
         ):
             return
-        if not self.headings:
-            self.headings = [c for c in COLUMNS if c[1] in metrics]
+        headings = [c for c in COLUMNS if c[1] in metrics or c in self.headings]
+        if headings != self.headings:  # a step may log what none before it did, such as a loss
+            self.headings = headings
             self.say("".join(f"{heading:>{WIDTH}}" for heading, _, _ in self.headings))
         self.say(
             "".join(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from algs.base import PolicyGradient, assign_advantages
+from algs.base import PolicyGradient, assign_advantages, check_advantages
 from configs.schema import RLConfig
 from core import metrics as names
 from core.errors import RunStopped
@@ -88,7 +88,9 @@ class Run:
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         """Give every token its advantage, over all groups of the step."""
         with self.session.clock.phase(Phase.ADVANTAGES):
-            return assign_advantages(self.alg, groups)
+            filled = assign_advantages(self.alg, groups)
+            check_advantages(self.alg, groups, filled)
+            return filled
 
     async def train(self, groups: list[Group]) -> dict[str, float]:
         """Train on the groups of a step, distributed over its updates."""

@@ -15,12 +15,14 @@ from core.types import Prompt
 from core.workers import Workers, gather_fail_fast
 from data_feeds.feed import Feed, load_prompts
 from data_feeds.tokenizer import ChatTokenizer
+from driver.check_models import check_frozen_models, check_policy
 from driver.checkpoint import Checkpoint
 from driver.devices import check_devices
 from driver.load_recipe import Loaded
 from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rl_run import Run
 from driver.rollout_factory import RolloutPlan, plan_rollouts, start_rollouts
+from driver.save_to import check_output_folders
 from driver.session import Session
 from driver.time_account import TimeBreakdown
 from driver.trainer_factory import plan_trainer, start_trainers
@@ -63,6 +65,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         raise UserError("group_size is 1, and a group of one has no other sample to compare with: set it to 2 or more")
     if lacking := check_devices(cfg):
         raise UserError(lacking)
+    check_output_folders(cfg, alg)
     check_model_folder(cfg.model.path)
     check_lora_targets(cfg.model)
     positions = max_positions(cfg.model.path)
@@ -75,6 +78,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     load_reward(rollouts.reward_spec, cfg.reward.settings)
     load_env_class(rollouts.env_spec)
     tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template)
+    check_policy(cfg.model.path, tokenizer)
     check_frozen_models(alg, tokenizer, cfg.model.path)
     prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed)
     held_out = None
@@ -92,17 +96,6 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         settings=settings,
         checkpoint=find_checkpoint_to_resume(loaded, settings),
     )
-
-
-def check_frozen_models(alg: PolicyGradient, tokenizer: ChatTokenizer, path: str) -> None:
-    """Raise UserError for a frozen model that is not a model, or has another vocabulary than the policy."""
-    for frozen in filter(None, alg.frozen_models.values()):
-        check_model_folder(frozen, key="alg")
-        if tokenizer.hf.get_vocab() != ChatTokenizer(frozen, "plain").hf.get_vocab():
-            raise UserError(
-                f"alg names the model {frozen}, whose vocabulary is not that of model.path={path}, so it cannot "
-                "compute log-probabilities of the same tokens: take one with the same tokenizer"
-            )
 
 
 async def start(prepared: Prepared, session: Session) -> Run:

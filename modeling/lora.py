@@ -64,11 +64,30 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def check_lora_targets(model: ModelConfig) -> None:
-    """Raise UserError for a target that is no linear layer, before anything is started, if the model can be read."""
-    if model.lora is None or model.lora.targets == "all-linear":
+    """Raise UserError for a target that is no linear layer, or a rank above a layer's width, before the start.
+
+    A model whose config cannot be read is checked when it is loaded.
+    """
+    if model.lora is None or (empty_model := meta_model(model.path)) is None:
         return
-    if (empty_model := meta_model(model.path)) is not None:
+    if model.lora.targets != "all-linear":
         check_targets(empty_model, model.lora.targets, path=model.path)
+    _check_rank(empty_model, model.lora)
+
+
+def _check_rank(model: nn.Module, lora: LoraConfig) -> None:
+    targets = linear_names(model) if lora.targets == "all-linear" else lora.targets
+    adapted = [m for name, m in model.named_modules() if _may_adapt(model, m) and f".{name}".endswith(_dotted(targets))]
+    width = min(min(m.weight.shape) for m in adapted)
+    if lora.r > width:
+        raise UserError(
+            f"model.lora.r={lora.r} is above {width}, the width of the narrowest layer that gets an adapter: a rank "
+            f"above it adds nothing, so lower it to {width} or less"
+        )
+
+
+def _dotted(targets: list[str]) -> tuple[str, ...]:
+    return tuple(f".{target}" for target in targets)
 
 
 def name_lora_targets(lora: LoraConfig, path: str) -> LoraConfig:

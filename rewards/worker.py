@@ -7,7 +7,6 @@ any time, because of the reward or because the pool kills it.
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import signal
 import sys
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 LONGEST_FAILURE = 300
+LARGEST_REWARD = 1e9
+"""Largest size of a part of a reward. What is larger, infinite or NaN would spoil the mean of its group."""
 
 
 def main(fd: int) -> None:
@@ -72,8 +73,9 @@ def call_user_code(call: Callable[[], Any], who: str) -> tuple[dict[str, float],
     if not isinstance(parts, dict):
         return {}, f"{who} must return a dict of named numbers, it returned {parts!r}"[:LONGEST_FAILURE]
     for name, value in parts.items():
-        if not isinstance(name, str) or not isinstance(value, Real) or not math.isfinite(value):
-            return {}, f"{who} must return finite numbers by name, it returned {name!r}: {value!r}"[:LONGEST_FAILURE]
+        if not isinstance(name, str) or not isinstance(value, Real) or not abs(value) <= LARGEST_REWARD:
+            said = f"{who} must return numbers up to {LARGEST_REWARD:g} by name, it returned {name!r}: {value!r}"
+            return {}, said[:LONGEST_FAILURE]
     return {name: float(value) for name, value in parts.items()}, ""
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, get_args
 
-from core.types import Message, Prompt, Sample, Stop
+from core.errors import RunStopped
+from core.types import ROLES, Message, Prompt, Sample, Stop
 from rewards.worker import call_user_code, last_line
-from rollouts.engines.base import Completion, Engine
+from rollouts.engines.base import Completion, CompletionStop, Engine
 from rollouts.envs.base import Env
+
+LOGP_ROUNDING = 1e-4
+"""Largest log-probability that is taken for 0."""
 
 
 class Tokenizer(Protocol):
@@ -99,13 +104,14 @@ async def _converse(
     """
     for turn in range(max_turns):
         done = await engine.generate(script.ids, max_new_tokens=left, seed=seed_of_turn(turn))
+        check_completion(done, max_new_tokens=left)
         script.append_sampled(done)
         left -= len(done.token_ids)
         script.said.append({"role": "assistant", "content": tokenizer.decode(done.token_ids)})
         if done.stop == "length":
             return "length"
         with _catch_environment_errors():
-            answer = await env.step(script.said[-1]["content"])
+            answer = _check_answer(await env.step(script.said[-1]["content"]))
         if answer is None:
             return "eos"
         if turn + 1 == max_turns:
@@ -117,6 +123,36 @@ async def _converse(
         script.said.append(answer)
         script.append_given(observed)
     return "turns"
+
+
+def check_completion(done: Completion, *, max_new_tokens: int) -> None:
+    """Raise RunStopped for a completion that no engine may return: it would be trained on as if it were one."""
+    n = len(done.token_ids)
+    wrong = None
+    if {len(done.logp), len(done.versions)} != {n}:
+        wrong = f"{n} tokens with {len(done.logp)} log-probabilities and {len(done.versions)} versions"
+    elif not 1 <= n <= max_new_tokens:
+        wrong = f"{n} tokens where 1 to {max_new_tokens} were asked for"
+    elif any(not math.isfinite(logp) or logp > LOGP_ROUNDING for logp in done.logp):
+        bad = next(logp for logp in done.logp if not math.isfinite(logp) or logp > LOGP_ROUNDING)
+        wrong = f"the log-probability {bad}, where a finite number up to 0 is possible"
+    elif any(not isinstance(t, int) or t < 0 for t in done.token_ids):
+        wrong = f"the token ids {done.token_ids[:8]}, where integers from 0 are possible"
+    elif done.stop not in get_args(CompletionStop):
+        wrong = f"the stop reason {done.stop!r}, where {' or '.join(get_args(CompletionStop))} is possible"
+    if wrong:
+        raise RunStopped(f"the engine (rollout.engine) returned {wrong}: correct its generate()")
+
+
+def _check_answer(answer: Any) -> Message | None:
+    """Return what an environment answered. Raises TypeError for anything but a message or None."""
+    if answer is None:
+        return None
+    if not isinstance(answer, dict) or {*answer} != {"role", "content"} or not isinstance(answer["content"], str):
+        raise TypeError(f"Env.step() must return None or {{role, content}} texts, it returned {answer!r:.80}")
+    if answer["role"] not in ROLES:
+        raise TypeError(f"Env.step() answered as {answer['role']!r}, which is none of {', '.join(ROLES)}")
+    return answer
 
 
 class _EnvironmentFailed(Exception):

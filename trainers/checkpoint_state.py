@@ -6,13 +6,17 @@ Resume from trusted files only: DeepSpeed reads its files with pickle.
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import DistError
 
-from core.errors import UserError
+from core.errors import UserError, first_line
 from trainers.learner import Learner
 
 
@@ -100,4 +104,19 @@ def read_rest(folder: Path, rank: int) -> dict[str, Any]:
             f"resume: trainer rank {rank} does not see {path}: a checkpoint must lie where every machine of the run "
             "reads it"
         )
-    return torch.load(path, map_location="cpu", weights_only=True)
+    with reading(path):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def reading(path: Path) -> Generator[None]:
+    """Turn a file of a checkpoint that cannot be read into UserError that names it."""
+    try:
+        yield
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        if isinstance(error, DistError) or "gloo" in str(error):  # another rank has failed, and says why
+            raise
+        raise UserError(
+            f"resume: {path} cannot be read ({type(error).__name__}: {first_line(error)}): the checkpoint is damaged, "
+            "resume from an earlier one"
+        ) from error

@@ -18,6 +18,7 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.buckets import split_into_buckets
 from core.errors import RunStopped
 from modeling.export import exported_tensors, gather_tensors, save_exported
+from trainers.checkpoint_state import reading
 from trainers.learner import Learner, TrainerSettings
 from trainers.optimizer import make_optimizer
 from trainers.trainer import Trainer
@@ -143,7 +144,8 @@ class DeepSpeedLearner:
 
     def load_state(self, folder: Path) -> None:
         all_trained = all(p.requires_grad for p in self.model.parameters())
-        found, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=all_trained)
+        with reading(folder):
+            found, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=all_trained)
         if found is None:
             raise RunStopped(f"DeepSpeed finds no checkpoint in {folder}, although the folder is marked as complete")
 

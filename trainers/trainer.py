@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from algs.base import Algorithm, check_per_token
+from algs.base import Algorithm, Metrics, check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.clock import ActivityTimer
-from core.errors import RunStopped
+from core.errors import RunStopped, UserError, writing
 from core.phases import TRAINER_ACTIVITIES, Activity
 from core.types import Batch, Policy, Prompt, Sample, ScoredColumn
 from data_feeds.packing import pack
@@ -67,7 +67,9 @@ class Trainer:
         if alg.value_lr is not None:
             self.critic = self.make_learner(load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing))
         self.frozen = {
-            column: load_model(path or model.path, **kind).requires_grad_(False).to(device)
+            column: load_model(path or model.path, **kind, key=f"alg, the model of {column}")
+            .requires_grad_(False)
+            .to(device)
             for column, path in alg.frozen_models.items()
             # the reference may be computed already, and the reference of an adapter is the policy without it
             if path or not (has_ref_logp or model.lora)
@@ -86,13 +88,13 @@ class Trainer:
 
     def save_model(self, folder: Path) -> None:
         """Write the trained model in Hugging Face format."""
-        with self.timer.measure(Activity.SAVE):
+        with self.timer.measure(Activity.SAVE), writing(folder):
             self.write_model(self.policy, folder, saved_scopes(self.lora))
 
     def save_value_model(self, folder: Path) -> None:
         """Write the value model in Hugging Face format, as a sequence classifier of one number."""
         assert self.critic is not None
-        with self.timer.measure(Activity.SAVE):
+        with self.timer.measure(Activity.SAVE), writing(folder):
             self.write_model(self.critic, folder, ["whole"])
 
     def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> None:
@@ -115,11 +117,12 @@ class Trainer:
             for micro_batches in updates:
                 meter = Meter(self.sources)
                 for batch in self._with_totals(micro_batches):
-                    if self.alg.model_kind == "reward":
-                        loss, metrics = self.alg.value_loss(self._compute_values(self.policy, batch), batch.tokens)
-                    else:
-                        loss, metrics = self.alg.objective(self.forward(batch), batch.tokens)
-                    check_per_token(self.alg, loss, metrics, batch.tokens)
+                    loss, metrics = self._compute_loss(batch)
+                    if not loss.requires_grad:
+                        raise UserError(
+                            f"{type(self.alg).__name__}: the loss has no gradient: compute it from policy.logp (or "
+                            "values), without detach()"
+                        )
                     self.policy.backward((loss * batch.tokens.weight).sum())
                     if self.critic is not None:
                         metrics |= self._train_critic(self.critic, batch)
@@ -134,9 +137,16 @@ class Trainer:
                 "updates_skipped": float(len(updates) - len(norms)),
             }
 
+    def _compute_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        if self.alg.model_kind == "reward":
+            returned = self.alg.value_loss(self._compute_values(self.policy, batch), batch.tokens)
+        else:
+            returned = self.alg.objective(self.forward(batch), batch.tokens)
+        return check_per_token(self.alg, returned, batch.tokens)
+
     def _train_critic(self, critic: Learner, batch: Batch) -> dict[str, Tensor]:
-        loss, metrics = self.alg.value_loss(self._compute_values(critic, batch), batch.tokens)
-        check_per_token(self.alg, loss, metrics, batch.tokens)
+        returned = self.alg.value_loss(self._compute_values(critic, batch), batch.tokens)
+        loss, metrics = check_per_token(self.alg, returned, batch.tokens)
         critic.backward((loss * batch.tokens.weight).sum())
         return {"value/loss": loss, **metrics}
 
@@ -162,10 +172,7 @@ class Trainer:
         """Return the metrics of an update without making it."""
         meter = Meter()
         for batch in self._with_totals(micro_batches):
-            if self.alg.model_kind == "reward":
-                loss, metrics = self.alg.value_loss(self._compute_values(self.policy, batch), batch.tokens)
-            else:
-                loss, metrics = self.alg.objective(self.forward(batch), batch.tokens)
+            loss, metrics = self._compute_loss(batch)
             meter.add(batch.tokens, {"loss": loss, **metrics})
         return meter.compute_means(self.sum_over_ranks)
 
@@ -232,7 +239,7 @@ class Trainer:
     def save_state(self, folder: Path) -> None:
         """Write this rank's share of a checkpoint into a folder that all ranks see."""
         counters = Counters(updates_done=self.updates_done, skipped_in_a_row=self.skipped_in_a_row)
-        with self.timer.measure(Activity.SAVE):
+        with self.timer.measure(Activity.SAVE), writing(folder):
             save_state(self._rank_state(), counters, folder)
 
     def load_state(self, folder: Path) -> None:

@@ -12,7 +12,7 @@ from algs.ppo import PPO
 from algs.sft import SFT
 from algs.terms import KL, Correction
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.errors import RunStopped
+from core.errors import RunStopped, UserError
 from data_feeds.packing import micro_batches
 from trainers.local import LocalTrainer
 from unit_tests.examples import some_groups, with_values
@@ -94,7 +94,7 @@ class MeanPolicyGradient(GRPO):
 
 @pytest.mark.parametrize("alg", [MeanLoss(), MeanPolicyGradient()])
 def test_a_loss_that_reduces_is_refused(tiny_path, alg):
-    with pytest.raises(ValueError, match="one value per token"):
+    with pytest.raises(UserError, match="one value per token"):
         change(tiny_path, alg, micro_batches(some_groups(), "token", 1000)[0])
 
 

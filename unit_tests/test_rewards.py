@@ -193,8 +193,8 @@ def test_each_way_to_fail_costs_one_sample_and_says_why(tmp_path: Path) -> None:
             "exit": "the worker process exited with code 3",
             "sys.exit": "the worker process exited with code 4",
             "crash": "the worker process was killed by SIGSEGV",
-            "nan": "score() must return finite numbers by name, it returned 'correct': nan",
-            "text": "score() must return finite numbers by name, it returned 'correct': 'yes'",
+            "nan": "score() must return numbers up to 1e+09 by name, it returned 'correct': nan",
+            "text": "score() must return numbers up to 1e+09 by name, it returned 'correct': 'yes'",
             "number": "score() must return a dict of named numbers, it returned 1.0",
         }.items():
             assert ask(pool, reply, "yes") == [RewardResult(failure=failure), good]

@@ -153,7 +153,8 @@ def test_too_many_failures_stop_the_run_with_the_first_ones_words(recipe, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_breakpoint_in_a_loss_stops_in_the_terminal(recipe, tmp_path):
+@pytest.mark.parametrize(("answer", "code"), [("continue", 0), ("q", 130)])
+def test_a_breakpoint_in_a_loss_stops_in_the_terminal(recipe, tmp_path, answer, code):
     loss = MY_LOSS.replace("        return -self", "        breakpoint()\n        return -self")
     path = recipe({"alg": {"file": file_of(tmp_path / "mine.py", loss)}, "steps": 1})
     terminal, inner = pty.openpty()
@@ -163,27 +164,29 @@ def test_a_breakpoint_in_a_loss_stops_in_the_terminal(recipe, tmp_path):
     os.close(inner)
     said = ""
 
-    def prompt(answer: str) -> str:
-        """What was said up to pdb's next prompt, which is given `answer`."""
+    def prompt(reply: str) -> str:
+        """What was said up to pdb's next prompt, which is given `reply`."""
         nonlocal said
         while "(Pdb) " not in said:
             try:
                 said += os.read(terminal, 4096).decode(errors="replace")
             except OSError:
-                pytest.fail(f"the run ended with exit code {child.wait()} before it asked for {answer!r}: {said}")
+                pytest.fail(f"the run ended with exit code {child.wait()} before it asked for {reply!r}: {said}")
         before, _, said = said.partition("(Pdb) ")
-        os.write(terminal, answer.encode() + b"\n")
+        os.write(terminal, reply.encode() + b"\n")
         return before
 
     prompt("p policy.logp.shape == tokens.weight.shape")
     assert "True" in prompt("where")
-    stack = prompt("continue")
+    stack = prompt(answer)
     assert "main_rl.py" in stack and "trainers/trainer.py" in stack, "the stack is whole, from the loop to the loss"
     with pytest.raises(OSError):  # the terminal's other end is closed
         while os.read(terminal, 4096):
             pass
     os.close(terminal)
-    assert child.wait() == 0
+    assert child.wait() == code
+    reason = json.loads((folder_of(tmp_path) / "summary.json").read_text())["exit_reason"]
+    assert reason == ("done" if code == 0 else "interrupted in the debugger")
 
 
 HICCUP = """
@@ -366,14 +369,7 @@ def descendants(pid: int) -> set[int]:
 )
 def test_a_signal_ends_a_run_cleanly_and_leaves_no_process_behind(recipe, tmp_path, engine, end):
     changes = {"backend": "ray", "steps": 100_000, "rollout.engine": engine, "rollout.kv_cache_gib": 0.25}
-    run = subprocess.Popen(
-        [sys.executable, "main_rl.py", "--config", recipe(changes)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    run = start(recipe(changes))
     try:
         lines = iter(run.stdout.readline, "")
         assert any(re.match(r"\s+0 ", line) for line in lines), run.stderr.read()
@@ -399,6 +395,60 @@ def test_a_signal_ends_a_run_cleanly_and_leaves_no_process_behind(recipe, tmp_pa
             break
         time.sleep(0.1)
     assert not alive, subprocess.check_output(["ps", "-p", ",".join(map(str, alive))], text=True)
+
+
+def start(recipe_path: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "main_rl.py", "--config", recipe_path],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def catches_sigterm(pid: int) -> bool:
+    """Tell whether a process has a handler for SIGTERM."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["importing", "starting Ray", "starting Ray, three times"])
+def test_a_signal_before_the_first_step_ends_the_run_too(recipe, tmp_path, when):
+    run = start(recipe({"backend": "ray", "steps": 100_000}))
+    try:
+        while not catches_sigterm(run.pid):
+            time.sleep(0.01)
+        if when != "importing":
+            assert "run folder" in run.stdout.readline()
+        run.terminate()
+        if "three" in when:
+            run.send_signal(signal.SIGINT)
+            assert "the run is ending; once more, and it ends at once" in run.stderr.readline()
+            run.send_signal(signal.SIGINT)
+        below = descendants(run.pid)
+        _, err = run.communicate(timeout=120)
+    finally:
+        run.kill()
+    assert run.returncode == 130 and err.splitlines()[-1] == "interrupted" and "Traceback" not in err, err
+    if when == "importing":
+        assert not (tmp_path / "runs").exists()
+        return
+    assert json.loads((folder_of(tmp_path) / "summary.json").read_text())["exit_reason"] == "interrupted"
+    while any(map(is_running, below)):
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_reader_that_closes_the_output_is_told_so(recipe, tmp_path):
+    run = start(recipe({"steps": 100_000}))
+    assert "run folder" in run.stdout.readline()
+    run.stdout.close()
+    err = run.stderr.read()
+    assert run.wait() == 1 and "the output was closed" in err and "Traceback" not in err, err
+    assert (folder_of(tmp_path) / "summary.json").is_file()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -15,6 +15,8 @@ from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
 from weight_sync.base import Bucket, Chunk, ReceivesWeights
 
+CompletionStop = Literal["eos", "length"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
@@ -25,7 +27,7 @@ class Completion:
     """Log-probability of each sampled token, at the sampling temperature."""
     versions: list[int]
     """Policy version that sampled each token."""
-    stop: Literal["eos", "length"]
+    stop: CompletionStop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
