@@ -172,8 +172,10 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
         task = asyncio.current_task()
         assert task is not None
         loop_turns = cfg.backend == "ray" or isinstance(cfg, RLConfig)
-        cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
-        end_on_signals(first=cancel if loop_turns else raise_interrupt, at_once=at_once)
+        loop = asyncio.get_running_loop()
+        end_on_signals(
+            first=(lambda: loop.call_soon_threadsafe(task.cancel)) if loop_turns else raise_interrupt, at_once=at_once
+        )
         try:
             if cfg.backend == "ray":
                 with clock.phase(Phase.START):
