@@ -144,7 +144,8 @@ def run_here(words: list[str]) -> tuple[int, str]:
 
 def run_shell(line: str, folder: Path) -> tuple[int, str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    own = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    env = {**own, "PATH": path, "PYTHONPATH": str(ROOT)}  # a reader's shell is not below `make verify`
     done = subprocess.run(
         ["bash", "-c", line], cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
