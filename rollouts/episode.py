@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
 
+from core.blocking import Unblocked
 from core.errors import RunStopped
 from core.types import ROLES, Message, Prompt, Sample, Stop
 from rewards.worker import call_user_code, last_line
@@ -59,11 +61,14 @@ async def run_episode(
     seed_of_turn: Callable[[int], int],
     max_new_tokens: int,
     max_turns: int,
+    timeout_s: float,
 ) -> tuple[Sample, list[Message]]:
     """Run one episode of `prompt`; return its sample, and the messages after the prompt.
 
     `seed_of_turn` gives the sampling seed of a turn; `max_new_tokens` is the budget of all turns together, the
     environment's included. The sample's parts are the environment's scores; one that raises makes a failed sample.
+
+    Raises RunStopped for an environment that blocks this process for `timeout_s`, and for an impossible completion.
     """
     script = Transcript()
     script.append_given(tokenizer.render(prompt.messages))
@@ -72,7 +77,7 @@ async def run_episode(
     try:
         with _catch_environment_errors():
             env = make_env(prompt)
-        stop = await _converse(engine, env, tokenizer, script, seed_of_turn, max_new_tokens, max_turns)
+        stop = await _converse(engine, env, tokenizer, script, seed_of_turn, max_new_tokens, max_turns, timeout_s)
         parts, failure = call_user_code(env.scores, "Env.scores()")
     except _EnvironmentFailed as error:
         failure = str(error)
@@ -97,6 +102,7 @@ async def _converse(
     seed_of_turn: Callable[[int], int],
     left: int,
     max_turns: int,
+    timeout_s: float,
 ) -> Stop:
     """Continue `script` by at most `left` tokens and `max_turns` replies; the last turn is the policy's.
 
@@ -111,7 +117,7 @@ async def _converse(
         if done.stop == "length":
             return "length"
         with _catch_environment_errors():
-            answer = _check_answer(await env.step(script.said[-1]["content"]))
+            answer = _check_answer(await _take_step(env, script.said[-1]["content"], timeout_s))
         if answer is None:
             return "eos"
         if turn + 1 == max_turns:
@@ -144,6 +150,14 @@ def check_completion(done: Completion, *, max_new_tokens: int) -> None:
         raise RunStopped(f"the engine (rollout.engine) returned {wrong}: correct its generate()")
 
 
+async def _take_step(env: Env, reply: str, timeout_s: float) -> Any:
+    """Return what the environment answers, whatever that is. Raises TypeError for a step that is no coroutine."""
+    answers = env.step(reply)
+    if not inspect.isawaitable(answers):
+        raise TypeError(f"Env.step() must be defined by `async def`, it returned {answers!r:.80}")
+    return await Unblocked(answers, who="Env.step()", seconds=timeout_s, key="rollout.timeout_s")
+
+
 def _check_answer(answer: Any) -> Message | None:
     """Return what an environment answered. Raises TypeError for anything but a message or None."""
     if answer is None:
@@ -163,6 +177,8 @@ class _EnvironmentFailed(Exception):
 def _catch_environment_errors() -> Generator[None]:
     try:
         yield
+    except RunStopped:
+        raise
     except Exception as error:  # the border to the user's environment, whatever it raises
         raise _EnvironmentFailed(last_line(error)) from error
 

@@ -50,6 +50,7 @@ class RolloutWorker:
                 seed_of_turn=lambda turn: make_seed(self.seed, ticket, sibling, turn),
                 max_new_tokens=self.rollout.max_new_tokens,
                 max_turns=self.rollout.max_turns,
+                timeout_s=self.rollout.timeout_s,
             )
         if sample.failure:
             return sample

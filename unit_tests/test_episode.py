@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from core.errors import RunStopped
 from core.types import Prompt, Sample
 from rollouts.engines.base import Completion
 from rollouts.envs.calculator import Calculator
@@ -54,7 +55,7 @@ class Tool:
         return {}
 
 
-def play(engine, *, env=None, max_turns=3, max_new_tokens=10):
+def play(engine, *, env=None, max_turns=3, max_new_tokens=10, timeout_s=60.0):
     episode = run_episode(
         engine,
         lambda prompt: env or Tool(),
@@ -63,6 +64,7 @@ def play(engine, *, env=None, max_turns=3, max_new_tokens=10):
         seed_of_turn=lambda turn: 100 + turn,
         max_new_tokens=max_new_tokens,
         max_turns=max_turns,
+        timeout_s=timeout_s,
     )
     return asyncio.run(episode)
 
@@ -124,3 +126,42 @@ def test_seeds_tell_runs_tickets_siblings_and_turns_apart():
 def test_a_sample_whose_lists_disagree_cannot_be_made():
     with pytest.raises(ValueError, match="one length"):
         Sample(prompt=PROMPT, token_ids=[1, 2], action_mask=[True], rollout_logp=[0.0, 0.0], versions=[0, 0])
+
+
+class Blocks(Tool):
+    async def step(self, reply):
+        await asyncio.sleep(0)
+        while True:  # an event loop hears of no deadline here
+            pass
+
+
+class Waits(Tool):
+    """Awaits what succeeds and what fails, as an environment with a sandbox does."""
+
+    async def step(self, reply):
+        await asyncio.sleep(0.01)
+        try:
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(60)
+        except TimeoutError:
+            return {"role": "tool", "content": await asyncio.to_thread(lambda: "9 9")}
+
+
+def test_an_environment_that_blocks_the_process_ends_the_run_with_its_line():
+    with pytest.raises(RunStopped, match=r"rollout.timeout_s=0.2 .*test_episode.py, line \d+\): await what"):
+        play(Scripted([3]), env=Blocks(), timeout_s=0.2)
+
+
+def test_an_environment_may_wait_longer_than_it_may_block():
+    sample, said = play(Scripted([3], [5]), env=Waits(), max_turns=2, timeout_s=5.0)
+    assert [m["content"] for m in said] == ["3", "9 9", "5"] and not sample.failure
+
+
+class Plain(Tool):
+    def step(self, reply):
+        return None
+
+
+def test_a_step_that_is_no_coroutine_fails_its_sample_and_says_so():
+    sample, _ = play(Scripted([3]), env=Plain())
+    assert "must be defined by `async def`" in sample.failure

@@ -1,0 +1,61 @@
+"""A limit on code of the user's that blocks the event loop: there no deadline of asyncio's fires."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Awaitable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+from core.errors import RunStopped
+
+T = TypeVar("T")
+
+
+class Unblocked(Generic[T]):
+    """Awaitable that runs `call` and raises RunStopped where it holds the event loop for `seconds` without a pause.
+
+    It needs SIGALRM, so it limits nothing outside the main thread; there another process has a deadline for this one.
+    """
+
+    def __init__(self, call: Awaitable[T], *, who: str, seconds: float, key: str) -> None:
+        """who: the user's method. key: the recipe key that holds `seconds`."""
+        self.call, self.who, self.seconds, self.key = call, who, seconds, key
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        steps = self.call.__await__()
+        send: Any = None
+        while True:
+            try:
+                with self._limit():
+                    waits_for = steps.throw(send) if isinstance(send, BaseException) else steps.send(None)
+            except StopIteration as done:
+                return done.value
+            try:
+                send = yield waits_for
+            except (Exception, asyncio.CancelledError) as error:
+                send = error
+
+    @contextmanager
+    def _limit(self) -> Generator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, self._stop)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        where = f" ({Path(frame.f_code.co_filename).name}, line {frame.f_lineno})" if frame is not None else ""
+        raise RunStopped(
+            f"{self.who} held the process for {self.key}={self.seconds:g} seconds without an await{where}: await what "
+            "takes long, or run it by asyncio.to_thread"
+        )
