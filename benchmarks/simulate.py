@@ -117,6 +117,9 @@ class SimulatedEngines:
     async def scatter(self, method: Any, shards: Any, *args: Any, **kwargs: Any) -> list[Any]:
         raise NotImplementedError
 
+    async def check_health(self, rank: int) -> tuple[bool, str]:
+        return True, f"engine {rank} is simulated"
+
     def attribute(self, name: str) -> Any:
         raise NotImplementedError
 

@@ -68,6 +68,10 @@ class Workers(Protocol[W_co]):
         """Call the method of worker i with shards[i] and the arguments; return the results in rank order."""
         ...
 
+    async def check_health(self, rank: int) -> tuple[bool, str]:
+        """Return whether the worker's process lives, and a clause that says what it does or what became of it."""
+        ...
+
     def attribute(self, name: str) -> Workers[Any]:
         """Return the objects that the workers hold under this name, to be called in the same way."""
         ...
@@ -103,6 +107,9 @@ class Local(Workers[W_co]):
         [shard] = shards
         result = getattr(self.worker, method.__name__)(shard, *args, **kwargs)
         return [await result if inspect.isawaitable(result) else result]
+
+    async def check_health(self, rank: int) -> tuple[bool, str]:
+        return True, "runs in this process"
 
     def attribute(self, name: str) -> Local[Any]:
         return Local(attrgetter(name)(self.worker))

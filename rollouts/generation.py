@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from core.clock import with_timeout
 from core.deadlines import GROUP_TIMEOUT_GRACE_S
-from core.errors import RunStopped
+from core.errors import ProcessDied, RunStopped
 from core.types import Group, Prompt
 from core.workers import Workers
 from rollouts.buffer import FinishedGroup, ReplayBuffer
@@ -63,13 +63,21 @@ class Generation:
         self.buffer.add_group(FinishedGroup(ticket=ticket, group=group, accepted=accepted, seconds=now() - start))
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
-        """Return a group from the least busy engine; on timeout retry once on another engine."""
+        """Return a group from the least busy engine; on timeout retry once on another engine.
+
+        Raises ProcessDied naming an engine that does not respond, and RunStopped where the group only takes too long.
+        """
         first = self._least_busy()
         group = await self._try_engine(first, ticket, prompt, size)
+        second = self._least_busy(besides=first)
         if group is None:
             self.n_retries += 1
-            group = await self._try_engine(self._least_busy(besides=first), ticket, prompt, size)
+            if second == first:  # there is no other, and a stopped one would let the group wait as long again
+                await self._check_alive(first)
+            group = await self._try_engine(second, ticket, prompt, size)
         if group is None:
+            await self._check_alive(first)
+            await self._check_alive(second)
             raise RunStopped(
                 f"the group of ticket {ticket} was requested twice, from engine {first} first, and did not finish "
                 f"within rollout.timeout_s={self.timeout_s:g} seconds: raise that if completions may take so long"
@@ -84,6 +92,11 @@ class Generation:
         if group is not None:
             self.running[rank] -= 1
         return group
+
+    async def _check_alive(self, rank: int) -> None:
+        alive, seen = await self.workers.check_health(rank)
+        if not alive:
+            raise ProcessDied(seen)
 
     def _least_busy(self, besides: int | None = None) -> int:
         others = [i for i in range(len(self.workers)) if i != besides]

@@ -105,6 +105,15 @@ class Engine(HfEngine):
                 yield bucket
         await super().load_weights(version, until_struck())
 """
+STOPS_GENERATING = """
+import os, signal
+from rollouts.engines.hf import HfEngine
+
+class Engine(HfEngine):
+    async def generate(self, token_ids, **settings):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return await super().generate(token_ids, **settings)
+"""
 LOSES_VLLM = """
 import dataclasses, os, signal, psutil
 from rollouts.engines.vllm import VllmEngine
@@ -151,6 +160,10 @@ CASES = {
     "an engine stops": (
         {"rollout.engine": STOPS, "weight_sync.timeout_s": SYNC_S},
         r"in the sync of version 1, engine 0 \(engine.receive_weights\): its process gives no sign of life: .*",
+    ),
+    "an engine stops while it generates": (
+        {"rollout.engine": STOPS_GENERATING, "rollout.timeout_s": SYNC_S},
+        r"engine 0 \(generate_group\): its process gives no sign of life: .*",
     ),
     "vLLM dies": (
         {"rollout.engine": LOSES_VLLM},
