@@ -17,6 +17,7 @@ from core.deadlines import CLOSE_TIMEOUT_S
 from core.errors import ProcessDied, RunStopped, UserError
 from core.phases import Phase
 from core.ray_cluster import Cluster
+from core.scratch import Scratch
 from core.workers import Workers
 from data_feeds.feed import Feed
 from data_feeds.tokenizer import ChatTokenizer
@@ -153,7 +154,7 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
                 await session.close()
 
     try:
-        with session.console:
+        with Scratch(logs=folder.path / "logs"), session.console:
             asyncio.run(run_body())
         reason = "done"
         session.show_outcome()
