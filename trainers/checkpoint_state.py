@@ -1,18 +1,24 @@
 """State of a trainer in a checkpoint: every learner's weights and optimizer, and each rank's counters and random state.
 Frozen models are not in it: they are loaded from the paths of the recipe.
 
-Resume from trusted files only: DeepSpeed reads its files with pickle.
+A checkpoint is data. Its files are pickles, as torch writes them; one that would run code when it is read is refused.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch.serialization import safe_globals
 
-from core.errors import UserError
+from core.errors import UserError, first_line
+from core.scratch import restore_environment
 from trainers.learner import Learner
 
 
@@ -100,4 +106,23 @@ def read_rest(folder: Path, rank: int) -> dict[str, Any]:
             f"resume: trainer rank {rank} does not see {path}: a checkpoint must lie where every machine of the run "
             "reads it"
         )
-    return torch.load(path, map_location="cpu", weights_only=True)
+    with refuse_code(path):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def refuse_code(path: Path, *, classes: Sequence[type] = ()) -> Generator[None]:
+    """Let torch.load read tensors, numbers and `classes` only, whatever its caller asks for; else raise UserError."""
+    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    before = {name: os.environ.get(name) for name in names}
+    restore_environment({names[0]: "1", names[1]: None})
+    try:
+        with safe_globals([*classes]):
+            yield
+    except UnpicklingError as error:
+        raise UserError(
+            f"resume: {path} is refused, because it is damaged or holds what a checkpoint of a run never holds, such "
+            f"as code ({first_line(error)}): resume from a checkpoint that a run of this project wrote"
+        ) from error
+    finally:
+        restore_environment(before)

@@ -20,6 +20,7 @@ from core.addresses import host_store
 from core.buckets import split_into_buckets
 from core.errors import RunStopped
 from modeling.export import exported_tensors, gather_tensors, save_exported
+from trainers.checkpoint_state import refuse_code
 from trainers.learner import Learner, TrainerSettings
 from trainers.optimizer import make_optimizer
 from trainers.trainer import Trainer
@@ -146,13 +147,25 @@ class DeepSpeedLearner:
 
     def load_state(self, folder: Path) -> None:
         all_trained = all(p.requires_grad for p in self.model.parameters())
-        found, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=all_trained)
+        with refuse_code(folder, classes=classes_in_checkpoints()):
+            found, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=all_trained)
         if found is None:
             raise RunStopped(f"DeepSpeed finds no checkpoint in {folder}, although the folder is marked as complete")
 
 
+def classes_in_checkpoints() -> list[type]:
+    """Return the classes of DeepSpeed's own whose objects are in its files: settings and places, no code."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, ZeroStageEnum, fragment_address]
+
+
 def form_group(backend: str, timeout: timedelta) -> None:
     """Form the group of all ranks before DeepSpeed does, whose store would listen on all addresses."""
+    if torch.distributed.is_initialized():  # a second trainer in this process
+        return
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == 0:

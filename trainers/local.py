@@ -13,6 +13,7 @@ from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.buckets import split_into_buckets
 from modeling.export import exported_tensors, gather_tensors, save_exported
+from trainers.checkpoint_state import refuse_code
 from trainers.learner import Learner, TrainerSettings
 from trainers.optimizer import make_optimizer
 from trainers.trainer import Trainer
@@ -84,7 +85,8 @@ class TorchLearner:
 
     @torch.no_grad()
     def load_state(self, folder: Path) -> None:
-        saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        with refuse_code(folder):
+            saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
         for p, m, weights in zip(self.parameters, self.master, saved["weights"], strict=True):
             m.copy_(weights)
             if p is not m:
