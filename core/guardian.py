@@ -23,7 +23,7 @@ IS_GUARDIAN = "FEYNRL_GUARDIAN"
 SHARED_MEMORY = Path("/dev/shm")
 NAMED_BY_VLLM = "vllm_dist_*"
 """Files in the temporary folder; the shared memory of vLLM's ranks on a CPU has their names."""
-LOGS_OF_RAY = "session_2*/logs/*"
+LOGS_OF_RAY = "ray/session_2*/logs/*"
 
 
 def main(folder: str, logs: str, driver: str, poll_s: str, kill_s: str) -> None:

@@ -16,7 +16,7 @@ from core.scratch import restore_environment
 
 
 def start_private_ray(folder: Path, **settings: Any) -> None:
-    """Start Ray with its session in `folder`."""
+    """Start Ray with its session in `folder`, where nobody else may look: Ray lets everybody write into its own."""
     import ray
 
     token = folder / "ray_token"
@@ -31,7 +31,7 @@ def start_private_ray(folder: Path, **settings: Any) -> None:
     several, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False  # Ray's way to choose loopback
     try:
         # without an address it would join whatever Ray runs on this machine
-        ray.init(address="local", _temp_dir=str(folder), include_dashboard=False, **settings)
+        ray.init(address="local", _temp_dir=str(folder / "ray"), include_dashboard=False, **settings)
     finally:
         constants.ENABLE_RAY_CLUSTER = several
         restore_environment(before)

@@ -1,9 +1,9 @@
 """Temporary folder of a run, and the guardian (core/guardian.py) that ends and removes what the run leaves behind.
 
-    /tmp/feynrl-k2x7q0pa/        mode 0700; Ray's session lies here as well
+    /tmp/feynrl-k2x7q0pa/        mode 0700
         lock                     held while the driver or its guardian lives
         tmp/                     TMPDIR of everything that the run starts
-        ray_token                see core/private_ray.py
+        ray/, ray_token          see core/private_ray.py
     /dev/shm/feynrl-k2x7q0pa-*   shared memory
 
 A folder whose lock is free has lost its owner: the next run removes it. Unix sockets allow 107 bytes for a path, so
@@ -21,13 +21,14 @@ from contextlib import suppress
 from multiprocessing import shared_memory
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from core import guardian
 from core.deadlines import GUARDIAN_POLL_S, GUARDIAN_TIMEOUT_S, LEFTOVER_KILL_S
 
 PREFIX = "feynrl-"
-LONGEST_BASE = 23
-"""Bytes. Ray adds up to 84: a folder of ours, one of its own with a time and a process id, and a socket."""
+LONGEST_BASE = 19
+"""Bytes. Up to 88 follow: a folder of ours, Ray's, its session with a time and a process id, and a socket."""
 
 
 class Scratch:
@@ -87,8 +88,9 @@ def name_shared_memory() -> None:
     folder = find_scratch()
     if folder is None:
         return
-    module, prefix = vars(shared_memory), f"/{folder.name}-"
-    module.update(_SHM_NAME_PREFIX=prefix, _SHM_SAFE_NAME_LENGTH=len(prefix) + 8)
+    module: Any = shared_memory
+    module._SHM_NAME_PREFIX = f"/{folder.name}-"
+    module._SHM_SAFE_NAME_LENGTH = len(module._SHM_NAME_PREFIX) + 8
 
 
 def remove_abandoned(base: Path) -> None:

@@ -11,6 +11,7 @@ from configs.trainer_schema import LoraConfig
 from core.errors import UserError
 from modeling.attention import attend_by_sequence_if_able
 from modeling.hf_config import read_config
+from modeling.pretrained import load_pretrained
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -62,7 +63,7 @@ def _load_pretrained(
     if attention != "auto":
         settings["attn_implementation"] = attention
     try:
-        model = auto.from_pretrained(path, dtype=DTYPES[dtype], **settings)
+        model = load_pretrained(auto, path, dtype=DTYPES[dtype], **settings)
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"model.path={path} cannot be loaded: {str(error).splitlines()[0]}") from error
     for module in model.modules():

@@ -122,7 +122,7 @@ def test_at_the_end_of_a_run_its_folder_is_gone_and_the_environment_is_as_before
 def test_the_logs_of_ray_are_kept(base, tmp_path):
     (tmp_path / "run").mkdir()
     with Scratch(logs=tmp_path / "run" / "logs") as home:
-        logs = home.folder / "session_2030-01-01_00-00-00_000000_1" / "logs"
+        logs = home.folder / "ray" / "session_2030-01-01_00-00-00_000000_1" / "logs"
         logs.mkdir(parents=True)
         (logs / "worker-1.err").write_text("out of memory")
         (logs / "worker-2.err").touch()
@@ -150,8 +150,9 @@ def test_shared_memory_is_named_after_the_run(base, monkeypatch):
 
 def test_sockets_have_room_for_their_names(monkeypatch):
     monkeypatch.setattr(scratch.tempfile, "tempdir", "/a/folder/for/temporary/files")
+    session = "ray/session_2030-12-31_23-59-59_999999_4194304"
+    base = "/" + "b" * (scratch.LONGEST_BASE - 1)
     with Scratch() as home:
-        session = "session_2030-12-31_23-59-59_999999_4194304"
         assert home.folder.parent == Path("/tmp")
-        assert len(f"{'/' + 'b' * (scratch.LONGEST_BASE - 1)}/{home.folder.name}/{session}/sockets/plasma_store") <= 107
+        assert len(f"{base}/{home.folder.name}/{session}/sockets/plasma_store") <= 107
         assert len(f"{home.folder}/tmp/{'u' * 36}") <= 107
