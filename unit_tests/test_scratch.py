@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -47,19 +48,21 @@ def is_ready(guardian_id: int) -> bool:
     return bool(int(ignored.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def start_driver(base: Path) -> tuple[subprocess.Popen[str], Path, list[int]]:
+@pytest.fixture
+def driver(base):
     """A driver with processes below it; its scratch folder; and the ids of guardian, processes and a stranger."""
     code = f"from core import scratch; scratch.LONGEST_BASE = 4096\n{DRIVER}"
-    driver = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"TMPDIR": str(base)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert driver.stdout is not None
-    folder, *pids = driver.stdout.readline().split()
-    return driver, Path(folder), [int(pid) for pid in pids]
+    environment = os.environ | {"TMPDIR": str(base)}
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    folder, *pids = run.stdout.readline().split()
+    yield run, Path(folder), [int(pid) for pid in pids]
+    run.kill()
+    run.wait()
+    for pid in map(int, pids):  # where the test failed; all but the stranger are gone
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    Path(f"/dev/shm/{Path(folder).name}-test").unlink(missing_ok=True)
 
 
 def wait_until(condition) -> bool:
@@ -69,43 +72,37 @@ def wait_until(condition) -> bool:
     return done
 
 
-def test_a_killed_driver_takes_everything_with_it(base):
-    driver, folder, [guardian_id, one, two, below, stranger] = start_driver(base)
-    try:
-        assert folder.stat().st_mode & 0o777 == 0o700
-        named = Path(f"/dev/shm/{folder.name}-test")
-        named.write_bytes(b"0")
-        assert wait_until(lambda: is_ready(guardian_id))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            os.kill(guardian_id, number)
-    except ProcessLookupError:
-        pytest.fail("the guardian is gone")
-    finally:
-        driver.kill()
-        driver.wait()
-    try:
-        assert wait_until(lambda: not any(map(is_running, (one, two, below))))
-        assert wait_until(lambda: not folder.exists() and not named.exists())
-        assert wait_until(lambda: not is_running(guardian_id))
-        assert is_running(stranger), "it does not carry the mark"
-    finally:
-        os.kill(stranger, signal.SIGKILL)
+def test_a_killed_driver_takes_everything_with_it(driver):
+    run, folder, [guardian_id, one, two, below, stranger] = driver
+    assert folder.stat().st_mode & 0o777 == 0o700
+    named = Path(f"/dev/shm/{folder.name}-test")
+    named.write_bytes(b"0")
+    assert wait_until(lambda: is_ready(guardian_id))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(guardian_id, number)
+    assert all(map(is_running, (guardian_id, one, two, below)))
+    run.kill()
+    run.wait()
+    assert wait_until(lambda: not any(map(is_running, (one, two, below))))
+    assert wait_until(lambda: not folder.exists() and not named.exists())
+    assert wait_until(lambda: not is_running(guardian_id))
+    assert is_running(stranger), "it does not carry the mark"
 
 
-def test_what_lost_its_guardian_too_is_removed_by_the_next_run(base):
-    driver, folder, [guardian_id, one, two, below, stranger] = start_driver(base)
+def test_what_lost_its_guardian_too_is_removed_by_the_next_run(driver, base):
+    run, folder, [guardian_id, one, two, below, stranger] = driver
     remove_abandoned(base)
     assert folder.is_dir() and is_running(one), "its owner lives"
     os.kill(guardian_id, signal.SIGKILL)
-    driver.kill()
-    driver.wait()
+    run.kill()
+    run.wait()
+    assert wait_until(lambda: not is_running(guardian_id)) and is_running(one)
     named = Path(f"/dev/shm/{folder.name}-test")
     named.write_bytes(b"0")
     with Scratch() as mine:
         assert mine.folder.parent == base and mine.folder.is_dir()
-        assert wait_until(lambda: not any(map(is_running, (one, two, below))))
+        assert not any(map(is_running, (one, two, below))) and is_running(stranger)
         assert not folder.exists() and not named.exists()
-    os.kill(stranger, signal.SIGKILL)
 
 
 def test_at_the_end_of_a_run_its_folder_is_gone_and_the_environment_is_as_before(base):
