@@ -1,4 +1,4 @@
-"""Start of a private Ray cluster on this machine: nobody but the run can reach it.
+"""Start of a private Ray cluster on this machine, which nobody but the run can reach; or connection to the user's.
 
 Ray listens on all addresses, and whoever reaches it runs code. A private one listens on the loopback address, and takes
 calls only with a token that other users of the machine cannot read.
@@ -12,6 +12,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from core.errors import UserError, first_line
 from core.scratch import restore_environment
 
 
@@ -35,6 +36,20 @@ def start_private_ray(folder: Path, **settings: Any) -> None:
     finally:
         constants.ENABLE_RAY_CLUSTER = several
         restore_environment(before)
+
+
+def join_ray(address: str, **settings: Any) -> None:
+    """Connect to a cluster of the user's, with the user's token. Raises UserError where it refuses."""
+    import ray
+    from ray.exceptions import AuthenticationError
+
+    try:
+        ray.init(address=address, **settings)
+    except (ConnectionError, AuthenticationError) as error:
+        raise UserError(
+            f"ray_address={address}: the Ray cluster there refuses this run ({first_line(error)}): if it was started "
+            "with a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+        ) from error
 
 
 def forget_token() -> None:

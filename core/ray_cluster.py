@@ -28,7 +28,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from core.addresses import listen_at, use_interface_of
 from core.deadlines import ADDRESS_CHECK_TIMEOUT_S, HEALTH_CHECK_TIMEOUT_S
 from core.errors import CallFailed, ProcessDied, RunStopped, UserError, first_line
-from core.private_ray import forget_token, start_private_ray
+from core.private_ray import forget_token, join_ray, start_private_ray
 from core.scratch import Scratch, find_scratch, name_shared_memory
 from core.workers import RankInfo, Resources, Workers, gather_fail_fast
 
@@ -211,8 +211,6 @@ class Cluster:
     """Ray cluster, private or existing, and the actors that this run has placed on it."""
 
     def __init__(self, address: str | None):
-        import ray
-
         os.environ.setdefault("RAY_worker_niceness", "0")
         logging.getLogger("ray").setLevel(logging.ERROR)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -230,7 +228,7 @@ class Cluster:
         if self.is_private:
             start_private_ray(cast(Path, find_scratch()), **quiet)
         else:
-            ray.init(address=address, **quiet)
+            join_ray(cast(str, address), **quiet)
         of_ray: Any = importlib.import_module("ray._private.worker")
         of_ray._worker_logs_enabled = False  # else Ray prints a paragraph about each dead actor
         os.environ["PYTHONBREAKPOINT"] = breakpoint_goes_to  # Ray sets its own debugger, in this process too
