@@ -41,7 +41,8 @@ class RunConfig(StrictModel):
     resume: str | None = None
     """Run folder (its newest complete checkpoint) or checkpoint to resume from, exactly, in a new run folder. Settings
     that change the gradient must be the same; otherwise an error names the first one that differs. driver/resume.py
-    lists what may differ, such as steps under a constant learning rate. Use trusted files only: they are unpickled."""
+    lists what may differ, such as steps under a constant learning rate. A file that would run code when it is read is
+    refused."""
     timeout_s: Seconds = 1800.0
     """Deadline of every remote call, in seconds: start of an engine, a training step, a checkpoint."""
     model: ModelConfig

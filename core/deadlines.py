@@ -17,6 +17,9 @@ ENGINE_SHUTDOWN_TIMEOUT_S = 10.0
 ENGINE_RPC_GRACE_S = 2.0
 ENGINE_POLL_S = 0.5
 PARENT_POLL_S = 1.0
+GUARDIAN_POLL_S = 1.0
+GUARDIAN_TIMEOUT_S = 15.0
+LEFTOVER_KILL_S = 10.0
 GROUP_TIMEOUT_GRACE_S = 5.0
 SYNC_TIMEOUT_GRACE_S = 5.0
 REWARD_START_TIMEOUT_S = 120.0
@@ -134,5 +137,20 @@ TABLE = (
         waits_for="the next look of a vLLM process whether its parent is alive",
         length=_seconds(PARENT_POLL_S),
         after_it="it looks again, or ends itself",
+    ),
+    Deadline(
+        waits_for="the next look of a run's guardian whether the driver is alive, besides the pipe between them",
+        length=_seconds(GUARDIAN_POLL_S),
+        after_it="it looks again, or kills what the run has started",
+    ),
+    Deadline(
+        waits_for="processes of a run whose driver has ended, killed again and again by its guardian",
+        length=_seconds(LEFTOVER_KILL_S),
+        after_it="the guardian removes the run's temporary folder and ends",
+    ),
+    Deadline(
+        waits_for="the guardian, at the end of a run",
+        length=_seconds(GUARDIAN_TIMEOUT_S),
+        after_it="the run ends without it; the guardian continues by itself",
     ),
 )

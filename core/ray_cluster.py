@@ -22,10 +22,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable,
 from contextlib import contextmanager
 from copy import copy
 from operator import attrgetter
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+from core.addresses import listen_at, use_interface_of
 from core.deadlines import ADDRESS_CHECK_TIMEOUT_S, HEALTH_CHECK_TIMEOUT_S
 from core.errors import CallFailed, ProcessDied, RunStopped, UserError, first_line
+from core.private_ray import forget_token, join_ray, start_private_ray
+from core.scratch import Scratch, find_scratch, name_shared_memory
 from core.workers import RankInfo, Resources, Workers, gather_fail_fast
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -35,6 +39,7 @@ HEALTH = "health"
 MAX_CALLS = 1_000_000
 """Calls that an actor runs at a time. Ray queues further ones, and a weight sync would wait behind groups."""
 IDLE = "is idle"
+DIED = "its process died; its log is in logs/ of the run folder (with ray_address in Ray's session folder)"
 T = TypeVar("T")
 W_co = TypeVar("W_co", covariant=True)
 S = TypeVar("S")
@@ -151,7 +156,7 @@ class Remote(Workers[W_co]):
         except TimeoutError as error:
             raise CallFailed(f"{who} did not answer within {self.timeout_s:g} seconds ({self.timeout_key})") from error
         except RayActorError as error:
-            raise ProcessDied(f"{who}: its process died; its log is in Ray's session folder") from error
+            raise ProcessDied(f"{who}: {DIED}") from error
         except RayError as error:
             raise CallFailed(f"{who} failed: {first_line(error)}") from error
         self.started.add(rank)
@@ -166,7 +171,7 @@ class Remote(Workers[W_co]):
             async with asyncio.timeout(min(self.timeout_s, HEALTH_CHECK_TIMEOUT_S)):
                 activity = await self.actors[rank].describe_activity.options(concurrency_group=HEALTH).remote()
         except RayActorError:
-            return False, f"{who} ({phase}): its process died; its log is in Ray's session folder"
+            return False, f"{who} ({phase}): {DIED}"
         except TimeoutError:
             if rank not in self.started:
                 return (
@@ -206,21 +211,24 @@ class Cluster:
     """Ray cluster, private or existing, and the actors that this run has placed on it."""
 
     def __init__(self, address: str | None):
-        import ray
-
         os.environ.setdefault("RAY_worker_niceness", "0")
         logging.getLogger("ray").setLevel(logging.ERROR)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if address is not None:
             _check_reachable(address)
         breakpoint_goes_to = os.environ.get("PYTHONBREAKPOINT", "")
-        ray.init(
-            address=address or "local",  # None would join whatever Ray runs on this machine
-            include_dashboard=False if address is None else None,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            configure_logging=False,
-        )
+        quiet: dict[str, Any] = {
+            "logging_level": logging.ERROR,
+            "log_to_driver": False,
+            "configure_logging": False,
+        }
+        self.is_private = address is None
+        self.scratch = Scratch() if find_scratch() is None else None
+        """Temporary folder of the cluster, where no run has one."""
+        if self.is_private:
+            start_private_ray(cast(Path, find_scratch()), **quiet)
+        else:
+            join_ray(cast(str, address), **quiet)
         of_ray: Any = importlib.import_module("ray._private.worker")
         of_ray._worker_logs_enabled = False  # else Ray prints a paragraph about each dead actor
         os.environ["PYTHONBREAKPOINT"] = breakpoint_goes_to  # Ray sets its own debugger, in this process too
@@ -252,6 +260,10 @@ class Cluster:
         for actor in self.actors:
             ray.kill(actor)
         ray.shutdown()
+        if self.is_private:
+            forget_token()
+        if self.scratch is not None:
+            self.scratch.close()
 
 
 def _check_reachable(address: str) -> None:
@@ -274,14 +286,16 @@ class Actor:
         self.busy: dict[object, tuple[str, float]] = {}
         """Calls in progress: method and start time."""
         self.thread = threading.get_ident()
+        # On another machine than the driver's, and in a cluster of the user's, nobody has made a folder yet.
+        self.scratch = Scratch() if find_scratch() is None else None
+        name_shared_memory()
+        use_interface_of(_node_address())
 
     def find_free_address(self) -> tuple[str, int]:
         """Return the address of this machine and a free port, where other processes can meet this one."""
-        import ray
-
-        with socket.socket() as s:
-            s.bind(("", 0))
-            return ray.util.get_node_ip_address(), s.getsockname()[1]
+        address = _node_address()
+        with listen_at(address) as s:
+            return address, s.getsockname()[1]
 
     async def build(self, build: Callable[..., Any], info: RankInfo, args: tuple[Any, ...]) -> None:
         with self._mark_busy("build"):
@@ -309,6 +323,13 @@ class Actor:
             yield
         finally:
             del self.busy[call]
+
+
+def _node_address() -> str:
+    """Return the address that Ray gives this machine."""
+    import ray
+
+    return ray.util.get_node_ip_address()
 
 
 def _place_in_our_code(thread: int) -> str:

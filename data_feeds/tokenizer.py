@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from core.errors import UserError, first_line
 from core.types import Message
+from modeling.pretrained import load_pretrained
 
 TrainOn = Literal["everything", "last_reply"] | Sequence[str]
 """Part of a conversation that is trained on: everything, its last reply, or the turns of these roles."""
@@ -32,7 +33,7 @@ class ChatTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self.hf: Any = AutoTokenizer.from_pretrained(path)
+            self.hf: Any = load_pretrained(AutoTokenizer, path)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"model.path={path}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}"
@@ -177,7 +178,7 @@ def _eos_of_generation_config(path: str) -> list[int]:
     if Path(path).is_dir() and not (Path(path) / "generation_config.json").is_file():
         return []
     try:
-        found = GenerationConfig.from_pretrained(path).eos_token_id
+        found = load_pretrained(GenerationConfig, path).eos_token_id
     except (OSError, ValueError) as error:
         raise UserError(
             f"model.path={path}: its generation_config.json cannot be read, but it names the stop tokens"

@@ -1,4 +1,4 @@
-"""Output of a run: runs/<name>-<time>/ with config.yaml, metrics.jsonl, samples/, summary.json, model/."""
+"""Output of a run: runs/<name>-<time>/ with config.yaml, metrics.jsonl, samples/, summary.json, model/, logs/."""
 
 from __future__ import annotations
 

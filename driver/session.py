@@ -18,6 +18,7 @@ from core.deadlines import CLOSE_TIMEOUT_S
 from core.errors import ProcessDied, RunStopped, UserError
 from core.phases import Phase
 from core.ray_cluster import Cluster
+from core.scratch import Scratch
 from core.signals import end_on_signals, raise_interrupt
 from core.workers import Workers
 from data_feeds.feed import Feed
@@ -192,7 +193,7 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
     try:
         end_on_signals(at_once=at_once)
         session.console.say(f"run folder: {folder.path}")
-        with session.console:
+        with Scratch(logs=folder.path / "logs"), session.console:
             asyncio.run(run_body())
         reason = "done"
         session.show_outcome()

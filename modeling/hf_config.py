@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from core.errors import UserError
+from modeling.pretrained import build_from_config, load_pretrained
 
 
 def read_config(path: str) -> Any | None:
@@ -16,7 +17,7 @@ def read_config(path: str) -> Any | None:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path)
+        return load_pretrained(AutoConfig, path)
     except (OSError, ValueError):
         return None
 
@@ -29,7 +30,7 @@ def meta_model(path: str) -> nn.Module | None:
     if config is None:
         return None
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return build_from_config(AutoModelForCausalLM, config)
 
 
 def check_model_folder(path: str, *, key: str = "model.path") -> None:

@@ -12,6 +12,7 @@ from configs.trainer_schema import LoraConfig
 from core.errors import UserError, first_line
 from modeling.attention import attend_by_sequence_if_able
 from modeling.hf_config import read_config
+from modeling.pretrained import load_pretrained
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 NEW_HEADS, OLD_HEADS = "score.", "lm_head."
@@ -121,7 +122,7 @@ def _read_pretrained(auto: Any, path: str, *, key: str, new_head: bool = False, 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # its report of what does not fit is refused below
     try:
-        model, report = auto.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **settings)
+        model, report = load_pretrained(auto, path, output_loading_info=True, ignore_mismatched_sizes=True, **settings)
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{key}={path} cannot be loaded: {first_line(error)}: save or download it again") from error
     _check_report(report, f"{key}={path}", new_head=new_head)

@@ -1,22 +1,25 @@
 """State of a trainer in a checkpoint: every learner's weights and optimizer, and each rank's counters and random state.
 Frozen models are not in it: they are loaded from the paths of the recipe.
 
-Resume from trusted files only: DeepSpeed reads its files with pickle.
+A checkpoint is data. Its files are pickles, as torch writes them; one that would run code when it is read is refused.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Generator
+import os
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch.distributed import DistError
+from torch.serialization import safe_globals
 
 from core.errors import UserError, first_line
+from core.scratch import restore_environment
 from trainers.learner import Learner
 
 
@@ -109,14 +112,28 @@ def read_rest(folder: Path, rank: int) -> dict[str, Any]:
 
 
 @contextmanager
-def reading(path: Path) -> Generator[None]:
-    """Turn a file of a checkpoint that cannot be read into UserError that names it."""
+def reading(path: Path, *, classes: Sequence[type] = ()) -> Generator[None]:
+    """Let torch.load read tensors, numbers and `classes` only, whatever its caller asks for.
+
+    Raises UserError that names `path` for a file that holds anything else, or cannot be read.
+    """
+    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    before = {name: os.environ.get(name) for name in names}
+    restore_environment({names[0]: "1", names[1]: None})
     try:
-        yield
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        with safe_globals([*classes]):
+            yield
+    except UnpicklingError as error:
+        raise UserError(
+            f"resume: {path} is refused, because it is damaged or holds what a checkpoint of a run never holds, such "
+            f"as code ({first_line(error)}): resume from a checkpoint that a run of this project wrote"
+        ) from error
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
         if isinstance(error, DistError) or "gloo" in str(error):  # another rank has failed, and says why
             raise
         raise UserError(
             f"resume: {path} cannot be read ({type(error).__name__}: {first_line(error)}): the checkpoint is damaged, "
             "resume from an earlier one"
         ) from error
+    finally:
+        restore_environment(before)

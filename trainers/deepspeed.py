@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
+from torch.distributed import TCPStore, distributed_c10d
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.addresses import host_store
 from core.buckets import split_into_buckets
 from core.errors import RunStopped
 from modeling.export import exported_tensors, gather_tensors, save_exported
@@ -46,6 +48,7 @@ class DeepSpeedTrainer(Trainer):
         # On a CPU DeepSpeed would compile its own all-reduce for a minute; gloo has one.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         timeout = timedelta(seconds=timeout_s)
+        form_group("nccl" if on_gpu else "gloo", timeout)
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False, timeout=timeout)
         device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
         self.dtype, self.zero_stage = model.dtype, cfg.zero_stage
@@ -144,10 +147,32 @@ class DeepSpeedLearner:
 
     def load_state(self, folder: Path) -> None:
         all_trained = all(p.requires_grad for p in self.model.parameters())
-        with reading(folder):
+        with reading(folder, classes=classes_in_checkpoints()):
             found, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=all_trained)
         if found is None:
             raise RunStopped(f"DeepSpeed finds no checkpoint in {folder}, although the folder is marked as complete")
+
+
+def classes_in_checkpoints() -> list[type]:
+    """Return the classes of DeepSpeed's own whose objects are in its files: settings and places, no code."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, ZeroStageEnum, fragment_address]
+
+
+def form_group(backend: str, timeout: timedelta) -> None:
+    """Form the group of all ranks before DeepSpeed does, whose store would listen on all addresses."""
+    if torch.distributed.is_initialized():  # a second trainer in this process
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == 0:
+        store = host_store(address, port, timeout=timeout, size=size)
+    else:
+        store = TCPStore(address, port, size, is_master=False, timeout=timeout)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def deepspeed_config(cfg: TrainerConfig, dtype: str) -> dict[str, Any]:

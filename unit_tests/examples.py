@@ -7,6 +7,7 @@ import random
 import sys
 from contextlib import redirect_stderr
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import psutil
@@ -87,3 +88,13 @@ def an_answer(rng: random.Random, prompt: list[int], reward: float, *, row: int)
         versions=[-1] * len(ids),
         reward=reward,
     )
+
+
+class Malicious:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)

@@ -29,7 +29,7 @@ from driver.checkpoint import (
 from driver.resume import bitwise_only_changes
 from driver.trainer_factory import build_trainer
 from trainers.checkpoint_state import rank_file
-from unit_tests.examples import run_here, some_groups, with_values
+from unit_tests.examples import Malicious, run_here, some_groups, with_values
 from unit_tests.test_deepspeed import plan_of
 
 ROOT = Path(__file__).parent.parent
@@ -190,6 +190,19 @@ def test_a_checkpoint_of_other_trainers_is_refused(tiny_path, tmp_path):
         torch.save(saved | {"fits": saved["fits"] | changes}, tmp_path / rank_file(0))
         with pytest.raises(UserError, match=words):
             trainer.load_state(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["rank_0.pt", "policy/state.pt"])
+def test_a_checkpoint_that_holds_code_is_refused_and_its_code_does_not_run(tiny_path, tmp_path, file):
+    trainer = build_trainer(None, plan_of(tiny_path))
+    trainer.save_state(tmp_path)
+    torch.save(torch.load(tmp_path / file, weights_only=True) | {"more": Malicious(tmp_path / "ran")}, tmp_path / file)
+    with pytest.raises(UserError, match=r"^resume: .* is refused, because it is damaged or holds .* such as code"):
+        trainer.load_state(tmp_path)
+    assert not (tmp_path / "ran").exists()
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+    torch.load(tmp_path / file, weights_only=False)
+    assert (tmp_path / "ran").exists(), "the code is good"
 
 
 def folder_of(tmp_path: Path, name: str) -> Path:

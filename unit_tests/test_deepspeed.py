@@ -19,7 +19,7 @@ from driver.scoring import add_columns
 from driver.trainer_factory import TrainerPlan, build_trainer
 from trainers.deepspeed import DeepSpeedTrainer
 from trainers.trainer import Trainer
-from unit_tests.examples import some_answers, some_groups, with_values
+from unit_tests.examples import Malicious, some_answers, some_groups, with_values
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SGD = {"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0}
@@ -342,3 +342,24 @@ def test_what_is_frozen_is_in_no_checkpoint(ranks, tiny_path, tmp_path, stage):
     [model, *_] = (tmp_path / "policy").glob("*model_states.pt")
     held = torch.load(model, weights_only=False)["module"]
     assert (held or stage == 3) and all(".layers.1." in name for name in held), "ZeRO-3 keeps its weights elsewhere"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_deepspeeds_files_are_read_as_data(ranks, tiny_path, tmp_path, stage):
+    """Of each kind of file one is changed: what it would run does not run, and the sentence names the checkpoint."""
+    plan = plan_of(tiny_path, zero_stage=stage)
+    mark = tmp_path / "ran"
+
+    async def go():
+        workers = await trainers_of(ranks, plan)
+        await workers.call_all(Trainer.save_state, tmp_path)
+        await workers.call_all(Trainer.load_state, tmp_path)
+        for file in (tmp_path / "policy").glob("*_states.pt"):
+            good = torch.load(file, weights_only=False)
+            torch.save(good | {"more": Malicious(mark)}, file)
+            with pytest.raises(UserError, match=r"^resume: .*policy is refused, because"):
+                await workers.call_all(Trainer.load_state, tmp_path)
+            assert not mark.exists()
+            torch.save(good, file)
+
+    asyncio.run(go())

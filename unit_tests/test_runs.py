@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 import main_rl
 import main_sl
 from configs.schema import RLConfig, SLConfig
+from core.guardian import MARK
 from core.types import Policy
 from driver.load_recipe import load_recipe
 from driver.session import Session, run_session
@@ -360,14 +363,41 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+def listening(pids: set[int]) -> set[tuple[str, str]]:
+    """Where processes listen: their names and addresses."""
+    found: set[tuple[str, str]] = set()
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            sockets = process.net_connections("inet")
+            found |= {(process.name(), s.laddr.ip) for s in sockets if s.status == psutil.CONN_LISTEN}
+    return found
+
+
+def refuses_strangers(port: int) -> bool:
+    """Whether Ray's gcs_server at this port refuses a call without the run's token."""
+    ask = "from ray._raylet import GcsClient; import sys; GcsClient(address=sys.argv[1]).internal_kv_keys(b'', b'')"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(
+        [sys.executable, "-c", ask, f"127.0.0.1:{port}"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    return done.returncode != 0 and "auth" in done.stderr.lower()
+
+
+def port_of_gcs(pids: set[int]) -> int:
+    [gcs] = [process for pid in pids if "gcs_server" in (process := psutil.Process(pid)).name()]
+    return next(s.laddr.port for s in gcs.net_connections("inet") if s.status == psutil.CONN_LISTEN)
+
+
 @pytest.mark.parametrize(
     ("engine", "end"),
     [
-        pytest.param("hf", "kill", marks=pytest.mark.verify),
-        pytest.param("vllm", "ctrl-c", marks=pytest.mark.slow),
+        pytest.param("hf", signal.SIGTERM, marks=pytest.mark.verify),
+        pytest.param("vllm", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("vllm", signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_ends_a_run_cleanly_and_leaves_no_process_behind(recipe, tmp_path, engine, end):
+def test_a_run_listens_on_loopback_only_and_however_it_ends_leaves_nothing_behind(recipe, tmp_path, engine, end):
     changes = {"backend": "ray", "steps": 100_000, "rollout.engine": engine, "rollout.kv_cache_gib": 0.25}
     run = start(recipe(changes))
     try:
@@ -376,25 +406,44 @@ def test_a_signal_ends_a_run_cleanly_and_leaves_no_process_behind(recipe, tmp_pa
         while len(metrics_of(folder_of(tmp_path))) < 3:
             time.sleep(0.2)
         below = descendants(run.pid)
-        assert len(below) > 3
-        if end == "ctrl-c":
-            os.killpg(run.pid, signal.SIGINT)  # what a terminal does: the whole foreground group
+        doors = listening({run.pid, *below})
+        assert len(doors) > 3 and {ip.removeprefix("::ffff:") for _, ip in doors} <= {"127.0.0.1", "::1"}, doors
+        assert end != signal.SIGKILL or refuses_strangers(port_of_gcs(below))
+        [scratch] = {entry for pid in below for entry in marks_of(pid)}
+        of_vllm = {path for path in map(str, Path("/dev/shm").iterdir()) if Path(path).name.startswith(scratch.name)}
+        assert scratch.stat().st_mode & 0o777 == 0o700 and bool(of_vllm) == (engine == "vllm")
+        if end == signal.SIGINT:
+            os.killpg(run.pid, end)  # what a terminal does: the whole foreground group
         else:
-            run.terminate()  # what kill, a cluster's scheduler and a container's host do
+            run.send_signal(end)  # what kill, a cluster's scheduler and a container's host do
         _, err = run.communicate(timeout=60)
     finally:
         run.kill()  # where the test failed
-    assert run.returncode == 130
-    assert "interrupted" in err and "Traceback" not in err and "SIGTERM" not in err, err
     folder = folder_of(tmp_path)
     assert len(metrics_of(folder)) >= 2
-    assert json.loads((folder / "summary.json").read_text())["exit_reason"] == "interrupted"
-    for _ in range(100):
-        alive = {p for p in below if is_running(p)}
-        if not alive:
-            break
+    if end != signal.SIGKILL:
+        assert run.returncode == 130
+        assert "interrupted" in err and "Traceback" not in err and "SIGTERM" not in err, err
+        assert json.loads((folder / "summary.json").read_text())["exit_reason"] == "interrupted"
+    until = time.monotonic() + 15.0
+    while (left := leftovers(below, scratch, of_vllm)) and time.monotonic() < until:
         time.sleep(0.1)
-    assert not alive, subprocess.check_output(["ps", "-p", ",".join(map(str, alive))], text=True)
+    assert not left
+    assert any(file.name.startswith("worker-") for file in (folder / "logs").iterdir()), "Ray's logs are kept"
+
+
+def marks_of(pid: int) -> set[Path]:
+    """The scratch folder that a process is marked with."""
+    with suppress(psutil.NoSuchProcess):
+        environment = psutil.Process(pid).environ()
+        return {Path(environment[MARK])} if MARK in environment else set()
+    return set()
+
+
+def leftovers(pids: set[int], scratch: Path, shared_memory: set[str]) -> list[str]:
+    """What is left of a run: processes, its folder, shared memory."""
+    alive = [" ".join(psutil.Process(pid).cmdline()) for pid in pids if is_running(pid)]
+    return alive + [path for path in [str(scratch), *shared_memory] if os.path.exists(path)]
 
 
 def start(recipe_path: str) -> subprocess.Popen:

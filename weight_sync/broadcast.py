@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
+from core.addresses import host_store
 from core.errors import TransportFailed
 from weight_sync.base import Bucket, transfer_errors
 from weight_sync.fingerprint import fingerprint
@@ -52,7 +53,7 @@ class WeightSender:
 
     def open(self, address: str = "127.0.0.1") -> int:
         """Listen for members at `address`, which they must be able to reach; return the port."""
-        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._store = host_store(address, timeout=self._timeout)
         return self._store.port
 
     def join(self, *, members: int) -> None:

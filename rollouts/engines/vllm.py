@@ -20,7 +20,10 @@ from rollouts.engines.base import Capabilities, EngineConfig
 from rollouts.engines.vllm_support.common import VllmBase, _raise_first
 from weight_sync.base import Chunk
 
-_DIED = "vLLM's own process died; its last output is in the log of this worker, in Ray's session folder"
+_DIED = (
+    "vLLM's own process died; its last output is in the log of this worker, in logs/ of the run folder (with "
+    "ray_address in Ray's session folder)"
+)
 T = TypeVar("T")
 
 

@@ -12,6 +12,7 @@ import torch
 from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped, TransportFailed
+from modeling.pretrained import TRUST_REMOTE_CODE
 from rollouts.engines.base import Completion, Engine, EngineConfig
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -39,6 +40,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
         "enable_chunked_prefill": not on_cpu,
         "load_format": "dummy" if config.starts_empty else "auto",
         "skip_tokenizer_init": True,
+        "trust_remote_code": TRUST_REMOTE_CODE,
         "generation_config": "vllm",
         # The log-probability under the distribution the token was drawn from: temperature included.
         "logprobs_mode": "processed_logprobs",

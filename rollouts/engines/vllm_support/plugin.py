@@ -8,6 +8,7 @@ import time
 from threading import Thread
 
 from core.deadlines import PARENT_POLL_S
+from core.scratch import name_shared_memory
 
 
 def register() -> None:
@@ -18,6 +19,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     _end_with_parent()
+    name_shared_memory()
     transports = {"feynrl_gloo": "GlooTransfer", "feynrl_local": "LocalTransfer", "feynrl_nccl": "NcclTransfer"}
     for name, cls in transports.items():
         if name not in Factory._registry:  # it refuses a second registration

@@ -1,0 +1,94 @@
+"""Addresses on which a run's processes meet: they listen on the address that Ray gives the machine, and on no other.
+
+On a machine by itself that is the loopback address. Between machines, gloo, NCCL and torch's RPC would otherwise take
+the interface that the host name resolves to, which on Debian is loopback too.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: the documented name
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+def is_loopback(address: str) -> bool:
+    """
+    >>> is_loopback("127.0.0.1"), is_loopback("10.0.0.7"), is_loopback("::1")
+    (True, False, True)
+    """
+    return ipaddress.ip_address(address).is_loopback
+
+
+def find_interface(address: str, interfaces: Mapping[str, Iterable[str]]) -> str | None:
+    """Return the network interface that holds `address`; None where none does, as behind a translated address.
+
+    interfaces: addresses of each interface of this machine.
+
+    >>> find_interface("10.0.0.7", {"lo": ["127.0.0.1"], "eth0": ["10.0.0.7"]})
+    'eth0'
+    """
+    wanted = ipaddress.ip_address(address)
+    for name, held in interfaces.items():
+        for one in (ipaddress.ip_address(text.partition("%")[0]) for text in held):
+            if one == wanted or (one.is_loopback and wanted.is_loopback and one.version == wanted.version):
+                return name
+    return None
+
+
+def list_interfaces() -> dict[str, list[str]]:
+    """Return the IP addresses of each network interface of this machine."""
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [entry.address for entry in entries if entry.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+
+
+def use_interface_of(address: str) -> None:
+    """Let the process groups that this process forms use the interface of `address`, before it forms one.
+
+    On loopback nothing else is of use. Between machines a variable that the user has set stays.
+    """
+    if (name := find_interface(address, list_interfaces())) is None:
+        return
+    for variable in INTERFACE_VARIABLES:
+        if is_loopback(address) or variable not in os.environ:
+            os.environ[variable] = name
+    if is_loopback(address) or "VLLM_HOST_IP" not in os.environ:
+        os.environ["VLLM_HOST_IP"] = address
+
+
+def listen_at(address: str, port: int = 0) -> socket.socket:
+    """Return a listening socket at `address` only; at all addresses where this machine does not know it as its own."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return socket.create_server(("", port), family=family)
+
+
+def host_store(address: str, port: int = 0, *, timeout: timedelta, size: int | None = None) -> TCPStore:
+    """Return the store of a process group, listening at `address` only. By itself torch's listens everywhere."""
+    listener = listen_at(address, port)
+    store = TCPStore(
+        address,
+        listener.getsockname()[1],
+        size,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.fileno(),
+    )
+    listener.detach()  # it is the store's now
+    return store

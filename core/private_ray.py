@@ -1,0 +1,59 @@
+"""Start of a private Ray cluster on this machine, which nobody but the run can reach; or connection to the user's.
+
+Ray listens on all addresses, and whoever reaches it runs code. A private one listens on the loopback address, and takes
+calls only with a token that other users of the machine cannot read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from core.errors import UserError, first_line
+from core.scratch import restore_environment
+
+
+def start_private_ray(folder: Path, **settings: Any) -> None:
+    """Start Ray with its session in `folder`, where nobody else may look: Ray lets everybody write into its own."""
+    import ray
+
+    token = folder / "ray_token"
+    with open(os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    names = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    before = {name: os.environ.get(name) for name in (*names, "RAY_AUTH_TOKEN")}
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would win over the file
+    os.environ.update(names)
+    forget_token()
+    several, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False  # Ray's way to choose loopback
+    try:
+        # without an address it would join whatever Ray runs on this machine
+        ray.init(address="local", _temp_dir=str(folder / "ray"), include_dashboard=False, **settings)
+    finally:
+        constants.ENABLE_RAY_CLUSTER = several
+        restore_environment(before)
+
+
+def join_ray(address: str, **settings: Any) -> None:
+    """Connect to a cluster of the user's, with the user's token. Raises UserError where it refuses."""
+    import ray
+    from ray.exceptions import AuthenticationError
+
+    try:
+        ray.init(address=address, **settings)
+    except (ConnectionError, AuthenticationError) as error:
+        raise UserError(
+            f"ray_address={address}: the Ray cluster there refuses this run ({first_line(error)}): if it was started "
+            "with a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+        ) from error
+
+
+def forget_token() -> None:
+    """Let Ray read token and mode from the environment again; it keeps both."""
+    raylet: Any = importlib.import_module("ray._raylet")
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
