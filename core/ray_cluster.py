@@ -24,8 +24,9 @@ from copy import copy
 from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from core.deadlines import ADDRESS_CHECK_TIMEOUT_S, HEALTH_CHECK_TIMEOUT_S
-from core.errors import CallFailed, ProcessDied, RunStopped, UserError, first_line
+from core.deadlines import HEALTH_CHECK_TIMEOUT_S
+from core.errors import CallFailed, ProcessDied, RunStopped, UserError, first_line, shorten
+from core.ray_address import MEND, check_reachable
 from core.workers import RankInfo, Resources, Workers, gather_fail_fast
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -212,15 +213,16 @@ class Cluster:
         logging.getLogger("ray").setLevel(logging.ERROR)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if address is not None:
-            _check_reachable(address)
+            check_reachable(address)
         breakpoint_goes_to = os.environ.get("PYTHONBREAKPOINT", "")
-        ray.init(
-            address=address or "local",  # None would join whatever Ray runs on this machine
-            include_dashboard=False if address is None else None,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            configure_logging=False,
-        )
+        with _quote_failure(address):
+            ray.init(
+                address=address or "local",  # None would join whatever Ray runs on this machine
+                include_dashboard=False if address is None else None,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                configure_logging=False,
+            )
         of_ray: Any = importlib.import_module("ray._private.worker")
         of_ray._worker_logs_enabled = False  # else Ray prints a paragraph about each dead actor
         os.environ["PYTHONBREAKPOINT"] = breakpoint_goes_to  # Ray sets its own debugger, in this process too
@@ -254,17 +256,16 @@ class Cluster:
         ray.shutdown()
 
 
-def _check_reachable(address: str) -> None:
-    """Raise UserError where nobody listens at host:port; Ray itself would retry for minutes."""
-    host, _, port = address.rpartition(":")
+@contextmanager
+def _quote_failure(address: str | None) -> Generator[None]:
+    """Turn what Ray raises while it joins a cluster into one sentence: another version of Ray or Python, say."""
     try:
-        with socket.create_connection((host, int(port)), timeout=ADDRESS_CHECK_TIMEOUT_S):
-            pass
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"ray_address={address}: no Ray cluster answers there ({error}); give the host:port of one that runs, or "
-            "leave the key unset"
-        ) from error
+        yield
+    except (OSError, RuntimeError, ValueError) as error:  # ConnectionError is an OSError
+        if address is None:
+            raise
+        said = shorten(" ".join(str(error).split()))
+        raise UserError(f"ray_address={address}: Ray cannot join the cluster there: {said}; {MEND}") from error
 
 
 class Actor:
