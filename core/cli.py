@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Callable
 
@@ -24,6 +25,9 @@ def run_guarded(run: Callable[[], int]) -> int:
     """Run, and turn expected errors into one sentence and an exit code; any other error keeps its traceback."""
     from core.errors import RunStopped, UserError
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character must not end the run
+            stream.reconfigure(errors="backslashreplace")
     try:
         return run()
     except UserError as error:

@@ -61,7 +61,7 @@ def resolve(name_or_path: str, package: str, *, offers: Callable[[ModuleType], b
     if spec is None or not offers(load_module(spec)):
         names = list_plugins(package, offers)
         raise UserError(
-            f"{_key_prefix(key)}there is no {name_or_path!r} in {package.replace('.', '/')}/"
+            f"{_key_prefix(key)}there is no {name_or_path!r:.200} in {package.replace('.', '/')}/"
             f"{_suggest_name(name_or_path, names)}; it has {', '.join(names) or 'none'}, and a file of your own is "
             "named by its path (my_file.py)"
         )
@@ -95,7 +95,7 @@ def load_class(spec: FileSpec, base: type[T], *, key: str) -> type[T]:
 
 def _spec_in_package(package: str, name: str) -> FileSpec | None:
     path = _package_folder(package) / f"{name}.py"
-    if not name.isidentifier() or name.startswith("_") or not path.is_file():
+    if not name.isidentifier() or name.startswith("_") or not os.path.isfile(path):
         return None
     return FileSpec(module=f"{package}.{name}", path=str(path), sha256=hash_file(path), in_package=True)
 
@@ -134,7 +134,7 @@ def _resolve_file(name: str, key: str) -> FileSpec:
         siblings = [p.name for p in path.parent.glob("*.py")] if os.path.isdir(path.parent) else []
         raise UserError(f"{_key_prefix(key)}there is no file {quote(path)}{_suggest_name(path.name, siblings)}")
     if path.suffix != ".py":
-        raise UserError(f"{_key_prefix(key)}{path} is not a Python file; its name must end in .py")
+        raise UserError(f"{_key_prefix(key)}{quote(path)} is not a Python file; its name must end in .py")
     digest = hash_file(path)
     return FileSpec(module=f"{path.stem}_{digest[:12]}", path=str(path), sha256=digest, in_package=False)
 

@@ -68,7 +68,7 @@ async def write_checkpoint(home: Path, trainers: Workers[Trainer], state: RunSta
             f"trainer rank {unseen[0]} wrote its share of the checkpoint where this process does not see it: with "
             "checkpoint.every, run_dir must be a folder that every machine of the run shares"
         )
-    (partial / "progress.json").write_text(json.dumps(asdict(state), indent=1) + "\n")
+    (partial / "progress.json").write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
     _flush_folder(partial)
     (partial / COMPLETE).touch()
     _flush_folder(partial)
@@ -82,7 +82,8 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     folder = folder.resolve()  # `best` and `last` are links
     if not re.fullmatch(r"step_\d{5,}", folder.name) or not (folder / COMPLETE).is_file():
         return None
-    return Checkpoint(folder=folder, state=RunState(**json.loads((folder / "progress.json").read_text())))
+    progress = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
+    return Checkpoint(folder=folder, state=RunState(**progress))
 
 
 def list_checkpoints(home: Path) -> list[Checkpoint]:

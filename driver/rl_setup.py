@@ -98,7 +98,7 @@ def check_frozen_models(alg: PolicyGradient, tokenizer: ChatTokenizer, path: str
     """Raise UserError for a frozen model that is not a model, or has another vocabulary than the policy."""
     for frozen in filter(None, alg.frozen_models.values()):
         check_model_folder(frozen, key="alg")
-        if tokenizer.hf.get_vocab() != ChatTokenizer(frozen, "plain").hf.get_vocab():
+        if tokenizer.hf.get_vocab() != ChatTokenizer(frozen, "plain", key="alg").hf.get_vocab():
             raise UserError(
                 f"alg names the model {frozen}, whose vocabulary is not that of model.path={path}, so it cannot "
                 "compute log-probabilities of the same tokens: take one with the same tokenizer"

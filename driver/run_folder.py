@@ -28,8 +28,8 @@ class RunFolder:
             except FileExistsError:  # two runs of one name in one second
                 self.path = self.path.with_name(f"{self.path.name.split('.')[0]}.{n}")
         (self.path / "samples").mkdir()
-        (self.path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        self.metrics_file = (self.path / "metrics.jsonl").open("a")
+        (self.path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        self.metrics_file = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
 
     def log(self, metrics: dict[str, float]) -> None:
         self.metrics_file.write(json.dumps(metrics, allow_nan=False) + "\n")
@@ -37,7 +37,7 @@ class RunFolder:
 
     def save_samples(self, step: int, groups: list[Group], text_of: Any) -> None:
         """Write one JSON object per sample: prompt, completion, reward and its parts, advantage, versions."""
-        with (self.path / "samples" / f"step_{step:05d}.jsonl").open("w") as file:
+        with (self.path / "samples" / f"step_{step:05d}.jsonl").open("w", encoding="utf-8") as file:
             for ticket, group in enumerate(groups):
                 for sample in group:
                     file.write(json.dumps(make_sample_record(sample, ticket, text_of)) + "\n")
@@ -45,7 +45,7 @@ class RunFolder:
     def write_summary(self, **facts: Any) -> None:
         text = json.dumps(facts | {"packages": list_packages()}, indent=2)
         partial = self.path / "summary.json.partial"
-        partial.write_text(text + "\n")
+        partial.write_text(text + "\n", encoding="utf-8")
         os.replace(partial, self.path / "summary.json")
 
     def close(self) -> None:

@@ -64,20 +64,16 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def check_lora_targets(model: ModelConfig) -> None:
-    """Raise UserError for a target that is no linear layer, before anything is started, if the model can be read."""
-    if model.lora is None or model.lora.targets == "all-linear":
-        return
-    if (empty_model := meta_model(model.path)) is not None:
-        check_targets(empty_model, model.lora.targets, path=model.path)
+    """Raise UserError for a target that is no linear layer, before anything is started."""
+    if model.lora is not None and model.lora.targets != "all-linear":
+        check_targets(meta_model(model.path), model.lora.targets, path=model.path)
 
 
 def name_lora_targets(lora: LoraConfig, path: str) -> LoraConfig:
     """Return the settings with "all-linear" replaced by the names of the layers."""
     if lora.targets != "all-linear":
         return lora
-    empty_model = meta_model(path)
-    assert empty_model is not None, path
-    return lora.model_copy(update={"targets": linear_names(empty_model)})
+    return lora.model_copy(update={"targets": linear_names(meta_model(path))})
 
 
 def _may_adapt(model: nn.Module, module: nn.Module) -> bool:
