@@ -33,7 +33,7 @@ def find_algorithm(settings: dict[str, Any]) -> tuple[FileSpec, type[Algorithm]]
             raise UserError(f"alg.{key}={given!r:.200} must be text")
     if path and not path.endswith(".py"):
         raise UserError(f"alg.file={quote(path)} is not a Python file: its name must end in .py")
-    spec = resolve(name or path, "algs", offers=is_algorithm, key="alg.name" if name else "alg.file")
+    spec = resolve(str(name or path), "algs", offers=is_algorithm, key="alg.name" if name else "alg.file")
     return spec, load_algorithm_class(spec)
 
 

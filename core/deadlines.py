@@ -114,7 +114,7 @@ TABLE = (
         after_it="the process is reported as stopped or stuck",
     ),
     Deadline(
-        waits_for="a connection to `ray_address`, and then the first answer of a gRPC server",
+        waits_for="a connection to `ray_address`; then the first answer of a gRPC server; then that of the cluster",
         length=_seconds(ADDRESS_CHECK_TIMEOUT_S),
         after_it="the run is refused",
     ),

@@ -24,7 +24,7 @@ from copy import copy
 from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from core.deadlines import HEALTH_CHECK_TIMEOUT_S
+from core.deadlines import ADDRESS_CHECK_TIMEOUT_S, HEALTH_CHECK_TIMEOUT_S
 from core.errors import CallFailed, ProcessDied, RunStopped, UserError, first_line, shorten
 from core.ray_address import MEND, check_reachable
 from core.workers import RankInfo, Resources, Workers, gather_fail_fast
@@ -214,6 +214,7 @@ class Cluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if address is not None:
             check_reachable(address)
+            _check_is_ray(address)
         breakpoint_goes_to = os.environ.get("PYTHONBREAKPOINT", "")
         with _quote_failure(address):
             ray.init(
@@ -254,6 +255,25 @@ class Cluster:
         for actor in self.actors:
             ray.kill(actor)
         ray.shutdown()
+
+
+def _check_is_ray(address: str) -> None:
+    """Raise UserError where the server at host:port does not name a cluster: Ray itself would ask for minutes."""
+    of_ray: Any = importlib.import_module("ray._raylet")
+    failures = [f"a gRPC server that is no head of a cluster gave no answer within {ADDRESS_CHECK_TIMEOUT_S:g} s"]
+
+    def ask() -> None:
+        try:
+            of_ray.GcsClient(address=address)
+            failures.append("")
+        except Exception as error:  # a border: RpcError, or what a later Ray raises
+            failures.append(first_line(error))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(ADDRESS_CHECK_TIMEOUT_S)
+    if failures[-1]:
+        raise UserError(f"ray_address={address}: no Ray cluster answers there ({failures[-1]}); {MEND}")
 
 
 @contextmanager

@@ -475,6 +475,20 @@ def test_a_grpc_server_passes_the_check():
     assert parse_address("[::1]:6379") == ("::1", 6379)
 
 
+@pytest.mark.slow
+def test_a_grpc_server_that_is_no_cluster_is_refused():
+    import grpc
+
+    from core.ray_cluster import Cluster
+
+    served = grpc.server(futures.ThreadPoolExecutor(1))
+    port = served.add_insecure_port("127.0.0.1:0")
+    served.start()
+    with pytest.raises(UserError, match=rf"ray_address=127\.0\.0\.1:{port}: no Ray cluster answers there"):
+        Cluster(f"127.0.0.1:{port}")
+    served.stop(None)
+
+
 def run_script(module: str, *argv: str) -> tuple[int, str]:
     """Exit code and stderr of `python -m data_prep.MODULE`, in this process."""
     err = io.StringIO()
