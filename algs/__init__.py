@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from core.errors import UserError
+from core.errors import UserError, quote
 from core.loading import FileSpec, classes_below, list_plugins, load_class, resolve
 
 if TYPE_CHECKING:
@@ -28,8 +28,11 @@ def find_algorithm(settings: dict[str, Any]) -> tuple[FileSpec, type[Algorithm]]
     name, path = settings.get("name"), settings.get("file")
     if bool(name) == bool(path):
         raise UserError("alg needs either a name (a module of algs/) or a file (a path), and not both")
-    if path and not str(path).endswith(".py"):
-        raise UserError(f"alg.file={path} is not a Python file: its name must end in .py")
+    for key, given in (("name", name), ("file", path)):
+        if given and not isinstance(given, str):
+            raise UserError(f"alg.{key}={given!r:.200} must be text")
+    if path and not path.endswith(".py"):
+        raise UserError(f"alg.file={quote(path)} is not a Python file: its name must end in .py")
     spec = resolve(str(name or path), "algs", offers=is_algorithm, key="alg.name" if name else "alg.file")
     return spec, load_algorithm_class(spec)
 

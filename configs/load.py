@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from core.errors import UserError
+from core.errors import UserError, first_line, quote
+from core.text_files import read_text
 
 
 def read_recipe(path: str) -> dict[str, Any]:
     """Read a recipe and the recipes that it builds on: `base: other.yaml` names one, relative to the file's folder."""
     raw, seen = read_yaml(path), [Path(path).resolve()]
     while (base := raw.pop("base", None)) is not None:
-        if not isinstance(base, str):
-            raise UserError(f"{seen[-1]}: base={base!r} must be the path of another recipe")
+        if not isinstance(base, str) or not base.isprintable():
+            raise UserError(f"{seen[-1]}: base={base!r:.200} must be the path of another recipe")
         file = seen[-1].parent / base
         if file.resolve() in seen:
             raise UserError(f"{seen[-1]}: base={base} leads back to itself")
@@ -48,15 +50,19 @@ def merge_recipes(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 def read_yaml(path: str) -> dict[str, Any]:
     """Read a YAML file that holds a mapping; UserError names the line of a mistake."""
     file = Path(path)
-    if not file.is_file():
-        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], n=1)
-        raise UserError(f"--config {path}: there is no such file" + (f" (did you mean {near[0]!r}?)" if near else ""))
+    if not os.path.isfile(path):  # unlike file.is_file, False for a name that is too long
+        recipes = [p.name for p in file.parent.glob("*.yaml")] if os.path.isdir(file.parent) else []
+        near = difflib.get_close_matches(file.name, recipes, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise UserError(f"--config {quote(path)}: there is no such file{hint}")
+    text = read_text(file, f"--config {path}")
     try:
-        raw = yaml.load(file.read_text(), StrictLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raw = yaml.load(text, StrictLoader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # a date of month 13, a list as a key
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
-        raise UserError(f"{path}{line} is not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        problem = getattr(error, "problem", None) or first_line(error)
+        raise UserError(f"{path}{line} is not valid YAML: {problem}") from error
     if not isinstance(raw, dict):
         raise UserError(f"{path} must hold keys and values (name: ..., steps: ...), found {type(raw).__name__}")
     return raw
@@ -79,7 +85,7 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
     """Apply one `a.b=value` in place; the value is YAML."""
     keys, equals, value = item.partition("=")
     if not equals or not keys:
-        raise UserError(f"override {item!r} is not of the form key=value, such as trainer.lr=1e-5")
+        raise UserError(f"override {item!r:.200} is not of the form key=value, such as trainer.lr=1e-5")
     *parents, last = keys.split(".")
     node = raw
     for i, key in enumerate(parents):
@@ -87,11 +93,13 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
             node[key] = {}
         node = node[key]
         if not isinstance(node, dict):
-            raise UserError(f"override {item!r}: {'.'.join(parents[: i + 1])} is not a section, it holds {node!r}")
+            raise UserError(
+                f"override {item!r:.200}: {'.'.join(parents[: i + 1])} is not a section, it holds {node!r:.200}"
+            )
     try:
-        node[last] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise UserError(f"override {item!r}: the value is not valid YAML") from error
+        node[last] = yaml.load(value, StrictLoader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"override {item!r:.200}: the value is not valid YAML: {first_line(error)}") from error
 
 
 def validate(cls: type[BaseModel], raw: dict[str, Any], *, prefix: str) -> Any:
@@ -118,7 +126,7 @@ def is_branch(part: str | int) -> bool:
 def describe_error(cls: type[BaseModel], found: Any, prefix: str) -> str:
     """Write one pydantic error as one sentence."""
     loc = [str(p) for p in found["loc"]]
-    key = prefix + ".".join(loc)
+    key = quote(prefix + ".".join(loc))
     match found["type"]:
         case "extra_forbidden":
             known = list(section_at(cls, loc[:-1]).model_fields)
@@ -131,7 +139,7 @@ def describe_error(cls: type[BaseModel], found: Any, prefix: str) -> str:
             message = str(found["msg"]).removeprefix("Value error, ")
             return f"{key}: {message}" if key else message
         case _:
-            return f"{key}={found['input']!r} is not valid: {found['msg'][0].lower() + found['msg'][1:]}"
+            return f"{key}={found['input']!r:.200} is not valid: {found['msg'][0].lower() + found['msg'][1:]}"
 
 
 def section_at(cls: type[BaseModel], loc: list[str]) -> type[BaseModel]:

@@ -12,11 +12,11 @@ from core.strict_model import LearningRate, StrictModel
 class LoraConfig(StrictModel):
     """PEFT's LoRA (https://arxiv.org/abs/2106.09685)."""
 
-    r: int = Field(16, ge=1)
+    r: int = Field(16, ge=1, le=65_536)
     """Rank of the adapter."""
     alpha: float = Field(32.0, gt=0)
     """Scaling numerator: the update is scaled by alpha / r, with rslora by alpha / sqrt(r)."""
-    targets: Literal["all-linear"] | list[str] = "all-linear"
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Names of the linear layers that get an adapter; all-linear: all except the head."""
     rslora: bool = False
     """Rank-stabilised scaling (https://arxiv.org/abs/2312.03732)."""
@@ -103,7 +103,10 @@ class TrainerConfig(StrictModel):
     @field_validator("deepspeed")
     @classmethod
     def leaves_ours_alone(cls, given: dict[str, Any]) -> dict[str, Any]:
-        nested = [f"zero_optimization.{k}" for k in given.get("zero_optimization", {}) if k == "stage"]
+        zero = given.get("zero_optimization", {})
+        if not isinstance(zero, dict):
+            raise ValueError(f"zero_optimization must hold keys of DeepSpeed's ZeRO, found {zero!r:.60}")
+        nested = ["zero_optimization.stage"] if "stage" in zero else []
         if taken := [key for key in given if key in OURS_OF_DEEPSPEED] + nested:
             raise ValueError(f"{taken[0]} follows from other keys of the recipe: leave it out here")
         return given

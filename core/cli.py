@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import bdb
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -28,6 +29,9 @@ def run_guarded(run: Callable[[], int]) -> int:
     from core.signals import EXIT_CODE, end_on_signals
 
     end_on_signals()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character must not end the run
+            stream.reconfigure(errors="backslashreplace")
     try:
         return run()
     except UserError as error:

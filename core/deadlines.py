@@ -12,6 +12,9 @@ from dataclasses import dataclass
 ERROR_GRACE_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
 ADDRESS_CHECK_TIMEOUT_S = 10.0
+HUB_TIMEOUT_S = 5.0
+IMPORT_TIMEOUT_S = 120.0
+PROGRESS_EVERY_S = 10.0
 CLOSE_TIMEOUT_S = 20.0
 ENGINE_SHUTDOWN_TIMEOUT_S = 10.0
 ENGINE_RPC_GRACE_S = 2.0
@@ -114,9 +117,25 @@ TABLE = (
         after_it="the process is reported as stopped or stuck",
     ),
     Deadline(
-        waits_for="a connection to `ray_address`",
+        waits_for="a connection to `ray_address`; then the first answer of a gRPC server; then that of the cluster",
         length=_seconds(ADDRESS_CHECK_TIMEOUT_S),
         after_it="the run is refused",
+    ),
+    Deadline(
+        waits_for="the first answer of the Hugging Face hub, where a recipe names a model or data set of it",
+        length=_seconds(HUB_TIMEOUT_S),
+        after_it="what is cached is used, and a line says so; what is not cached is refused",
+    ),
+    Deadline(
+        waits_for="the import of a file of yours (algorithm, reward, environment, engine) in the main thread, without "
+        "the time at a breakpoint",
+        length=_seconds(IMPORT_TIMEOUT_S),
+        after_it="the run is refused; the sentence names the file and the line",
+    ),
+    Deadline(
+        waits_for="the next line of progress, while rows are read or such a file is imported",
+        length=_seconds(PROGRESS_EVERY_S),
+        after_it="the line is printed",
     ),
     Deadline(
         waits_for="engines that close at the end of a run",

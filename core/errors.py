@@ -63,6 +63,37 @@ def is_write_error(error: Exception) -> bool:
     return any(words in str(error) for words in _SAID_BY_WRITERS)
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, to quote it in a sentence."""
-    return str(error).partition("\n")[0]
+LONGEST_QUOTE = 300
+
+
+def shorten(text: str) -> str:
+    """Return text that is short enough to be quoted in a sentence."""
+    return text if len(text) <= LONGEST_QUOTE else text[:LONGEST_QUOTE] + "..."
+
+
+def quote(given: object) -> str:
+    r"""Return what a user wrote on one line and shortened; as it is where it can be printed so.
+
+    >>> print(quote("models/tiny"), quote("a\nb"), quote(3.0))
+    models/tiny 'a\nb' 3.0
+    """
+    text = str(given)
+    return shorten(text if text.isprintable() else repr(text))
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, to quote it in a sentence; the error's type if it says nothing.
+
+    >>> first_line(ValueError("no such row; a long explanation"))
+    'no such row; a long explanation'
+    >>> first_line(KeyError())
+    'KeyError'
+    """
+    lines = (line.strip() for line in str(error).splitlines())
+    return shorten(next(filter(None, lines), type(error).__name__))
+
+
+def name_error(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
+    kind, said = type(error).__name__, first_line(error)
+    return kind if said == kind else f"{kind}: {said}"

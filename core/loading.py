@@ -18,6 +18,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Collection
@@ -26,7 +27,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from core.errors import UserError
+from core.deadlines import IMPORT_TIMEOUT_S
+from core.errors import UserError, name_error, quote
+from core.import_guard import ImportTooSlow, limit_import
+from core.text_files import read_bytes
 
 T = TypeVar("T")
 
@@ -57,7 +61,7 @@ def resolve(name_or_path: str, package: str, *, offers: Callable[[ModuleType], b
     if spec is None or not offers(load_module(spec)):
         names = list_plugins(package, offers)
         raise UserError(
-            f"{_key_prefix(key)}there is no {name_or_path!r} in {package.replace('.', '/')}/"
+            f"{_key_prefix(key)}there is no {name_or_path!r:.200} in {package.replace('.', '/')}/"
             f"{_suggest_name(name_or_path, names)}; it has {', '.join(names) or 'none'}, and a file of your own is "
             "named by its path (my_file.py)"
         )
@@ -91,7 +95,7 @@ def load_class(spec: FileSpec, base: type[T], *, key: str) -> type[T]:
 
 def _spec_in_package(package: str, name: str) -> FileSpec | None:
     path = _package_folder(package) / f"{name}.py"
-    if not name.isidentifier() or name.startswith("_") or not path.is_file():
+    if not name.isidentifier() or name.startswith("_") or not os.path.isfile(path):
         return None
     return FileSpec(module=f"{package}.{name}", path=str(path), sha256=hash_file(path), in_package=True)
 
@@ -99,10 +103,10 @@ def _spec_in_package(package: str, name: str) -> FileSpec | None:
 def load_module(spec: FileSpec) -> ModuleType:
     """Import what `spec` names; a second call returns the same module.
 
-    Raises UserError when the file is gone, is not the one that was resolved, or cannot be imported.
+    Raises UserError when the file is gone, is not the one that was resolved, or cannot be imported in time.
     """
     path = _own_copy(spec) if spec.in_package else Path(spec.path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(f"{path} is missing on this machine; every machine of a run must see the same files")
     if (found := hash_file(path)) != spec.sha256:
         raise UserError(
@@ -112,24 +116,25 @@ def load_module(spec: FileSpec) -> ModuleType:
     if spec.module in sys.modules:
         return sys.modules[spec.module]
     try:
-        return importlib.import_module(spec.module) if spec.in_package else _import_file(spec.module, path)
-    except UserError:
+        with limit_import(path):
+            return importlib.import_module(spec.module) if spec.in_package else _import_file(spec.module, path)
+    except (UserError, KeyboardInterrupt):
         raise
-    except Exception as error:  # a border: this is the user's code, whatever it raises
-        raise UserError(f"{_locate_error(error, path)} cannot be imported: {type(error).__name__}: {error}") from error
+    except BaseException as error:  # a border: this is the user's code, whatever it raises
+        raise UserError(f"{_locate_error(error, path)} cannot be imported: {_explain(error)}") from error
 
 
 def hash_file(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_bytes(path, str(path))).hexdigest()
 
 
 def _resolve_file(name: str, key: str) -> FileSpec:
     path = Path(name).expanduser().absolute()
-    if not path.is_file():
-        siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise UserError(f"{_key_prefix(key)}there is no file {path}{_suggest_name(path.name, siblings)}")
+    if not os.path.isfile(path):  # unlike path.is_file, False for a name that is too long
+        siblings = [p.name for p in path.parent.glob("*.py")] if os.path.isdir(path.parent) else []
+        raise UserError(f"{_key_prefix(key)}there is no file {quote(path)}{_suggest_name(path.name, siblings)}")
     if path.suffix != ".py":
-        raise UserError(f"{_key_prefix(key)}{path} is not a Python file; its name must end in .py")
+        raise UserError(f"{_key_prefix(key)}{quote(path)} is not a Python file; its name must end in .py")
     digest = hash_file(path)
     return FileSpec(module=f"{path.stem}_{digest[:12]}", path=str(path), sha256=digest, in_package=False)
 
@@ -156,9 +161,22 @@ def _import_file(name: str, path: Path) -> ModuleType:
     return module
 
 
-def _locate_error(error: Exception, path: Path) -> str:
+def _explain(error: BaseException) -> str:
+    match error:
+        case ImportTooSlow():
+            return f"it has not ended after {IMPORT_TIMEOUT_S:g} s; is there an endless loop?"
+        case SystemExit():
+            return (
+                "it ends the program (sys.exit); put what should only run as a program under "
+                '`if __name__ == "__main__":`'
+            )
+        case _:
+            return name_error(error)
+
+
+def _locate_error(error: BaseException, path: Path) -> str:
     """Return the line of the user's file where the import failed, as far as it is known."""
-    if isinstance(error, SyntaxError):
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{error.filename}, line {error.lineno},"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"{path}, line {lines[-1]}," if lines else str(path)

@@ -9,11 +9,16 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
+import threading
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError, first_line
+from core.deadlines import ADDRESS_CHECK_TIMEOUT_S
+from core.errors import UserError, first_line, shorten
+from core.ray_address import MEND
 from core.scratch import restore_environment
+
+TOKEN = "if it was started with a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
 
 
 def start_private_ray(folder: Path, **settings: Any) -> None:
@@ -21,7 +26,7 @@ def start_private_ray(folder: Path, **settings: Any) -> None:
     import ray
 
     token = folder / "ray_token"
-    with open(os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+    with open(os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
         file.write(secrets.token_hex(32))
     names = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     before = {name: os.environ.get(name) for name in (*names, "RAY_AUTH_TOKEN")}
@@ -45,11 +50,32 @@ def join_ray(address: str, **settings: Any) -> None:
 
     try:
         ray.init(address=address, **settings)
-    except (ConnectionError, AuthenticationError) as error:
+    except AuthenticationError as error:
         raise UserError(
-            f"ray_address={address}: the Ray cluster there refuses this run ({first_line(error)}): if it was started "
-            "with a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+            f"ray_address={address}: the cluster there refuses this run ({first_line(error)}); {TOKEN}"
         ) from error
+    except (OSError, RuntimeError, ValueError) as error:  # another version of Ray or Python, say
+        said = shorten(" ".join(str(error).split()))
+        raise UserError(f"ray_address={address}: Ray cannot join the cluster there: {said}; {TOKEN}; {MEND}") from error
+
+
+def check_is_ray(address: str) -> None:
+    """Raise UserError where the server at host:port does not name a cluster: Ray itself would ask for minutes."""
+    of_ray: Any = importlib.import_module("ray._raylet")
+    failures = [f"a gRPC server that is no head of a cluster gave no answer within {ADDRESS_CHECK_TIMEOUT_S:g} s"]
+
+    def ask() -> None:
+        try:
+            of_ray.GcsClient(address=address)
+            failures.append("")
+        except Exception as error:  # a border: RpcError, or what a later Ray raises
+            failures.append(first_line(error))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(ADDRESS_CHECK_TIMEOUT_S)
+    if failures[-1]:
+        raise UserError(f"ray_address={address}: no Ray cluster answers there ({failures[-1]}); {TOKEN}; {MEND}")
 
 
 def forget_token() -> None:

@@ -14,7 +14,6 @@ import importlib
 import inspect
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -26,9 +25,10 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from core.addresses import listen_at, use_interface_of
-from core.deadlines import ADDRESS_CHECK_TIMEOUT_S, HEALTH_CHECK_TIMEOUT_S
+from core.deadlines import HEALTH_CHECK_TIMEOUT_S
 from core.errors import CallFailed, ProcessDied, RunStopped, UserError, first_line
-from core.private_ray import forget_token, join_ray, start_private_ray
+from core.private_ray import check_is_ray, forget_token, join_ray, start_private_ray
+from core.ray_address import check_reachable
 from core.scratch import Scratch, find_scratch, name_shared_memory
 from core.workers import RankInfo, Resources, Workers, gather_fail_fast
 
@@ -212,10 +212,12 @@ class Cluster:
 
     def __init__(self, address: str | None):
         os.environ.setdefault("RAY_worker_niceness", "0")
-        logging.getLogger("ray").setLevel(logging.ERROR)
+        for name in ("ray", "ray._private.worker"):  # the second would say that it leaves SIGTERM to us
+            logging.getLogger(name).setLevel(logging.ERROR)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if address is not None:
-            _check_reachable(address)
+            check_reachable(address)
+            check_is_ray(address)
         breakpoint_goes_to = os.environ.get("PYTHONBREAKPOINT", "")
         quiet: dict[str, Any] = {
             "logging_level": logging.ERROR,
@@ -264,19 +266,6 @@ class Cluster:
             forget_token()
         if self.scratch is not None:
             self.scratch.close()
-
-
-def _check_reachable(address: str) -> None:
-    """Raise UserError where nobody listens at host:port; Ray itself would retry for minutes."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=ADDRESS_CHECK_TIMEOUT_S):
-            pass
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"ray_address={address}: no Ray cluster answers there ({error}); give the host:port of one that runs, or "
-            "leave the key unset"
-        ) from error
 
 
 class Actor:

@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, TypeVar
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig, SourceConfig
 from core.errors import UserError
 from core.metrics import DATA_EPOCH, DATA_ROWS
+from core.progress import Progress
 from core.types import Group, Prompt, Rows
 from data_feeds.invalid_rows import InvalidRows, filter_rows
 from data_feeds.mixture import Mixture, pick_row, pick_row_with_replacement, whole_parts
@@ -81,7 +82,15 @@ class Feed(Generic[Item]):
 def load_prompts(data: PromptDataConfig, which: Which, tokenizer: ChatTokenizer, *, seed: int) -> Feed[Prompt]:
     """Read and validate prompts. Raises UserError for a source with too few valid rows."""
     row_type = ROW_TYPES["prompts"]
-    return _load_feed(data, which, tokenizer, row_type, seed=seed, max_tokens=data.max_prompt_tokens)
+    return _load_feed(
+        data,
+        which,
+        tokenizer,
+        row_type,
+        seed=seed,
+        max_tokens=data.max_prompt_tokens,
+        max_tokens_key="data.max_prompt_tokens",
+    )
 
 
 def load_groups(
@@ -94,7 +103,14 @@ def load_groups(
 ) -> Feed[Group]:
     """Read and validate training rows: groups of one Sample; pairs are groups [chosen, rejected]."""
     feed: Feed[Group] = _load_feed(
-        data, which, tokenizer, ROW_TYPES[rows], seed=seed, max_tokens=data.max_tokens, train_on=data.train_on
+        data,
+        which,
+        tokenizer,
+        ROW_TYPES[rows],
+        seed=seed,
+        max_tokens=data.max_tokens,
+        max_tokens_key="data.max_tokens",
+        train_on=data.train_on,
     )
     if rows == "unpaired" and which == "train":
         _check_both_labels(feed)
@@ -124,6 +140,7 @@ def _load_feed(
     *,
     seed: int,
     max_tokens: int,
+    max_tokens_key: str,
     train_on: TrainOn = (),
 ) -> Feed[Any]:
     """Read and filter every source. Raises UserError for a source with too few valid rows."""
@@ -137,6 +154,7 @@ def _load_feed(
             source=config.log_name,
             prefix=f"{config.log_name}/" if mixed else "",
             max_tokens=max_tokens,
+            max_tokens_key=max_tokens_key,
             train_on=train_on,
         )
         limit = data.eval_rows if which == "eval" else None
@@ -153,7 +171,13 @@ def _read_source(
 ) -> tuple[list[Any], InvalidRows]:
     records = read_records(config, key=key, needed=row_type.needed, known=row_type.known)
     named = ((record.id, record) for record in records)
-    items, invalid = filter_rows(named, lambda record: row_type.make(reader, record), limit=limit)
+    items, invalid = filter_rows(
+        named,
+        lambda record: row_type.make(reader, record.check()),
+        limit=limit,
+        threads=reader.tokenizer.threads,
+        progress=Progress(key, len(records)),
+    )
     if not items:
         raise UserError(f"{key}: none of {invalid.looked_at} rows is valid: {invalid}")
     if invalid.share > data.max_invalid_fraction:

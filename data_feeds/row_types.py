@@ -24,6 +24,8 @@ class Reader:
     prefix: str
     """Prefix of every id, so that ids are unique in a mixture."""
     max_tokens: int
+    max_tokens_key: str
+    """Key that sets max_tokens."""
     train_on: TrainOn
 
     def make_prompt(self, record: Record) -> Prompt:
@@ -36,6 +38,7 @@ class Reader:
             )
         if not any(m["content"].strip() for m in messages):
             raise InvalidRow("empty", "all its messages are empty")
+        self._check_size(messages)
         self._check_length(len(_apply_template(lambda: self.tokenizer.render(messages))))
         return self._build_prompt(record, messages)
 
@@ -81,7 +84,7 @@ class Reader:
         return Prompt(
             id=self.prefix + record.id,
             messages=messages,
-            answer=str(record.columns.get("answer", "")),
+            answer=record.get_answer(),
             extra=record.extra,
             source=self.source,
         )
@@ -89,6 +92,7 @@ class Reader:
     def _build_sample(
         self, prompt: Prompt, messages: list[Message], train_on: TrainOn, reward: float | None = None
     ) -> Sample:
+        self._check_size(messages)
         ids, mask = _apply_template(lambda: self.tokenizer.mask_turns(messages, train_on))
         self._check_length(len(ids))
         nothing = [0.0] * len(ids)
@@ -101,9 +105,15 @@ class Reader:
             reward=reward,
         )
 
+    def _check_size(self, messages: list[Message]) -> None:
+        """Refuse a conversation of megabytes before all of it is tokenized, which would take minutes."""
+        at_least = _apply_template(lambda: self.tokenizer.bound_tokens(messages, limit=self.max_tokens))
+        if at_least is not None:
+            raise InvalidRow("too_long", f"{at_least} tokens and more, over {self.max_tokens_key}={self.max_tokens}")
+
     def _check_length(self, tokens: int) -> None:
         if tokens > self.max_tokens:
-            raise InvalidRow("too_long", f"{tokens} tokens, more than data.max_prompt_tokens={self.max_tokens}")
+            raise InvalidRow("too_long", f"{tokens} tokens, more than {self.max_tokens_key}={self.max_tokens}")
 
 
 def _join_reply(record: Record, column: str, asked: list[Message] | None) -> list[Message]:

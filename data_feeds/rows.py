@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from configs.data_schema import SourceConfig
-from core.errors import UserError, first_line
+from core.errors import UserError, first_line, name_error
+from core.hub import describe_hub, prepare_hub
+from core.text_files import describe_format, parse_json, read_text
 from core.types import ROLES, Message
 from data_feeds.invalid_rows import InvalidRow
+from data_feeds.values import holds_lone_surrogate, to_text
 
 HUB = "hub:"
 
@@ -27,6 +31,18 @@ class Record:
     """Columns with one of our names and a value."""
     extra: dict[str, Any]
     """All other columns, under their own names."""
+    flaw: InvalidRow | None = None
+    """Why the row cannot be used, whatever it is for."""
+
+    def check(self) -> Record:
+        """Return the record itself. Raises InvalidRow where it has a flaw."""
+        if self.flaw is not None:
+            raise self.flaw
+        return self
+
+    def get_answer(self) -> str:
+        """Return the answer as text; "" where the row has none. Raises InvalidRow for what is not one answer."""
+        return to_text(self.columns.get("answer", ""), "answer", "bad_answer")
 
     def get_column(self, column: str) -> Any:
         """Return the value of a column. Raises InvalidRow where the row has none."""
@@ -44,7 +60,7 @@ class Record:
             given = [{"role": text_is, "content": given}]
         if not isinstance(given, list) or not given or not all(map(_is_message, given)):
             raise InvalidRow(
-                "bad_messages", f"{column} must be text or a list of {{role, content}} texts, found {str(given)[:60]!r}"
+                "bad_messages", f"{column} must be text or a list of {{role, content}} texts, found {given!r:.60}"
             )
         if lost := {k for m in given for k, v in m.items() if k not in ("role", "content") and v is not None}:
             raise UserError(
@@ -90,9 +106,16 @@ def _make_record(row: dict[str, Any], i: int, names: dict[str, str], where: str)
     nested = row.get("extra") or {}
     try:
         extra |= json.loads(nested) if isinstance(nested, str) else nested
-    except (json.JSONDecodeError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{where}: extra must be an object, or JSON of one, found {nested!r:.60}") from error
-    return Record(id=str(columns.pop("id", i)), where=where, columns=columns, extra=extra)
+    flaw = None
+    try:
+        row_id = to_text(columns.pop("id", i), "id", "bad_id")
+        if holds_lone_surrogate(row):
+            raise InvalidRow("bad_text", 'a text holds half of a character (such as "\\ud800"): write it again')
+    except InvalidRow as found:
+        row_id, flaw = str(i), found
+    return Record(id=row_id, where=where, columns=columns, extra=extra, flaw=flaw)
 
 
 def _is_message(turn: Any) -> bool:
@@ -103,9 +126,9 @@ def _read_rows(source: SourceConfig, key: str) -> list[dict[str, Any]]:
     if source.path.startswith(HUB):
         return _read_hub(source, key)
     file = Path(source.path)
-    if file.is_dir():
+    if os.path.isdir(file):  # unlike file.is_dir, False for a name that is too long
         return _read_saved(file, source.split, key)
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise UserError(f"{key}: there is no such file; the scripts in data_prep/ make one")
     match file.suffix:
         case ".parquet":
@@ -123,20 +146,25 @@ def _read_parquet(file: Path, key: str) -> list[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
+        with file.open("rb") as head:
+            found = describe_format(head.read(4))
+        if found is not None and "Parquet" not in found[0]:
+            raise UserError(f"{key} is {found[0]}, and not Parquet as its name says: {found[1]}")
         return pyarrow.parquet.read_table(file).to_pylist()
-    except pyarrow.ArrowInvalid as error:
+    except pyarrow.ArrowException as error:
         raise UserError(f"{key} is not a Parquet file: {first_line(error)}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{key}: a column of text holds bytes that are not UTF-8: write the file again") from error
+    except OSError as error:
+        raise UserError(f"{key} cannot be read: {first_line(error)}") from error
 
 
 def _read_jsonl(file: Path, key: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for n, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+    for n, line in enumerate(read_text(file, key).split("\n"), start=1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{key}, line {n} is not JSON: {error.msg}") from error
+        row = parse_json(line, f"{key}, line {n}")
         if not isinstance(row, dict):
             raise UserError(f"{key}, line {n} is not a JSON object: every line holds one row, {{...}}")
         rows.append(row)
@@ -151,6 +179,8 @@ def _read_saved(folder: Path, split: str, key: str) -> list[dict[str, Any]]:
         saved = load_from_disk(str(folder))
     except FileNotFoundError as error:
         raise UserError(f"{key} is a folder that datasets.save_to_disk did not make: name a file in it") from error
+    except Exception as error:  # a border: what a broken file of the folder makes pyarrow and datasets raise
+        raise UserError(f"{key} cannot be loaded by datasets.load_from_disk: {name_error(error)}") from error
     if not isinstance(saved, DatasetDict):
         if split != "train" and str(saved.split) != split:
             raise UserError(f"{key} holds one split ({saved.split}), and split is {split!r}: leave split out")
@@ -161,11 +191,13 @@ def _read_saved(folder: Path, split: str, key: str) -> list[dict[str, Any]]:
 
 
 def _read_hub(source: SourceConfig, key: str) -> list[dict[str, Any]]:
+    prepare_hub(key)
     from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
 
     parts = source.path.removeprefix(HUB).split("/", 2)  # NAME is OWNER/NAME but for a few old sets
     try:
         return load_dataset("/".join(parts[:2]), *parts[2:], split=source.split).to_list()
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        raise UserError(f"{key} (split {source.split}) cannot be loaded from the hub: {first_line(error)}") from error
+    except Exception as error:  # a border: a name or a file of the hub that datasets cannot read raises anything
+        raise UserError(
+            f"{key} (split {source.split}) cannot be loaded from the hub: {first_line(error)}; {describe_hub()}"
+        ) from error

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from core.errors import UserError, first_line
+from core.errors import UserError, first_line, name_error
+from core.hub import describe_hub, prepare_hub
 from core.types import Message
 from modeling.pretrained import load_pretrained
 
 TrainOn = Literal["everything", "last_reply"] | Sequence[str]
 """Part of a conversation that is trained on: everything, its last reply, or the turns of these roles."""
+MOST_THREADS = 8
+"""Threads that tokenize at a time: the tokenizer's own code runs beside others, Python does not."""
+CHARS_PER_TOKEN = 8
+"""Characters that are looked at for each token of a bound: more than usual texts have."""
 STAND_IN = "\u2402"
 """Placeholder of a reply, which can be found again in a rendered conversation."""
 
@@ -29,27 +35,55 @@ class ChatTokenizer:
     with the end-of-sequence token.
     """
 
-    def __init__(self, path: str, template: Literal["chat", "plain"]):
+    def __init__(self, path: str, template: Literal["chat", "plain"], *, key: str = "model.path"):
         from transformers import AutoTokenizer
 
+        is_folder = os.path.isdir(path)
+        if not is_folder:
+            prepare_hub(f"{key}={path}")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text at a time, whose way through a pool is long
         try:
             self.hf: Any = load_pretrained(AutoTokenizer, path)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"model.path={path}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}"
-            ) from error
+        except Exception as error:  # a border: a broken file can make the library raise anything
+            more = "" if is_folder else f"; {describe_hub()}"
+            raise UserError(f"{key}={path}: its tokenizer cannot be loaded: {name_error(error)}{more}") from error
         self.template = template
         if template == "chat" and not self.hf.chat_template:
-            raise UserError(
-                f"model.path={path} has no chat template: set data.template=plain, or add one to its tokenizer"
-            )
+            raise UserError(f"{key}={path} has no chat template: set data.template=plain, or add one to its tokenizer")
         if self.hf.eos_token_id is None:
-            raise UserError(f"model.path={path}: its tokenizer has no end-of-sequence token")
-        self.stop_token_ids = sorted({self.hf.eos_token_id, *_eos_of_generation_config(path)})
+            raise UserError(f"{key}={path}: its tokenizer has no end-of-sequence token")
+        self.stop_token_ids = sorted({self.hf.eos_token_id, *_eos_of_generation_config(path, key)})
+        self.encode(".")  # the first text settles truncation and padding; later ones only read the tokenizer
 
     def render(self, messages: list[Message]) -> list[int]:
         """Return the ids of a conversation, up to the point where the policy's reply begins."""
         return self.encode(self._render_text(messages, reply_next=True))
+
+    @cached_property
+    def threads(self) -> int:
+        """Number of threads that may use the tokenizer at a time: those in Python may keep state of a text."""
+        return min(MOST_THREADS, len(os.sched_getaffinity(0))) if self.hf.is_fast else 1
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.hf.get_vocab()))
+
+    def bound_tokens(self, messages: list[Message], *, limit: int) -> int | None:
+        """Return a number above `limit` if a conversation has surely that many tokens, without encoding it all.
+
+        The tokens of a beginning are those of the whole text but near the cut. So twice the limit, with room for the
+        longest token at the cut, leaves no doubt. None for a text that is short, or may be short enough.
+        """
+        surely = 2 * limit + 4 * self._longest_token
+        size = CHARS_PER_TOKEN * surely
+        if sum(len(m["content"]) + CHARS_PER_TOKEN for m in messages) <= size:
+            return None
+        text = self._render_text(messages, reply_next=False)
+        while size < len(text):
+            if len(self.encode(text[:size])) > surely:
+                return limit + 1
+            size *= 2
+        return None
 
     def render_turn(self, message: Message) -> list[int]:
         """Return the ids that follow a finished reply of the policy: the next turn, up to the next reply."""
@@ -171,16 +205,17 @@ def _check_appends(*longer: str) -> None:
         )
 
 
-def _eos_of_generation_config(path: str) -> list[int]:
+def _eos_of_generation_config(path: str, key: str) -> list[int]:
     """Return the stop tokens of the model's generation config; a chat model may have several."""
     from transformers import GenerationConfig
 
-    if Path(path).is_dir() and not (Path(path) / "generation_config.json").is_file():
+    if os.path.isdir(path) and not (Path(path) / "generation_config.json").is_file():
         return []
     try:
         found = load_pretrained(GenerationConfig, path).eos_token_id
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a border, as above
         raise UserError(
-            f"model.path={path}: its generation_config.json cannot be read, but it names the stop tokens"
+            f"{key}={path}: its generation_config.json cannot be read, but it names the stop tokens: "
+            f"{name_error(error)}"
         ) from error
     return found if isinstance(found, list) else [] if found is None else [found]

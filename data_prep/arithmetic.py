@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.rows import Row, write_rows
+from data_prep.script import check_form, run_script, whole
 
 COMMUTATIVE = "+*"
 
@@ -99,13 +100,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for eval, train and sft files")
     parser.add_argument("--jsonl", action="store_true", help="write JSONL instead of Parquet")
     parser.add_argument("--ops", default="+", help="some of +-* (default %(default)s)")
-    parser.add_argument("--max", type=int, default=99, help="largest operand (default %(default)s)")
+    parser.add_argument("--max", type=whole(0), default=99, help="largest operand (default %(default)s)")
     parser.add_argument("--padded", action="store_true", help="leading zeros, all numbers equally long")
     parser.add_argument("--prompt-form", default="{a}{op}{b}=", help="default %(default)s")
-    parser.add_argument("--train", type=int, default=1000, help="problems for RL (default %(default)s)")
-    parser.add_argument("--eval", type=int, default=200, help="held-out problems (default %(default)s)")
-    parser.add_argument("--sft", type=int, default=0, help="problems for SFT (default none)")
-    parser.add_argument("--copies", type=int, default=1, help="SFT rows per problem (default %(default)s)")
+    parser.add_argument("--train", type=whole(0), default=1000, help="problems for RL (default %(default)s)")
+    parser.add_argument("--eval", type=whole(0), default=200, help="held-out problems (default %(default)s)")
+    parser.add_argument("--sft", type=whole(0), default=0, help="problems for SFT (default none)")
+    parser.add_argument("--copies", type=whole(1), default=1, help="SFT rows per problem (default %(default)s)")
     parser.add_argument("--wrong-share", type=float, default=0.0, help="share of SFT rows with one wrong digit")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -114,10 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     if not 0 <= args.wrong_share <= 1:
         parser.error(f"--wrong-share {args.wrong_share}: give a share between 0 and 1")
     task = Task(ops=args.ops, largest=args.max, padded=args.padded, prompt_form=args.prompt_form)
-    try:
-        task.question(0, "+", 0)
-    except (KeyError, IndexError, ValueError):
-        parser.error(f"--prompt-form {args.prompt_form!r}: the places to fill are {{a}}, {{op}} and {{b}}")
+    check_form(parser, args.prompt_form, "a", "op", "b")
     try:
         splits = make(
             task,
@@ -136,4 +134,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

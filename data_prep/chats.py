@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from core.types import Message
-from data_feeds.invalid_rows import InvalidRow, InvalidRows, filter_rows
-from data_prep.rows import Record, Row, convert, read_hub, read_records
+from data_feeds.invalid_rows import InvalidRow, InvalidRows
+from data_feeds.values import to_text
+from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
+from data_prep.script import run_script, whole
 
 ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
 """Their name -> ours."""
@@ -25,8 +27,7 @@ KEPT = {"id", "answer", "system", "messages", "conversations", "prompt", *REPLIE
 
 def make(records: list[Record], *, name: str) -> tuple[list[Row], InvalidRows]:
     """Convert rows to our form; those without an id get `name` and their number."""
-    numbered = [(str(record.get("id") or f"{name}/{i}"), record) for i, record in enumerate(records)]
-    return filter_rows([(row_id, (row_id, record)) for row_id, record in numbered], lambda one: _row(*one))
+    return filter_records([(f"{name}/{i}", record) for i, record in enumerate(records)], _row)
 
 
 def not_kept(records: list[Record]) -> list[str]:
@@ -34,14 +35,16 @@ def not_kept(records: list[Record]) -> list[str]:
     return sorted({name for record in records for name in record} - KEPT)
 
 
-def _row(row_id: str, record: Record) -> Row:
+def _row(numbered: str, record: Record) -> Row:
+    own = record.get("id")
+    row_id = numbered if own is None or own == "" else to_text(own, "id", "bad_id")
     messages = _turns(record)
     if system := record.get("system"):
         messages = [*_messages(system, "system", text_is="system"), *messages]
     if any(m["role"] == "assistant" and not m["content"].strip() for m in messages):
         raise InvalidRow("empty", "an assistant turn is empty")
     answer = record.get("answer")
-    return Row(id=row_id, messages=messages, answer="" if answer is None else str(answer))
+    return Row(id=row_id, messages=messages, answer="" if answer is None else to_text(answer, "answer", "bad_answer"))
 
 
 def _turns(record: Record) -> list[Message]:
@@ -81,12 +84,12 @@ def _message(turn: Any, column: str) -> Message:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data_prep.chats", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="a name that ends in .parquet or .jsonl")
+    parser.add_argument("--out", type=rows_file, required=True, help="a name that ends in .parquet or .jsonl")
     origin = parser.add_mutually_exclusive_group(required=True)
     origin.add_argument("--from", type=Path, dest="source", help="local JSONL or JSON, also .gz")
     origin.add_argument("--hub", help="name of a data set on the hub")
     parser.add_argument("--split", default="train", help="of the hub's data set (default %(default)s)")
-    parser.add_argument("--limit", type=int, help="only so many rows")
+    parser.add_argument("--limit", type=whole(1), help="only so many rows")
     args = parser.parse_args(argv)
 
     def made() -> tuple[list[Row], InvalidRows]:
@@ -99,4 +102,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from data_feeds.invalid_rows import InvalidRow, InvalidRows, filter_rows
-from data_prep.rows import Record, Row, convert, read_hub, read_records
+from data_feeds.invalid_rows import InvalidRow, InvalidRows
+from data_feeds.values import to_text
+from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
+from data_prep.script import check_form, run_script, whole
 
 HUB_ID = "agentica-org/DeepScaleR-Preview-Dataset"
 PROMPT_FORM = "{problem}\nLet's think step by step and output the final answer within \\boxed{{}}."
@@ -22,19 +24,18 @@ PROMPT_FORM = "{problem}\nLet's think step by step and output the final answer w
 def make(records: dict[str, list[Record]], *, prompt_form: str = PROMPT_FORM) -> tuple[list[Row], InvalidRows]:
     """Make rows from records with "problem" and "answer", by the name of the file they come from."""
     numbered = [(f"deepscaler/{name}/{i}", record) for name, of in records.items() for i, record in enumerate(of)]
-    return filter_rows([(row_id, (row_id, record)) for row_id, record in numbered], lambda one: _row(*one, prompt_form))
+    return filter_records(numbered, lambda row_id, record: _row(row_id, record, prompt_form))
 
 
 def _row(row_id: str, record: Record, prompt_form: str) -> Row:
     problem, answer = record.get("problem"), record.get("answer")
     if not isinstance(problem, str) or not problem.strip():
         raise InvalidRow("missing_column", "it has no problem")
-    if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)  # AMC's are written 142.0
-    if answer is None or not str(answer).strip():
+    text = "" if answer is None else to_text(answer, "answer", "bad_answer")  # AMC's are written 142.0
+    if not text.strip():
         raise InvalidRow("missing_column", "it has no answer")
     messages = [{"role": "user", "content": prompt_form.format(problem=problem)}]
-    return Row(id=row_id, messages=messages, answer=str(answer).strip())
+    return Row(id=row_id, messages=messages, answer=text.strip())
 
 
 def read(files: list[Path]) -> dict[str, list[Record]]:
@@ -46,13 +47,14 @@ def read(files: list[Path]) -> dict[str, list[Record]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data_prep.deepscaler", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="a name that ends in .parquet or .jsonl")
+    parser.add_argument("--out", type=rows_file, required=True, help="a name that ends in .parquet or .jsonl")
     parser.add_argument("--from", type=Path, nargs="+", dest="files", default=[], help="local JSON instead of the hub")
     parser.add_argument("--prompt-form", default=PROMPT_FORM, help="with {problem} in it")
-    parser.add_argument("--limit", type=int, help="only so many rows")
+    parser.add_argument("--limit", type=whole(1), help="only so many rows")
     args = parser.parse_args(argv)
+    check_form(parser, args.prompt_form, "problem")
     convert(parser, args.out, lambda: make(read(args.files), prompt_form=args.prompt_form), limit=args.limit)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -9,11 +9,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import Path
 
-from data_prep.rows import Row, write_rows
+from core.errors import UserError, first_line
+from core.hub import describe_hub, prepare_hub
+from core.text_files import parse_json, read_text
+from data_feeds.values import holds_lone_surrogate
+from data_prep.rows import Row, rows_file, write_rows
+from data_prep.script import check_form, run_script, whole
 
 HUB_ID = "openai/gsm8k"
 PROMPT_FORM = '{question}\nThink step by step, then give the final number after "####".'
@@ -25,13 +29,19 @@ def make(records: list[dict[str, str]], *, split: str, prompt_form: str = PROMPT
 
 
 def read_original(path: Path) -> list[dict[str, str]]:
-    """Read JSONL of the original form; ValueError names the line that is not."""
+    """Read JSONL of the original form. Raises UserError naming the line that is not."""
     records: list[dict[str, str]] = []
-    for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        record = json.loads(line)
-        if not isinstance(record, dict) or not {"question", "answer"} <= record.keys():
-            raise ValueError(f'{path}, line {n}: expected an object with "question" and "answer"')
+    for n, line in enumerate(read_text(path, f"--from {path}").split("\n"), start=1):
+        if not line.strip():
+            continue
+        record = parse_json(line, f"--from {path}, line {n}")
+        if not isinstance(record, dict) or not all(isinstance(record.get(k), str) for k in ("question", "answer")):
+            raise UserError(f'--from {path}, line {n}: expected an object with the texts "question" and "answer"')
+        if holds_lone_surrogate(record):
+            raise UserError(f'--from {path}, line {n} holds half of a character (such as "\\ud800"): write it again')
         records.append(record)
+    if not records:
+        raise UserError(f"--from {path} has no rows")
     return records
 
 
@@ -39,15 +49,18 @@ def read_hub(split: str) -> list[dict[str, str]]:
     import pyarrow.parquet as pq
     from huggingface_hub import hf_hub_download
 
-    return pq.read_table(
-        hf_hub_download(HUB_ID, f"main/{split}-00000-of-00001.parquet", repo_type="dataset")
-    ).to_pylist()
+    prepare_hub(HUB_ID)
+    try:
+        file = hf_hub_download(HUB_ID, f"main/{split}-00000-of-00001.parquet", repo_type="dataset")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{HUB_ID} cannot be loaded: {first_line(error)}; {describe_hub()}; or use --from") from error
+    return pq.read_table(file).to_pylist()
 
 
 def _row(record: dict[str, str], row_id: str, prompt_form: str, sft: bool) -> Row:
     solution, mark, number = record["answer"].rpartition("####")
     if not mark:
-        raise ValueError(f'{row_id}: the answer {record["answer"]!r} has no "####"')
+        raise UserError(f'{row_id}: the answer {record["answer"]!r:.60} has no "####" before its number')
     messages = [{"role": "user", "content": prompt_form.format(question=record["question"])}]
     if sft:
         worked = re.sub(r"<<[^>]*>>", "", solution).strip()  # without the calculator's notes
@@ -58,18 +71,19 @@ def _row(record: dict[str, str], row_id: str, prompt_form: str, sft: bool) -> Ro
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data_prep.gsm8k", description=__doc__.split("\n")[0])
     parser.add_argument("--split", choices=["train", "test"], required=True)
-    parser.add_argument("--out", type=Path, required=True, help="a name that ends in .parquet or .jsonl")
+    parser.add_argument("--out", type=rows_file, required=True, help="a name that ends in .parquet or .jsonl")
     parser.add_argument("--from", type=Path, dest="source", help="local JSONL instead of the hub")
     parser.add_argument("--prompt-form", default=PROMPT_FORM, help="with {question} in it")
     parser.add_argument("--sft", action="store_true", help="end each row in the worked solution")
-    parser.add_argument("--limit", type=int, help="only so many rows")
+    parser.add_argument("--limit", type=whole(1), help="only so many rows")
     args = parser.parse_args(argv)
     if args.source and not args.source.is_file():
         parser.error(f"--from {args.source}: there is no such file")
+    check_form(parser, args.prompt_form, "question")
     records = read_original(args.source) if args.source else read_hub(args.split)
     rows = make(records[: args.limit], split=args.split, prompt_form=args.prompt_form, sft=args.sft)
     write_rows(args.out, rows)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -14,8 +14,9 @@ import re
 from pathlib import Path
 
 from core.types import Message
-from data_feeds.invalid_rows import InvalidRow, InvalidRows, filter_rows
-from data_prep.rows import Record, Row, convert, read_hub, read_records
+from data_feeds.invalid_rows import InvalidRow, InvalidRows
+from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
+from data_prep.script import run_script, whole
 
 HUB_ID = "Anthropic/hh-rlhf"
 ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -24,8 +25,7 @@ TURN = re.compile(r"\n\n(Human|Assistant):")
 
 def make(records: list[Record], *, split: str) -> tuple[list[Row], InvalidRows]:
     """Make rows from records with two whole conversations, "chosen" and "rejected"."""
-    numbered = [(f"hh_rlhf/{split}/{i}", record) for i, record in enumerate(records)]
-    return filter_rows([(row_id, (row_id, record)) for row_id, record in numbered], lambda one: _row(*one))
+    return filter_records([(f"hh_rlhf/{split}/{i}", record) for i, record in enumerate(records)], _row)
 
 
 def _row(row_id: str, record: Record) -> Row:
@@ -61,9 +61,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data_prep.hh_rlhf", description=__doc__.split("\n")[0])
     parser.add_argument("--split", choices=["train", "test"], required=True)
     parser.add_argument("--subset", default="harmless-base", help="folder of the hub's data set (default %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="a name that ends in .parquet or .jsonl")
+    parser.add_argument("--out", type=rows_file, required=True, help="a name that ends in .parquet or .jsonl")
     parser.add_argument("--from", type=Path, dest="source", help="local JSONL or JSONL.gz instead of the hub")
-    parser.add_argument("--limit", type=int, help="only so many rows")
+    parser.add_argument("--limit", type=whole(1), help="only so many rows")
     args = parser.parse_args(argv)
 
     def made() -> tuple[list[Row], InvalidRows]:
@@ -74,4 +74,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from core.errors import UserError, first_line
-from data_feeds.invalid_rows import InvalidRows
+from core.hub import describe_hub, prepare_hub
+from core.text_files import decode_text, parse_json, read_bytes
+from data_feeds.invalid_rows import InvalidRow, InvalidRows, filter_rows
+from data_feeds.values import holds_lone_surrogate
 
 Record = dict[str, Any]
 """One row in its original form."""
@@ -63,38 +67,56 @@ def read_records(path: Path) -> list[Record]:
     """Read JSON (a list of objects) or JSONL, either also as .gz. Raises UserError naming the file and the line."""
     if not path.is_file():
         raise UserError(f"--from {path}: there is no such file")
-    whole = path.read_bytes()
-    text = (gzip.decompress(whole) if path.suffix == ".gz" else whole).decode("utf-8")
+    whole = read_bytes(path, f"--from {path}")
+    try:
+        text = decode_text(gzip.decompress(whole) if path.suffix == ".gz" else whole, f"--from {path}")
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"--from {path} is no whole gzip file: {first_line(error)}; download it again") from error
     if path.name.removesuffix(".gz").endswith(".json"):
-        listed = _parsed(text, f"--from {path}")
+        listed = parse_json(text, f"--from {path}")
         if not isinstance(listed, list):
             raise UserError(f"--from {path} must hold a list of objects, found {type(listed).__name__}")
         records = list(enumerate(listed, start=1))
     else:
         lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
-        records = [(n, _parsed(line, f"--from {path}, line {n}")) for n, line in lines]
+        records = [(n, parse_json(line, f"--from {path}, line {n}")) for n, line in lines]
     for n, record in records:
         if not isinstance(record, dict):
             raise UserError(f"--from {path}: row {n} is not an object, found {record!r:.60}")
     return [record for _, record in records]
 
 
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON: {error.msg}") from error
+def filter_records(
+    numbered: list[tuple[str, Record]], make: Callable[[str, Record], Row]
+) -> tuple[list[Row], InvalidRows]:
+    """Convert (id, record) with `make`; count those that it refuses, and those with broken text."""
+
+    def make_row(one: tuple[str, Record]) -> Row:
+        if holds_lone_surrogate(one[1]):
+            raise InvalidRow("bad_text", 'a text holds half of a character (such as "\\ud800"): write it again')
+        return make(*one)
+
+    return filter_rows([(row_id, (row_id, record)) for row_id, record in numbered], make_row)
+
+
+def rows_file(text: str) -> Path:
+    """Return the path of --out. Raises ArgumentTypeError for a name that says neither Parquet nor JSONL."""
+    if Path(text).suffix not in (".parquet", ".jsonl"):
+        raise argparse.ArgumentTypeError(f"the name must end in .parquet or .jsonl, found {text!r:.200}")
+    return Path(text)
 
 
 def read_hub(name: str, split: str, **more: Any) -> list[Record]:
     """Read a split of a data set on the Hugging Face hub; `more` goes to datasets.load_dataset."""
+    prepare_hub(name)
     from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
 
     try:
         return load_dataset(name, split=split, **more).to_list()
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        raise UserError(f"{name} cannot be loaded from the hub: {first_line(error)}; use --from") from error
+    except Exception as error:  # a border: a name or a file of the hub that datasets cannot read raises anything
+        raise UserError(
+            f"{name} cannot be loaded from the hub: {first_line(error)}; {describe_hub()}; or use --from"
+        ) from error
 
 
 def convert(

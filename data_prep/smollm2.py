@@ -12,7 +12,8 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from core.errors import UserError
+from core.errors import UserError, first_line
+from data_prep.script import run_script
 
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -24,7 +25,10 @@ def make(out: Path) -> None:
     from transformers.utils import logging
 
     folder = weights_folder()
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=WEIGHTS)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=WEIGHTS)
+    except ImportError as error:
+        raise UserError(f"the weights cannot be unpacked: {first_line(error)}: pip install gguf") from error
     unpacked = AutoModelForCausalLM.from_pretrained(folder, gguf_file=WEIGHTS, dtype=torch.bfloat16)
     config = unpacked.config
     if hasattr(config, "quantization_config"):
@@ -54,4 +58,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

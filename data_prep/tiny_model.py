@@ -10,6 +10,8 @@ import string
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_prep.script import run_script, whole
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -83,10 +85,10 @@ def make(
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data_prep.tiny_model", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--hidden-size", type=int, default=64, help="default %(default)s")
-    parser.add_argument("--layers", type=int, default=2, help="default %(default)s")
-    parser.add_argument("--heads", type=int, default=2, help="default %(default)s")
-    parser.add_argument("--max-length", type=int, default=256, help="positions (default %(default)s)")
+    parser.add_argument("--hidden-size", type=whole(1), default=64, help="default %(default)s")
+    parser.add_argument("--layers", type=whole(1), default=2, help="default %(default)s")
+    parser.add_argument("--heads", type=whole(1), default=2, help="default %(default)s")
+    parser.add_argument("--max-length", type=whole(1), default=256, help="positions (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.hidden_size not in (32 * args.heads, 64 * args.heads):
@@ -102,4 +104,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

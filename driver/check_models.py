@@ -19,7 +19,7 @@ def check_frozen_models(alg: Algorithm, tokenizer: ChatTokenizer, path: str) -> 
     """Raise UserError for a frozen model that cannot be loaded, or has another vocabulary than the policy."""
     for frozen in filter(None, alg.frozen_models.values()):
         check_model_folder(frozen, key="alg")
-        if tokenizer.hf.get_vocab() != ChatTokenizer(frozen, "plain").hf.get_vocab():
+        if tokenizer.hf.get_vocab() != ChatTokenizer(frozen, "plain", key="alg").hf.get_vocab():
             raise UserError(
                 f"alg names the model {frozen}, whose vocabulary is not that of model.path={path}, so it cannot "
                 "compute log-probabilities of the same tokens: take one with the same tokenizer"
@@ -29,10 +29,9 @@ def check_frozen_models(alg: Algorithm, tokenizer: ChatTokenizer, path: str) -> 
 
 
 def _check_vocabulary(path: str, tokenizer: ChatTokenizer, *, key: str) -> None:
-    config = read_config(path)
-    rows = None if config is None else config.get_text_config().vocab_size
+    rows = read_config(path, key=key).get_text_config().vocab_size
     largest = max(tokenizer.hf.get_vocab().values())
-    if rows is not None and largest >= rows:
+    if largest >= rows:
         raise UserError(
             f"{key}={path}: its tokenizer has ids up to {largest}, and the model has {rows} embeddings: resize them "
             "(model.resize_token_embeddings), or use the tokenizer that the model was trained with"

@@ -12,7 +12,7 @@ from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig
 from driver.devices import check_devices, count_gpus, uses_gpus
 from driver.load_recipe import Loaded
-from modeling.hf_config import meta_model
+from modeling.hf_config import ModelUnreadable, check_model_folder, meta_model
 
 GIB = 2**30
 ROWS = {"conversations": "rows", "pairs": "pairs", "unpaired": "rows"}
@@ -113,10 +113,16 @@ def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
 
 def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     """Estimate the memory of weights, gradients and optimizer states; activations and caches come on top."""
+    try:
+        return estimate_memory(loaded)
+    except ModelUnreadable as error:  # a recipe may name a model that is made later
+        return [("memory", f"unknown: {error}")]
+
+
+def estimate_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
+    """Return the rows of describe_memory. Raises UserError where the config of a model cannot be read."""
     cfg: RunConfig = loaded.cfg
     n = count_parameters(cfg.model.path)
-    if n is None:
-        return [("memory", "unknown: the model's config cannot be read from here")]
     held = 2 if cfg.model.dtype == "bfloat16" else 4
     master = 4 if held == 2 else 0
     states = 8 if cfg.trainer.optimizer == "adamw" else 0
@@ -133,7 +139,7 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     # a precomputed reference is not loaded, and that of an adapter is the policy without it
     spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.precompute_ref_logp)
     beside = [path for path in alg.frozen_models.values() if path or not spared]
-    frozen = sum((count_parameters(path) or n if path else n) * held for path in beside)
+    frozen = sum((count_parameters(path, key="alg") if path else n) * held for path in beside)
     per_rank = (present * weights + in_training * (gradients + optimizer) + frozen) / GIB
     rows = [
         ("parameters", f"{n:,}" + (f", and {adapter:,} of the adapter, which alone are trained" if adapter else "")),
@@ -151,16 +157,14 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
 
 
 def count_adapter(path: str, lora: LoraConfig) -> int:
-    """Count the parameters of a new adapter for this model; 0 where its config cannot be read."""
+    """Count the parameters of a new adapter for this model."""
     from modeling.lora import with_adapter
 
     model = meta_model(path)
-    if model is None:
-        return 0
     return sum(p.numel() for p in with_adapter(model, lora, path=path).parameters() if p.requires_grad)
 
 
-def count_parameters(path: str) -> int | None:
-    """Count the parameters of the model without allocating them; None where its config cannot be read."""
-    model = meta_model(path)
-    return None if model is None else sum(p.numel() for p in model.parameters())
+def count_parameters(path: str, *, key: str = "model.path") -> int:
+    """Count the parameters of the model without allocating them."""
+    check_model_folder(path, key=key)
+    return sum(p.numel() for p in meta_model(path, key=key).parameters())

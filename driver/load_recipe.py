@@ -12,6 +12,7 @@ from configs.renamed import find_renamed
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
 from core.loading import FileSpec
+from core.ray_address import parse_address
 from rollouts.engines.base import Capabilities
 from rollouts.registry import load_engine_class, resolve_engine
 
@@ -35,6 +36,8 @@ def load_recipe(cls: type[C], path: str, overrides: list[str]) -> Loaded[C]:
         old, new = renamed
         raise UserError(f"{old} was renamed: write {new}")
     cfg: C = validate(cls, raw, prefix="")
+    if cfg.ray_address is not None:
+        parse_address(cfg.ray_address)
     spec, alg_class = find_algorithm(cfg.alg)
     alg = validate(alg_class, cfg.alg, prefix="alg.")
     if isinstance(cfg, RLConfig):

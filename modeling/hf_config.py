@@ -2,56 +2,82 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from core.errors import UserError
+from core.errors import UserError, name_error, quote
+from core.hub import describe_hub, prepare_hub
 from modeling.pretrained import build_from_config, load_pretrained
 
+LOCAL = ("models", "runs", "data")
+"""First parts of a path that name folders of this clone, and no owner on the hub."""
 
-def read_config(path: str) -> Any | None:
-    """Return the model's transformers config; None where it cannot be read (the hub is not reachable, say)."""
+
+class ModelUnreadable(UserError):
+    """Error of a model that is not there, or whose config cannot be read."""
+
+
+def read_config(path: str, *, key: str = "model.path") -> Any:
+    """Return the model's transformers config. Raises UserError with the reason where it cannot be read."""
     from transformers import AutoConfig
 
+    is_folder = os.path.isdir(path)
+    if not is_folder:
+        prepare_hub(f"{key}={quote(path)}")
     try:
         return load_pretrained(AutoConfig, path)
-    except (OSError, ValueError):
-        return None
+    except Exception as error:  # a border: a broken file can make the library raise anything
+        reason = name_error(error)
+        if is_folder:
+            file = Path(path) / "config.json"
+            raise ModelUnreadable(
+                f"{key}: {file} cannot be read as a model config ({reason}): repair it or save the model again"
+            ) from error
+        raise ModelUnreadable(
+            f"{key}={quote(path)} is no folder here, and no model that the hub or its cache gives ({reason}); "
+            f"{describe_hub()}"
+        ) from error
 
 
-def meta_model(path: str) -> nn.Module | None:
-    """Return the model on the meta device, without memory for weights; None where its config cannot be read."""
+def meta_model(path: str, *, key: str = "model.path") -> nn.Module:
+    """Return the model on the meta device, without memory for weights. Raises UserError with the reason."""
     from transformers import AutoModelForCausalLM
 
-    config = read_config(path)
-    if config is None:
-        return None
-    with torch.device("meta"):
-        return build_from_config(AutoModelForCausalLM, config)
+    config = read_config(path, key=key)
+    try:
+        with torch.device("meta"):
+            return build_from_config(AutoModelForCausalLM, config)
+    except Exception as error:  # a border, as above: the numbers of the config may not fit together
+        raise ModelUnreadable(
+            f"{key}={quote(path)}: its config.json makes no causal language model ({name_error(error)}): take "
+            "another model, or repair it"
+        ) from error
 
 
 def check_model_folder(path: str, *, key: str = "model.path") -> None:
-    """Raise UserError for a local folder that is not a model, before anything is started."""
+    """Raise UserError for what is not a model, in a local folder or on the hub, before anything is started."""
     folder = Path(path)
-    if not folder.exists():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1 or path.split("/")[0] in ("models", "runs", "data"):
-            raise UserError(f"{key}={path} does not exist: make the folder first, or name a model of the hub")
-        return
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(
+    if not os.path.isdir(path):
+        if os.path.exists(path):
+            raise ModelUnreadable(f"{key}={path} is a file: name the folder that holds the model's config.json")
+        if not path or path.startswith((".", "/", "~")) or path.count("/") > 1 or path.split("/")[0] in LOCAL:
+            raise ModelUnreadable(
+                f"{key}={quote(path)} does not exist: make the folder first, or name a model of the hub"
+            )
+    elif (folder / "adapter_config.json").is_file():
+        raise ModelUnreadable(
             f"{key}={path} is an adapter without its model: train it with model.lora.merge_on_save, which saves the "
             "whole model"
         )
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{key}={path} has no config.json: it is not a Hugging Face model folder")
-    if read_config(path) is None:
-        raise UserError(f"{folder / 'config.json'} cannot be read as a model config: repair it or save the model again")
+    elif not (folder / "config.json").is_file():
+        raise ModelUnreadable(f"{key}={path} has no config.json: it is not a Hugging Face model folder")
+    read_config(path, key=key)
 
 
 def max_positions(path: str) -> int | None:
     """Return the largest number of tokens of a sequence; None where the config does not say."""
-    config = read_config(path)
-    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+    return getattr(read_config(path).get_text_config(), "max_position_embeddings", None)

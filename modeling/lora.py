@@ -64,12 +64,10 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def check_lora_targets(model: ModelConfig) -> None:
-    """Raise UserError for a target that is no linear layer, or a rank above a layer's width, before the start.
-
-    A model whose config cannot be read is checked when it is loaded.
-    """
-    if model.lora is None or (empty_model := meta_model(model.path)) is None:
+    """Raise UserError for a target that is no linear layer, or a rank above a layer's width, before the start."""
+    if model.lora is None:
         return
+    empty_model = meta_model(model.path)
     if model.lora.targets != "all-linear":
         check_targets(empty_model, model.lora.targets, path=model.path)
     _check_rank(empty_model, model.lora)
@@ -94,9 +92,7 @@ def name_lora_targets(lora: LoraConfig, path: str) -> LoraConfig:
     """Return the settings with "all-linear" replaced by the names of the layers."""
     if lora.targets != "all-linear":
         return lora
-    empty_model = meta_model(path)
-    assert empty_model is not None, path
-    return lora.model_copy(update={"targets": linear_names(empty_model)})
+    return lora.model_copy(update={"targets": linear_names(meta_model(path))})
 
 
 def _may_adapt(model: nn.Module, module: nn.Module) -> bool:

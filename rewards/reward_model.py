@@ -47,4 +47,6 @@ def load_once(model: str, template: Template) -> tuple[Any, Any]:
     from modeling.load import load_scalar_model
 
     check_model_folder(model, key="reward.settings.model")
-    return load_scalar_model(model, dtype="float32", attention="auto").eval(), ChatTokenizer(model, template)
+    return load_scalar_model(model, dtype="float32", attention="auto").eval(), ChatTokenizer(
+        model, template, key="reward.settings.model"
+    )

@@ -106,7 +106,7 @@ def test_gsm8k_reads_the_original_form_and_names_the_line_that_is_not(tmp_path: 
     gsm8k.main(["--split", "test", "--from", str(source), "--out", str(tmp_path / "test.parquet")])
     assert pq.read_table(tmp_path / "test.parquet").to_pylist()[0]["answer"] == "1200"
     source.write_text(json.dumps(RECORD) + '\n{"prompt": "?"}\n')
-    with pytest.raises(ValueError, match=r'line 2: expected an object with "question" and "answer"'):
+    with pytest.raises(UserError, match=r'line 2: expected an object with the texts "question" and "answer"'):
         gsm8k.read_original(source)
 
 

@@ -1,0 +1,83 @@
+"""Read text as UTF-8, whatever the locale. What is something else is refused by one sentence with the mend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from core.errors import UserError, first_line
+
+FORMATS = (
+    # first bytes, what it is, the mend
+    (b"\x1f\x8b", "a gzip file", "unpack it with gunzip"),
+    (b"PK\x03\x04", "a zip archive", "unpack it with unzip"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it with unzstd"),
+    (b"\xfd7zXZ\x00", "an xz file", "unpack it with unxz"),
+    (b"PAR1", "a Parquet file", "give it a name that ends in .parquet"),
+    (b"ARROW1", "an Arrow file", "write it as Parquet or JSONL"),
+    (b"\xff\xfe\x00\x00", "text in UTF-32", "convert it with iconv -f UTF-32 -t UTF-8"),
+    (b"\xff\xfe", "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
+)
+HEAD = 64
+"""Number of first bytes that tell a format."""
+
+
+def read_text(file: Path, where: str) -> str:
+    """Return the text of a file. Raises UserError, beginning with `where`, if it cannot be read or is not UTF-8."""
+    return decode_text(read_bytes(file, where), where)
+
+
+def read_bytes(file: Path, where: str) -> bytes:
+    """Return the bytes of a file. Raises UserError, beginning with `where`, if it cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{where} cannot be read: {error.strerror or error}") from error
+
+
+def decode_text(whole: bytes, where: str) -> str:
+    r"""Return the text of UTF-8 bytes, with or without a byte-order mark, its lines ending in \n."""
+    if found := describe_format(whole[:HEAD]):
+        raise UserError(f"{where} is {found[0]}, and text in UTF-8 is expected: {found[1]}")
+    try:
+        text = whole.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = whole.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{where}, line {line} is not UTF-8 (byte 0x{whole[error.start]:02x}): convert the file; if it is Latin-1, "
+            "with iconv -f LATIN1 -t UTF-8"
+        ) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def describe_format(head: bytes) -> tuple[str, str] | None:
+    """Return what a file is by its first bytes, and the mend; None where it may be text in UTF-8.
+
+    >>> describe_format(b"\\x1f\\x8b\\x08")
+    ('a gzip file', 'unpack it with gunzip')
+    >>> describe_format('{"a": 1}'.encode("utf-16-le"))
+    ('text in UTF-16', 'convert it with iconv -f UTF-16LE -t UTF-8')
+    """
+    for magic, what, mend in FORMATS:
+        if head.startswith(magic):
+            return what, mend
+    if b"\0" not in head:
+        return None
+    for order, zeros in (("LE", head[1::2]), ("BE", head[::2])):  # ASCII in UTF-16 without a mark
+        if len(head) > 2 and not any(zeros):
+            return "text in UTF-16", f"convert it with iconv -f UTF-16{order} -t UTF-8"
+    return "a binary file", "name the file that was meant"
+
+
+def parse_json(text: str, where: str) -> Any:
+    """Return parsed JSON. Raises UserError, beginning with `where`, for anything else."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is not JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise UserError(f"{where} is nested too deeply: write it flatter") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise UserError(f"{where} cannot be read: {first_line(error)}") from error

@@ -1,0 +1,54 @@
+"""What the scripts have in common: a mistake is one sentence and exit code 2, and numbers have bounds."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from core.cli import run_guarded
+from core.errors import UserError
+
+
+def run_script(main: Callable[[], None]) -> NoReturn:
+    """Run a script to its end, and exit as main_rl.py does."""
+
+    def run() -> int:
+        try:
+            main()
+        except OSError as error:  # of --out: a folder that cannot be written, a full disk
+            raise UserError(f"{error.filename or '--out'} cannot be written: {error.strerror or error}") from error
+        return 0
+
+    sys.exit(run_guarded(run))
+
+
+def whole(at_least: int) -> Callable[[str], int]:
+    """Return the type of an argument that is a whole number from `at_least` on."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = at_least - 1
+        if value < at_least:
+            raise argparse.ArgumentTypeError(f"give a whole number from {at_least} on, found {text!r:.60}")
+        return value
+
+    return parse
+
+
+def check_form(parser: argparse.ArgumentParser, form: str, *places: str) -> None:
+    """End the program for a --prompt-form with other places to fill than these."""
+    try:
+        filled = form.format(**dict.fromkeys(places, "x"))
+    except (KeyError, IndexError, ValueError, AttributeError):
+        parser.error(f"--prompt-form {form!r}: the places to fill are {_list(places)}")
+    if filled == form:
+        parser.error(f"--prompt-form {form!r} has no place to fill: write {{{places[0]}}} into it")
+
+
+def _list(places: tuple[str, ...]) -> str:
+    *first, last = [f"{{{place}}}" for place in places]
+    return f"{', '.join(first)} and {last}" if first else last
