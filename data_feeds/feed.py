@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -166,18 +169,30 @@ def _load_feed(
     return Feed(sources=sources, mixture=Mixture(whole_parts([c.ratio for c in configs], where=f"data.{which}")))
 
 
+@contextmanager
+def _without_collector() -> Generator[None]:
+    """Pause Python's garbage collector: it would look through all rows again and again, and rows hold no circles."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def _read_source(
     config: SourceConfig, key: str, row_type: RowType, reader: Reader, *, data: DataConfig, limit: int | None
 ) -> tuple[list[Any], InvalidRows]:
     records = read_records(config, key=key, needed=row_type.needed, known=row_type.known)
     named = ((record.id, record) for record in records)
-    items, invalid = filter_rows(
-        named,
-        lambda record: row_type.make(reader, record.check()),
-        limit=limit,
-        threads=reader.tokenizer.threads,
-        progress=Progress(key, len(records)),
-    )
+    with _without_collector():
+        items, invalid = filter_rows(
+            named,
+            lambda record: row_type.make(reader, record.check()),
+            limit=limit,
+            progress=Progress(key, len(records)),
+        )
     if not items:
         raise UserError(f"{key}: none of {invalid.looked_at} rows is valid: {invalid}")
     if invalid.share > data.max_invalid_fraction:

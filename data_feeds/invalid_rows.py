@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, Literal, TypeVar
 
 from core.progress import Progress
@@ -25,8 +22,6 @@ Reason = Literal[
     "bad_label",
     "too_long",
 ]
-CHUNK = 100
-"""Rows that a thread converts at a time."""
 Raw = TypeVar("Raw")
 Fitting = TypeVar("Fitting")
 
@@ -87,51 +82,21 @@ def filter_rows(
     make: Callable[[Raw], Fitting],
     *,
     limit: int | None = None,
-    threads: int = 1,
     progress: Progress | None = None,
 ) -> tuple[list[Fitting], InvalidRows]:
-    """Convert each (id, row) with `make`; count rows where it raises InvalidRow; stop after `limit` valid rows.
-
-    The result does not depend on `threads`: how many rows are converted at a time.
-    """
+    """Convert each (id, row) with `make`; count rows where it raises InvalidRow; stop after `limit` valid rows."""
     fitting: list[Fitting] = []
     cases: dict[Reason, Case] = {}
     looked_at = 0
-
-    def attempt(chunk: list[tuple[str, Raw]]) -> list[tuple[str, Fitting | InvalidRow]]:
-        return [(row_id, _attempt(make, row)) for row_id, row in chunk]
-
-    for row_id, made in _map_chunks(attempt, iter(rows), threads):
+    for row_id, row in rows:
         if limit is not None and len(fitting) >= limit:
             break
         looked_at += 1
-        if isinstance(made, InvalidRow):
-            first = cases.get(made.reason, Case(0, row_id, made.why))
-            cases[made.reason] = replace(first, rows=first.rows + 1)
-        else:
-            fitting.append(made)
+        try:
+            fitting.append(make(row))
+        except InvalidRow as unfit:
+            first = cases.get(unfit.reason, Case(0, row_id, unfit.why))
+            cases[unfit.reason] = replace(first, rows=first.rows + 1)
         if progress is not None:
             progress.show(looked_at)
     return fitting, InvalidRows(looked_at=looked_at, cases=cases)
-
-
-def _attempt(make: Callable[[Raw], Fitting], row: Raw) -> Fitting | InvalidRow:
-    try:
-        return make(row)
-    except InvalidRow as unfit:
-        return unfit
-
-
-def _map_chunks(work: Callable[[list[Raw]], list[Fitting]], items: Iterator[Raw], threads: int) -> Iterator[Fitting]:
-    """Yield the results of all items in order, working ahead by two chunks per thread."""
-    ahead: deque[Future[list[Fitting]]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            while True:
-                while len(ahead) < 2 * threads and (chunk := list(islice(items, CHUNK))):
-                    ahead.append(pool.submit(work, chunk))
-                if not ahead:
-                    return
-                yield from ahead.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)

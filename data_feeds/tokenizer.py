@@ -16,8 +16,6 @@ from modeling.pretrained import load_pretrained
 
 TrainOn = Literal["everything", "last_reply"] | Sequence[str]
 """Part of a conversation that is trained on: everything, its last reply, or the turns of these roles."""
-MOST_THREADS = 8
-"""Threads that tokenize at a time: the tokenizer's own code runs beside others, Python does not."""
 CHARS_PER_TOKEN = 8
 """Characters that are looked at for each token of a bound: more than usual texts have."""
 STAND_IN = "\u2402"
@@ -41,7 +39,6 @@ class ChatTokenizer:
         is_folder = os.path.isdir(path)
         if not is_folder:
             prepare_hub(f"{key}={path}")
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text at a time, whose way through a pool is long
         try:
             self.hf: Any = load_pretrained(AutoTokenizer, path)
         except Exception as error:  # a border: a broken file can make the library raise anything
@@ -53,16 +50,10 @@ class ChatTokenizer:
         if self.hf.eos_token_id is None:
             raise UserError(f"{key}={path}: its tokenizer has no end-of-sequence token")
         self.stop_token_ids = sorted({self.hf.eos_token_id, *_eos_of_generation_config(path, key)})
-        self.encode(".")  # the first text settles truncation and padding; later ones only read the tokenizer
 
     def render(self, messages: list[Message]) -> list[int]:
         """Return the ids of a conversation, up to the point where the policy's reply begins."""
         return self.encode(self._render_text(messages, reply_next=True))
-
-    @cached_property
-    def threads(self) -> int:
-        """Number of threads that may use the tokenizer at a time: those in Python may keep state of a text."""
-        return min(MOST_THREADS, len(os.sched_getaffinity(0))) if self.hf.is_fast else 1
 
     @cached_property
     def _longest_token(self) -> int:

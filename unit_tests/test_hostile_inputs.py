@@ -34,7 +34,6 @@ from core.loading import load_module
 from core.loading import resolve as resolve_plugin
 from core.ray_address import check_reachable, parse_address
 from data_feeds.feed import load_groups, load_prompts
-from data_feeds.invalid_rows import InvalidRow, filter_rows
 from data_feeds.tokenizer import ChatTokenizer
 from modeling.hf_config import check_model_folder
 from tools import layers
@@ -211,29 +210,6 @@ def test_no_row_that_fits_is_refused_by_the_bound(chat, text, times, limit):
     messages: Any = [{"role": "user", "content": text * times}]
     if chat.bound_tokens(messages, limit=limit) is not None:
         assert len(chat.render(messages)) > limit
-
-
-def test_rows_do_not_depend_on_the_number_of_threads():
-    def make(n: int) -> int:
-        if n % 7 == 0:
-            raise InvalidRow("empty" if n % 2 else "too_long", f"row {n}")
-        return n * n
-
-    rows = [(str(n), n) for n in range(2345)]
-    for limit in (None, 0, 1, 500, 9999):
-        alone = filter_rows(rows, make, limit=limit)
-        assert all(filter_rows(rows, make, limit=limit, threads=t) == alone for t in (2, 5))
-    assert len(filter_rows(rows, make)[0]) == 2345 - 335
-
-
-def test_an_error_of_a_row_reaches_the_reader_from_any_thread():
-    def make(n: int) -> int:
-        if n >= 1234:
-            raise UserError(f"row {n}")
-        return n
-
-    with pytest.raises(UserError, match=r"row 1234$"):
-        filter_rows([(str(n), n) for n in range(5000)], make, threads=3)
 
 
 def test_many_rows_tell_how_far_they_are(chat, tmp_path, monkeypatch, capsys):
