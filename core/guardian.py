@@ -58,7 +58,9 @@ def find_processes(folder: Path) -> set[int]:
     spared = {os.getpid()}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
-            state, parent = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
+            state, parent = (
+                Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
+            )
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:  # it has ended, or is somebody else's
             continue
