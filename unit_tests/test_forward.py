@@ -119,6 +119,17 @@ def test_values_do_not_depend_on_the_layout(tiny_path):
     assert (gradient(model, got) - want).norm() < 1e-5 * want.norm()
 
 
+@torch.no_grad()
+def test_a_value_is_read_before_the_token_at_the_position_that_predicts_it(tiny_path):
+    model = load_scalar_model(tiny_path, dtype="float32", attention="sdpa")
+    nn.init.normal_(model.score.weight)
+    [sample] = some_samples(9)
+    hidden = model.model(input_ids=torch.tensor([sample.token_ids])).last_hidden_state[0]
+    want = [model.score(hidden[t - 1])[0] for t, yes in enumerate(sample.loss_mask) if yes]
+    got = compute_values(model, packed([sample]), layout="padded", model=model)
+    torch.testing.assert_close(got, torch.stack(want), atol=1e-5, rtol=1e-4)
+
+
 def test_rows_are_packed_where_the_kernel_takes_borders(tiny_path):
     def layout(attention):
         return layout_for("auto", load_model(tiny_path, dtype="float32", attention=attention))

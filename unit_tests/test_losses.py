@@ -10,13 +10,20 @@ import torch
 
 from algs.base import Algorithm, assign_advantages
 from algs.cispo import CISPO
-from algs.credit import generalised_advantages, group_advantages, overlong_penalty, reward_std, whiten
+from algs.credit import (
+    generalised_advantages,
+    group_advantages,
+    overlong_penalty,
+    reward_std,
+    reward_to_go,
+    whiten,
+)
 from algs.dppo import DPPO
 from algs.gmpo import GMPO
 from algs.grpo import GRPO
 from algs.gspo import GSPO
 from algs.opd import OPD
-from algs.ops import k3, sequence_ratio
+from algs.ops import importance_ratio, k3, sequence_ratio
 from algs.p3o import P3O
 from algs.p4o import P4O
 from algs.ppo import PPO
@@ -477,3 +484,69 @@ def test_identities_between_algorithms():
 
     torch.testing.assert_close(gradient(GSPO(**NARROW)), gradient(GSPO(**NARROW, form="token")))
     torch.testing.assert_close(gradient(P4O(), prox_logp=None), gradient(P3O(), prox_logp=None))
+
+
+def some_tokens(*, rollout: list[float], advantage: list[float], **more: list[float]) -> Tokens:
+    """One sequence per token, of equal weight; float64."""
+    given = {"rollout_logp": rollout, "advantage": advantage, "weight": [1 / len(rollout)] * len(rollout)} | more
+    columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in given.items()}
+    return Tokens(seq_ids=torch.arange(len(rollout)), **columns)
+
+
+def test_a_ratio_is_bounded_before_it_overflows():
+    far = torch.tensor([-1000.0, -20.0, 0.0, 20.0, 1000.0])
+    assert importance_ratio(far, torch.zeros(5)).tolist() == pytest.approx([math.exp(x) for x in (-20, -20, 0, 20, 20)])
+
+
+def test_clipped_weights_lie_between_the_bounds():
+    prox = torch.tensor([0.1, 0.5, 1.0, 2.0, 5.0]).log()
+    clip = Correction(mode="clip", low=0.5, high=2.0).compute_weights(prox, torch.zeros(5), torch.arange(5))
+    assert clip.tolist() == pytest.approx([0.5, 0.5, 1.0, 2.0, 2.0])
+
+
+def test_rewards_to_go_are_discounted_backwards():
+    assert reward_to_go([1.0, 2.0, 4.0], 0.5) == [3.0, 4.0, 4.0]
+
+
+def test_advantages_are_whitened_last_where_a_recipe_says_so():
+    got = trained_advantages(GRPO(whiten=True).compute_advantages([three_samples()]))
+    want = whiten([[0.5] * 3, [-0.5] * 2, [0.0] * 2])
+    assert got == [pytest.approx(row) for row in want]
+
+
+def test_what_bounds_did_is_told():
+    """Ratios 2, 1 and 1/2, by hand."""
+    logp = torch.tensor([2.0, 1.0, 0.5], dtype=torch.float64).log()
+    tokens = some_tokens(rollout=[0.0] * 3, advantage=[1.0, 1.0, -1.0], prox_logp=[0.0] * 3)
+    told = {
+        alg.name or type(alg).__name__: alg.loss(Policy(logp=logp), tokens)[1]
+        for alg in (CISPO(max_weight=1.5), GMPO(), SAPO())
+    }
+    assert told["CISPO"]["capped"].tolist() == [1.0, 0.0, 0.0]
+    assert told["GMPO"]["clip_frac"].tolist() == [1.0, 0.0, 1.0], "log 2 is more than 0.4"
+    gates = [1 / (1 + math.exp(-tau * (r - 1))) for tau, r in ((1.0, 2.0), (1.0, 1.0), (1.05, 0.5))]
+    assert told["SAPO"]["gate"].tolist() == pytest.approx([4 * g * (1 - g) for g in gates])
+    assert told["SAPO"]["gate"][1] == 1.0, "on policy"
+
+
+def test_distillation_tells_the_kl_without_its_coefficient_and_grades_no_failure():
+    alg = OPD(teacher="somewhere", coef=4.0)
+    tokens = some_tokens(rollout=[-1.0, -1.0], advantage=[-2.0, 4.0])
+    assert alg.loss(Policy(logp=tokens.rollout_logp), tokens)[1]["teacher_kl"].tolist() == [0.5, -1.0]
+    [sample, *_] = three_samples()
+    [[failed]] = alg.compute_advantages([[replace(sample, failure="timeout", columns={})]])
+    assert set(failed.advantage) == {0.0}
+
+
+def test_the_value_model_tells_its_error_and_the_returns():
+    values = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    tokens = some_tokens(rollout=[0.0] * 2, advantage=[0.0] * 2, returns=[3.0, 1.0], values=[1.0, 2.0])
+    loss, told = PPO().value_loss(values, tokens)
+    assert loss.tolist() == [2.0, 0.5]
+    assert {name.removeprefix("value/"): v.tolist() for name, v in told.items()} == {
+        "mean": [1.0, 2.0],
+        "return": [3.0, 1.0],
+        "return_sq": [9.0, 1.0],
+        "error": [2.0, -1.0],
+        "error_sq": [4.0, 1.0],
+    }

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+import main_rl
 from algs import load_algorithm
 from configs.schema import RLConfig
 from core.clock import Clock
@@ -17,9 +18,11 @@ from core.types import Group
 from core.workers import Local
 from driver.load_recipe import load_recipe
 from driver.rl_run import Run
+from driver.rollout_factory import plan_rollouts
 from driver.time_account import TimeBreakdown
 from driver.trainer_factory import build_trainer, plan_trainer
-from unit_tests.examples import some_groups
+from unit_tests.examples import run_here, some_groups
+from unit_tests.test_runs import SEVENS, file_of, folder_of, metrics_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -97,3 +100,22 @@ def test_the_padding_of_a_step_is_the_mean_over_its_updates(recipe):
     each = [done.run._plan(groups[i::2]).padding for i in range(2)]
     assert done.metrics["train/padding"] == pytest.approx(sum(each) / 2) and min(each) > 0
     assert step(recipe({"updates_per_step": 2}), groups).metrics["train/padding"] == 0
+
+
+def test_engine_and_trainer_take_the_recipes_temperature(recipe, tmp_path):
+    """Were it another one on either side, the log-probabilities of sampled tokens would differ."""
+    sevens = file_of(tmp_path / "sevens.py", SEVENS)
+    path = recipe({"rollout.temperature": 0.5, "steps": 1, "group_size": 2, "reward.fn": sevens})
+    assert plan_rollouts(load_recipe(RLConfig, path, []).cfg).engine.temperature == 0.5
+    assert run_here(main_rl, "--config", path) == (0, "")
+    [metrics] = metrics_of(folder_of(tmp_path))
+    assert metrics["train/mismatch/abs_logp"] < 1e-4
+
+
+def test_the_seed_of_the_recipe_decides_a_new_adapter(recipe):
+    def adapter(seed: int) -> torch.Tensor:
+        loaded = load_recipe(RLConfig, recipe({"model.lora": {"r": 2}}), [f"seed={seed}"])
+        trainer = build_trainer(None, plan_trainer(loaded.cfg, loaded.alg_spec, temperature=1.0, total_updates=1))
+        return torch.cat([t.flatten() for bucket in trainer.export_weights(2**20, "adapter") for _, t in bucket])
+
+    assert torch.equal(adapter(3), adapter(3)) and not torch.equal(adapter(3), adapter(4))

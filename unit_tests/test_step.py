@@ -20,11 +20,12 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped
 from core.types import Batch, Prompt, Sample
 from core.workers import Local
-from data_feeds.packing import micro_batches, plan_update
+from data_feeds.packing import micro_batches, pack, plan_update
 from driver.scoring import PrecomputedReference, add_columns, hash_sample
-from trainers.deepspeed import DeepSpeedLearner
+from trainers.deepspeed import DeepSpeedLearner, deepspeed_config
 from trainers.local import LocalTrainer
-from trainers.optimizer import LearningRateSchedule
+from trainers.meter import Meter
+from trainers.optimizer import LearningRateSchedule, make_optimizer
 from unit_tests.examples import some_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -195,3 +196,61 @@ def test_a_gradient_is_finite_on_all_ranks_or_on_none():
     with ThreadPoolExecutor() as ranks:
         calls = [ranks.submit(judge, 0, [1.0, torch.nan, 1.0]), ranks.submit(judge, 1, [1.0, 1.0, 1.0])]
         assert [call.result() for call in calls] == [[True, False, True]] * 2
+
+
+def test_the_number_of_skipped_updates_is_in_a_checkpoint(tiny_path, tmp_path):
+    stopped, resumed = (trainer_of(tiny_path, Planted(), max_skipped_updates=3) for _ in range(2))
+    bad = an_update(good=False)
+    for _ in range(2):
+        stopped.step([bad])
+    stopped.save_state(tmp_path)
+    resumed.load_state(tmp_path)
+    with pytest.raises(RunStopped, match="3 updates in a row"):
+        resumed.step([bad])
+
+
+def test_gradients_of_half_precision_add_up_over_micro_batches(tiny_path):
+    groups = some_groups(4, 3)
+    whole, cut = (trainer_of(tiny_path, SFT(), dtype="bfloat16") for _ in range(2))
+    start = whole.flatten_weights()
+    whole.step([micro_batches(groups, "token", 10_000)[0]])
+    pieces = micro_batches(groups, "token", 60)[0]
+    assert len(pieces) > 2
+    cut.step([pieces])
+    moved = (whole.flatten_weights() - start).norm()
+    assert (cut.flatten_weights() - whole.flatten_weights()).norm() < 0.05 * moved
+
+
+def test_an_optimizer_has_the_settings_of_the_recipe():
+    weight = torch.nn.Parameter(torch.ones(2))
+    settings = {"lr": 0.25, "betas": (0.5, 0.75), "eps": 0.125, "weight_decay": 0.0625}
+    [group] = make_optimizer(TrainerConfig(**settings), [weight]).param_groups
+    assert {name: group[name] for name in settings} == settings
+    [group] = make_optimizer(TrainerConfig(optimizer="sgd", **settings), [weight]).param_groups
+    assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.25, 0.0625, 0)
+
+
+def test_deepspeed_clips_where_the_recipe_says_and_keeps_what_it_adds():
+    added = {"zero_optimization": {"reduce_bucket_size": 7}, "comms_logger": {"enabled": True}}
+    made = deepspeed_config(TrainerConfig(max_grad_norm=0.25, zero_stage=3, deepspeed=added), "bfloat16")
+    assert made["gradient_clipping"] == 0.25 and made["bf16"]["enabled"]
+    assert made["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 7}
+    assert made["comms_logger"] == {"enabled": True}
+    assert not deepspeed_config(TrainerConfig(), "float32")["bf16"]["enabled"]
+
+
+def test_means_are_weighted_and_each_source_has_its_own():
+    """Worked out by hand: weights 1/2, 1/4 and 1/4, losses 4, 2 and 8; the last is of source b."""
+    samples = [a_sample([5, 6], [False, True]) for _ in range(3)]
+    samples[2] = replace(samples[2], prompt=Prompt(id="q", messages=[], source="b"))
+    samples[:2] = [replace(s, prompt=Prompt(id="p", messages=[], source="a")) for s in samples[:2]]
+    loss = torch.tensor([4.0, 2.0, 8.0])
+    whole, first, second = (Meter(("a", "b")) for _ in range(3))
+    whole.add(pack(samples, [0.5, 0.25, 0.25], sources=("a", "b")).tokens, {"loss": loss})
+    first.add(pack(samples[:1], [0.5], sources=("a", "b")).tokens, {"loss": loss[:1]})
+    second.add(pack(samples[1:], [0.25, 0.25], sources=("a", "b")).tokens, {"loss": loss[1:]})
+    first.merge(second)
+    want = {"tokens": 3.0, "loss": 4.5, "loss/a": (2 + 0.5) / 0.75, "loss/b": 8.0}
+    assert whole.compute_means(lambda x: x) == pytest.approx(want)
+    assert first.compute_means(lambda x: x) == pytest.approx(want)
+    assert whole.compute_means(lambda x: 2 * x) == pytest.approx(want | {"tokens": 6.0}), "two ranks that are alike"

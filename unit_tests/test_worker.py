@@ -70,10 +70,10 @@ def test_the_reward_is_the_weighted_sum_of_the_parts(tmp_path):
 
 
 def test_a_failed_reward_leaves_no_reward_behind(tmp_path):
-    [sample] = play(tmp_path, Scripted([6]), weights={"correct": 1.0})
-    assert sample.reward is None and sample.reward_parts == {} and sample.failure.startswith("ValueError: six")
-    [broken] = play(tmp_path, Scripted([4]), weights={"correct": 1.0})
-    assert broken.reward is None and "the tool broke" in broken.failure, "what failed is not rewarded"
+    refused, broken = play(tmp_path, Scripted([6], [4]), weights={"correct": 1.0}, size=2)
+    assert refused.failure.startswith("ValueError: six") and "the tool broke" in broken.failure
+    for sample in (refused, broken):
+        assert sample.reward is None and sample.reward_parts == {}, "what failed is not rewarded"
 
 
 def test_names_that_do_not_fit_are_the_users_to_correct(tmp_path):
