@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ TIMEOUT_S = 300.0
 """A bug that keeps its tests busy for longer is noticed: they did not pass."""
 ALL_PASSED, SOME_FAILED = 0, 1
 """Exit codes of pytest; any other means that the tests could not be asked."""
-AT_ONCE = min(4, len(os.sched_getaffinity(0)))
+CORES = len(os.sched_getaffinity(0))
 
 
 class ListIsWrong(Exception):
@@ -126,6 +127,8 @@ def start_tests(home: Path, tests: list[str], *, slow: bool, log: Path) -> int:
         named = [f"unit_tests/{test}" for test in tests]
         marks = ["-m", "not gpu"] if slow else []
         code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={log}.tmp", *marks, *named]))
+    except BaseException:  # a border: whatever the tests do, this process ends here
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -176,29 +179,38 @@ def without_parts(tests: list[str]) -> list[str]:
     return [test for test in tests if "::" not in test or test.partition("::")[0] not in tests]
 
 
-def run_all(mutants: list[Mutant], root: Path, folder: Path) -> Iterator[Outcome]:
-    """Plant each bug in a copy of its own below `folder`, AT_ONCE at the same time; yield what became of it."""
-    homes = [folder / f"copy{n}" for n in range(min(AT_ONCE, len(mutants)))]
+def run_all(mutants: list[Mutant], root: Path, folder: Path, *, jobs: int) -> Iterator[Outcome]:
+    """Plant each bug alone in one of `jobs` copies below `folder`; yield what became of it."""
+    homes = [folder / f"copy{n}" for n in range(min(jobs, len(mutants)))]
     for home in homes:
         copy_repository(root, home)
     check_without_bugs(mutants, homes[0])
     left, running = list(reversed(mutants)), dict[int, tuple[Mutant, Path, float]]()
-    while left or running:
-        while left and homes:
-            mutant, home = left.pop(), homes.pop()
-            (home / mutant.file).write_text(mutant.plant((root / mutant.file).read_text()))
-            pid = start_tests(home, list(mutant.tests), slow=mutant.slow, log=home.with_suffix(".log"))
-            running[pid] = mutant, home, time.monotonic()
-        pid, code = wait_for_one({pid: since for pid, (_, _, since) in running.items()}, TIMEOUT_S)
-        mutant, home, since = running.pop(pid)
-        text = (root / mutant.file).read_text()
-        (home / mutant.file).write_text(text)
-        homes.append(home)
-        line = text[: text.index(mutant.old)].count("\n") + 1
-        if code not in (ALL_PASSED, SOME_FAILED):
-            said = home.with_suffix(".log").read_text()[-3000:]
-            raise ListIsWrong(f"{mutant.file}:{line}: {mutant.breaks}: pytest ended with exit code {code}:\n{said}")
-        yield Outcome(mutant=mutant, line=line, killed=code == SOME_FAILED, seconds=time.monotonic() - since)
+    try:
+        while left or running:
+            while left and homes:
+                mutant, home = left.pop(), homes.pop()
+                (home / mutant.file).write_text(mutant.plant((root / mutant.file).read_text()))
+                pid = start_tests(home, list(mutant.tests), slow=mutant.slow, log=home.with_suffix(".log"))
+                running[pid] = mutant, home, time.monotonic()
+            pid, code = wait_for_one({pid: since for pid, (_, _, since) in running.items()}, TIMEOUT_S)
+            mutant, home, since = running.pop(pid)
+            (home / mutant.file).write_text((root / mutant.file).read_text())
+            homes.append(home)
+            yield judge(mutant, code, root, home.with_suffix(".log"), time.monotonic() - since)
+    finally:
+        for pid in running:
+            kill_all_of(pid)
+
+
+def judge(mutant: Mutant, code: int, root: Path, log: Path, seconds: float) -> Outcome:
+    """Return what the exit code of its tests says of a mutant."""
+    text = (root / mutant.file).read_text()
+    line = text[: text.index(mutant.old)].count("\n") + 1
+    if code not in (ALL_PASSED, SOME_FAILED):
+        said = log.read_text()[-3000:]
+        raise ListIsWrong(f"{mutant.file}:{line}: {mutant.breaks}: pytest ended with exit code {code}:\n{said}")
+    return Outcome(mutant=mutant, line=line, killed=code == SOME_FAILED, seconds=seconds)
 
 
 def summarize(outcomes: list[Outcome], equivalent: int) -> tuple[list[str], bool]:
@@ -217,6 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python tools/mutants.py", description=__doc__.split("\n")[0])
     parser.add_argument("--fast", action="store_true", help="leave out those that need an engine")
     parser.add_argument("--only", default="", help="text that the path of the file or what it breaks must hold")
+    parser.add_argument("--jobs", type=int, default=min(4, CORES), help="bugs at the same time (default %(default)s)")
     parser.add_argument("--list", type=Path, default=LIST, help="default tools/mutants.yaml")
     parser.add_argument("--root", type=Path, default=ROOT, help="repository to copy (default: this one)")
     args = parser.parse_args()
@@ -234,7 +247,7 @@ def main() -> None:
             importlib.import_module(module)
         outcomes: list[Outcome] = []
         with tempfile.TemporaryDirectory(prefix="mutants_", ignore_cleanup_errors=True) as folder:
-            for o in run_all(planted, args.root, Path(folder)):
+            for o in run_all(planted, args.root, Path(folder), jobs=args.jobs):
                 outcomes.append(o)
                 told = "noticed " if o.killed else "SURVIVED"
                 print(f"{told} {o.seconds:5.1f} s  {o.mutant.file}:{o.line}: {o.mutant.breaks}", flush=True)
