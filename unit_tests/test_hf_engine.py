@@ -53,6 +53,18 @@ def test_log_probabilities_are_those_of_a_forward_pass_at_the_temperature(tiny_p
         assert done.stop == "eos" or len(done.token_ids) == 12
 
 
+def test_a_completion_ends_with_the_first_stop_token(tiny_path):
+    """A fifth of all tokens end one here, so that completions of every length come up."""
+    engine = engine_of(tiny_path)
+    engine.stop = set(range(0, 103, 5))
+    done = asyncio.run(several(engine, [[5, 6, 7]] * 40, range(40)))
+    for completion in done:
+        assert not engine.stop & set(completion.token_ids[:-1])
+        assert (completion.stop == "eos") == (completion.token_ids[-1] in engine.stop)
+        assert completion.stop == "eos" or len(completion.token_ids) == 12
+    assert len({len(completion.token_ids) for completion in done}) > 4
+
+
 def test_a_request_does_not_depend_on_its_neighbours_and_its_seed_decides(tiny_path):
     engine = engine_of(tiny_path)
     together = asyncio.run(several(engine, PROMPTS, range(4)))
