@@ -31,6 +31,7 @@ from weight_sync.transports import SyncEndpoints, Transport
 TIMEOUT_S = 20.0
 WEIGHTS = {
     "matrix": torch.randn(48, 64).bfloat16(),
+    "short": torch.randn(3).bfloat16(),  # six bytes, after which no float32 may begin
     "odd": torch.randn(3, 5, 7),
     "scalar": torch.tensor(2.5),
     "transposed": torch.randn(16, 8).t(),
@@ -195,7 +196,7 @@ def test_engines_that_agree_pass_and_the_largest_difference_is_told() -> None:
     ("loaded", "says"),
     [
         ([[SENT], [{**SENT, "odd": 1}]], "engine 1 .* rank 0 loaded other values of odd"),
-        ([[SENT], [{}]], "engine 1 .* rank 0 did not load matrix, odd, scalar and 2 more"),
+        ([[SENT], [{}]], "engine 1 .* rank 0 did not load matrix, short, odd and 3 more"),
         ([[{**SENT, "lm_head": 1}], [SENT]], "engine 0 .* rank 0 loaded lm_head, which was not sent"),
     ],
 )
@@ -305,21 +306,24 @@ def test_a_transport_is_replaced_only_where_the_run_is_synchronous(may_fall_back
 
         async def transfer(self, version: int) -> Sent:
             tried.append(self.name)
-            if self.name == "gloo":
-                raise TransportFailed("cut")
+            if self.name != "disk":
+                raise TransportFailed(f"{self.name} is cut")
             return Sent(checksums={}, nbytes=0)
 
-    transports = [cast(Transport, Cut(name)) for name in ("gloo", "direct")]
+    transports = [cast(Transport, Cut(name)) for name in ("gloo", "direct", "disk")]
     warnings: list[str] = []
     sync = sync_of(trainers, engines, transports, may_fall_back=may_fall_back, say=warnings.append)
     if may_fall_back:
         asyncio.run(sync.publish_weights(3))
         asyncio.run(sync.publish_weights(4))
-        assert tried == ["gloo", "direct", "direct"], "for the rest of the run"
-        [warning] = warnings
-        assert "in the sync of version 3, cut; from here on weight_sync.transport is direct instead of gloo" in warning
-        assert sync.facts == {"transport": "direct"}
+        assert tried == ["gloo", "direct", "disk", "disk"], "for the rest of the run"
+        assert [warning.rpartition("; ")[2] for warning in warnings] == [
+            "from here on weight_sync.transport is direct instead of gloo",
+            "from here on weight_sync.transport is disk instead of direct",
+        ]
+        assert warnings[0].startswith("WARNING: in the sync of version 3, gloo is cut")
+        assert sync.facts == {"transport": "disk"}
     else:
-        with pytest.raises(TransportFailed, match="in the sync of version 3, cut"):
+        with pytest.raises(TransportFailed, match="in the sync of version 3, gloo is cut"):
             asyncio.run(sync.publish_weights(3))
         assert tried == ["gloo"] and warnings == []
