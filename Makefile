@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 # the fast tests share the cores, one thread each; an engine wants them all
 FAST := OMP_NUM_THREADS=1 $(PYTEST) -q -n auto --maxprocesses 8
 
-.PHONY: help install newest quickstart lint types check test verify docs
+.PHONY: help install newest quickstart lint types check test verify mutants docs
 
 help:  ## what there is to make
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -44,8 +44,12 @@ test: set-test  ## the fast and the slow tests
 	$(FAST)
 	$(PYTEST) -q -m "(slow or gpu) and not verify" --durations=30
 
-verify: set-test  ## long evidence runs
+verify: set-test  ## long evidence runs, the planted bugs of `make mutants` among them
 	$(PYTEST) -q -m verify --timeout 3600
+
+ONLY ?=
+mutants: set-test  ## plant bugs one at a time, and name those that no test notices; ONLY=algs/ for some
+	$(BIN)/python tools/mutants.py --only '$(ONLY)'
 
 newest:  ## the fast and the slow tests with the newest versions of everything, in .venv-newest
 	@$(PYTHON) tools/install.py --newest

@@ -64,6 +64,7 @@ class RewardPool:
             worker.kill()
         self._threads.shutdown(cancel_futures=True)
         for worker in self._workers:
+            worker.kill()  # a thread may have been starting it
             worker.reap()
 
     def _run_in_worker(self, prompt: Prompt, messages: list[Message]) -> RewardResult:

@@ -248,3 +248,10 @@ def test_memory_is_unknown_where_the_config_cannot_be_read(recipe, capsys):
 
 def test_overrides_reach_the_algorithm(recipe):
     assert load_recipe(RLConfig, recipe(), ["alg.clip_low=0.1", "seed=3"]).cfg.alg["clip_low"] == 0.1
+
+
+def test_the_penalty_for_length_begins_at_the_budget_of_new_tokens(recipe):
+    penalty = {"alg.overlong": {"mode": "penalty", "buffer": 2}, "rollout.max_new_tokens": 9}
+    assert load_recipe(RLConfig, recipe(penalty), []).cfg.alg["overlong"]["max_tokens"] == 9
+    own = penalty | {"alg.overlong": {"mode": "penalty", "buffer": 2, "max_tokens": 5}}
+    assert load_recipe(RLConfig, recipe(own), []).cfg.alg["overlong"]["max_tokens"] == 5

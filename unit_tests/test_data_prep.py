@@ -124,6 +124,20 @@ def test_deepscaler_keeps_real_problems_and_counts_those_without_an_answer(
     assert "1 of 8 rows are invalid and excluded: 1 missing_column" in capsys.readouterr().out
 
 
+def test_deepscaler_wants_words_in_problem_and_answer() -> None:
+    whole = {"problem": "1+1?", "answer": "2"}
+    records = [
+        whole,
+        whole | {"answer": " "},
+        whole | {"answer": None},
+        whole | {"problem": " "},
+        whole | {"answer": 0},
+    ]
+    rows, invalid = deepscaler.make({"some": records})
+    assert [row.answer for row in rows] == ["2", "0"]
+    assert {reason: case.rows for reason, case in invalid.cases.items()} == {"missing_column": 3}
+
+
 def test_hh_rlhf_is_cut_where_the_two_conversations_part(tmp_path: Path) -> None:
     """Short pairs of the original (MIT), without the most offensive ones."""
     out = tmp_path / "rows.jsonl"

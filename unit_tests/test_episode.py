@@ -113,7 +113,8 @@ def test_the_calculator_answers_once_and_counts():
     assert asyncio.run(env.step("I want to know\n2 + 3*4 = ?"))["content"] == "14"
     assert asyncio.run(env.step("__import__('os') = ?"))["content"].startswith("error")
     assert asyncio.run(env.step("36")) is None
-    assert env.scores()["calculator_calls"] == 3
+    assert asyncio.run(env.step("9-3 = ?"))["content"] == "6"
+    assert env.scores()["calculator_calls"] == 4
 
 
 def test_seeds_tell_runs_tickets_siblings_and_turns_apart():

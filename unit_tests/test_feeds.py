@@ -112,6 +112,24 @@ def test_what_is_learnt_is_what_the_policy_would_say(chat):
     assert not any(mask[: len(first)])
 
 
+def test_what_a_reward_reads_has_no_special_tokens(chat):
+    assert chat.decode([*chat.encode("42"), chat.hf.eos_token_id]) == "42"
+
+
+def test_a_row_may_be_as_long_as_the_recipe_says(chat, tmp_path):
+    path = jsonl(tmp_path / "x.jsonl", [{"messages": [user("1" * n)]} for n in (18, 19)])
+    feed = load_prompts(data_of(path), "train", chat, seed=0)  # two tokens more are the roles'
+    assert [p.id for p in feed.all()] == ["0"] and unfit_of(feed) == {"too_long": (1, "1")}
+
+
+def test_the_sources_of_a_mixture_are_shuffled_apart(chat, tmp_path):
+    rows = [{"messages": [user(f"{i}+1=")]} for i in range(12)]
+    sources = [{"path": jsonl(tmp_path / f"{name}.jsonl", rows)} for name in "ab"]
+    feed = load_prompts(data_of(sources), "train", chat, seed=0)
+    orders = [[p.id.split("/")[1] for p in map(feed.draw, range(24)) if p.source == name] for name in "ab"]
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+
+
 def test_a_later_turn_is_rendered_as_training_would_see_it(chat):
     """render + reply + render_turn equals the ids of the whole conversation, up to where the policy speaks again."""
     conversation = [user("1+1="), assistant("2"), user("2+2="), assistant("4")]

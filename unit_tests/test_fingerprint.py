@@ -59,6 +59,18 @@ def test_shards_of_any_dimension_add_up(dim: int) -> None:
     assert sum(swapped) % WRAP != checksum(x)
 
 
+def test_a_shard_of_zeros_counts_by_its_place() -> None:
+    """A rank whose part of a matrix is all zeros holds something, and not nothing."""
+    x = tensor(8, 64)
+    x[4:] = 0
+    top, bottom = checksum(x[:4], shape=x.shape), checksum(x[4:], shape=x.shape, start=[4, 0])
+    assert bottom != 0 and (top + bottom) % WRAP == checksum(x)
+    assert bottom != checksum(x[4:], shape=x.shape), "the same zeros at the top are others"
+    empty = torch.zeros(8, 64)
+    halves = [checksum(part, shape=empty.shape, start=[at, 0]) for part, at in zip(empty.chunk(2), (0, 4), strict=True)]
+    assert 0 not in halves and sum(halves) % WRAP == checksum(empty)
+
+
 def test_a_shard_that_cuts_a_word_is_refused() -> None:
     with pytest.raises(ValueError, match="does not end at a word"):
         checksum(tensor(4, 30), shape=(4, 64))

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from data_feeds.packing import micro_batches, pack
 from modeling.attention import BY_SEQUENCE, FAMILIES, attend_by_sequence_if_able
-from modeling.forward import compute_values, forward, layout_for
+from modeling.forward import compute_token_logp, compute_values, forward, layout_for
 from modeling.load import load_model, load_scalar_model
 from unit_tests.examples import a_sample, some_groups
 
@@ -119,6 +119,17 @@ def test_values_do_not_depend_on_the_layout(tiny_path):
     assert (gradient(model, got) - want).norm() < 1e-5 * want.norm()
 
 
+@torch.no_grad()
+def test_a_value_is_read_before_the_token_at_the_position_that_predicts_it(tiny_path):
+    model = load_scalar_model(tiny_path, dtype="float32", attention="sdpa")
+    nn.init.normal_(model.score.weight)
+    [sample] = some_samples(9)
+    hidden = model.model(input_ids=torch.tensor([sample.token_ids])).last_hidden_state[0]
+    want = [model.score(hidden[t - 1])[0] for t, yes in enumerate(sample.loss_mask) if yes]
+    got = compute_values(model, packed([sample]), layout="padded", model=model)
+    torch.testing.assert_close(got, torch.stack(want), atol=1e-5, rtol=1e-4)
+
+
 def test_rows_are_packed_where_the_kernel_takes_borders(tiny_path):
     def layout(attention):
         return layout_for("auto", load_model(tiny_path, dtype="float32", attention=attention))
@@ -176,6 +187,28 @@ def test_entropy_is_that_of_the_distribution_sampled_from():
     got = forward(model, model, batch, layout="padded", temperature=0.5, entropy=True).entropy
     logits = model(input_ids=batch.input_ids[None]).logits[0, batch.at] / 0.5
     torch.testing.assert_close(got, torch.distributions.Categorical(logits=logits).entropy(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_positions_begin_anew_with_every_sequence(layout):
+    """A model that adds a learnt vector to each position, which relative positions would not show."""
+    torch.manual_seed(0)
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 64}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **shape), attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        model.transformer.wpe.weight.mul_(50)
+    check_alike(model, model, some_samples(9, 9, 6, 20, 3), layout)
+
+
+@torch.no_grad()
+def test_half_precision_logits_are_normalised_in_float32():
+    logits, labels = torch.randn(40, 64).mul(8).bfloat16(), torch.arange(40)
+    got = compute_token_logp(logits, labels, temperature=0.7, entropy=True)
+    want = (logits.double() / 0.7).log_softmax(-1)
+    assert got.logp.dtype == torch.float32 and got.entropy.dtype == torch.float32
+    picked = want.gather(-1, labels[:, None])[:, 0].float()
+    torch.testing.assert_close(got.logp, picked, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.entropy, -(want.exp() * want).sum(-1).float(), atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()

@@ -7,12 +7,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from algs.sft import SFT
 from configs.schema import RLConfig
+from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.clock import ActivityTimer
+from core.errors import RunStopped
+from core.phases import ENGINE_ACTIVITIES
+from data_feeds.packing import micro_batches
 from driver.load_recipe import load_recipe
 from driver.rollout_factory import plan_rollouts
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
 from rollouts.registry import load_engine_class
+from trainers.local import LocalTrainer
+from unit_tests.examples import some_groups
+from weight_sync.base import Probe
+from weight_sync.publisher import LocalWeightSync
 
 PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15], [9, 9]]
 
@@ -41,6 +51,18 @@ def test_log_probabilities_are_those_of_a_forward_pass_at_the_temperature(tiny_p
         assert done.logp == pytest.approx(want, abs=1e-5)
         assert (done.stop == "eos") == (done.token_ids[-1] == 1)
         assert done.stop == "eos" or len(done.token_ids) == 12
+
+
+def test_a_completion_ends_with_the_first_stop_token(tiny_path):
+    """A fifth of all tokens end one here, so that completions of every length come up."""
+    engine = engine_of(tiny_path)
+    engine.stop = set(range(0, 103, 5))
+    done = asyncio.run(several(engine, [[5, 6, 7]] * 40, range(40)))
+    for completion in done:
+        assert not engine.stop & set(completion.token_ids[:-1])
+        assert (completion.stop == "eos") == (completion.token_ids[-1] in engine.stop)
+        assert completion.stop == "eos" or len(completion.token_ids) == 12
+    assert len({len(completion.token_ids) for completion in done}) > 4
 
 
 def test_a_request_does_not_depend_on_its_neighbours_and_its_seed_decides(tiny_path):
@@ -221,6 +243,40 @@ def test_a_probe_in_mid_generation_is_of_the_weights_of_the_moment(tiny_path):
     for probed, model in zip(asyncio.run(body()), models, strict=True):
         logp = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         assert probed == pytest.approx([float(logp[i, t]) for i, t in enumerate(ids[1:])], abs=1e-5)
+
+
+def test_a_sync_in_one_process_is_proven_and_tells_its_bytes(tiny_path):
+    """In many buckets, of a trainer that has left the weights that the engine began with."""
+    model = ModelConfig(path=tiny_path, dtype="float32", attention="sdpa")
+    trainer = LocalTrainer(model, TrainerConfig(lr=0.01), SFT(), temperature=0.7, total_updates=2)
+    trainer.step([micro_batches(some_groups(2, 2), "token", 10_000)[0]])
+    engine, timer = engine_of(tiny_path), ActivityTimer(*ENGINE_ACTIVITIES)
+    probe = Probe(token_ids=[5, 6, 7, 8], bound=1e-4)
+    before = asyncio.run(engine.probe(probe.token_ids))
+    sync = LocalWeightSync(trainer, engine, (trainer.timer, timer), probe, 1000, "whole")
+    told = asyncio.run(sync.publish_weights(1))
+    after = asyncio.run(engine.probe(probe.token_ids))
+    assert after == pytest.approx(trainer.probe(probe.token_ids), abs=1e-5) != pytest.approx(before, abs=1e-3)
+    assert told["sync/bytes"] == sum(p.nbytes for p in trainer.model.parameters())
+    assert told["sync/probe_gap"] < 1e-5 and engine.version == 1
+    with torch.no_grad():
+        engine.model.lm_head.weight.add_(1.0)  # what no sync has put there
+    sync.trainer = trainer_that_exports(trainer, leaves_out="lm_head.weight")
+    with pytest.raises(RunStopped, match=r"had no values for 1 tensors, such as lm_head.weight"):
+        asyncio.run(sync.publish_weights(2))
+
+
+def trainer_that_exports(trainer: LocalTrainer, *, leaves_out: str):
+    """The same trainer, which forgets a tensor."""
+
+    class Forgetful:
+        probe = trainer.probe
+
+        def export_weights(self, max_bytes, scope):
+            for bucket in trainer.export_weights(max_bytes, scope):
+                yield [(name, tensor) for name, tensor in bucket if name != leaves_out]
+
+    return Forgetful()
 
 
 def test_a_failure_reaches_every_caller_and_the_next_batch_runs(tiny_path):

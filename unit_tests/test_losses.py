@@ -1,6 +1,7 @@
 """Every loss against the numbers of an independent oracle (numpy, float64, finite differences)."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +10,20 @@ import torch
 
 from algs.base import Algorithm, assign_advantages
 from algs.cispo import CISPO
-from algs.credit import generalised_advantages, group_advantages, overlong_penalty, reward_std, whiten
+from algs.credit import (
+    generalised_advantages,
+    group_advantages,
+    overlong_penalty,
+    reward_std,
+    reward_to_go,
+    whiten,
+)
 from algs.dppo import DPPO
 from algs.gmpo import GMPO
 from algs.grpo import GRPO
 from algs.gspo import GSPO
 from algs.opd import OPD
-from algs.ops import k3
+from algs.ops import importance_ratio, k3, sequence_ratio
 from algs.p3o import P3O
 from algs.p4o import P4O
 from algs.ppo import PPO
@@ -24,8 +32,9 @@ from algs.rloo import RLOO
 from algs.sapo import SAPO
 from algs.sft import SFT
 from algs.terms import KL, Correction, Overlong
-from core.types import Policy, Prompt, Sample
+from core.types import Policy, Prompt, Sample, Tokens
 from data_feeds.packing import pack, token_weights
+from driver.rollout_metrics import name_train_metrics
 from modeling.forward import compute_token_logp
 from unit_tests import test_preferences as preferences
 
@@ -173,6 +182,79 @@ def test_loss_and_gradient_are_the_oracles(name, dtype, rtol, poison):
     torch.testing.assert_close(logp.grad, live(case["grad"]["logp"], dtype), rtol=rtol, atol=rtol / 100)
 
 
+def metrics_of(name: str, alg: Algorithm, **changes) -> dict[str, torch.Tensor]:
+    """The metrics of a case, per token."""
+    tokens = batch_of(name, alg, torch.float64).tokens.replace(**changes)
+    policy = Policy(logp=live(RL["logp"], torch.float64))
+    return alg.objective(policy, tokens.replace(totals=alg.totals(policy, tokens)))[1]
+
+
+def test_what_clipping_and_mismatch_tell_is_the_oracles():
+    want = GOLDEN["metrics"]
+    got = {key: float(values.mean()) for key, values in metrics_of("dapo/token_mean", GRPO(correction=OFF)).items()}
+    assert got["clip_frac_high"] == pytest.approx(want["clipfrac_effective_high (A>0 & r>1+hi)"])
+    assert got["clip_frac_low"] == pytest.approx(want["clipfrac_effective_low (A<0 & r<1-lo)"])
+    assert got["approx_kl"] == pytest.approx(want["approx_kl_k3 = mean(r-1-log r), samples from old"])
+    assert got["mismatch/kl"] == pytest.approx(want["mismatch_kl_k3 = mean(rho-1-log rho), samples from beh"])
+    assert got["mismatch/abs_logp"] == pytest.approx(want["mismatch_logp_abs_diff_mean"])
+    assert got["mismatch/ratio"] == pytest.approx(want["is_weight_mean"])
+
+
+def test_the_effective_sample_size_that_is_logged_is_the_oracles():
+    """With one update per step the proximal policy is the current one."""
+    got = {key: float(v.mean()) for key, v in metrics_of("dapo/token_mean", GRPO(), prox_logp=None).items()}
+    named = name_train_metrics(got)
+    assert named["train/mismatch/ess"] == pytest.approx(GOLDEN["metrics"]["ess_token_pi_vs_beh"])
+    assert "train/mismatch/ratio_sq" not in named, "an intermediate value"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("mismatch/")])
+def test_corrected_weights_are_the_oracles(name):
+    got = metrics_of(name, CASES[name])["mismatch/weight"]
+    torch.testing.assert_close(got, live(GOLDEN["cases"][name]["extra"]["weight"], torch.float64))
+
+
+@pytest.mark.parametrize("name", ["dppo/binary_tv", "dppo/binary_kl"])
+def test_masked_tokens_are_the_oracles(name):
+    got = metrics_of(name, CASES[name])["masked"]
+    assert got.tolist() == (1 - live(GOLDEN["cases"][name]["extra"]["keep_mask"], torch.float64)).tolist()
+
+
+@pytest.mark.parametrize(("name", "product"), [("gspo/sequence", False), ("rloo/trl_clipped_sequence", True)])
+def test_ratios_of_sequences_are_the_oracles(name, product):
+    tokens = batch_of(name, CASES[name], torch.float64).tokens
+    got = sequence_ratio(live(RL["logp"], torch.float64), tokens.prox_logp, tokens.seq_ids, product=product)
+    want = torch.tensor(GOLDEN["cases"][name]["extra"]["seq_ratio"], dtype=torch.float64)
+    torch.testing.assert_close(got, want[tokens.seq_ids])
+
+
+def test_effective_sample_sizes_of_losses_are_the_oracles():
+    want = GOLDEN["cases"]["p4o/two_anchor"]["extra"]
+    p3o, p4o = metrics_of("p3o/llm", P3O()), metrics_of("p4o/two_anchor", P4O())
+    assert p3o["ess"].tolist() == pytest.approx([GOLDEN["cases"]["p3o/llm"]["extra"]["ess"]] * 9)
+    assert p4o["ess"].tolist() == pytest.approx([want["ess_mix"]] * 9)
+    assert p4o["ess_prox"].tolist() == pytest.approx([want["ess_prox"]] * 9)
+
+
+def test_p4o_takes_the_smaller_of_two_effective_sample_sizes():
+    """Engine and trainer agree, the proximal policy has weights 1 and 3: (1 + 3)^2 / (2 (1 + 9)) = 0.8."""
+    alg, logp = P4O(), torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    tokens = Tokens(
+        seq_ids=torch.tensor([0, 1]),
+        weight=torch.tensor([0.5, 0.5], dtype=torch.float64),
+        advantage=torch.tensor([1.0, -1.0], dtype=torch.float64),
+        rollout_logp=logp,
+        prox_logp=logp - torch.tensor([1.0, 3.0], dtype=torch.float64).log(),
+    )
+    loss, metrics = alg.loss(Policy(logp=logp), tokens.replace(totals=alg.totals(Policy(logp=logp), tokens)))
+    assert metrics["ess"].tolist() == pytest.approx([0.8, 0.8])
+    assert metrics["ess_prox"].tolist() == pytest.approx([0.8, 0.8])
+    # the weight 1 is capped at 0.8; the mixture is the proximal policy, k3 = q / pi - 1 - log(q / pi)
+    k3_of = [0.0, 1 / 3 - 1 - math.log(1 / 3)]
+    assert loss.tolist() == pytest.approx([0.8 * 1.0, -0.8 * 2.0 + 0.2 * k3_of[1]])
+    torch.testing.assert_close(k3(logp, tokens.prox_logp), torch.tensor(k3_of, dtype=torch.float64))
+
+
 @pytest.mark.parametrize(("name", "clip"), [("ppo/value_clipped", 0.2), ("ppo/value_unclipped", None)])
 @pytest.mark.parametrize(("dtype", "rtol"), TOLERANCES)
 def test_value_loss_and_gradient_are_the_oracles(name, clip, dtype, rtol):
@@ -197,7 +279,9 @@ def from_logits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_the_path_from_logits_is_the_oracles(temperature):
     case = GOLDEN["cases"][f"sft/from_logits_T{temperature}"]
     logits, labels, where = from_logits()
-    loss = -compute_token_logp(logits, labels, temperature=temperature, entropy=False).logp.mean()
+    logp = compute_token_logp(logits, labels, temperature=temperature, entropy=False).logp
+    torch.testing.assert_close(logp, torch.tensor(case["extra"]["logp"])[where], rtol=2e-5, atol=1e-6)
+    loss = -logp.mean()
     loss.backward()
     assert loss.item() == pytest.approx(case["loss"], rel=2e-5)
     want = torch.tensor(case["grad"]["logits"])[:, : where.shape[1]][where]
@@ -209,6 +293,7 @@ def test_entropy_is_the_oracles():
     logits, labels, where = from_logits()
     entropy = compute_token_logp(logits, labels, temperature=1.0, entropy=True).entropy
     assert entropy is not None
+    torch.testing.assert_close(entropy, torch.tensor(case["extra"]["entropy"])[where], rtol=2e-5, atol=1e-6)
     entropy.mean().backward()
     assert entropy.mean().item() == pytest.approx(case["loss"], rel=2e-5)
     want = torch.tensor(case["grad"]["logits"])[:, : where.shape[1]][where]
@@ -264,8 +349,11 @@ def test_whitening_is_the_oracles():
 
 
 def learnt_advantages(alg: Algorithm, name: str = "reinforce_pp/ppo_clip") -> list[list[float]]:
-    credited = [s for g in alg.compute_advantages(samples_of(name)) for s in g]
-    return [[a for a, m in zip(s.advantage or [], s.loss_mask, strict=True) if m] for s in credited]
+    return trained_advantages(alg.compute_advantages(samples_of(name)))
+
+
+def trained_advantages(groups: list[list[Sample]]) -> list[list[float]]:
+    return [[a for a, m in zip(s.advantage or [], s.loss_mask, strict=True) if m] for g in groups for s in g]
 
 
 def test_kl_in_the_reward_shapes_what_is_whitened_or_compared():
@@ -311,8 +399,46 @@ def test_a_truncated_answer_gives_up_its_last_token_to_bootstrap():
     assert over.advantage[2:] == pytest.approx([1 - 0.3, 1 - 0.4, 1 - 0.7])
 
 
+def three_samples() -> list[Sample]:
+    """Three, two and two sampled tokens with rewards 1, 0 and 1/2."""
+    [[long, short], _] = samples_of("dapo/token_mean")
+    short = replace(short, columns={"values": [0.0] * len(short.token_ids)})
+    return [replace(long, columns={"values": [0.0] * len(long.token_ids)}), short, replace(short, reward=0.5)]
+
+
+PENALTY = Overlong(mode="penalty", max_tokens=4, buffer=2, coef=0.5)
+"""A sample of three tokens loses 0.5 x 1/2."""
+
+
+def test_a_long_answer_is_punished_by_ppo_and_reinforce_pp_too():
+    want = [[0.75] * 3, [0.0] * 2, [0.5] * 2]
+    ppo = PPO(overlong=PENALTY, whiten=False, lam=1.0)
+    for alg, rows in ((ppo, want), (ReinforcePP(overlong=PENALTY), whiten(want))):
+        got = trained_advantages(alg.compute_advantages([three_samples()]))
+        assert got == [pytest.approx(row) for row in rows]
+
+
+def test_the_baseline_of_reinforce_pp_is_the_mean_of_the_whole_group():
+    """Groups of two and of three: a mean over the others would scale the two differently."""
+    got = trained_advantages(ReinforcePP(baseline=True).compute_advantages([three_samples()[:2], three_samples()]))
+    want = whiten([[0.5] * 3, [-0.5] * 2, [0.5] * 3, [-0.5] * 2, [0.0] * 2])
+    assert got == [pytest.approx(row) for row in want]
+
+
+@pytest.mark.parametrize(("name", "kept"), GOLDEN["advantages"]["dynamic_sampling_keep"].items())
+def test_groups_without_a_signal_are_drawn_again_where_the_oracle_says(name, kept):
+    [[sample, _], _] = samples_of("dapo/token_mean")
+    group = [replace(sample, reward=float(reward)) for reward in GOLDEN["advantages"]["groups"][name]]
+    assert GRPO(dynamic_sampling=True).accept_group(group) == kept
+    assert GRPO().accept_group(group)
+    failed = replace(sample, reward=None, failure="timeout")
+    assert GRPO(dynamic_sampling=True).accept_group([*group, failed]) == kept, "a failure is no reward of its own"
+
+
 def test_equal_rewards_and_single_samples_give_exactly_zero():
     assert group_advantages([0.9] * 8, scale="group") == [0.0] * 8
+    assert group_advantages([0.05] * 3, scale="group") == [0.0] * 3, "their mean is rounded"
+    assert group_advantages([0.05] * 3) == [0.0] * 3
     assert group_advantages([0.7]) == [0.0]
 
 
@@ -358,3 +484,69 @@ def test_identities_between_algorithms():
 
     torch.testing.assert_close(gradient(GSPO(**NARROW)), gradient(GSPO(**NARROW, form="token")))
     torch.testing.assert_close(gradient(P4O(), prox_logp=None), gradient(P3O(), prox_logp=None))
+
+
+def some_tokens(*, rollout: list[float], advantage: list[float], **more: list[float]) -> Tokens:
+    """One sequence per token, of equal weight; float64."""
+    given = {"rollout_logp": rollout, "advantage": advantage, "weight": [1 / len(rollout)] * len(rollout)} | more
+    columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in given.items()}
+    return Tokens(seq_ids=torch.arange(len(rollout)), **columns)
+
+
+def test_a_ratio_is_bounded_before_it_overflows():
+    far = torch.tensor([-1000.0, -20.0, 0.0, 20.0, 1000.0])
+    assert importance_ratio(far, torch.zeros(5)).tolist() == pytest.approx([math.exp(x) for x in (-20, -20, 0, 20, 20)])
+
+
+def test_clipped_weights_lie_between_the_bounds():
+    prox = torch.tensor([0.1, 0.5, 1.0, 2.0, 5.0]).log()
+    clip = Correction(mode="clip", low=0.5, high=2.0).compute_weights(prox, torch.zeros(5), torch.arange(5))
+    assert clip.tolist() == pytest.approx([0.5, 0.5, 1.0, 2.0, 2.0])
+
+
+def test_rewards_to_go_are_discounted_backwards():
+    assert reward_to_go([1.0, 2.0, 4.0], 0.5) == [3.0, 4.0, 4.0]
+
+
+def test_advantages_are_whitened_last_where_a_recipe_says_so():
+    got = trained_advantages(GRPO(whiten=True).compute_advantages([three_samples()]))
+    want = whiten([[0.5] * 3, [-0.5] * 2, [0.0] * 2])
+    assert got == [pytest.approx(row) for row in want]
+
+
+def test_what_bounds_did_is_told():
+    """Ratios 2, 1 and 1/2, by hand."""
+    logp = torch.tensor([2.0, 1.0, 0.5], dtype=torch.float64).log()
+    tokens = some_tokens(rollout=[0.0] * 3, advantage=[1.0, 1.0, -1.0], prox_logp=[0.0] * 3)
+    told = {
+        alg.name or type(alg).__name__: alg.loss(Policy(logp=logp), tokens)[1]
+        for alg in (CISPO(max_weight=1.5), GMPO(), SAPO())
+    }
+    assert told["CISPO"]["capped"].tolist() == [1.0, 0.0, 0.0]
+    assert told["GMPO"]["clip_frac"].tolist() == [1.0, 0.0, 1.0], "log 2 is more than 0.4"
+    gates = [1 / (1 + math.exp(-tau * (r - 1))) for tau, r in ((1.0, 2.0), (1.0, 1.0), (1.05, 0.5))]
+    assert told["SAPO"]["gate"].tolist() == pytest.approx([4 * g * (1 - g) for g in gates])
+    assert told["SAPO"]["gate"][1] == 1.0, "on policy"
+
+
+def test_distillation_tells_the_kl_without_its_coefficient_and_grades_no_failure():
+    alg = OPD(teacher="somewhere", coef=4.0)
+    tokens = some_tokens(rollout=[-1.0, -1.0], advantage=[-2.0, 4.0])
+    assert alg.loss(Policy(logp=tokens.rollout_logp), tokens)[1]["teacher_kl"].tolist() == [0.5, -1.0]
+    [sample, *_] = three_samples()
+    [[failed]] = alg.compute_advantages([[replace(sample, failure="timeout", columns={})]])
+    assert set(failed.advantage) == {0.0}
+
+
+def test_the_value_model_tells_its_error_and_the_returns():
+    values = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    tokens = some_tokens(rollout=[0.0] * 2, advantage=[0.0] * 2, returns=[3.0, 1.0], values=[1.0, 2.0])
+    loss, told = PPO().value_loss(values, tokens)
+    assert loss.tolist() == [2.0, 0.5]
+    assert {name.removeprefix("value/"): v.tolist() for name, v in told.items()} == {
+        "mean": [1.0, 2.0],
+        "return": [3.0, 1.0],
+        "return_sq": [9.0, 1.0],
+        "error": [2.0, -1.0],
+        "error_sq": [4.0, 1.0],
+    }

@@ -16,9 +16,12 @@ from algs.base import PolicyGradient
 from algs.check import fixtures
 from algs.check.update import compute_advantages, make_policy, plan_batches
 from benchmarks import rl_step, rl_vs_trl
+from core.errors import RunStopped
 from core.metrics import METRICS, MISMATCH_RATIO_SQ, VALUE_MOMENTS, find_metric
 from core.phases import Phase
-from driver.rollout_metrics import name_train_metrics
+from core.types import Prompt, Sample
+from driver.rollout_metrics import check_failures, measure_drawn, measure_groups, name_train_metrics
+from rollouts.buffer import FinishedGroup
 from unit_tests.examples import run_here
 from unit_tests.test_checkpoint import folder_of
 
@@ -140,3 +143,66 @@ def test_the_benchmark_beside_trl_counts_no_warm_up():
     [line] = [line for line in table.splitlines() if line.startswith("ours")]
     assert line.split() == ["ours", "10.00", "8.00", "12.00", "0.50", "4.0"]
     assert "4 steps of each" in table and "TRL's step / our step: 1.50" in table
+
+
+def rewarded(reward: float | None, *, tokens: int = 2, source: str = "", **more: Any) -> Sample:
+    n = 1 + tokens
+    return Sample(
+        prompt=Prompt(id="p", messages=[], source=source),
+        token_ids=[1] * n,
+        action_mask=[False] + [True] * tokens,
+        rollout_logp=[0.0] * n,
+        versions=[0] * n,
+        reward=reward,
+        failure="" if reward is not None else "timeout",
+        **more,
+    )
+
+
+MIXED = [
+    [
+        rewarded(1.0, reward_parts={"right": 1.0, "short": 0.5}, source="a"),
+        rewarded(3.0, tokens=6, stop="length", source="a"),
+    ],
+    [rewarded(2.0, reward_parts={"right": 0.0}, source="b"), rewarded(None, tokens=4)],
+]
+
+
+def test_what_is_told_of_groups_by_hand():
+    """Rewards 1, 3, 2 and none; the second group has one reward only, so it cannot compare."""
+    assert measure_groups(MIXED, ["a", "b", "c"]) == {
+        "rollout/samples": 4.0,
+        "rollout/failed": 1.0,
+        "rollout/tokens": 14.0,
+        "rollout/tokens_mean": 3.5,
+        "rollout/tokens_max": 6.0,
+        "rollout/truncated_fraction": 0.25,
+        "rollout/zero_std_groups": 0.5,
+        "reward/mean": 2.0,
+        "reward/std": pytest.approx((2 / 3) ** 0.5),
+        "reward/right": 0.5,
+        "reward/short": 0.5,
+        "reward/a": 2.0,
+        "reward/b": 2.0,
+    }
+    with pytest.raises(RunStopped, match="reward/right is a part of the reward and a source"):
+        measure_groups(MIXED, ["right"])
+
+
+def test_what_was_drawn_for_nothing_is_told():
+    """Of 14 + 2 tokens, a failed sample of 4 and a rejected group of 2 are wasted."""
+    rejected = FinishedGroup(ticket=2, group=[rewarded(5.0)], accepted=False, seconds=6.0)
+    drawn = [FinishedGroup(ticket=i, group=g, accepted=True, seconds=3.0) for i, g in enumerate(MIXED)]
+    assert measure_drawn([*drawn, rejected]) == {
+        "rollout/groups_drawn": 3.0,
+        "rollout/wasted_fraction": 6 / 16,
+        "time/groups/mean_s": 4.0,
+        "time/groups/std_s": pytest.approx(2**0.5),
+        "reward/mean_drawn": 11 / 4,
+    }
+
+
+def test_as_many_failures_as_allowed_are_allowed():
+    check_failures(MIXED, max_failed_fraction=0.25)
+    with pytest.raises(RunStopped, match=r"1 of 4 samples failed, more than .*=0.2; the first: timeout"):
+        check_failures(MIXED, max_failed_fraction=0.2)

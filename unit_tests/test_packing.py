@@ -93,6 +93,21 @@ def test_micro_batches_that_run_at_the_same_time_are_alike_and_every_rank_has_as
     # 100 + 70 = 90 + 80, but not their squares: rank 0 costs more so far, and gets the 50
 
 
+def test_packed_bins_keep_to_the_budget_even_where_fewer_would_hold_the_sum():
+    """18 tokens are two times ten, and no two of six fit into ten."""
+    assert pack_into_bins([6, 6, 6], 10, padded=False) == [[0], [1], [2]]
+    assert pack_into_bins([6, 6, 6], 10, padded=True) == [[0], [1], [2]]
+
+
+def test_packed_bins_are_balanced_by_cost_and_not_by_tokens():
+    """One sequence of 12288 tokens costs as much as 24576 short tokens, so the twelve of 1024 stay together."""
+    long, *short = 12_288, *[1024] * 12
+    bins = pack_into_bins([long, *short], 13_000, padded=False)
+    assert sorted(map(len, bins)) == [1, 12]
+    more = pack_into_bins([long, *short, *short[:2]], 15_000, padded=False)
+    assert sorted(map(len, more)) == [1, 14], "two would still have room beside the long one"
+
+
 def test_packed_rows_hold_no_padding_and_padded_ones_say_how_much():
     groups = [[sample([1] * n, [False] + [True] * (n - 1))] for n in (11, 6, 3)]  # 10, 5, 2 tokens
     assert plan_update(groups, "token", 100, padded=False).padding == 0

@@ -13,9 +13,9 @@ from algs.base import Algorithm
 from algs.dpo import DPO
 from algs.kto import KTO
 from algs.orpo import ORPO, log1mexp
-from algs.preference import preference_sign
+from algs.preference import pair_metrics, preference_sign
 from algs.reward_model import RewardModel
-from core.types import Batch, Group, Policy, Prompt, Sample
+from core.types import Batch, Group, Policy, Prompt, Sample, Tokens
 from data_feeds.packing import plan_update
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_losses.json").read_text())
@@ -193,3 +193,28 @@ def test_settings_that_would_do_nothing_or_harm_are_refused(settings):
 
 def test_signs_come_from_rewards():
     assert [preference_sign(answer(b)) for b in range(4)] == [1.0, -1.0, 1.0, -1.0]
+
+
+def test_what_is_told_of_pairs_by_hand():
+    """Two pairs of one token each: the chosen gains 3 and the rejected 1; then both nothing."""
+    signed = torch.tensor([3.0, -1.0, 0.0, 0.0])
+    tokens = Tokens(
+        seq_ids=torch.arange(4),
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        weight=torch.full((4,), 0.25),
+        advantage=torch.tensor([1.0, -1.0, 1.0, -1.0]),
+    )
+    told = {name.removeprefix("pair/"): values.tolist() for name, values in pair_metrics(signed, tokens).items()}
+    assert told == {
+        "chosen": [3.0, 3.0, 0.0, 0.0],
+        "rejected": [1.0, 1.0, 0.0, 0.0],
+        "margin": [2.0, 2.0, 0.0, 0.0],
+        "accuracy": [1.0, 1.0, 0.0, 0.0],  # a tie is not right
+    }
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 1.0), (0.0, 0.0)])
+def test_a_pair_without_a_preference_teaches_nothing(rewards):
+    pair = [replace(answer(b), reward=r) for b, r in zip((0, 1), rewards, strict=True)]
+    [[one, other]] = DPO().compute_advantages([pair])
+    assert not any(one.loss_mask) and not any(other.loss_mask)

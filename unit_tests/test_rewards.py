@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import rewards.pool
 from core.errors import UserError
 from core.types import Prompt
 from rewards import gsm8k, load_reward, resolve_reward
@@ -30,7 +32,16 @@ def score(name: str, answer: str, reply: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("reply", "correct"),
-    [("46", 1.0), (" 46\n", 1.0), ("47", 0.0), ("4 6", 0.0), ("46.", 0.0), ("12+34=46", 0.0), ("", 0.0)],
+    [
+        ("46", 1.0),
+        (" 46\n", 1.0),
+        ("47", 0.0),
+        ("4 6", 0.0),
+        ("46.", 0.0),
+        ("12+34=46", 0.0),
+        ("it is 46", 0.0),
+        ("", 0.0),
+    ],
 )
 def test_arithmetic_wants_the_answer_and_nothing_else(reply: str, correct: float) -> None:
     assert score("arithmetic", "46", reply) == {"correct": correct}
@@ -230,6 +241,23 @@ def test_closing_leaves_no_process_behind(tmp_path: Path) -> None:
         [outcome] = ask(pool, "pid")
     with pytest.raises(ProcessLookupError):
         os.kill(int(outcome.reward_parts["pid"]), 0)
+
+
+@pytest.mark.timeout(60)
+def test_closing_does_not_wait_for_a_process_that_has_only_just_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewards.pool, "REWARD_EXIT_GRACE_S", 3600.0)
+    begun, start = threading.Event(), rewards.pool._Worker.start
+
+    def start_slowly(worker: rewards.pool._Worker) -> None:
+        begun.set()
+        time.sleep(0.2)  # the pool is closed meanwhile
+        start(worker)
+
+    monkeypatch.setattr(rewards.pool._Worker, "start", start_slowly)
+    with wrecker_pool(tmp_path):
+        begun.wait()
 
 
 def test_a_looping_reward_dies_with_a_run_that_was_killed(tmp_path: Path) -> None:

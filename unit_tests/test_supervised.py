@@ -16,7 +16,7 @@ from driver.load_recipe import load_recipe
 from driver.rl_setup import prepare as prepare_rl
 from driver.rl_setup import start as start_rl
 from driver.session import Session, run_session
-from driver.sl_run import prepare, start
+from driver.sl_run import Run, prepare, start
 
 pytestmark = pytest.mark.timeout(400)
 HH = Path(__file__).parent / "hh_rlhf_rows.jsonl"
@@ -142,6 +142,17 @@ def some_pairs(path: Path, n: int, *, seed: int) -> Path:
 def said(metrics: dict) -> dict:
     """What does not depend on the clock."""
     return {k: v for k, v in metrics.items() if not k.startswith("time/") and k != "tokens_per_s"}
+
+
+def test_every_step_draws_the_next_rows(recipe):
+    """Fifteen rows, five a step: three steps are a pass, whatever was drawn before."""
+    prepared = prepare(load_recipe(SLConfig, recipe({"steps": 6}, kind="sl"), []))
+    parts = dict.fromkeys(Run.__dataclass_fields__)  # drawing asks for none of the others
+    run = Run(**parts | {"cfg": prepared.loaded.cfg, "rows": prepared.rows})
+    drawn = [[group[0].prompt.id for group in run.draw_rows(step)] for step in range(6)]
+    assert run.draw_rows(4)[0] is prepared.rows.draw(20)
+    for a_pass in (drawn[:3], drawn[3:]):
+        assert sorted(row for step in a_pass for row in step) == sorted(g[0].prompt.id for g in prepared.rows.all())
 
 
 def test_a_mixture_goes_on_in_the_middle_of_a_pass(tmp_path, tiny_path):

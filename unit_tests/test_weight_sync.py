@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -22,6 +23,7 @@ from driver.rollout_factory import plan_rollouts
 from rollouts.engines.vllm_support.plugin import register
 from weight_sync.base import Bucket, Probe, Sent
 from weight_sync.broadcast import WeightReceiver, WeightSender
+from weight_sync.chunks import ChunkWriter, read_chunk
 from weight_sync.fingerprint import fingerprint, verify_sync
 from weight_sync.publisher import RemoteWeightSync
 from weight_sync.transports import SyncEndpoints, Transport
@@ -29,6 +31,7 @@ from weight_sync.transports import SyncEndpoints, Transport
 TIMEOUT_S = 20.0
 WEIGHTS = {
     "matrix": torch.randn(48, 64).bfloat16(),
+    "short": torch.randn(3).bfloat16(),  # six bytes, after which no float32 may begin
     "odd": torch.randn(3, 5, 7),
     "scalar": torch.tensor(2.5),
     "transposed": torch.randn(16, 8).t(),
@@ -67,6 +70,29 @@ def test_every_receiver_gets_every_tensor_bit_for_bit() -> None:
         for name, tensor in got.items():
             assert tensor.dtype == WEIGHTS[name].dtype
             assert torch.equal(tensor, WEIGHTS[name])
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_chunks_bring_every_tensor_and_leave_one_file_at_most(tmp_path: Path, on_disk: bool) -> None:
+    def stream(buckets: list[Bucket]) -> Generator[Bucket]:
+        yield from buckets
+
+    buckets = list(split_into_buckets(WEIGHTS.items(), nbytes, 512))
+    assert len(buckets) > 2
+    writer = ChunkWriter(stream(buckets), writes=True, folder=str(tmp_path) if on_disk else None)
+    got: dict[str, Tensor] = {}
+    while writer.write_chunk():
+        got |= dict(read_chunk(writer.chunk))
+        assert len(list(tmp_path.iterdir())) == on_disk
+    assert got.keys() == WEIGHTS.keys() and all(torch.equal(got[name], WEIGHTS[name]) for name in got)
+    sent = writer.summarize()
+    assert sent.checksums == fingerprint(WEIGHTS.items())
+    assert sent.nbytes == sum(map(nbytes, WEIGHTS.items()))
+    with pytest.raises(TransportFailed):
+        read_chunk(str(tmp_path / "nowhere") if on_disk else b"no tensors")
+    idle = ChunkWriter(stream(buckets), writes=False, folder=None)
+    assert [idle.write_chunk() for _ in range(len(buckets) + 1)] == [True] * len(buckets) + [False]
+    assert idle.summarize() == Sent(checksums={}, nbytes=0)
 
 
 def test_buckets_are_bounded_and_a_larger_tensor_travels_alone() -> None:
@@ -170,7 +196,7 @@ def test_engines_that_agree_pass_and_the_largest_difference_is_told() -> None:
     ("loaded", "says"),
     [
         ([[SENT], [{**SENT, "odd": 1}]], "engine 1 .* rank 0 loaded other values of odd"),
-        ([[SENT], [{}]], "engine 1 .* rank 0 did not load matrix, odd, scalar and 2 more"),
+        ([[SENT], [{}]], "engine 1 .* rank 0 did not load matrix, short, odd and 3 more"),
         ([[{**SENT, "lm_head": 1}], [SENT]], "engine 0 .* rank 0 loaded lm_head, which was not sent"),
     ],
 )
@@ -266,3 +292,38 @@ def test_engines_are_held_again_before_another_transport_is_tried() -> None:
     asyncio.run(sync.publish_weights(3))
     steps = [note for note in notes if note in ("gloo", "direct", "pause done")]
     assert steps == ["pause done", "gloo", "pause done", "direct"]
+
+
+@pytest.mark.parametrize("may_fall_back", [True, False])
+def test_a_transport_is_replaced_only_where_the_run_is_synchronous(may_fall_back: bool) -> None:
+    trainers = cast(Remote, Recorder([], {"probe": [-1.0]}))
+    engines = cast(Remote, Recorder([], {"read_fingerprint": [{}], "probe": [-1.0]}))
+    tried: list[str] = []
+
+    class Cut:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def transfer(self, version: int) -> Sent:
+            tried.append(self.name)
+            if self.name != "disk":
+                raise TransportFailed(f"{self.name} is cut")
+            return Sent(checksums={}, nbytes=0)
+
+    transports = [cast(Transport, Cut(name)) for name in ("gloo", "direct", "disk")]
+    warnings: list[str] = []
+    sync = sync_of(trainers, engines, transports, may_fall_back=may_fall_back, say=warnings.append)
+    if may_fall_back:
+        asyncio.run(sync.publish_weights(3))
+        asyncio.run(sync.publish_weights(4))
+        assert tried == ["gloo", "direct", "disk", "disk"], "for the rest of the run"
+        assert [warning.rpartition("; ")[2] for warning in warnings] == [
+            "from here on weight_sync.transport is direct instead of gloo",
+            "from here on weight_sync.transport is disk instead of direct",
+        ]
+        assert warnings[0].startswith("WARNING: in the sync of version 3, gloo is cut")
+        assert sync.facts == {"transport": "disk"}
+    else:
+        with pytest.raises(TransportFailed, match="in the sync of version 3, gloo is cut"):
+            asyncio.run(sync.publish_weights(3))
+        assert tried == ["gloo"] and warnings == []

@@ -1,0 +1,262 @@
+"""Plant bugs of a list into a copy of the repository, one at a time, and see whether the tests notice: make mutants
+
+    python tools/mutants.py                     all of tools/mutants.yaml
+    python tools/mutants.py --fast              those that the fast tests must notice
+    python tools/mutants.py --only algs/ops     those of the files whose path holds this text
+
+A line of the list is a small change of one file that no user would want, with the tests that should fail then. A bug
+that they do not notice has survived: somebody could write it tomorrow. Exit code 1 where fewer than 97 % are noticed,
+or where the list is wrong: a text that does not occur exactly once, tests that fail without any bug, or that are none.
+
+Everything heavy is imported once. Each bug then gets a process of its own, forked from this one: it has torch, but has
+not imported anything of the repository yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import importlib
+import os
+import py_compile
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+LIST = ROOT / "tools" / "mutants.yaml"
+WANTED = 0.97
+TIMEOUT_S = 300.0
+"""A bug that keeps its tests busy for longer is noticed: they did not pass."""
+ALL_PASSED, SOME_FAILED = 0, 1
+"""Exit codes of pytest; any other means that the tests could not be asked."""
+CORES = len(os.sched_getaffinity(0))
+
+
+class ListIsWrong(Exception):
+    """Error of the list or of its tests, in one sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """One planted bug."""
+
+    file: str
+    old: str
+    """Text that occurs exactly once in the file."""
+    new: str
+    breaks: str
+    """What goes wrong with it."""
+    tests: tuple[str, ...] = ()
+    """Files of unit_tests/ or tests in them that should notice, as pytest takes them."""
+    equivalent: str = ""
+    """Why nobody could tell the difference; then it is not planted."""
+    slow: bool = False
+    """True if only tests with an engine or several processes notice."""
+
+    def plant(self, text: str) -> str:
+        """Return the file's text with the bug. Raises ListIsWrong unless the old text occurs once."""
+        if (found := text.count(self.old)) != 1:
+            raise ListIsWrong(f"{self.file}: the old text occurs {found} times instead of once: {self.old!r}")
+        return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one mutant."""
+
+    mutant: Mutant
+    line: int
+    killed: bool
+    seconds: float
+
+
+def read_list(path: Path) -> tuple[list[Mutant], list[str]]:
+    """Return the mutants of a list, and the modules to import before the first."""
+    whole = yaml.safe_load(path.read_text())
+    mutants = [make_mutant(file, entry) for file, entries in whole["mutants"].items() for entry in entries]
+    return mutants, whole.get("import_once", [])
+
+
+def make_mutant(file: str, entry: dict[str, Any]) -> Mutant:
+    tests = entry.get("tests", [])
+    settings = entry | {"tests": tuple([tests] if isinstance(tests, str) else tests)}
+    mutant = Mutant(file=file, **settings)
+    if bool(mutant.tests) == bool(mutant.equivalent):
+        raise ListIsWrong(f"{file}: either tests or equivalent says what becomes of {mutant.old!r}")
+    return mutant
+
+
+def copy_repository(root: Path, home: Path) -> None:
+    """Copy what git knows or would add, and compile it so that a file whose text changes is compiled anew."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    for name in subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0"):
+        if name and (root / name).is_file():
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, home / name)
+    compileall.compile_dir(home, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+
+
+def start_tests(home: Path, tests: list[str], *, slow: bool, log: Path) -> int:
+    """Run tests of the copy in `home`, in a process of its own; return its number. Its exit code is pytest's."""
+    if (pid := os.fork()) > 0:
+        return pid
+    code = 70
+    try:
+        os.setsid()
+        with log.open("w") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
+        os.chdir(home)
+        sys.path[:] = [
+            str(home),
+            *(path for path in sys.path if Path(path or ".").resolve() not in (ROOT, ROOT / "tools")),
+        ]
+        import pytest
+
+        named = [f"unit_tests/{test}" for test in tests]
+        marks = ["-m", "not gpu"] if slow else []
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={log}.tmp", *marks, *named]))
+    except BaseException:  # a border: whatever the tests do, this process ends here
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def kill_all_of(pid: int) -> None:
+    """End a process and all that it has started."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def wait_for_one(running: dict[int, float], timeout_s: float) -> tuple[int, int]:
+    """Wait until a process ends, or kill one that runs for too long; return its number and its exit code."""
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            kill_all_of(pid)  # what a test left running
+            return pid, os.waitstatus_to_exitcode(status)
+        for pid, since in running.items():
+            if time.monotonic() - since > timeout_s:
+                kill_all_of(pid)
+                os.waitpid(pid, 0)
+                return pid, SOME_FAILED
+        time.sleep(0.02)
+
+
+def check_without_bugs(mutants: list[Mutant], home: Path) -> None:
+    """Raise ListIsWrong where the tests of the list fail although nothing is planted, or do not exist."""
+    for slow in (False, True):
+        tests = list(dict.fromkeys(test for m in mutants if m.slow == slow for test in m.tests))
+        if tests:
+            log = home.parent / "none.log"
+            pid = start_tests(home, without_parts(tests), slow=slow, log=log)
+            _, code = wait_for_one({pid: time.monotonic()}, 40 * TIMEOUT_S)
+            if code != ALL_PASSED:
+                raise ListIsWrong(f"without any bug the tests give exit code {code}:\n{log.read_text()[-3000:]}")
+
+
+def without_parts(tests: list[str]) -> list[str]:
+    """Leave out tests of a file that is in the list as a whole.
+
+    >>> without_parts(["a.py::b", "a.py", "c.py::d"])
+    ['a.py', 'c.py::d']
+    """
+    return [test for test in tests if "::" not in test or test.partition("::")[0] not in tests]
+
+
+def run_all(mutants: list[Mutant], root: Path, folder: Path, *, jobs: int) -> Iterator[Outcome]:
+    """Plant each bug alone in one of `jobs` copies below `folder`; yield what became of it."""
+    homes = [folder / f"copy{n}" for n in range(min(jobs, len(mutants)))]
+    for home in homes:
+        copy_repository(root, home)
+    check_without_bugs(mutants, homes[0])
+    left, running = list(reversed(mutants)), dict[int, tuple[Mutant, Path, float]]()
+    try:
+        while left or running:
+            while left and homes:
+                mutant, home = left.pop(), homes.pop()
+                (home / mutant.file).write_text(mutant.plant((root / mutant.file).read_text()))
+                pid = start_tests(home, list(mutant.tests), slow=mutant.slow, log=home.with_suffix(".log"))
+                running[pid] = mutant, home, time.monotonic()
+            pid, code = wait_for_one({pid: since for pid, (_, _, since) in running.items()}, TIMEOUT_S)
+            mutant, home, since = running.pop(pid)
+            (home / mutant.file).write_text((root / mutant.file).read_text())
+            homes.append(home)
+            yield judge(mutant, code, root, home.with_suffix(".log"), time.monotonic() - since)
+    finally:
+        for pid in running:
+            kill_all_of(pid)
+
+
+def judge(mutant: Mutant, code: int, root: Path, log: Path, seconds: float) -> Outcome:
+    """Return what the exit code of its tests says of a mutant."""
+    text = (root / mutant.file).read_text()
+    line = text[: text.index(mutant.old)].count("\n") + 1
+    if code not in (ALL_PASSED, SOME_FAILED):
+        said = log.read_text()[-3000:]
+        raise ListIsWrong(f"{mutant.file}:{line}: {mutant.breaks}: pytest ended with exit code {code}:\n{said}")
+    return Outcome(mutant=mutant, line=line, killed=code == SOME_FAILED, seconds=seconds)
+
+
+def summarize(outcomes: list[Outcome], equivalent: int) -> tuple[list[str], bool]:
+    """Return the last lines of the report, and whether enough were noticed."""
+    survived = [o for o in outcomes if not o.killed]
+    share = 1 - len(survived) / len(outcomes)
+    told = [f"survived: {o.mutant.file}:{o.line}: {o.mutant.breaks}" for o in survived]
+    told.append(
+        f"{len(outcomes) - len(survived)} of {len(outcomes)} planted bugs were noticed, {share:.1%}; {equivalent} more "
+        "change nothing that anybody could see"
+    )
+    return told, share >= WANTED
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python tools/mutants.py", description=__doc__.split("\n")[0])
+    parser.add_argument("--fast", action="store_true", help="leave out those that need an engine")
+    parser.add_argument("--only", default="", help="text that the path of the file or what it breaks must hold")
+    parser.add_argument("--jobs", type=int, default=min(4, CORES), help="bugs at the same time (default %(default)s)")
+    parser.add_argument("--list", type=Path, default=LIST, help="default tools/mutants.yaml")
+    parser.add_argument("--root", type=Path, default=ROOT, help="repository to copy (default: this one)")
+    args = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    sys.dont_write_bytecode = True
+    try:
+        listed, import_once = read_list(args.list)
+        for mutant in listed:
+            mutant.plant((args.root / mutant.file).read_text())
+        chosen = [m for m in listed if args.only in f"{m.file}: {m.breaks}" and not (args.fast and m.slow)]
+        planted = [m for m in chosen if m.tests]
+        if not planted:
+            raise ListIsWrong(f"no bug of {args.list} is chosen by --only {args.only!r}")
+        for module in import_once:
+            importlib.import_module(module)
+        outcomes: list[Outcome] = []
+        with tempfile.TemporaryDirectory(prefix="mutants_", ignore_cleanup_errors=True) as folder:
+            for o in run_all(planted, args.root, Path(folder), jobs=args.jobs):
+                outcomes.append(o)
+                told = "noticed " if o.killed else "SURVIVED"
+                print(f"{told} {o.seconds:5.1f} s  {o.mutant.file}:{o.line}: {o.mutant.breaks}", flush=True)
+    except ListIsWrong as error:
+        sys.exit(f"error: {error}")
+    told, enough = summarize(outcomes, len(chosen) - len(planted))
+    print(*told, sep="\n")
+    sys.exit(0 if enough else 1)
+
+
+if __name__ == "__main__":
+    main()
