@@ -75,7 +75,8 @@ class TrainerConfig(StrictModel):
     lr: LearningRate = 1e-6
     """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule of the learning rate after the warm-up; linear and cosine reach zero with the last update."""
+    """Schedule of the learning rate after the warm-up; linear and cosine fall towards zero, which an update after the
+    last one would have."""
     warmup_updates: int = Field(0, ge=0)
     """Number of updates in which the learning rate rises to lr."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
