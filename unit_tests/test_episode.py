@@ -1,6 +1,8 @@
 """A scripted conversation: who said what, and who gets trained on it."""
 
 import asyncio
+import re
+from dataclasses import replace
 
 import pytest
 
@@ -166,3 +168,36 @@ class Plain(Tool):
 def test_a_step_that_is_no_coroutine_fails_its_sample_and_says_so():
     sample, _ = play(Scripted([3]), env=Plain())
     assert "must be defined by `async def`" in sample.failure
+
+
+IMPOSSIBLE = {
+    "too long": ({"token_ids": [3] * 11, "logp": [-1.0] * 11, "versions": [0] * 11}, "11 tokens where 1 to 10"),
+    "none": ({"token_ids": [], "logp": [], "versions": []}, "0 tokens where 1 to 10"),
+    "two lengths": ({"logp": [-1.0, -1.0]}, "1 tokens with 2 log-probabilities and 1 versions"),
+    "above 0": ({"logp": [0.5]}, "the log-probability 0.5"),
+    "nan": ({"logp": [float("nan")]}, "the log-probability nan"),
+    "a negative id": ({"token_ids": [-1]}, "the token ids"),
+    "no such reason": ({"stop": "tired"}, "the stop reason 'tired'"),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_impossible_completion_stops_the_run(name):
+    changes, words = IMPOSSIBLE[name]
+
+    class Engine(Scripted):
+        async def generate(self, token_ids, *, max_new_tokens, seed):
+            return replace(await super().generate(token_ids, max_new_tokens=max_new_tokens, seed=seed), **changes)
+
+    with pytest.raises(RunStopped, match=f"returned {re.escape(words)}"):
+        play(Engine([3]))
+
+
+@pytest.mark.parametrize("answer", ["more", 5, {"role": "user"}, {"role": "teacher", "content": "1"}], ids=str)
+def test_an_answer_that_is_no_message_fails_its_sample(answer):
+    class Says(Tool):
+        async def step(self, reply):
+            return answer
+
+    sample, _ = play(Scripted([3]), env=Says())
+    assert "Env.step()" in sample.failure and ("teacher" in sample.failure or "must return None" in sample.failure)

@@ -15,11 +15,14 @@ from algs import find_algorithm, list_algorithms
 from algs.base import PolicyGradient
 from algs.check import fixtures
 from algs.check.update import compute_advantages, make_policy, plan_batches
+from algs.ops import reaches_cap, reaches_clamp
 from benchmarks import rl_step, rl_vs_trl
+from core.clock import Clock
 from core.errors import RunStopped
 from core.metrics import METRICS, MISMATCH_RATIO_SQ, VALUE_MOMENTS, find_metric
 from core.phases import Phase
 from core.types import Prompt, Sample
+from driver.console import Console
 from driver.rollout_metrics import check_failures, measure_drawn, measure_groups, name_train_metrics
 from rollouts.buffer import FinishedGroup
 from unit_tests.examples import run_here
@@ -206,3 +209,25 @@ def test_as_many_failures_as_allowed_are_allowed():
     check_failures(MIXED, max_failed_fraction=0.25)
     with pytest.raises(RunStopped, match=r"1 of 4 samples failed, more than .*=0.2; the first: timeout"):
         check_failures(MIXED, max_failed_fraction=0.2)
+
+
+def test_a_column_that_comes_later_gets_its_heading(capsys):
+    """The first update may be skipped: its line has neither a loss nor a gradient."""
+    console = Console(3, Clock(), live=False)
+    console.show_step({"step": 0.0, "reward/mean": 0.5})
+    console.show_step({"step": 1.0, "reward/mean": 0.5, "train/loss": 0.25})
+    console.show_step({"step": 2.0, "reward/mean": 0.5})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["step", "reward"],
+        ["0", "0.500"],
+        ["step", "reward", "loss"],
+        ["1", "0.500", "0.2500"],
+        ["2", "0.500", "-"],
+    ]
+
+
+def test_tokens_at_the_bounds_of_ratio_and_k3_are_counted():
+    logp, prox, rollout = (torch.tensor(x) for x in ([0.0, -25.0, 0.0, -1.0], [0.0, 0.0, 0.0, -1.0], [0.0, 0, -20, -2]))
+    assert reaches_clamp(logp, prox, rollout).tolist() == [0.0, 1.0, 1.0, 0.0]
+    assert reaches_cap(torch.tensor([-12.0, -9.0, 12.0]), torch.zeros(3)).tolist() == [1.0, 0.0, 0.0]

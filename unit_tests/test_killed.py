@@ -1,0 +1,100 @@
+"""Long evidence: the driver is killed at random moments, and neither numbers nor processes tell of it."""
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from core.guardian import MARK
+from driver.checkpoint import list_checkpoints
+from unit_tests.examples import is_running
+
+ROOT = Path(__file__).parent.parent
+KILLS, STEPS = 20, 80
+NOTHING_LEFT_S = 15.0
+
+
+def start(recipe: str, run_dir: Path, *overrides: str) -> subprocess.Popen:
+    command = [sys.executable, "main_rl.py", "--config", recipe, f"run_dir={run_dir}", *overrides]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+
+
+def rows_of(folder: Path) -> dict[int, dict]:
+    """Return what a run logged by step, without seconds; a line that was being written is none."""
+    lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1] if (folder / "metrics.jsonl").exists() else []
+    rows = [json.loads(line) for line in lines]
+    return {int(r["step"]): {k: v for k, v in r.items() if not k.startswith(("time/", "tokens_per_s"))} for r in rows}
+
+
+def marked() -> set[int]:
+    """Return the processes of any run of this project, from whatever it started."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if MARK in process.environ():
+                found.add(process.pid)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def wait_for_lines(run: subprocess.Popen, lines: int, seconds: float) -> None:
+    """Return after the run has printed so many lines, or after so many seconds."""
+    until = time.monotonic() + seconds
+    while lines and time.monotonic() < until and run.poll() is None:
+        if select.select([run.stdout], [], [], 0.1)[0]:
+            lines -= os.read(run.stdout.fileno(), 65536).count(b"\n")
+            lines = max(lines, 0)
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(1800)
+def test_a_run_killed_twenty_times_makes_the_numbers_of_one_that_was_not(recipe, tmp_path):
+    path = recipe({"backend": "ray", "steps": STEPS, "checkpoint.every": 1, "trainer.lr": 1e-3})
+    whole = start(path, tmp_path / "whole")
+    assert whole.wait() == 0, whole.stderr.read()
+    [reference] = (tmp_path / "whole").iterdir()
+    expected, draw, resume, done = rows_of(reference), random.Random(0), (), 0
+    before = marked()
+
+    for kill in range(KILLS):
+        run = start(path, tmp_path / "killed", *resume)
+        if draw.random() < 0.4:
+            wait_for_lines(run, 10**9, draw.uniform(0.0, 12.0))  # while it starts, mostly
+        else:
+            wait_for_lines(run, draw.randint(2, 5), 120.0)
+            time.sleep(draw.uniform(0.0, 0.5))
+        assert run.poll() is None, (kill, run.stderr.read())
+        below = {p.pid for p in psutil.Process(run.pid).children(recursive=True)} | (marked() - before)
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        until = time.monotonic() + NOTHING_LEFT_S
+        while (left := {pid for pid in below | (marked() - before) if is_running(pid)}) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not left, (kill, [psutil.Process(pid).cmdline() for pid in left])
+        folders = sorted((tmp_path / "killed").iterdir()) if (tmp_path / "killed").exists() else []
+        for folder in folders:
+            logged = rows_of(folder)
+            assert logged == {step: expected[step] for step in logged}, (kill, folder)
+        complete = [c for folder in folders for c in list_checkpoints(folder / "checkpoints")]
+        if complete:
+            newest = max(complete, key=lambda c: c.state.steps_done)
+            resume, done = (f"resume={newest.folder}",), newest.state.steps_done
+        print(f"kill {kill + 1}: {done} of {STEPS} steps are in a checkpoint")
+
+    assert 10 < done < STEPS, "it was killed in many places"
+    last = start(path, tmp_path / "last", *resume)
+    assert last.wait() == 0, last.stderr.read()
+    [end] = (tmp_path / "last").iterdir()
+    assert rows_of(end) == {step: expected[step] for step in range(done, STEPS)}
+    weights, wanted = (load_file(folder / "model" / "model.safetensors") for folder in (end, reference))
+    assert weights.keys() == wanted.keys() and all(weights[name].equal(wanted[name]) for name in wanted)
