@@ -116,7 +116,7 @@ def describe_shares(devices: dict[str, Seconds]) -> list[str]:
     lines: list[str] = []
     for kind in ("trainer", "engine"):
         mean = average_device(kind, devices)
-        parts = ", ".join(f"{name.replace('_', ' ')} {value / sum(mean.values()):.1%}" for name, value in mean.items())
+        parts = ", ".join(f"{name.replace('_', ' ')} {value / sum(mean.values()):z.1%}" for name, value in mean.items())
         lines.append(f"{kind}s: {parts}")
     return lines
 

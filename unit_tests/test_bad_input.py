@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 import main_rl
@@ -381,3 +382,62 @@ def test_kto_needs_both_labels(recipe, tmp_path, sums):
     data = file_of(tmp_path / "rows.jsonl", "\n".join(map(json.dumps, rows)))
     code, err = run_here(main_sl, "--config", recipe({"data.train": data, "alg": {"name": "kto"}}, kind="sl"))
     assert code == 2 and "label" in err and "true" in err and err.count("\n") == 1, err
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGE = {
+    # name: (the file, what happens to it, the sentence)
+    "weights cut off": ("policy/state.pt", truncate, "policy/state.pt has .* of .* bytes"),
+    "weights gone": ("policy/state.pt", Path.unlink, "policy/state.pt is missing"),
+    "counters cut off": ("rank_0.pt", truncate, "rank_0.pt has .* of .* bytes"),
+    "progress gone": ("progress.json", Path.unlink, "progress.json is missing"),
+    "progress cut off": ("progress.json", truncate, "progress.json has .* of .* bytes"),
+    "progress of another size": ("progress.json", lambda p: p.write_text("{}"), "progress.json has 2 of"),
+    "sizes no JSON": ("COMPLETE", lambda p: p.write_text("yes"), "COMPLETE: Expecting value"),
+    "sizes of another form": ("COMPLETE", lambda p: p.write_text("[1]"), "is damaged: COMPLETE"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpointed(tmp_path_factory, tiny_path, sums) -> Path:
+    """The run folder of a supervised run with checkpoints after two and after four steps."""
+    home = tmp_path_factory.mktemp("checkpointed")
+    raw = {
+        "name": "test",
+        "steps": 4,
+        "backend": "local",
+        "run_dir": str(home / "runs"),
+        "model": {"path": tiny_path, "dtype": "float32"},
+        "rows_per_step": 5,
+        "alg": {"name": "sft"},
+        "data": {"train": str(sums / "sft.parquet"), "max_tokens": 32},
+        "trainer": {"lr": 1e-3},
+        "checkpoint": {"every": 2},
+    }
+    (home / "sl.yaml").write_text(yaml.safe_dump(raw))
+    assert run_here(main_sl, "--config", str(home / "sl.yaml"))[0] == 0
+    [folder] = (home / "runs").iterdir()
+    return folder
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_known_before_it_is_read_and_the_one_before_it_is_used(
+    name, checkpointed, tmp_path, capsys
+):
+    file, damage, words = DAMAGE[name]
+    run = tmp_path / "run"
+    shutil.copytree(checkpointed, run, symlinks=True)
+    damage(run / "checkpoints" / "step_00004" / file)
+    recipe, again = str(checkpointed.parent.parent / "sl.yaml"), f"run_dir={tmp_path / 'again'}"
+
+    code, err = run_here(main_sl, "--config", recipe, again, "steps=6", f"resume={run / 'checkpoints' / 'step_00004'}")
+    assert code == 2 and re.search(f"step_00004 is damaged: .*|{words}", err) and err.count("\n") == 1, err
+    assert re.search(words, err) and not (tmp_path / "again").exists(), err
+
+    capsys.readouterr()
+    code, err = run_here(main_sl, "--config", recipe, again, "steps=6", f"resume={run}")
+    out = capsys.readouterr().out
+    assert code == 0 and re.search(f"{words}.*: it is not used", out) and "resumed after 2 steps" in out, (err, out)
