@@ -39,7 +39,8 @@ def main() -> int:
     args = parse_arguments("main_rl.py", "Train a policy by reinforcement learning.")
     from configs.schema import RLConfig
     from driver.explain import explain
-    from driver.load_recipe import load_recipe
+    from driver.load_recipe import Loaded, load_recipe
+    from driver.on_failure import run_with_resumes
     from driver.rl_setup import prepare, start
     from driver.session import run_session
 
@@ -47,12 +48,16 @@ def main() -> int:
     if args.explain:
         print(explain(loaded))
         return 0
-    prepared = prepare(loaded)
 
-    async def body(session: Session) -> None:
-        await train(await start(prepared, session))
+    def attempt(loaded: Loaded[RLConfig]) -> int:
+        prepared = prepare(loaded)
 
-    return run_session(prepared.loaded.cfg, body)
+        async def body(session: Session) -> None:
+            await train(await start(prepared, session))
+
+        return run_session(prepared.loaded.cfg, body)
+
+    return run_with_resumes(attempt, loaded)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ def main() -> int:
     args = parse_arguments("main_sl.py", "Train a model on given text.")
     from configs.schema import SLConfig
     from driver.explain import explain
-    from driver.load_recipe import load_recipe
+    from driver.load_recipe import Loaded, load_recipe
+    from driver.on_failure import run_with_resumes
     from driver.session import run_session
     from driver.sl_run import prepare, start
 
@@ -40,12 +41,16 @@ def main() -> int:
     if args.explain:
         print(explain(loaded))
         return 0
-    prepared = prepare(loaded)
 
-    async def body(session: Session) -> None:
-        await train(await start(prepared, session))
+    def attempt(loaded: Loaded[SLConfig]) -> int:
+        prepared = prepare(loaded)
 
-    return run_session(prepared.loaded.cfg, body)
+        async def body(session: Session) -> None:
+            await train(await start(prepared, session))
+
+        return run_session(prepared.loaded.cfg, body)
+
+    return run_with_resumes(attempt, loaded)
 
 
 if __name__ == "__main__":

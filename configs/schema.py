@@ -43,6 +43,11 @@ class RunConfig(StrictModel):
     that change the gradient must be the same; otherwise an error names the first one that differs. driver/resume.py
     lists what may differ, such as steps under a constant learning rate. A file that would run code when it is read is
     refused."""
+    on_failure: Literal["stop", "resume"] = "stop"
+    """What happens when a process of the run dies (a trainer rank, an engine). stop: the run ends. resume: it resumes
+    by itself from its newest checkpoint, in a new run folder."""
+    max_resumes: int = Field(3, ge=1)
+    """Largest number of times that `on_failure: resume` resumes."""
     timeout_s: Seconds = 1800.0
     """Deadline of every remote call, in seconds: start of an engine, a training step, a checkpoint."""
     model: ModelConfig
@@ -68,6 +73,12 @@ class RunConfig(StrictModel):
     def what_is_measured_is_there(self) -> RunConfig:
         if self.eval_every and self.data.eval is None:
             raise ValueError("eval_every needs held-out rows: set data.eval")
+        return self
+
+    @model_validator(mode="after")
+    def what_resumes_has_checkpoints(self) -> RunConfig:
+        if self.on_failure == "resume" and not self.checkpoint.every:
+            raise ValueError("on_failure is resume, and the run makes no checkpoint: set checkpoint.every")
         return self
 
     @model_validator(mode="after")

@@ -32,6 +32,11 @@ class TransportFailed(CallFailed):
 class ProcessDied(RunStopped):
     """Process of the run that is gone or does not respond. The message names it."""
 
+    run_folder: Path | None = None
+    """Folder of the run that it was part of, once that has ended."""
+    steps: int = 0
+    """Steps of that run."""
+
 
 _CANNOT_WRITE = {
     getattr(errno, name)

@@ -205,6 +205,8 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
         raise
     except (RunStopped, UserError) as error:
         reason = f"stopped: {error}"
+        if isinstance(error, ProcessDied):
+            error.run_folder, error.steps = folder.path, cfg.n_steps
         raise
     except Exception as error:
         reason = f"error: {type(error).__name__}: {error}"

@@ -1,8 +1,10 @@
-"""Long evidence: the driver is killed at random moments, and neither numbers nor processes tell of it."""
+"""Processes of a run are killed; neither numbers nor processes tell of it."""
 
+import asyncio
 import json
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -14,9 +16,15 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from configs.schema import RLConfig
+from core.errors import ProcessDied, UserError
 from core.guardian import MARK
-from driver.checkpoint import list_checkpoints
+from core.workers import Local
+from driver.checkpoint import list_checkpoints, write_checkpoint
+from driver.load_recipe import load_recipe
+from driver.on_failure import run_with_resumes
 from unit_tests.examples import is_running
+from unit_tests.test_checkpoint import Writer, stand
 
 ROOT = Path(__file__).parent.parent
 KILLS, STEPS = 20, 80
@@ -98,3 +106,91 @@ def test_a_run_killed_twenty_times_makes_the_numbers_of_one_that_was_not(recipe,
     assert rows_of(end) == {step: expected[step] for step in range(done, STEPS)}
     weights, wanted = (load_file(folder / "model" / "model.safetensors") for folder in (end, reference))
     assert weights.keys() == wanted.keys() and all(weights[name].equal(wanted[name]) for name in wanted)
+
+
+DIES_ONCE = """
+import os, signal
+from pathlib import Path
+from {module} import {base}
+
+class Mine({base}):
+    {method}
+        once = Path({mark!r})
+        if {when} and not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        {rest}
+"""
+TRAINER = {
+    "module": "algs.grpo",
+    "base": "GRPO",
+    "method": "def loss(self, policy, tokens):",
+    "when": "Path({counter!r}).open('a').write('x') and Path({counter!r}).stat().st_size > 3",
+    "rest": "return super().loss(policy, tokens)",
+}
+ENGINE = {
+    "module": "rollouts.engines.hf",
+    "base": "HfEngine",
+    "method": "async def generate(self, token_ids, **settings):",
+    "when": "self.version == 3",
+    "rest": "return await super().generate(token_ids, **settings)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["trainer", "engine"])
+def test_a_run_that_loses_a_process_resumes_by_itself_with_the_same_numbers(recipe, tmp_path, who):
+    parts = TRAINER if who == "trainer" else ENGINE
+    mark, counter, file = tmp_path / "died", str(tmp_path / "counter"), tmp_path / "dies.py"
+    file.write_text(DIES_ONCE.format(mark=str(mark), **parts | {"when": parts["when"].format(counter=counter)}))
+    own = {"alg": {"file": str(file)}} if who == "trainer" else {"rollout.engine": str(file)}
+    changes = {"backend": "ray", "steps": 5, "checkpoint.every": 1, "trainer.lr": 1e-3}
+    path = recipe(changes | own)
+    run = start(path, tmp_path / "resumed", "on_failure=resume")
+    out, err = (said.decode() for said in run.communicate())
+    assert run.returncode == 0 and mark.exists(), err
+    assert re.search(rf"stopped: {who} 0 .*its process died", out), out
+    assert re.search(r"on_failure=resume: resuming from .*step_0000\d \(1 of max_resumes=3\)", out), out
+    whole = start(path, tmp_path / "whole")  # nothing dies any more
+    _, err = whole.communicate()
+    assert whole.returncode == 0, err
+    [reference] = (tmp_path / "whole").iterdir()
+    first, second = sorted((tmp_path / "resumed").iterdir())
+    assert rows_of(first) | rows_of(second) == rows_of(reference)
+    assert json.loads((second / "summary.json").read_text())["exit_reason"] == "done"
+
+
+def test_a_run_resumes_as_often_as_allowed_and_from_where_it_came(tmp_path, recipe, capsys):
+    """The second attempt dies before it has a checkpoint: the third begins where the second did."""
+    loaded = load_recipe(RLConfig, recipe({"checkpoint.every": 1}), ["on_failure=resume", "max_resumes=2", "steps=9"])
+    made = [tmp_path / "first", tmp_path / "second", tmp_path / "third"]
+    for steps in (3, 4, 9):
+        asyncio.run(write_checkpoint(made[0] / "checkpoints", Local(Writer()), stand(steps)))
+    seen = []
+
+    def attempt(loaded):
+        seen.append(loaded.cfg.resume)
+        death = ProcessDied("trainer 0 (step): its process died")
+        death.run_folder, death.steps = made[len(seen) - 1], loaded.cfg.n_steps
+        raise death
+
+    with pytest.raises(ProcessDied):
+        run_with_resumes(attempt, loaded)
+    newest = str(made[0] / "checkpoints" / "step_00004")
+    assert seen == [None, newest, newest], "the checkpoint at the end has nothing left to do"
+    assert capsys.readouterr().out.count("on_failure=resume: resuming from") == 2
+
+
+def test_a_run_that_may_not_resume_ends_at_once(recipe):
+    loaded = load_recipe(RLConfig, recipe(), [])
+    seen = []
+
+    def attempt(loaded):
+        seen.append(loaded)
+        raise ProcessDied("engine 0 (start): its process died")
+
+    with pytest.raises(ProcessDied):
+        run_with_resumes(attempt, loaded)
+    assert len(seen) == 1
+    with pytest.raises(UserError, match=r"on_failure is resume, .* set checkpoint\.every"):
+        load_recipe(RLConfig, recipe(), ["on_failure=resume"])

@@ -1,0 +1,38 @@
+"""A run that loses a process, and resumes by itself: the keys on_failure and max_resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from configs.schema import RunConfig
+from core.errors import ProcessDied
+from driver.checkpoint import list_checkpoints
+from driver.load_recipe import Loaded
+
+C = TypeVar("C", bound=RunConfig)
+
+
+def run_with_resumes(attempt: Callable[[Loaded[C]], int], loaded: Loaded[C]) -> int:
+    """Run `attempt`; where a process dies and the recipe allows it, again from the newest checkpoint.
+
+    Raises ProcessDied where the recipe does not allow it, or not once more.
+    """
+    resumes = loaded.cfg.max_resumes if loaded.cfg.on_failure == "resume" else 0
+    for n in range(1, resumes + 1):
+        try:
+            return attempt(loaded)
+        except ProcessDied as death:
+            newest = _find_newest(death) or loaded.cfg.resume
+            where = newest or "the start, because there is no checkpoint yet"
+            print(f"stopped: {death}", flush=True)
+            print(f"on_failure=resume: resuming from {where} ({n} of max_resumes={resumes})", flush=True)
+            loaded = replace(loaded, cfg=loaded.cfg.model_copy(update={"resume": newest}))
+    return attempt(loaded)
+
+
+def _find_newest(death: ProcessDied) -> str | None:
+    """Return the newest complete checkpoint of the run, before its end: one at the end could not be resumed."""
+    found = list_checkpoints(death.run_folder / "checkpoints", say=print) if death.run_folder is not None else []
+    return next((str(c.folder) for c in reversed(found) if c.state.steps_done < death.steps), None)
