@@ -29,6 +29,8 @@ from unit_tests.test_checkpoint import Writer, stand
 ROOT = Path(__file__).parent.parent
 KILLS, STEPS = 20, 80
 NOTHING_LEFT_S = 15.0
+EXACT = {"backend": "ray", "groups_per_step": 1, "group_size": 8, "checkpoint.every": 1, "trainer.lr": 1e-3}
+"""One group in a step: with more, their timing decides which of them an engine samples in one batch: the last bits."""
 
 
 def start(recipe: str, run_dir: Path, *overrides: str) -> subprocess.Popen:
@@ -67,7 +69,7 @@ def wait_for_lines(run: subprocess.Popen, lines: int, seconds: float) -> None:
 @pytest.mark.verify
 @pytest.mark.timeout(1800)
 def test_a_run_killed_twenty_times_makes_the_numbers_of_one_that_was_not(recipe, tmp_path):
-    path = recipe({"backend": "ray", "steps": STEPS, "checkpoint.every": 1, "trainer.lr": 1e-3})
+    path = recipe(EXACT | {"steps": STEPS})
     whole = start(path, tmp_path / "whole")
     assert whole.wait() == 0, whole.stderr.read()
     [reference] = (tmp_path / "whole").iterdir()
@@ -138,14 +140,14 @@ ENGINE = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("who", ["trainer", "engine"])
 def test_a_run_that_loses_a_process_resumes_by_itself_with_the_same_numbers(recipe, tmp_path, who):
     parts = TRAINER if who == "trainer" else ENGINE
     mark, counter, file = tmp_path / "died", str(tmp_path / "counter"), tmp_path / "dies.py"
     file.write_text(DIES_ONCE.format(mark=str(mark), **parts | {"when": parts["when"].format(counter=counter)}))
     own = {"alg": {"file": str(file)}} if who == "trainer" else {"rollout.engine": str(file)}
-    changes = {"backend": "ray", "steps": 5, "checkpoint.every": 1, "trainer.lr": 1e-3}
-    path = recipe(changes | own)
+    path = recipe(EXACT | own | {"steps": 5})
     run = start(path, tmp_path / "resumed", "on_failure=resume")
     out, err = (said.decode() for said in run.communicate())
     assert run.returncode == 0 and mark.exists(), err
