@@ -143,6 +143,13 @@ class Session:
             self.cluster = await starting  # what has started must be ended
             raise
 
+    def write_summary(self, exit_reason: str) -> None:
+        """Write summary.json; where that fails, say why: the reason of the end must not be lost for it."""
+        try:
+            self.folder.write_summary(exit_reason=exit_reason, seconds=self.clock.get_totals(), **self.facts)
+        except RunStopped as error:
+            self.console.say(f"{error}")
+
     async def close(self) -> None:
         try:
             if self.engines is not None:
@@ -155,46 +162,44 @@ class Session:
                 self.cluster.close()
 
 
+async def run_body(session: Session, body: Callable[[Session], Awaitable[None]], at_once: Callable[[], None]) -> None:
+    """Start Ray if the run needs it, run `body`, and close, in the event loop of the run.
+
+    at_once: called where a signal ends this process at once.
+    """
+    cfg, clock = session.cfg, session.clock
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    loop_turns = cfg.backend == "ray" or isinstance(cfg, RLConfig)
+    end_on_signals(
+        first=(lambda: loop.call_soon_threadsafe(task.cancel)) if loop_turns else raise_interrupt, at_once=at_once
+    )
+    try:
+        if cfg.backend == "ray":
+            with clock.phase(Phase.START):
+                await session.start_cluster()
+        await body(session)
+    except ProcessDied:
+        session.engines = None  # they may wait for it; all are killed next
+        raise
+    finally:
+        with clock.phase(Phase.CLOSE):
+            await session.close()
+
+
 def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> int:
     """Run `body` to its end, Ctrl-C, SIGTERM or an error; always write a summary and end all processes."""
     clock = Clock()
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump())
     console = Console(cfg.n_steps, clock, live=cfg.backend == "ray")
     session = Session(cfg=cfg, folder=folder, clock=clock, console=console)
+    at_once = partial(session.write_summary, "interrupted")
     reason = "error"
-
-    def write_summary(exit_reason: str) -> None:
-        try:
-            folder.write_summary(exit_reason=exit_reason, seconds=clock.get_totals(), **session.facts)
-        except RunStopped as error:  # the reason of the end must not be lost for it
-            session.console.say(f"{error}")
-
-    async def run_body() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        loop_turns = cfg.backend == "ray" or isinstance(cfg, RLConfig)
-        loop = asyncio.get_running_loop()
-        end_on_signals(
-            first=(lambda: loop.call_soon_threadsafe(task.cancel)) if loop_turns else raise_interrupt, at_once=at_once
-        )
-        try:
-            if cfg.backend == "ray":
-                with clock.phase(Phase.START):
-                    await session.start_cluster()
-            await body(session)
-        except ProcessDied:
-            session.engines = None  # they may wait for it; all are killed next
-            raise
-        finally:
-            with clock.phase(Phase.CLOSE):
-                await session.close()
-
-    at_once = partial(write_summary, "interrupted")
     try:
         end_on_signals(at_once=at_once)
-        session.console.say(f"run folder: {folder.path}")
-        with Scratch(logs=folder.path / "logs"), session.console:
-            asyncio.run(run_body())
+        console.say(f"run folder: {folder.path}")
+        with Scratch(logs=folder.path / "logs"), console:
+            asyncio.run(run_body(session, body, at_once))
         reason = "done"
         session.show_outcome()
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -212,7 +217,7 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
         reason = f"error: {type(error).__name__}: {error}"
         raise
     finally:
-        write_summary(reason)
+        session.write_summary(reason)
         folder.close()
         end_on_signals()  # as before the run
     return 0
