@@ -47,7 +47,7 @@ from benchmarks.toy_task import (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One line of a table. The name says what sets the algorithm apart from its neighbours."""
+    """Line of a table. The name says what sets the algorithm apart from its neighbours."""
 
     name: str
     alg: Algorithm

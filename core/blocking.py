@@ -23,7 +23,7 @@ class Unblocked(Generic[T]):
     """
 
     def __init__(self, call: Awaitable[T], *, who: str, seconds: float, key: str) -> None:
-        """who: the user's method. key: the recipe key that holds `seconds`."""
+        """Take the call to limit. who: the user's method. key: the recipe key that holds `seconds`."""
         self.call, self.who, self.seconds, self.key = call, who, seconds, key
 
     def __await__(self) -> Generator[Any, Any, T]:

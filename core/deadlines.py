@@ -32,7 +32,7 @@ MATH_VERIFY_TIMEOUT_S = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """One row of the table."""
+    """Row of the table."""
 
     waits_for: str
     length: str

@@ -39,8 +39,8 @@ class ProcessDied(RunStopped):
 
 
 _CANNOT_WRITE = {
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EROFS", "EFBIG", "EIO", "EACCES", "EPERM", "ENAMETOOLONG", "ENOTDIR", "EISDIR")
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO),
+    *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR),
 }
 _SAID_BY_WRITERS = ("PytorchStreamWriter", "inline_container", "iostream error", "Error while serializing")
 """Words of torch's and safetensors' errors about a failed write, which are no OSError."""

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from dataclasses import dataclass
 
 from core.deadlines import HUB_TIMEOUT_S
-from core.errors import first_line
+from core.find_failure import find_failure
 from core.progress import say
 
 
 @dataclass
 class _State:
-    """What this process knows of the hub."""
+    """State of the hub, as far as this process has asked."""
 
     is_checked: bool = False
     unreachable: str = ""
@@ -52,20 +51,11 @@ def find_hub_failure() -> str:
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
-    failures = [f"nothing within {HUB_TIMEOUT_S:g} s"]
+    def ask() -> str | None:
+        answer = get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+        return f"status {answer.status_code}" if answer.status_code >= 500 else None
 
-    def ask() -> None:
-        try:
-            answer = get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
-            failures.append(f"status {answer.status_code}" if answer.status_code >= 500 else "")
-        except Exception as error:  # a border: whatever the client, a proxy or the certificates raise
-            failures.append(first_line(error))
-
-    # in a thread, because no timeout of the client covers the look-up of the name
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(HUB_TIMEOUT_S)
-    return failures[-1]
+    return find_failure(ask, timeout_s=HUB_TIMEOUT_S, silence=f"nothing within {HUB_TIMEOUT_S:g} s")
 
 
 def describe_hub() -> str:

@@ -17,7 +17,7 @@ Unit = Literal["", "fraction", "tokens", "samples", "groups", "rows", "steps", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One name of the log."""
+    """Name of the log, with its meaning."""
 
     name: str
     unit: Unit

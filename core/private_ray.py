@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
-import threading
 from pathlib import Path
 from typing import Any
 
 from core.deadlines import ADDRESS_CHECK_TIMEOUT_S
 from core.errors import UserError, first_line, shorten
+from core.find_failure import find_failure
 from core.ray_address import MEND
 from core.scratch import restore_environment
 
@@ -62,20 +62,17 @@ def join_ray(address: str, **settings: Any) -> None:
 def check_is_ray(address: str) -> None:
     """Raise UserError where the server at host:port does not name a cluster: Ray itself would ask for minutes."""
     of_ray: Any = importlib.import_module("ray._raylet")
-    failures = [f"a gRPC server that is no head of a cluster gave no answer within {ADDRESS_CHECK_TIMEOUT_S:g} s"]
 
     def ask() -> None:
-        try:
-            of_ray.GcsClient(address=address)
-            failures.append("")
-        except Exception as error:  # a border: RpcError, or what a later Ray raises
-            failures.append(first_line(error))
+        of_ray.GcsClient(address=address)
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(ADDRESS_CHECK_TIMEOUT_S)
-    if failures[-1]:
-        raise UserError(f"ray_address={address}: no Ray cluster answers there ({failures[-1]}); {TOKEN}; {MEND}")
+    failure = find_failure(
+        ask,
+        timeout_s=ADDRESS_CHECK_TIMEOUT_S,
+        silence=f"a gRPC server that is no head of a cluster gave no answer within {ADDRESS_CHECK_TIMEOUT_S:g} s",
+    )
+    if failure:
+        raise UserError(f"ray_address={address}: no Ray cluster answers there ({failure}); {TOKEN}; {MEND}")
 
 
 def forget_token() -> None:

@@ -38,7 +38,7 @@ Rows = Literal["conversations", "pairs", "unpaired"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One row of a data set, without the completion."""
+    """Row of a data set, without the completion."""
 
     id: str
     """Unique name of the row ("gsm8k/17")."""
@@ -53,7 +53,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One token sequence. Every list has the same length L; entry t is about token t.
+    """Token sequence. Every list has the same length L; entry t is about token t.
 
     There is no prompt/response split: in a multi-turn episode the two alternate, so `action_mask`
     alone says which tokens the policy chose.
@@ -183,7 +183,7 @@ class Tokens:
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """One micro-batch: S sequences end to end, T input tokens, M of which predict a token that is trained on."""
+    """Micro-batch: S sequences end to end, T input tokens, M of which predict a token that is trained on."""
 
     input_ids: Tensor
     """[T] int64, input tokens of all sequences."""

@@ -32,7 +32,7 @@ P = ParamSpec("P")
 
 
 class Workers(Protocol[W_co]):
-    """One or more worker objects of one class. Methods may be plain or `async`."""
+    """Worker objects of one class, one or more. Methods may be plain or `async`."""
 
     def __len__(self) -> int: ...
 
@@ -78,7 +78,7 @@ class Workers(Protocol[W_co]):
 
 
 class Local(Workers[W_co]):
-    """One worker in this process. A breakpoint() in a loss stops in your terminal."""
+    """Worker in this process, alone. A breakpoint() in a loss stops in your terminal."""
 
     def __init__(self, worker: W_co):
         self.worker = worker

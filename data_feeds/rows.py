@@ -22,7 +22,7 @@ HUB = "hub:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One row with its columns under our names."""
+    """Row with its columns under our names."""
 
     id: str
     where: str

@@ -1,4 +1,4 @@
-"""What the scripts have in common: a mistake is one sentence and exit code 2, and numbers have bounds."""
+"""Common parts of the scripts: a mistake is one sentence and exit code 2, and numbers have bounds."""
 
 from __future__ import annotations
 

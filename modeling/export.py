@@ -24,7 +24,7 @@ from modeling.lora import ADAPTER, merged_weight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedTensor:
-    """One tensor that the trainer saves or sends."""
+    """Tensor that the trainer saves or sends."""
 
     name: str
     nbytes: int
