@@ -38,6 +38,10 @@ class RolloutConfig(StrictModel):
     """Number of engines. Each has a process and a copy of the weights."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Number of GPUs (on a CPU: processes) per engine."""
+    restarts: int = Field(3, ge=0)
+    """Largest number of times that an engine which died is restarted, over all engines of a run. Its unfinished groups
+    are generated again, by the others or by the engine itself when it has the current weights. 0: its death ends the
+    run."""
     temperature: float = Field(1.0, ge=0.01, le=100)
     """Sampling temperature. top-p, top-k and min-p are not offered: they renormalise the sampling distribution on a
     subset of the vocabulary, and the trainer's log-probabilities would silently be those of another policy."""
@@ -46,7 +50,8 @@ class RolloutConfig(StrictModel):
     max_turns: int = Field(1, ge=1)
     """Largest number of replies of the policy in one episode."""
     timeout_s: Seconds = 900.0
-    """Deadline of one group, in seconds. A late group is retried once on another engine, then the run stops."""
+    """Deadline of one group, in seconds. A late group is retried once, on another engine if there is one, then the run
+    stops."""
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs; always so on a CPU."""
     kv_cache_gib: float = Field(1.0, gt=0)

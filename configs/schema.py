@@ -44,8 +44,8 @@ class RunConfig(StrictModel):
     lists what may differ, such as steps under a constant learning rate. A file that would run code when it is read is
     refused."""
     on_failure: Literal["stop", "resume"] = "stop"
-    """What happens when a process of the run dies (a trainer rank, an engine). stop: the run ends. resume: it resumes
-    by itself from its newest checkpoint, in a new run folder."""
+    """What happens when a trainer rank dies, or an engine more often than `rollout.restarts` allows. stop: the run
+    ends. resume: it resumes by itself from its newest checkpoint, in a new run folder."""
     max_resumes: int = Field(3, ge=1)
     """Largest number of times that `on_failure: resume` resumes."""
     timeout_s: Seconds = 1800.0

@@ -37,6 +37,11 @@ class ProcessDied(RunStopped):
     steps: int = 0
     """Steps of that run."""
 
+    def __init__(self, what: str, *, worker: tuple[str, int] | None = None) -> None:
+        """worker: group and rank of the worker whose process it was, as seen from the driver."""
+        super().__init__(what)
+        self.worker = worker
+
 
 _CANNOT_WRITE = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO),

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from core.phases import ENGINE_ACTIVITIES, IDLE, REST, STEP, TRAINER_ACTIVITIES, Phase, time_metric
+from core.phases import ENGINE_ACTIVITIES, IDLE, REST, STEP, TRAINER_ACTIVITIES, Activity, Phase, time_metric
 
 Unit = Literal["", "fraction", "tokens", "samples", "groups", "rows", "steps", "seconds", "nats", "bytes", "tokens/s"]
 
@@ -90,6 +90,7 @@ ROLLOUT_MIXED_VERSIONS = _declare(
 ROLLOUT_GROUP_RETRIES = _declare(
     "rollout/group_retries", "groups", "groups retried on another engine after a timeout (cumulative)", RL
 )
+ROLLOUT_RESTARTS = _declare("rollout/engine_restarts", "", "engines that died and were restarted (cumulative)", RL)
 
 DATA_ROWS = "data/{}/rows"
 _declare("data/<source>/rows", "rows", "rows drawn from a source of a mixture so far", ALL)
@@ -220,6 +221,12 @@ for _activity in (*TRAINER_ACTIVITIES, IDLE):
     _declare(DEVICE_SECONDS.format("trainer", _activity), "seconds", f"mean trainer rank: {_activity}", RL)
 for _activity in (*ENGINE_ACTIVITIES, IDLE):
     _declare(DEVICE_SECONDS.format("engine", _activity), "seconds", f"mean engine: {_activity}", RL)
+_declare(
+    DEVICE_SECONDS.format("engine", Activity.RESTART),
+    "seconds",
+    "mean engine: dead or restarting, once one has died",
+    RL,
+)
 IDLE_FRACTION = "time/{}s/idle_fraction"
 _declare(IDLE_FRACTION.format("trainer"), "fraction", "the mean trainer rank's time without work", RL)
 ENGINE_IDLE = _declare(IDLE_FRACTION.format("engine"), "fraction", "the mean engine's time without work", RL)

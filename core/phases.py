@@ -32,6 +32,7 @@ class Activity(StrEnum):
     SAVE = "save"
     GENERATE = "generate"
     REWARD = "reward"
+    RESTART = "restart"
 
 
 TRAINER_ACTIVITIES = (Activity.TRAIN, Activity.LOGP, Activity.SYNC, Activity.SAVE)

@@ -1,4 +1,4 @@
-"""Workers in Ray actors. The only file that imports ray.
+"""Workers in Ray actors.
 
     trainers = await cluster.spawn("trainer", 2, build_trainer, ...)       # Ray actors, one per rank
     await trainers.scatter(Trainer.step, shards)                           # as in core/workers.py
@@ -11,34 +11,26 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import inspect
 import logging
 import os
-import sys
-import threading
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from copy import copy
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from core.addresses import listen_at, use_interface_of
 from core.deadlines import HEALTH_CHECK_TIMEOUT_S
 from core.errors import CallFailed, ProcessDied, RunStopped, UserError, first_line
 from core.private_ray import check_is_ray, forget_token, join_ray, start_private_ray
+from core.ray_actor import IDLE, Actor
 from core.ray_address import check_reachable
-from core.scratch import Scratch, find_scratch, name_shared_memory
+from core.scratch import Scratch, find_scratch
 from core.workers import RankInfo, Resources, Workers, gather_fail_fast
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_STANDARD_LIBRARY = os.path.dirname(os.__file__)
 HEALTH = "health"
 """Ray's concurrency group of an actor that responds while the main thread is in a collective."""
 MAX_CALLS = 1_000_000
 """Calls that an actor runs at a time. Ray queues further ones, and a weight sync would wait behind groups."""
-IDLE = "is idle"
 DIED = "its process died; its log is in logs/ of the run folder (with ray_address in Ray's session folder)"
 T = TypeVar("T")
 W_co = TypeVar("W_co", covariant=True)
@@ -49,14 +41,19 @@ P = ParamSpec("P")
 class Remote(Workers[W_co]):
     """Workers in Ray actors. Every call has a deadline."""
 
-    def __init__(self, name: str, actors: list[Any], timeout_s: float):
-        self.name, self.actors, self.timeout_s, self.timeout_key = name, actors, timeout_s, "timeout_s"
+    def __init__(self, name: str, n: int, start_actor: Callable[[], Any], timeout_s: float):
+        self.name, self.start_actor, self.timeout_s, self.timeout_key = name, start_actor, timeout_s, "timeout_s"
+        self.actors = [start_actor() for _ in range(n)]
+        self.ranks: Sequence[int] = range(n)
+        """Ranks that `call_all` calls."""
         self.prefix = ""
         """Path from the worker to the objects that are called, with a dot at its end."""
         self.last_called: dict[int, str] = {}
         """Last method that was called, by rank."""
         self.started: set[int] = set()
         """Ranks that have completed a call."""
+        self.restarting: set[int] = set()
+        """Ranks whose actor is being replaced."""
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -72,12 +69,37 @@ class Remote(Workers[W_co]):
         other.timeout_s, other.timeout_key = timeout_s, key
         return other
 
+    def only(self, ranks: Sequence[int]) -> Remote[W_co]:
+        """Return the same workers, of which `call_all` calls these ranks."""
+        other = copy(self)
+        other.ranks = ranks
+        return other
+
     async def build_workers(self, build: Callable[..., Any], *args: Any) -> None:
         """Build the worker of every actor: actor i holds `build(info, *args)`, with its own RankInfo."""
+        self.build, self.args = build, args
         address, port = await attribute_failure([self], self.find_free_address(0))
         infos = [RankInfo(rank=i, size=len(self), address=address, port=port) for i in range(len(self))]
         starts = (self._call_actor(i, "build", build, info, args) for i, info in enumerate(infos))
         await attribute_failure([self], gather_fail_fast(starts))
+
+    async def restart(self, rank: int) -> None:
+        """Replace the actor of `rank`, dead or not, and build its worker again. Raises what `build_workers` raises.
+
+        This is for workers that form no process group with their peers.
+        """
+        import ray
+
+        self.restarting.add(rank)
+        self.started.discard(rank)
+        try:
+            ray.kill(self.actors[rank])
+            self.actors[rank] = self.start_actor()
+            address, port = await self.find_free_address(rank)
+            info = RankInfo(rank=rank, size=len(self), address=address, port=port)
+            await self._call_actor(rank, "build", self.build, info, self.args)
+        finally:
+            self.restarting.discard(rank)
 
     async def find_free_address(self, rank: int) -> tuple[str, int]:
         """Return the address of the actor's machine and a free port there."""
@@ -114,7 +136,7 @@ class Remote(Workers[W_co]):
         self, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
     ) -> list[Coroutine[Any, Any, Any]]:
         """Return the same call to every worker, to be awaited together with others; see `attribute_failure`."""
-        return [self.start_one(i, method, *args, **kwargs) for i in range(len(self))]
+        return [self.start_one(i, method, *args, **kwargs) for i in self.ranks]
 
     def submit(self, rank: int, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs) -> Any:
         """Start a call and return Ray's reference to its result, to be passed to another call without a copy here."""
@@ -141,7 +163,9 @@ class Remote(Workers[W_co]):
                 answer = await getattr(self.actors[rank], what).remote(*args, **kwargs)
         except RayTaskError as error:  # before TimeoutError: it may be one too
             cause: Exception = error.cause
-            if isinstance(cause, CallFailed | ProcessDied):
+            if isinstance(cause, ProcessDied):
+                raise ProcessDied(f"{who}: {cause}", worker=(self.name, rank)) from error
+            if isinstance(cause, CallFailed):
                 raise type(cause)(f"{who}: {cause}") from error
             if isinstance(cause, UserError | RunStopped):
                 raise cause from error
@@ -156,7 +180,7 @@ class Remote(Workers[W_co]):
         except TimeoutError as error:
             raise CallFailed(f"{who} did not answer within {self.timeout_s:g} seconds ({self.timeout_key})") from error
         except RayActorError as error:
-            raise ProcessDied(f"{who}: {DIED}") from error
+            raise ProcessDied(f"{who}: {DIED}", worker=(self.name, rank)) from error
         except RayError as error:
             raise CallFailed(f"{who} failed: {first_line(error)}") from error
         self.started.add(rank)
@@ -197,10 +221,14 @@ async def attribute_failure(groups: Iterable[Remote[Any]], call: Awaitable[T]) -
     try:
         return await call
     except (CallFailed, RayTaskError) as error:
-        checks = (group.check_health(rank) for group in groups for rank in range(len(group)))
-        health = await asyncio.gather(*checks)
-        if lost := [clause for alive, clause in health if not alive]:
-            raise ProcessDied(lost[0]) from error
+        ranks = [(group, rank) for group in groups for rank in group.ranks]
+        checked = [(group, rank) for group, rank in ranks if rank not in group.restarting]
+        health = await asyncio.gather(*(group.check_health(rank) for group, rank in checked))
+        for (group, rank), (alive, clause) in zip(checked, health, strict=True):
+            if not alive:
+                raise ProcessDied(clause, worker=(group.name, rank)) from error
+        for group, rank in set(ranks) - set(checked) if isinstance(error, CallFailed) else ():
+            raise ProcessDied(f"{group.name} {rank} is being restarted", worker=(group.name, rank)) from error
         if isinstance(error, CallFailed):
             busy = [clause for _, clause in health if not clause.endswith(IDLE)]
             raise type(error)(error.what, ", ".join(busy)) from error
@@ -234,7 +262,8 @@ class Cluster:
         of_ray: Any = importlib.import_module("ray._private.worker")
         of_ray._worker_logs_enabled = False  # else Ray prints a paragraph about each dead actor
         os.environ["PYTHONBREAKPOINT"] = breakpoint_goes_to  # Ray sets its own debugger, in this process too
-        self.actors: list[Any] = []
+        self.groups: list[Remote[Any]] = []
+        """Everything that was spawned, to be ended by `close`."""
 
     async def spawn(
         self, name: str, n: int, build: Callable[..., Any], *args: Any, resources: Resources, timeout_s: float
@@ -250,8 +279,8 @@ class Cluster:
         actor = remote(concurrency_groups={HEALTH: 1})(Actor).options(
             num_gpus=resources.gpus, num_cpus=0, max_concurrency=MAX_CALLS, runtime_env={"env_vars": env}
         )
-        workers: Remote[Any] = Remote(name, [actor.remote() for _ in range(n)], timeout_s)
-        self.actors += workers.actors
+        workers: Remote[Any] = Remote(name, n, actor.remote, timeout_s)
+        self.groups.append(workers)
         await workers.build_workers(build, *args)
         return workers
 
@@ -259,74 +288,11 @@ class Cluster:
         """End every actor of this run, then Ray. Called however the run ends."""
         import ray
 
-        for actor in self.actors:
-            ray.kill(actor)
+        for group in self.groups:
+            for actor in group.actors:
+                ray.kill(actor)
         ray.shutdown()
         if self.is_private:
             forget_token()
         if self.scratch is not None:
             self.scratch.close()
-
-
-class Actor:
-    """Actor process that holds one object and calls its methods by name."""
-
-    def __init__(self) -> None:
-        self.busy: dict[object, tuple[str, float]] = {}
-        """Calls in progress: method and start time."""
-        self.thread = threading.get_ident()
-        # On another machine than the driver's, and in a cluster of the user's, nobody has made a folder yet.
-        self.scratch = Scratch() if find_scratch() is None else None
-        name_shared_memory()
-        use_interface_of(_node_address())
-
-    def find_free_address(self) -> tuple[str, int]:
-        """Return the address of this machine and a free port, where other processes can meet this one."""
-        address = _node_address()
-        with listen_at(address) as s:
-            return address, s.getsockname()[1]
-
-    async def build(self, build: Callable[..., Any], info: RankInfo, args: tuple[Any, ...]) -> None:
-        with self._mark_busy("build"):
-            self.worker = build(info, *args)
-
-    async def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        with self._mark_busy(path):
-            result = attrgetter(path)(self.worker)(*args, **kwargs)
-            return await result if inspect.isawaitable(result) else result
-
-    async def describe_activity(self) -> str:
-        """Describe the calls in progress. This runs in a thread of its own, so it returns during any of them."""
-        first: dict[str, float] = {}  # oldest call of each method: there may be a thousand groups
-        for method, since in [*self.busy.values()]:
-            first.setdefault(method, since)
-        calls = [f"has been in {method} for {time.monotonic() - since:.0f} s" for method, since in first.items()]
-        place = _place_in_our_code(self.thread)
-        return (" and ".join(calls) or IDLE) + (f" (at {place})" if calls and place else "")
-
-    @contextmanager
-    def _mark_busy(self, method: str) -> Generator[None]:
-        self.thread, call = threading.get_ident(), object()
-        self.busy[call] = (method, time.monotonic())
-        try:
-            yield
-        finally:
-            del self.busy[call]
-
-
-def _node_address() -> str:
-    """Return the address that Ray gives this machine."""
-    import ray
-
-    return ray.util.get_node_ip_address()
-
-
-def _place_in_our_code(thread: int) -> str:
-    """Return file and line where a thread is, in this repository or in the user's file; "" while it waits."""
-    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]: the documented way
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if "site-packages" not in file and not file.startswith((_STANDARD_LIBRARY, "<")):
-            return f"{os.path.basename(file)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from algs.base import PolicyGradient, assign_advantages, check_advantages
 from configs.schema import RLConfig
 from core import metrics as names
-from core.errors import RunStopped
+from core.errors import ProcessDied, RunStopped
 from core.phases import Phase
 from core.types import Group, Prompt, ScoredColumn
 from core.workers import Workers, gather_fail_fast
@@ -26,10 +28,13 @@ from driver.rollout_metrics import (
 from driver.scoring import add_columns
 from driver.session import Session
 from driver.time_account import TimeBreakdown, name_bottleneck
+from rollouts.availability import EngineAvailability
 from rollouts.buffer import ReplayBuffer
 from rollouts.generation import Generation
 from trainers.trainer import Trainer
 from weight_sync.base import WeightSync
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -49,6 +54,8 @@ class Run:
     first_step: int
     """First step to run; a resumed run does not repeat earlier ones."""
     generation: Generation
+    steps_done: int
+    """Steps that the trainers' weights have behind them."""
     uses_padding: bool
     """True if the trainers pad rows, which depends on the loaded model."""
     time: TimeBreakdown
@@ -61,10 +68,14 @@ class Run:
     def buffer(self) -> ReplayBuffer:
         return self.generation.buffer
 
+    @property
+    def engines(self) -> EngineAvailability:
+        return self.generation.engines
+
     async def next_groups(self, step: int) -> tuple[list[Group], dict[str, float]]:
         """Wait for the step's groups, `groups_per_step` of them; return them with their metrics."""
         with self.session.clock.phase(Phase.WAIT_FOR_DATA):
-            groups, drawn = await self.buffer.next_step_groups(step)
+            groups, drawn = await self._while_trainers_wait(self.buffer.next_step_groups(step))
         with self.session.clock.phase(Phase.CHECK):
             check_failures([d.group for d in drawn], max_failed_fraction=self.cfg.reward.max_failed_fraction)
             if len(groups) < self.cfg.groups_per_step:
@@ -101,6 +112,7 @@ class Run:
             self.time.prefetch_engine_timers()
             shards = [[update[rank] for update in updates] for rank in range(len(self.trainers))]
             measured, *_ = await self.trainers.scatter(Trainer.step, shards)
+            self.steps_done += 1
         padding = sum(plan.padding for plan in plans) / k
         return name_train_metrics(measured) | {names.TRAIN_PADDING: padding}
 
@@ -116,11 +128,38 @@ class Run:
         )
 
     async def sync_weights(self, version: int) -> dict[str, float]:
-        """Transfer the trainer's weights to every engine, as `version`."""
+        """Transfer the trainer's weights to every engine that is there, as `version`."""
         with self.session.clock.phase(Phase.SYNC):
-            proof = await self.weights.publish_weights(version)
+            proof = None
+            while proof is None:
+                proof = await self._publish(version, await self.engines.wait_for(self.engines.running))
         self.buffer.set_version(version)
         return proof
+
+    async def _publish(self, version: int, engines: Sequence[int]) -> dict[str, float] | None:
+        """Transfer the weights to these engines; None where one of them died, and the others need another sync."""
+        deaths = [*self.engines.deaths]
+        try:
+            proof = await self.weights.publish_weights(version, engines)
+        except ProcessDied as death:
+            self.engines.report_death(death, deaths)
+            return None
+        self.engines.weights_arrived(engines, version)
+        return proof
+
+    async def _while_trainers_wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await the engines' work. Engines that were restarted meanwhile get the weights: the trainers are idle."""
+        working = asyncio.create_task(work)
+        try:
+            while not working.done():
+                restarted = asyncio.create_task(self.engines.wait_for(self.engines.needing_weights))
+                await asyncio.wait([working, restarted], return_when=asyncio.FIRST_COMPLETED)
+                if restarted.done():
+                    await self._publish(self.steps_done, restarted.result())
+                restarted.cancel()
+            return working.result()
+        finally:
+            working.cancel()
 
     async def sync_weights_if_due(self, steps_done: int, train_metrics: dict[str, float]) -> dict[str, float]:
         """Sync weights after `steps_done` steps, if the schedule says so."""
@@ -136,6 +175,7 @@ class Run:
             self.session.folder.save_samples(step, groups, self.tokenizer.decode)
             measured |= await self.time.start_lap()
         measured[names.ROLLOUT_GROUP_RETRIES] = float(self.generation.n_retries)
+        measured[names.ROLLOUT_RESTARTS] = float(self.engines.n_restarts)
         self.session.log(step, measured)
 
     async def evaluate_if_due(self, steps_done: int) -> dict[str, float]:
@@ -151,7 +191,7 @@ class Run:
         with self.session.clock.phase(Phase.EVALUATE):
             prompts = self.held_out.all()
             calls = (self.generation.generate_group(-1 - i, prompt, 1) for i, prompt in enumerate(prompts))
-            groups = await gather_fail_fast(calls)
+            groups = await self._while_trainers_wait(gather_fail_fast(calls))
         check_failures(groups, max_failed_fraction=self.cfg.reward.max_failed_fraction)
         measured = measure_groups(groups)
         shown = {k: v for k, v in measured.items() if k.startswith("reward/") or k == names.ROLLOUT_FAILED}

@@ -11,6 +11,7 @@ from algs.base import PolicyGradient
 from configs.schema import RLConfig
 from core.errors import UserError
 from core.phases import Phase
+from core.ray_cluster import Remote
 from core.types import Prompt
 from core.workers import Workers, gather_fail_fast
 from data_feeds.feed import Feed, load_prompts
@@ -18,6 +19,7 @@ from data_feeds.tokenizer import ChatTokenizer
 from driver.check_models import check_frozen_models, check_policy
 from driver.checkpoint import Checkpoint
 from driver.devices import check_devices
+from driver.engine_timers import EngineTimers
 from driver.load_recipe import Loaded
 from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rl_run import Run
@@ -30,6 +32,7 @@ from driver.weight_sync_factory import make_weight_sync
 from modeling.hf_config import check_model_folder, max_positions
 from modeling.lora import check_lora_targets
 from rewards import load_reward
+from rollouts.availability import EngineAvailability
 from rollouts.buffer import ReplayBuffer, Schedule
 from rollouts.generation import Generation
 from rollouts.registry import load_env_class
@@ -112,6 +115,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
     first_step = await session.resume(trainers, prepared.checkpoint, prepared.settings)
     if len(probe) < 2:
         raise UserError("data.train: the first prompt has fewer than two tokens")
+    availability = watch_engines(cfg, engines, session)
     return Run(
         cfg=cfg,
         alg=prepared.alg,
@@ -132,6 +136,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
         session=session,
         settings=prepared.settings,
         first_step=first_step,
+        steps_done=first_step,
         generation=Generation(
             engines,
             draw_prompt=feed.draw,
@@ -139,9 +144,10 @@ async def start(prepared: Prepared, session: Session) -> Run:
             buffer=make_buffer(prepared, first_step),
             group_size=cfg.group_size,
             timeout_s=cfg.rollout.timeout_s,
+            engines=availability,
         ),
         uses_padding=uses_padding,
-        time=await TimeBreakdown.start(session.clock, trainers=trainers, engines=engines),
+        time=await TimeBreakdown.start(session.clock, trainers=trainers, engines=EngineTimers(engines, availability)),
     )
 
 
@@ -158,6 +164,15 @@ async def start_workers(
     calls: list[Coroutine[Any, Any, Any]] = [start_trainers(session.cluster, cfg, plan), start_engines()]
     trainers, engines = await gather_fail_fast(calls)
     return trainers, engines
+
+
+def watch_engines(cfg: RLConfig, engines: Workers[RolloutWorker], session: Session) -> EngineAvailability:
+    """Return the states of the engines, which restart where they have processes of their own."""
+    restart = engines.restart if isinstance(engines, Remote) else None
+    session.availability = EngineAvailability(
+        len(engines), restart=restart, budget=cfg.rollout.restarts, say=session.console.say
+    )
+    return session.availability
 
 
 def make_buffer(prepared: Prepared, first_step: int) -> ReplayBuffer:

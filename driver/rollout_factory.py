@@ -16,6 +16,7 @@ from driver.devices import count_gpus, list_cores, share_machine, uses_gpus
 from modeling.lora import name_lora_targets
 from rewards import resolve_reward
 from rewards.pool import RewardPool
+from rollouts.availability import ENGINE_GROUP
 from rollouts.engines.base import Capabilities, EngineConfig
 from rollouts.registry import load_engine_class, load_env_class, resolve_engine, resolve_env
 from rollouts.worker import RolloutWorker
@@ -108,4 +109,4 @@ async def start_rollouts(cluster: Cluster | None, cfg: RLConfig, plan: RolloutPl
         return Local(build_worker(None, plan))
     engines = cfg.rollout.engines
     resources = share_machine(cfg, engines, gpus=cfg.rollout.tensor_parallel_size)
-    return await cluster.spawn("engine", engines, build_worker, plan, resources=resources, timeout_s=cfg.timeout_s)
+    return await cluster.spawn(ENGINE_GROUP, engines, build_worker, plan, resources=resources, timeout_s=cfg.timeout_s)

@@ -29,6 +29,7 @@ from driver.resume import bitwise_only_changes, changed_package_files
 from driver.run_folder import RunFolder
 from driver.save_to import save_in_one_step
 from driver.time_account import describe_shares
+from rollouts.availability import EngineAvailability
 from rollouts.worker import RolloutWorker
 from trainers.trainer import Trainer
 
@@ -43,6 +44,7 @@ class Session:
     console: Console
     cluster: Cluster | None = None
     engines: Workers[RolloutWorker] | None = None
+    availability: EngineAvailability | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     updates_skipped: int = 0
     updates_made: int = 0
@@ -152,9 +154,12 @@ class Session:
 
     async def close(self) -> None:
         try:
+            if self.availability is not None:
+                await self.availability.stop()
             if self.engines is not None:
+                ranks = range(len(self.engines)) if self.availability is None else self.availability.running()
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await self.engines.call_all(RolloutWorker.close)
+                    await asyncio.gather(*(self.engines.call_one(rank, RolloutWorker.close) for rank in ranks))
         except (TimeoutError, RunStopped) as error:  # it is killed next
             self.console.say(f"an engine did not close by itself ({error or 'no response'})")
         finally:

@@ -14,10 +14,9 @@ from core.clock import ActivityTimer, Clock
 from core.metrics import DEVICE_SECONDS, IDLE_FRACTION
 from core.phases import IDLE, REST, Activity, Phase
 from core.workers import Workers
-from rollouts.worker import RolloutWorker
+from driver.engine_timers import EngineTimers, Seconds
 from trainers.trainer import Trainer
 
-Seconds = dict[str, float]
 NOTABLE_FRACTION = 0.1
 """Fraction of the time below which nothing is called a bottleneck."""
 
@@ -28,7 +27,7 @@ class TimeBreakdown:
 
     clock: Clock
     trainers: Workers[Trainer]
-    engines: Workers[RolloutWorker]
+    engines: EngineTimers
     opening: dict[str, Seconds]
     """Seconds of every device and of the driver ("driver") at the start."""
     lap_at: dict[str, Seconds]
@@ -36,7 +35,7 @@ class TimeBreakdown:
     """Request of the engines' timers for the next lap."""
 
     @staticmethod
-    async def start(clock: Clock, *, trainers: Workers[Trainer], engines: Workers[RolloutWorker]) -> TimeBreakdown:
+    async def start(clock: Clock, *, trainers: Workers[Trainer], engines: EngineTimers) -> TimeBreakdown:
         breakdown = TimeBreakdown(clock, trainers, engines, {}, {})
         breakdown.opening = breakdown.lap_at = await breakdown._read_devices()
         clock.start_lap()
@@ -44,7 +43,7 @@ class TimeBreakdown:
 
     def prefetch_engine_timers(self) -> None:
         """Request the engines' timers now, so that the next `start_lap` does not block on a busy engine."""
-        self.prefetched = asyncio.create_task(self._read_engines())
+        self.prefetched = asyncio.create_task(self.engines.read())
         self.prefetched.add_done_callback(lambda task: task.cancelled() or task.exception())  # the lap raises it
 
     async def start_lap(self) -> dict[str, float]:
@@ -71,13 +70,9 @@ class TimeBreakdown:
             for device, seconds in since.items()
         }
 
-    async def _read_engines(self) -> list[Seconds]:
-        timers: Workers[ActivityTimer] = self.engines.attribute("timer")
-        return await timers.call_all(ActivityTimer.read_seconds)
-
     async def _read_devices(self) -> dict[str, Seconds]:
         prefetched, self.prefetched = self.prefetched, None
-        engines = await (prefetched or self._read_engines())
+        engines = await (prefetched or self.engines.read())
         trainers = await self.trainers.attribute("timer").call_all(ActivityTimer.read_seconds)
         return {
             "driver": self.clock.get_totals(),
@@ -116,7 +111,8 @@ def describe_shares(devices: dict[str, Seconds]) -> list[str]:
     lines: list[str] = []
     for kind in ("trainer", "engine"):
         mean = average_device(kind, devices)
-        parts = ", ".join(f"{name.replace('_', ' ')} {value / sum(mean.values()):z.1%}" for name, value in mean.items())
+        shares = {name: value / sum(mean.values()) for name, value in mean.items() if value}
+        parts = ", ".join(f"{name.replace('_', ' ')} {share:z.1%}" for name, share in shares.items())
         lines.append(f"{kind}s: {parts}")
     return lines
 

@@ -64,14 +64,14 @@ def make_weight_sync(
         ends=ends,
         engines=engines,
         probe=probe,
-        transports=[make_transport(name, ends, folder) for name in rollouts.transports],
+        transports=[make_transport(name, folder) for name in rollouts.transports],
         may_fall_back=cfg.max_staleness == 0,
         say=say,
         facts=facts,
     )
 
 
-def make_transport(name: TransportName, ends: SyncEndpoints, folder: Path) -> Transport:
+def make_transport(name: TransportName, folder: Path) -> Transport:
     if name in ("nccl", "gloo"):
-        return BroadcastTransport(name, ends)
-    return ChunkedTransport(name, ends, folder / "weights" if name == "disk" else None)
+        return BroadcastTransport(name)
+    return ChunkedTransport(name, folder / "weights" if name == "disk" else None)

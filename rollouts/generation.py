@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
@@ -11,12 +12,13 @@ from core.deadlines import GROUP_TIMEOUT_GRACE_S
 from core.errors import ProcessDied, RunStopped
 from core.types import Group, Prompt
 from core.workers import Workers
+from rollouts.availability import ENGINE_GROUP, EngineAvailability
 from rollouts.buffer import FinishedGroup, ReplayBuffer
 from rollouts.worker import RolloutWorker
 
 
 class Generation:
-    """Requests of groups to the engines. `n_retries` counts groups that were retried on another engine."""
+    """Requests of groups to the engines. `n_retries` counts groups that were retried after a timeout."""
 
     def __init__(
         self,
@@ -27,12 +29,20 @@ class Generation:
         buffer: ReplayBuffer,
         group_size: int,
         timeout_s: float,
+        engines: EngineAvailability | None = None,
     ):
-        """draw_prompt: ticket -> prompt. accept_group: see Algorithm. timeout_s: of one group, per attempt."""
+        """draw_prompt: ticket -> prompt. accept_group: see Algorithm. timeout_s: of one group, per attempt.
+
+        engines: None is engines that are not restarted.
+        """
+        self.engines = engines or EngineAvailability(len(workers))
         self.workers, self.draw_prompt, self.accept_group, self.buffer = workers, draw_prompt, accept_group, buffer
         self.group_size, self.timeout_s = group_size, timeout_s
-        self.running = [0] * len(workers)
-        """Groups that each engine is working on. Groups that timed out stay counted, so that engine gets fewer."""
+        self.running: Counter[tuple[int, int]] = Counter()
+        """Groups that each engine process works on: (rank, its deaths before) -> number.
+
+        Groups that timed out stay counted, so that engine gets fewer.
+        """
         self.tasks: set[asyncio.Task[None]] = set()
         self.n_retries = 0
 
@@ -63,18 +73,28 @@ class Generation:
         self.buffer.add_group(FinishedGroup(ticket=ticket, group=group, accepted=accepted, seconds=now() - start))
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
-        """Return a group from the least busy engine; on timeout retry once on another engine.
+        """Return a group from the least busy engine; where that dies, from another one, or from it when it is back.
 
-        Raises ProcessDied naming an engine that does not respond, and RunStopped where the group only takes too long.
+        Raises ProcessDied naming an engine that may not be restarted, and RunStopped where a group takes too long.
         """
-        first = self._least_busy()
+        while True:
+            deaths = [*self.engines.deaths]
+            try:
+                return await self._try_twice(ticket, prompt, size)
+            except ProcessDied as death:
+                self.engines.report_death(death, deaths)
+
+    async def _try_twice(self, ticket: int, prompt: Prompt, size: int) -> Group:
+        """Return a group from the least busy engine; on timeout retry once on another engine."""
+        first = await self._least_busy()
         group = await self._try_engine(first, ticket, prompt, size)
-        second = self._least_busy(besides=first)
-        if group is None:
-            self.n_retries += 1
-            if second == first:  # there is no other, and a stopped one would let the group wait as long again
-                await self._check_alive(first)
-            group = await self._try_engine(second, ticket, prompt, size)
+        if group is not None:
+            return group
+        self.n_retries += 1
+        second = await self._least_busy(besides=first)
+        if second == first or self.engines.can_restart:  # a stopped one would let more groups wait as long
+            await self._check_alive(first)
+        group = await self._try_engine(second, ticket, prompt, size)
         if group is None:
             await self._check_alive(first)
             await self._check_alive(second)
@@ -86,18 +106,20 @@ class Generation:
 
     async def _try_engine(self, rank: int, ticket: int, prompt: Prompt, size: int) -> Group | None:
         """Return the group, or None on timeout, whether the worker reports it or does not respond."""
-        self.running[rank] += 1
+        process = (rank, self.engines.deaths[rank])
+        self.running[process] += 1
         call = self.workers.call_one(rank, RolloutWorker.generate_group, ticket, prompt, size)
         group = await with_timeout(call, self.timeout_s + GROUP_TIMEOUT_GRACE_S)
         if group is not None:
-            self.running[rank] -= 1
+            self.running[process] -= 1
         return group
 
     async def _check_alive(self, rank: int) -> None:
         alive, seen = await self.workers.check_health(rank)
         if not alive:
-            raise ProcessDied(seen)
+            raise ProcessDied(seen, worker=(ENGINE_GROUP, rank))
 
-    def _least_busy(self, besides: int | None = None) -> int:
-        others = [i for i in range(len(self.workers)) if i != besides]
-        return min(others or [0], key=lambda i: self.running[i])
+    async def _least_busy(self, besides: int | None = None) -> int:
+        serving = await self.engines.wait_for(self.engines.serving)
+        others = [rank for rank in serving if rank != besides]
+        return min(others or serving, key=lambda rank: self.running[rank, self.engines.deaths[rank]])

@@ -9,7 +9,9 @@ import pytest
 from core.clock import ActivityTimer, Clock
 from core.errors import RunStopped
 from core.phases import Activity
+from driver.engine_timers import EngineTimers
 from driver.time_account import TimeBreakdown, explain_engine, explain_trainer, name_bottleneck
+from rollouts.availability import EngineAvailability
 from unit_tests.test_runs import SEVENS, file_of, folder_of, program
 
 
@@ -93,22 +95,29 @@ class Asked:
     def __init__(self, kind: str):
         self.kind, self.times, self.broken = kind, 0, False
 
+    def __len__(self) -> int:
+        return 1
+
     def attribute(self, name: str) -> "Asked":
         assert name == "timer"
         return self
 
     async def call_all(self, method: object) -> list[dict[str, float]]:
+        return [await self.call_one(0, method)]
+
+    async def call_one(self, rank: int, method: object) -> dict[str, float]:
         assert method is ActivityTimer.read_seconds
         self.times += 1
         if self.broken:
             raise RunStopped(f"{self.kind} 0 is gone")
-        return [{"busy": 2.0 * self.times, "idle": 1.0 * self.times}]
+        return {"busy": 2.0 * self.times, "idle": 1.0 * self.times}
 
 
 def test_engines_are_asked_ahead_and_once_and_the_lap_tells_it():
     async def body() -> None:
         trainers, engines = Asked("trainer"), Asked("engine")
-        account = await TimeBreakdown.start(Clock(), trainers=trainers, engines=engines)
+        timers = EngineTimers(engines, EngineAvailability(1))
+        account = await TimeBreakdown.start(Clock(), trainers=trainers, engines=timers)
         account.prefetch_engine_timers()
         await asyncio.sleep(0)
         assert engines.times == 2

@@ -110,56 +110,106 @@ def test_a_run_killed_twenty_times_makes_the_numbers_of_one_that_was_not(recipe,
     assert weights.keys() == wanted.keys() and all(weights[name].equal(wanted[name]) for name in wanted)
 
 
-DIES_ONCE = """
+STRIKES = """
 import os, signal
 from pathlib import Path
-from {module} import {base}
+import psutil
+import trainers.trainer
+from algs.grpo import GRPO
+from weight_sync.broadcast import WeightSender
+from {module} import {engine}
 
-class Mine({base}):
-    {method}
-        once = Path({mark!r})
-        if {when} and not once.exists():
-            once.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        {rest}
+HERE = Path(__file__).parent
+
+def strike(moment):
+    orders = (HERE / "orders").read_text().split()
+    if not orders or not orders[0].endswith("/" + moment):
+        return
+    (HERE / "orders").write_text(" ".join(orders[1:]))
+    who = orders[0].split("/")[0]
+    if who == "trainer":
+        os.kill(int((HERE / "trainer").read_text()), signal.SIGKILL)
+    engine = psutil.Process(int((HERE / "engine").read_text()))
+    below = [p for p in engine.children(recursive=True) if who in " ".join(p.cmdline())]
+    os.kill(engine.pid if who == "engine" else below[-1].pid, signal.SIGKILL)
+
+def before(owner, name, moment):
+    call = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: (strike(moment), call(*args, **kwargs))[1])
+
+before(trainers.trainer, "save_state", "checkpoint")
+before(WeightSender, "_send_bucket", "sync")
+{mine}
 """
-TRAINER = {
-    "module": "algs.grpo",
-    "base": "GRPO",
-    "method": "def loss(self, policy, tokens):",
-    "when": "Path({counter!r}).open('a').write('x') and Path({counter!r}).stat().st_size > 3",
-    "rest": "return super().loss(policy, tokens)",
-}
-ENGINE = {
-    "module": "rollouts.engines.hf",
-    "base": "HfEngine",
-    "method": "async def generate(self, token_ids, **settings):",
-    "when": "self.version == 3",
-    "rest": "return await super().generate(token_ids, **settings)",
+MY_TRAINER = """
+class Mine(GRPO):
+    def loss(self, policy, tokens):
+        (HERE / "trainer").write_text(str(os.getpid()))
+        strike("training")
+        return super().loss(policy, tokens)
+"""
+MY_ENGINE = """
+class Mine({engine}):
+    def __init__(self, config):
+        super().__init__(config)
+        (HERE / "engine").write_text(str(os.getpid()))
+
+    async def generate(self, token_ids, **settings):
+        strike("generation")
+        return await super().generate(token_ids, **settings)
+"""
+MOMENTS = ("generation", "training", "sync", "checkpoint")
+
+
+def orders_of(*victims: str) -> list[str]:
+    """Return every victim at every moment; the trainer is known from its first loss on."""
+    return [f"{victim}/{moment}" for moment in MOMENTS for victim in victims]
+
+
+CASES = {
+    "hf": ({"module": "rollouts.engines.hf", "engine": "HfEngine"}, {}, [*orders_of("engine"), "trainer/sync"]),
+    "vllm": (
+        {"module": "rollouts.engines.vllm", "engine": "VllmEngine"},
+        {"rollout.tensor_parallel_size": 2, "rollout.kv_cache_gib": 0.1},
+        ["trainer/training", *orders_of("engine", "EngineCore", "Worker", "trainer")],
+    ),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("who", ["trainer", "engine"])
-def test_a_run_that_loses_a_process_resumes_by_itself_with_the_same_numbers(recipe, tmp_path, who):
-    parts = TRAINER if who == "trainer" else ENGINE
-    mark, counter, file = tmp_path / "died", str(tmp_path / "counter"), tmp_path / "dies.py"
-    file.write_text(DIES_ONCE.format(mark=str(mark), **parts | {"when": parts["when"].format(counter=counter)}))
-    own = {"alg": {"file": str(file)}} if who == "trainer" else {"rollout.engine": str(file)}
-    path = recipe(EXACT | own | {"steps": 5})
-    run = start(path, tmp_path / "resumed", "on_failure=resume")
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(
+    "engine", [pytest.param("hf", marks=pytest.mark.slow), pytest.param("vllm", marks=pytest.mark.verify)]
+)
+def test_a_run_whose_processes_are_killed_at_every_moment_makes_the_numbers_of_one_that_was_not(
+    recipe, tmp_path, engine
+):
+    parts, changes, orders = CASES[engine]
+    own = {}
+    for key, mine in (("alg", MY_TRAINER), ("rollout.engine", MY_ENGINE)):
+        file = tmp_path / f"{key.replace('.', '_')}.py"
+        file.write_text(STRIKES.format(**parts, mine=mine.format(**parts)))
+        own[key] = {"file": str(file)} if key == "alg" else str(file)
+    path = recipe(EXACT | own | changes | {"steps": 10 if engine == "hf" else 25, "rollout.restarts": len(orders)})
+    (tmp_path / "orders").write_text(" ".join(orders))
+    run = start(path, tmp_path / "struck", "on_failure=resume", f"max_resumes={len(orders)}")
     out, err = (said.decode() for said in run.communicate())
-    assert run.returncode == 0 and mark.exists(), err
-    assert re.search(rf"stopped: {who} 0 .*its process died", out), out
-    assert re.search(r"on_failure=resume: resuming from .*step_0000\d \(1 of max_resumes=3\)", out), out
+    print(out, err)
+    assert run.returncode == 0, err
+    assert not (tmp_path / "orders").read_text(), "every order was carried out"
+    of_trainer = [order for order in orders if order.startswith("trainer")]
+    assert out.count("on_failure=resume: resuming from") == len(of_trainer)
+    assert len(re.findall(r"restarting it \(\d+ of rollout\.restarts", out)) == len(orders) - len(of_trainer)
     whole = start(path, tmp_path / "whole")  # nothing dies any more
     _, err = whole.communicate()
     assert whole.returncode == 0, err
     [reference] = (tmp_path / "whole").iterdir()
-    first, second = sorted((tmp_path / "resumed").iterdir())
-    assert rows_of(first) | rows_of(second) == rows_of(reference)
-    assert json.loads((second / "summary.json").read_text())["exit_reason"] == "done"
+    made = {}
+    for folder in sorted((tmp_path / "struck").iterdir()):
+        made |= rows_of(folder)
+    restarts = [row.pop("rollout/engine_restarts") for row in made.values()]
+    expected = rows_of(reference)
+    assert {row.pop("rollout/engine_restarts") for row in expected.values()} == {0.0} and max(restarts) > 0
+    assert made == expected
 
 
 def test_a_run_resumes_as_often_as_allowed_and_from_where_it_came(tmp_path, recipe, capsys):

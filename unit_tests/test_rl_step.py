@@ -16,11 +16,13 @@ from configs.schema import RLConfig
 from core.clock import Clock
 from core.types import Group
 from core.workers import Local
+from driver.engine_timers import EngineTimers
 from driver.load_recipe import load_recipe
 from driver.rl_run import Run
 from driver.rollout_factory import plan_rollouts
 from driver.time_account import TimeBreakdown
 from driver.trainer_factory import build_trainer, plan_trainer
+from rollouts.availability import EngineAvailability
 from unit_tests.examples import run_here, some_groups
 from unit_tests.test_runs import SEVENS, file_of, folder_of, metrics_of
 
@@ -36,9 +38,11 @@ async def step_of(path: str, groups: list[Group]) -> SimpleNamespace:
     clock = Clock()
     parts: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)  # a step asks for none of the others
     parts |= {"cfg": cfg, "alg": load_algorithm(loaded.alg_spec, cfg.alg), "trainers": Local(trainer)}
-    parts |= {"session": SimpleNamespace(clock=clock), "uses_padding": trainer.uses_padding()}
+    parts |= {"session": SimpleNamespace(clock=clock), "uses_padding": trainer.uses_padding(), "steps_done": 0}
     engines = cast(Any, Local(SimpleNamespace(timer=trainer.timer)))
-    parts["time"] = await TimeBreakdown.start(clock, trainers=parts["trainers"], engines=engines)
+    parts["time"] = await TimeBreakdown.start(
+        clock, trainers=parts["trainers"], engines=EngineTimers(engines, EngineAvailability(1))
+    )
     run = Run(**parts)
     scored = await run.add_columns(groups)
     credited = run.compute_advantages(scored)

@@ -18,7 +18,7 @@ from data_feeds.packing import micro_batches
 from driver.load_recipe import load_recipe
 from driver.rollout_factory import build_worker, plan_rollouts
 from driver.trainer_factory import build_trainer, plan_trainer
-from driver.weight_sync_factory import make_transport, make_weight_sync
+from driver.weight_sync_factory import make_weight_sync
 from trainers.trainer import Trainer
 from unit_tests.examples import some_groups
 from weight_sync.publisher import RemoteWeightSync
@@ -160,7 +160,6 @@ def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(
             )
             assert isinstance(sync, RemoteWeightSync)
             sync.ends = replace(sync.ends, max_bytes=100_000)  # several buckets
-            sync.transports = [make_transport(t.name, sync.ends, tmp_path) for t in sync.transports]
             return sync
 
         async def publish(sync: RemoteWeightSync, *faults: str) -> str:

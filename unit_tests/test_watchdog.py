@@ -184,8 +184,9 @@ def test_a_run_ends_in_time_with_one_sentence_that_names_the_culprit(recipe, tmp
     if "trainer.ranks" in changes:
         (tmp_path / "order").write_text("SIGKILL")
         changes = changes | {"alg": {"file": file_of(tmp_path / "strikes.py", STRIKES)}}
+    recipe_path = recipe(changes | {"backend": "ray", "steps": 1, "rollout.restarts": 0})
     run = subprocess.Popen(
-        [sys.executable, "main_rl.py", "--config", recipe(changes | {"backend": "ray", "steps": 1})],
+        [sys.executable, "main_rl.py", "--config", recipe_path],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

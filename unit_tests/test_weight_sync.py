@@ -217,6 +217,13 @@ class Recorder:
     def __init__(self, notes: list[str], answers: dict[str, Any]) -> None:
         self.notes, self.answers = notes, answers
 
+    def __len__(self) -> int:
+        return 1
+
+    def only(self, ranks: Sequence[int]) -> Recorder:
+        assert list(ranks) == [0]
+        return self
+
     async def call_all(self, method: Any, *args: Any) -> list[Any]:
         self.notes.append(f"{method.__name__} called")
         await asyncio.sleep(0.01)
@@ -261,7 +268,7 @@ def test_nothing_is_sent_before_the_engines_are_held() -> None:
     class Noted:
         name = "gloo"
 
-        async def transfer(self, version: int) -> Sent:
+        async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
             notes.append("transfer called")
             return Sent(checksums={}, nbytes=0)
 
@@ -281,7 +288,7 @@ def test_engines_are_held_again_before_another_transport_is_tried() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        async def transfer(self, version: int) -> Sent:
+        async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
             notes.append(self.name)
             if self.name == "gloo":
                 raise TransportFailed("cut")
@@ -304,7 +311,7 @@ def test_a_transport_is_replaced_only_where_the_run_is_synchronous(may_fall_back
         def __init__(self, name: str) -> None:
             self.name = name
 
-        async def transfer(self, version: int) -> Sent:
+        async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
             tried.append(self.name)
             if self.name != "disk":
                 raise TransportFailed(f"{self.name} is cut")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -43,8 +43,12 @@ class Probe:
 class WeightSync(Protocol):
     """Transfer of the trainer's weights to every engine."""
 
-    async def publish_weights(self, version: int) -> dict[str, float]:
-        """Return when every engine samples from version `version` and has shown it; raise RunStopped otherwise."""
+    async def publish_weights(self, version: int, engines: Sequence[int] | None = None) -> dict[str, float]:
+        """Return when every engine samples from version `version` and has shown it; raise RunStopped otherwise.
+
+        engines: ranks of the engines that get the weights; None is all of them. After ProcessDied of one of them the
+        others are ready for another sync.
+        """
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ class LocalWeightSync:
     max_bytes: int
     scope: ExportScope
 
-    async def publish_weights(self, version: int) -> dict[str, float]:
+    async def publish_weights(self, version: int, engines: Sequence[int] | None = None) -> dict[str, float]:
         sent: dict[str, int] = {}
         nbytes = 0
 
@@ -68,35 +68,47 @@ class RemoteWeightSync:
     facts: dict[str, Any]
     """Entries of the run's summary."""
 
-    async def publish_weights(self, version: int) -> dict[str, float]:
+    async def publish_weights(self, version: int, engines: Sequence[int] | None = None) -> dict[str, float]:
         try:
-            return await self._publish(version)
-        except (CallFailed, ProcessDied) as error:
+            return await self._publish(version, range(len(self.engines)) if engines is None else engines)
+        except ProcessDied as error:
+            raise ProcessDied(f"in the sync of version {version}, {error}", worker=error.worker) from error
+        except CallFailed as error:
             raise type(error)(f"in the sync of version {version}, {error}") from error
 
-    async def _publish(self, version: int) -> dict[str, float]:
-        ends, ids = self.ends, self.probe.token_ids
+    async def _publish(self, version: int, ranks: Sequence[int]) -> dict[str, float]:
+        ends, ids, patient = self.ends.only(ranks), self.probe.token_ids, self.engines.only(ranks)
         await ends.engine_timers.call_all(ActivityTimer.begin_activity, Activity.SYNC)
-        # pause first: draining can take minutes, and the broadcast's own timeout is short
-        await self.engines.call_all(ReceivesWeights.pause)
-        sent = await self._transfer(version)
-        expected, *_ = await ends.trainers.call_all(ExportsWeights.probe, ids)
-        loaded = await ends.engines.call_all(ReceivesWeights.read_fingerprint)
-        gap = verify_sync(
-            sent.checksums,
-            loaded,
-            expected_logp=expected,
-            probe_logp=await ends.engines.call_all(ReceivesWeights.probe, ids),
-            bound=self.probe.bound,
-        )
-        await ends.engine_timers.call_all(ActivityTimer.end_activity, Activity.SYNC)
+        try:
+            # pause first: draining can take minutes, and the broadcast's own timeout is short
+            await patient.call_all(ReceivesWeights.pause)
+            sent = await self._transfer(version, ends, patient)
+            expected, *_ = await ends.trainers.call_all(ExportsWeights.probe, ids)
+            loaded = await ends.engines.call_all(ReceivesWeights.read_fingerprint)
+            gap = verify_sync(
+                sent.checksums,
+                loaded,
+                expected_logp=expected,
+                probe_logp=await ends.engines.call_all(ReceivesWeights.probe, ids),
+                bound=self.probe.bound,
+                engines=ranks,
+            )
+        except ProcessDied as error:
+            gone = None if error.worker is None else error.worker[1]
+            await self._end_activity([rank for rank in ranks if rank != gone])  # these take part in the next sync
+            raise
+        await self._end_activity(ranks)
         return {"sync/probe_gap": gap, "sync/bytes": float(sent.nbytes)}
 
-    async def _transfer(self, version: int) -> Sent:
+    async def _end_activity(self, ranks: Sequence[int]) -> None:
+        timers = self.ends.only(ranks).engine_timers
+        await timers.call_all(ActivityTimer.end_activity, Activity.SYNC)
+
+    async def _transfer(self, version: int, ends: SyncEndpoints, patient: Remote[ReceivesWeights]) -> Sent:
         while True:
             transport, *others = self.transports
             try:
-                sent = await transport.transfer(version)
+                sent = await transport.transfer(version, ends)
                 self.facts["transport"] = transport.name
                 return sent
             except TransportFailed as error:
@@ -108,4 +120,4 @@ class RemoteWeightSync:
                 )
                 self.transports = others
                 # again: engines that had received all their weights have resumed
-                await self.engines.call_all(ReceivesWeights.pause)
+                await patient.call_all(ReceivesWeights.pause)

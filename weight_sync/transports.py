@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from core.clock import ActivityTimer
 from core.deadlines import SYNC_TIMEOUT_GRACE_S
-from core.errors import TransportFailed
+from core.errors import RunStopped
 from core.ray_cluster import Remote, attribute_failure
 from core.workers import gather_fail_fast
 from weight_sync.base import ExportScope, ExportsWeights, ReceivesWeights, Sent, TransportName
@@ -22,8 +22,11 @@ class Transport(Protocol):
 
     name: TransportName
 
-    async def transfer(self, version: int) -> Sent:
-        """Return when every engine has loaded what was sent. After TransportFailed no process waits any longer."""
+    async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
+        """Return when every engine of `ends` has loaded what was sent.
+
+        After TransportFailed no process waits any longer.
+        """
         ...
 
 
@@ -45,6 +48,10 @@ class SyncEndpoints:
     timeout_s: float
     """Deadline of one step of a sync inside a worker."""
 
+    def only(self, engines: Sequence[int]) -> SyncEndpoints:
+        """Return the endpoints of a sync with these engines alone."""
+        return replace(self, engines=self.engines.only(engines), engine_timers=self.engine_timers.only(engines))
+
     async def gather_collective(self, calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
         """Await calls that depend on each other. If a transport fails, all end before another one is tried."""
         together = gather_fail_fast(calls, grace_s=self.timeout_s + SYNC_TIMEOUT_GRACE_S)
@@ -53,41 +60,49 @@ class SyncEndpoints:
 
 @dataclass(slots=True)
 class BroadcastTransport:
-    """Broadcast from trainer rank 0 to every rank of every engine, in a process group that they form once."""
+    """Broadcast from trainer rank 0 to every rank of the engines, in a process group that they form once.
+
+    They form it again where the engines are others than those of the last sync, or one of them was restarted.
+    """
 
     name: TransportName
-    ends: SyncEndpoints
-    joined: bool = False
+    members: list[Any] = field(default_factory=list[Any])
+    """Actors of the engines that are in the group."""
 
-    async def transfer(self, version: int) -> Sent:
-        if not self.joined:
-            await self._form_group()
-        ends = self.ends
+    async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
+        members = [ends.engines.actors[rank] for rank in ends.engines.ranks]
+        if members != self.members:
+            self.members = []
+            await self._form_group(ends)
+            self.members = members
         sends = ends.sources.start_all(WeightSource.broadcast_weights, ends.max_bytes, ends.scope)
         receives = ends.engines.start_all(ReceivesWeights.receive_weights, version)
-        sent, *_ = await ends.gather_collective([*sends, *receives])
+        try:
+            sent, *_ = await ends.gather_collective([*sends, *receives])
+        except RunStopped:
+            self.members = []  # a member that fails has left the group
+            raise
         return sent
 
-    async def _form_group(self) -> None:
-        sources, engines, n = self.ends.sources, self.ends.engines, self.ends.ranks_per_engine
+    async def _form_group(self, ends: SyncEndpoints) -> None:
+        sources, engines, n = ends.sources, ends.engines, ends.ranks_per_engine
         address, _ = await sources.find_free_address(0)
         over_nccl = self.name == "nccl"
-        port = await sources.call_one(0, WeightSource.open_broadcast, address, self.ends.timeout_s, over_nccl)
-        members = 1 + len(engines) * n
+        port = await sources.call_one(0, WeightSource.open_broadcast, address, ends.timeout_s, over_nccl)
+        size = 1 + len(engines.ranks) * n
         joins = [
             engines.start_one(
-                i,
+                rank,
                 ReceivesWeights.join_broadcast,
                 address=address,
                 port=port,
-                first_rank=1 + i * n,
-                members=members,
+                first_rank=1 + place * n,
+                members=size,
             )
-            for i in range(len(engines))
+            for place, rank in enumerate(engines.ranks)
         ]
-        waits = sources.start_one(0, WeightSource.wait_for_members, members)
-        await self.ends.gather_collective([waits, *joins])
-        self.joined = True
+        waits = sources.start_one(0, WeightSource.wait_for_members, size)
+        await ends.gather_collective([waits, *joins])
 
 
 @dataclass(slots=True)
@@ -95,22 +110,21 @@ class ChunkedTransport:
     """Transfer of one chunk at a time: trainer rank 0 writes it, and each engine loads it."""
 
     name: TransportName
-    ends: SyncEndpoints
     folder: Path | None
     """Folder on a file system that all machines share; None keeps the bytes in Ray's object store."""
 
-    async def transfer(self, version: int) -> Sent:
+    async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
         folder = None if self.folder is None else self.folder / str(version)
         try:
             if folder is not None:
                 folder.mkdir(parents=True)
-            return await self._transfer(version, folder)
+            return await self._transfer(version, ends, folder)
         finally:
             if self.folder is not None:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    async def _transfer(self, version: int, folder: Path | None) -> Sent:
-        ends, sources, engines, gather = self.ends, self.ends.sources, self.ends.engines, self.ends.gather_collective
+    async def _transfer(self, version: int, ends: SyncEndpoints, folder: Path | None) -> Sent:
+        sources, engines, gather = ends.sources, ends.engines, ends.gather_collective
         where = None if folder is None else str(folder)
         begins = sources.start_all(WeightSource.begin_chunks, ends.max_bytes, ends.scope, where)
         await gather([*engines.start_all(ReceivesWeights.begin_chunks), *begins])
@@ -118,7 +132,7 @@ class ChunkedTransport:
             while (await gather([*sources.start_all(WeightSource.write_chunk)]))[0]:
                 chunk = sources.submit(0, WeightSource.get_chunk)
                 await gather([*engines.start_all(ReceivesWeights.load_chunk, chunk)])
-        except TransportFailed:
+        except RunStopped:  # an engine died, or no transport; where a trainer rank died, this says so
             await sources.call_all(WeightSource.abort_chunks)
             raise
         await gather([*engines.start_all(ReceivesWeights.receive_weights, version)])
