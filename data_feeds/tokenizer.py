@@ -12,7 +12,7 @@ from typing import Any, Literal
 from core.errors import UserError, first_line, name_error
 from core.hub import describe_hub, prepare_hub
 from core.types import Message
-from modeling.pretrained import load_pretrained
+from modeling.pretrained import load_pretrained, refuse_own_code
 
 TrainOn = Literal["everything", "last_reply"] | Sequence[str]
 """Part of a conversation that is trained on: everything, its last reply, or the turns of these roles."""
@@ -39,15 +39,24 @@ class ChatTokenizer:
     with the end-of-sequence token.
     """
 
-    def __init__(self, path: str, template: Literal["chat", "plain"], *, key: str = "model.path"):
+    def __init__(
+        self,
+        path: str,
+        template: Literal["chat", "plain"],
+        *,
+        key: str = "model.path",
+        trust_remote_code: bool = False,
+    ):
         from transformers import AutoTokenizer
 
         is_folder = os.path.isdir(path)
         if not is_folder:
             prepare_hub(f"{key}={path}")
         try:
-            self.hf: Any = load_pretrained(AutoTokenizer, path)
+            self.hf: Any = load_pretrained(AutoTokenizer, path, trust_remote_code=trust_remote_code)
         except Exception as error:  # a border: a broken file can make the library raise anything
+            if refusal := refuse_own_code(error, key=key, path=path, trust_remote_code=trust_remote_code):
+                raise UserError(refusal) from error
             more = "" if is_folder else f"; {describe_hub()}"
             raise UserError(f"{key}={path}: its tokenizer cannot be loaded: {name_error(error)}{more}") from error
         self.template = template
@@ -55,7 +64,8 @@ class ChatTokenizer:
             raise UserError(f"{key}={path} has no chat template: set data.template=plain, or add one to its tokenizer")
         if self.hf.eos_token_id is None:
             raise UserError(f"{key}={path}: its tokenizer has no end-of-sequence token")
-        self.stop_token_ids = sorted({self.hf.eos_token_id, *_eos_of_generation_config(path, key)})
+        more_ends = _eos_of_generation_config(path, key, trust_remote_code=trust_remote_code)
+        self.stop_token_ids = sorted({self.hf.eos_token_id, *more_ends})
 
     def render(self, messages: list[Message]) -> list[int]:
         """Return the ids of a conversation, up to the point where the policy's reply begins."""
@@ -222,14 +232,14 @@ def _check_appends(*longer: str) -> None:
         )
 
 
-def _eos_of_generation_config(path: str, key: str) -> list[int]:
+def _eos_of_generation_config(path: str, key: str, *, trust_remote_code: bool) -> list[int]:
     """Return the stop tokens of the model's generation config; a chat model may have several."""
     from transformers import GenerationConfig
 
     if os.path.isdir(path) and not (Path(path) / "generation_config.json").is_file():
         return []
     try:
-        found = load_pretrained(GenerationConfig, path).eos_token_id
+        found = load_pretrained(GenerationConfig, path, trust_remote_code=trust_remote_code).eos_token_id
     except Exception as error:  # a border, as above
         raise UserError(
             f"{key}={path}: its generation_config.json cannot be read, but it names the stop tokens: "
