@@ -34,7 +34,7 @@ from weight_sync.base import Bucket, ExportScope
 
 
 class Trainer:
-    """One rank. Every method is called on all ranks at once, with the same number of micro-batches on each."""
+    """Train on one rank. Every method is called on all ranks at once, with the same number of micro-batches on each."""
 
     rank, ranks = 0, 1
     zero_stage: int | None = None
