@@ -14,7 +14,7 @@ TrainOn = Literal["everything", "last_reply"] | list[str]
 
 
 class SourceConfig(StrictModel):
-    """One data set of a mixture, or the only one."""
+    """Describe one data set of a mixture, or the only one."""
 
     path: str
     """A Parquet or JSONL file, a folder written by datasets.save_to_disk, or hub:NAME (hub:NAME/CONFIG)."""

@@ -32,7 +32,7 @@ VALUES: dict[str, dict[Any, Any]] = {
     "precompute_ref_logp": {"ahead": True, "each_step": False},
 }
 """New key -> old value -> new value."""
-ADDED: dict[str, Any] = {"trainer.eps": 1e-8}
+ADDED: dict[str, Any] = {"trainer.eps": 1e-8, "model.trust_remote_code": False}
 """New keys, with the constant that earlier versions used."""
 
 

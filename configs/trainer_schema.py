@@ -40,19 +40,10 @@ class ModelConfig(StrictModel):
     lora: LoraConfig | None = None
     """Low-rank adapters to train instead of the weights; unset trains the weights."""
     trust_remote_code: bool = False
-    """Whether code that comes with a model, in its folder or on the hub, may run. Only false is accepted: such code
-    would run in driver, trainers and engines, and weight sync, LoRA and export are made for the classes of transformers
-    and vLLM."""
-
-    @field_validator("trust_remote_code")
-    @classmethod
-    def runs_no_foreign_code(cls, given: bool) -> bool:
-        if given:
-            raise ValueError(
-                "true would run code that comes with the model, which is not supported: take a model whose class "
-                "transformers and vLLM have, and leave the key out"
-            )
-        return given
+    """Run code that comes with a model, in its folder or on the hub, in driver, trainers and engines: for `path` and
+    for the models that `alg` names. Read that code first. A model with code of its own is trained on padded rows, and
+    sampled by vLLM if vLLM has its architecture, else by the engine hf; a saved model holds its code. A reward's model
+    has a setting of its own (rewards/reward_model.py)."""
 
 
 OURS_OF_DEEPSPEED = (

@@ -26,6 +26,7 @@ LEFTOVER_KILL_S = 10.0
 GROUP_TIMEOUT_GRACE_S = 5.0
 SYNC_TIMEOUT_GRACE_S = 5.0
 REWARD_START_TIMEOUT_S = 120.0
+VLLM_IMPORT_TIMEOUT_S = 300.0
 REWARD_EXIT_GRACE_S = 5.0
 MATH_VERIFY_TIMEOUT_S = 2
 
@@ -80,6 +81,11 @@ TABLE = (
         waits_for="a reward process that loads its file, model included",
         length=_seconds(REWARD_START_TIMEOUT_S),
         after_it="the run stops",
+    ),
+    Deadline(
+        waits_for="the import of vLLM that asks for an architecture (only with `model.trust_remote_code`)",
+        length=_seconds(VLLM_IMPORT_TIMEOUT_S),
+        after_it="the run does not start",
     ),
     Deadline(
         waits_for="a reward process that is ending",

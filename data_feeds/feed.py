@@ -13,6 +13,7 @@ from core.errors import UserError
 from core.metrics import DATA_EPOCH, DATA_ROWS
 from core.progress import Progress
 from core.types import Group, Prompt, Rows
+from data_feeds.drafts import ROWS_AT_ONCE, finish_drafts
 from data_feeds.invalid_rows import InvalidRows, filter_rows
 from data_feeds.mixture import Mixture, pick_row, pick_row_with_replacement, whole_parts
 from data_feeds.row_types import ROW_TYPES, Reader, RowType
@@ -185,11 +186,15 @@ def _read_source(
     config: SourceConfig, key: str, row_type: RowType, reader: Reader, *, data: DataConfig, limit: int | None
 ) -> tuple[list[Any], InvalidRows]:
     records = read_records(config, key=key, needed=row_type.needed, known=row_type.known)
-    named = ((record.id, record) for record in records)
+    outcomes = finish_drafts(
+        (row_type.draft(reader, record) for record in records),
+        reader.tokenizer.encode_pieces,
+        at_once=min(limit or ROWS_AT_ONCE, ROWS_AT_ONCE),
+    )
     with _without_collector():
         items, invalid = filter_rows(
-            named,
-            lambda record: row_type.make(reader, record.check()),
+            ((record.id, outcome) for record, outcome in zip(records, outcomes, strict=True)),
+            lambda outcome: outcome(),
             limit=limit,
             progress=Progress(key, len(records)),
         )

@@ -1,4 +1,7 @@
-"""Turn a row into a Prompt, or into Samples to train on. InvalidRow is raised for a row that cannot be used."""
+"""Turn a row into a Prompt, or into Samples to train on. InvalidRow is raised for a row that cannot be used.
+
+The methods of Reader are drafts (data_feeds/drafts.py): where one needs ids, it yields the texts.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from typing import Any, Literal, TypeVar
 
 from core.errors import UserError
 from core.types import Group, Message, Prompt, Rows, Sample
+from data_feeds.drafts import Draft
 from data_feeds.invalid_rows import InvalidRow
 from data_feeds.rows import Record
-from data_feeds.tokenizer import ChatTokenizer, TemplateRefuses, TrainOn
+from data_feeds.tokenizer import ChatTokenizer, TemplateRefuses, TrainOn, join_encoded
 
 Written = TypeVar("Written")
 
@@ -28,7 +32,7 @@ class Reader:
     """Key that sets max_tokens."""
     train_on: TrainOn
 
-    def make_prompt(self, record: Record) -> Prompt:
+    def make_prompt(self, record: Record) -> Draft[Prompt]:
         """Return the prompt of a row; the policy writes the completion."""
         messages = record.get_messages("messages", text_is="user")
         if messages[-1]["role"] == "assistant":
@@ -39,19 +43,21 @@ class Reader:
         if not any(m["content"].strip() for m in messages):
             raise InvalidRow("empty", "all its messages are empty")
         self._check_size(messages)
-        self._check_length(len(_apply_template(lambda: self.tokenizer.render(messages))))
+        text = _apply_template(lambda: self.tokenizer.render_text(messages, reply_next=True))
+        [(ids, _)] = yield [(text, False)]
+        self._check_length(len(ids))
         return self._build_prompt(record, messages)
 
-    def make_conversation(self, record: Record) -> Group:
+    def make_conversation(self, record: Record) -> Draft[Group]:
         """Return a group of one Sample, trained on the turns that `train_on` names."""
         messages = _check_replies(record.get_messages("messages", text_is="user"))
-        sample = self._build_sample(self._build_prompt(record, messages), messages, self.train_on)
+        sample = yield from self._build_sample(self._build_prompt(record, messages), messages, self.train_on)
         if not any(sample.loss_mask):
             named = "turn to train on" if isinstance(self.train_on, str) else f"turn of {' or '.join(self.train_on)}"
             raise InvalidRow("no_reply", f"it has no {named}")
         return [sample]
 
-    def make_pair(self, record: Record) -> Group:
+    def make_pair(self, record: Record) -> Draft[Group]:
         """Return [chosen, rejected] with rewards 1 and 0, trained on the last replies; the prompt must be the same."""
         asked = record.get_messages("messages", text_is="user") if "messages" in record.columns else None
         chosen, rejected = (_join_reply(record, column, asked) for column in ("chosen", "rejected"))
@@ -61,8 +67,8 @@ class Reader:
             raise InvalidRow("same_reply", "chosen and rejected are the same")
         prompt = self._build_prompt(record, chosen[:-1])
         group = [
-            self._build_sample(prompt, chosen, "last_reply", 1.0),
-            self._build_sample(prompt, rejected, "last_reply", 0.0),
+            (yield from self._build_sample(prompt, chosen, "last_reply", 1.0)),
+            (yield from self._build_sample(prompt, rejected, "last_reply", 0.0)),
         ]
         before = [s.token_ids[: s.action_mask.index(True)] for s in group]
         if before[0] != before[1]:
@@ -72,13 +78,14 @@ class Reader:
             )
         return group
 
-    def make_unpaired(self, record: Record) -> Group:
+    def make_unpaired(self, record: Record) -> Draft[Group]:
         """Return a group of one Sample with reward 1 if `label` is true, else 0; trained on the last reply."""
         messages = _check_ends_in_reply(record.get_messages("messages", text_is="user"), "messages")
         label = record.get_column("label")
         if not isinstance(label, bool | int | float) or label not in (0, 1):
             raise InvalidRow("bad_label", f"label must be true, false, 1 or 0, found {label!r:.60}")
-        return [self._build_sample(self._build_prompt(record, messages[:-1]), messages, "last_reply", float(label))]
+        prompt = self._build_prompt(record, messages[:-1])
+        return [(yield from self._build_sample(prompt, messages, "last_reply", float(label)))]
 
     def _build_prompt(self, record: Record, messages: list[Message]) -> Prompt:
         return Prompt(
@@ -91,9 +98,9 @@ class Reader:
 
     def _build_sample(
         self, prompt: Prompt, messages: list[Message], train_on: TrainOn, reward: float | None = None
-    ) -> Sample:
+    ) -> Draft[Sample]:
         self._check_size(messages)
-        ids, mask = _apply_template(lambda: self.tokenizer.mask_turns(messages, train_on))
+        ids, mask = join_encoded((yield _apply_template(lambda: self.tokenizer.split_turns(messages, train_on))))
         self._check_length(len(ids))
         nothing = [0.0] * len(ids)
         return Sample(
@@ -160,8 +167,12 @@ class RowType:
 
     needed: tuple[str, ...]
     """Columns that some row must have."""
-    make: Callable[[Reader, Record], Any]
-    """Makes a Prompt, or a Group to train on, of one row."""
+    make: Callable[[Reader, Record], Draft[Any]]
+    """Drafts a Prompt, or a Group to train on, of one row."""
+
+    def draft(self, reader: Reader, record: Record) -> Draft[Any]:
+        """Draft what the row is for. Its first step raises InvalidRow where the record has a flaw."""
+        return (yield from self.make(reader, record.check()))
 
     @property
     def known(self) -> tuple[str, ...]:

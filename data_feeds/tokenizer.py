@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -12,12 +12,18 @@ from typing import Any, Literal
 from core.errors import UserError, first_line, name_error
 from core.hub import describe_hub, prepare_hub
 from core.types import Message
-from modeling.pretrained import load_pretrained
+from modeling.pretrained import load_pretrained, refuse_own_code
 
 TrainOn = Literal["everything", "last_reply"] | Sequence[str]
 """Part of a conversation that is trained on: everything, its last reply, or the turns of these roles."""
 CHARS_PER_TOKEN = 8
 """Characters that are looked at for each token of a bound: more than usual texts have."""
+CHARS_AT_ONCE = 2**20
+"""Characters that are encoded in one call. The library needs some hundred bytes for each token of it."""
+Piece = tuple[str, bool | list[range]]
+"""Text to encode, and what of it is trained on: all, nothing, or the tokens that begin within these characters."""
+Encoded = tuple[list[int], list[bool]]
+"""Ids of a piece, and which of them are trained on."""
 STAND_IN = "\u2402"
 """Placeholder of a reply, which can be found again in a rendered conversation."""
 
@@ -33,15 +39,24 @@ class ChatTokenizer:
     with the end-of-sequence token.
     """
 
-    def __init__(self, path: str, template: Literal["chat", "plain"], *, key: str = "model.path"):
+    def __init__(
+        self,
+        path: str,
+        template: Literal["chat", "plain"],
+        *,
+        key: str = "model.path",
+        trust_remote_code: bool = False,
+    ):
         from transformers import AutoTokenizer
 
         is_folder = os.path.isdir(path)
         if not is_folder:
             prepare_hub(f"{key}={path}")
         try:
-            self.hf: Any = load_pretrained(AutoTokenizer, path)
+            self.hf: Any = load_pretrained(AutoTokenizer, path, trust_remote_code=trust_remote_code)
         except Exception as error:  # a border: a broken file can make the library raise anything
+            if refusal := refuse_own_code(error, key=key, path=path, trust_remote_code=trust_remote_code):
+                raise UserError(refusal) from error
             more = "" if is_folder else f"; {describe_hub()}"
             raise UserError(f"{key}={path}: its tokenizer cannot be loaded: {name_error(error)}{more}") from error
         self.template = template
@@ -49,11 +64,12 @@ class ChatTokenizer:
             raise UserError(f"{key}={path} has no chat template: set data.template=plain, or add one to its tokenizer")
         if self.hf.eos_token_id is None:
             raise UserError(f"{key}={path}: its tokenizer has no end-of-sequence token")
-        self.stop_token_ids = sorted({self.hf.eos_token_id, *_eos_of_generation_config(path, key)})
+        more_ends = _eos_of_generation_config(path, key, trust_remote_code=trust_remote_code)
+        self.stop_token_ids = sorted({self.hf.eos_token_id, *more_ends})
 
     def render(self, messages: list[Message]) -> list[int]:
         """Return the ids of a conversation, up to the point where the policy's reply begins."""
-        return self.encode(self._render_text(messages, reply_next=True))
+        return self.encode(self.render_text(messages, reply_next=True))
 
     @cached_property
     def _longest_token(self) -> int:
@@ -69,7 +85,7 @@ class ChatTokenizer:
         size = CHARS_PER_TOKEN * surely
         if sum(len(m["content"]) + CHARS_PER_TOKEN for m in messages) <= size:
             return None
-        text = self._render_text(messages, reply_next=False)
+        text = self.render_text(messages, reply_next=False)
         while size < len(text):
             if len(self.encode(text[:size])) > surely:
                 return limit + 1
@@ -81,7 +97,7 @@ class ChatTokenizer:
         if self.template == "plain":
             return self.encode(message["content"])
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": STAND_IN}]
-        text = self._render_text([*before, message], reply_next=True)
+        text = self.render_text([*before, message], reply_next=True)
         rest = text[text.rindex(STAND_IN) + len(STAND_IN) :]
         return self.encode(rest.removeprefix(self.hf.eos_token))
 
@@ -93,20 +109,17 @@ class ChatTokenizer:
         its end-of-turn token and without the header before it; turns of other roles likewise, if the template ends
         them with that token.
         """
-        ids: list[int] = []
-        mask: list[bool] = []
+        return join_encoded(self.encode_pieces(self.split_turns(messages, train_on)))
 
-        def append_piece(text: str, learnt: bool | list[range]) -> None:
-            piece, marks = self._encode_piece(text, learnt)
-            ids.extend(piece)
-            mask.extend(marks)
-
+    def split_turns(self, messages: list[Message], train_on: TrainOn) -> list[Piece]:
+        """Return the pieces that `mask_turns` encodes, in their order."""
+        pieces: list[Piece] = []
         chosen, whole_text = _find_turns(messages, train_on), train_on == "everything"
         replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         done, after = "", 0
         for i in replies:
-            asked = self._render_text(messages[:i], reply_next=True)
-            whole = self._render_text(messages[: i + 1], reply_next=False)
+            asked = self.render_text(messages[:i], reply_next=True)
+            whole = self.render_text(messages[: i + 1], reply_next=False)
             _check_appends(done, asked, whole)
             reply = whole[len(asked) :]
             end = reply.find(self.hf.eos_token)
@@ -116,19 +129,15 @@ class ChatTokenizer:
                     f"{self.hf.eos_token!r}, where the policy would stop: make eos_token the one the template writes"
                 )
             end += len(self.hf.eos_token)
-            append_piece(
-                asked[len(done) :],
-                whole_text or self._find_spans(messages, chosen & {*range(after, i)}, skip=len(done)),
-            )
-            append_piece(reply[:end], i in chosen)
-            append_piece(reply[end:], whole_text)
+            between = whole_text or self._find_spans(messages, chosen & {*range(after, i)}, skip=len(done))
+            pieces += [(asked[len(done) :], between), (reply[:end], i in chosen), (reply[end:], whole_text)]
             done, after = whole, i + 1
         if rest := {j for j in chosen if j >= after}:
             until = max(rest) + 1
-            whole = self._render_text(messages[:until], reply_next=False)
+            whole = self.render_text(messages[:until], reply_next=False)
             _check_appends(done, whole, whole)
-            append_piece(whole[len(done) :], whole_text or self._find_spans(messages, rest, skip=len(done)))
-        return ids, mask
+            pieces.append((whole[len(done) :], whole_text or self._find_spans(messages, rest, skip=len(done))))
+        return pieces
 
     def _find_spans(self, messages: list[Message], turns: set[int], *, skip: int) -> list[range]:
         """Return the characters of the contents of turns in the rendered conversation, counted from `skip` on.
@@ -139,9 +148,9 @@ class ChatTokenizer:
 
     def _find_span(self, messages: list[Message], turn: int) -> range:
         until = messages[: turn + 1]
-        blank = self._render_text([*until[:-1], {"role": until[-1]["role"], "content": STAND_IN}], reply_next=False)
+        blank = self.render_text([*until[:-1], {"role": until[-1]["role"], "content": STAND_IN}], reply_next=False)
         header, _, tail = blank.rpartition(STAND_IN)
-        whole = self._render_text(until, reply_next=False)
+        whole = self.render_text(until, reply_next=False)
         _check_appends(header, whole, whole)
         if not whole.endswith(tail):
             raise UserError(
@@ -151,13 +160,20 @@ class ChatTokenizer:
         ends = len(self.hf.eos_token) if tail.startswith(self.hf.eos_token) else 0
         return range(len(header), len(whole) - len(tail) + ends)
 
-    def _encode_piece(self, text: str, learnt: bool | list[range]) -> tuple[list[int], list[bool]]:
-        """Return ids and mask of one piece: all, none, or the tokens that begin within the given characters."""
-        if not learnt or learnt is True:
-            ids = self.encode(text)
-            return ids, [bool(learnt)] * len(ids)
-        encoded = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
-        return encoded["input_ids"], [any(at in span for span in learnt) for at, _ in encoded["offset_mapping"]]
+    def encode_pieces(self, pieces: list[Piece]) -> list[Encoded]:
+        """Encode pieces one by one, but in few calls, which the library spreads over the cores."""
+        encoded: list[Encoded] = []
+        for batch in _split_by_size(pieces):
+            texts = [text for text, _ in batch]
+            has_spans = any(isinstance(learnt, list) and learnt for _, learnt in batch)
+            found = self.hf(texts, add_special_tokens=False, return_offsets_mapping=has_spans)
+            offsets = found["offset_mapping"] if has_spans else [[]] * len(batch)
+            for ids, places, (_, learnt) in zip(found["input_ids"], offsets, batch, strict=True):
+                if isinstance(learnt, list) and learnt:
+                    encoded.append((ids, [any(at in span for span in learnt) for at, _ in places]))
+                else:
+                    encoded.append((ids, [bool(learnt)] * len(ids)))
+        return encoded
 
     def decode(self, ids: list[int]) -> str:
         return self.hf.decode(ids, skip_special_tokens=True)
@@ -168,7 +184,8 @@ class ChatTokenizer:
     def save(self, folder: Path) -> None:
         self.hf.save_pretrained(folder)
 
-    def _render_text(self, messages: list[Message], *, reply_next: bool) -> str:
+    def render_text(self, messages: list[Message], *, reply_next: bool) -> str:
+        """Return a conversation as text; reply_next: with the header of the policy's next turn."""
         if self.template == "chat":
             from jinja2.exceptions import TemplateError
 
@@ -177,6 +194,25 @@ class ChatTokenizer:
             except TemplateError as error:
                 raise TemplateRefuses(first_line(error)) from error
         return "".join(m["content"] + (self.hf.eos_token if m["role"] == "assistant" else "") for m in messages)
+
+
+def join_encoded(parts: list[Encoded]) -> Encoded:
+    """Return the pieces of one conversation as one."""
+    return [i for ids, _ in parts for i in ids], [learnt for _, mask in parts for learnt in mask]
+
+
+def _split_by_size(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """Yield runs of pieces that together have about CHARS_AT_ONCE characters, or are one long piece."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[0])
+        if size >= CHARS_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _find_turns(messages: list[Message], train_on: TrainOn) -> set[int]:
@@ -196,14 +232,14 @@ def _check_appends(*longer: str) -> None:
         )
 
 
-def _eos_of_generation_config(path: str, key: str) -> list[int]:
+def _eos_of_generation_config(path: str, key: str, *, trust_remote_code: bool) -> list[int]:
     """Return the stop tokens of the model's generation config; a chat model may have several."""
     from transformers import GenerationConfig
 
     if os.path.isdir(path) and not (Path(path) / "generation_config.json").is_file():
         return []
     try:
-        found = load_pretrained(GenerationConfig, path).eos_token_id
+        found = load_pretrained(GenerationConfig, path, trust_remote_code=trust_remote_code).eos_token_id
     except Exception as error:  # a border, as above
         raise UserError(
             f"{key}={path}: its generation_config.json cannot be read, but it names the stop tokens: "

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 from algs.base import Algorithm
+from configs.trainer_schema import ModelConfig
 from core.errors import UserError
 from data_feeds.tokenizer import ChatTokenizer
 from modeling.hf_config import check_model_folder, read_config
 from modeling.load import check_weights
 
 
-def check_policy(path: str, tokenizer: ChatTokenizer) -> None:
+def check_policy(model: ModelConfig, tokenizer: ChatTokenizer) -> None:
     """Raise UserError where the model's files do not fit its config, or its tokenizer has ids without an embedding."""
-    check_weights(path)
-    _check_vocabulary(path, tokenizer, key="model.path")
+    check_weights(model.path, trust_remote_code=model.trust_remote_code)
+    _check_vocabulary(model.path, tokenizer, key="model.path", trusts=model.trust_remote_code)
 
 
-def check_frozen_models(alg: Algorithm, tokenizer: ChatTokenizer, path: str) -> None:
+def check_frozen_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelConfig) -> None:
     """Raise UserError for a frozen model that cannot be loaded, or has another vocabulary than the policy."""
     for frozen in filter(None, alg.frozen_models.values()):
-        check_model_folder(frozen, key="alg")
-        if tokenizer.hf.get_vocab() != ChatTokenizer(frozen, "plain", key="alg").hf.get_vocab():
+        trusts = model.trust_remote_code
+        check_model_folder(frozen, key="alg", trust_remote_code=trusts)
+        own = ChatTokenizer(frozen, "plain", key="alg", trust_remote_code=trusts)
+        if tokenizer.hf.get_vocab() != own.hf.get_vocab():
             raise UserError(
-                f"alg names the model {frozen}, whose vocabulary is not that of model.path={path}, so it cannot "
+                f"alg names the model {frozen}, whose vocabulary is not that of model.path={model.path}, so it cannot "
                 "compute log-probabilities of the same tokens: take one with the same tokenizer"
             )
-        check_weights(frozen, key="alg")
-        _check_vocabulary(frozen, tokenizer, key="alg")
+        check_weights(frozen, key="alg", trust_remote_code=trusts)
+        _check_vocabulary(frozen, tokenizer, key="alg", trusts=trusts)
 
 
-def _check_vocabulary(path: str, tokenizer: ChatTokenizer, *, key: str) -> None:
-    rows = read_config(path, key=key).get_text_config().vocab_size
+def _check_vocabulary(path: str, tokenizer: ChatTokenizer, *, key: str, trusts: bool) -> None:
+    config = read_config(path, key=key, trust_remote_code=trusts).get_text_config()
+    rows = getattr(config, "vocab_size", None)
+    if rows is None:
+        raise UserError(f"{key}={path}: its config has no vocab_size, the number of its embeddings: add it")
     largest = max(tokenizer.hf.get_vocab().values())
     if largest >= rows:
         raise UserError(

@@ -122,7 +122,8 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
 def estimate_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     """Return the rows of describe_memory. Raises UserError where the config of a model cannot be read."""
     cfg: RunConfig = loaded.cfg
-    n = count_parameters(cfg.model.path)
+    trusts = cfg.model.trust_remote_code
+    n = count_parameters(cfg.model.path, trust_remote_code=trusts)
     held = 2 if cfg.model.dtype == "bfloat16" else 4
     master = 4 if held == 2 else 0
     states = 8 if cfg.trainer.optimizer == "adamw" else 0
@@ -132,14 +133,14 @@ def estimate_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     optimizer = (master + states) / (ranks if stage >= 1 else 1)
     alg = load_algorithm(loaded.alg_spec, cfg.alg)
     lora = cfg.model.lora
-    adapter = 0 if lora is None else count_adapter(cfg.model.path, lora)
+    adapter = 0 if lora is None else count_adapter(cfg.model.path, lora, trust_remote_code=trusts)
     critic = 0 if alg.value_lr is None else n  # the value model is as large as the policy, and has no adapter
     present = n + adapter + critic
     in_training = (n if lora is None else adapter) + critic
     # a precomputed reference is not loaded, and that of an adapter is the policy without it
     spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.precompute_ref_logp)
     beside = [path for path in alg.frozen_models.values() if path or not spared]
-    frozen = sum((count_parameters(path, key="alg") if path else n) * held for path in beside)
+    frozen = sum((count_parameters(path, key="alg", trust_remote_code=trusts) if path else n) * held for path in beside)
     per_rank = (present * weights + in_training * (gradients + optimizer) + frozen) / GIB
     rows = [
         ("parameters", f"{n:,}" + (f", and {adapter:,} of the adapter, which alone are trained" if adapter else "")),
@@ -156,15 +157,15 @@ def estimate_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def count_adapter(path: str, lora: LoraConfig) -> int:
+def count_adapter(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> int:
     """Count the parameters of a new adapter for this model."""
     from modeling.lora import with_adapter
 
-    model = meta_model(path)
+    model = meta_model(path, trust_remote_code=trust_remote_code)
     return sum(p.numel() for p in with_adapter(model, lora, path=path).parameters() if p.requires_grad)
 
 
-def count_parameters(path: str, *, key: str = "model.path") -> int:
+def count_parameters(path: str, *, key: str = "model.path", trust_remote_code: bool) -> int:
     """Count the parameters of the model without allocating them."""
-    check_model_folder(path, key=key)
-    return sum(p.numel() for p in meta_model(path, key=key).parameters())
+    check_model_folder(path, key=key, trust_remote_code=trust_remote_code)
+    return sum(p.numel() for p in meta_model(path, key=key, trust_remote_code=trust_remote_code).parameters())

@@ -21,6 +21,7 @@ from driver.checkpoint import Checkpoint
 from driver.devices import check_devices
 from driver.engine_timers import EngineTimers
 from driver.load_recipe import Loaded
+from driver.own_code import check_own_code
 from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rl_run import Run
 from driver.rollout_factory import RolloutPlan, plan_rollouts, start_rollouts
@@ -69,9 +70,10 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     if lacking := check_devices(cfg):
         raise UserError(lacking)
     check_output_folders(cfg, alg)
-    check_model_folder(cfg.model.path)
+    trusts = cfg.model.trust_remote_code
+    check_model_folder(cfg.model.path, trust_remote_code=trusts)
     check_lora_targets(cfg.model)
-    positions = max_positions(cfg.model.path)
+    positions = max_positions(cfg.model.path, trust_remote_code=trusts)
     if positions is not None and cfg.longest_sample > positions:
         raise UserError(
             f"one sample may reach {cfg.longest_sample} tokens (data.max_prompt_tokens + rollout.max_new_tokens), and "
@@ -80,9 +82,10 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     rollouts = plan_rollouts(cfg)
     load_reward(rollouts.reward_spec, cfg.reward.settings)
     load_env_class(rollouts.env_spec)
-    tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template)
-    check_policy(cfg.model.path, tokenizer)
-    check_frozen_models(alg, tokenizer, cfg.model.path)
+    tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template, trust_remote_code=trusts)
+    check_policy(cfg.model, tokenizer)
+    check_frozen_models(alg, tokenizer, cfg.model)
+    check_own_code(cfg)
     prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed)
     held_out = None
     if cfg.data.eval is not None:

@@ -55,13 +55,14 @@ def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
         max_model_len=cfg.longest_sample,
         stop_token_ids=(),
         dtype=cfg.model.dtype,
+        trust_remote_code=cfg.model.trust_remote_code,
         seed=cfg.seed,
         tensor_parallel_size=cfg.rollout.tensor_parallel_size,
         kv_cache_gib=cfg.rollout.kv_cache_gib if count_gpus() == 0 else None,
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
         starts_empty=lora is None,  # the first weight sync sends all weights
-        lora=lora and name_lora_targets(lora, cfg.model.path),
+        lora=lora and name_lora_targets(lora, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code),
         over_nccl=transports[0] == "nccl",
         timeout_s=cfg.weight_sync.timeout_s,
         requests=cfg.weight_sync.requests,
@@ -90,7 +91,7 @@ def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, 
 
 def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     """Return a rollout worker with its engine; without `info`, everything is in this process."""
-    tokenizer = ChatTokenizer(plan.model.path, plan.data.template)
+    tokenizer = ChatTokenizer(plan.model.path, plan.data.template, trust_remote_code=plan.model.trust_remote_code)
     config = replace(plan.engine, stop_token_ids=tuple(tokenizer.stop_token_ids), cores=list_cores(info))
     return RolloutWorker(
         load_engine_class(plan.engine_spec)(config),

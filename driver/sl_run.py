@@ -21,6 +21,7 @@ from driver.check_models import check_frozen_models, check_policy
 from driver.checkpoint import Checkpoint, RunState
 from driver.devices import check_devices
 from driver.load_recipe import Loaded
+from driver.own_code import check_own_code
 from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rollout_metrics import name_train_metrics
 from driver.save_to import check_output_folders
@@ -57,11 +58,13 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
         raise UserError(lacking)
     check_output_folders(cfg, alg)
     check_rows(cfg, alg)
-    check_model_folder(cfg.model.path)
+    trusts = cfg.model.trust_remote_code
+    check_model_folder(cfg.model.path, trust_remote_code=trusts)
     check_lora_targets(cfg.model)
-    tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template)
-    check_policy(cfg.model.path, tokenizer)
-    check_frozen_models(alg, tokenizer, cfg.model.path)
+    tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template, trust_remote_code=trusts)
+    check_policy(cfg.model, tokenizer)
+    check_frozen_models(alg, tokenizer, cfg.model)
+    check_own_code(cfg)
     rows = load_groups(cfg.data, "train", tokenizer, rows=alg.rows, seed=cfg.seed)
     held_out = None
     if cfg.data.eval is not None:

@@ -17,14 +17,19 @@ from torch.utils.checkpoint import checkpoint
 
 from core.types import Batch, Policy
 from modeling.attention import BY_SEQUENCE
+from modeling.pretrained import runs_own_code
 
 Layout = Literal["padded", "packed"]
 
 
 def layout_for(setting: Literal["auto", "padded", "packed"], model: nn.Module) -> Layout:
-    """Choose the layout: packed where the kernel takes boundaries; with a dense mask it costs more than it saves."""
+    """Choose the layout: packed where the kernel takes boundaries; with a dense mask it costs more than it saves.
+
+    Code that came with a model may drop the boundaries on the way to the kernel, so it gets padded rows.
+    """
     if setting == "auto":
-        return "packed" if model.config._attn_implementation in TAKE_BORDERS else "padded"
+        takes_borders = model.config._attn_implementation in TAKE_BORDERS and not runs_own_code(model)
+        return "packed" if takes_borders else "padded"
     return setting
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from core.errors import UserError, name_error, quote
 from core.hub import describe_hub, prepare_hub
-from modeling.pretrained import build_from_config, load_pretrained
+from modeling.pretrained import build_from_config, load_pretrained, refuse_own_code
 
 LOCAL = ("models", "runs", "data")
 """First parts of a path that name folders of this clone, and no owner on the hub."""
@@ -21,7 +21,7 @@ class ModelUnreadable(UserError):
     """Error of a model that is not there, or whose config cannot be read."""
 
 
-def read_config(path: str, *, key: str = "model.path") -> Any:
+def read_config(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> Any:
     """Return the model's transformers config. Raises UserError with the reason where it cannot be read."""
     from transformers import AutoConfig
 
@@ -29,9 +29,11 @@ def read_config(path: str, *, key: str = "model.path") -> Any:
     if not is_folder:
         prepare_hub(f"{key}={quote(path)}")
     try:
-        return load_pretrained(AutoConfig, path)
+        return load_pretrained(AutoConfig, path, trust_remote_code=trust_remote_code)
     except Exception as error:  # a border: a broken file can make the library raise anything
         reason = name_error(error)
+        if refusal := refuse_own_code(error, key=key, path=path, trust_remote_code=trust_remote_code):
+            raise ModelUnreadable(refusal) from error
         if is_folder:
             file = Path(path) / "config.json"
             raise ModelUnreadable(
@@ -43,14 +45,14 @@ def read_config(path: str, *, key: str = "model.path") -> Any:
         ) from error
 
 
-def meta_model(path: str, *, key: str = "model.path") -> nn.Module:
+def meta_model(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> nn.Module:
     """Return the model on the meta device, without memory for weights. Raises UserError with the reason."""
     from transformers import AutoModelForCausalLM
 
-    config = read_config(path, key=key)
+    config = read_config(path, key=key, trust_remote_code=trust_remote_code)
     try:
         with torch.device("meta"):
-            return build_from_config(AutoModelForCausalLM, config)
+            return build_from_config(AutoModelForCausalLM, config, trust_remote_code=trust_remote_code)
     except Exception as error:  # a border, as above: the numbers of the config may not fit together
         raise ModelUnreadable(
             f"{key}={quote(path)}: its config.json makes no causal language model ({name_error(error)}): take "
@@ -58,7 +60,7 @@ def meta_model(path: str, *, key: str = "model.path") -> nn.Module:
         ) from error
 
 
-def check_model_folder(path: str, *, key: str = "model.path") -> None:
+def check_model_folder(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> None:
     """Raise UserError for what is not a model, in a local folder or on the hub, before anything is started."""
     folder = Path(path)
     if not os.path.isdir(path):
@@ -75,9 +77,10 @@ def check_model_folder(path: str, *, key: str = "model.path") -> None:
         )
     elif not (folder / "config.json").is_file():
         raise ModelUnreadable(f"{key}={path} has no config.json: it is not a Hugging Face model folder")
-    read_config(path, key=key)
+    read_config(path, key=key, trust_remote_code=trust_remote_code)
 
 
-def max_positions(path: str) -> int | None:
+def max_positions(path: str, *, trust_remote_code: bool = False) -> int | None:
     """Return the largest number of tokens of a sequence; None where the config does not say."""
-    return getattr(read_config(path).get_text_config(), "max_position_embeddings", None)
+    config = read_config(path, trust_remote_code=trust_remote_code).get_text_config()
+    return getattr(config, "max_position_embeddings", None)

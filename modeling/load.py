@@ -12,7 +12,7 @@ from configs.trainer_schema import LoraConfig
 from core.errors import UserError, first_line
 from modeling.attention import attend_by_sequence_if_able
 from modeling.hf_config import read_config
-from modeling.pretrained import load_pretrained
+from modeling.pretrained import load_pretrained, refuse_own_code
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 NEW_HEADS, OLD_HEADS = "score.", "lm_head."
@@ -27,6 +27,7 @@ def load_model(
     gradient_checkpointing: bool = False,
     lora: LoraConfig | None = None,
     key: str = "model.path",
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """Load a Hugging Face causal LM on the CPU, without dropout (two forward passes of one policy must agree).
 
@@ -35,7 +36,15 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    model = _load_pretrained(AutoModelForCausalLM, path, dtype, attention, gradient_checkpointing, key=key)
+    model = _load_pretrained(
+        AutoModelForCausalLM,
+        path,
+        dtype,
+        attention,
+        gradient_checkpointing,
+        key=key,
+        trust_remote_code=trust_remote_code,
+    )
     if lora is None:
         return model
     from modeling.lora import with_adapter
@@ -44,7 +53,13 @@ def load_model(
 
 
 def load_scalar_model(
-    path: str, *, dtype: str, attention: str, gradient_checkpointing: bool = False, key: str = "model.path"
+    path: str,
+    *,
+    dtype: str,
+    attention: str,
+    gradient_checkpointing: bool = False,
+    key: str = "model.path",
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """Load a value or reward model: the transformer of `path` with the head of a sequence classifier with one label.
 
@@ -52,14 +67,20 @@ def load_scalar_model(
     """
     from transformers import AutoModelForSequenceClassification
 
-    is_new = not _is_scalar(path)
+    is_new = not _is_scalar(path, trust_remote_code=trust_remote_code)
     model = _load_pretrained(
         AutoModelForSequenceClassification,
         *(path, dtype, attention, gradient_checkpointing),
         key=key,
         new_head=is_new,
         num_labels=1,
+        trust_remote_code=trust_remote_code,
     )
+    if not hasattr(model, "score"):
+        raise UserError(
+            f"{key}={path} comes with code whose sequence classifier has no linear layer named score, from which "
+            "rewards and values are read: name it so"
+        )
     if is_new:
         nn.init.zeros_(model.score.weight)
     # A sequence classifier needs it to find the last token; values are read elsewhere, see forward.compute_values.
@@ -67,7 +88,7 @@ def load_scalar_model(
     return model
 
 
-def check_weights(path: str, *, key: str = "model.path") -> None:
+def check_weights(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> None:
     """Raise UserError where the files in a folder do not hold exactly the tensors of the model that they name.
 
     Only names and shapes are read, in a fraction of a second. A name on the hub is checked when it is loaded.
@@ -76,16 +97,19 @@ def check_weights(path: str, *, key: str = "model.path") -> None:
 
     if not Path(path).is_dir():
         return
-    if _is_scalar(path):
-        _read_pretrained(AutoModelForSequenceClassification, path, key=key, num_labels=1, device_map="meta")
+    settings: dict[str, Any] = {"key": key, "trust_remote_code": trust_remote_code, "device_map": "meta"}
+    if _is_scalar(path, trust_remote_code=trust_remote_code):
+        _read_pretrained(AutoModelForSequenceClassification, path, num_labels=1, **settings)
     else:
-        _read_pretrained(AutoModelForCausalLM, path, key=key, device_map="meta")
+        _read_pretrained(AutoModelForCausalLM, path, **settings)
 
 
-def _is_scalar(path: str) -> bool:
-    """Tell whether `path` holds a saved reward or value model."""
-    names = getattr(read_config(path), "architectures", None) or []
-    return any("SequenceClassification" in name for name in names)
+def _is_scalar(path: str, *, trust_remote_code: bool) -> bool:
+    """Tell whether `path` holds a saved reward or value model. One with code of its own may have any name."""
+    config = read_config(path, trust_remote_code=trust_remote_code)
+    own: str = (getattr(config, "auto_map", None) or {}).get("AutoModelForSequenceClassification", "")
+    names = getattr(config, "architectures", None) or []
+    return any("SequenceClassification" in name or name == own.rpartition(".")[2] for name in names)
 
 
 def _load_pretrained(
@@ -124,7 +148,10 @@ def _read_pretrained(auto: Any, path: str, *, key: str, new_head: bool = False, 
     try:
         model, report = load_pretrained(auto, path, output_loading_info=True, ignore_mismatched_sizes=True, **settings)
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"{key}={path} cannot be loaded: {first_line(error)}: save or download it again") from error
+        refusal = refuse_own_code(error, key=key, path=path, trust_remote_code=settings["trust_remote_code"])
+        raise UserError(
+            refusal or f"{key}={path} cannot be loaded: {first_line(error)}: save or download it again"
+        ) from error
     _check_report(report, f"{key}={path}", new_head=new_head)
     return model
 

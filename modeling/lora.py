@@ -67,7 +67,7 @@ def check_lora_targets(model: ModelConfig) -> None:
     """Raise UserError for a target that is no linear layer, or a rank above a layer's width, before the start."""
     if model.lora is None:
         return
-    empty_model = meta_model(model.path)
+    empty_model = meta_model(model.path, trust_remote_code=model.trust_remote_code)
     if model.lora.targets != "all-linear":
         check_targets(empty_model, model.lora.targets, path=model.path)
     _check_rank(empty_model, model.lora)
@@ -88,11 +88,11 @@ def _dotted(targets: list[str]) -> tuple[str, ...]:
     return tuple(f".{target}" for target in targets)
 
 
-def name_lora_targets(lora: LoraConfig, path: str) -> LoraConfig:
+def name_lora_targets(lora: LoraConfig, path: str, *, trust_remote_code: bool = False) -> LoraConfig:
     """Return the settings with "all-linear" replaced by the names of the layers."""
     if lora.targets != "all-linear":
         return lora
-    return lora.model_copy(update={"targets": linear_names(meta_model(path))})
+    return lora.model_copy(update={"targets": linear_names(meta_model(path, trust_remote_code=trust_remote_code))})
 
 
 def _may_adapt(model: nn.Module, module: nn.Module) -> bool:

@@ -76,7 +76,7 @@ class RewardPool:
 
 
 class _Worker:
-    """One reward process; a dead one is replaced when the next sample comes."""
+    """Run rewards in one process; a dead one is replaced when the next sample comes."""
 
     def __init__(self, spec: FileSpec, settings: dict[str, Any]) -> None:
         self._spec, self._settings = spec, settings

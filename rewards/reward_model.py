@@ -2,8 +2,8 @@
 
     reward: {fn: reward_model, settings: {model: runs/rm/model}, weights: {reward: 1.0}, workers: 1}
 
-`template` is that of the reward model's own training (data.template). Every worker loads the model for itself, on the
-CPU.
+`template` is that of the reward model's own training (data.template). `trust_remote_code: true` lets code run that
+comes with the reward model; model.trust_remote_code does not. Every worker loads the model for itself, on the CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 Template = Literal["chat", "plain"]
 
 
-def score(prompt: Prompt, messages: list[Message], *, model: str, template: Template = "chat") -> dict[str, float]:
+def score(
+    prompt: Prompt, messages: list[Message], *, model: str, template: Template = "chat", trust_remote_code: bool = False
+) -> dict[str, float]:
     """Return {"reward": r}, read at the last token of the conversation, as in training."""
     import torch
 
@@ -26,7 +28,7 @@ def score(prompt: Prompt, messages: list[Message], *, model: str, template: Temp
     from data_feeds.packing import pack
     from modeling.forward import compute_values
 
-    net, tokenizer = load_once(model, template)
+    net, tokenizer = load_once(model, template, trust_remote_code)
     ids, mask = tokenizer.mask_turns([*prompt.messages, *messages])
     nothing = [0.0] * len(ids)
     whole = types.Prompt(id=prompt.id, messages=[])
@@ -36,17 +38,17 @@ def score(prompt: Prompt, messages: list[Message], *, model: str, template: Temp
         return {"reward": float(compute_values(net, batch, layout="padded", model=net))}
 
 
-def prepare(*, model: str, template: Template = "chat") -> None:
-    load_once(model, template)
+def prepare(*, model: str, template: Template = "chat", trust_remote_code: bool = False) -> None:
+    load_once(model, template, trust_remote_code)
 
 
 @lru_cache(maxsize=1)
-def load_once(model: str, template: Template) -> tuple[Any, Any]:
+def load_once(model: str, template: Template, trust_remote_code: bool) -> tuple[Any, Any]:
     from data_feeds.tokenizer import ChatTokenizer
     from modeling.hf_config import check_model_folder
     from modeling.load import load_scalar_model
 
-    check_model_folder(model, key="reward.settings.model")
-    return load_scalar_model(model, dtype="float32", attention="auto").eval(), ChatTokenizer(
-        model, template, key="reward.settings.model"
-    )
+    given: dict[str, Any] = {"key": "reward.settings.model", "trust_remote_code": trust_remote_code}
+    check_model_folder(model, **given)
+    net = load_scalar_model(model, dtype="float32", attention="auto", **given).eval()
+    return net, ChatTokenizer(model, template, **given)

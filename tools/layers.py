@@ -45,7 +45,7 @@ NOT_VERBS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """One function or method of the product."""
+    """Describe one function or method of the product."""
 
     place: str
     """File and line."""

@@ -49,7 +49,7 @@ class ListIsWrong(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One planted bug."""
+    """Describe one planted bug."""
 
     file: str
     old: str
@@ -73,7 +73,7 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one mutant."""
+    """Tell what became of one mutant."""
 
     mutant: Mutant
     line: int

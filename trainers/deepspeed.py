@@ -75,7 +75,7 @@ class DeepSpeedTrainer(Trainer):
 
 
 class DeepSpeedLearner:
-    """One model in one DeepSpeed engine."""
+    """Train one model in one DeepSpeed engine."""
 
     def __init__(self, model: nn.Module, cfg: TrainerConfig, dtype: str, sum_over_ranks: Callable[[Tensor], Tensor]):
         import deepspeed

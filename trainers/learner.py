@@ -12,7 +12,7 @@ from weight_sync.base import Bucket, ExportScope
 
 
 class Learner(Protocol):
-    """One model in training with its optimizer. Every method is called on all ranks at once."""
+    """Train one model with its optimizer. Every method is called on all ranks at once."""
 
     model: nn.Module
     module: nn.Module

@@ -10,6 +10,7 @@ import math
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from weight_sync.base import Bucket, ExportScope
 
 
 class Trainer:
-    """One rank. Every method is called on all ranks at once, with the same number of micro-batches on each."""
+    """Train on one rank. Every method is called on all ranks at once, with the same number of micro-batches on each."""
 
     rank, ranks = 0, 1
     zero_stage: int | None = None
@@ -55,7 +56,11 @@ class Trainer:
         self.timer = ActivityTimer(*TRAINER_ACTIVITIES)
         if device == "cpu":
             keep_freed_memory()
-        kind = {"dtype": model.dtype, "attention": model.attention}
+        kind: dict[str, Any] = {
+            "dtype": model.dtype,
+            "attention": model.attention,
+            "trust_remote_code": model.trust_remote_code,
+        }
         checkpointing = cfg.gradient_checkpointing
         self.lora = model.lora
         if alg.model_kind == "reward":

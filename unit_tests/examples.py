@@ -35,7 +35,7 @@ def a_sample(
 
 
 def with_values(groups: list[Group], *, seed: int = 0) -> list[Group]:
-    """What a value model said, and what credit made of it, by chance."""
+    """Add what a value model said, and what credit made of it, by chance."""
     rng = random.Random(seed)
 
     def column(s: Sample) -> list[float]:

@@ -211,7 +211,7 @@ def folder_of(tmp_path: Path, name: str) -> Path:
 
 
 def numbers_of(folder: Path) -> list[dict[str, str]]:
-    """Of every step, as hexadecimal; without the seconds, and what is counted per second."""
+    """Return the numbers of every step, as hexadecimal; without the seconds, and what is counted per second."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: float(v).hex() for k, v in row.items() if "time/" not in k and "per_s" not in k} for row in rows]
 

@@ -346,7 +346,7 @@ def test_what_is_frozen_is_in_no_checkpoint(ranks, tiny_path, tmp_path, stage):
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_deepspeeds_files_are_read_as_data(ranks, tiny_path, tmp_path, stage):
-    """Of each kind of file one is changed: what it would run does not run, and the sentence names the checkpoint."""
+    """Change one file of each kind: what it would run does not run, and the sentence names the checkpoint."""
     plan = plan_of(tiny_path, zero_stage=stage)
     mark = tmp_path / "ran"
 

@@ -20,7 +20,7 @@ MARKS = {"fast": (), "slow": (pytest.mark.slow,), "verify": (pytest.mark.verify,
 
 
 def stories() -> list:
-    """One test for each page and each level at which it has a block."""
+    """List one test for each page and each level at which it has a block."""
     return [
         pytest.param(page, level, id=f"{page.relative_to(ROOT)}-{level}", marks=MARKS[level])
         for page in STORIES

@@ -82,7 +82,7 @@ def test_gsm8k_runs_through_on_real_rows(smollm2, tmp_path):
 
 
 def supervised(config: str, run_dir: Path, *overrides: str) -> tuple[dict, dict]:
-    """What was held out before and after."""
+    """Return the numbers of what was held out, before and after."""
     command = [sys.executable, "main_sl.py", "--config", f"configs/{config}", f"run_dir={run_dir}", *overrides]
     subprocess.run(command, cwd=ROOT, check=True)
     [folder] = run_dir.iterdir()

@@ -139,7 +139,7 @@ def test_rows_are_packed_where_the_kernel_takes_borders(tiny_path):
 
 def test_a_model_nobody_tested_keeps_its_attention_and_is_padded():
     class Own(LlamaForCausalLM):
-        """What trust_remote_code might bring."""
+        """Stand for what trust_remote_code might bring."""
 
     llama = random_model("llama")
     own = Own(llama.config)
@@ -161,7 +161,7 @@ def test_by_sequence_neither_a_mask_nor_a_cache_is_taken():
 
 @torch.no_grad()
 def test_packing_would_leak_if_the_borders_were_left_out():
-    """What the test above guards against is real: the same call without borders gives other numbers."""
+    """Show that the test above guards against something real: without borders the same call gives other numbers."""
     model = random_model("llama")
     [[batch]] = micro_batches(some_groups(3, 3), "token", 10_000)
     right = forward(model, model, batch, layout="packed", temperature=1.0).logp

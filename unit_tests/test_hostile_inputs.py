@@ -167,7 +167,7 @@ def test_an_answer_is_what_one_would_write(chat, tmp_path, given, text):
 
 
 def test_an_integer_column_with_a_gap_keeps_its_answers(chat, tmp_path):
-    """What pandas writes: a column of integers with one missing is a column of floats."""
+    """Read what pandas writes: a column of integers with one missing is a column of floats."""
     table = pa.table({"messages": ["1+1=", "1+2=", "1+3="], "answer": [2.0, None, 4.0]})
     pq.write_table(table, tmp_path / "x.parquet")
     assert [p.answer for p in prompts_of(chat, tmp_path / "x.parquet").all()] == ["2", "", "4"]

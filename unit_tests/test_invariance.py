@@ -38,7 +38,7 @@ def trainer_of(path: str, alg, **changes) -> LocalTrainer:
 
 
 def change(path: str, alg, micro, **changes) -> tuple[torch.Tensor, dict[str, float]]:
-    """What one SGD update with learning rate 1 takes off the weights: the gradient."""
+    """Return what one SGD update with learning rate 1 takes off the weights: the gradient."""
     trainer = trainer_of(path, alg, **changes)
     before = trainer.flatten_weights()
     metrics = trainer.step([micro])

@@ -487,7 +487,7 @@ def test_identities_between_algorithms():
 
 
 def some_tokens(*, rollout: list[float], advantage: list[float], **more: list[float]) -> Tokens:
-    """One sequence per token, of equal weight; float64."""
+    """Return one sequence per token, of equal weight; float64."""
     given = {"rollout_logp": rollout, "advantage": advantage, "weight": [1 / len(rollout)] * len(rollout)} | more
     columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in given.items()}
     return Tokens(seq_ids=torch.arange(len(rollout)), **columns)

@@ -193,7 +193,7 @@ def test_what_is_told_of_groups_by_hand():
 
 
 def test_what_was_drawn_for_nothing_is_told():
-    """Of 14 + 2 tokens, a failed sample of 4 and a rejected group of 2 are wasted."""
+    """Count 14 + 2 tokens, of which a failed sample of 4 and a rejected group of 2 are wasted."""
     rejected = FinishedGroup(ticket=2, group=[rewarded(5.0)], accepted=False, seconds=6.0)
     drawn = [FinishedGroup(ticket=i, group=g, accepted=True, seconds=3.0) for i, g in enumerate(MIXED)]
     assert measure_drawn([*drawn, rejected]) == {

@@ -112,7 +112,7 @@ def test_a_run_that_was_stopped_with_groups_under_way_trains_on_the_same_prompts
 
 
 class Adversary(SimulatedEngines):
-    """One engine ten times slower, groups of wildly different length, requests that are lost, slow syncs."""
+    """Simulate one engine ten times slower, groups of wildly different length, requests that are lost, slow syncs."""
 
     def __init__(self, draw: random.Random, lose: float):
         self.draw, self.lose = draw, lose
@@ -280,7 +280,7 @@ def test_overlap_hides_the_shorter_side():
 
 
 def test_a_buffer_is_saved_and_goes_on_where_it_was():
-    """What had come is not asked for again, what was out is, and the window of a reused group stays."""
+    """Ask again for what was out, and not for what had come; the window of a reused group stays."""
     schedule = Schedule(steps=9, per_step=4, max_staleness=5, sample_reuse=2)
 
     def drawn(ticket: int, accepted: bool = True) -> FinishedGroup:

@@ -100,7 +100,7 @@ def test_packed_bins_keep_to_the_budget_even_where_fewer_would_hold_the_sum():
 
 
 def test_packed_bins_are_balanced_by_cost_and_not_by_tokens():
-    """One sequence of 12288 tokens costs as much as 24576 short tokens, so the twelve of 1024 stay together."""
+    """Keep the twelve of 1024 together: one sequence of 12288 tokens costs as much as 24576 short tokens."""
     long, *short = 12_288, *[1024] * 12
     bins = pack_into_bins([long, *short], 13_000, padded=False)
     assert sorted(map(len, bins)) == [1, 12]

@@ -168,7 +168,7 @@ def test_a_breakpoint_in_a_loss_stops_in_the_terminal(recipe, tmp_path, answer, 
     said = ""
 
     def prompt(reply: str) -> str:
-        """What was said up to pdb's next prompt, which is given `reply`."""
+        """Return what was said up to pdb's next prompt, which is given `reply`."""
         nonlocal said
         while "(Pdb) " not in said:
             try:
@@ -441,7 +441,7 @@ def marks_of(pid: int) -> set[Path]:
 
 
 def leftovers(pids: set[int], scratch: Path, shared_memory: set[str]) -> list[str]:
-    """What is left of a run: processes, its folder, shared memory."""
+    """List what is left of a run: processes, its folder, shared memory."""
     alive = [" ".join(psutil.Process(pid).cmdline()) for pid in pids if is_running(pid)]
     return alive + [path for path in [str(scratch), *shared_memory] if os.path.exists(path)]
 

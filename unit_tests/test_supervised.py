@@ -140,7 +140,7 @@ def some_pairs(path: Path, n: int, *, seed: int) -> Path:
 
 
 def said(metrics: dict) -> dict:
-    """What does not depend on the clock."""
+    """Return what does not depend on the clock."""
     return {k: v for k, v in metrics.items() if not k.startswith("time/") and k != "tokens_per_s"}
 
 

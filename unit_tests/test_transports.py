@@ -163,7 +163,7 @@ def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(
             return sync
 
         async def publish(sync: RemoteWeightSync, *faults: str) -> str:
-            """What carried the weights of a new step."""
+            """Publish a new step; return what carried its weights."""
             nonlocal version
             version += 1
             await trainers.scatter(Trainer.step, shards)

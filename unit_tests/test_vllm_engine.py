@@ -86,7 +86,7 @@ def save(family: str, folder: Path, *, seed: int) -> PreTrainedModel:
 
 
 def logp(model: PreTrainedModel, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-    """Of token_ids[1:]."""
+    """Return those of token_ids[1:]."""
     with torch.no_grad():
         scores = model(torch.tensor([token_ids])).logits[0] / temperature
     return scores.log_softmax(-1)[:-1].gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
@@ -244,7 +244,7 @@ class Lab:
     async def publish(
         self, version: int, model: PreTrainedModel, tamper: Tamper = lambda bucket: bucket
     ) -> dict[str, int]:
-        """One sync. `tamper` maps each bucket to what is sent in its place, after the sender's fingerprint."""
+        """Make one sync. `tamper` maps each bucket to what is sent in its place, after the sender's fingerprint."""
         await self.engine.pause()
         return await self.send(version, model, tamper)
 

@@ -18,7 +18,7 @@ from weight_sync.source import WeightSource
 
 
 class Transport(Protocol):
-    """One way to transfer weights to the engines."""
+    """Transfer weights to the engines, in one way."""
 
     name: TransportName
 

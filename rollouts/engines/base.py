@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
+from torch import nn
+
 from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
 from weight_sync.base import Bucket, Chunk, ReceivesWeights
@@ -41,6 +43,8 @@ class EngineConfig:
     stop_token_ids: Sequence[int]
     """Tokens that end a completion. The model's own generation config is ignored."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    trust_remote_code: bool = False
+    """Whether code that comes with the model may run."""
     seed: int = 0
     tensor_parallel_size: int = 1
     cores: Sequence[int] | None = None
@@ -93,6 +97,11 @@ class Engine(ReceivesWeights, Protocol):
     def __init__(self, config: EngineConfig) -> None:
         """Start the engine; return when requests can be made."""
         ...
+
+    @classmethod
+    def check_own_code(cls, model: nn.Module, *, path: str) -> None:
+        """Raise UserError where the engine cannot run a model whose class came with it; it is on the meta device."""
+        return
 
     async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
         """Sample one continuation of `token_ids` at the run's temperature."""

@@ -10,6 +10,7 @@ requests is then recomputed from all their tokens.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,15 +18,18 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
-from core.errors import RunStopped
+from core.errors import RunStopped, UserError
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
 from weight_sync.base import Bucket, Chunk
 from weight_sync.broadcast import WeightReceiver
 from weight_sync.chunks import read_chunk
 from weight_sync.fingerprint import fingerprint
+
+PARAMETERS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+"""Names by which a model's forward() is called."""
 
 
 @dataclass(slots=True)
@@ -69,7 +73,10 @@ class HfEngine(Engine):
         from modeling.load import load_model
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = load_model(config.model_path, dtype=config.dtype, attention="sdpa").eval().to(self.device)
+        model = load_model(
+            config.model_path, dtype=config.dtype, attention="sdpa", trust_remote_code=config.trust_remote_code
+        )
+        self.model = model.eval().to(self.device)
         self.temperature, self.stop = config.temperature, set(config.stop_token_ids)
         self.timeout_s, self.request_mode = config.timeout_s, config.requests
         self.version = -1
@@ -80,6 +87,17 @@ class HfEngine(Engine):
         self.paused = False
         self.chunks: list[Bucket] | None = None
         """Buckets for the next `receive_weights`; None if weights come by broadcast."""
+
+    @classmethod
+    def check_own_code(cls, model: nn.Module, *, path: str) -> None:
+        """Raise UserError for a forward() that lacks a parameter of `_sample_tokens`."""
+        taken = inspect.signature(model.forward).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        if not takes_all and (lacking := [name for name in PARAMETERS if name not in taken]):
+            raise UserError(
+                f"model.path={path} comes with code whose forward() takes no {lacking[0]}, with which the engine hf "
+                "generates: add it, as the models of transformers do"
+            )
 
     async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

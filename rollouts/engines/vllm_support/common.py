@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
-from core.errors import RunStopped, TransportFailed
-from modeling.pretrained import TRUST_REMOTE_CODE
+from core.errors import RunStopped, TransportFailed, UserError
 from rollouts.engines.base import Completion, Engine, EngineConfig
+from rollouts.engines.vllm_support.architectures import has_architecture
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
@@ -40,7 +41,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
         "enable_chunked_prefill": not on_cpu,
         "load_format": "dummy" if config.starts_empty else "auto",
         "skip_tokenizer_init": True,
-        "trust_remote_code": TRUST_REMOTE_CODE,
+        "trust_remote_code": config.trust_remote_code,
         "generation_config": "vllm",
         # The log-probability under the distribution the token was drawn from: temperature included.
         "logprobs_mode": "processed_logprobs",
@@ -67,6 +68,16 @@ class VllmBase(Engine):
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self._args = engine_args(config, on_cpu=on_cpu)
         self._start()
+
+    @classmethod
+    def check_own_code(cls, model: nn.Module, *, path: str) -> None:
+        """Raise UserError for an architecture that vLLM does not have itself; its weights could not be sent there."""
+        [architecture, *_] = getattr(model.config, "architectures", None) or [type(model).__name__]
+        if not has_architecture(architecture):
+            raise UserError(
+                f"model.path={path} comes with code of its own, and vLLM does not have its architecture "
+                f"{architecture}: set rollout.engine=hf"
+            )
 
     def _start(self) -> None:
         """Make vLLM from `self._args`."""

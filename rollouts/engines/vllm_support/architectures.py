@@ -1,0 +1,29 @@
+"""Which architectures vLLM has: asked in a process of its own, because importing vLLM takes long and settings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from core.deadlines import VLLM_IMPORT_TIMEOUT_S
+from core.errors import RunStopped
+
+CODE = """
+import sys
+from vllm.model_executor.models.registry import ModelRegistry
+print("vLLM has it:", sys.argv[1] in ModelRegistry.get_supported_archs())
+"""
+
+
+def has_architecture(name: str) -> bool:
+    """Tell whether vLLM has a class for this architecture. Raises RunStopped where vLLM cannot be asked."""
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", CODE, name], capture_output=True, text=True, timeout=VLLM_IMPORT_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as late:
+        raise RunStopped(f"vLLM could not be imported within {VLLM_IMPORT_TIMEOUT_S:g} s") from late
+    answer = asked.stdout.rpartition("vLLM has it: ")[2].strip()
+    if asked.returncode != 0 or answer not in ("True", "False"):
+        raise RunStopped(f"vLLM cannot be imported: {(asked.stderr.strip().splitlines() or ['it says nothing'])[-1]}")
+    return answer == "True"
