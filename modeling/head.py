@@ -91,7 +91,8 @@ def score_in_chunks(
 
 def finish_logits(model: nn.Module, logits: Tensor) -> Tensor:
     """Change logits as the model does after its head: the soft cap of Gemma, the scaling of Granite."""
-    config: Any = model.config
+    hf: Any = model
+    config = hf.config.get_text_config()
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         logits = torch.tanh(logits / cap) * cap
     if (scaling := getattr(config, "logits_scaling", None)) is not None:
