@@ -90,9 +90,9 @@ class TrainerConfig(StrictModel):
     micro_batch_tokens: int = Field(16_384, ge=1)
     """Largest number of tokens in one forward pass. It affects memory only: the gradient does not depend on it."""
     logits_mib: int = Field(1024, ge=0)
-    """Memory for logits, in MiB. Where the logits of a micro-batch and their gradient take more, they are computed in
-    chunks that fit, and a second time in the backward pass; otherwise nothing changes. It affects memory only. The
-    gradient of the head's weight comes on top, in float32. 0: always all at once."""
+    """Memory for logits and their gradient, in MiB. Where those of a micro-batch take more, they are computed in chunks
+    that fit, and a second time in the backward pass. It affects memory and speed only. The gradient of the head's
+    weight comes on top, in float32. 0: always all at once."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
     layout: Literal["auto", "padded", "packed"] = "auto"

@@ -58,7 +58,8 @@ def forward(
     if size is None:
         with _head_only_at(model, *at):
             logits = module(**inputs, use_cache=False).logits  # [1, M, V]
-        return compute_token_logp(logits[0], batch.labels, temperature=temperature, entropy=entropy)
+        # squeeze, not [0]: the gradient of an index would be a copy as large as all logits
+        return compute_token_logp(logits.squeeze(0), batch.labels, temperature=temperature, entropy=entropy)
 
     def score(logits: Tensor, labels: Tensor) -> Tensor:
         return torch.stack([x for x in _compute_chunk(logits, labels, temperature, entropy) if x is not None])

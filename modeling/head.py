@@ -20,8 +20,10 @@ from torch.nn.functional import linear
 
 from core.errors import UserError
 
-BYTES_PER_LOGIT = 16
-"""Memory of one logit of a chunk in the backward pass: float32, and three more in what autograd computes from it."""
+COPIES_AT_ONCE = 3
+"""Tensors as large as all logits, where they are computed at once: they, and their gradient in pieces and in one."""
+BYTES_PER_LOGIT = 20
+"""Memory of one logit of a chunk in the backward pass: float32, and four more in what autograd computes from it."""
 
 Score = Callable[[Tensor, Tensor], Tensor]
 """What is wanted of the logits [m, V] of m tokens and their labels [m]: k numbers for each token, [k, m]."""
@@ -37,7 +39,7 @@ def choose_chunk(model: nn.Module, n_tokens: int, mib: int) -> int | None:
         return None
     hf: Any = model
     vocabulary, budget = hf.config.get_text_config().vocab_size, mib * 2**20
-    if 2 * hf.dtype.itemsize * n_tokens * vocabulary <= budget:
+    if COPIES_AT_ONCE * hf.dtype.itemsize * n_tokens * vocabulary <= budget:
         return None
     return max(1, budget // (BYTES_PER_LOGIT * vocabulary))
 

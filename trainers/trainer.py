@@ -197,7 +197,7 @@ class Trainer:
         model = self.frozen[column]
         layout = layout_for(self.cfg.layout, model)
         mib = self.cfg.logits_mib
-        return forward(model, model, batch, layout=layout, temperature=self.temperature, logits_mib=mib).logp
+        return forward(model, model, batch, layout=layout, logits_mib=mib, temperature=self.temperature).logp
 
     def _compute_values(self, critic: Learner, batch: Batch) -> Tensor:
         return compute_values(critic.module, batch, layout=self.layout, model=critic.model)

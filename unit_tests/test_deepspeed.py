@@ -102,15 +102,15 @@ def test_the_head_in_chunks_gives_the_same_update(ranks, tmp_path, stage, n, tie
     """With two ranks, one cuts while the other need not, and ZeRO-3 gathers the head on both all the same."""
     model = random_model("llama", vocab_size=4096, tie_word_embeddings=tied)
     model.save_pretrained(path := str(tmp_path))
-    groups = some_groups(5, 3)
+    groups = some_groups(4, 3)
     want, metrics = asyncio.run(run(None, plan_of(path, **SGD, logits_mib=0), groups, max_tokens=10_000))
-    per_rank = micro_batches(groups, "token", 100, ranks=n)
+    per_rank = micro_batches(groups, "token", 60, ranks=n)
     chunks = [[choose_chunk(model, len(batch.labels), 1) for batch in rank] for rank in per_rank]
-    assert chunks == ([[16, 16, None]] if n == 1 else [[16, 16], [None, None]])
+    assert chunks == ([[12, 12, 12, None]] if n == 1 else [[12, None], [12, 12]])
     # else ZeRO-3 would leave tensors as small as these whole
     small = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
     plan = plan_of(path, **SGD, logits_mib=1, zero_stage=stage, ranks=n, gradient_checkpointing=tied, deepspeed=small)
-    got, got_metrics = asyncio.run(run(ranks, plan, groups, max_tokens=100))
+    got, got_metrics = asyncio.run(run(ranks, plan, groups, max_tokens=60))
     assert (got - want).norm() < 1e-5 * (want - start_of(path)).norm()
     assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
