@@ -80,6 +80,10 @@ class TrainerConfig(StrictModel):
     """Largest norm of an update's gradient; 0 does not clip. The logged norm is the one before clipping."""
     micro_batch_tokens: int = Field(16_384, ge=1)
     """Largest number of tokens in one forward pass. It affects memory only: the gradient does not depend on it."""
+    logits_mib: int = Field(1024, ge=0)
+    """Memory for logits and their gradient, in MiB. Where those of a micro-batch take more, they are computed in chunks
+    that fit, and a second time in the backward pass. It affects memory and speed only. The gradient of the head's
+    weight comes on top, in float32. 0: always all at once."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
     layout: Literal["auto", "padded", "packed"] = "auto"

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core.types import Batch, Policy
 from modeling.attention import BY_SEQUENCE
+from modeling.head import choose_chunk, score_in_chunks
 from modeling.pretrained import runs_own_code
 
 Layout = Literal["padded", "packed"]
@@ -41,17 +42,35 @@ CHUNK_LOGITS = 2**24
 
 
 def forward(
-    module: nn.Module, model: nn.Module, batch: Batch, *, layout: Layout, temperature: float, entropy: bool = False
+    module: nn.Module,
+    model: nn.Module,
+    batch: Batch,
+    *,
+    layout: Layout,
+    temperature: float,
+    entropy: bool = False,
+    logits_mib: int = 0,
 ) -> Policy:
     """Compute log-probability (and entropy) of every trained token, [M] float32, with gradient if gradients are on.
 
     module: the callable (DeepSpeed's engine, or the model itself). model: the Hugging Face causal LM inside it.
     log-softmax is in float32, at the sampling temperature: the engine divides its logits by it, so this does too.
+    logits_mib: memory for logits, above which they are computed in chunks; 0 computes all at once.
     """
-    rows, inputs = _lay_out(model, batch, layout)
-    with _head_only_at(model, *(index[batch.at] for index in rows)):
-        logits = module(**inputs, use_cache=False).logits  # [1, M, V]
-    return compute_token_logp(logits[0], batch.labels, temperature=temperature, entropy=entropy)
+    (row, column), inputs = _lay_out(model, batch, layout)
+    at = row[batch.at], column[batch.at]
+    size = choose_chunk(model, len(batch.labels), logits_mib)
+    if size is None:
+        with _head_only_at(model, *at):
+            logits = module(**inputs, use_cache=False).logits  # [1, M, V]
+        # squeeze, not [0]: the gradient of an index would be a copy as large as all logits
+        return compute_token_logp(logits.squeeze(0), batch.labels, temperature=temperature, entropy=entropy)
+
+    def score(logits: Tensor, labels: Tensor) -> Tensor:
+        return torch.stack([x for x in _compute_chunk(logits, labels, temperature, entropy) if x is not None])
+
+    logp, *rest = score_in_chunks(module, model, inputs, at, batch.labels, score, size)
+    return Policy(logp=logp, entropy=rest[0] if entropy else None)
 
 
 def compute_values(module: nn.Module, batch: Batch, *, layout: Layout, model: nn.Module) -> Tensor:

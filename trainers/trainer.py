@@ -201,7 +201,8 @@ class Trainer:
                 return self.forward(batch).logp
         model = self.frozen[column]
         layout = layout_for(self.cfg.layout, model)
-        return forward(model, model, batch, layout=layout, temperature=self.temperature).logp
+        mib = self.cfg.logits_mib
+        return forward(model, model, batch, layout=layout, logits_mib=mib, temperature=self.temperature).logp
 
     def _compute_values(self, critic: Learner, batch: Batch) -> Tensor:
         return compute_values(critic.module, batch, layout=self.layout, model=critic.model)
@@ -229,6 +230,7 @@ class Trainer:
             layout=self.layout,
             temperature=temperature or self.temperature,
             entropy=self.alg.needs_entropy,
+            logits_mib=self.cfg.logits_mib,
         )
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:

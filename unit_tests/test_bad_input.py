@@ -36,6 +36,7 @@ NUMBERS = {
     "trainer.max_grad_norm": [-1, float("inf"), True],
     "trainer.warmup_updates": [-1, 3, True, HUGE],
     "trainer.micro_batch_tokens": [0, True, 1e12],
+    "trainer.logits_mib": [-1, True, 1.5],
     "trainer.betas": [[0.9], [0.9, 1.0], [float("nan"), 0.9], "0.9"],
     "trainer.max_skipped_updates": [0, True],
     "model.lora": [{"r": 0}, {"r": 65}, {"r": True}, {"alpha": float("inf")}, {"r": 4096, "targets": ["q_proj"]}],

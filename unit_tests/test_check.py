@@ -442,7 +442,7 @@ BUGS: dict[str, Bug] = {
         a_token_is_predicted_from_the_one_before,
     ),
     "an off-by-one shift in forward": (
-        "modeling.forward", [("*(index[batch.at] for", "*(index[batch.at - 1] for")],
+        "modeling.forward", [("at = row[batch.at], column[batch.at]", "at = row[batch.at - 1], column[batch.at - 1]")],
         the_logp_is_that_of_the_next_token_at_the_temperature,
     ),
     "the logits of another temperature": (

@@ -17,9 +17,11 @@ from core.workers import Local, Resources
 from data_feeds.packing import micro_batches, plan_update
 from driver.scoring import add_columns
 from driver.trainer_factory import TrainerPlan, build_trainer
+from modeling.head import choose_chunk
 from trainers.deepspeed import DeepSpeedTrainer
 from trainers.trainer import Trainer
 from unit_tests.examples import Malicious, some_answers, some_groups, with_values
+from unit_tests.test_forward import random_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SGD = {"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0}
@@ -90,6 +92,26 @@ def test_one_gradient_however_it_is_cut(ranks, tiny_path, stage, n, max_tokens, 
     got, got_metrics = asyncio.run(run(ranks, plan, groups, max_tokens=max_tokens))
     start = start_of(tiny_path)
     assert (got - want).norm() < 1e-5 * (want - start).norm()
+    assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_head_in_chunks_gives_the_same_update(ranks, tmp_path, stage, n, tied):
+    """With two ranks, one cuts while the other need not, and ZeRO-3 gathers the head on both all the same."""
+    model = random_model("llama", vocab_size=4096, tie_word_embeddings=tied)
+    model.save_pretrained(path := str(tmp_path))
+    groups = some_groups(4, 3)
+    want, metrics = asyncio.run(run(None, plan_of(path, **SGD, logits_mib=0), groups, max_tokens=10_000))
+    per_rank = micro_batches(groups, "token", 60, ranks=n)
+    chunks = [[choose_chunk(model, len(batch.labels), 1) for batch in rank] for rank in per_rank]
+    assert chunks == ([[12, 12, 12, None]] if n == 1 else [[12, None], [12, 12]])
+    # else ZeRO-3 would leave tensors as small as these whole
+    small = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
+    plan = plan_of(path, **SGD, logits_mib=1, zero_stage=stage, ranks=n, gradient_checkpointing=tied, deepspeed=small)
+    got, got_metrics = asyncio.run(run(ranks, plan, groups, max_tokens=60))
+    assert (got - want).norm() < 1e-5 * (want - start_of(path)).norm()
     assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 

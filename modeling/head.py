@@ -1,0 +1,173 @@
+"""A language model's head in chunks: what is wanted of many tokens' logits, without all these logits at once.
+
+The logits of 16k tokens over a vocabulary of 150k take 5 GiB in bfloat16, and their gradient as much again. In chunks
+there are those of a few hundred tokens at a time, and the backward pass computes them a second time.
+
+All chunks are computed inside the one call of the head in the model's forward pass. So ZeRO-3 gathers the head's weight
+once in the forward pass and once in the backward pass, however many chunks a rank has: ranks with different numbers of
+them, or none, make the same collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from core.errors import UserError
+
+COPIES_AT_ONCE = 3
+"""Tensors as large as all logits, where they are computed at once: they, and their gradient in pieces and in one."""
+BYTES_PER_LOGIT = 20
+"""Memory of one logit of a chunk in the backward pass: float32, and four more in what autograd computes from it."""
+
+Score = Callable[[Tensor, Tensor], Tensor]
+"""What is wanted of the logits [m, V] of m tokens and their labels [m]: k numbers for each token, [k, m]."""
+
+
+def choose_chunk(model: nn.Module, n_tokens: int, mib: int) -> int | None:
+    """Return the number of tokens of a chunk; None where all logits and their gradient fit into `mib` MiB, or mib is 0.
+
+    It does not ask whether gradients are on: a token's log-probability is then the same to the bit in scoring and
+    training.
+    """
+    if not mib:
+        return None
+    hf: Any = model
+    vocabulary, budget = hf.config.get_text_config().vocab_size, mib * 2**20
+    if COPIES_AT_ONCE * hf.dtype.itemsize * n_tokens * vocabulary <= budget:
+        return None
+    return max(1, budget // (BYTES_PER_LOGIT * vocabulary))
+
+
+def score_in_chunks(
+    module: nn.Module,
+    model: nn.Module,
+    inputs: dict[str, Tensor],
+    at: tuple[Tensor, Tensor],
+    labels: Tensor,
+    score: Score,
+    size: int,
+) -> Tensor:
+    """Run the model; return the scores [k, M] of `labels` [M], which the hidden states in (rows, columns) predict.
+
+    In place of the head's logits the model gets those of the first token only. What it makes of them must be what
+    `finish_logits` makes of them, which is applied to every chunk.
+    """
+    hf: Any = model
+    head = hf.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise _unknown(model, "its head is no plain linear layer")
+    scored: list[Tensor] = []
+    first: list[Tensor] = []
+
+    def score_finished(logits: Tensor, labels: Tensor) -> Tensor:
+        return score(finish_logits(model, logits), labels)
+
+    def compute_scores(hidden: Tensor) -> Tensor:
+        chosen = hidden[at]  # [M, H]
+        with torch.no_grad():
+            first.append(linear(chosen[:1], head.weight, head.bias)[None])  # [1, 1, V]
+        return _Chunks.apply(chosen, labels, score_finished, size, *head.parameters())
+
+    def keep_scores(_module: nn.Module, _args: Any, scores: Tensor) -> Tensor:
+        scored.append(scores)
+        return first[0].requires_grad_(scores.requires_grad)
+
+    # The last hook of the head: ZeRO-3's, which gathers the weight again for the backward pass, has seen the scores.
+    hook = head.register_forward_hook(keep_scores)
+    head.forward = compute_scores
+    try:
+        finished = module(**inputs, use_cache=False).logits
+    finally:
+        del head.forward  # the one of its class is there again
+        hook.remove()
+    if not torch.allclose(finished.float(), finish_logits(model, first[0]).float(), rtol=1e-3, equal_nan=True):
+        raise _unknown(model, "it changes its logits after the head in a way that is not known here")
+    return _AlsoThrough.apply(scored[0], finished)
+
+
+def finish_logits(model: nn.Module, logits: Tensor) -> Tensor:
+    """Change logits as the model does after its head: the soft cap of Gemma, the scaling of Granite."""
+    hf: Any = model
+    config = hf.config.get_text_config()
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    if (scaling := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits / scaling
+    return logits
+
+
+def _unknown(model: nn.Module, reason: str) -> UserError:
+    config: Any = model.config
+    return UserError(
+        f"trainer.logits_mib: the logits of a micro-batch do not fit, and a {config.model_type} model's cannot be "
+        f"computed in chunks, because {reason}: set trainer.logits_mib=0, which computes all at once, and lower "
+        "trainer.micro_batch_tokens if memory runs out"
+    )
+
+
+class _AlsoThrough(torch.autograd.Function):
+    """Return scores; the backward pass gets to the model's output too, with a gradient of zero.
+
+    ZeRO-3 notes which modules a backward pass reaches, and compares the lists of all ranks. So a rank that computes in
+    chunks must reach the modules that one which need not reaches.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, logits: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_zeros(ctx.shape, dtype=ctx.dtype)
+
+
+class _Chunks(torch.autograd.Function):
+    """scores = score(hidden W^T + b, labels), chunk by chunk; the backward pass computes each chunk again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, labels: Tensor, score: Score, size: int, *parameters: Tensor
+    ) -> Tensor:  # [M, H], [M] -> [k, M]
+        ctx.save_for_backward(hidden, labels, *parameters)
+        ctx.score, ctx.size = score, size
+        chunks = zip(hidden.split(size), labels.split(size), strict=True)
+        return torch.cat([score(linear(h, *parameters), chosen) for h, chosen in chunks], dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, labels, *parameters = ctx.saved_tensors
+        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]]
+        of_hidden: list[Tensor | None] = []
+        sums: list[Tensor | None] = [None] * len(parameters)
+        for h, chosen, g in zip(hidden.split(ctx.size), labels.split(ctx.size), grad.split(ctx.size, -1), strict=True):
+            first, *rest = _differentiate_chunk(ctx.score, [h, *parameters], needs, chosen, g)
+            of_hidden.append(first)
+            sums = [_add_up(total, part) for total, part in zip(sums, rest, strict=True)]
+        rounded = [None if total is None else total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
+        return torch.cat([x for x in of_hidden if x is not None]) if needs[0] else None, None, None, None, *rounded
+
+
+def _differentiate_chunk(
+    score: Score, inputs: Sequence[Tensor], needs: Sequence[bool], labels: Tensor, grad: Tensor
+) -> list[Tensor | None]:
+    """Return the gradient of one chunk's hidden states [m, H], weight and bias; None where it is not needed."""
+    leaves = [x.detach().requires_grad_(needed) for x, needed in zip(inputs, needs, strict=True)]
+    with torch.enable_grad():
+        scores = score(linear(*leaves), labels)
+    computed = iter(torch.autograd.grad(scores, [x for x in leaves if x.requires_grad], grad))
+    return [next(computed) if x.requires_grad else None for x in leaves]
+
+
+def _add_up(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """Add in float32: a sum of many chunks in bfloat16 would lose what a single product of matrices keeps."""
+    if total is None or part is None:
+        return None if part is None else part.to(torch.promote_types(part.dtype, torch.float32))
+    return total.add_(part)

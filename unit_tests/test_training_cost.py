@@ -1,0 +1,65 @@
+"""The measurements of a training step's memory and speed run, and print what they promise."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.random_task import make_groups
+from benchmarks.train_throughput import COLUMNS, PEAK_TFLOPS, count_flops
+from data_feeds.packing import micro_batches
+from unit_tests.test_forward import random_model
+
+ROOT = Path(__file__).parent.parent
+WITHOUT = ("ray", "deepspeed", "vllm", "peft")
+ALONE = f"""
+import runpy, sys
+sys.modules |= dict.fromkeys({WITHOUT})  # an import of any of them fails
+sys.argv = ["train_throughput", "--small", "--tokens", "64", "128", "--sequence", "64", "--updates", "1"]
+runpy.run_module("benchmarks.train_throughput", run_name="__main__")
+"""
+
+
+def test_throughput_is_measured_where_only_torch_transformers_and_pydantic_are():
+    done = subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    _, _, _, titles, *rows = done.stdout.splitlines()
+    assert titles.split() == list(COLUMNS)
+    for tokens, row in zip((64, 128), rows, strict=True):
+        size, sequence, shared, *speeds, share, ms = row.split()
+        assert (size, sequence, shared) == (str(tokens), "64", "no")
+        assert all(float(x) > 0 for x in (*speeds, ms))
+        assert 0 < float(share.removesuffix("%")) < 100
+
+
+def test_the_operations_of_a_model_are_counted():
+    """6 per weight and token, and attention; the embedding multiplies nothing."""
+    model = random_model("qwen3", vocab_size=128)
+    [[batch]] = micro_batches(make_groups(2, 1, prompt=3, response=5, vocabulary=64), "token", 100)
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
+    head = model.lm_head.weight.numel()
+    attention = 3 * 4 * 2 * 64 * 2 * (7 * 8 // 2)  # two layers, two heads of 32, two sequences of 7 inputs
+    assert len(batch.input_ids) == 14 and len(batch.labels) == 10
+    assert count_flops(model, batch) == 6 * (weights - head) * 14 + 6 * head * 10 + attention
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops"),
+    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-80GB", 312)],
+)
+def test_a_gpu_is_found_by_its_name(device, tflops):
+    assert next(peak for known, peak in PEAK_TFLOPS.items() if known in device) == tflops
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="so small a model needs less than a GPU's allocator rounds to")
+def test_memory_is_measured_and_chunks_take_less():
+    small = ["--tokens", "512", "2048", "--vocabulary", "20000", "--logits-mib", "32"]
+    command = [sys.executable, "-m", "benchmarks.memory", *small]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, _, titles, few, many, _, goal = done.stdout.splitlines()
+    assert titles.split()[:6] == ["tokens", "logits", "at", "once", "in", "chunks"]
+    assert few.split()[0] == "512" and many.split()[0] == "2048" and goal.endswith("reached")
