@@ -88,13 +88,18 @@ class TrainerConfig(StrictModel):
     max_grad_norm: float = Field(1.0, ge=0)
     """Largest norm of an update's gradient; 0 does not clip. The logged norm is the one before clipping."""
     micro_batch_tokens: int = Field(16_384, ge=1)
-    """Largest number of tokens in one forward pass. It affects memory only: the gradient does not depend on it."""
+    """Largest number of tokens in one forward pass; shared ones count once. It affects memory only: the gradient does
+    not depend on it."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
     layout: Literal["auto", "padded", "packed"] = "auto"
     """Layout of a micro-batch in the forward pass. packed: all sequences in one row. padded: each in its own row. auto:
     packed where the kernel gets the sequence boundaries (flash attention, and attention: auto for the model families of
     modeling/attention.py), else padded."""
+    share_prefixes: Literal["auto", "off"] = "auto"
+    """Sharing of what the samples of a group have in common: a common beginning of token ids, such as the prompt, is
+    computed once, forward and backward. It changes speed and memory, not the gradient. auto: with packed rows, for the
+    model families of modeling/attention.py with attention: auto."""
     max_skipped_updates: int = Field(3, ge=1)
     """Number of consecutive skipped updates that ends the run. An update is skipped on all ranks if its gradient is not
     finite."""

@@ -10,6 +10,7 @@ from configs.schema import RLConfig
 from core import metrics as names
 from core.errors import RunStopped
 from core.phases import Phase
+from core.row_layout import RowLayout
 from core.types import Group, Prompt, ScoredColumn
 from core.workers import Workers, gather_fail_fast
 from data_feeds.feed import Feed
@@ -49,8 +50,8 @@ class Run:
     first_step: int
     """First step to run; a resumed run does not repeat earlier ones."""
     generation: Generation
-    uses_padding: bool
-    """True if the trainers pad rows, which depends on the loaded model."""
+    layout: RowLayout
+    """Layout of the trainers' rows, which depends on the loaded model."""
     time: TimeBreakdown
 
     @property
@@ -102,7 +103,8 @@ class Run:
             shards = [[update[rank] for update in updates] for rank in range(len(self.trainers))]
             measured, *_ = await self.trainers.scatter(Trainer.step, shards)
         padding = sum(plan.padding for plan in plans) / k
-        return name_train_metrics(measured) | {names.TRAIN_PADDING: padding}
+        shared = sum(plan.shared for plan in plans) / k
+        return name_train_metrics(measured) | {names.TRAIN_PADDING: padding, names.TRAIN_SHARED: shared}
 
     def _plan(self, groups: list[Group]) -> Plan:
         return plan_update(
@@ -111,7 +113,8 @@ class Run:
             self.cfg.trainer.micro_batch_tokens,
             ranks=len(self.trainers),
             horizon=self.cfg.rollout.max_new_tokens,
-            padded=self.uses_padding,
+            padded=self.layout.padded,
+            share_prefixes=self.layout.shares_prefixes,
             whole_groups=self.alg.whole_groups,
         )
 
