@@ -19,7 +19,7 @@ from driver.scoring import add_columns
 from driver.trainer_factory import TrainerPlan, build_trainer
 from trainers.deepspeed import DeepSpeedTrainer
 from trainers.trainer import Trainer
-from unit_tests.examples import Malicious, some_answers, some_groups, with_values
+from unit_tests.examples import Malicious, families, some_answers, some_groups, with_values
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SGD = {"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0}
@@ -42,11 +42,13 @@ class Nothing:
         pass
 
 
-def plan_of(path: str, *, alg=None, dtype="float32", lora=None, timeout_s=1800.0, **trainer) -> TrainerPlan:
+def plan_of(
+    path: str, *, alg=None, dtype="float32", lora=None, timeout_s=1800.0, attention="sdpa", **trainer
+) -> TrainerPlan:
     alg = alg or {"name": "grpo"}
     spec, cls = find_algorithm(alg)
     return TrainerPlan(
-        model=ModelConfig(path=path, dtype=dtype, attention="sdpa", lora=lora),
+        model=ModelConfig(path=path, dtype=dtype, attention=attention, lora=lora),
         trainer=TrainerConfig(**trainer),
         alg_spec=spec,
         alg=cls(**alg).model_dump(),
@@ -68,7 +70,8 @@ async def trainers_of(ranks, plan: TrainerPlan):
 async def run(ranks, plan: TrainerPlan, groups, *, max_tokens: int, steps: int = 1):
     """Weights after `steps` updates and the metrics of the last, from the trainers of `plan`."""
     trainers = await trainers_of(ranks, plan)
-    per_rank = micro_batches(groups, "token", max_tokens, ranks=len(trainers), padded=plan.trainer.layout != "packed")
+    how = {"padded": plan.trainer.layout != "packed", "share_prefixes": plan.model.attention == "auto"}
+    per_rank = micro_batches(groups, "token", max_tokens, ranks=len(trainers), **how)
     for _ in range(steps):
         metrics = await trainers.scatter(Trainer.step, [[micro] for micro in per_rank])
     states = await trainers.call_all(Trainer.flatten_weights)
@@ -90,6 +93,20 @@ def test_one_gradient_however_it_is_cut(ranks, tiny_path, stage, n, max_tokens, 
     got, got_metrics = asyncio.run(run(ranks, plan, groups, max_tokens=max_tokens))
     start = start_of(tiny_path)
     assert (got - want).norm() < 1e-5 * (want - start).norm()
+    assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("n", "max_tokens", "name"), [(1, 10_000, "grpo"), (1, 30, "ppo"), (2, 25, "ppo")])
+def test_what_samples_share_is_learnt_as_if_they_shared_nothing(ranks, tiny_path, stage, n, max_tokens, name):
+    """A group is cut over two ranks too; and layers are computed again in one of the cases."""
+    alg = {"name": name} | ({"critic_lr": 0.5} if name == "ppo" else {})
+    groups = with_values(families())
+    want, metrics = asyncio.run(run(None, plan_of(tiny_path, alg=alg, **SGD), groups, max_tokens=10_000))
+    shared = {"attention": "auto", "layout": "packed", "gradient_checkpointing": max_tokens == 30}
+    plan = plan_of(tiny_path, alg=alg, **SGD, zero_stage=stage, ranks=n, **shared)
+    got, got_metrics = asyncio.run(run(ranks, plan, groups, max_tokens=max_tokens))
+    assert (got - want).norm() < 1e-5 * (want - start_of(tiny_path, alg)).norm()
     assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 
