@@ -8,12 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import varlen
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from configs.trainer_schema import LoraConfig
 from core.types import Batch, Group
 from data_feeds.packing import micro_batches, pack
-from modeling.attention import BY_SEQUENCE, FAMILIES, attend_by_sequence_if_able, can_share_prefixes
+from modeling.attention import (
+    BY_SEQUENCE,
+    FAMILIES,
+    attend_by_sequence,
+    attend_by_sequence_if_able,
+    can_share_prefixes,
+)
+from modeling.attention_varlen import attend_varlen, fits_varlen
 from modeling.forward import compute_values, forward
 from modeling.lora import with_adapter
 from modeling.segments import Segments
@@ -193,6 +201,46 @@ def test_the_index_of_keys_is_the_whole_sequence_of_every_segment():
     assert (index.longest_query, index.longest_key) == (3, 7)
     plain = Segments([3, 2], [-1, -1]).index_keys(torch.device("cpu"))
     assert plain.keys is None and plain.key_ends.tolist() == plain.query_ends.tolist() == [0, 3, 5]
+
+
+def varlen_by_hand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """What torch's documentation and comments say of varlen_attn, whose kernel runs on a GPU only."""
+    left, right = window_size
+    assert right == 0 and max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
+    done = []
+    for n, seen, q_end, k_end in zip(cu_seq_q.diff(), cu_seq_k.diff(), cu_seq_q[1:], cu_seq_k[1:], strict=True):
+        places = (query, q_end, n), (key, k_end, seen), (value, k_end, seen)
+        q, k, v = (x[end - m : end].transpose(0, 1) for x, end, m in places)
+        behind = torch.arange(seen - n, seen)[:, None] - torch.arange(seen)[None, :]
+        allowed = (behind >= 0) & ((behind <= left) | (left < 0))
+        scores = q @ k.repeat_interleave(len(q) // len(k), 0).mT * scale
+        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+        done.append((weights @ v.repeat_interleave(len(q) // len(v), 0)).transpose(0, 1))
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    return torch.cat(done)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 9])
+@pytest.mark.parametrize("parents", [[-1, -1, -1, -1], [-1, 0, 0, 1]])
+def test_the_call_for_a_gpu_means_what_the_kernel_of_a_cpu_computes(monkeypatch, parents, window):
+    """The kernel itself is compared in test_gpu.py; here its arguments are, by what they are documented to mean."""
+    segments = Segments([11, 6, 6, 17], parents)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 40, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    want, _ = attend_by_sequence(
+        nn.Identity(), query, key, value, None, scaling=0.3, sliding_window=window, segments=segments
+    )
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_by_hand)
+    got = attend_varlen(query, key, value, segments, scaling=0.3, window=window)
+    torch.testing.assert_close(got, want)
+
+
+def test_torch_takes_the_arguments_of_the_call_for_a_gpu():
+    query, key = (torch.empty(1, heads, 40, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    for parents in ([-1, -1, -1, -1], [-1, 0, 0, 1]):
+        segments = Segments([11, 6, 6, 17], parents)
+        assert attend_varlen(query, key, key, segments, scaling=None, window=3).shape == (1, 40, 4, 64)
+    assert not fits_varlen(query), "it is not on a GPU"
 
 
 def test_a_segment_cannot_continue_a_later_one():
