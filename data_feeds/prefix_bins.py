@@ -47,11 +47,14 @@ class _Family:
         own[0] -= self.shared[1] if len(own) > 1 else 0  # the common beginning is nobody's own
         middles = own.cumsum() - own / 2
         numbers = np.minimum(middles / max(own.sum(), 1e-9) * pieces, pieces - 1).astype(int)
-        first = 0
-        for i in range(1, len(own) + 1):
-            if i == len(own) or numbers[i] != numbers[i - 1] or self.size(first, i + 1) > max_tokens:
+        first = tokens = trained = 0
+        for i in range(len(own)):
+            is_full = max(tokens + self.new_tokens(first, i), trained + self.trained[i]) > max_tokens
+            if i and (is_full or numbers[i] != numbers[i - 1]):
                 yield first, i
-                first = i
+                first, tokens, trained = i, 0, 0
+            tokens, trained = tokens + self.new_tokens(first, i), trained + self.trained[i]
+        yield first, len(own)
 
 
 def pack_families(
