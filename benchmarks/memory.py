@@ -112,7 +112,7 @@ def measure_step(model: str, dtype: str, tokens: int, mib: int) -> Measured:
     trainer = LocalTrainer(ModelConfig(path=model, dtype=dtype), cfg, SFT(), temperature=1.0, total_updates=2)
     length = min(SEQUENCE, tokens)
     groups = make_groups(tokens // length, 1, prompt=1, response=length, vocabulary=1000)
-    [batches] = micro_batches(groups, "token", cfg.micro_batch_tokens, padded=trainer.uses_padding())
+    [batches] = micro_batches(groups, "token", cfg.micro_batch_tokens, padded=trainer.describe_layout().padded)
 
     on_gpu = torch.cuda.is_available()
     before, start = torch.cuda.memory_allocated() / 2**20 if on_gpu else read_status("VmRSS"), time.perf_counter()

@@ -159,7 +159,7 @@ def our_run(task: dict[str, Any]) -> dict[str, Any]:
     losses: list[float] = []
     ends = [(time.perf_counter(), time.process_time())]
     for groups in updates:
-        plan = plan_update(groups, "token", cfg.micro_batch_tokens, padded=trainer.uses_padding())
+        plan = plan_update(groups, "token", cfg.micro_batch_tokens, padded=trainer.describe_layout().padded)
         losses.append(trainer.step(plan.batches())["loss"])
         ends.append((time.perf_counter(), time.process_time()))
     spans = list(pairwise(ends))

@@ -112,8 +112,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="a tiny model, for tests")
     args = parser.parse_args()
     args.tokens = args.tokens or ([256, 512] if args.small else [1024, 2048, 4096, 8192, 16_384])
-    if args.share and "share_prefixes" not in TrainerConfig.model_fields:
-        parser.error("--share: this version of the trainer has no key trainer.share_prefixes")
     if min(args.tokens) < 2 or args.sequence < 2 or min(args.micro_batches, args.updates) < 1:
         parser.error("give at least 2 tokens, one micro-batch and one update")
     return args
@@ -127,8 +125,7 @@ def measure_updates(
     settings: dict[str, Any] = {"micro_batch_tokens": tokens, "gradient_checkpointing": args.checkpointing}
     if args.logits_mib is not None:
         settings["logits_mib"] = args.logits_mib
-    if "share_prefixes" in TrainerConfig.model_fields:
-        settings["share_prefixes"] = "auto" if shared else "off"
+    settings["share_prefixes"] = "auto" if shared else "off"
     chosen = ModelConfig(path=model, dtype=dtype, attention=args.attention)
     trainer = LocalTrainer(chosen, TrainerConfig(**settings), alg, temperature=1.0, total_updates=args.updates + 1)
     sequence = min(args.sequence, tokens)
@@ -136,7 +133,9 @@ def measure_updates(
     size = math.gcd(samples, GROUP)
     half = sequence // 2  # the last token of a sequence is no input
     groups = make_groups(samples // size, size, prompt=half, response=sequence - half + 1, vocabulary=vocabulary)
-    [batches] = plan_update(groups, alg.loss_norm, tokens, **layout_of(trainer)).batches()
+    layout = trainer.describe_layout()
+    shares = layout.shares_prefixes
+    [batches] = plan_update(groups, alg.loss_norm, tokens, padded=layout.padded, share_prefixes=shares).batches()
     columns = trainer.compute_columns(batches, alg.required_columns)
     for batch, found in zip(batches, columns, strict=True):
         batch.tokens = batch.tokens.replace(**found)
@@ -146,11 +145,6 @@ def measure_updates(
         flops=sum(count_flops(trainer.model, batch) for batch in batches),
         seconds=statistics.median(taken),
     )
-
-
-def layout_of(trainer: LocalTrainer) -> dict[str, Any]:
-    """Return how this trainer lays out its rows, for plan_update. The place for sharing of prefixes, once it exists."""
-    return {"padded": trainer.uses_padding()}
 
 
 def time_update(trainer: LocalTrainer, batches: list[Batch]) -> float:
@@ -172,8 +166,7 @@ def count_flops(model: nn.Module, batch: Batch) -> float:
     hf: Any = model
     config, head = hf.config, hf.get_output_embeddings()
     body = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
-    lengths = torch.bincount(batch.seq_ids).double()
-    pairs = float((lengths * (lengths + 1) / 2).sum())  # a token attends to itself and to those before it
+    pairs = float((batch.position_ids + 1).sum())  # a token attends to itself and to those before it
     attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
     forward = 2 * body * len(batch.input_ids) + 2 * head.weight.numel() * len(batch.labels) + attention
     return 3 * forward

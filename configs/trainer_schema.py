@@ -79,7 +79,8 @@ class TrainerConfig(StrictModel):
     max_grad_norm: float = Field(1.0, ge=0)
     """Largest norm of an update's gradient; 0 does not clip. The logged norm is the one before clipping."""
     micro_batch_tokens: int = Field(16_384, ge=1)
-    """Largest number of tokens in one forward pass. It affects memory only: the gradient does not depend on it."""
+    """Largest number of tokens in one forward pass; shared ones count once. It affects memory only: the gradient does
+    not depend on it."""
     logits_mib: int = Field(1024, ge=0)
     """Memory for logits and their gradient, in MiB. Where those of a micro-batch take more, they are computed in chunks
     that fit, and a second time in the backward pass. It affects memory and speed only. The gradient of the head's
@@ -90,6 +91,10 @@ class TrainerConfig(StrictModel):
     """Layout of a micro-batch in the forward pass. packed: all sequences in one row. padded: each in its own row. auto:
     packed where the kernel gets the sequence boundaries (flash attention, and attention: auto for the model families of
     modeling/attention.py), else padded."""
+    share_prefixes: Literal["auto", "off"] = "auto"
+    """Sharing of what the samples of a group have in common: a common beginning of token ids, such as the prompt, is
+    computed once, forward and backward. It changes speed and memory, not the gradient. auto: with packed rows, for the
+    model families of modeling/attention.py with attention: auto."""
     max_skipped_updates: int = Field(3, ge=1)
     """Number of consecutive skipped updates that ends the run. An update is skipped on all ranks if its gradient is not
     finite."""

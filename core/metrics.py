@@ -105,6 +105,9 @@ TRAIN_SKIPPED = _declare("train/updates_skipped", "", "updates skipped because a
 TRAIN_PADDING = _declare(
     "train/padding", "fraction", "positions of the forward passes that hold no token; 0 with packed rows", ALL
 )
+TRAIN_SHARED = _declare(
+    "train/shared", "fraction", "input tokens that were computed once for several samples of a group", ALL
+)
 TRAIN_SOURCE_LOSS = "train/loss/{}"
 _declare("train/loss/<source>", "", "loss on the rows of one source of a mixture", SL)
 MISMATCH_KL = _declare(

@@ -183,16 +183,23 @@ class Tokens:
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """Micro-batch: S sequences end to end, T input tokens, M of which predict a token that is trained on."""
+    """Micro-batch: S segments end to end, T input tokens, which predict the M tokens that are trained on.
+
+    A segment is a whole sequence. Only where sequences share their beginnings (data_feeds/prefix_tree.py) it is a part
+    of one or more, and attends to its parent, its parent's parent and so on, as if they were before it in the row.
+    """
 
     input_ids: Tensor
-    """[T] int64, input tokens of all sequences."""
+    """[T] int64, input tokens of all segments."""
     position_ids: Tensor
-    """[T] int64, position in the sequence; restarts at 0 where a sequence begins."""
-    seq_ids: Tensor
-    """[T] int64, number of the sequence: 0..S-1."""
+    """[T] int64, position in the sequence; a segment begins at 0, or goes on from its parent's end."""
+    segment_ids: Tensor
+    """[T] int64, number of the segment: 0..S-1."""
+    parents: Tensor
+    """[S] int64, the segment that each continues, with a smaller number; -1 where a sequence begins."""
     at: Tensor
-    """[M] int64, input positions whose next token is trained on."""
+    """[M] int64, input positions whose next token is trained on. One that sequences share may be there several times:
+    the last token of a prompt predicts the first token of every reply."""
     labels: Tensor
     """[M] int64, ids of these next tokens."""
     tokens: Tokens

@@ -1,7 +1,7 @@
 """Workers: objects in this process, or in others, that are called in the same way. Nothing here imports ray.
 
     trainers: Workers[Trainer]
-    await trainers.call_one(0, Trainer.uses_padding)         # one worker
+    await trainers.call_one(0, Trainer.describe_layout)      # one worker
     await trainers.call_all(Trainer.save, folder)            # the same call to every worker; results in rank order
     await trainers.scatter(Trainer.step, shards)             # shards[i] to worker i
     timers: Workers[ActivityTimer] = trainers.attribute("timer")    # what each of them holds

@@ -20,14 +20,16 @@ def estimate_cost(n: int) -> float:
     return n + n * n / COST_IS_SQUARE_AT
 
 
-def pack_into_bins(sizes: list[int], max_tokens: int, *, ranks: int = 1, padded: bool = True) -> list[list[int]]:
+def pack_into_bins(
+    sizes: list[int], max_tokens: int, *, ranks: int = 1, padded: bool = True, costs: list[float] | None = None
+) -> list[list[int]]:
     """Pack units (sequences or groups) into micro-batches of at most `max_tokens`; return indices into `sizes`.
 
     Rank r takes micro-batches r, r + ranks, r + 2 ranks, ... All ranks get the same number, of about the same cost, so
     that they run the same number of forward passes. A micro-batch is empty where there are fewer units than ranks.
 
     padded: count rows x longest row, as a padded layout does, and keep units of similar length together. Otherwise
-    count the sum of lengths, and mix long and short units.
+    count the sum of lengths, and mix long and short units. costs: cost of each unit; None: that of one sequence.
 
     >>> pack_into_bins([5, 3, 3, 1], 6)  # padded: [5] + [3, 3] + [1]
     [[1, 2], [0], [3]]
@@ -44,13 +46,18 @@ def pack_into_bins(sizes: list[int], max_tokens: int, *, ranks: int = 1, padded:
             f"a sequence of {longest} tokens does not fit trainer.micro_batch_tokens={max_tokens}: raise it"
         )
 
+    costs = [estimate_cost(n) for n in sizes] if costs is None else costs
+
     def bin_cost(chosen: list[int]) -> float:
         if padded:
-            return len(chosen) * estimate_cost(sizes[chosen[0]]) if chosen else 0.0
-        return sum(estimate_cost(sizes[i]) for i in chosen)
+            return len(chosen) * costs[chosen[0]] if chosen else 0.0
+        return sum(costs[i] for i in chosen)
 
-    pack_lengths = _pack_like_lengths if padded else _pack_mixed_lengths
-    return _deal_to_ranks(pack_lengths(sizes, longest_first, max_tokens, ranks), ranks, bin_cost)
+    if padded:
+        bins = _pack_like_lengths(sizes, longest_first, max_tokens, ranks)
+    else:
+        bins = _pack_mixed_lengths(sizes, costs, longest_first, max_tokens, ranks)
+    return _deal_to_ranks(bins, ranks, bin_cost)
 
 
 def _pack_like_lengths(sizes: list[int], longest_first: list[int], max_tokens: int, ranks: int) -> list[list[int]]:
@@ -73,25 +80,29 @@ def _pack_like_lengths(sizes: list[int], longest_first: list[int], max_tokens: i
     return even + [[] for _ in range(wanted - len(even))]
 
 
-def _pack_mixed_lengths(sizes: list[int], longest_first: list[int], max_tokens: int, ranks: int) -> list[list[int]]:
+def _pack_mixed_lengths(
+    sizes: list[int], costs: list[float], longest_first: list[int], max_tokens: int, ranks: int
+) -> list[list[int]]:
     """Pack units into as few bins as the heuristic finds, each of about the same cost."""
     n = -(-sum(sizes) // max_tokens // ranks) * ranks
-    while (filled := _fill_evenly(sizes, longest_first, max_tokens, n)) is None:
+    while (filled := _fill_evenly(sizes, costs, longest_first, max_tokens, n)) is None:
         n += ranks  # terminates: with one bin per unit, all have room
     return filled
 
 
-def _fill_evenly(sizes: list[int], longest_first: list[int], max_tokens: int, n: int) -> list[list[int]] | None:
+def _fill_evenly(
+    sizes: list[int], costs: list[float], longest_first: list[int], max_tokens: int, n: int
+) -> list[list[int]] | None:
     """Put each unit, longest first, into the cheapest of n bins that has room for it; None if no bin has room."""
     filled: list[list[int]] = [[] for _ in range(n)]
-    held, costs = [0] * n, [0.0] * n
+    held, spent = [0] * n, [0.0] * n
     for i in longest_first:
-        b = min((b for b in range(n) if held[b] + sizes[i] <= max_tokens), key=costs.__getitem__, default=None)
+        b = min((b for b in range(n) if held[b] + sizes[i] <= max_tokens), key=spent.__getitem__, default=None)
         if b is None:
             return None
         filled[b].append(i)
         held[b] += sizes[i]
-        costs[b] += estimate_cost(sizes[i])
+        spent[b] += costs[i]
     return filled
 
 

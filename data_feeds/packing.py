@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ from torch import Tensor
 
 from core.types import Batch, Group, LossNorm, Sample, ScoredColumn, Tokens
 from data_feeds.bin_packing import pack_into_bins
+from data_feeds.prefix_bins import count_shared, pack_families
+from data_feeds.prefix_tree import lay_out_row
 
 
 def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[float]:
@@ -53,20 +54,21 @@ def pack(
     weights: list[float],
     *,
     groups: list[int] | None = None,
+    families: list[int] | None = None,
     sources: Sequence[str] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Batch:
     """Concatenate samples into a Batch; `weights[i]` is the weight of each trained token of `samples[i]`.
 
-    groups: number of the group of each sample, where whole groups are in one batch. sources: data sets whose tokens
-    get source_ids.
+    groups: number of the group of each sample, where whole groups are in one batch. families: number of each sample's
+    family, whose common beginnings are laid once (prefix_tree.py); None shares nothing. sources: data sets whose
+    tokens get source_ids.
 
     A Sample is token-aligned (entry t is about token t), a Batch is input-aligned: position t predicts
     token t+1. The shift happens here and nowhere else, and so does the choice of the trained tokens:
     values of a column at other tokens never leave this function.
     """
-    lengths = [len(s.token_ids) - 1 for s in samples]
-    starts = [0, *accumulate(lengths)][:-1]
+    row = lay_out_row([s.token_ids[:-1] for s in samples], families)
     learnt = [[t for t, yes in enumerate(s.loss_mask) if yes] for s in samples]  # token positions, >= 1
 
     def ints(values: list[int]) -> Tensor:
@@ -88,10 +90,11 @@ def pack(
     if sources:
         columns["source_ids"] = per_token([sources.index(s.prompt.source) for s in samples])
     return Batch(
-        input_ids=ints([i for s in samples for i in s.token_ids[:-1]]),
-        position_ids=ints([t for n in lengths for t in range(n)]),
-        seq_ids=ints([i for i, n in enumerate(lengths) for _ in range(n)]),
-        at=ints([start + t - 1 for start, at in zip(starts, learnt, strict=True) for t in at]),
+        input_ids=torch.from_numpy(row.input_ids),
+        position_ids=torch.from_numpy(row.position_ids),
+        segment_ids=torch.from_numpy(row.segment_ids),
+        parents=torch.from_numpy(row.parents),
+        at=ints([int(place[t - 1]) for place, at in zip(row.places, learnt, strict=True) for t in at]),
         labels=ints([s.token_ids[t] for s, at in zip(samples, learnt, strict=True) for t in at]),
         tokens=Tokens(
             seq_ids=per_token(list(range(len(samples)))),
@@ -124,6 +127,8 @@ class Plan:
     """[rank][micro-batch] -> indices into `samples`."""
     groups: list[int] | None
     """Number of each sample's group, where groups are kept whole."""
+    families: list[int] | None
+    """Number of each sample's group, where its samples share their common beginnings."""
     sources: Sequence[str]
     """Data sets whose losses are logged separately."""
     padded: bool
@@ -137,6 +142,13 @@ class Plan:
         sizes = [[len(self.samples[i].token_ids) - 1 for i in b] for rank in self.bins for b in rank if b]
         return 1 - sum(map(sum, sizes)) / sum(len(b) * max(b) for b in sizes)
 
+    @property
+    def shared(self) -> float:
+        """Fraction of the samples' input tokens that a common beginning saves; 0 where nothing is shared."""
+        if self.families is None:
+            return 0.0
+        return count_shared([s.token_ids[:-1] for s in self.samples], self.families, self.bins)
+
     def batches(self, dtype: torch.dtype = torch.float32) -> list[list[Batch]]:
         """Return the batches, [rank][micro-batch]."""
         return [[self._make_batch(b, dtype) for b in rank] for rank in self.bins]
@@ -148,6 +160,7 @@ class Plan:
             [self.samples[i] for i in chosen],
             [self.weights[i] for i in chosen],
             groups=None if self.groups is None else [self.groups[i] for i in chosen],
+            families=None if self.families is None else [self.families[i] for i in chosen],
             sources=self.sources,
             dtype=dtype,
         )
@@ -185,30 +198,39 @@ def plan_update(
     ranks: int = 1,
     horizon: int = 1,
     padded: bool = True,
+    share_prefixes: bool = False,
     whole_groups: bool = False,
     sources: Sequence[str] = (),
 ) -> Plan:
     """Split one update into micro-batches of at most `max_tokens` tokens, the same number for every rank.
 
-    The split affects memory and speed only: weights are computed before it.
+    The split affects memory and speed only: weights are computed before it. share_prefixes: samples of a group share
+    their common beginnings, and a micro-batch counts those once.
     """
+    if padded and share_prefixes:
+        raise ValueError("padded rows share no prefixes")
     weights = token_weights(groups, norm, horizon=horizon)
     numbered = [(g, s) for g, group in enumerate(groups) for s in group]
     rows = [(g, s, w) for (g, s), w in zip(numbered, weights, strict=True) if any(s.loss_mask)]
-    units: dict[int, list[int]] = {}  # whole groups, or single samples
-    for i, (g, _, _) in enumerate(rows):
-        units.setdefault(g if whole_groups else i, []).append(i)
-    members = list(units.values())
-    lengths = [[len(rows[i][1].token_ids) - 1 for i in unit] for unit in members]
-    bins = pack_into_bins(
-        [len(u) * max(u) if padded else sum(u) for u in lengths], max_tokens, ranks=ranks, padded=padded
-    )
+    families = [g for g, _, _ in rows]
+    if share_prefixes:
+        bins = pack_families([s for _, s, _ in rows], families, max_tokens, ranks=ranks, whole=whole_groups)
+    else:
+        units: dict[int, list[int]] = {}  # whole groups, or single samples
+        for i, g in enumerate(families):
+            units.setdefault(g if whole_groups else i, []).append(i)
+        members = list(units.values())
+        lengths = [[len(rows[i][1].token_ids) - 1 for i in unit] for unit in members]
+        sizes = [len(u) * max(u) if padded else sum(u) for u in lengths]
+        packed = pack_into_bins(sizes, max_tokens, ranks=ranks, padded=padded)
+        bins = [[i for unit in b for i in members[unit]] for b in packed]
     return Plan(
         samples=[s for _, s, _ in rows],
         weights=[w for _, _, w in rows],
-        bins=[[[i for unit in b for i in members[unit]] for b in bins[rank::ranks]] for rank in range(ranks)],
+        bins=[bins[rank::ranks] for rank in range(ranks)],
         padded=padded,
-        groups=[g for g, _, _ in rows] if whole_groups else None,
+        groups=families if whole_groups else None,
+        families=families if share_prefixes else None,
         sources=sources,
     )
 

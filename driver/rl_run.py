@@ -12,6 +12,7 @@ from configs.schema import RLConfig
 from core import metrics as names
 from core.errors import ProcessDied, RunStopped
 from core.phases import Phase
+from core.row_layout import RowLayout
 from core.types import Group, Prompt, ScoredColumn
 from core.workers import Workers, gather_fail_fast
 from data_feeds.feed import Feed
@@ -56,8 +57,8 @@ class Run:
     generation: Generation
     steps_done: int
     """Steps that the trainers' weights have behind them."""
-    uses_padding: bool
-    """True if the trainers pad rows, which depends on the loaded model."""
+    layout: RowLayout
+    """Layout of the trainers' rows, which depends on the loaded model."""
     time: TimeBreakdown
 
     @property
@@ -114,7 +115,8 @@ class Run:
             measured, *_ = await self.trainers.scatter(Trainer.step, shards)
             self.steps_done += 1
         padding = sum(plan.padding for plan in plans) / k
-        return name_train_metrics(measured) | {names.TRAIN_PADDING: padding}
+        shared = sum(plan.shared for plan in plans) / k
+        return name_train_metrics(measured) | {names.TRAIN_PADDING: padding, names.TRAIN_SHARED: shared}
 
     def _plan(self, groups: list[Group]) -> Plan:
         return plan_update(
@@ -123,7 +125,8 @@ class Run:
             self.cfg.trainer.micro_batch_tokens,
             ranks=len(self.trainers),
             horizon=self.cfg.rollout.max_new_tokens,
-            padded=self.uses_padding,
+            padded=self.layout.padded,
+            share_prefixes=self.layout.shares_prefixes,
             whole_groups=self.alg.whole_groups,
         )
 

@@ -113,7 +113,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
     )
     with session.clock.phase(Phase.START):
         trainers, engines = await start_workers(prepared, session, plan)
-        uses_padding = await trainers.call_one(0, Trainer.uses_padding)
+        layout = await trainers.call_one(0, Trainer.describe_layout)
     probe = prepared.tokenizer.render(feed.all()[0].messages)[:PROBE_TOKENS]
     first_step = await session.resume(trainers, prepared.checkpoint, prepared.settings)
     if len(probe) < 2:
@@ -149,7 +149,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
             timeout_s=cfg.rollout.timeout_s,
             engines=availability,
         ),
-        uses_padding=uses_padding,
+        layout=layout,
         time=await TimeBreakdown.start(session.clock, trainers=trainers, engines=EngineTimers(engines, availability)),
     )
 

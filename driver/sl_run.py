@@ -12,6 +12,7 @@ from configs.schema import SLConfig
 from core import metrics as names
 from core.errors import UserError
 from core.phases import Phase
+from core.row_layout import RowLayout
 from core.types import Group
 from core.workers import Workers
 from data_feeds.feed import Feed, load_groups
@@ -117,7 +118,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
     )
     with session.clock.phase(Phase.START):
         trainers = await start_trainers(session.cluster, cfg, plan)
-        uses_padding = await trainers.call_one(0, Trainer.uses_padding)
+        layout = await trainers.call_one(0, Trainer.describe_layout)
     run = Run(
         cfg=cfg,
         alg=prepared.alg,
@@ -127,7 +128,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
         trainers=trainers,
         session=session,
         settings=prepared.settings,
-        uses_padding=uses_padding,
+        layout=layout,
     )
     if cfg.precompute_ref_logp:
         await run.compute_reference()  # while the model is still the one that was loaded
@@ -146,8 +147,8 @@ class Run:
     tokenizer: ChatTokenizer
     trainers: Workers[Trainer]
     session: Session
-    uses_padding: bool
-    """True if the trainers pad rows, which depends on the loaded model."""
+    layout: RowLayout
+    """Layout of the trainers' rows, which depends on the loaded model."""
     settings: dict[str, Any]
     """Settings that a resumed run must share with this one; see driver/resume.py."""
     first_step: int = 0
@@ -173,7 +174,7 @@ class Run:
         with self.session.clock.phase(Phase.TRAIN):
             plan = self._plan(groups, self.rows.mixed)
             measured, *_ = await self.trainers.scatter(Trainer.step, [[micro] for micro in plan.batches()])
-        return name_train_metrics(measured) | {names.TRAIN_PADDING: plan.padding}
+        return name_train_metrics(measured) | {names.TRAIN_PADDING: plan.padding, names.TRAIN_SHARED: plan.shared}
 
     async def evaluate_if_due(self, step: int) -> dict[str, float]:
         """Measure the held-out rows after every `eval_every` steps."""
@@ -226,7 +227,8 @@ class Run:
             self.cfg.trainer.micro_batch_tokens,
             ranks=len(self.trainers),
             horizon=self.cfg.data.max_tokens,
-            padded=self.uses_padding,
+            padded=self.layout.padded,
+            share_prefixes=self.layout.shares_prefixes,
             whole_groups=self.alg.whole_groups,
             sources=sources,
         )

@@ -1,25 +1,38 @@
-"""Attention over packed rows without padding and without a mask: causal, sequence by sequence.
+"""Attention over packed rows without padding: causal, sequence by sequence, with shared beginnings computed once.
 
-A packed row [1, T] holds sequences end to end; their boundaries come as `cu_seq_lens_q`, as flash attention takes
-them. torch's own scaled_dot_product_attention then runs on each sequence, or on a run of equally long ones at
-once. It needs no other kernel and no padding. Its name in transformers is BY_SEQUENCE.
+A packed row [1, T] holds segments end to end (modeling/segments.py): whole sequences, or parts of them where sequences
+share their beginnings. They come as the input `segments` of the model, which transformers hands down to every layer.
+The queries of a segment meet the keys and values of all segments above it and of its own:
+
+    row     [prompt | reply A | reply B]         parents [-1, 0, 0]
+    call 1  queries of prompt    keys [prompt]
+    call 2  queries of reply A   keys [prompt | reply A]
+            queries of reply B   keys [prompt | reply B]
+
+Attention is the only place where tokens of a sequence meet, so hidden states and gradients are those of each sequence
+by itself: the gradient of the prompt's keys adds up over the replies, which is what sharing means. On a CPU torch's own
+scaled_dot_product_attention runs on each segment, or on a run of equal ones at once; on a GPU see attention_varlen.py.
+No other kernel and no padding is needed. The name in transformers is BY_SEQUENCE.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from modeling.attention_varlen import attend_varlen, fits_varlen
+from modeling.segments import Run, Segments
+
 BY_SEQUENCE = "sdpa_by_sequence"
 
 FAMILIES = frozenset(
     {"gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
 )
-"""Model families whose layers all pass boundaries and window to the kernel. All are tested."""
+"""Model families whose layers all pass segments and window to the kernel, and in which tokens meet nowhere else: no
+linear attention, and no experts whose auxiliary loss would count a shared token once. All are tested."""
 
 
 def attend_by_sequence_if_able(model: nn.Module) -> None:
@@ -35,6 +48,12 @@ def attend_by_sequence_if_able(model: nn.Module) -> None:
         model.set_attn_implementation(BY_SEQUENCE)
 
 
+def can_share_prefixes(model: nn.Module) -> bool:
+    """Tell whether packed rows of this model may hold shared beginnings."""
+    config: Any = model.config
+    return config._attn_implementation == BY_SEQUENCE and config.model_type in FAMILIES
+
+
 def attend_by_sequence(
     module: nn.Module,
     query: Tensor,
@@ -44,41 +63,56 @@ def attend_by_sequence(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    cu_seq_lens_q: Tensor | None = None,
+    segments: Segments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention: [B, H, T, D] queries, [B, Hkv, T, D] keys and values -> [B, T, H, D].
 
-    This is the attention interface of transformers. Without boundaries each of the B rows is one sequence, padded on
-    the right. A window is exact: a token sees the last `sliding_window` tokens of its sequence, itself included.
+    This is the attention interface of transformers. Without segments each of the B rows is one sequence, padded on the
+    right. A window is exact: a token sees the last `sliding_window` tokens of its sequence, itself included.
     """
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         raise ValueError(f"attention {BY_SEQUENCE} is for training: it takes neither a mask nor a cache")
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        banded = sliding_window is not None and q.shape[2] > sliding_window
-        return scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=_window_mask(q.shape[2], sliding_window, q.device) if banded else None,
-            is_causal=not banded,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-
-    if cu_seq_lens_q is None:
-        return attend(query, key, value).transpose(1, 2), None
-    runs = [(n, len(list(same))) for n, same in groupby(cu_seq_lens_q.diff().tolist())]
+    if segments is None:
+        whole = Segments([query.shape[2]], [-1])
+        mask = whole.find_mask(whole.runs[0], sliding_window, query.device)
+        return _attend(query, key, value, mask, scaling).transpose(1, 2), None
+    if fits_varlen(query):
+        return attend_varlen(query, key, value, segments, scaling=scaling, window=sliding_window), None
     # split, not slices: the gradient of each slice would be as large as the whole row
-    cuts = [x.split([n * count for n, count in runs], dim=2) for x in (query, key, value)]
-    parts = [
-        attend(*(x[0].unflatten(1, (count, n)).transpose(0, 1) for x in run)).transpose(1, 2).flatten(0, 1)
-        for (n, count), *run in zip(runs, *cuts, strict=True)
-    ]  # [count * n, H, D] each
+    queries = query.split([run.own * run.count for run in segments.runs], dim=2)
+    keys, values = (_keys_of_runs(x, segments) for x in (key, value))
+    parts: list[Tensor] = []
+    for run, q, k, v in zip(segments.runs, queries, keys, values, strict=True):
+        mask = segments.find_mask(run, sliding_window, query.device)
+        done = _attend(_as_batch(q, run), _as_batch(k, run), _as_batch(v, run), mask, scaling)
+        parts.append(done.transpose(1, 2).flatten(0, 1))  # [count * own, H, D]
     return torch.cat(parts)[None], None
 
 
-def _window_mask(n: int, window: int, device: torch.device) -> Tensor:
-    """Return a mask [n, n], True where row t may attend: the last `window` tokens up to t."""
-    return torch.ones(n, n, dtype=torch.bool, device=device).tril().triu(1 - window)
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    return scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def _as_batch(x: Tensor, run: Run) -> Tensor:
+    """Give each segment of a run its own row: [1, H, count * n, D] -> [count, H, n, D]."""
+    return x[0].unflatten(1, (run.count, -1)).transpose(0, 1)
+
+
+def _keys_of_runs(x: Tensor, segments: Segments) -> list[Tensor]:
+    """Return keys or values for each run: of each of its segments, those of all segments above it and its own."""
+    if not segments.are_shared:
+        return list(x.split([run.own * run.count for run in segments.runs], dim=2))
+    pieces = x.split(segments.lengths, dim=2)
+    return [
+        torch.cat([pieces[a] for i in range(run.first, run.first + run.count) for a in [*segments.chains[i], i]], dim=2)
+        for run in segments.runs
+    ]

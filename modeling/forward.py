@@ -1,24 +1,25 @@
 """One forward pass: from a flat Batch to the log-probabilities of its trained tokens.
 
 Only the attention kernel sees the layout of the batch. `padded` gives every sequence its own row; `packed` puts all of
-them in one row and passes their boundaries. A model's head, with its own scaling of the logits, runs on the positions
-of trained tokens only.
+them in one row and passes their boundaries, or the forest of what they share (modeling/segments.py). A model's head,
+with its own scaling of the logits, runs on the positions of trained tokens only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from core.types import Batch, Policy
-from modeling.attention import BY_SEQUENCE
+from modeling.attention import BY_SEQUENCE, can_share_prefixes
 from modeling.head import choose_chunk, score_in_chunks
 from modeling.pretrained import runs_own_code
+from modeling.segments import Segments
 
 Layout = Literal["padded", "packed"]
 
@@ -106,24 +107,34 @@ def _compute_chunk(logits: Tensor, labels: Tensor, temperature: float, entropy: 
     return logp, norm - (torch.softmax(logits, -1) * logits).sum(-1) if entropy else None
 
 
-def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
+def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
     """Return the place of every flat position in the model's rows, ([T] row, [T] column), and the model's inputs."""
     if layout == "padded":
         # No mask: the padding is on the right, and no token attends to its right.
-        n_rows, width = int(batch.seq_ids[-1]) + 1, int(batch.position_ids.max()) + 1
+        if (batch.parents >= 0).any():
+            raise ValueError("rows that share prefixes cannot be padded: set trainer.share_prefixes=off")
+        n_rows, width = len(batch.parents), int(batch.position_ids.max()) + 1
         padded = batch.input_ids.new_zeros(n_rows, width)
-        padded[batch.seq_ids, batch.position_ids] = batch.input_ids
-        return (batch.seq_ids, batch.position_ids), {"input_ids": padded}
-    row = torch.zeros_like(batch.seq_ids)
+        padded[batch.segment_ids, batch.position_ids] = batch.input_ids
+        return (batch.segment_ids, batch.position_ids), {"input_ids": padded}
+    row = torch.zeros_like(batch.segment_ids)
     column = torch.arange(len(row), device=row.device)
     inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
     return (row, column), inputs | _sequence_boundaries(model, batch)
 
 
-def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return the inputs that separate packed sequences: explicit boundaries or a mask, not left to position_ids."""
     config = model.config.get_text_config()
-    lengths = torch.bincount(batch.seq_ids)
+    segments = Segments.of_batch(batch)
+    if segments.are_shared and not can_share_prefixes(model):
+        raise ValueError(
+            f"a {config.model_type} model with {config._attn_implementation} attention cannot share prefixes: "
+            "set trainer.share_prefixes=off"
+        )
+    if config._attn_implementation == BY_SEQUENCE:
+        return {"segments": segments}
+    lengths = torch.bincount(batch.segment_ids)
     if config._attn_implementation in TAKE_BORDERS:
         ends = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         longest = int(lengths.max())
@@ -135,7 +146,7 @@ def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
             f"model's sliding window of {window} is shorter than a sequence of {int(lengths.max())} tokens: "
             "set trainer.layout=padded"
         )
-    may_look = (batch.seq_ids[:, None] == batch.seq_ids[None, :]).tril()[None, None]  # [1, 1, T, T]
+    may_look = (batch.segment_ids[:, None] == batch.segment_ids[None, :]).tril()[None, None]  # [1, 1, T, T]
     if config._attn_implementation == "eager":  # adds its mask to the scores
         return {"attention_mask": torch.zeros_like(may_look, dtype=model.dtype).masked_fill(~may_look, -torch.inf)}
     return {"attention_mask": may_look}

@@ -20,8 +20,10 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.clock import ActivityTimer
 from core.errors import RunStopped, UserError, writing
 from core.phases import TRAINER_ACTIVITIES, Activity
+from core.row_layout import RowLayout
 from core.types import Batch, Policy, Prompt, Sample, ScoredColumn
 from data_feeds.packing import pack
+from modeling.attention import can_share_prefixes
 from modeling.export import saved_scopes
 from modeling.forward import compute_values, forward, layout_for
 from modeling.load import load_model, load_scalar_model
@@ -106,10 +108,12 @@ class Trainer:
         """Gather the tensors of `scopes` and write them, from one rank."""
         raise NotImplementedError
 
-    def uses_padding(self) -> bool:
-        """Tell whether any of the models takes padded rows; micro-batches are then planned for padded rows."""
-        models = [self.model, *self.frozen.values()]
-        return any(layout_for(self.cfg.layout, m) == "padded" for m in models)
+    def describe_layout(self) -> RowLayout:
+        """Return the layout of rows that suits all models: padded if one of them is, shared if all of them can."""
+        models = [self.model, *self.frozen.values(), *([self.critic.model] if self.critic is not None else [])]
+        padded = any(layout_for(self.cfg.layout, m) == "padded" for m in models)
+        able = not padded and all(can_share_prefixes(m) for m in models)
+        return RowLayout(padded=padded, shares_prefixes=able and self.cfg.share_prefixes == "auto")
 
     def step(self, updates: list[list[Batch]]) -> dict[str, float]:
         """Make one optimizer update per inner list of micro-batches; return metrics, the same on every rank.

@@ -98,3 +98,52 @@ class Malicious:
 
     def __reduce__(self):
         return Path.touch, (self.mark,)
+
+
+def siblings(rng: random.Random, prompt: int, replies: list[int], *, group: int = 0, turns: bool = True) -> Group:
+    """A group whose samples share a prompt, and two in three of them the first half of what follows, if `turns`.
+
+    The shared half is sampled tokens and then an answer of the environment, so it is trained on in several samples.
+    """
+    ids = [rng.randrange(2, 64) for _ in range(prompt)]
+    again = [rng.randrange(2, 64) for _ in range(max(replies))]
+
+    def of_length(n: int, i: int) -> Sample:
+        common = n // 2 if turns and i % 3 else 0
+        reply = again[:common] + [rng.randrange(2, 64) for _ in range(n - common)]
+        mask = [False] * prompt + [t != common - 1 for t in range(n)]  # the last shared one is the environment's
+        return Sample(
+            prompt=Prompt(id=str(group), messages=[]),
+            token_ids=ids + reply,
+            action_mask=mask,
+            rollout_logp=[-4.0 + rng.gauss(0, 0.2) if m else 0.0 for m in mask],
+            versions=[0 if m else -1 for m in mask],
+            reward=float(i % 2),
+            advantage=[rng.gauss(0, 1)] * len(mask),
+        )
+
+    return [of_length(n, i) for i, n in enumerate(replies)]
+
+
+def families(*, seed: int = 0) -> list[Group]:
+    """Ragged groups with shared beginnings: one of one, replies of one token, a copy, one that begins another."""
+    rng = random.Random(seed)
+    first, second, lone = (
+        siblings(rng, 9, [7, 12, 12, 1, 5, 8], group=0),
+        siblings(rng, 5, [1, 1, 6, 3, 10], group=1),
+        siblings(rng, 7, [6], group=2),
+    )
+    copy = replace(first[1], advantage=[0.5] * len(first[1].token_ids))
+    return [[*first, copy], [*second, cut_short(second[4], 9)], lone]
+
+
+def cut_short(sample: Sample, n: int) -> Sample:
+    """The first n tokens of a sample."""
+    return replace(
+        sample,
+        token_ids=sample.token_ids[:n],
+        action_mask=sample.action_mask[:n],
+        rollout_logp=sample.rollout_logp[:n],
+        versions=sample.versions[:n],
+        advantage=None if sample.advantage is None else sample.advantage[:n],
+    )

@@ -438,7 +438,7 @@ BUGS: dict[str, Bug] = {
         what_is_not_learnt_reaches_no_loss,
     ),
     "an off-by-one shift in packing": (
-        "data_feeds.packing", [("ints([start + t - 1 for", "ints([start + t - 2 for")],
+        "data_feeds.packing", [("int(place[t - 1])", "int(place[t - 2])")],
         a_token_is_predicted_from_the_one_before,
     ),
     "an off-by-one shift in forward": (

@@ -20,7 +20,7 @@ from driver.trainer_factory import TrainerPlan, build_trainer
 from modeling.head import choose_chunk
 from trainers.deepspeed import DeepSpeedTrainer
 from trainers.trainer import Trainer
-from unit_tests.examples import Malicious, some_answers, some_groups, with_values
+from unit_tests.examples import Malicious, families, some_answers, some_groups, with_values
 from unit_tests.test_forward import random_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -44,11 +44,13 @@ class Nothing:
         pass
 
 
-def plan_of(path: str, *, alg=None, dtype="float32", lora=None, timeout_s=1800.0, **trainer) -> TrainerPlan:
+def plan_of(
+    path: str, *, alg=None, dtype="float32", lora=None, timeout_s=1800.0, attention="sdpa", **trainer
+) -> TrainerPlan:
     alg = alg or {"name": "grpo"}
     spec, cls = find_algorithm(alg)
     return TrainerPlan(
-        model=ModelConfig(path=path, dtype=dtype, attention="sdpa", lora=lora),
+        model=ModelConfig(path=path, dtype=dtype, attention=attention, lora=lora),
         trainer=TrainerConfig(**trainer),
         alg_spec=spec,
         alg=cls(**alg).model_dump(),
@@ -70,7 +72,8 @@ async def trainers_of(ranks, plan: TrainerPlan):
 async def run(ranks, plan: TrainerPlan, groups, *, max_tokens: int, steps: int = 1):
     """Weights after `steps` updates and the metrics of the last, from the trainers of `plan`."""
     trainers = await trainers_of(ranks, plan)
-    per_rank = micro_batches(groups, "token", max_tokens, ranks=len(trainers), padded=plan.trainer.layout != "packed")
+    how = {"padded": plan.trainer.layout != "packed", "share_prefixes": plan.model.attention == "auto"}
+    per_rank = micro_batches(groups, "token", max_tokens, ranks=len(trainers), **how)
     for _ in range(steps):
         metrics = await trainers.scatter(Trainer.step, [[micro] for micro in per_rank])
     states = await trainers.call_all(Trainer.flatten_weights)
@@ -112,6 +115,20 @@ def test_the_head_in_chunks_gives_the_same_update(ranks, tmp_path, stage, n, tie
     plan = plan_of(path, **SGD, logits_mib=1, zero_stage=stage, ranks=n, gradient_checkpointing=tied, deepspeed=small)
     got, got_metrics = asyncio.run(run(ranks, plan, groups, max_tokens=60))
     assert (got - want).norm() < 1e-5 * (want - start_of(path)).norm()
+    assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("n", "max_tokens", "name"), [(1, 10_000, "grpo"), (1, 30, "ppo"), (2, 25, "ppo")])
+def test_what_samples_share_is_learnt_as_if_they_shared_nothing(ranks, tiny_path, stage, n, max_tokens, name):
+    """A group is cut over two ranks too; and layers are computed again in one of the cases."""
+    alg = {"name": name} | ({"critic_lr": 0.5} if name == "ppo" else {})
+    groups = with_values(families())
+    want, metrics = asyncio.run(run(None, plan_of(tiny_path, alg=alg, **SGD), groups, max_tokens=10_000))
+    shared = {"attention": "auto", "layout": "packed", "gradient_checkpointing": max_tokens == 30}
+    plan = plan_of(tiny_path, alg=alg, **SGD, zero_stage=stage, ranks=n, **shared)
+    got, got_metrics = asyncio.run(run(ranks, plan, groups, max_tokens=max_tokens))
+    assert (got - want).norm() < 1e-5 * (want - start_of(tiny_path, alg)).norm()
     assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 

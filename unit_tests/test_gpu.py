@@ -9,11 +9,14 @@ import torch
 from algs.grpo import GRPO
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from data_feeds.packing import micro_batches
+from modeling.attention import attend_by_sequence
+from modeling.attention_varlen import fits_varlen
 from modeling.forward import forward
 from modeling.load import load_model
+from modeling.segments import Segments
 from rollouts.engines.hf import HfEngine
 from trainers.local import LocalTrainer
-from unit_tests.examples import some_groups
+from unit_tests.examples import families, some_groups
 from weight_sync.fingerprint import fingerprint
 
 pytestmark = [
@@ -51,6 +54,38 @@ def test_flash_attention_takes_the_borders(tiny_path):
         for m, layout in zip(models, ("padded", "packed"), strict=True)
     )
     assert (padded - packed).abs().mean() < 0.02
+
+
+@pytest.mark.parametrize("window", [None, 3, 9])
+@pytest.mark.parametrize("parents", [[-1, -1, -1, -1], [-1, 0, 0, 1]])
+def test_one_call_for_the_row_is_the_attention_of_each_segment(parents, window):
+    """Flash attention of torch in bfloat16 beside the kernel of a CPU in float32: outputs and gradients."""
+    segments = Segments([11, 6, 6, 17], parents)
+    torch.manual_seed(0)
+    shapes = [(1, heads, sum(segments.lengths), 64) for heads in (4, 2, 2)]
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    assert fits_varlen(inputs[0]) and not fits_varlen(inputs[0].float())
+    slope = torch.randn(1, sum(segments.lengths), 4, 64, device="cuda")
+
+    def attend(tensors) -> tuple[torch.Tensor, ...]:
+        done, _ = attend_by_sequence(torch.nn.Identity(), *tensors, None, sliding_window=window, segments=segments)
+        return done.float(), *torch.autograd.grad((done.float() * slope).sum(), inputs)
+
+    for got, want in zip(attend(inputs), attend([x.float() for x in inputs]), strict=True):
+        assert (got - want).float().norm() < 0.02 * want.float().norm()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shared_prefixes_give_the_same_update(tiny_path, dtype):
+    def update(**cut) -> torch.Tensor:
+        trainer = trainer_of(tiny_path, dtype=dtype, attention="auto")
+        assert trainer.describe_layout().shares_prefixes
+        before = trainer.flatten_weights()
+        trainer.step([micro_batches(families(), "token", 10_000, padded=False, **cut)[0]])
+        return before - trainer.flatten_weights()
+
+    apart = update()
+    assert (update(share_prefixes=True) - apart).norm() < (1e-4 if dtype == "float32" else 0.05) * apart.norm()
 
 
 def test_engine_and_trainer_agree_after_a_sync(tiny_path):

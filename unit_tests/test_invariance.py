@@ -15,7 +15,7 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError
 from data_feeds.packing import micro_batches
 from trainers.local import LocalTrainer
-from unit_tests.examples import some_groups, with_values
+from unit_tests.examples import families, some_groups, with_values
 
 ALGS = [
     GRPO(),
@@ -31,9 +31,9 @@ ALGS = [
 ]
 
 
-def trainer_of(path: str, alg, **changes) -> LocalTrainer:
+def trainer_of(path: str, alg, *, attention: str = "sdpa", **changes) -> LocalTrainer:
     cfg = TrainerConfig(**{"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0} | changes)
-    model = ModelConfig(path=path, dtype="float32", attention="sdpa")
+    model = ModelConfig(path=path, dtype="float32", attention=attention)
     return LocalTrainer(model, cfg, alg, temperature=0.9, total_updates=10)
 
 
@@ -55,6 +55,20 @@ def test_a_step_does_not_depend_on_how_it_is_cut(tiny_path, alg, max_tokens, ran
     assert len(pieces) > 1
     expected, metrics = change(tiny_path, alg, whole)
     got, cut_metrics = change(tiny_path, alg, pieces, layout=layout)
+    assert (got - expected).norm() < 1e-5 * expected.norm()
+    assert cut_metrics == pytest.approx(metrics, abs=1e-5)
+
+
+@pytest.mark.parametrize("alg", ALGS, ids=lambda a: f"{type(a).__name__}-{a.loss_norm}")
+@pytest.mark.parametrize(("max_tokens", "ranks"), [(10_000, 1), (40, 1), (25, 3)])
+def test_a_step_does_not_depend_on_what_samples_share(tiny_path, alg, max_tokens, ranks):
+    groups = with_values(families())
+    [whole] = micro_batches(groups, alg.loss_norm, 10_000, horizon=30)
+    cut = {"ranks": ranks, "padded": False, "share_prefixes": True, "horizon": 30}
+    pieces = [b for rank in micro_batches(groups[::-1], alg.loss_norm, max_tokens, **cut) for b in rank]
+    assert sum(len(b.input_ids) for b in pieces) < 0.8 * sum(len(b.input_ids) for b in whole)
+    expected, metrics = change(tiny_path, alg, whole)
+    got, cut_metrics = change(tiny_path, alg, pieces, layout="packed", attention="auto")
     assert (got - expected).norm() < 1e-5 * expected.norm()
     assert cut_metrics == pytest.approx(metrics, abs=1e-5)
 

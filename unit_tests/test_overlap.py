@@ -51,7 +51,12 @@ async def ten_lines(run: Run) -> list[float]:
         ]
         groups = run.alg.compute_advantages(list(await asyncio.gather(*asked)))
         plan = plan_update(
-            groups, run.alg.loss_norm, run.cfg.trainer.micro_batch_tokens, horizon=8, padded=run.uses_padding
+            groups,
+            run.alg.loss_norm,
+            run.cfg.trainer.micro_batch_tokens,
+            horizon=8,
+            padded=run.layout.padded,
+            share_prefixes=run.layout.shares_prefixes,
         )
         losses.append((await run.trainers.scatter(Trainer.step, [plan.batches()]))[0]["loss"])
         await run.weights.publish_weights(step + 1)

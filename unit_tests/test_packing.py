@@ -24,7 +24,8 @@ def test_position_t_predicts_token_t_plus_one():
     b = pack([s, s], [0.25, 0.5])
     assert b.input_ids.tolist() == [5, 6, 7, 5, 6, 7]
     assert b.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
-    assert b.seq_ids.tolist() == [0, 0, 0, 1, 1, 1]
+    assert b.segment_ids.tolist() == [0, 0, 0, 1, 1, 1]
+    assert b.parents.tolist() == [-1, -1]
     assert b.at.tolist() == [1, 4], "position 1 (token 6) predicts token 7"
     assert b.labels.tolist() == [7, 7]
     assert b.tokens.weight.tolist() == [0.25, 0.5]

@@ -23,7 +23,7 @@ from driver.rollout_factory import plan_rollouts
 from driver.time_account import TimeBreakdown
 from driver.trainer_factory import build_trainer, plan_trainer
 from rollouts.availability import EngineAvailability
-from unit_tests.examples import run_here, some_groups
+from unit_tests.examples import families, run_here, some_groups
 from unit_tests.test_runs import SEVENS, file_of, folder_of, metrics_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,7 +38,7 @@ async def step_of(path: str, groups: list[Group]) -> SimpleNamespace:
     clock = Clock()
     parts: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)  # a step asks for none of the others
     parts |= {"cfg": cfg, "alg": load_algorithm(loaded.alg_spec, cfg.alg), "trainers": Local(trainer)}
-    parts |= {"session": SimpleNamespace(clock=clock), "uses_padding": trainer.uses_padding(), "steps_done": 0}
+    parts |= {"session": SimpleNamespace(clock=clock), "layout": trainer.describe_layout(), "steps_done": 0}
     engines = cast(Any, Local(SimpleNamespace(timer=trainer.timer)))
     parts["time"] = await TimeBreakdown.start(
         clock, trainers=parts["trainers"], engines=EngineTimers(engines, EngineAvailability(1))
@@ -104,6 +104,17 @@ def test_the_padding_of_a_step_is_the_mean_over_its_updates(recipe):
     each = [done.run._plan(groups[i::2]).padding for i in range(2)]
     assert done.metrics["train/padding"] == pytest.approx(sum(each) / 2) and min(each) > 0
     assert step(recipe({"updates_per_step": 2}), groups).metrics["train/padding"] == 0
+
+
+def test_a_prompt_is_computed_once_for_its_group(recipe):
+    groups = families()
+    shared, apart = (step(recipe({"trainer.share_prefixes": how}), groups) for how in ("auto", "off"))
+    saved = [s.token_ids[:-1] for g in groups for s in g]
+    different = sum(len({tuple(s.token_ids[: t + 1]) for s in g for t in range(len(s.token_ids) - 1)}) for g in groups)
+    assert shared.metrics["train/shared"] == pytest.approx(1 - different / sum(map(len, saved)))
+    assert apart.metrics["train/shared"] == 0
+    assert shared.metrics["train/tokens"] == apart.metrics["train/tokens"] == trained_tokens(groups)
+    assert shared.metrics["train/grad_norm"] == pytest.approx(apart.metrics["train/grad_norm"], rel=1e-4)
 
 
 def test_engine_and_trainer_take_the_recipes_temperature(recipe, tmp_path):

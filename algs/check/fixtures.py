@@ -17,7 +17,10 @@ Tables = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeUpStep:
-    """A made-up step of N tokens. Token t has the id t, so the labels of a batch index the tables."""
+    """A made-up step of N tokens. Token t has the id t, so the labels of a batch index the tables.
+
+    Samples of a group begin with the same token or tokens, so there is something to share.
+    """
 
     groups: list[Group]
     now: Tables
@@ -86,7 +89,8 @@ def made_up_step(alg: Algorithm) -> MadeUpStep:
             columns["values"] = values
             for name, column in columns.items():
                 scored[name].append(column)
-            groups[-1].append(_make_sample(draw, rollout, group=g, first=first, reward=reward))
+            made = _make_sample(draw, rollout, group=g, first=first, reward=reward)
+            groups[-1].append(_with_prompt_of(groups[-1][0], made) if groups[-1] else made)
             rows["logp"].append(now)
             rows["entropy"].append(2 * torch.rand(n, generator=draw, dtype=torch.float64))
             rows["values"].append(values + draw_noise(n, 0.4))
@@ -114,6 +118,12 @@ def _make_sample(draw: torch.Generator, rollout: Tensor, *, group: int, first: i
         versions=[0 if m else -1 for m in mask],
         reward=reward,
     )
+
+
+def _with_prompt_of(first: Sample, s: Sample) -> Sample:
+    """Give a sample the prompt of its group, as far as both have one; its trained tokens keep ids of their own."""
+    n = min(first.action_mask.index(True), s.action_mask.index(True))
+    return replace(s, token_ids=first.token_ids[:n] + s.token_ids[n:])
 
 
 def keep_columns(groups: list[Group], names: frozenset[ScoredColumn]) -> list[Group]:

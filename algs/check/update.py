@@ -24,9 +24,12 @@ class Split:
     max_tokens: int
     ranks: int
     padded: bool
+    shared: bool = False
+    """True: a common beginning of a group's samples is laid once."""
 
     def __str__(self) -> str:
-        return f"micro-batches of at most {self.max_tokens} tokens on {self.ranks} ranks"
+        how = " with shared prefixes" if self.shared else ""
+        return f"micro-batches of at most {self.max_tokens} tokens on {self.ranks} ranks{how}"
 
 
 HORIZON = 7
@@ -34,6 +37,7 @@ WHOLE = Split(max_tokens=1000, ranks=1, padded=True)
 SPLITS = [
     Split(max_tokens=20, ranks=1, padded=True),
     Split(max_tokens=45, ranks=3, padded=False),
+    Split(max_tokens=30, ranks=2, padded=False, shared=True),
     Split(max_tokens=40, ranks=17, padded=True),  # more ranks than samples: some of them are idle
 ]
 SAME = 1e-6
@@ -81,6 +85,7 @@ def make_plan(alg: Algorithm, groups: list[Group], *, split: Split = WHOLE, hori
         ranks=split.ranks,
         horizon=horizon,
         padded=split.padded,
+        share_prefixes=split.shared,
         whole_groups=whole,
     )
 

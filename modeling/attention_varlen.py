@@ -1,0 +1,56 @@
+"""Attention over the segments of a packed row on a GPU: one call of torch's flash attention for the whole row.
+
+`varlen_attn` takes queries and keys of several lengths end to end. Its causal mask is aligned at the lower right: the
+last query of a segment sees all its keys, the one before it all but one. So the keys of a segment are those of the
+segments above it and its own, gathered from the row, and its queries are its own. The gradient of the gathering adds up
+over all segments that share a key. Where nothing is shared, nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from modeling.segments import Segments
+
+LARGEST_HEAD = 256
+"""Dimension of a head up to which flash attention works; it must also be a multiple of 8."""
+NEEDED_CAPABILITY = (8, 0)
+"""Compute capability that flash attention needs (Ampere)."""
+
+
+def fits_varlen(query: Tensor) -> bool:
+    """Tell whether the kernel takes these queries: on a GPU that is new enough, in half precision."""
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    fits_head = query.shape[-1] % 8 == 0 and query.shape[-1] <= LARGEST_HEAD
+    return fits_head and torch.cuda.get_device_capability(query.device) >= NEEDED_CAPABILITY
+
+
+def attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None
+) -> Tensor:
+    """Compute attention of one row: [1, H, T, D] queries, [1, Hkv, T, D] keys and values -> [1, T, H, D].
+
+    Never run yet: no GPU was at hand. unit_tests/test_gpu.py compares it with the kernel of attention.py.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    index = segments.index_keys(query.device)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    if index.keys is not None:
+        k, v = k.index_select(0, index.keys), v.index_select(0, index.keys)
+    done = varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        index.query_ends,
+        index.key_ends,
+        index.longest_query,
+        index.longest_key,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),  # tokens to the left, and none to the right
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(done, Tensor)
+    return done[None]
