@@ -217,6 +217,8 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
         reason = f"error: {type(error).__name__}: {error}"
         raise
     finally:
+        for unwritten in folder.samples.close():
+            console.say(unwritten)
         session.write_summary(reason)
         folder.close()
         end_on_signals()  # as before the run
