@@ -28,6 +28,7 @@ from core.types import Group, Prompt, Sample
 from data_feeds.packing import plan_update
 from driver.rollout_metrics import check_failures, measure_drawn, measure_groups, measure_staleness
 from rollouts.buffer import FinishedGroup
+from trainers.allocator import keep_freed_memory
 
 ROOT = Path(__file__).parent.parent
 GOAL = 0.05
@@ -103,6 +104,7 @@ def take_medians(steps: list[dict[str, float]]) -> dict[str, float]:
 
 def measure(tokens: int) -> dict[str, float]:
     """Return the CPU seconds of each stage, the tokens of a step and the bytes at the peak of this process."""
+    keep_freed_memory()  # as the driver does
     run_step(make_groups(20_000))  # imports, and the threads of the libraries
     groups = make_groups(tokens)
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -30,6 +30,7 @@ from driver.run_folder import RunFolder
 from driver.save_to import save_in_one_step
 from driver.time_account import describe_shares
 from rollouts.worker import RolloutWorker
+from trainers.allocator import keep_freed_memory
 from trainers.trainer import Trainer
 
 
@@ -190,6 +191,7 @@ async def run_body(session: Session, body: Callable[[Session], Awaitable[None]],
 def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> int:
     """Run `body` to its end, Ctrl-C, SIGTERM or an error; always write a summary and end all processes."""
     clock = Clock()
+    keep_freed_memory()  # every step makes arrays of about the same sizes
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump())
     console = Console(cfg.n_steps, clock, live=cfg.backend == "ray")
     session = Session(cfg=cfg, folder=folder, clock=clock, console=console)

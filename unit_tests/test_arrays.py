@@ -101,13 +101,15 @@ def test_a_batch_crosses_the_border_as_it_is_and_its_memory_is_its_own():
     names = ("seq_ids", "weight", "advantage", "rollout_logp", "values", "returns")
     tensors += [getattr(batch.tokens, name) for name in names]
     assert len(inline) < 4000 and sum(b.raw().nbytes for b in buffers) == sum(t.nbytes for t in tensors)
-    got = pickle.loads(inline, buffers=[bytes(b) for b in buffers])
+    sent = [bytes(b) for b in buffers]
+    got = pickle.loads(inline, buffers=sent)
     assert isinstance(got, Batch) and not got.tokens.has("prox_logp")
     for name in names:
         assert torch.equal(getattr(got.tokens, name), getattr(batch.tokens, name))
         assert getattr(got.tokens, name).dtype == getattr(batch.tokens, name).dtype
     assert torch.equal(got.input_ids, batch.input_ids) and torch.equal(got.labels, batch.labels)
     got.tokens.advantage.mul_(2)  # a loss may do that
+    assert sent == [bytes(b) for b in buffers], "and others still read what was sent"
 
 
 def test_a_buffer_in_a_checkpoint_is_as_large_as_its_arrays_and_comes_back():
