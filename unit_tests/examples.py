@@ -56,7 +56,7 @@ def a_changed(sample: Sample, **changes: Any) -> Sample:
 
 def fill_batch(batch: Batch, columns: dict[ScoredColumn, Floats]) -> Batch:
     """The batch with what Trainer.compute_columns said of it."""
-    return replace(batch, tokens=batch.tokens.replace(**{c: torch.from_numpy(v) for c, v in columns.items()}))
+    return replace(batch, tokens=batch.tokens.replace(**{c: torch.tensor(v) for c, v in columns.items()}))
 
 
 def columns_of(trainer: Trainer, micro: list[Batch], *columns: ScoredColumn) -> list[dict[str, torch.Tensor]]:
