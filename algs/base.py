@@ -7,16 +7,18 @@ framework masks, corrects, weights and reduces; an algorithm says what one token
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
-from algs.credit import ScaleRewards, group_advantages, reward_std, whiten
+from algs.credit import ScaleRewards, group_advantages, reward_std, sum_terms, whiten
 from algs.ops import importance_ratio, k3, reaches_cap, reaches_clamp
 from algs.terms import KL, Correction, Overlong
+from core.arrays import Floats
 from core.errors import RunStopped, UserError
 from core.strict_model import StrictModel
 from core.types import Group, LossNorm, Policy, Rows, Sample, ScoredColumn, Tokens
@@ -150,13 +152,13 @@ class PolicyGradient(Algorithm):
     def needs_entropy(self) -> bool:
         return self.entropy_coef > 0
 
-    def kl_rewards(self, sample: Sample) -> list[float]:
-        """Return -coef x k1 of each token that is trained on; 0 unless the KL is in the reward."""
-        at = [t for t, yes in enumerate(sample.loss_mask) if yes]
-        if not at or not self.kl.in_reward:  # a failed sample is never scored
-            return [0.0] * len(at)
-        old, ref = sample.columns["prox_logp"], sample.columns["ref_logp"]
-        return [-self.kl.coef * (old[t] - ref[t]) for t in at]
+    def kl_rewards(self, sample: Sample) -> Floats:
+        """Return -coef x k1 of each of the n tokens that are trained on, [n]; 0 unless the KL is in the reward."""
+        n = sample.n_trained
+        if not n or not self.kl.in_reward:  # a failed sample is never scored
+            return np.zeros(n)
+        old, ref = (sample.columns[name][sample.loss_mask].astype(np.float64) for name in ("prox_logp", "ref_logp"))
+        return -self.kl.coef * (old - ref)
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         raise NotImplementedError
@@ -165,7 +167,8 @@ class PolicyGradient(Algorithm):
         """Return the reward with the penalties for length and KL added; None for a failed sample."""
         if sample.reward is None:
             return None
-        return sample.reward + self.overlong.compute_penalty(sample) + sum(self.kl_rewards(sample))
+        penalty = self.overlong.compute_penalty(sample)
+        return sample.reward + penalty + (sum_terms(self.kl_rewards(sample)) if self.kl.in_reward else 0.0)
 
     def objective(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """Return correction x policy loss + KL - entropy, [M]; the last two are not corrected."""
@@ -199,7 +202,7 @@ def assign_advantages(alg: Algorithm, groups: list[Group]) -> list[Group]:
     if not isinstance(alg, PolicyGradient) or alg.overlong.mode != "filter":
         return groups
     return [
-        [replace(s, excluded=[True] * len(s.action_mask)) if s.stop == "length" else s for s in group]
+        [replace(s, excluded=np.ones_like(s.action_mask)) if s.stop == "length" else s for s in group]
         for group in groups
     ]
 
@@ -207,19 +210,28 @@ def assign_advantages(alg: Algorithm, groups: list[Group]) -> list[Group]:
 def check_advantages(alg: PolicyGradient, given: list[Group], groups: list[Group]) -> None:
     """Raise RunStopped unless the samples are the given ones, in their groups, with finite advantages."""
     who = f"{type(alg).__name__}.compute_advantages"
-    if [[s.token_ids for s in g] for g in groups] != [[s.token_ids for s in g] for g in given]:
+    if not _have_same_tokens(given, groups):
         sizes = f"{len(given)} groups of {sum(map(len, given))} samples"
         raise RunStopped(
             f"{who} was given {sizes} and returned {len(groups)} groups of {sum(map(len, groups))}, or others: return "
             "every sample in its group and order, and leave one out by its `excluded`"
         )
     for sample in (s for g in groups for s in g):
-        given_to = zip(sample.advantage or (), sample.loss_mask, strict=False)
-        if bad := [a for a, is_trained in given_to if is_trained and not math.isfinite(a)]:
+        if sample.advantage is None or np.isfinite(sample.advantage).all():
+            continue
+        trained = sample.advantage[sample.loss_mask]
+        if len(bad := trained[~np.isfinite(trained)]):
             raise RunStopped(
-                f"{who} gave the advantage {bad[0]} to a sample of {sample.prompt.id} with the reward {sample.reward}: "
-                "advantages must be finite"
+                f"{who} gave the advantage {float(bad[0])} to a sample of {sample.prompt.id} with the reward "
+                f"{sample.reward}: advantages must be finite"
             )
+
+
+def _have_same_tokens(given: list[Group], groups: list[Group]) -> bool:
+    if [len(g) for g in given] != [len(g) for g in groups]:
+        return False
+    pairs = ((a.token_ids, b.token_ids) for g, h in zip(given, groups, strict=True) for a, b in zip(g, h, strict=True))
+    return all(a is b or np.array_equal(a, b) for a, b in pairs)
 
 
 def check_per_token(alg: Algorithm, returned: Any, tokens: Tokens) -> tuple[Tensor, Metrics]:
@@ -252,14 +264,15 @@ def with_prox(policy: Policy, tokens: Tokens) -> Tokens:
     return tokens if tokens.has("prox_logp") else tokens.replace(prox_logp=policy.logp.detach())
 
 
-def spread_over_sample(sample: Sample, values: list[float]) -> list[float]:
-    """Return values given per trained token, laid out over the whole sample, [L]; 0 elsewhere."""
-    rest = iter(values)
-    return [next(rest) if yes else 0.0 for yes in sample.loss_mask]
+def spread_over_sample(sample: Sample, values: float | Floats) -> Floats:
+    """Return what is given for all trained tokens, or for each, laid out over the whole sample, [L]; 0 elsewhere."""
+    spread = np.zeros(len(sample.token_ids), dtype=sample.float_dtype)
+    spread[sample.loss_mask] = values
+    return spread
 
 
-def with_advantages(groups: list[Group], per_token: list[list[float]]) -> list[Group]:
-    """Return the groups with advantages set; `per_token` has one row per sample, one value per trained token."""
+def with_advantages(groups: list[Group], per_token: Sequence[float | Floats]) -> list[Group]:
+    """Return the groups with advantages set; `per_token` has for each sample a number, or one per trained token."""
     rows = iter(per_token)
     return [[replace(s, advantage=spread_over_sample(s, next(rows))) for s in g] for g in groups]
 
@@ -293,5 +306,5 @@ class GroupRelative(PolicyGradient):
             for g in rewards
         ]
         samples = [s for g in groups for s in g]
-        per_token = [[a] * sum(s.loss_mask) for s, a in zip(samples, (a for g in advantages for a in g), strict=True)]
+        per_token = [np.full(s.n_trained, a) for s, a in zip(samples, (a for g in advantages for a in g), strict=True)]
         return with_advantages(groups, whiten(per_token) if self.whiten else per_token)

@@ -64,7 +64,7 @@ class DPO(Pairwise):
         return frozenset() if self.reference_free else frozenset({"ref_logp"})
 
     def token_share(self, sample: Sample) -> float:
-        return 1 / sum(sample.loss_mask) if self.length_norm else 1.0
+        return 1 / sample.n_trained if self.length_norm else 1.0
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         gained = policy.logp

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 from pydantic import Field, field_validator
 from torch import Tensor
 
 from algs.base import Algorithm, Metrics
+from algs.credit import sum_terms
 from algs.ops import sequence_sum
 from algs.preference import preference_sign, require_norm, with_advantage_of
 from core.types import Group, LossNorm, Policy, Rows, Sample, ScoredColumn, Tokens
@@ -59,7 +61,8 @@ class KTO(Algorithm):
         z0 = max(0.0, sum(sums) / max(1, len(sums)))
         kept = [[s for s in g if s.reward is not None or s.failure] for g in groups]
         kept = [
-            [replace(s, columns=s.columns | {"reference_point": [z0] * len(s.action_mask)}) for s in g] for g in kept
+            [replace(s, columns=s.columns | {"reference_point": np.full_like(s.rollout_logp, z0)}) for s in g]
+            for g in kept
         ]
         weights = {1.0: self.desirable_weight, -1.0: -self.undesirable_weight}
         return with_advantage_of(kept, lambda s: weights[preference_sign(s)])
@@ -74,18 +77,18 @@ class KTO(Algorithm):
 
 def make_mismatched(first: Sample, second: Sample) -> Sample:
     """Join the prompt of one row and the completion of another, by token ids."""
-    n, start = first.action_mask.index(True), second.action_mask.index(True)
-    ids = first.token_ids[:n] + second.token_ids[start:]
+    n, start = int(np.argmax(first.action_mask)), int(np.argmax(second.action_mask))
+    ids = np.concatenate([first.token_ids[:n], second.token_ids[start:]])
     return Sample(
         prompt=first.prompt,
         token_ids=ids,
-        action_mask=[False] * n + second.action_mask[start:],
-        rollout_logp=[0.0] * len(ids),
-        versions=[-1] * len(ids),
+        action_mask=np.concatenate([np.zeros_like(first.action_mask[:n]), second.action_mask[start:]]),
+        rollout_logp=np.zeros(len(ids), dtype=first.float_dtype),
+        versions=np.full(len(ids), -1, dtype=np.int32),
     )
 
 
 def sum_log_ratio(sample: Sample) -> float:
     """Sum log pi - log pi_ref over the completion; pi is the policy at the start of the update."""
-    now, ref = sample.columns["prox_logp"], sample.columns["ref_logp"]
-    return sum(now[t] - ref[t] for t, yes in enumerate(sample.loss_mask) if yes)
+    now, ref = (sample.columns[name][sample.loss_mask].astype(np.float64) for name in ("prox_logp", "ref_logp"))
+    return sum_terms(now - ref)

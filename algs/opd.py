@@ -13,8 +13,7 @@ Others: back-propagating log pi - log pi_teacher itself, as some do, has an expe
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import numpy as np
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -54,9 +53,8 @@ class OPD(PolicyGradient):
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         def grade_tokens(s: Sample) -> Sample:
             if s.failure:  # never scored
-                return replace(s, advantage=[0.0] * len(s.action_mask))
-            gaps = zip(s.rollout_logp, s.columns["teacher_logp"], strict=True)
-            return replace(s, advantage=[-self.coef * (rollout - teacher) for rollout, teacher in gaps])
+                return s.with_advantage(0.0)
+            return s.with_advantage(-self.coef * (s.rollout_logp.astype(np.float64) - s.columns["teacher_logp"]))
 
         return [[grade_tokens(s) for s in g] for g in groups]
 

@@ -28,10 +28,10 @@ class ORPO(Pairwise):
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         """Set advantages so that weight x advantage is 1 / (number of chosen tokens), negative for rejected ones."""
         groups = super().compute_advantages(groups)
-        sizes = [sum(sum(s.loss_mask) for s in g) for g in groups]
+        sizes = [sum(s.n_trained for s in g) for g in groups]
         pairs, chosen = (
             sum(n > 0 for n in sizes),
-            sum(sum(s.loss_mask) for g in groups for s in g if preference_sign(s) > 0),
+            sum(s.n_trained for g in groups for s in g if preference_sign(s) > 0),
         )
         size_of = {id(s): n for g, n in zip(groups, sizes, strict=True) for s in g}
         return with_advantage_of(groups, lambda s: preference_sign(s) * size_of[id(s)] * pairs / chosen)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -26,6 +27,7 @@ from torch import Tensor
 from algs.base import Metrics, PolicyGradient, spread_over_sample
 from algs.credit import generalised_advantages, whiten
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
+from core.arrays import Floats
 from core.strict_model import LearningRate
 from core.types import Group, Policy, Sample, ScoredColumn, Tokens
 
@@ -54,9 +56,9 @@ class PPO(PolicyGradient):
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         samples = [self._without_last(s) for g in groups for s in g]
-        values = [[s.columns["values"][t] for t, yes in enumerate(s.loss_mask) if yes] for s in samples]
+        values = [s.columns["values"][s.loss_mask].astype(np.float64) if s.n_trained else np.zeros(0) for s in samples]
         advantages = [self._estimate_advantages(s, v) for s, v in zip(samples, values, strict=True)]
-        returns = [[a + v for a, v in zip(*pair, strict=True)] for pair in zip(advantages, values, strict=True)]
+        returns = [a + v for a, v in zip(advantages, values, strict=True)]
         rows = zip(samples, whiten(advantages) if self.whiten else advantages, returns, strict=True)
         done = iter(
             [
@@ -71,15 +73,15 @@ class PPO(PolicyGradient):
     def _without_last(self, sample: Sample) -> Sample:
         if not (self.bootstrap_truncated and sample.stop == "length"):
             return sample
-        return replace(sample, excluded=[t == len(sample.action_mask) - 1 for t in range(len(sample.action_mask))])
+        return replace(sample, excluded=np.arange(1, len(sample.action_mask) + 1) == len(sample.action_mask))
 
-    def _estimate_advantages(self, sample: Sample, values: list[float]) -> list[float]:
+    def _estimate_advantages(self, sample: Sample, values: Floats) -> Floats:
         rewards = self.kl_rewards(sample)
-        if not rewards:
-            return []
+        if not len(rewards):
+            return rewards
         assert sample.reward is not None
         rewards[-1] += sample.reward + self.overlong.compute_penalty(sample)
-        bootstrap = sample.columns["values"][-1] if sample.excluded else 0.0
+        bootstrap = 0.0 if sample.excluded is None else float(sample.columns["values"][-1])
         return generalised_advantages(rewards, values, gamma=self.gamma, lam=self.lam, bootstrap=bootstrap)
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:

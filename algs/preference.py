@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 from pydantic import field_validator
 from torch import Tensor
 
@@ -38,7 +39,7 @@ class Pairwise(Algorithm):
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         """Set the advantage to +token_share (chosen) or -token_share (rejected); exclude incomplete pairs."""
-        groups = [g if is_pair(g) else [replace(s, excluded=[True] * len(s.action_mask)) for s in g] for g in groups]
+        groups = [g if is_pair(g) else [replace(s, excluded=np.ones_like(s.action_mask)) for s in g] for g in groups]
         return with_advantage_of(groups, lambda s: preference_sign(s) * self.token_share(s))
 
 
@@ -51,7 +52,7 @@ def require_norm(norm: LossNorm, given: LossNorm) -> LossNorm:
 
 
 def is_pair(group: Group) -> bool:
-    rewards = sorted(s.reward for s in group if s.reward is not None and any(s.loss_mask))
+    rewards = sorted(s.reward for s in group if s.reward is not None and s.n_trained)
     return len(group) == len(rewards) == 2 and rewards[0] < rewards[1]
 
 
@@ -62,7 +63,7 @@ def preference_sign(sample: Sample) -> float:
 
 def with_advantage_of(groups: list[Group], compute: Callable[[Sample], float]) -> list[Group]:
     """Return the groups with the same advantage at every trained token of a sample."""
-    return with_advantages(groups, [[compute(s)] * n if (n := sum(s.loss_mask)) else [] for g in groups for s in g])
+    return with_advantages(groups, [compute(s) if s.n_trained else 0.0 for g in groups for s in g])
 
 
 def pair_sum(signed: Tensor, tokens: Tokens) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from algs.base import Metrics, PolicyGradient, with_advantages
 from algs.credit import group_advantages, reward_to_go, whiten
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
+from core.arrays import Floats
 from core.types import Group, Policy, Sample, Tokens
 
 
@@ -45,9 +46,9 @@ class ReinforcePP(PolicyGradient):
         whole = [None if s.reward is None else s.reward + self.overlong.compute_penalty(s) for s in group]
         return group_advantages(whole) if self.baseline else [r or 0.0 for r in whole]
 
-    def _token_returns(self, sample: Sample, reward: float) -> list[float]:
+    def _token_returns(self, sample: Sample, reward: float) -> Floats:
         rewards = self.kl_rewards(sample)
-        if rewards:
+        if len(rewards):
             rewards[-1] += reward
         return reward_to_go(rewards, self.gamma)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -44,6 +45,11 @@ class RewardModel(Pairwise):
 
 def append_scored_token(sample: Sample) -> Sample:
     """Repeat the last token and train on the copy only: its value is read one position before, at the last token."""
-    ids = [*sample.token_ids, sample.token_ids[-1]]
-    mask = [False] * (len(ids) - 1) + [True]
-    return replace(sample, token_ids=ids, action_mask=mask, rollout_logp=[0.0] * len(ids), versions=[-1] * len(ids))
+    n = len(sample.token_ids) + 1
+    return replace(
+        sample,
+        token_ids=np.append(sample.token_ids, sample.token_ids[-1]),
+        action_mask=np.arange(1, n + 1) == n,
+        rollout_logp=np.zeros(n, dtype=sample.float_dtype),
+        versions=np.full(n, -1, dtype=np.int32),
+    )

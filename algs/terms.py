@@ -121,4 +121,4 @@ class Overlong(StrictModel):
         if self.mode != "penalty":
             return 0.0
         assert self.max_tokens is not None and self.buffer is not None
-        return self.coef * overlong_penalty(sum(sample.action_mask), max_tokens=self.max_tokens, buffer=self.buffer)
+        return self.coef * overlong_penalty(sample.n_sampled, max_tokens=self.max_tokens, buffer=self.buffer)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from algs.base import Algorithm
 from benchmarks.toy_task import Source, Target, Toy, logp_of, played, reward_gradient
-from core.types import Batch, Column, Group, Policy, Prompt, Sample
+from core.arrays import DOUBLE
+from core.types import Batch, Column, Group, Policy, Prompt, Sample, make_sample
 from data_feeds.packing import pack, token_weights
 
 Verdict = Literal["unbiased", "biased in length", "biased"]
@@ -65,7 +66,8 @@ def samples_of(alg: Algorithm, setting: Setting) -> list[Sample]:
         def laid(table: list[list[float]]) -> list[float]:
             return [0.0, *(table[n][v] for n, v in zip(path, completion, strict=True))]
 
-        return Sample(
+        return make_sample(
+            dtype=DOUBLE,
             prompt=Prompt(id="toy", messages=[]),
             token_ids=[0, *completion],
             action_mask=[False, *[True] * len(completion)],

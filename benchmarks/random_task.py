@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from core.types import Group, Prompt, Sample
+from core.types import Group, Prompt, Sample, make_sample
 
 QWEN3_0_6B: dict[str, Any] = {
     "vocab_size": 151_936,
@@ -44,14 +44,16 @@ def make_groups(groups: int, size: int, *, prompt: int, response: int, vocabular
 
     def make_group(number: int) -> Group:
         shared = make_tokens(prompt)
-        return [make_sample(number, shared, make_tokens(response), advantage=rng.gauss(0, 1)) for _ in range(size)]
+        return [
+            make_random_sample(number, shared, make_tokens(response), advantage=rng.gauss(0, 1)) for _ in range(size)
+        ]
 
     return [make_group(number) for number in range(groups)]
 
 
-def make_sample(group: int, prompt: list[int], response: list[int], *, advantage: float) -> Sample:
+def make_random_sample(group: int, prompt: list[int], response: list[int], *, advantage: float) -> Sample:
     n = len(prompt) + len(response)
-    return Sample(
+    return make_sample(
         prompt=Prompt(id=str(group), messages=[]),
         token_ids=prompt + response,
         action_mask=[False] * len(prompt) + [True] * len(response),

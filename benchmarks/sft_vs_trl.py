@@ -142,14 +142,14 @@ def our_run(task: dict[str, Any]) -> dict[str, Any]:
 
     from algs.sft import SFT
     from configs.trainer_schema import ModelConfig, TrainerConfig
-    from core.types import Prompt, Sample
+    from core.types import Prompt, Sample, make_sample
     from data_feeds.packing import plan_update
     from trainers.local import LocalTrainer
 
     def sample(row: dict[str, Any]) -> Sample:
         n = len(row["ids"])
         rest = {"rollout_logp": [0.0] * n, "versions": [-1] * n}
-        return Sample(prompt=Prompt(id="", messages=[]), token_ids=row["ids"], action_mask=row["mask"], **rest)
+        return make_sample(prompt=Prompt(id="", messages=[]), token_ids=row["ids"], action_mask=row["mask"], **rest)
 
     torch.set_num_threads(task["threads"])
     cfg = TrainerConfig(lr=task["lr"], micro_batch_tokens=task["micro_batch_tokens"])

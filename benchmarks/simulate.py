@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import main_rl
 from configs.schema import min_staleness
-from core.types import Group, Prompt, Sample
+from core.types import Group, Prompt, Sample, make_sample
 from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
 from rollouts.generation import Generation
 from rollouts.worker import RolloutWorker
@@ -130,7 +130,7 @@ class SimulatedEngines:
 
 
 def answer(ticket: int, version: int) -> Sample:
-    return Sample(
+    return make_sample(
         prompt=Prompt(id=str(ticket), messages=[]),
         token_ids=[0, 1],
         action_mask=[False, True],

@@ -16,8 +16,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from core.arrays import (
+    BOOLS,
+    DOUBLE,
+    INTS,
+    SINGLE,
+    Floats,
+    Ids,
+    Mask,
+    check_column,
+    is_equal,
+    to_column,
+    with_tensors,
+    without_tensors,
+)
 
 LossNorm = Literal["token", "sequence", "sequence_sum", "constant", "prompt"]
 Stop = Literal["eos", "length", "turns"]
@@ -51,22 +67,26 @@ class Prompt:
     """Name of the data set that the row comes from."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """Token sequence. Every list has the same length L; entry t is about token t.
+    """Token sequence. Every array has the same length L; entry t is about token t.
 
     There is no prompt/response split: in a multi-turn episode the two alternate, so `action_mask`
     alone says which tokens the policy chose.
+
+    Arrays are read-only, as they are where they come out of Ray: `replace` makes a sample with others. All floats of a
+    sample have one dtype: float32, or float64 in tests of exactness. `make_sample` converts lists.
     """
 
     prompt: Prompt
-    token_ids: list[int]
-    action_mask: list[bool]
-    """True where the policy chose the token."""
-    rollout_logp: list[float]
-    """The engine's log-probability at the sampling temperature where action_mask is True, 0.0 elsewhere."""
-    versions: list[int]
-    """Policy version that sampled the token where action_mask is True, -1 elsewhere."""
+    token_ids: Ids
+    """[L] int32."""
+    action_mask: Mask
+    """[L] bool, True where the policy chose the token."""
+    rollout_logp: Floats
+    """[L] float32, the engine's log-probability at the sampling temperature where action_mask is True, 0 elsewhere."""
+    versions: Ids
+    """[L] int32, policy version that sampled the token where action_mask is True, -1 elsewhere."""
     stop: Stop = "eos"
     """Reason why the sample ended: a stop token, the token budget, or the number of turns."""
     reward: float | None = None
@@ -75,37 +95,91 @@ class Sample:
     """The reward's named parts, before weighting."""
     failure: str = ""
     """Reason why this sample has no reward: the last line of the traceback, or "timeout"; else ""."""
-    advantage: list[float] | None = None
-    """[L] advantage of each token, computed by the algorithm once per step."""
-    columns: dict[Column, list[float]] = field(default_factory=dict)
-    """[L] each: what the trainer computed because the algorithm requires it, and what the advantages added."""
-    excluded: list[bool] | None = None
-    """[L] True where the algorithm does not train on a token that the policy chose."""
+    completion: str | None = None
+    """Text from the first sampled token on, decoded where it was sampled, for the sample files; None if nobody did."""
+    advantage: Floats | None = None
+    """[L] float32, advantage of each token, computed by the algorithm once per step."""
+    columns: dict[Column, Floats] = field(default_factory=dict)
+    """[L] float32 each: what the trainer computed because the algorithm requires it, and what the advantages added."""
+    excluded: Mask | None = None
+    """[L] bool, True where the algorithm does not train on a token that the policy chose."""
 
     def __post_init__(self) -> None:
-        lengths = {
-            "token_ids": len(self.token_ids),
-            "action_mask": len(self.action_mask),
-            "rollout_logp": len(self.rollout_logp),
-            "versions": len(self.versions),
-            **{name: len(values) for name, values in self.columns.items()},
-        }
+        n, floats = len(self.token_ids), self.float_dtype
+        check_column("token_ids", self.token_ids, INTS, n)
+        check_column("action_mask", self.action_mask, BOOLS, n)
+        check_column("rollout_logp", self.rollout_logp, floats, n)
+        check_column("versions", self.versions, INTS, n)
+        for name, column in self.columns.items():
+            check_column(name, column, floats, n)
         if self.advantage is not None:
-            lengths["advantage"] = len(self.advantage)
+            check_column("advantage", self.advantage, floats, n)
         if self.excluded is not None:
-            lengths["excluded"] = len(self.excluded)
-        if len(set(lengths.values())) != 1:
-            raise ValueError(f"the lists of a Sample must have one length, found {lengths}")
+            check_column("excluded", self.excluded, BOOLS, n)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sample):
+            return NotImplemented
+        return all(is_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
     @property
-    def loss_mask(self) -> list[bool]:
+    def float_dtype(self) -> np.dtype[Any]:
+        """Dtype of every float of the sample."""
+        return DOUBLE if getattr(self.rollout_logp, "dtype", SINGLE) == DOUBLE else SINGLE
+
+    @property
+    def loss_mask(self) -> Mask:
         """[L] True where the token is trained on: never the first, which nothing predicts; none of a failed sample."""
         if self.failure:
-            return [False] * len(self.action_mask)
-        chosen = [False, *self.action_mask[1:]]
-        if self.excluded is None:
-            return chosen
-        return [yes and not out for yes, out in zip(chosen, self.excluded, strict=True)]
+            return np.zeros(len(self.action_mask), dtype=BOOLS)
+        chosen = self.action_mask.copy()
+        chosen[:1] = False
+        if self.excluded is not None:
+            chosen &= ~self.excluded
+        return chosen
+
+    @property
+    def n_sampled(self) -> int:
+        """Number of tokens that the policy chose."""
+        return int(np.count_nonzero(self.action_mask))
+
+    @property
+    def n_trained(self) -> int:
+        """Number of tokens that are trained on."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    def with_advantage(self, advantage: float | Floats) -> Sample:
+        """Return the sample with an advantage: a number for all of its tokens, or an array [L]."""
+        each = np.empty(len(self.token_ids), dtype=self.float_dtype)
+        each[:] = advantage
+        return replace(self, advantage=each)
+
+
+def make_sample(
+    *,
+    prompt: Prompt,
+    token_ids: Any,
+    action_mask: Any,
+    rollout_logp: Any,
+    versions: Any,
+    dtype: np.dtype[Any] = SINGLE,
+    **others: Any,
+) -> Sample:
+    """Return a Sample whose per-token fields are given as lists; its floats are of `dtype`."""
+    if others.get("advantage") is not None:
+        others["advantage"] = to_column(others["advantage"], dtype)
+    if others.get("excluded") is not None:
+        others["excluded"] = to_column(others["excluded"], BOOLS)
+    if "columns" in others:
+        others["columns"] = {name: to_column(values, dtype) for name, values in others["columns"].items()}
+    return Sample(
+        prompt=prompt,
+        token_ids=to_column(token_ids, INTS),
+        action_mask=to_column(action_mask, BOOLS),
+        rollout_logp=to_column(rollout_logp, dtype),
+        versions=to_column(versions, INTS),
+        **others,
+    )
 
 
 Group = list[Sample]
@@ -171,6 +245,9 @@ class Tokens:
             )
         raise AttributeError(name)
 
+    def __reduce__(self) -> Any:
+        return with_tensors, (Tokens, without_tensors(self))
+
     def has(self, name: str) -> bool:
         """Tell whether a column is there."""
         return hasattr(self, name)
@@ -203,6 +280,9 @@ class Batch:
     labels: Tensor
     """[M] int64, ids of these next tokens."""
     tokens: Tokens
+
+    def __reduce__(self) -> Any:
+        return with_tensors, (Batch, without_tensors(self))
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with every tensor on `device`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heappop, heappush, heapreplace
 
 from core.errors import RunStopped
 
@@ -93,16 +94,28 @@ def _pack_mixed_lengths(
 def _fill_evenly(
     sizes: list[int], costs: list[float], longest_first: list[int], max_tokens: int, n: int
 ) -> list[list[int]] | None:
-    """Put each unit, longest first, into the cheapest of n bins that has room for it; None if no bin has room."""
+    """Put each unit, longest first, into the cheapest of n bins that has room for it; None if no bin has room.
+
+    A bin without room waits, until the units have become so short that it has. It then keeps its room until it gets a
+    unit, so it waits at most once for each of its units: the work grows as n log n.
+    """
     filled: list[list[int]] = [[] for _ in range(n)]
-    held, spent = [0] * n, [0.0] * n
+    spent = [(0.0, b) for b in range(n)]  # a heap: the cheapest bin first, of equal ones that of the lower number
+    waiting: list[tuple[int, float, int]] = []  # a heap: the bin with the most room first
+    room = [max_tokens] * n
     for i in longest_first:
-        b = min((b for b in range(n) if held[b] + sizes[i] <= max_tokens), key=spent.__getitem__, default=None)
-        if b is None:
+        while waiting and -waiting[0][0] >= sizes[i]:
+            _, cost, b = heappop(waiting)
+            heappush(spent, (cost, b))
+        while spent and room[spent[0][1]] < sizes[i]:
+            cost, b = heappop(spent)
+            heappush(waiting, (-room[b], cost, b))
+        if not spent:
             return None
+        cost, b = spent[0]
         filled[b].append(i)
-        held[b] += sizes[i]
-        spent[b] += costs[i]
+        room[b] -= sizes[i]
+        heapreplace(spent, (cost + costs[i], b))
     return filled
 
 

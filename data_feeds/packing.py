@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from core.arrays import Floats
 from core.types import Batch, Group, LossNorm, Sample, ScoredColumn, Tokens
 from data_feeds.bin_packing import pack_into_bins
 from data_feeds.prefix_bins import count_shared, pack_families
@@ -28,7 +31,7 @@ def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[
         constant      1/20, 1/20   every token of every update counts the same (Dr. GRPO)
         prompt        1/2,  1/6    every prompt counts the same; its tokens share (ScaleRL)
     """
-    counts = [[sum(s.loss_mask) for s in group] for group in groups]  # [groups][samples]
+    counts = [[s.n_trained for s in group] for group in groups]  # [groups][samples]
     n_tokens = sum(map(sum, counts))
     n_sequences = sum(n > 0 for group in counts for n in group)
     n_prompts = sum(sum(group) > 0 for group in counts)
@@ -69,20 +72,25 @@ def pack(
     values of a column at other tokens never leave this function.
     """
     row = lay_out_row([s.token_ids[:-1] for s in samples], families)
-    learnt = [[t for t, yes in enumerate(s.loss_mask) if yes] for s in samples]  # token positions, >= 1
+    learnt = [s.loss_mask[1:] for s in samples]  # by input position: entry t is about token t + 1
+    chosen = np.flatnonzero(np.concatenate(learnt))  # among the inputs of all samples, end to end
+    counts = [np.count_nonzero(mask) for mask in learnt]
 
-    def ints(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64)
+    def ints(values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64, copy=False))
 
-    def floats(per_sample: list[list[float]]) -> Tensor:
-        return torch.tensor([values[t] for values, at in zip(per_sample, learnt, strict=True) for t in at], dtype=dtype)
+    def select(per_sample: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        return np.concatenate([values[1:] for values in per_sample])[chosen]
+
+    def floats(per_sample: list[Floats]) -> Tensor:
+        return torch.from_numpy(select(per_sample)).to(dtype)
 
     columns: dict[str, Any] = {name: floats([s.columns[name] for s in samples]) for name in samples[0].columns}
     if all_credited(samples):
-        columns["advantage"] = floats([s.advantage or [] for s in samples])
+        columns["advantage"] = floats([s.advantage for s in samples if s.advantage is not None])
 
-    def per_token(per_sample: list[int]) -> Tensor:
-        return ints([n for n, at in zip(per_sample, learnt, strict=True) for _ in at])
+    def per_token(per_sample: Sequence[int]) -> Tensor:
+        return ints(np.repeat(per_sample, counts))
 
     if groups is not None:
         numbers = {g: n for n, g in enumerate(dict.fromkeys(groups))}
@@ -94,11 +102,11 @@ def pack(
         position_ids=torch.from_numpy(row.position_ids),
         segment_ids=torch.from_numpy(row.segment_ids),
         parents=torch.from_numpy(row.parents),
-        at=ints([int(place[t - 1]) for place, at in zip(row.places, learnt, strict=True) for t in at]),
-        labels=ints([s.token_ids[t] for s, at in zip(samples, learnt, strict=True) for t in at]),
+        at=ints(np.concatenate(row.places)[chosen]),
+        labels=ints(select([s.token_ids for s in samples])),
         tokens=Tokens(
-            seq_ids=per_token(list(range(len(samples)))),
-            weight=torch.tensor([w for w, at in zip(weights, learnt, strict=True) for _ in at], dtype=dtype),
+            seq_ids=per_token(range(len(samples))),
+            weight=torch.from_numpy(np.repeat(torch.tensor(weights, dtype=dtype).numpy(), counts)),
             rollout_logp=floats([s.rollout_logp for s in samples]),
             **columns,
         ),
@@ -174,7 +182,7 @@ class Plan:
         batch.at, batch.labels = batch.at[:0], batch.labels[:0]
         return batch
 
-    def with_columns(self, scored: list[list[dict[ScoredColumn, Tensor]]]) -> dict[int, Sample]:
+    def with_columns(self, scored: list[list[dict[ScoredColumn, Floats]]]) -> dict[int, Sample]:
         """Return the samples with the columns of a trainer, by id() of the sample.
 
         scored: [rank][micro-batch][column], each [M].
@@ -182,11 +190,13 @@ class Plan:
         done: dict[int, Sample] = {}
         for rank_bins, rank_scored in zip(self.bins, scored, strict=True):
             for chosen, columns in zip(rank_bins, rank_scored, strict=True):
-                rows = {name: iter(values.tolist()) for name, values in columns.items()}
-                for i in chosen:
-                    s = self.samples[i]
-                    filled = {name: [next(v) if yes else 0.0 for yes in s.loss_mask] for name, v in rows.items()}
-                    done[id(s)] = replace(s, columns=s.columns | filled)
+                first = 0
+                for s in (self.samples[i] for i in chosen):
+                    filled = {name: np.zeros(len(s.token_ids), dtype=s.float_dtype) for name in columns}
+                    mask, after = s.loss_mask, first + s.n_trained
+                    for name, values in columns.items():
+                        filled[name][mask] = values[first:after]
+                    done[id(s)], first = replace(s, columns=s.columns | filled), after
         return done
 
 
@@ -211,7 +221,7 @@ def plan_update(
         raise ValueError("padded rows share no prefixes")
     weights = token_weights(groups, norm, horizon=horizon)
     numbered = [(g, s) for g, group in enumerate(groups) for s in group]
-    rows = [(g, s, w) for (g, s), w in zip(numbered, weights, strict=True) if any(s.loss_mask)]
+    rows = [(g, s, w) for (g, s), w in zip(numbered, weights, strict=True) if s.n_trained]
     families = [g for g, _, _ in rows]
     if share_prefixes:
         bins = pack_families([s for _, s, _ in rows], families, max_tokens, ranks=ranks, whole=whole_groups)

@@ -9,7 +9,7 @@ import numpy as np
 
 from core.types import Sample
 from data_feeds.bin_packing import estimate_cost, pack_into_bins
-from data_feeds.prefix_tree import sort_by_prefix
+from data_feeds.prefix_tree import Ids, sort_by_prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ def _sort_families(samples: Sequence[Sample], families: Sequence[int]) -> list[_
                 members=in_order,
                 lengths=[len(ids[n]) for n in order],
                 shared=shared,
-                trained=[sum(samples[i].loss_mask) for i in in_order],
+                trained=[samples[i].n_trained for i in in_order],
             )
         )
     return done
@@ -113,9 +113,7 @@ def _pack_pieces(
     return slowest, [[i for n in b for f, (first, end) in [cuts[n]] for i in f.members[first:end]] for b in bins]
 
 
-def count_shared(
-    sequences: Sequence[Sequence[int]], families: Sequence[int], bins: Sequence[Sequence[Sequence[int]]]
-) -> float:
+def count_shared(sequences: Sequence[Ids], families: Sequence[int], bins: Sequence[Sequence[Sequence[int]]]) -> float:
     """Return the fraction of the tokens that are laid once for several sequences of a micro-batch."""
     saved = 0
     for chosen in (b for rank in bins for b in rank):

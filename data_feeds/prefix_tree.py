@@ -17,11 +17,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Ids = Sequence[int] | NDArray[np.integer[Any]]
+"""Token ids of one sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ class _Segment:
     depth: int
 
 
-def lay_out_row(sequences: Sequence[Sequence[int] | Ints], families: Sequence[Hashable] | None = None) -> Row:
+def lay_out_row(sequences: Sequence[Ids], families: Sequence[Hashable] | None = None) -> Row:
     """Lay sequences end to end; those of one family share their common beginnings. None: nothing is shared.
 
     >>> row = lay_out_row([[7, 8, 1, 2], [7, 8, 3]], families=["a", "a"])
@@ -87,8 +90,8 @@ def sort_by_prefix(ids: Sequence[Ints]) -> tuple[list[int], list[int]]:
     >>> sort_by_prefix([np.array([7, 8, 9]), np.array([5]), np.array([7, 8])])
     ([1, 2, 0], [0, 0, 2])
     """
-    listed = [own.tolist() for own in ids]
-    order = sorted(range(len(ids)), key=listed.__getitem__)
+    keys = [own.astype(">i4").tobytes() for own in ids]  # bytes of this order compare as the ids do, and fast
+    order = sorted(range(len(ids)), key=keys.__getitem__)
     shared = [0, *(_count_common(ids[a], ids[b]) for a, b in pairwise(order))]
     return order, shared[: len(order)]
 

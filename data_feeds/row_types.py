@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from core.errors import UserError
 from core.types import Group, Message, Prompt, Rows, Sample
 from data_feeds.drafts import Draft
@@ -52,7 +54,7 @@ class Reader:
         """Return a group of one Sample, trained on the turns that `train_on` names."""
         messages = _check_replies(record.get_messages("messages", text_is="user"))
         sample = yield from self._build_sample(self._build_prompt(record, messages), messages, self.train_on)
-        if not any(sample.loss_mask):
+        if not sample.n_trained:
             named = "turn to train on" if isinstance(self.train_on, str) else f"turn of {' or '.join(self.train_on)}"
             raise InvalidRow("no_reply", f"it has no {named}")
         return [sample]
@@ -70,8 +72,8 @@ class Reader:
             (yield from self._build_sample(prompt, chosen, "last_reply", 1.0)),
             (yield from self._build_sample(prompt, rejected, "last_reply", 0.0)),
         ]
-        before = [s.token_ids[: s.action_mask.index(True)] for s in group]
-        if before[0] != before[1]:
+        before = [s.token_ids[: np.argmax(s.action_mask)] for s in group]
+        if not np.array_equal(before[0], before[1]):
             raise UserError(
                 f"{record.where}: the chat template writes the prompt differently before the two replies, so they "
                 "cannot be compared: use a template that only appends"
@@ -102,13 +104,12 @@ class Reader:
         self._check_size(messages)
         ids, mask = join_encoded((yield _apply_template(lambda: self.tokenizer.split_turns(messages, train_on))))
         self._check_length(len(ids))
-        nothing = [0.0] * len(ids)
         return Sample(
             prompt=prompt,
-            token_ids=ids,
-            action_mask=mask,
-            rollout_logp=nothing,
-            versions=[-1] * len(ids),
+            token_ids=np.array(ids, dtype=np.int32),
+            action_mask=np.array(mask, dtype=np.bool_),
+            rollout_logp=np.zeros(len(ids), dtype=np.float32),
+            versions=np.full(len(ids), -1, dtype=np.int32),
             reward=reward,
         )
 

@@ -175,7 +175,7 @@ class Run:
         """Write the step's samples and metrics."""
         with self.session.clock.phase(Phase.LOG):
             measured = measure_groups(groups, self.prompts.mixed) | metrics
-            self.session.folder.save_samples(step, groups, self.tokenizer.decode)
+            await self.session.folder.samples.write(step, groups)
             measured |= await self.time.start_lap()
         measured[names.ROLLOUT_GROUP_RETRIES] = float(self.generation.n_retries)
         measured[names.ROLLOUT_RESTARTS] = float(self.engines.n_restarts)
@@ -211,6 +211,7 @@ class Run:
 
     async def save(self) -> None:
         """Write the trained model, and where the time went."""
+        await self.session.folder.samples.flush()
         await self.session.save_model(self.trainers, self.tokenizer, self.alg)
         devices = await self.time.read_totals()
         self.session.facts["devices"] = devices

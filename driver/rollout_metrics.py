@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from core import metrics as names
 from core.errors import RunStopped
-from core.types import Group
+from core.types import Group, Sample
 from rollouts.buffer import FinishedGroup
 
 
@@ -17,8 +19,10 @@ def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> 
     Returns mean, maximum and histogram, as fractions of the tokens; and the fraction of samples of more than one
     version. Raises RunStopped for a token that is older than allowed, or newer than possible.
     """
-    versions = [[v for v, m in zip(s.versions, s.action_mask, strict=True) if m] for g in groups for s in g]
-    ages = Counter(step - v for of_sample in versions for v in of_sample)
+    versions = [count_versions(s) for g in groups for s in g]
+    ages: Counter[int] = Counter()
+    for counts in versions:
+        ages.update({step - version: n for version, n in counts.items()})
     if wrong := [age for age in ages if not 0 <= age <= max_staleness]:
         raise RunStopped(
             f"step {step} was to train on a token that is {wrong[0]} steps old, where max_staleness={max_staleness}: "
@@ -32,9 +36,21 @@ def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> 
         names.ROLLOUT_STALENESS_MAX: float(max(ages)),
     }
     if max_staleness:
-        measured[names.ROLLOUT_MIXED_VERSIONS] = sum(len(set(v)) > 1 for v in versions) / len(versions)
+        measured[names.ROLLOUT_MIXED_VERSIONS] = sum(len(counts) > 1 for counts in versions) / len(versions)
         measured |= {names.ROLLOUT_STALENESS.format(age): ages[age] / tokens for age in range(max_staleness + 1)}
     return measured
+
+
+def count_versions(sample: Sample) -> dict[int, int]:
+    """Return the number of sampled tokens of each policy version, the oldest first."""
+    sampled = sample.versions[sample.action_mask]
+    if not len(sampled):
+        return {}
+    oldest, newest = int(sampled.min()), int(sampled.max())
+    if oldest == newest:  # the usual case, without a sort
+        return {oldest: len(sampled)}
+    found, counts = np.unique(sampled, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
 def measure_groups(groups: list[Group], sources: Sequence[str] = ()) -> dict[str, float]:
@@ -45,7 +61,7 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = ()) -> dict[str
     samples = [s for g in groups for s in g]
     rewarded = [s for s in samples if s.reward is not None]
     rewards = [s.reward for s in rewarded if s.reward is not None]
-    lengths = [sum(s.action_mask) for s in samples]
+    lengths = [s.n_sampled for s in samples]
     zero_std = sum(len({s.reward for s in g if s.reward is not None}) < 2 for g in groups)
     measured = {
         names.ROLLOUT_SAMPLES: float(len(samples)),
@@ -77,8 +93,8 @@ def measure_drawn(drawn: Sequence[FinishedGroup]) -> dict[str, float]:
     mean = {names.REWARD_MEAN_DRAWN: sum(rewards) / len(rewards)} if rewards else {}
     seconds = [d.seconds for d in drawn]
     average = sum(seconds) / len(seconds)
-    tokens = sum(sum(s.action_mask) for s in samples)
-    wasted = sum(sum(s.action_mask) for d in drawn for s in d.group if not d.accepted or s.failure)
+    tokens = sum(s.n_sampled for s in samples)
+    wasted = sum(s.n_sampled for d in drawn for s in d.group if not d.accepted or s.failure)
     return {
         names.ROLLOUT_GROUPS_DRAWN: float(len(drawn)),
         names.ROLLOUT_WASTED: wasted / tokens if tokens else 0.0,

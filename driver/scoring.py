@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from dataclasses import dataclass, replace
 
+from core.arrays import Floats
 from core.types import Group, Sample, ScoredColumn
 from core.workers import Workers
 from data_feeds.packing import Plan
@@ -26,7 +26,7 @@ async def add_columns(
 class PrecomputedReference:
     """Reference log-probabilities that were computed once, before training."""
 
-    ref_logp: dict[str, list[float]]
+    ref_logp: dict[str, Floats]
     """Log-probabilities by the hash of the sample, [L] each."""
 
     @staticmethod
@@ -45,4 +45,4 @@ class PrecomputedReference:
 
 def hash_sample(sample: Sample) -> str:
     """Hash tokens and loss mask: ids of rows may repeat between training and held-out data."""
-    return hashlib.sha256(array("q", [*sample.token_ids, -1, *sample.loss_mask]).tobytes()).hexdigest()
+    return hashlib.sha256(sample.token_ids.tobytes() + sample.loss_mask.tobytes()).hexdigest()

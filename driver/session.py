@@ -31,6 +31,7 @@ from driver.save_to import save_in_one_step
 from driver.time_account import describe_shares
 from rollouts.availability import EngineAvailability
 from rollouts.worker import RolloutWorker
+from trainers.allocator import keep_freed_memory
 from trainers.trainer import Trainer
 
 
@@ -195,6 +196,7 @@ async def run_body(session: Session, body: Callable[[Session], Awaitable[None]],
 def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> int:
     """Run `body` to its end, Ctrl-C, SIGTERM or an error; always write a summary and end all processes."""
     clock = Clock()
+    keep_freed_memory()  # every step makes arrays of about the same sizes
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump())
     console = Console(cfg.n_steps, clock, live=cfg.backend == "ray")
     session = Session(cfg=cfg, folder=folder, clock=clock, console=console)
@@ -222,6 +224,8 @@ def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> i
         reason = f"error: {type(error).__name__}: {error}"
         raise
     finally:
+        for unwritten in folder.samples.close():
+            console.say(unwritten)
         session.write_summary(reason)
         folder.close()
         end_on_signals()  # as before the run

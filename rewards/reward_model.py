@@ -32,7 +32,9 @@ def score(
     ids, mask = tokenizer.mask_turns([*prompt.messages, *messages])
     nothing = [0.0] * len(ids)
     whole = types.Prompt(id=prompt.id, messages=[])
-    sample = types.Sample(prompt=whole, token_ids=ids, action_mask=mask, rollout_logp=nothing, versions=[-1] * len(ids))
+    sample = types.make_sample(
+        prompt=whole, token_ids=ids, action_mask=mask, rollout_logp=nothing, versions=[-1] * len(ids)
+    )
     with torch.no_grad():
         batch = pack([append_scored_token(sample)], [0.0])
         return {"reward": float(compute_values(net, batch, layout="padded", model=net))}

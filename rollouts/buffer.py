@@ -20,7 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from core.types import Group, Prompt, Sample
+from core.arrays import from_json, to_json
+from core.types import Group, Prompt, make_sample
 
 MAX_REJECTED = 20
 """A step fails when the algorithm has rejected this many times the groups that it needs."""
@@ -202,7 +203,8 @@ class ReplayBuffer:
             "started": sorted(self.started),
             "n_reported": self.n_reported,
             "finished": [
-                {**_fields_but("group", g), "group": [_fields_but("prompt", s) for s in g.group]} for g in finished
+                {**_fields_but("group", g), "group": [to_json(_fields_but("prompt", s)) for s in g.group]}
+                for g in finished
             ],
         }
 
@@ -224,7 +226,8 @@ class ReplayBuffer:
 
 def _group_from_state(one: Mapping[str, Any], draw_prompt: Callable[[int], Prompt]) -> FinishedGroup:
     prompt = draw_prompt(one["ticket"])
-    group = [Sample(prompt=prompt, **_with_new_names(s, RENAMED_FIELDS)) for s in one["group"]]
+    # earlier versions wrote lists, which make_sample converts
+    group = [make_sample(prompt=prompt, **from_json(_with_new_names(s, RENAMED_FIELDS))) for s in one["group"]]
     fields_of_group: dict[str, Any] = {**_with_new_names(one, RENAMED_FIELDS), "group": group}
     return FinishedGroup(**fields_of_group)
 
@@ -233,5 +236,5 @@ def _with_new_names(state: Mapping[str, Any], renamed: Mapping[str, str]) -> dic
     return {renamed.get(name, name): value for name, value in state.items()}
 
 
-def _fields_but(name: str, record: FinishedGroup | Sample) -> dict[str, Any]:
+def _fields_but(name: str, record: Any) -> dict[str, Any]:
     return {f.name: getattr(record, f.name) for f in fields(record) if f.name != name}

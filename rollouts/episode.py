@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
 
+import numpy as np
+
 from core.blocking import Unblocked
 from core.errors import RunStopped
 from core.types import ROLES, Message, Prompt, Sample, Stop
@@ -19,6 +21,8 @@ from rollouts.envs.base import Env
 
 LOGP_ROUNDING = 1e-4
 """Largest log-probability that is taken for 0."""
+LARGEST_ID = 2**31 - 1
+"""Largest token id that a Sample holds."""
 
 
 class Tokenizer(Protocol):
@@ -44,6 +48,11 @@ class Transcript:
 
     def append_sampled(self, done: Completion) -> None:
         self._append(done.token_ids, done.logp, done.versions, sampled=True)
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """Tokens from the first sampled one on, those of the environment included."""
+        return self.ids[self.action_mask.index(True) :] if any(self.action_mask) else []
 
     def _append(self, ids: list[int], logp: list[float], versions: list[int], *, sampled: bool) -> None:
         self.ids = self.ids + ids  # a new list: the engine may still hold the old one
@@ -83,13 +92,14 @@ async def run_episode(
         failure = str(error)
     sample = Sample(
         prompt=prompt,
-        token_ids=script.ids,
-        action_mask=script.action_mask,
-        rollout_logp=script.logp,
-        versions=script.versions,
+        token_ids=np.array(script.ids, dtype=np.int32),
+        action_mask=np.array(script.action_mask, dtype=np.bool_),
+        rollout_logp=np.array(script.logp, dtype=np.float32),
+        versions=np.array(script.versions, dtype=np.int32),
         stop=stop,
         reward_parts=parts,
         failure=failure,
+        completion=tokenizer.decode(script.completion_ids),
     )
     return sample, script.said
 
@@ -142,8 +152,8 @@ def check_completion(done: Completion, *, max_new_tokens: int) -> None:
     elif any(not math.isfinite(logp) or logp > LOGP_ROUNDING for logp in done.logp):
         bad = next(logp for logp in done.logp if not math.isfinite(logp) or logp > LOGP_ROUNDING)
         wrong = f"the log-probability {bad}, where a finite number up to 0 is possible"
-    elif any(not isinstance(t, int) or t < 0 for t in done.token_ids):
-        wrong = f"the token ids {done.token_ids[:8]}, where integers from 0 are possible"
+    elif any(not isinstance(t, int) or not 0 <= t <= LARGEST_ID for t in done.token_ids):
+        wrong = f"the token ids {done.token_ids[:8]}, where integers from 0 to {LARGEST_ID} are possible"
     elif done.stop not in get_args(CompletionStop):
         wrong = f"the stop reason {done.stop!r}, where {' or '.join(get_args(CompletionStop))} is possible"
     if wrong:

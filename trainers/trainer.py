@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from algs.base import Algorithm, Metrics, check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.arrays import Floats
 from core.clock import ActivityTimer
 from core.errors import RunStopped, UserError, writing
 from core.phases import TRAINER_ACTIVITIES, Activity
 from core.row_layout import RowLayout
-from core.types import Batch, Policy, Prompt, Sample, ScoredColumn
+from core.types import Batch, Policy, Prompt, ScoredColumn, make_sample
 from data_feeds.packing import pack
 from modeling.attention import can_share_prefixes
 from modeling.export import saved_scopes
@@ -188,11 +189,11 @@ class Trainer:
     @torch.no_grad()
     def compute_columns(
         self, micro_batches: list[Batch], columns: frozenset[ScoredColumn]
-    ) -> list[dict[ScoredColumn, Tensor]]:
-        """Return the columns that an algorithm requires, under the current weights: [M] on the CPU, per micro-batch."""
+    ) -> list[dict[ScoredColumn, Floats]]:
+        """Return the columns that an algorithm requires, under the current weights: arrays [M], per micro-batch."""
         with self.timer.measure(Activity.LOGP):
             batches = [batch.to(self.device) for batch in micro_batches]
-            return [{c: self._compute_column(b, c).cpu() for c in sorted(columns)} for b in batches]
+            return [{c: self._compute_column(b, c).cpu().numpy() for c in sorted(columns)} for b in batches]
 
     def _compute_column(self, batch: Batch, column: ScoredColumn) -> Tensor:
         if column == "values":
@@ -215,7 +216,7 @@ class Trainer:
     def probe(self, token_ids: list[int]) -> list[float]:
         """Return the log-probability, at temperature 1, of token_ids[1:] given what is before each."""
         n = len(token_ids)
-        text = Sample(
+        text = make_sample(
             prompt=Prompt(id="probe", messages=[]),
             token_ids=token_ids,
             action_mask=[True] * n,

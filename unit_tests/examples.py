@@ -6,15 +6,19 @@ import io
 import random
 import sys
 from contextlib import redirect_stderr
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from core.arrays import Floats
 from core.cli import run_guarded
-from core.types import Group, Prompt, Rows, Sample
+from core.types import Batch, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
+from trainers.trainer import Trainer
 
 
 def a_sample(
@@ -23,7 +27,7 @@ def a_sample(
     length = length or rng.randint(6, longest)
     prompt = rng.randint(1, min(4, length - 1))
     mask = [False] * prompt + [rng.random() < 0.8 for _ in range(length - prompt - 1)] + [True]
-    return Sample(
+    return make_sample(
         prompt=Prompt(id=str(group), messages=[]),
         token_ids=[rng.randrange(2, vocab) for _ in range(length)],
         action_mask=mask,
@@ -41,7 +45,23 @@ def with_values(groups: list[Group], *, seed: int = 0) -> list[Group]:
     def column(s: Sample) -> list[float]:
         return [rng.gauss(0, 1) for _ in s.action_mask]
 
-    return [[replace(s, columns={"values": column(s), "returns": column(s)}) for s in g] for g in groups]
+    return [[a_changed(s, columns={"values": column(s), "returns": column(s)}) for s in g] for g in groups]
+
+
+def a_changed(sample: Sample, **changes: Any) -> Sample:
+    """The sample with some fields changed, which may be lists."""
+    there = {f.name: getattr(sample, f.name) for f in fields(sample)}
+    return make_sample(**there | changes, dtype=sample.float_dtype)
+
+
+def fill_batch(batch: Batch, columns: dict[ScoredColumn, Floats]) -> Batch:
+    """The batch with what Trainer.compute_columns said of it."""
+    return replace(batch, tokens=batch.tokens.replace(**{c: torch.tensor(v) for c, v in columns.items()}))
+
+
+def columns_of(trainer: Trainer, micro: list[Batch], *columns: ScoredColumn) -> list[dict[str, torch.Tensor]]:
+    """What Trainer.compute_columns says, as tensors."""
+    return [{c: torch.from_numpy(v) for c, v in b.items()} for b in trainer.compute_columns(micro, frozenset(columns))]
 
 
 def some_groups(n: int = 4, size: int = 3, *, seed: int = 0, longest: int = 24) -> list[Group]:
@@ -80,7 +100,7 @@ def some_answers(rows: Rows, n: int = 4, *, seed: int = 0) -> list[Group]:
 def an_answer(rng: random.Random, prompt: list[int], reward: float, *, row: int) -> Sample:
     reply = [rng.randrange(2, 64) for _ in range(rng.randint(3, 12))]
     ids = prompt + reply
-    return Sample(
+    return make_sample(
         prompt=Prompt(id=str(row), messages=[]),
         token_ids=ids,
         action_mask=[False] * len(prompt) + [True] * len(reply),
@@ -112,7 +132,7 @@ def siblings(rng: random.Random, prompt: int, replies: list[int], *, group: int 
         common = n // 2 if turns and i % 3 else 0
         reply = again[:common] + [rng.randrange(2, 64) for _ in range(n - common)]
         mask = [False] * prompt + [t != common - 1 for t in range(n)]  # the last shared one is the environment's
-        return Sample(
+        return make_sample(
             prompt=Prompt(id=str(group), messages=[]),
             token_ids=ids + reply,
             action_mask=mask,
@@ -133,7 +153,7 @@ def families(*, seed: int = 0) -> list[Group]:
         siblings(rng, 5, [1, 1, 6, 3, 10], group=1),
         siblings(rng, 7, [6], group=2),
     )
-    copy = replace(first[1], advantage=[0.5] * len(first[1].token_ids))
+    copy = first[1].with_advantage(0.5)
     return [[*first, copy], [*second, cut_short(second[4], 9)], lone]
 
 

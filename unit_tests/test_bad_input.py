@@ -213,8 +213,16 @@ LOSSES = {
     "never finite": ("return policy.logp / 0, {}", "none of the run's 2 updates was made"),
 }
 ADVANTAGES = {
-    "nan": ("return [[replace(s, advantage=[float('nan')] * len(s.token_ids)) for s in g] for g in groups]", "nan"),
+    "nan": ("return [[s.with_advantage(float('nan')) for s in g] for g in groups]", "the advantage nan"),
     "a group dropped": ("return groups[1:]", "was given 4 groups of 16 samples and returned 3 groups of 12"),
+    "a list": (
+        "return [[replace(s, advantage=[1.0] * len(s.token_ids)) for s in g] for g in groups]",
+        "advantage of a Sample must be a numpy array of float32, found list",
+    ),
+    "another length": (
+        "return [[replace(s, advantage=s.rollout_logp[1:]) for s in g] for g in groups]",
+        "must have one length: token_ids has .*, advantage has",
+    ),
     "samples swapped": ("return groups[::-1]", "every sample in its group and order"),
 }
 ALGORITHM = """
@@ -227,7 +235,7 @@ class Mine(PolicyGradient):
         {loss}
 """
 FINE_LOSS = "return -policy.logp * tokens.advantage, {}"
-FINE_ADVANTAGES = "return [[replace(s, advantage=[1.0] * len(s.token_ids)) for s in g] for g in groups]"
+FINE_ADVANTAGES = "return [[s.with_advantage(1.0) for s in g] for g in groups]"
 ENVIRONMENTS = {
     "text": ("'more'", "must return None or .role, content. texts, it returned 'more'"),
     "a number": ("5", "it returned 5"),

@@ -26,7 +26,7 @@ from algs.terms import KL
 from core.cli import run_guarded
 from core.loading import load_module, resolve
 from core.strict_model import StrictModel
-from core.types import Policy, Prompt, Sample, Tokens
+from core.types import Policy, Prompt, Sample, Tokens, make_sample
 
 ROOT = Path(__file__).parent.parent
 NAMES = list_algorithms()
@@ -265,9 +265,7 @@ class CentresValues(PPO):
 
 class DividesByNothing(GRPO):
     def compute_advantages(self, groups: list[list[Sample]]) -> list[list[Sample]]:
-        return [
-            [replace(s, advantage=[0.0 if len(g) > 1 else math.nan] * len(s.action_mask)) for s in g] for g in groups
-        ]
+        return [[s.with_advantage(0.0 if len(g) > 1 else math.nan) for s in g] for g in groups]
 
 
 @pytest.mark.parametrize(
@@ -336,7 +334,7 @@ def a_sample(**changes: Any) -> Sample:
         "rollout_logp": [-0.1 * t for t in range(5)],
         "versions": [0] * 5,
     }
-    return Sample(**fields | changes)
+    return make_sample(**fields | changes)
 
 
 def only_chosen_tokens_are_learnt(packing: ModuleType) -> None:
@@ -422,9 +420,10 @@ def the_logp_is_that_of_the_next_token_at_the_temperature(forward: ModuleType) -
 
 
 Bug = tuple[str, list[tuple[str, str]], Callable[[ModuleType], None]]
-LEARNT = "[[t for t, yes in enumerate(s.loss_mask) if yes] for s in samples]"
-ALL = "[list(range(1, len(s.action_mask))) for s in samples]"
-WEIGHED = "[w for w, at in zip(weights, learnt, strict=True) for _ in at]"
+LEARNT = "learnt = [s.loss_mask[1:] for s in samples]"
+ALL = "learnt = [np.ones(len(s.action_mask) - 1, dtype=bool) for s in samples]"
+WEIGHED = "np.repeat(torch.tensor(weights, dtype=dtype).numpy(), counts)"
+MASKED = "np.repeat(weights, counts) * np.concatenate([s.loss_mask[1:] for s in samples])"
 BUGS: dict[str, Bug] = {
     "prompt tokens are learnt": (
         "data_feeds.packing", [(LEARNT, ALL)], only_chosen_tokens_are_learnt
@@ -433,12 +432,12 @@ BUGS: dict[str, Bug] = {
         "data_feeds.packing",
         [
             (LEARNT, ALL),
-            (WEIGHED, "[w * s.loss_mask[t] for w, s, at in zip(weights, samples, learnt) for t in at]"),
+            (WEIGHED, MASKED),
         ],
         what_is_not_learnt_reaches_no_loss,
     ),
     "an off-by-one shift in packing": (
-        "data_feeds.packing", [("int(place[t - 1])", "int(place[t - 2])")],
+        "data_feeds.packing", [("np.concatenate(row.places)[chosen]", "np.concatenate(row.places)[chosen - 1]")],
         a_token_is_predicted_from_the_one_before,
     ),
     "an off-by-one shift in forward": (
@@ -454,7 +453,7 @@ BUGS: dict[str, Bug] = {
         every_learnt_token_has_its_share_and_nothing_else_has,
     ),
     "a denominator that counts the prompt": (
-        "data_feeds.packing", [("sum(s.loss_mask) for s in group] for", "len(s.action_mask) for s in group] for")],
+        "data_feeds.packing", [("[[s.n_trained for s", "[[len(s.action_mask) for s")],
         every_learnt_token_has_its_share_and_nothing_else_has,
     ),
     "the deviation of the whole batch": (

@@ -1,7 +1,6 @@
 """Real DeepSpeed on real Ray actors equals the reference trainer, for every ZeRO stage and number of ranks."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from driver.trainer_factory import TrainerPlan, build_trainer
 from modeling.head import choose_chunk
 from trainers.deepspeed import DeepSpeedTrainer
 from trainers.trainer import Trainer
-from unit_tests.examples import Malicious, families, some_answers, some_groups, with_values
+from unit_tests.examples import Malicious, a_changed, families, fill_batch, some_answers, some_groups, with_values
 from unit_tests.test_forward import random_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -223,7 +222,7 @@ def test_an_adapter_trains_and_is_saved_alike_everywhere(ranks, tiny_path, tmp_p
         for _ in range(3):
             scored = await trainers.scatter(Trainer.compute_columns, per_rank, frozenset({"ref_logp"}))
             filled = [
-                [replace(b, tokens=b.tokens.replace(**c)) for b, c in zip(micro, columns, strict=True)]
+                [fill_batch(b, c) for b, c in zip(micro, columns, strict=True)]
                 for micro, columns in zip(per_rank, scored, strict=True)
             ]
             metrics = await trainers.scatter(Trainer.step, [[micro] for micro in filled])
@@ -267,7 +266,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, tiny
     file.write_text(INFINITE)
     groups = some_groups()
     plan = plan_of(tiny_path, alg={"file": str(file)}, dtype=dtype, zero_stage=stage, ranks=2, lr=0.01)
-    planted = replace(groups[0][0], rollout_logp=[-1e9] * len(groups[0][0].action_mask))
+    planted = a_changed(groups[0][0], rollout_logp=[-1e9] * len(groups[0][0].action_mask))
     bad = [[planted, *groups[0][1:]], *groups[1:]]
 
     async def go():

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from core.errors import RunStopped
-from core.types import Prompt, Sample
+from core.errors import RunStopped, UserError
+from core.types import Prompt, make_sample
 from rollouts.engines.base import Completion
 from rollouts.envs.calculator import Calculator
 from rollouts.episode import make_seed, run_episode
@@ -73,12 +73,13 @@ def play(engine, *, env=None, max_turns=3, max_new_tokens=10, timeout_s=60.0):
 
 def test_only_what_the_policy_said_is_learnt():
     sample, said = play(Scripted([3, 4], [5]))
-    assert sample.token_ids == [1, 2, 3, 4, 9, 9, 5]
-    assert sample.action_mask == [False, False, True, True, False, False, True]
-    assert sample.rollout_logp == [0, 0, -0.5, -0.5, 0, 0, -0.5]
-    assert sample.versions == [-1, -1, 7, 7, -1, -1, 8], "every token knows the policy that sampled it"
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 9, 9, 5]
+    assert sample.action_mask.tolist() == [False, False, True, True, False, False, True]
+    assert sample.rollout_logp.tolist() == [0, 0, -0.5, -0.5, 0, 0, -0.5]
+    assert sample.versions.tolist() == [-1, -1, 7, 7, -1, -1, 8], "every token knows the policy that sampled it"
     assert [m["role"] for m in said] == ["assistant", "tool", "assistant"]
     assert sample.stop == "eos"
+    assert sample.completion == "3 4 9 9 5", "what follows the prompt, as text"
 
 
 def test_the_engine_continues_its_own_tokens_and_the_budget_is_for_the_episode():
@@ -127,8 +128,8 @@ def test_seeds_tell_runs_tickets_siblings_and_turns_apart():
 
 
 def test_a_sample_whose_lists_disagree_cannot_be_made():
-    with pytest.raises(ValueError, match="one length"):
-        Sample(prompt=PROMPT, token_ids=[1, 2], action_mask=[True], rollout_logp=[0.0, 0.0], versions=[0, 0])
+    with pytest.raises(UserError, match="one length"):
+        make_sample(prompt=PROMPT, token_ids=[1, 2], action_mask=[True], rollout_logp=[0.0, 0.0], versions=[0, 0])
 
 
 class Blocks(Tool):

@@ -200,7 +200,7 @@ def test_what_a_recipe_says_is_learnt_is_learnt(chat, tmp_path, learn, said):
     [[sample]] = feed.all()
     assert spoken(chat, sample) == said
     as_usual, _ = chat.mask_turns(TALK)
-    assert sample.token_ids[: len(as_usual)] == as_usual, "the tokens do not depend on what is learnt of them"
+    assert sample.token_ids[: len(as_usual)].tolist() == as_usual, "the tokens do not depend on what is learnt of them"
 
 
 def test_another_role_is_learnt_with_its_end_of_turn_token_and_without_its_header(tiny_path):
@@ -258,7 +258,7 @@ def test_a_pair_is_two_replies_to_one_prompt_however_it_is_written(chat, tmp_pat
     assert (chosen.reward, rejected.reward) == (1.0, 0.0)
     assert [spoken(chat, s) for s in (chosen, rejected)] == ["4<|end|>", "5<|end|>"]
     before = chat.render(ASKED)
-    assert chosen.token_ids[: len(before)] == rejected.token_ids[: len(before)] == before
+    assert chosen.token_ids[: len(before)].tolist() == rejected.token_ids[: len(before)].tolist() == before
     assert chosen.prompt is rejected.prompt and chosen.prompt.messages == ASKED
 
 

@@ -53,7 +53,7 @@ def one_by_one(model, samples, temperature) -> torch.Tensor:
     """Plain transformers: one sequence, all logits, log_softmax."""
     logp = []
     for s in samples:
-        logits = model(input_ids=torch.tensor([s.token_ids])).logits[0].float() / temperature
+        logits = model(input_ids=torch.tensor(s.token_ids[None])).logits[0].float() / temperature
         logp += [logits[t - 1].log_softmax(-1)[s.token_ids[t]] for t, yes in enumerate(s.loss_mask) if yes]
     return torch.stack(logp)
 

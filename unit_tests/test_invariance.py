@@ -15,7 +15,7 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError
 from data_feeds.packing import micro_batches
 from trainers.local import LocalTrainer
-from unit_tests.examples import families, some_groups, with_values
+from unit_tests.examples import columns_of, families, some_groups, with_values
 
 ALGS = [
     GRPO(),
@@ -77,10 +77,10 @@ def test_the_gradient_is_the_one_written_down_in_plain_torch(tiny_path):
     """Independent of our packing, forward and step: one sequence at a time, token mean, -log p."""
     groups = some_groups()
     trainer = trainer_of(tiny_path, SFT())
-    total = sum(sum(s.loss_mask) for g in groups for s in g)
+    total = sum(s.n_trained for g in groups for s in g)
     loss = 0.0
     for s in (s for g in groups for s in g):
-        logp = (trainer.model(input_ids=torch.tensor([s.token_ids])).logits[0] / 0.9).log_softmax(-1)
+        logp = (trainer.model(input_ids=torch.tensor(s.token_ids[None])).logits[0] / 0.9).log_softmax(-1)
         for t in range(1, len(s.token_ids)):
             if s.action_mask[t]:
                 loss = loss - logp[t - 1, s.token_ids[t]] / total
@@ -128,7 +128,7 @@ def test_a_value_model_begins_at_zero_and_learns_the_returns(tiny_path):
     groups = with_values(some_groups(2))
     trainer = trainer_of(tiny_path, PPO(critic_lr=1e-2), optimizer="adamw", lr=1e-5)
     [micro] = micro_batches(groups, "token", 10_000)
-    [first] = trainer.compute_columns(micro, frozenset({"values"}))
+    [first] = columns_of(trainer, micro, "values")
     assert first["values"].abs().max() == 0
     losses = [trainer.step([micro])["value/loss"] for _ in range(20)]
     assert losses[-1] < 0.5 * losses[0]
@@ -139,7 +139,7 @@ def test_the_second_update_of_a_step_is_no_longer_on_policy(tiny_path):
     groups = some_groups(2)
     trainer = trainer_of(tiny_path, GRPO(clip_low=1e-6, clip_high=1e-6), lr=0.1)
     [micro] = micro_batches(groups, "token", 10_000)
-    [scored] = trainer.compute_columns(micro, frozenset({"prox_logp"}))
+    [scored] = columns_of(trainer, micro, "prox_logp")
     micro[0].tokens.prox_logp = scored["prox_logp"]
     first = trainer.step([micro])
     second = trainer.step([micro])

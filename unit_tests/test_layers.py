@@ -14,7 +14,7 @@ from core import deadlines
 from tools import layers
 
 ROOT = Path(__file__).parent.parent
-LIGHT = {"torch", "pydantic", "core", "algs", "math", "collections", "__future__", "dataclasses", "typing"}
+LIGHT = {"numpy", "torch", "pydantic", "core", "algs", "math", "collections", "__future__", "dataclasses", "typing"}
 """What the mathematics may import. It must run where no GPU library is installed."""
 FILES = layers.product_files(ROOT)
 GRAPH = {file: layers.imports_of(ROOT, file) for file in FILES}
@@ -67,7 +67,7 @@ def at_run_time(path: Path):
             yield (node.module or "").split(".")[0]
 
 
-def test_algorithms_import_torch_pydantic_and_types_only():
+def test_algorithms_import_numpy_torch_pydantic_and_types_only():
     for path in (ROOT / "algs").glob("*.py"):
         if path.stem != "__init__":
             assert set(at_run_time(path)) <= LIGHT, path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from modeling.hf_config import check_model_folder
 from modeling.load import load_model
 from modeling.lora import merged_weight
 from trainers.local import LocalTrainer
-from unit_tests.examples import some_groups
+from unit_tests.examples import columns_of, fill_batch, some_groups
 from weight_sync.fingerprint import fingerprint
 
 KINDS = {
@@ -152,20 +151,18 @@ def test_the_reference_is_the_model_without_its_adapter(tiny_path, column):
     plain, trainer = (trainer_of(tiny_path, lora, alg=alg) for lora in (None, LoraConfig(r=4)))
     trainer.step([scored(plain)])
     assert not trainer.frozen and list(plain.frozen) == ["ref_logp"], "no second model is loaded"
-    want, got = (
-        torch.cat([s[column] for s in t.compute_columns(batches(), frozenset({column}))]) for t in (plain, trainer)
-    )
+    want, got = (torch.cat([s[column] for s in columns_of(t, batches(), column)]) for t in (plain, trainer))
     assert torch.allclose(got, want, atol=1e-6) == (column == "ref_logp"), "the policy itself has moved"
     trainer.step([scored(trainer)])
-    after = torch.cat([s["prox_logp"] for s in trainer.compute_columns(batches(), frozenset({"prox_logp"}))])
-    before = torch.cat([s["prox_logp"] for s in plain.compute_columns(batches(), frozenset({"prox_logp"}))])
+    after = torch.cat([s["prox_logp"] for s in columns_of(trainer, batches(), "prox_logp")])
+    before = torch.cat([s["prox_logp"] for s in columns_of(plain, batches(), "prox_logp")])
     assert not torch.allclose(after, before, atol=1e-3), "and goes on to move after the reference was asked"
 
 
 def scored(trainer: LocalTrainer) -> list[Batch]:
     """With the columns that a KL in the loss needs."""
     columns = trainer.compute_columns(batches(), frozenset({"ref_logp"}))
-    return [replace(b, tokens=b.tokens.replace(**c)) for b, c in zip(batches(), columns, strict=True)]
+    return [fill_batch(b, c) for b, c in zip(batches(), columns, strict=True)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,7 +33,8 @@ from algs.rloo import RLOO
 from algs.sapo import SAPO
 from algs.sft import SFT
 from algs.terms import KL, Correction, Overlong
-from core.types import Policy, Prompt, Sample, Tokens
+from core.arrays import DOUBLE
+from core.types import Policy, Prompt, Sample, Tokens, make_sample
 from data_feeds.packing import pack, token_weights
 from driver.rollout_metrics import name_train_metrics
 from modeling.forward import compute_token_logp
@@ -135,7 +137,8 @@ def samples_of(name: str, poison: float | None = None) -> list[list[Sample]]:
         def column(key: str, b=b, live=live, bad=bad) -> list[float]:
             return [bad, bad, *(RL[key][b][t] for t in live), bad]
 
-        sample = Sample(
+        sample = make_sample(
+            dtype=DOUBLE,
             prompt=Prompt(id=str(RL["prompt"][b]), messages=[]),
             token_ids=[5] * (len(live) + 3),
             action_mask=[False, False, *[True] * len(live), False],
@@ -353,7 +356,7 @@ def learnt_advantages(alg: Algorithm, name: str = "reinforce_pp/ppo_clip") -> li
 
 
 def trained_advantages(groups: list[list[Sample]]) -> list[list[float]]:
-    return [[a for a, m in zip(s.advantage or [], s.loss_mask, strict=True) if m] for g in groups for s in g]
+    return [s.advantage[s.loss_mask].tolist() for g in groups for s in g]
 
 
 def test_kl_in_the_reward_shapes_what_is_whitened_or_compared():
@@ -381,7 +384,8 @@ def test_overlong_answers_are_punished_or_left_out():
 
 def test_a_truncated_answer_gives_up_its_last_token_to_bootstrap():
     """Rewards 0, then 1 at the last token that is learnt; the value before the token given up follows."""
-    cut = Sample(
+    cut = make_sample(
+        dtype=DOUBLE,
         prompt=Prompt(id="0", messages=[]),
         token_ids=[5] * 5,
         action_mask=[False, False, True, True, True],
@@ -392,7 +396,7 @@ def test_a_truncated_answer_gives_up_its_last_token_to_bootstrap():
         columns={"values": [0.0, 0.0, 0.3, 0.4, 0.7]},
     )
     [[done]] = PPO(bootstrap_truncated=True, whiten=False, lam=1.0).compute_advantages([[cut]])
-    assert done.loss_mask == [False, False, True, True, False]
+    assert done.loss_mask.tolist() == [False, False, True, True, False]
     assert done.advantage[2:4] == pytest.approx([1 + 0.7 - 0.3, 1 + 0.7 - 0.4])
     assert done.columns["returns"][2:4] == pytest.approx([1.7, 1.7])
     [[over]] = PPO(whiten=False, lam=1.0).compute_advantages([[cut]])
@@ -402,8 +406,8 @@ def test_a_truncated_answer_gives_up_its_last_token_to_bootstrap():
 def three_samples() -> list[Sample]:
     """Three, two and two sampled tokens with rewards 1, 0 and 1/2."""
     [[long, short], _] = samples_of("dapo/token_mean")
-    short = replace(short, columns={"values": [0.0] * len(short.token_ids)})
-    return [replace(long, columns={"values": [0.0] * len(long.token_ids)}), short, replace(short, reward=0.5)]
+    short = replace(short, columns={"values": np.zeros(len(short.token_ids))})
+    return [replace(long, columns={"values": np.zeros(len(long.token_ids))}), short, replace(short, reward=0.5)]
 
 
 PENALTY = Overlong(mode="penalty", max_tokens=4, buffer=2, coef=0.5)
@@ -505,7 +509,7 @@ def test_clipped_weights_lie_between_the_bounds():
 
 
 def test_rewards_to_go_are_discounted_backwards():
-    assert reward_to_go([1.0, 2.0, 4.0], 0.5) == [3.0, 4.0, 4.0]
+    assert reward_to_go([1.0, 2.0, 4.0], 0.5).tolist() == [3.0, 4.0, 4.0]
 
 
 def test_advantages_are_whitened_last_where_a_recipe_says_so():

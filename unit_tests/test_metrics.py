@@ -21,7 +21,7 @@ from core.clock import Clock
 from core.errors import RunStopped
 from core.metrics import METRICS, MISMATCH_RATIO_SQ, VALUE_MOMENTS, find_metric
 from core.phases import Phase
-from core.types import Prompt, Sample
+from core.types import Prompt, Sample, make_sample
 from driver.console import Console
 from driver.rollout_metrics import check_failures, measure_drawn, measure_groups, name_train_metrics
 from rollouts.buffer import FinishedGroup
@@ -150,7 +150,7 @@ def test_the_benchmark_beside_trl_counts_no_warm_up():
 
 def rewarded(reward: float | None, *, tokens: int = 2, source: str = "", **more: Any) -> Sample:
     n = 1 + tokens
-    return Sample(
+    return make_sample(
         prompt=Prompt(id="p", messages=[], source=source),
         token_ids=[1] * n,
         action_mask=[False] + [True] * tokens,

@@ -19,7 +19,7 @@ from benchmarks.simulate import SimulatedEngines, SimulatedRun, Times, forecast,
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.schema import RLConfig
 from core.errors import RunStopped
-from core.types import Group, Prompt, Sample
+from core.types import Group, Prompt, Sample, make_sample
 from data_feeds.packing import plan_update
 from driver.checkpoint import find_checkpoint
 from driver.load_recipe import load_recipe
@@ -443,7 +443,7 @@ def sampled_by(*versions: int) -> Sample:
     n = len(versions)
     prompt = Prompt(id="p", messages=[{"role": "user", "content": "?"}])
     zeros = [0.0] * (n + 1)
-    return Sample(
+    return make_sample(
         prompt=prompt,
         token_ids=[1] * (n + 1),
         action_mask=[False] + [True] * n,

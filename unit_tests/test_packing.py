@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.types import Prompt, Sample
+from core.types import Prompt, Sample, make_sample
 from data_feeds.bin_packing import estimate_cost, pack_into_bins
 from data_feeds.packing import micro_batches, pack, plan_update, token_weights
 from unit_tests.examples import some_groups
@@ -16,7 +16,7 @@ NORMS = ["token", "sequence", "sequence_sum", "constant", "prompt"]
 def sample(ids, mask, **more) -> Sample:
     n = len(ids)
     fields = {"rollout_logp": [0.1 * t for t in range(n)], "versions": [0] * n} | more
-    return Sample(prompt=Prompt(id="p", messages=[]), token_ids=ids, action_mask=mask, **fields)
+    return make_sample(prompt=Prompt(id="p", messages=[]), token_ids=ids, action_mask=mask, **fields)
 
 
 def test_position_t_predicts_token_t_plus_one():

@@ -15,8 +15,10 @@ from algs.kto import KTO
 from algs.orpo import ORPO, log1mexp
 from algs.preference import pair_metrics, preference_sign
 from algs.reward_model import RewardModel
-from core.types import Batch, Group, Policy, Prompt, Sample, Tokens
+from core.arrays import DOUBLE
+from core.types import Batch, Group, Policy, Prompt, Sample, Tokens, make_sample
 from data_feeds.packing import plan_update
+from unit_tests.examples import a_changed
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_losses.json").read_text())
 PREF = GOLDEN["fixtures"]["pref"]
@@ -42,7 +44,8 @@ def answer(b: int, poison: float = 0.0) -> Sample:
     """Row b of the fixture: two prompt tokens before its answer, one token of another after it."""
     live = [t for t, m in enumerate(PREF["mask"][b]) if m]
     column = [poison, poison, *(PREF["ref"][b][t] for t in live), poison]
-    return Sample(
+    return make_sample(
+        dtype=DOUBLE,
         prompt=Prompt(id=str(b), messages=[]),
         token_ids=[5] * len(column),
         action_mask=[False, False, *[True] * len(live), False],
@@ -58,7 +61,7 @@ def by_itself(b: int, kl_sign: float, poison: float) -> Group:
     ratio = kl_sign * (PREF["kto_kl_policy"][b] - PREF["kto_kl_ref"][b])
     columns = {"prox_logp": [poison, ratio], "ref_logp": [poison, 0.0]}
     wrong = {"token_ids": [5, 5], "action_mask": [False, True], "rollout_logp": [0.0] * 2, "versions": [-1] * 2}
-    return [answer(b, poison), replace(answer(b), reward=None, columns=columns, **wrong)]
+    return [answer(b, poison), a_changed(answer(b), reward=None, columns=columns, **wrong)]
 
 
 def groups_of(name: str, poison: float = 0.0) -> list[Group]:
@@ -133,11 +136,12 @@ def test_half_a_pair_teaches_nothing():
 
 
 def test_ktos_mismatched_answers_are_the_next_rows():
-    rows = [replace(answer(b), token_ids=[10 * b + t for t in range(len(answer(b).action_mask))]) for b in range(3)]
+    rows = [a_changed(answer(b), token_ids=[10 * b + t for t in range(len(answer(b).action_mask))]) for b in range(3)]
     arranged = KTO().prepare_groups([[row] for row in rows])
     assert [g[0] for g in arranged] == rows
-    assert arranged[2][1].token_ids == [20, 21, 2, 3, 4, 5]  # row 2's prompt, row 0's answer and what follows it
-    assert arranged[2][1].action_mask == [False, False, True, True, True, False]
+    # row 2's prompt, row 0's answer and what follows it
+    assert arranged[2][1].token_ids.tolist() == [20, 21, 2, 3, 4, 5]
+    assert arranged[2][1].action_mask.tolist() == [False, False, True, True, True, False]
     assert arranged[2][1].reward is None
 
 

@@ -97,7 +97,7 @@ def test_every_trained_token_is_predicted_from_all_that_is_before_it(max_tokens,
             expected = [(plan.samples[i], t) for i in chosen for t, yes in enumerate(plan.samples[i].loss_mask) if yes]
             assert len(expected) == len(batch.at)
             for (s, t), at, label in zip(expected, batch.at.tolist(), batch.labels.tolist(), strict=True):
-                assert read_up_to(batch, at) == s.token_ids[:t] and label == s.token_ids[t]
+                assert read_up_to(batch, at) == s.token_ids[:t].tolist() and label == s.token_ids[t]
             met += chosen
     assert sorted(met) == list(range(len(plan.samples))) and len(met) == sum(map(len, groups))
 

@@ -125,7 +125,7 @@ def test_a_buffer_of_an_earlier_checkpoint_is_read():
     buffer = ReplayBuffer.from_state(state, Schedule(steps=2, per_step=2), drawn_prompt, step=0)
     assert json.loads(json.dumps(buffer.get_state()))["started"] == [1]
     [finished] = buffer.waiting.values()
-    assert finished.accepted and finished.group[0].action_mask == [False, True]
+    assert finished.accepted and finished.group[0].action_mask.tolist() == [False, True]
     assert finished.group[0].reward_parts == {"correct": 1.0}
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,7 +56,7 @@ def step(path: str, groups: list[Group]) -> SimpleNamespace:
 
 
 def trained_tokens(groups: list[Group]) -> int:
-    return sum(sum(s.loss_mask) for g in groups for s in g)
+    return sum(s.n_trained for g in groups for s in g)
 
 
 @pytest.mark.parametrize("updates", [1, 2, 4])
@@ -71,7 +72,7 @@ def test_more_than_one_update_has_the_policy_of_the_beginning_scored_first(recip
     one, two = (step(recipe({"updates_per_step": n, "trainer.lr": 0.01}), groups) for n in (1, 2))
     assert all("prox_logp" not in s.columns for g in one.scored for s in g), "it is the policy in training"
     assert one.metrics["train/approx_kl"] == 0
-    assert all([v != 0 for v in s.columns["prox_logp"]] == s.loss_mask for g in two.scored for s in g)
+    assert all(np.array_equal(s.columns["prox_logp"] != 0, s.loss_mask) for g in two.scored for s in g)
     assert two.metrics["train/approx_kl"] > 1e-6, "the second update is no longer on policy"
 
 

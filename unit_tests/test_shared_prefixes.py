@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -69,7 +70,7 @@ def marked(groups: list[Group]) -> list[Group]:
         done.append([])
         for s in group:
             n = len(s.token_ids)
-            done[-1].append(replace(s, rollout_logp=[float(first + t) for t in range(n)]))
+            done[-1].append(replace(s, rollout_logp=np.arange(first, first + n, dtype=np.float32)))
             first += n
     return done
 
@@ -134,7 +135,7 @@ def test_segments_below_segments_share_three_times():
     """A tree of five levels: every second token of the reply is where somebody leaves."""
     [trunk] = siblings(random.Random(0), 4, [12])
     leaves = [
-        replace(trunk, token_ids=[*trunk.token_ids[:at], *(63 - i for i in trunk.token_ids[at:])])
+        replace(trunk, token_ids=np.concatenate([trunk.token_ids[:at], 63 - trunk.token_ids[at:]]))
         for at in (4, 6, 8, 10, 12)
     ]
     [batch] = laid_out([[trunk, *leaves]], "shared")

@@ -18,7 +18,7 @@ from algs.sft import SFT
 from algs.terms import KL
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped
-from core.types import Batch, Prompt, Sample
+from core.types import Batch, Prompt, Sample, make_sample
 from core.workers import Local
 from data_feeds.packing import micro_batches, pack, plan_update
 from driver.scoring import PrecomputedReference, add_columns, hash_sample
@@ -26,7 +26,7 @@ from trainers.deepspeed import DeepSpeedLearner, deepspeed_config
 from trainers.local import LocalTrainer
 from trainers.meter import Meter
 from trainers.optimizer import LearningRateSchedule, make_optimizer
-from unit_tests.examples import some_groups
+from unit_tests.examples import a_changed, columns_of, some_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEMPERATURE = 0.5
@@ -49,7 +49,7 @@ def trainer_of(path: str, alg, *, dtype="float32", **changes) -> LocalTrainer:
 def an_update(*, good: bool, seed: int = 0) -> list[Batch]:
     groups = some_groups(2, 2, seed=seed)
     if not good:
-        groups = [[replace(s, rollout_logp=[-1e9] * len(s.rollout_logp)) for s in g] for g in groups]
+        groups = [[a_changed(s, rollout_logp=[-1e9] * len(s.rollout_logp)) for s in g] for g in groups]
     return micro_batches(groups, "token", 10_000)[0]
 
 
@@ -122,7 +122,7 @@ def test_the_learning_rate_of_each_update():
 def test_a_frozen_model_is_scored_at_the_sampling_temperature(tiny_path, column, alg):
     """It is the model itself, so it must say what the policy says."""
     trainer = trainer_of(tiny_path, alg or OPD(teacher=tiny_path))
-    [scored] = trainer.compute_columns(an_update(good=True), frozenset({column, "prox_logp"}))
+    [scored] = columns_of(trainer, an_update(good=True), column, "prox_logp")
     torch.testing.assert_close(scored[column], scored["prox_logp"])
     plain = trainer.forward(an_update(good=True)[0], temperature=1.0).logp
     assert (scored["prox_logp"] - plain).abs().max() > 0.1, "the temperature matters here"
@@ -140,7 +140,7 @@ def test_the_probe_is_taken_at_temperature_one(tiny_path):
 def a_sample(ids: list[int], mask: list[bool], **more) -> Sample:
     n = len(ids)
     fields = {"rollout_logp": [0.0] * n, "versions": [0] * n, "advantage": [1.0] * n} | more
-    return Sample(prompt=Prompt(id="p", messages=[]), token_ids=ids, action_mask=mask, **fields)
+    return make_sample(prompt=Prompt(id="p", messages=[]), token_ids=ids, action_mask=mask, **fields)
 
 
 def test_columns_land_on_the_tokens_that_are_trained_on(tiny_path):
@@ -153,7 +153,7 @@ def test_columns_land_on_the_tokens_that_are_trained_on(tiny_path):
 
     @torch.no_grad()
     def plainly(sample: Sample) -> list[float]:
-        logits = trainer.model(input_ids=torch.tensor([sample.token_ids])).logits[0] / TEMPERATURE
+        logits = trainer.model(input_ids=torch.tensor(sample.token_ids[None])).logits[0] / TEMPERATURE
         logp = logits.log_softmax(-1)
         return [float(logp[t - 1, sample.token_ids[t]]) if yes else 0.0 for t, yes in enumerate(sample.loss_mask)]
 
@@ -166,10 +166,10 @@ def test_a_precomputed_reference_is_found_by_tokens_and_by_what_is_trained_on():
     ids, last, both = [5, 6, 7], [False, False, True], [False, True, True]
     samples = [a_sample(ids, last), a_sample(ids, both), a_sample([5, 6, 8], last)]
     assert len({hash_sample(s) for s in samples}) == 3
-    filled = [[replace(s, columns={"prox_logp": [0.0, -float(i), -9.0]})] for i, s in enumerate(samples, start=1)]
+    filled = [[a_changed(s, columns={"prox_logp": [0.0, -float(i), -9.0]})] for i, s in enumerate(samples, start=1)]
     reference = PrecomputedReference.from_prox_logp(filled)
     got = reference.add_ref_logp([[replace(s, reward=1.0)] for s in samples])
-    assert [s.columns["ref_logp"] for [s] in got] == [[0.0, -1.0, -9.0], [0.0, -2.0, -9.0], [0.0, -3.0, -9.0]]
+    assert [s.columns["ref_logp"].tolist() for [s] in got] == [[0.0, -1.0, -9.0], [0.0, -2.0, -9.0], [0.0, -3.0, -9.0]]
 
 
 def test_a_gradient_is_finite_on_all_ranks_or_on_none():

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from algs.base import Algorithm, PolicyGradient
-from core.types import Column, Group, Prompt, Rows, Sample, ScoredColumn
+from core.arrays import DOUBLE, Floats
+from core.types import Column, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
 
 Tables = dict[str, Tensor]
 """logp, entropy and values of every token under the current models, [N] float64 each."""
@@ -31,7 +33,7 @@ class MadeUpStep:
         for g, group in enumerate(self.groups):
             for i, s in enumerate(group):
                 if token in s.token_ids:
-                    return f"group {g}, sample {i}, token {s.token_ids.index(token)}"
+                    return f"group {g}, sample {i}, token {int(np.argmax(s.token_ids == token))}"
         raise ValueError(f"there is no token {token}")
 
 
@@ -102,7 +104,7 @@ def made_up_step(alg: Algorithm) -> MadeUpStep:
 
 
 def _with_columns(s: Sample, tables: dict[ScoredColumn, Tensor]) -> Sample:
-    return replace(s, columns={name: table[s.token_ids].tolist() for name, table in tables.items()})
+    return replace(s, columns={name: table.numpy()[s.token_ids] for name, table in tables.items()})
 
 
 def _make_sample(draw: torch.Generator, rollout: Tensor, *, group: int, first: int, reward: float) -> Sample:
@@ -110,7 +112,8 @@ def _make_sample(draw: torch.Generator, rollout: Tensor, *, group: int, first: i
     prompt = int(torch.randint(1, 4, (1,), generator=draw))
     chosen = (torch.rand(n, generator=draw) < 0.8).tolist()
     mask = [prompt <= t and (chosen[t] or t == n - 1) for t in range(n)]
-    return Sample(
+    return make_sample(
+        dtype=DOUBLE,
         prompt=Prompt(id=f"check/{group}", messages=[]),
         token_ids=list(range(first, first + n)),
         action_mask=mask,
@@ -122,14 +125,14 @@ def _make_sample(draw: torch.Generator, rollout: Tensor, *, group: int, first: i
 
 def _with_prompt_of(first: Sample, s: Sample) -> Sample:
     """Give a sample the prompt of its group, as far as both have one; its trained tokens keep ids of their own."""
-    n = min(first.action_mask.index(True), s.action_mask.index(True))
-    return replace(s, token_ids=first.token_ids[:n] + s.token_ids[n:])
+    n = min(int(first.action_mask.argmax()), int(s.action_mask.argmax()))
+    return replace(s, token_ids=np.concatenate([first.token_ids[:n], s.token_ids[n:]]))
 
 
 def keep_columns(groups: list[Group], names: frozenset[ScoredColumn]) -> list[Group]:
     """Return the groups with these columns only; a sample without a trained token is never scored, so it has none."""
     return [
-        [replace(s, columns={name: s.columns[name] for name in sorted(names)} if any(s.loss_mask) else {}) for s in g]
+        [replace(s, columns={name: s.columns[name] for name in sorted(names)} if s.n_trained else {}) for s in g]
         for g in groups
     ]
 
@@ -161,15 +164,16 @@ def poison_column(groups: list[Group], name: PoisonableColumn, bad: float) -> li
     """Write `bad` into a column, where it is there, at every token that is not trained on."""
 
     def poison_sample(s: Sample) -> Sample:
-        def replace_untrained(values: list[float]) -> list[float]:
-            return [x if yes else bad for x, yes in zip(values, s.loss_mask, strict=True)]
+        def replace_untrained(values: Floats) -> Floats:
+            return np.where(s.loss_mask, values, bad)
 
         if not has_column(s, name):
             return s
         if name == "rollout_logp":
             return replace(s, rollout_logp=replace_untrained(s.rollout_logp))
         if name == "advantage":
-            return replace(s, advantage=replace_untrained(s.advantage or []))
+            assert s.advantage is not None
+            return replace(s, advantage=replace_untrained(s.advantage))
         return replace(s, columns=s.columns | {name: replace_untrained(s.columns[name])})
 
     return [[poison_sample(s) for s in g] for g in groups]
@@ -179,8 +183,8 @@ def make_on_policy(step: MadeUpStep) -> list[Group]:
     """Return the step's groups with engine, proximal policy and reference set to the current policy."""
 
     def copy_logp(s: Sample) -> Sample:
-        now: list[float] = step.now["logp"][s.token_ids].tolist()
-        logps: dict[Column, list[float]] = {"prox_logp": now, "ref_logp": now}
+        now = step.now["logp"].numpy()[s.token_ids]
+        logps: dict[Column, Floats] = {"prox_logp": now, "ref_logp": now}
         return replace(s, rollout_logp=now, columns=s.columns | logps)
 
     return [[copy_logp(s) for s in g] for g in step.groups]
@@ -196,7 +200,7 @@ def ratio_pairs(ratios: Tensor) -> tuple[list[Group], Tensor]:
     columns: dict[Column, list[float]] = {"prox_logp": same, "ref_logp": same, "teacher_logp": same}
     columns |= {"values": zero, "returns": zero}
     arms = [_make_arm(str(n), [0, n], old, reward=1.0, columns=columns) for n in range(2 * len(ratios))]
-    groups = [[replace(arm, advantage=[0.0, 1.0 - 2 * (n % 2)])] for n, arm in enumerate(arms)]
+    groups = [[arm.with_advantage(np.array([0.0, 1.0 - 2 * (n % 2)]))] for n, arm in enumerate(arms)]
     return groups, old + ratios.log().repeat_interleave(2)
 
 
@@ -223,7 +227,8 @@ def sample_bandit(
 
 
 def _make_arm(prompt: str, ids: list[int], logp: float, *, reward: float, columns: dict[Column, list[float]]) -> Sample:
-    return Sample(
+    return make_sample(
+        dtype=DOUBLE,
         prompt=Prompt(id=prompt, messages=[]),
         token_ids=ids,
         action_mask=[False, True],
