@@ -24,6 +24,7 @@ import numpy as np
 
 from algs.base import assign_advantages, check_advantages
 from algs.grpo import GRPO
+from core.arrays import Ids
 from core.types import Group, Prompt, Sample
 from data_feeds.packing import plan_update
 from driver.rollout_metrics import check_failures, measure_drawn, measure_groups, measure_staleness
@@ -40,7 +41,7 @@ STEPS, STEP, MAX_STALENESS = 9, 3, 1
 STAGES = ("metrics", "credit", "plan", "batches", "serialise")
 
 
-def draw_sample(rng: random.Random, group: int) -> Sample:
+def draw_sample(rng: random.Random, group: int, prompt: Ids) -> Sample:
     """Return a sample as an engine sends it; its tokens have one of two versions, or both."""
     sampled = rng.randint(SHORTEST, LONGEST)
     newer = rng.choice((0, sampled, rng.randint(0, sampled)))
@@ -49,7 +50,7 @@ def draw_sample(rng: random.Random, group: int) -> Sample:
     chosen = np.arange(n) >= PROMPT
     return Sample(
         prompt=Prompt(id=str(group), messages=[]),
-        token_ids=draw.integers(0, 2**15, n, dtype=np.int32),
+        token_ids=np.concatenate([prompt, draw.integers(0, 2**15, sampled, dtype=np.int32)]),
         action_mask=chosen,
         rollout_logp=np.where(chosen, -draw.random(n, dtype=np.float32), np.float32(0)),
         versions=np.repeat(np.array([-1, STEP - 1, STEP], dtype=np.int32), (PROMPT, sampled - newer, newer)),
@@ -63,7 +64,8 @@ def make_groups(tokens: int) -> list[Group]:
     groups: list[Group] = []
     made = 0
     while made < tokens:
-        groups.append([draw_sample(rng, len(groups)) for _ in range(GROUP)])
+        prompt = np.random.default_rng(rng.getrandbits(32)).integers(0, 2**15, PROMPT, dtype=np.int32)
+        groups.append([draw_sample(rng, len(groups), prompt) for _ in range(GROUP)])
         made += sum(len(s.token_ids) for s in groups[-1])
     return groups
 
@@ -88,7 +90,8 @@ def run_step(groups: list[Group]) -> dict[str, float]:
     credited = assign_advantages(alg, groups)
     check_advantages(alg, groups, credited)
     lap("credit")
-    plan = plan_update(credited, alg.loss_norm, MICRO_BATCH_TOKENS, ranks=RANKS, padded=False)
+    plan = plan_update(credited, alg.loss_norm, MICRO_BATCH_TOKENS, ranks=RANKS, padded=False, share_prefixes=True)
+    _ = plan.shared, plan.padding  # for the log
     lap("plan")
     batches = plan.batches()
     lap("batches")
