@@ -1,14 +1,19 @@
-"""Seconds of one GRPO step beside TRL's GRPOTrainer, on the same prompts: python -m benchmarks.rl_vs_trl
+"""Seconds of one GRPO step beside TRL's GRPOTrainer and the raw ceilings: python -m benchmarks.rl_vs_trl
 
-The work is that of benchmarks/rl_step.py: SmolLM2-135M-Instruct in bfloat16, 8 prompts x 8 samples of at most 32
-tokens, one update, no KL. Ours is main_rl.py on Ray, DeepSpeed and vLLM. TRL's is 1.16 in an environment of its own,
-with transformers' generation (its vLLM backend needs a GPU), gradient checkpointing off (its default is on), fused
-AdamW and the rows in a forward pass that are fastest of those tried. It trains on the prompts that our run drew, in
-their order.
+The work: SmolLM2-135M-Instruct in bfloat16 (--dtype float32 for CPUs that multiply bfloat16 in software), 8 prompts x
+8 samples of at most 32 tokens, one update, no KL, all cores in each phase. --work long: 4 prompts of about 500 tokens x
+8 samples of at most 64.
 
-Both run in processes of their own, ours first and TRL's first alternately; the first step of each run is warm-up. It
-prints the median seconds of a step, lowest and highest, and the reward and length of both sides, which show that the
-work is the same.
+    ours          main_rl.py on Ray, DeepSpeed and vLLM, with trainer.share_prefixes: auto
+    ours, off     the same with trainer.share_prefixes: off
+    TRL           1.16 in an environment of its own, with transformers' generation (its vLLM backend needs a GPU),
+                  gradient checkpointing off (its default is on), fused AdamW, and the rows in a forward pass that are
+                  fastest of those tried; on the prompts that our run drew, in their order
+    ceilings      bare vLLM and bare torch on the same prompts and lengths (benchmarks/rl_ceiling.py)
+
+Each part runs in a process of its own; the order of all is reversed in every second round. The first step of each is
+warm-up. It prints the median seconds of a step, lowest and highest, how noisy the machine was, and the reward and the
+length of both sides, which show that the work is the same. Exit code 1 where a goal is missed.
 """
 
 from __future__ import annotations
@@ -18,96 +23,181 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import rl_step
-from benchmarks.sft_vs_trl import ROOT, say, trl_environment
+from benchmarks.rl_work import LR, ROOT, WORKLOADS, read_metrics, read_phases, read_steps, run_ours, write_prompts
+from benchmarks.sft_vs_trl import say, trl_environment
 from core.metrics import REWARD_MEAN, ROLLOUT_TOKENS_MEAN
-from core.phases import STEP, time_metric
+from core.phases import STEP, Phase, time_metric
+
+CEILINGS = ("generate", "train", "train-once")
 
 
-def main() -> None:
+@dataclass(slots=True)
+class Measured:
+    """Seconds of the steps of one side, over all its runs, without warm-up."""
+
+    seconds: list[float] = field(default_factory=list[float])
+    rewards: list[float] = field(default_factory=list[float])
+    lengths: list[float] = field(default_factory=list[float])
+    phases: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def phase(self, name: str) -> float:
+        return statistics.median(phases[name] for phases in self.phases)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rl_vs_trl", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="models/smollm2", help="made by python -m data_prep.smollm2")
-    parser.add_argument("--data", default="data/smollm2_arithmetic/train.parquet")
+    parser.add_argument("--data", type=Path, default=Path("data/smollm2_arithmetic/train.parquet"))
     parser.add_argument("--trl-python", type=Path, help="a Python with trl; made under build/ if not given")
+    parser.add_argument("--work", choices=WORKLOADS, default="short")
     parser.add_argument("--steps", type=int, default=5, help="of each run, the first is warm-up")
-    parser.add_argument("--pairs", type=int, default=2, help="runs of each side")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--trl-batch", type=int, nargs="+", default=[8, 16, 32], help="rows in a forward pass, to try")
     args = parser.parse_args()
+    trl_python = args.trl_python or trl_environment()
     with tempfile.TemporaryDirectory() as scratch:
-        compare(args, args.trl_python or trl_environment(), Path(scratch))
+        sides, batch = measure(args, trl_python, Path(scratch))
+    print(make_table(sides, batch))
+    missed = find_missed(sides, args.work)
+    print("\n".join(missed) or "every goal is reached")
+    return 1 if missed else 0
 
 
-def compare(args: argparse.Namespace, trl_python: Path, scratch: Path) -> None:
-    def ours() -> tuple[Path, dict[str, Any]]:
+def measure(args: argparse.Namespace, trl_python: Path, scratch: Path) -> tuple[dict[str, Measured], int]:
+    """Run everything; return what each side took, and TRL's rows in a forward pass."""
+    work = WORKLOADS[args.work]
+    data = write_prompts(args.data, work, scratch / "prompts.jsonl")
+    sides = {name: Measured() for name in ("ours", "ours, off", "TRL", *CEILINGS)}
+
+    def ours(side: str) -> Path:
         folder = Path(tempfile.mkdtemp(dir=scratch))
-        run = rl_step.our_run(args.model, args.data, args.dtype, args.steps, folder)
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        return run, {
-            "seconds": [row[time_metric(STEP)] for row in rows],
-            "rewards": [row[REWARD_MEAN] for row in rows],
-            "lengths": [row[ROLLOUT_TOKENS_MEAN] for row in rows],
-        }
+        share = "off" if side == "ours, off" else "auto"
+        run = run_ours(args.model, data, args.dtype, args.steps, work, share, folder)
+        rows = read_metrics(run)[1:]
+        sides[side].seconds += [row[time_metric(STEP)] for row in rows]
+        sides[side].rewards += [row[REWARD_MEAN] for row in rows]
+        sides[side].lengths += [row[ROLLOUT_TOKENS_MEAN] for row in rows]
+        sides[side].phases.append(read_phases(run))
+        return run
 
-    first_run, first = ours()
+    first_run = ours("ours")
     task = {
         "model": str(Path(args.model).absolute()),
         "dtype": args.dtype,
-        "steps": prompts_of(first_run),
-        "group_size": rl_step.SAMPLES,
-        "new_tokens": rl_step.NEW_TOKENS,
-        "lr": rl_step.LR,
+        "steps": prompts_of(first_run, work.samples),
+        "group_size": work.samples,
+        "new_tokens": work.new_tokens,
+        "lr": LR,
         "threads": os.cpu_count(),
         "scratch": str(scratch),
     }
-    tried = {}
-    for batch in args.trl_batch:
+    task["trl_batch"] = batch = fastest_batch(task, args.trl_batch, trl_python, scratch)
+
+    def trl() -> None:
+        done = run_trl(task, trl_python, scratch)
+        sides["TRL"].seconds += done["seconds"][1:]
+        sides["TRL"].rewards += done["rewards"][1:]
+        sides["TRL"].lengths += done["lengths"][1:]
+
+    def ceiling(what: str) -> Callable[[], None]:
+        command = [sys.executable, "-m", "benchmarks.rl_ceiling", what, "--run", str(first_run), "--model", args.model]
+        command += ["--dtype", args.dtype, "--work", args.work]
+        return lambda: sides[what].seconds.extend(run_for_json(command, ROOT)[1:])
+
+    parts: list[tuple[str, Callable[[], Any]]] = [
+        ("ours", lambda: ours("ours")),
+        *((what, ceiling(what)) for what in CEILINGS),
+        ("ours, off", lambda: ours("ours, off")),
+        ("TRL", trl),
+    ]
+    for number in range(args.rounds):
+        for name, part in parts[::-1] if number % 2 else parts:
+            if name == "ours" and number == 0:
+                continue  # it has drawn the prompts
+            part()
+            say(f"round {number + 1}, {name}: {sides[name].median:.2f} s (load {os.getloadavg()[0]:.1f})")
+    return sides, batch
+
+
+def fastest_batch(task: dict[str, Any], batches: list[int], trl_python: Path, scratch: Path) -> int:
+    """Return TRL's fastest number of rows in a forward pass, each tried on one step after a warm-up."""
+    if len(batches) == 1:
+        return batches[0]
+    tried: dict[int, float] = {}
+    for batch in batches:
         short = task | {"steps": task["steps"][:2], "trl_batch": batch}
-        tried[batch] = trl_run(short, trl_python, scratch)["seconds"][-1]
+        tried[batch] = run_trl(short, trl_python, scratch)["seconds"][-1]
         say(f"TRL with {batch} rows in a forward pass: {tried[batch]:.1f} s for a step")
-    task["trl_batch"] = min(tried, key=lambda b: tried[b])
-    runs = {"ours": [first], "TRL": [trl_run(task, trl_python, scratch)]}
-    for pair in range(1, args.pairs):
-        for who in ("ours", "TRL") if pair % 2 == 0 else ("TRL", "ours"):
-            runs[who].append(ours()[1] if who == "ours" else trl_run(task, trl_python, scratch))
-    print(make_table(runs, task["trl_batch"]))
+    return min(tried, key=lambda b: tried[b])
 
 
-def prompts_of(run: Path) -> list[list[dict[str, Any]]]:
+def prompts_of(run: Path, samples: int) -> list[list[dict[str, Any]]]:
     """Return the prompts of our run with their answers, [step][prompt], in the columns that GRPOTrainer reads."""
-    groups = [step[:: rl_step.SAMPLES] for step in rl_step.steps_of(run)]
+    groups = [step[::samples] for step in read_steps(run)]
     return [[{"prompt": row["prompt"], "answer": row["answer"]} for row in step] for step in groups]
 
 
-def trl_run(task: dict[str, Any], trl_python: Path, scratch: Path) -> dict[str, Any]:
+def run_trl(task: dict[str, Any], trl_python: Path, scratch: Path) -> dict[str, Any]:
     file = scratch / "task.json"
     file.write_text(json.dumps(task))
-    command = [str(trl_python.absolute()), str(ROOT / "benchmarks/trl_grpo.py"), str(file)]
-    out = subprocess.run(
-        command, cwd=scratch, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ).stdout
-    return json.loads(out.splitlines()[-1])
+    return run_for_json([str(trl_python.absolute()), str(ROOT / "benchmarks/trl_grpo.py"), str(file)], scratch)
 
 
-def make_table(runs: dict[str, list[dict[str, Any]]], trl_batch: int) -> str:
-    """Return one line for each side; `runs` has the seconds, rewards and lengths of each run's steps."""
-    lines = [f"{'side':<6}{'seconds of a step':>18}{'lowest':>9}{'highest':>9}{'reward':>9}{'tokens':>9}"]
-    medians = {}
-    for who, done in runs.items():
-        seconds = [s for run in done for s in run["seconds"][1:]]
-        medians[who] = statistics.median(seconds)
-        reward, length = (statistics.mean(x for run in done for x in run[name]) for name in ("rewards", "lengths"))
-        lines.append(
-            f"{who:<6}{medians[who]:>18.2f}{min(seconds):>9.2f}{max(seconds):>9.2f}{reward:>9.2f}{length:>9.1f}"
-        )
-    counted = sum(len(run["seconds"]) - 1 for run in runs["ours"])
-    lines.append(f"{counted} steps of each on {os.cpu_count()} cores; TRL with {trl_batch} rows in a forward pass")
-    return "\n".join([*lines, f"TRL's step / our step: {medians['TRL'] / medians['ours']:.2f}"])
+def run_for_json(command: list[str], cwd: Path) -> Any:
+    """Run a command; return the JSON of its last line."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"error: {' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def make_table(sides: dict[str, Measured], trl_batch: int) -> str:
+    """Return one line for each side, and our phases."""
+    lines = [f"{'side':<12}{'seconds of a step':>18}{'lowest':>9}{'highest':>9}{'reward':>9}{'tokens':>9}"]
+    for name, side in sides.items():
+        line = f"{name:<12}{side.median:>18.2f}{min(side.seconds):>9.2f}{max(side.seconds):>9.2f}"
+        lines.append(line + "".join(f"{statistics.mean(x):>9.2f}" for x in (side.rewards, side.lengths) if x))
+    ours = sides["ours"]
+    shown = {name: ours.phase(name) for name in ours.phases[0] if name != STEP}
+    lines.append("ours by phase: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in shown.items()))
+    spread = max(max(side.seconds) / min(side.seconds) for side in sides.values())
+    counted = (
+        f"{len(ours.seconds)} steps of each on {os.cpu_count()} cores; TRL with {trl_batch} rows in a forward pass"
+    )
+    return "\n".join([*lines, f"{counted}; slowest / fastest step of one side: at most {spread:.2f}"])
+
+
+def find_missed(sides: dict[str, Measured], work: str) -> list[str]:
+    """Print every ratio beside its goal; return a sentence for each that is missed."""
+    same = sides["generate"].median + sides["train"].median
+    once = sides["generate"].median + sides["train-once"].median
+    ours, trl = sides["ours"], sides["TRL"].median / sides["ours"].median
+    work_s = ours.phase(Phase.WAIT_FOR_DATA) + ours.phase(Phase.TRAIN)
+    at_most = {
+        "ours, off / ceiling of the same layout": (sides["ours, off"].median / same, 1.15),
+        "ours / ceiling with each prompt once": (ours.median / once, 1.3),
+        "our generation / bare vLLM": (ours.phase(Phase.WAIT_FOR_DATA) / sides["generate"].median, 1.15),
+        "neither generation nor training / our step": (1 - work_s / ours.phase(STEP), 0.1),
+    }
+    goal = {"short": 2.2, "long": 4.0}[work]
+    print(f"TRL / ours: {trl:.2f} (goal: at least {goal})")
+    for name, (ratio, bound) in at_most.items():
+        print(f"{name}: {ratio:.2f} (goal: at most {bound})")
+    missed = [f"missed: {name}" for name, (ratio, bound) in at_most.items() if ratio > bound]
+    return missed + (["missed: TRL / ours"] if trl < goal else [])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,7 +16,7 @@ from algs.base import PolicyGradient
 from algs.check import fixtures
 from algs.check.update import compute_advantages, make_policy, plan_batches
 from algs.ops import reaches_cap, reaches_clamp
-from benchmarks import rl_step, rl_vs_trl
+from benchmarks import rl_ceiling, rl_vs_trl, rl_work
 from core.clock import Clock
 from core.errors import RunStopped
 from core.metrics import METRICS, MISMATCH_RATIO_SQ, VALUE_MOMENTS, find_metric
@@ -123,29 +123,51 @@ def test_the_step_benchmark_reads_the_phases_of_two_steps(tmp_path):
     }
     rows = [{"time/step_s": 99.0}, row, row | {"time/logp_s": 0.5, "time/rest_s": 0.5}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    ours = rl_step.read_phases(tmp_path)
+    ours = rl_work.read_phases(tmp_path)
     assert ours[Phase.WAIT_FOR_DATA] == 3.0 and ours[Phase.TRAIN] == 5.0 and ours[Phase.LOGP] == 0.25
-    table = rl_step.make_table(ours, {"generate": 2.0, "train": 4.0})
-    assert "wait_for_data" in table and "our step / ceiling: 1.67" in table
-    assert "neither generation nor training: 20.0% of our step" in table
 
 
 def test_a_phase_that_no_run_logs_stops_the_step_benchmark(tmp_path):
     rows = [{"time/step_s": 1.0, "time/generate_s": 1.0}] * 2
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(SystemExit, match="time/generate_s"):
-        rl_step.read_phases(tmp_path)
+        rl_work.read_phases(tmp_path)
 
 
-def test_the_benchmark_beside_trl_counts_no_warm_up():
-    """Worked out by hand: medians 10 s and 15 s without each run's first step."""
-    ours = {"seconds": [99.0, 8.0, 10.0], "rewards": [0.0, 0.5, 1.0], "lengths": [3.0, 4.0, 5.0]}
-    again = ours | {"seconds": [99.0, 10.0, 12.0]}
-    theirs = ours | {"seconds": [99.0, 15.0, 15.0]}
-    table = rl_vs_trl.make_table({"ours": [ours, again], "TRL": [theirs, theirs]}, trl_batch=16)
-    [line] = [line for line in table.splitlines() if line.startswith("ours")]
-    assert line.split() == ["ours", "10.00", "8.00", "12.00", "0.50", "4.0"]
-    assert "4 steps of each" in table and "TRL's step / our step: 1.50" in table
+def test_the_benchmark_beside_trl_names_every_goal_that_is_missed(capsys):
+    """Worked out by hand: a step of 10 s, of which 3 s of generation, 6 s of training and 1 s of the rest."""
+    ours = {"wait_for_data": 3.0, "train": 6.0, "sync": 1.0, "step": 10.0}
+    seconds = {"ours": [10.0, 8.0, 12.0], "ours, off": [16.0], "TRL": [25.0], "generate": [3.0], "train": [13.0]}
+    sides = {name: rl_vs_trl.Measured(seconds=taken) for name, taken in seconds.items()}
+    sides["train-once"] = rl_vs_trl.Measured(seconds=[5.0])
+    sides["ours"].phases, sides["ours"].rewards, sides["ours"].lengths = [ours], [0.0, 0.5, 1.0], [3.0, 4.0, 5.0]
+    assert rl_vs_trl.find_missed(sides, "short") == []
+    out = capsys.readouterr().out
+    assert "TRL / ours: 2.50" in out and "same layout: 1.00" in out and "prompt once: 1.25" in out
+    assert rl_vs_trl.find_missed(sides, "long") == ["missed: TRL / ours"]
+    sides["generate"].seconds = [2.0]
+    assert rl_vs_trl.find_missed(sides, "short") == [
+        "missed: ours / ceiling with each prompt once",
+        "missed: our generation / bare vLLM",
+    ]
+    table = rl_vs_trl.make_table(sides, trl_batch=16)
+    [line] = [line for line in table.splitlines() if line.startswith("ours  ")]
+    assert line.split() == ["ours", "10.00", "8.00", "12.00", "0.50", "4.00"]
+    assert "wait_for_data 3.00 s" in table and "3 steps of each" in table
+
+
+@pytest.mark.parametrize("work", ["short", "long"])
+def test_the_ceilings_train_the_tokens_of_the_run_in_either_layout(work):
+    """Every token of a completion has one position that predicts it, and only tokens before it are seen there."""
+    step = [(5, [3, 1, 2]), (4, [2, 2, 2])]
+    for rows_of, rows in ((rl_ceiling.rows_of_samples, 6), (rl_ceiling.rows_of_groups, 2)):
+        made = list(rows_of(step, rl_work.WORKLOADS[work].micro_batch_tokens))
+        assert sum(len(at) for _, at in made) == 12 and sum(len(i["input_ids"]) for i, _ in made) == rows
+    [(inputs, at)] = made
+    mask, positions = inputs["attention_mask"][:, 0], inputs["position_ids"]
+    for row, column, _ in at:
+        seen = positions[row][mask[row, column]]
+        assert sorted(seen.tolist()) == list(range(int(positions[row, column]) + 1)), "each position before it, once"
 
 
 def rewarded(reward: float | None, *, tokens: int = 2, source: str = "", **more: Any) -> Sample:
