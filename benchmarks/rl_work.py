@@ -35,7 +35,7 @@ class Workload:
 
 WORKLOADS = {
     "short": Workload(prompts=8, samples=8, new_tokens=32, max_prompt=128, solved=0),
-    "long": Workload(prompts=4, samples=8, new_tokens=64, max_prompt=640, solved=48, micro_batch_tokens=6144),
+    "long": Workload(prompts=4, samples=8, new_tokens=64, max_prompt=640, solved=38, micro_batch_tokens=6144),
 }
 
 
@@ -51,9 +51,9 @@ def write_prompts(data: Path, work: Workload, file: Path) -> Path:
         for row in rows[:256]:
             numbers = [(draw.randint(10, 99), draw.randint(10, 99)) for _ in range(work.solved)]
             solved = " ".join(f"{a} + {b} = {a + b}." for a, b in numbers)
-            [*before, last] = [dict(message) for message in row["prompt"]]
-            last["content"] = f"{solved} {last['content']}"
-            out.write(json.dumps({**row, "prompt": [*before, last]}) + "\n")
+            [message] = row["messages"]
+            messages = [{"role": "user", "content": f"{solved} {message['content']}"}]
+            out.write(json.dumps({**row, "messages": messages}) + "\n")
     return file
 
 

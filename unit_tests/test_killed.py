@@ -128,7 +128,7 @@ def strike(moment):
     (HERE / "orders").write_text(" ".join(orders[1:]))
     who = orders[0].split("/")[0]
     if who == "trainer":
-        os.kill(int((HERE / "trainer").read_text()), signal.SIGKILL)
+        return os.kill(int((HERE / "trainer").read_text()), signal.SIGKILL)
     engine = psutil.Process(int((HERE / "engine").read_text()))
     below = [p for p in engine.children(recursive=True) if who in " ".join(p.cmdline())]
     os.kill(engine.pid if who == "engine" else below[-1].pid, signal.SIGKILL)
