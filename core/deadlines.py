@@ -19,6 +19,7 @@ CLOSE_TIMEOUT_S = 20.0
 ENGINE_SHUTDOWN_TIMEOUT_S = 10.0
 ENGINE_RPC_GRACE_S = 2.0
 ENGINE_POLL_S = 0.5
+ENGINE_DEATH_GRACE_S = 5.0
 PARENT_POLL_S = 1.0
 GUARDIAN_POLL_S = 1.0
 GUARDIAN_TIMEOUT_S = 15.0
@@ -152,6 +153,11 @@ TABLE = (
         waits_for="vLLM's own shutdown within that",
         length=_seconds(ENGINE_SHUTDOWN_TIMEOUT_S),
         after_it="vLLM kills its workers",
+    ),
+    Deadline(
+        waits_for="vLLM's report that one of its processes died, after a call that failed for no known reason",
+        length=_seconds(ENGINE_DEATH_GRACE_S),
+        after_it="the call's own error is raised",
     ),
     Deadline(
         waits_for="the next look whether vLLM's engine process is alive, during a call",

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from itertools import count
 from typing import Any, TypeVar
 
-from core.deadlines import ENGINE_POLL_S, ENGINE_RPC_GRACE_S, ENGINE_SHUTDOWN_TIMEOUT_S
+from core.deadlines import ENGINE_DEATH_GRACE_S, ENGINE_POLL_S, ENGINE_RPC_GRACE_S, ENGINE_SHUTDOWN_TIMEOUT_S
 from core.errors import ProcessDied, RunStopped
 from rollouts.engines.base import Capabilities, EngineConfig
 from rollouts.engines.vllm_support.common import VllmBase, _raise_first
@@ -133,5 +133,17 @@ class VllmEngine(VllmBase):
             return task.result()
         except EngineDeadError as error:
             raise ProcessDied(_DIED) from error
+        except Exception as error:
+            # a worker's death cancels what vLLM does, with an error of no class of its own, before vLLM tells it
+            if not isinstance(error, RunStopped) and await self._is_dying():
+                raise ProcessDied(_DIED) from error
+            raise
         finally:
             task.cancel()
+
+    async def _is_dying(self) -> bool:
+        """Tell whether vLLM reports the death of one of its processes within a moment."""
+        until = asyncio.get_running_loop().time() + ENGINE_DEATH_GRACE_S
+        while not self._llm.errored and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(ENGINE_POLL_S / 5)
+        return self._llm.errored
