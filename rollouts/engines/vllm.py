@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from itertools import count
 from typing import Any, TypeVar
 
 from core.deadlines import ENGINE_POLL_S, ENGINE_RPC_GRACE_S, ENGINE_SHUTDOWN_TIMEOUT_S
 from core.errors import ProcessDied, RunStopped
+from core.paused_gc import paused_gc
 from rollouts.engines.base import Capabilities, EngineConfig
 from rollouts.engines.vllm_support.common import VllmBase, _raise_first
+from rollouts.engines.vllm_support.early_core import EarlyCore
 from weight_sync.base import Chunk
 
 _DIED = (
@@ -41,13 +43,15 @@ class VllmEngine(VllmBase):
 
     def _start(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        from vllm import AsyncEngineArgs
-        from vllm.config import WeightTransferConfig
-        from vllm.v1.engine.async_llm import AsyncLLM
+        core = EarlyCore() if self._on_cpu else None
+        with paused_gc():
+            from vllm import AsyncEngineArgs
+            from vllm.config import WeightTransferConfig
+            from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**self._args, weight_transfer_config=WeightTransferConfig(backend=self._transfer))
-        )
+        transfer = WeightTransferConfig(backend=self._transfer)
+        with core.in_place() if core else nullcontext():
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._args, weight_transfer_config=transfer))
         self._requests = count()
 
     async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:

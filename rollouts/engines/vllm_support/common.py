@@ -15,6 +15,7 @@ from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped, TransportFailed, UserError
 from rollouts.engines.base import Completion, Engine, EngineConfig
 from rollouts.engines.vllm_support.architectures import has_architecture
+from rollouts.engines.vllm_support.early_core import preload_openmp
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
@@ -61,7 +62,7 @@ class VllmBase(Engine):
         self._timeout_s = config.timeout_s
         self._request_mode: RequestMode = config.requests
         self._lora = config.lora
-        on_cpu = not torch.cuda.is_available()
+        self._on_cpu = on_cpu = not torch.cuda.is_available()
         if on_cpu:
             _prepare_cpu(config.cores, config.tensor_parallel_size)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
@@ -255,7 +256,10 @@ def _prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     # the first batch would compile C++ for 20 s and more, without making later ones faster
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # nothing is compiled: processes that would compile need not be started. vLLM sets it too, after its import
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     # idle threads sleep instead of spinning: the trainer and others need the same cores
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # An explicit size replaces the settings' one, in whole GiB.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    preload_openmp()
