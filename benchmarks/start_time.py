@@ -66,7 +66,16 @@ def describe_processes(driver: psutil.Process) -> tuple[dict[str, float], dict[s
 def run_once(config: str, overrides: list[str]) -> tuple[dict[str, float], dict[str, float]]:
     """Run the recipe; return the seconds since the command at which things were reached, and CPU seconds by process."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "main_rl.py", "--config", config, "steps=1", "trainer.warmup_updates=0", f"run_dir={folder}", *overrides]
+        command = [
+            sys.executable,
+            "main_rl.py",
+            "--config",
+            config,
+            "steps=1",
+            "trainer.warmup_updates=0",
+            f"run_dir={folder}",
+            *overrides,
+        ]
         began = time.time()
         seen: tuple[dict[str, float], dict[str, float]] | None = None
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:

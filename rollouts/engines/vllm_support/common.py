@@ -36,7 +36,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
         "tensor_parallel_size": config.tensor_parallel_size,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
-        # compiling costs more than it saves on a CPU: see _prepare_cpu
+        # compiling costs more than it saves on a CPU: see prepare_cpu
         "enforce_eager": config.enforce_eager or on_cpu,
         # a chunked prompt with its own seed crashes vLLM on a CPU: "CPU Generator does not use offset"
         "enable_chunked_prefill": not on_cpu,
@@ -62,9 +62,9 @@ class VllmBase(Engine):
         self._timeout_s = config.timeout_s
         self._request_mode: RequestMode = config.requests
         self._lora = config.lora
-        self._on_cpu = on_cpu = not torch.cuda.is_available()
+        on_cpu = not torch.cuda.is_available()
         if on_cpu:
-            _prepare_cpu(config.cores, config.tensor_parallel_size)
+            prepare_cpu(config.cores, config.tensor_parallel_size)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self._args = engine_args(config, on_cpu=on_cpu)
@@ -247,7 +247,7 @@ def _parse_version(label: str) -> int:
     return _UNPUBLISHED if label == "default" else int(label)
 
 
-def _prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
+def prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
     """Set what vLLM reads from the environment on a CPU, before it is imported."""
     available = sorted(cores if cores is not None else os.sched_getaffinity(0))
     # vLLM's default leaves a core idle, and refuses tensor parallelism without NUMA nodes

@@ -13,6 +13,7 @@ With a GPU nothing of this is used: no process may be forked after CUDA is in us
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ProcessDied
-from core.paused_gc import paused_gc
+from core.imports import importing
 
 
 class EarlyCore(SpawnProcess):
@@ -67,13 +68,13 @@ class _Context(SpawnContext):
     def __init__(self, early: EarlyCore) -> None:
         self._early = early
 
-    def Process(self, *, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]) -> EarlyCore:  # noqa: N802
+    def Process(self, *, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]) -> EarlyCore:
         self._early.set_work(target, kwargs)
         return self._early
 
 
 def _import_and_wait(work: Connection) -> None:
-    with paused_gc():
+    with importing():
         import vllm.v1.engine.core
         import vllm.v1.executor.multiproc_executor
         import vllm.v1.worker.cpu_worker  # noqa: F401
@@ -88,6 +89,7 @@ def _import_and_wait(work: Connection) -> None:
     os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     _prepare_forks()
+    gc.freeze()  # else vLLM's full collections, in this process and in its workers, walk over all that was imported
     target(**kwargs)
 
 

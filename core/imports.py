@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def paused_gc() -> Generator[None]:
-    """Run the body without garbage collection; afterwards it is on again, if it was."""
+def importing() -> Generator[None]:
+    """Run the body, which imports, without garbage collection."""
     was_on = gc.isenabled()
     gc.disable()
     try:
