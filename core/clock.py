@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Generator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from core.phases import IDLE, REST, STEP, Activity, Phase, time_metric
+from core.phases import IDLE, REST, STEP, Activity, Milestone, Phase, time_metric
 
 T = TypeVar("T")
 
@@ -24,6 +24,12 @@ class Clock:
         self.total: dict[str, float] = {}
         self.current: dict[str, float] = {}
         self.current_phase = ""
+        self.reached: dict[str, float] = {}
+        """Time of the day, in seconds since 1970, at which the run first reached each milestone."""
+
+    def reach(self, milestone: Milestone) -> None:
+        """Note the time, if it is the first time."""
+        self.reached.setdefault(milestone, time.time())
 
     @contextmanager
     def phase(self, phase: Phase) -> Generator[None]:

@@ -35,6 +35,17 @@ class Activity(StrEnum):
     RESTART = "restart"
 
 
+class Milestone(StrEnum):
+    """What a run reaches on its way to the first sample, in the order of an RL run; see benchmarks/start_time.py."""
+
+    CHECKED = "checked"
+    RAY = "ray"
+    TRAINERS = "trainers"
+    ENGINES = "engines"
+    SYNCED = "synced"
+    SAMPLED = "sampled"
+
+
 TRAINER_ACTIVITIES = (Activity.TRAIN, Activity.LOGP, Activity.SYNC, Activity.SAVE)
 ENGINE_ACTIVITIES = (Activity.SYNC, Activity.GENERATE, Activity.REWARD)
 IDLE = "idle"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,17 @@ from core.scratch import restore_environment
 TOKEN = "if it was started with a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
 
 
-def start_private_ray(folder: Path, **settings: Any) -> None:
-    """Start Ray with its session in `folder`, where nobody else may look: Ray lets everybody write into its own."""
+def start_private_ray(folder: Path, environment: Mapping[str, str], **settings: Any) -> None:
+    """Start Ray with its session in `folder`, where nobody else may look: Ray lets everybody write into its own.
+
+    environment: variables of every process of the cluster.
+    """
     import ray
 
     token = folder / "ray_token"
     with open(os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
         file.write(secrets.token_hex(32))
-    names = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    names = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), **environment}
     before = {name: os.environ.get(name) for name in (*names, "RAY_AUTH_TOKEN")}
     constants: Any = importlib.import_module("ray._private.ray_constants")
     os.environ.pop("RAY_AUTH_TOKEN", None)  # it would win over the file

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -23,7 +23,9 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 class Actor:
     """Actor process that holds one object and calls its methods by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """environment: variables to be set before the libraries are imported that read them."""
+        os.environ.update(environment)
         self.busy: dict[object, tuple[str, float]] = {}
         """Calls in progress: method and start time."""
         self.thread = threading.get_ident()

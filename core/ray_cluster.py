@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -235,6 +236,12 @@ async def attribute_failure(groups: Iterable[Remote[Any]], call: Awaitable[T]) -
         raise
 
 
+def _environment() -> dict[str, str]:
+    """Return the variables that every actor needs; PYTHONPATH is where it finds this repository."""
+    path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+
+
 class Cluster:
     """Ray cluster, private or existing, and the actors that this run has placed on it."""
 
@@ -256,7 +263,7 @@ class Cluster:
         self.scratch = Scratch() if find_scratch() is None else None
         """Temporary folder of the cluster, where no run has one."""
         if self.is_private:
-            start_private_ray(cast(Path, find_scratch()), **quiet)
+            start_private_ray(cast(Path, find_scratch()), _environment(), **quiet)
         else:
             join_ray(cast(str, address), **quiet)
         of_ray: Any = importlib.import_module("ray._private.worker")
@@ -271,15 +278,16 @@ class Cluster:
         """Start `n` actors and wait until actor i has built `build(info, *args)`, with its own RankInfo."""
         import ray
 
-        path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
-        env = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
-        if resources.threads:
-            env["OMP_NUM_THREADS"] = str(resources.threads)
+        threads = {"OMP_NUM_THREADS": str(resources.threads)} if resources.threads else {}
         remote: Any = ray.remote
         actor = remote(concurrency_groups={HEALTH: 1})(Actor).options(
-            num_gpus=resources.gpus, num_cpus=0, max_concurrency=MAX_CALLS, runtime_env={"env_vars": env}
+            num_gpus=resources.gpus,
+            num_cpus=0,
+            max_concurrency=MAX_CALLS,
+            # a private cluster has processes ready; with a runtime environment each actor would wait for a new one
+            runtime_env=None if self.is_private else {"env_vars": _environment() | threads},
         )
-        workers: Remote[Any] = Remote(name, n, actor.remote, timeout_s)
+        workers: Remote[Any] = Remote(name, n, partial(actor.remote, threads), timeout_s)
         self.groups.append(workers)
         await workers.build_workers(build, *args)
         return workers

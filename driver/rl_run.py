@@ -11,7 +11,7 @@ from algs.base import PolicyGradient, assign_advantages, check_advantages
 from configs.schema import RLConfig
 from core import metrics as names
 from core.errors import ProcessDied, RunStopped
-from core.phases import Phase
+from core.phases import Milestone, Phase
 from core.row_layout import RowLayout
 from core.types import Group, Prompt, ScoredColumn
 from core.workers import Workers, gather_fail_fast
@@ -136,6 +136,7 @@ class Run:
             proof = None
             while proof is None:
                 proof = await self._publish(version, await self.engines.wait_for(self.engines.running))
+        self.session.clock.reach(Milestone.SYNCED)
         self.buffer.set_version(version)
         return proof
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from algs import load_algorithm
 from algs.base import PolicyGradient
 from configs.schema import RLConfig
 from core.errors import UserError
-from core.phases import Phase
+from core.phases import Milestone, Phase
 from core.ray_cluster import Remote
 from core.types import Prompt
 from core.workers import Workers, gather_fail_fast
@@ -148,6 +149,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
             group_size=cfg.group_size,
             timeout_s=cfg.rollout.timeout_s,
             engines=availability,
+            on_group=partial(session.clock.reach, Milestone.SAMPLED),
         ),
         layout=layout,
         time=await TimeBreakdown.start(session.clock, trainers=trainers, engines=EngineTimers(engines, availability)),
@@ -162,9 +164,15 @@ async def start_workers(
 
     async def start_engines() -> Workers[RolloutWorker]:
         session.engines = await start_rollouts(session.cluster, cfg, prepared.rollouts)
+        session.clock.reach(Milestone.ENGINES)
         return session.engines
 
-    calls: list[Coroutine[Any, Any, Any]] = [start_trainers(session.cluster, cfg, plan), start_engines()]
+    async def start_trainer() -> Workers[Trainer]:
+        trainers = await start_trainers(session.cluster, cfg, plan)
+        session.clock.reach(Milestone.TRAINERS)
+        return trainers
+
+    calls: list[Coroutine[Any, Any, Any]] = [start_trainer(), start_engines()]
     trainers, engines = await gather_fail_fast(calls)
     return trainers, engines
 

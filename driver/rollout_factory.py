@@ -91,10 +91,11 @@ def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, 
 
 def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     """Return a rollout worker with its engine; without `info`, everything is in this process."""
+    config = replace(plan.engine, cores=list_cores(info))
+    make_engine = load_engine_class(plan.engine_spec).begin(config)
     tokenizer = ChatTokenizer(plan.model.path, plan.data.template, trust_remote_code=plan.model.trust_remote_code)
-    config = replace(plan.engine, stop_token_ids=tuple(tokenizer.stop_token_ids), cores=list_cores(info))
     return RolloutWorker(
-        load_engine_class(plan.engine_spec)(config),
+        make_engine(replace(config, stop_token_ids=tuple(tokenizer.stop_token_ids))),
         tokenizer,
         load_env_class(plan.env_spec),
         RewardPool(plan.reward_spec, plan.reward.settings, plan.reward.workers, plan.reward.timeout_s),

@@ -16,7 +16,7 @@ from core import metrics as names
 from core.clock import Clock
 from core.deadlines import CLOSE_TIMEOUT_S
 from core.errors import ProcessDied, RunStopped, UserError
-from core.phases import Phase
+from core.phases import Milestone, Phase
 from core.ray_cluster import Cluster
 from core.scratch import Scratch
 from core.signals import end_on_signals, raise_interrupt
@@ -149,7 +149,9 @@ class Session:
     def write_summary(self, exit_reason: str) -> None:
         """Write summary.json; where that fails, say why: the reason of the end must not be lost for it."""
         try:
-            self.folder.write_summary(exit_reason=exit_reason, seconds=self.clock.get_totals(), **self.facts)
+            self.folder.write_summary(
+                exit_reason=exit_reason, seconds=self.clock.get_totals(), reached=self.clock.reached, **self.facts
+            )
         except RunStopped as error:
             self.console.say(f"{error}")
 
@@ -184,6 +186,7 @@ async def run_body(session: Session, body: Callable[[Session], Awaitable[None]],
         if cfg.backend == "ray":
             with clock.phase(Phase.START):
                 await session.start_cluster()
+            clock.reach(Milestone.RAY)
         await body(session)
     except ProcessDied:
         session.engines = None  # they may wait for it; all are killed next
@@ -196,6 +199,7 @@ async def run_body(session: Session, body: Callable[[Session], Awaitable[None]],
 def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> int:
     """Run `body` to its end, Ctrl-C, SIGTERM or an error; always write a summary and end all processes."""
     clock = Clock()
+    clock.reach(Milestone.CHECKED)
     keep_freed_memory()  # every step makes arrays of about the same sizes
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump())
     console = Console(cfg.n_steps, clock, live=cfg.backend == "ray")

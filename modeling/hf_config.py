@@ -11,6 +11,7 @@ from torch import nn
 
 from core.errors import UserError, name_error, quote
 from core.hub import describe_hub, prepare_hub
+from core.imports import importing
 from modeling.pretrained import build_from_config, load_pretrained, refuse_own_code
 
 LOCAL = ("models", "runs", "data")
@@ -29,7 +30,8 @@ def read_config(path: str, *, key: str = "model.path", trust_remote_code: bool =
     if not is_folder:
         prepare_hub(f"{key}={quote(path)}")
     try:
-        return load_pretrained(AutoConfig, path, trust_remote_code=trust_remote_code)
+        with importing():  # transformers imports what it needs for this model only here
+            return load_pretrained(AutoConfig, path, trust_remote_code=trust_remote_code)
     except Exception as error:  # a border: a broken file can make the library raise anything
         reason = name_error(error)
         if refusal := refuse_own_code(error, key=key, path=path, trust_remote_code=trust_remote_code):

@@ -30,11 +30,13 @@ class Generation:
         group_size: int,
         timeout_s: float,
         engines: EngineAvailability | None = None,
+        on_group: Callable[[], None] = lambda: None,
     ):
         """draw_prompt: ticket -> prompt. accept_group: see Algorithm. timeout_s: of one group, per attempt.
 
-        engines: None is engines that are not restarted.
+        engines: None is engines that are not restarted. on_group: called when a group has been sampled.
         """
+        self.on_group = on_group
         self.engines = engines or EngineAvailability(len(workers))
         self.workers, self.draw_prompt, self.accept_group, self.buffer = workers, draw_prompt, accept_group, buffer
         self.group_size, self.timeout_s = group_size, timeout_s
@@ -80,7 +82,9 @@ class Generation:
         while True:
             deaths = [*self.engines.deaths]
             try:
-                return await self._try_twice(ticket, prompt, size)
+                group = await self._try_twice(ticket, prompt, size)
+                self.on_group()
+                return group
             except ProcessDied as death:
                 self.engines.report_death(death, deaths)
 

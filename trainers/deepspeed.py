@@ -19,6 +19,7 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.addresses import host_store
 from core.buckets import split_into_buckets
 from core.errors import RunStopped
+from core.imports import importing
 from modeling.export import exported_tensors, gather_tensors, save_exported
 from trainers.checkpoint_state import reading
 from trainers.learner import Learner, TrainerSettings
@@ -41,7 +42,8 @@ class DeepSpeedTrainer(Trainer):
         **settings: Unpack[TrainerSettings],
     ):
         """timeout_s: deadline of every collective."""
-        import deepspeed
+        with importing():
+            import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         on_gpu = torch.cuda.is_available()

@@ -7,7 +7,7 @@ would call them is refused before the start, because `capabilities` says what th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -97,6 +97,14 @@ class Engine(ReceivesWeights, Protocol):
     def __init__(self, config: EngineConfig) -> None:
         """Start the engine; return when requests can be made."""
         ...
+
+    @classmethod
+    def begin(cls, config: EngineConfig) -> Callable[[EngineConfig], Engine]:
+        """Return what makes the engine. One that starts slowly begins here, before its tokenizer has been read.
+
+        config: without stop tokens.
+        """
+        return cls
 
     @classmethod
     def check_own_code(cls, model: nn.Module, *, path: str) -> None:

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing, nullcontext
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
+import torch
+
 from core.deadlines import ENGINE_DEATH_GRACE_S, ENGINE_POLL_S, ENGINE_RPC_GRACE_S, ENGINE_SHUTDOWN_TIMEOUT_S
 from core.errors import ProcessDied, RunStopped
+from core.imports import importing
 from rollouts.engines.base import Capabilities, EngineConfig
-from rollouts.engines.vllm_support.common import VllmBase, _raise_first
+from rollouts.engines.vllm_support.common import VllmBase, _raise_first, prepare_cpu
+from rollouts.engines.vllm_support.early_core import EarlyCore
 from weight_sync.base import Chunk
 
 _DIED = (
@@ -34,20 +39,34 @@ class VllmEngine(VllmBase):
         tensor_parallel=True, broadcast=True, nccl=True, chunks=True, adapter=True, in_process="vllm_local"
     )
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, core: EarlyCore | None = None) -> None:
+        """core: vLLM's second process, if `begin` has started it."""
+        self._core = core
         self._transfer = "feynrl_nccl" if config.over_nccl else "feynrl_gloo"
         self._takes_chunks = self._paused = False
         super().__init__(config)
 
+    @classmethod
+    def begin(cls, config: EngineConfig) -> Callable[[EngineConfig], VllmEngine]:
+        """Start vLLM's second process on a CPU."""
+        if torch.cuda.is_available():
+            return cls
+        prepare_cpu(config.cores, config.tensor_parallel_size)
+        return partial(cls, core=EarlyCore())
+
     def _start(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        from vllm import AsyncEngineArgs
-        from vllm.config import WeightTransferConfig
-        from vllm.v1.engine.async_llm import AsyncLLM
+        core = self._core
+        if core is None and not torch.cuda.is_available():
+            core = EarlyCore()
+        with importing():
+            from vllm import AsyncEngineArgs
+            from vllm.config import WeightTransferConfig
+            from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**self._args, weight_transfer_config=WeightTransferConfig(backend=self._transfer))
-        )
+        transfer = WeightTransferConfig(backend=self._transfer)
+        with core.in_place() if core else nullcontext():
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._args, weight_transfer_config=transfer))
         self._requests = count()
 
     async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:

@@ -15,6 +15,7 @@ from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped, TransportFailed, UserError
 from rollouts.engines.base import Completion, Engine, EngineConfig
 from rollouts.engines.vllm_support.architectures import has_architecture
+from rollouts.engines.vllm_support.early_core import preload_openmp
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
@@ -35,7 +36,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
         "tensor_parallel_size": config.tensor_parallel_size,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
-        # compiling costs more than it saves on a CPU: see _prepare_cpu
+        # compiling costs more than it saves on a CPU: see prepare_cpu
         "enforce_eager": config.enforce_eager or on_cpu,
         # a chunked prompt with its own seed crashes vLLM on a CPU: "CPU Generator does not use offset"
         "enable_chunked_prefill": not on_cpu,
@@ -63,7 +64,7 @@ class VllmBase(Engine):
         self._lora = config.lora
         on_cpu = not torch.cuda.is_available()
         if on_cpu:
-            _prepare_cpu(config.cores, config.tensor_parallel_size)
+            prepare_cpu(config.cores, config.tensor_parallel_size)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self._args = engine_args(config, on_cpu=on_cpu)
@@ -246,7 +247,7 @@ def _parse_version(label: str) -> int:
     return _UNPUBLISHED if label == "default" else int(label)
 
 
-def _prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
+def prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
     """Set what vLLM reads from the environment on a CPU, before it is imported."""
     available = sorted(cores if cores is not None else os.sched_getaffinity(0))
     # vLLM's default leaves a core idle, and refuses tensor parallelism without NUMA nodes
@@ -255,7 +256,10 @@ def _prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     # the first batch would compile C++ for 20 s and more, without making later ones faster
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # nothing is compiled: processes that would compile need not be started. vLLM sets it too, after its import
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     # idle threads sleep instead of spinning: the trainer and others need the same cores
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # An explicit size replaces the settings' one, in whole GiB.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    preload_openmp()

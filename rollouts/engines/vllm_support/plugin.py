@@ -29,11 +29,15 @@ def register() -> None:
 def _end_with_parent() -> None:
     """End a process that vLLM started when its parent is gone; it would survive a kill of the parent."""
     parent = multiprocessing.parent_process()
-    if parent is None:
-        return
+    if parent is not None and parent.pid is not None:
+        end_with(parent.pid)
+
+
+def end_with(parent: int) -> None:
+    """End this process when it is no longer a child of `parent`."""
 
     def watch_parent() -> None:
-        while os.getppid() == parent.pid:
+        while os.getppid() == parent:
             time.sleep(PARENT_POLL_S)
         os._exit(1)
 

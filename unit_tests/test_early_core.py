@@ -1,0 +1,98 @@
+"""vLLM's processes, which begin in an order of our own: none outlives its parent, and the death of each is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from core.errors import ProcessDied
+from rollouts.engines.base import EngineConfig
+from rollouts.engines.vllm import VllmEngine
+from unit_tests.test_vllm_engine import PROMPT, save
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def config_of(folder: Path) -> EngineConfig:
+    return EngineConfig(
+        model_path=str(folder),
+        dtype="float32",
+        temperature=1.0,
+        max_model_len=256,
+        stop_token_ids=(),
+        kv_cache_gib=0.1,
+        timeout_s=60.0,
+    )
+
+
+def named(name: str) -> psutil.Process:
+    [found] = [p for p in psutil.Process().children(recursive=True) if p.name().startswith(f"VLLM::{name}")]
+    return found
+
+
+@pytest.mark.parametrize("victim", ["EngineCor", "Worker"])
+def test_the_death_of_a_process_is_noticed_and_the_others_end(victim: str, tmp_path: Path) -> None:
+    save("qwen2-tied", tmp_path, seed=0)
+
+    async def body() -> list[psutil.Process]:
+        begun = VllmEngine.begin(config_of(tmp_path))
+        before = os.environ["LD_PRELOAD"]
+        engine = begun(config_of(tmp_path))
+        assert os.environ["LD_PRELOAD"] == before and "libgomp" in before, "vLLM adds to it too late"
+        core, worker = named("EngineCor"), named("Worker")
+        assert worker.ppid() == core.pid and core.ppid() == os.getpid()
+        assert worker.cmdline() != core.cmdline()
+        await engine.generate(PROMPT[:8], max_new_tokens=2, seed=0)
+        named(victim).kill()
+        with pytest.raises(ProcessDied):
+            await engine.generate(PROMPT[:8], max_new_tokens=64, seed=0)
+            await engine.read_fingerprint()
+        await engine.close()
+        return [core, worker]
+
+    _, alive = psutil.wait_procs(asyncio.run(body()), timeout=15)
+    assert not alive
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[tuple[psutil.Popen, psutil.Process]]:
+    """A process that has begun an engine and makes none, and its early core."""
+    (tmp_path / "begin.py").write_text(
+        textwrap.dedent("""
+            import time
+            from rollouts.engines.vllm_support.early_core import EarlyCore
+            if __name__ == "__main__":
+                core = EarlyCore()
+                print(core.pid, flush=True)
+                time.sleep(600)
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, str(tmp_path / "begin.py")]
+    parent = psutil.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    yield parent, psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+
+
+def test_a_core_without_work_ends_with_its_parent(waiting: tuple[psutil.Popen, psutil.Process]) -> None:
+    parent, core = waiting
+    parent.kill()
+    _, alive = psutil.wait_procs([core], timeout=60)
+    assert not alive
+
+
+def test_settings_that_vllm_refuses_leave_no_process(tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(Exception, match="config"):
+        VllmEngine(config_of(tmp_path))  # a folder without a model
+    _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=60)
+    assert not [process for process in alive if "resource_tracker" not in " ".join(process.cmdline())]
