@@ -114,8 +114,8 @@ class Run:
             shards = [[update[rank] for update in updates] for rank in range(len(self.trainers))]
             measured, *_ = await self.trainers.scatter(Trainer.step, shards)
             self.steps_done += 1
-        padding = sum(plan.padding for plan in plans) / k
-        shared = sum(plan.shared for plan in plans) / k
+            padding = sum(plan.padding for plan in plans) / k
+            shared = sum(plan.shared for plan in plans) / k
         return name_train_metrics(measured) | {names.TRAIN_PADDING: padding, names.TRAIN_SHARED: shared}
 
     def _plan(self, groups: list[Group]) -> Plan:

@@ -55,8 +55,9 @@ class Session:
         metrics = {names.STEP_NUMBER: float(step), **metrics, **self.clock.start_lap()}
         tokens = metrics.get(names.ROLLOUT_TOKENS, metrics[names.TRAIN_TOKENS])
         metrics[names.TOKENS_PER_S] = tokens / metrics[names.STEP_SECONDS]
-        self.folder.log(metrics)
-        self.console.show_step(metrics)
+        with self.clock.phase(Phase.LOG):  # of the next step: the seconds of this one are in the line
+            self.folder.log(metrics)
+            self.console.show_step(metrics)
         self.facts["steps_done"] = step + 1
         skipped = int(metrics[names.TRAIN_SKIPPED])
         self.updates_skipped += skipped

@@ -174,7 +174,8 @@ class Run:
         with self.session.clock.phase(Phase.TRAIN):
             plan = self._plan(groups, self.rows.mixed)
             measured, *_ = await self.trainers.scatter(Trainer.step, [[micro] for micro in plan.batches()])
-        return name_train_metrics(measured) | {names.TRAIN_PADDING: plan.padding, names.TRAIN_SHARED: plan.shared}
+            of_plan = {names.TRAIN_PADDING: plan.padding, names.TRAIN_SHARED: plan.shared}
+        return name_train_metrics(measured) | of_plan
 
     async def evaluate_if_due(self, step: int) -> dict[str, float]:
         """Measure the held-out rows after every `eval_every` steps."""
