@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from core.addresses import listen_at, use_interface_of
 from core.scratch import Scratch, find_scratch, name_shared_memory
 from core.workers import RankInfo
@@ -26,6 +28,7 @@ class Actor:
     def __init__(self, environment: Mapping[str, str]) -> None:
         """environment: variables to be set before the libraries are imported that read them."""
         os.environ.update(environment)
+        self.threads = int(environment.get("OMP_NUM_THREADS", 0))
         self.busy: dict[object, tuple[str, float]] = {}
         """Calls in progress: method and start time."""
         self.thread = threading.get_ident()
@@ -42,6 +45,8 @@ class Actor:
 
     async def build(self, build: Callable[..., Any], info: RankInfo, args: tuple[Any, ...]) -> None:
         with self._mark_busy("build"):
+            if self.threads:  # OpenMP is loaded already, and Ray told it to use one
+                torch.set_num_threads(self.threads)
             self.worker = build(info, *args)
 
     async def call(self, path: str, *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,20 @@ def raise_interrupt() -> None:
     raise KeyboardInterrupt
 
 
+def interrupt_start() -> None:
+    """Raise KeyboardInterrupt; in the middle of an import, where it could become any other error, end the process.
+
+    This is for a program that has not started anything yet.
+    """
+    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]: the documented way
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            print("interrupted", file=sys.stderr, flush=True)
+            os._exit(EXIT_CODE)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
 def end_on_signals(*, first: Callable[[], object] = raise_interrupt, at_once: Callable[[], None] | None = None) -> None:
     """Call `first` at the first signal from now on, and `at_once` at the third, after which the process is gone.
 

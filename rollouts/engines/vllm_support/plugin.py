@@ -7,6 +7,8 @@ import os
 import time
 from threading import Thread
 
+import torch
+
 from core.deadlines import PARENT_POLL_S
 from core.scratch import name_shared_memory
 
@@ -20,10 +22,22 @@ def register() -> None:
 
     _end_with_parent()
     name_shared_memory()
+    if not torch.cuda.is_available():
+        _wait_without_spinning()
     transports = {"feynrl_gloo": "GlooTransfer", "feynrl_local": "LocalTransfer", "feynrl_nccl": "NcclTransfer"}
     for name, cls in transports.items():
         if name not in Factory._registry:  # it refuses a second registration
             Factory.register_engine(name, "rollouts.engines.vllm_support.worker", cls)
+
+
+def _wait_without_spinning() -> None:
+    """Let vLLM's processes sleep while they wait for each other.
+
+    For a second after every message they ask again and again, which takes a core from those that compute.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    SpinCondition.record_read = lambda self: None  # so that only the first second, of connecting, is spent like this
 
 
 def _end_with_parent() -> None:
