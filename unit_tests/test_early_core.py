@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,13 @@ from rollouts.engines.vllm import VllmEngine
 from unit_tests.test_vllm_engine import PROMPT, save
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+class Own(VllmEngine):
+    """An engine of a user's, with a constructor of its own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(replace(config, max_model_len=128))
 
 
 def config_of(folder: Path) -> EngineConfig:
@@ -43,7 +51,7 @@ def test_the_death_of_a_process_is_noticed_and_the_others_end(victim: str, tmp_p
     save("qwen2-tied", tmp_path, seed=0)
 
     async def body() -> list[psutil.Process]:
-        begun = VllmEngine.begin(config_of(tmp_path))
+        begun = Own.begin(config_of(tmp_path))
         before = os.environ["LD_PRELOAD"]
         engine = begun(config_of(tmp_path))
         assert os.environ["LD_PRELOAD"] == before and "libgomp" in before, "vLLM adds to it too late"

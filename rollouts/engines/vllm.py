@@ -11,7 +11,6 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, nullcontext
-from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -39,9 +38,10 @@ class VllmEngine(VllmBase):
         tensor_parallel=True, broadcast=True, nccl=True, chunks=True, adapter=True, in_process="vllm_local"
     )
 
-    def __init__(self, config: EngineConfig, core: EarlyCore | None = None) -> None:
-        """core: vLLM's second process, if `begin` has started it."""
-        self._core = core
+    _core: EarlyCore | None = None
+    """vLLM's second process, if `begin` has started it."""
+
+    def __init__(self, config: EngineConfig) -> None:
         self._transfer = "feynrl_nccl" if config.over_nccl else "feynrl_gloo"
         self._takes_chunks = self._paused = False
         super().__init__(config)
@@ -52,7 +52,15 @@ class VllmEngine(VllmBase):
         if torch.cuda.is_available():
             return cls
         prepare_cpu(config.cores, config.tensor_parallel_size)
-        return partial(cls, core=EarlyCore())
+        core = EarlyCore()
+
+        def make(config: EngineConfig) -> VllmEngine:
+            engine = cls.__new__(cls)
+            engine._core = core  # not an argument: an engine of the user's is made as YourEngine(config)
+            engine.__init__(config)
+            return engine
+
+        return make
 
     def _start(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
