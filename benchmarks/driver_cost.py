@@ -71,7 +71,7 @@ def make_groups(tokens: int) -> list[Group]:
 
 
 def run_step(groups: list[Group]) -> dict[str, float]:
-    """Do the driver's work of one step; return the CPU seconds of each stage."""
+    """Run the driver's work of one step; return the CPU seconds of each stage."""
     seconds: dict[str, float] = {}
     now = time.process_time()
 

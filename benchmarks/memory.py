@@ -33,7 +33,7 @@ SEQUENCE = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One step in one process."""
+    """Measure one step, in a process of its own."""
 
     peak_mib: float
     seconds: float

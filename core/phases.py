@@ -36,7 +36,7 @@ class Activity(StrEnum):
 
 
 class Milestone(StrEnum):
-    """What a run reaches on its way to the first sample, in the order of an RL run; see benchmarks/start_time.py."""
+    """Name what a run reaches on its way to the first sample, in the order of an RL run; benchmarks/start_time.py."""
 
     CHECKED = "checked"
     RAY = "ray"

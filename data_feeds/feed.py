@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig, SourceConfig
+from core.collector import without_collector
 from core.errors import UserError
 from core.metrics import DATA_EPOCH, DATA_ROWS
 from core.progress import Progress
@@ -170,18 +168,6 @@ def _load_feed(
     return Feed(sources=sources, mixture=Mixture(whole_parts([c.ratio for c in configs], where=f"data.{which}")))
 
 
-@contextmanager
-def _without_collector() -> Generator[None]:
-    """Pause Python's garbage collector: it would look through all rows again and again, and rows hold no circles."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def _read_source(
     config: SourceConfig, key: str, row_type: RowType, reader: Reader, *, data: DataConfig, limit: int | None
 ) -> tuple[list[Any], InvalidRows]:
@@ -191,7 +177,7 @@ def _read_source(
         reader.tokenizer.encode_pieces,
         at_once=min(limit or ROWS_AT_ONCE, ROWS_AT_ONCE),
     )
-    with _without_collector():
+    with without_collector():
         items, invalid = filter_rows(
             ((record.id, outcome) for record, outcome in zip(records, outcomes, strict=True)),
             lambda outcome: outcome(),

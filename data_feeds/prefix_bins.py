@@ -9,7 +9,7 @@ import numpy as np
 
 from core.types import Sample
 from data_feeds.bin_packing import estimate_cost, pack_into_bins
-from data_feeds.prefix_tree import Ids, sort_by_prefix
+from data_feeds.prefix_tree import Ids, gather_families, sort_by_prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def pack_families(
     best: tuple[float, list[list[int]]] | None = None
     pieces = 1
     while True:
-        cost, bins = _pack_pieces(sorted_families, 1 if whole else pieces, max_tokens, ranks, whole=whole)
+        cost, bins = _pack_pieces(sorted_families, pieces, max_tokens, ranks, whole=whole)
         if best is None or cost < 0.99 * best[0]:
             best = cost, bins
         if pieces >= largest:
@@ -79,11 +79,8 @@ def pack_families(
 
 
 def _sort_families(samples: Sequence[Sample], families: Sequence[int]) -> list[_Family]:
-    members: dict[int, list[int]] = {}
-    for i, family in enumerate(families):
-        members.setdefault(family, []).append(i)
     done: list[_Family] = []
-    for chosen in members.values():
+    for chosen in gather_families(range(len(samples)), families):
         ids = [np.asarray(samples[i].token_ids[:-1], dtype=np.int64) for i in chosen]
         order, shared = sort_by_prefix(ids)
         in_order = [chosen[n] for n in order]
@@ -117,9 +114,6 @@ def count_shared(sequences: Sequence[Ids], families: Sequence[int], bins: Sequen
     """Return the fraction of the tokens that are laid once for several sequences of a micro-batch."""
     saved = 0
     for chosen in (b for rank in bins for b in rank):
-        members: dict[int, list[int]] = {}
-        for i in chosen:
-            members.setdefault(families[i], []).append(i)
-        for group in members.values():
+        for group in gather_families(chosen, families):
             saved += sum(sort_by_prefix([np.asarray(sequences[i], dtype=np.int64) for i in group])[1])
     return saved / sum(map(len, sequences))

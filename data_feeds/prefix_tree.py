@@ -14,7 +14,7 @@ above, the last token of the prompt predicts the first token of both replies.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -29,7 +29,7 @@ Ids = Sequence[int] | NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of T input tokens: S segments, every parent before its children."""
+    """Hold one row of T input tokens: S segments, every parent before its children."""
 
     input_ids: Ints
     """[T] token ids."""
@@ -81,6 +81,18 @@ def lay_out_row(sequences: Sequence[Ids], families: Sequence[Hashable] | None = 
     )
 
 
+def gather_families(numbers: Iterable[int], families: Sequence[Hashable]) -> list[list[int]]:
+    """Return the sequences of each family among these numbers; `families[i]` is that of sequence i.
+
+    >>> gather_families([0, 1, 3], families=["a", "b", "a", "a"])
+    [[0, 3], [1]]
+    """
+    members: dict[Hashable, list[int]] = {}
+    for i in numbers:
+        members.setdefault(families[i], []).append(i)
+    return list(members.values())
+
+
 def sort_by_prefix(ids: Sequence[Ints]) -> tuple[list[int], list[int]]:
     """Sort sequences so that those with a common beginning are neighbours; return their numbers in this order.
 
@@ -104,12 +116,9 @@ def _count_common(a: Ints, b: Ints) -> int:
 
 def _grow_forest(ids: list[Ints], families: Sequence[Hashable]) -> tuple[list[_Segment], list[list[int]]]:
     """Return the segments of all families, and the path of each sequence: its segments from the root on."""
-    members: dict[Hashable, list[int]] = {}
-    for i, family in enumerate(families):
-        members.setdefault(family, []).append(i)
     segments: list[_Segment] = []
     paths: list[list[int]] = [[] for _ in ids]
-    for chosen in members.values():
+    for chosen in gather_families(range(len(ids)), families):
         order, shared = sort_by_prefix([ids[i] for i in chosen])
         _grow_tree([chosen[n] for n in order], shared, [len(ids[chosen[n]]) for n in order], segments, paths)
     return segments, paths

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from core.collector import without_collector
 from core.errors import UserError, name_error, quote
 from core.hub import describe_hub, prepare_hub
-from core.imports import importing
 from modeling.pretrained import build_from_config, load_pretrained, refuse_own_code
 
 LOCAL = ("models", "runs", "data")
@@ -30,7 +30,7 @@ def read_config(path: str, *, key: str = "model.path", trust_remote_code: bool =
     if not is_folder:
         prepare_hub(f"{key}={quote(path)}")
     try:
-        with importing():  # transformers imports what it needs for this model only here
+        with without_collector():  # transformers imports what it needs for this model only here
             return load_pretrained(AutoConfig, path, trust_remote_code=trust_remote_code)
     except Exception as error:  # a border: a broken file can make the library raise anything
         reason = name_error(error)

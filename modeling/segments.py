@@ -31,7 +31,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenIndex:
-    """What a kernel for sequences of several lengths takes: queries by segment, keys by segment and all above it."""
+    """Tell a kernel for several lengths where queries end by segment, and keys by segment with all above it."""
 
     keys: Tensor | None
     """Place in the row of every key, segment by segment; None where nothing is shared, and keys are as queries."""

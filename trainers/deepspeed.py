@@ -18,8 +18,8 @@ from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.addresses import host_store
 from core.buckets import split_into_buckets
+from core.collector import without_collector
 from core.errors import RunStopped
-from core.imports import importing
 from modeling.export import exported_tensors, gather_tensors, save_exported
 from trainers.checkpoint_state import reading
 from trainers.learner import Learner, TrainerSettings
@@ -42,7 +42,7 @@ class DeepSpeedTrainer(Trainer):
         **settings: Unpack[TrainerSettings],
     ):
         """timeout_s: deadline of every collective."""
-        with importing():
+        with without_collector():
             import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

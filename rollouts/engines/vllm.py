@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from core.collector import without_collector
 from core.deadlines import ENGINE_DEATH_GRACE_S, ENGINE_POLL_S, ENGINE_RPC_GRACE_S, ENGINE_SHUTDOWN_TIMEOUT_S
 from core.errors import ProcessDied, RunStopped
-from core.imports import importing
 from rollouts.engines.base import Capabilities, EngineConfig
 from rollouts.engines.vllm_support.common import VllmBase, _raise_first, prepare_cpu
 from rollouts.engines.vllm_support.early_core import EarlyCore
@@ -67,7 +67,7 @@ class VllmEngine(VllmBase):
         core = self._core
         if core is None and not torch.cuda.is_available():
             core = EarlyCore()
-        with importing():
+        with without_collector():
             from vllm import AsyncEngineArgs
             from vllm.config import WeightTransferConfig
             from vllm.v1.engine.async_llm import AsyncLLM

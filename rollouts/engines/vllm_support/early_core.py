@@ -23,8 +23,8 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
 
+from core.collector import without_collector
 from core.errors import ProcessDied
-from core.imports import importing
 
 
 class EarlyCore(SpawnProcess):
@@ -74,7 +74,7 @@ class _Context(SpawnContext):
 
 
 def _import_and_wait(work: Connection) -> None:
-    with importing():
+    with without_collector():
         import vllm.v1.engine.core
         import vllm.v1.executor.multiproc_executor
         import vllm.v1.worker.cpu_worker  # noqa: F401
