@@ -6,11 +6,16 @@ import multiprocessing
 import os
 import time
 from threading import Thread
+from typing import Any
 
 import torch
 
 from core.deadlines import PARENT_POLL_S
 from core.scratch import name_shared_memory
+
+SOON_S = 0.02
+LOOK_AGAIN_SOON_MS = 1
+LOOK_AGAIN_MS = 20
 
 
 def register() -> None:
@@ -37,7 +42,20 @@ def _wait_without_spinning() -> None:
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-    SpinCondition.record_read = lambda self: None  # so that only the first second, of connecting, is spent like this
+    SpinCondition.wait = _sleep_until_notified
+
+
+def _sleep_until_notified(self: Any, timeout_ms: int | None = None) -> None:
+    """Sleep until the writer notifies the reader `self` or `timeout_ms` are over, and never for long.
+
+    Of two notifications within a millisecond ZeroMQ may drop the second, because the socket's queue holds one. A
+    reader that slept without a limit then would not see its message before vLLM looks again, 5 s later.
+    """
+    soon = time.monotonic() < self.last_read + SOON_S
+    longest_ms = LOOK_AGAIN_SOON_MS if soon else LOOK_AGAIN_MS
+    events = dict(self.poller.poll(longest_ms if timeout_ms is None else min(longest_ms, timeout_ms)))
+    if self.local_notify_socket in events:
+        self.local_notify_socket.recv(copy=False)
 
 
 def _end_with_parent() -> None:
