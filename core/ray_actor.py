@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -25,10 +25,11 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 class Actor:
     """Actor process that holds one object and calls its methods by name."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        """environment: variables to be set before the libraries are imported that read them."""
-        os.environ.update(environment)
-        self.threads = int(environment.get("OMP_NUM_THREADS", 0))
+    def __init__(self, threads: int | None) -> None:
+        """threads: threads that this process and those it starts compute with; None leaves it to the libraries."""
+        self.threads = threads
+        if threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes it starts, vLLM's
         self.busy: dict[object, tuple[str, float]] = {}
         """Calls in progress: method and start time."""
         self.thread = threading.get_ident()
@@ -45,7 +46,7 @@ class Actor:
 
     async def build(self, build: Callable[..., Any], info: RankInfo, args: tuple[Any, ...]) -> None:
         with self._mark_busy("build"):
-            if self.threads:  # OpenMP is loaded already, and Ray told it to use one
+            if self.threads is not None:  # OpenMP is loaded already, and Ray told it to use one
                 torch.set_num_threads(self.threads)
             self.worker = build(info, *args)
 

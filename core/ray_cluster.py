@@ -224,11 +224,13 @@ async def attribute_failure(groups: Iterable[Remote[Any]], call: Awaitable[T]) -
     except (CallFailed, RayTaskError) as error:
         ranks = [(group, rank) for group in groups for rank in group.ranks]
         checked = [(group, rank) for group, rank in ranks if rank not in group.restarting]
+        restarting = [(group, rank) for group, rank in ranks if rank in group.restarting]
         health = await asyncio.gather(*(group.check_health(rank) for group, rank in checked))
         for (group, rank), (alive, clause) in zip(checked, health, strict=True):
             if not alive:
                 raise ProcessDied(clause, worker=(group.name, rank)) from error
-        for group, rank in set(ranks) - set(checked) if isinstance(error, CallFailed) else ():
+        if restarting and isinstance(error, CallFailed):
+            group, rank = restarting[0]
             raise ProcessDied(f"{group.name} {rank} is being restarted", worker=(group.name, rank)) from error
         if isinstance(error, CallFailed):
             busy = [clause for _, clause in health if not clause.endswith(IDLE)]
@@ -278,16 +280,15 @@ class Cluster:
         """Start `n` actors and wait until actor i has built `build(info, *args)`, with its own RankInfo."""
         import ray
 
-        threads = {"OMP_NUM_THREADS": str(resources.threads)} if resources.threads else {}
         remote: Any = ray.remote
         actor = remote(concurrency_groups={HEALTH: 1})(Actor).options(
             num_gpus=resources.gpus,
             num_cpus=0,
             max_concurrency=MAX_CALLS,
             # a private cluster has processes ready; with a runtime environment each actor would wait for a new one
-            runtime_env=None if self.is_private else {"env_vars": _environment() | threads},
+            runtime_env=None if self.is_private else {"env_vars": _environment()},
         )
-        workers: Remote[Any] = Remote(name, n, partial(actor.remote, threads), timeout_s)
+        workers: Remote[Any] = Remote(name, n, partial(actor.remote, resources.threads), timeout_s)
         self.groups.append(workers)
         await workers.build_workers(build, *args)
         return workers

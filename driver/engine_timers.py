@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from core.clock import ActivityTimer
 from core.errors import ProcessDied
 from core.phases import Activity
@@ -23,13 +25,15 @@ class EngineTimers:
 
     async def read(self) -> list[Seconds]:
         """Return the seconds of every engine by activity, with those that it was away."""
-        for rank in self.engines.running():
-            deaths = [*self.engines.deaths]
-            try:
-                self.last[rank][deaths[rank]] = await self.timers.call_one(rank, ActivityTimer.read_seconds)
-            except ProcessDied as death:
-                self.engines.report_death(death, deaths)
+        await asyncio.gather(*(self._read_one(rank) for rank in self.engines.running()))
         return [self._add_up(rank) for rank in range(len(self.last))]
+
+    async def _read_one(self, rank: int) -> None:
+        deaths = [*self.engines.deaths]
+        try:
+            self.last[rank][deaths[rank]] = await self.timers.call_one(rank, ActivityTimer.read_seconds)
+        except ProcessDied as death:
+            self.engines.report_death(death, deaths)
 
     def _add_up(self, rank: int) -> Seconds:
         total: Seconds = {}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import pickle
 import random
 import re
@@ -274,6 +275,9 @@ class Sender:
     def send(self) -> list[Sample]:
         return self.group
 
+    def count_threads(self) -> tuple[int, str | None]:
+        return torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+
     def measure(self, micro: list[Batch]) -> list[bool]:
         return [bool(torch.equal(b.tokens.advantage.mul_(2), b.tokens.advantage)) for b in micro]
 
@@ -283,7 +287,8 @@ def test_arrays_that_come_out_of_ray_are_views_that_nobody_can_write_into():
     async def talk():
         cluster = Cluster(None)
         try:
-            workers = await cluster.spawn("sender", 1, Sender, resources=Resources(), timeout_s=100)
+            workers = await cluster.spawn("sender", 1, Sender, resources=Resources(threads=3), timeout_s=100)
+            assert await workers.call_one(0, Sender.count_threads) == (3, "3")  # Ray tells libraries to use one
             got = await workers.call_one(0, Sender.send)
             assert got == Sender(None).group
             for sample in got:

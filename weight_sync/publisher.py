@@ -78,8 +78,8 @@ class RemoteWeightSync:
 
     async def _publish(self, version: int, ranks: Sequence[int]) -> dict[str, float]:
         ends, ids, patient = self.ends.only(ranks), self.probe.token_ids, self.engines.only(ranks)
-        await ends.engine_timers.call_all(ActivityTimer.begin_activity, Activity.SYNC)
         try:
+            await ends.engine_timers.call_all(ActivityTimer.begin_activity, Activity.SYNC)
             # pause first: draining can take minutes, and the broadcast's own timeout is short
             await patient.call_all(ReceivesWeights.pause)
             sent = await self._transfer(version, ends, patient)
