@@ -258,8 +258,6 @@ def prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # nothing is compiled: processes that would compile need not be started. vLLM sets it too, after its import
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    # idle threads sleep instead of spinning: the trainer and others need the same cores
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # An explicit size replaces the settings' one, in whole GiB.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     preload_openmp()
