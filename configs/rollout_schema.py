@@ -79,7 +79,7 @@ class WeightSyncConfig(StrictModel):
     through Ray's object store. disk: files below the run folder, which all machines must share. auto: nccl for vLLM on
     GPUs, else gloo; in synchronous runs a transport that fails is replaced by direct, and that by disk, for the rest of
     the run."""
-    bucket_mib: int = Field(256, ge=1)
+    bucket_mib: int = Field(64, ge=1)
     """Size of a bucket, in MiB. Weights are gathered and sent in buckets; a larger single tensor is its own bucket."""
     timeout_s: Seconds = 300.0
     """Deadline of each step of a sync, in seconds: forming the group, sending, probing."""
