@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.beside_trl import say, trl_environment
 from benchmarks.rl_work import LR, ROOT, WORKLOADS, read_metrics, read_phases, read_steps, run_ours, write_prompts
-from benchmarks.sft_vs_trl import say, trl_environment
 from core.metrics import REWARD_MEAN, ROLLOUT_TOKENS_MEAN
 from core.phases import STEP, Phase, time_metric
 

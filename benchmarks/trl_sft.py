@@ -1,6 +1,6 @@
 """TRL's side of benchmarks/sft_vs_trl.py, for a Python that has trl and not us: python trl_sft.py TASK.json
 
-Trains on the rows of the task in their order and prints one line of JSON: see `Measured` in sft_vs_trl.py.
+Trains on the rows of the task in their order and prints one line of JSON: see `Measured` in beside_trl.py.
 """
 
 from __future__ import annotations

@@ -41,30 +41,30 @@ def config_of(folder: Path) -> EngineConfig:
     )
 
 
-def named(name: str) -> psutil.Process:
-    [found] = [p for p in psutil.Process().children(recursive=True) if p.name().startswith(f"VLLM::{name}")]
-    return found
+def all_named(name: str) -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith(f"VLLM::{name}")]
 
 
-@pytest.mark.parametrize("victim", ["EngineCor", "Worker"])
-def test_the_death_of_a_process_is_noticed_and_the_others_end(victim: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("victim", "ranks"), [("EngineCor", 1), ("EngineCor", 2), ("Worker", 2)])
+def test_the_death_of_a_process_is_noticed_and_the_others_end(victim: str, ranks: int, tmp_path: Path) -> None:
     save("qwen2-tied", tmp_path, seed=0)
+    config = replace(config_of(tmp_path), tensor_parallel_size=ranks)
 
     async def body() -> list[psutil.Process]:
-        begun = Own.begin(config_of(tmp_path))
+        begun = Own.begin(config)
         before = os.environ["LD_PRELOAD"]
-        engine = begun(config_of(tmp_path))
+        engine = begun(config)
         assert os.environ["LD_PRELOAD"] == before and "libgomp" in before, "vLLM adds to it too late"
-        core, worker = named("EngineCor"), named("Worker")
-        assert worker.ppid() == core.pid and core.ppid() == os.getpid()
-        assert worker.cmdline() != core.cmdline()
+        [core], workers = all_named("EngineCor"), all_named("Worker")
+        assert len(workers) == (0 if ranks == 1 else ranks), "a single worker computes in EngineCore"
+        assert core.ppid() == os.getpid() and {worker.ppid() for worker in workers} <= {core.pid}
         await engine.generate(PROMPT[:8], max_new_tokens=2, seed=0)
-        named(victim).kill()
+        all_named(victim)[0].kill()
         with pytest.raises(ProcessDied):
             await engine.generate(PROMPT[:8], max_new_tokens=64, seed=0)
             await engine.read_fingerprint()
         await engine.close()
-        return [core, worker]
+        return [core, *workers]
 
     _, alive = psutil.wait_procs(asyncio.run(body()), timeout=15)
     assert not alive

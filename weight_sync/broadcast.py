@@ -28,7 +28,7 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work
 
 from core.addresses import host_store
 from core.errors import TransportFailed
@@ -50,6 +50,8 @@ class WeightSender:
         self._timeout = timedelta(seconds=timeout_s)
         self._store: TCPStore | None = None
         self._group: ProcessGroupGloo | None = None
+        self._on_its_way: Work | None = None
+        self._flats = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def open(self, address: str = "127.0.0.1") -> int:
         """Listen for members at `address`, which they must be able to reach; return the port."""
@@ -65,15 +67,17 @@ class WeightSender:
 
     def leave(self) -> None:
         """Close the connections: no member waits any longer."""
-        self._group = None
+        self._group = self._on_its_way = None
 
     def send(self, buckets: Iterable[Bucket]) -> dict[str, int]:
         """Broadcast every bucket; return the checksums of the tensors by name. Raises TransportFailed.
 
-        Tensors are whole, in the dtype of the engines. Buckets are taken from the iterable one at a time.
+        Tensors are whole, in the dtype of the engines. Buckets are taken from the iterable one at a time; while one is
+        on its way, the next is read and copied.
         """
         sent: dict[str, int] = {}
         self.sent_bytes = 0
+        self._on_its_way = None
         for bucket in buckets:
             sent.update(fingerprint(bucket))
             self.sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
@@ -93,20 +97,31 @@ class WeightSender:
         header: _Header = [(name, _dtype_name(t.dtype), list(t.shape)) for name, t in bucket]
         text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
         places, size = _plan_layout(header)
-        flat = torch.empty(size, dtype=torch.uint8)
+        self._flats.reverse()  # the other one is on its way
+        if len(self._flats[0]) < size:
+            self._flats[0] = torch.empty(size, dtype=torch.uint8)
+        flat = self._flats[0][:size]
         for at, (_, tensor) in zip(places, bucket, strict=True):
             flat[at : at + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
-        self._broadcast(torch.tensor([len(text)]))
-        self._broadcast(text)
-        self._broadcast(flat)
+        self._wait_for_last()
+        self._start(torch.tensor([len(text)])).wait()
+        self._start(text).wait()
+        self._on_its_way = self._start(flat)
 
     def _send_end(self) -> None:
-        self._broadcast(torch.zeros(1, dtype=torch.int64))
+        self._wait_for_last()
+        self._flats = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._start(torch.zeros(1, dtype=torch.int64)).wait()
 
-    def _broadcast(self, tensor: Tensor) -> None:
+    def _wait_for_last(self) -> None:
+        if self._on_its_way is not None:
+            self._on_its_way.wait()
+            self._on_its_way = None
+
+    def _start(self, tensor: Tensor) -> Work:
         if self._group is None:
             raise RuntimeError("join() comes before send()")
-        _broadcast(self._group, tensor)
+        return _start_broadcast(self._group, tensor)
 
 
 class WeightReceiver:
@@ -136,7 +151,8 @@ class WeightReceiver:
             with transfer_errors("gloo"):
                 if self._group is None:
                     raise ConnectionError("this member has left the group")
-                return _broadcast(self._group, tensor)
+                _start_broadcast(self._group, tensor).wait()
+                return tensor
         except TransportFailed:
             self._group = None
             raise
@@ -147,11 +163,10 @@ def _form_group(store: TCPStore, *, rank: int, members: int, timeout: timedelta)
     return ProcessGroupGloo(PrefixStore("feynrl_weights", store), rank, members, timeout)
 
 
-def _broadcast(group: ProcessGroupGloo, tensor: Tensor) -> Tensor:
+def _start_broadcast(group: ProcessGroupGloo, tensor: Tensor) -> Work:
     options = BroadcastOptions()
     options.rootRank = 0
-    group.broadcast([tensor], options).wait()
-    return tensor
+    return group.broadcast([tensor], options)
 
 
 def _plan_layout(header: _Header) -> tuple[list[int], int]:

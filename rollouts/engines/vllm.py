@@ -21,7 +21,7 @@ from core.deadlines import ENGINE_DEATH_GRACE_S, ENGINE_POLL_S, ENGINE_RPC_GRACE
 from core.errors import ProcessDied, RunStopped
 from rollouts.engines.base import Capabilities, EngineConfig
 from rollouts.engines.vllm_support.common import VllmBase, _raise_first, prepare_cpu
-from rollouts.engines.vllm_support.early_core import EarlyCore
+from rollouts.engines.vllm_support.early_core import EarlyCore, computes_in_core
 from weight_sync.base import Chunk
 
 _DIED = (
@@ -71,10 +71,17 @@ class VllmEngine(VllmBase):
             from vllm import AsyncEngineArgs
             from vllm.config import WeightTransferConfig
             from vllm.v1.engine.async_llm import AsyncLLM
+            from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-        transfer = WeightTransferConfig(backend=self._transfer)
+        # a class, because vLLM takes the name "uni" for "mp" on a CPU: it would not know where to compute
+        executor = UniProcExecutor if core is not None and computes_in_core() else None
+        args = AsyncEngineArgs(
+            **self._args,
+            weight_transfer_config=WeightTransferConfig(backend=self._transfer),
+            distributed_executor_backend=executor,
+        )
         with core.in_place() if core else nullcontext():
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._args, weight_transfer_config=transfer))
+            self._llm = AsyncLLM.from_engine_args(args)
         self._requests = count()
 
     async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:

@@ -15,7 +15,7 @@ from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped, TransportFailed, UserError
 from rollouts.engines.base import Completion, Engine, EngineConfig
 from rollouts.engines.vllm_support.architectures import has_architecture
-from rollouts.engines.vllm_support.early_core import preload_openmp
+from rollouts.engines.vllm_support.early_core import CORES, preload_openmp
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
@@ -253,7 +253,7 @@ def prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
     # vLLM's default leaves a core idle, and refuses tensor parallelism without NUMA nodes
     n = len(available)
     shares = [available[r * n // ranks : (r + 1) * n // ranks] or [available[r % n]] for r in range(ranks)]
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    os.environ[CORES] = "|".join(",".join(map(str, share)) for share in shares)
     # the first batch would compile C++ for 20 s and more, without making later ones faster
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # nothing is compiled: processes that would compile need not be started. vLLM sets it too, after its import

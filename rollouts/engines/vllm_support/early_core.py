@@ -1,12 +1,13 @@
 """vLLM's second process, EngineCore, started before vLLM asks for it; on a CPU.
 
-An engine is three processes: ours, EngineCore and a worker per rank. vLLM starts each from the one before by spawn, so
-that its import, which takes most of the start, happens three times one after the other. Here it happens twice, at the
-same time:
+As vLLM starts it, an engine is three processes: ours, EngineCore and a worker per rank. Each is started from the one
+before by spawn, so that its import, which takes most of the start, happens three times one after the other. Here it
+happens twice, at the same time:
 
     EarlyCore()            starts a process that imports what EngineCore and worker need, while ours imports vLLM
     with core.in_place():  where vLLM would now start EngineCore, it gives the work to that process instead
-    in that process        vLLM's workers are forked, as vLLM itself does outside of Ray where it has GPUs
+    in that process        a single worker computes in it, which saves messages for every token; several workers
+                           are forked, as vLLM itself does outside of Ray where it has GPUs
 
 With a GPU nothing of this is used: no process may be forked after CUDA is in use.
 """
@@ -25,6 +26,9 @@ from typing import Any
 
 from core.collector import without_collector
 from core.errors import ProcessDied
+
+CORES = "VLLM_CPU_OMP_THREADS_BIND"
+"""vLLM's variable: the cores of every rank, as 0,1|2,3."""
 
 
 class EarlyCore(SpawnProcess):
@@ -62,6 +66,11 @@ class EarlyCore(SpawnProcess):
             raise ProcessDied("vLLM's EngineCore died while it imported vLLM") from error
 
 
+def computes_in_core() -> bool:
+    """Tell whether EngineCore is the only worker too: there is one rank."""
+    return "|" not in os.environ[CORES]
+
+
 class _Context(SpawnContext):
     """Context of multiprocessing whose only process has begun already."""
 
@@ -87,28 +96,39 @@ def _import_and_wait(work: Connection) -> None:
     work.close()
     # what is set a second time moves, and the process could no longer change its title
     os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    _prepare_forks()
+    if computes_in_core():
+        _compute_on(os.environ[CORES])
+    else:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        _prepare_forks()
     gc.freeze()  # else vLLM's full collections, in this process and in its workers, walk over all that was imported
     target(**kwargs)
 
 
 def _prepare_forks() -> None:
     """Let every process forked from this one end with it, and compute on the cores that vLLM chose for it."""
-    import torch
-
     from rollouts.engines.vllm_support.plugin import end_with
 
     core = os.getpid()
 
     def begin_worker() -> None:
         end_with(core)
-        # OpenMP read its variables when this process began; no parallel region has run yet, so it still obeys
         if cores := os.environ.get("GOMP_CPU_AFFINITY"):
-            os.sched_setaffinity(0, map(int, cores.split()))
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            _compute_on(cores.replace(" ", ","))
 
     os.register_at_fork(after_in_child=begin_worker)
+
+
+def _compute_on(cores: str) -> None:
+    """Let this process compute on these cores, one thread on each.
+
+    OpenMP read its variables when the process began; no parallel region has run yet, so it still obeys.
+    """
+    import torch
+
+    numbers = [int(core) for core in cores.split(",")]
+    os.sched_setaffinity(0, numbers)
+    torch.set_num_threads(len(numbers))
 
 
 def preload_openmp() -> None:
