@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 # the fast tests share the cores, one thread each; an engine wants them all
 FAST := OMP_NUM_THREADS=1 $(PYTEST) -q -n auto --maxprocesses 8
 
-.PHONY: help install newest quickstart lint types check test verify mutants docs
+.PHONY: help install newest quickstart lint types check test verify mutants docs browser
 
 help:  ## what there is to make
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -60,3 +60,11 @@ docs:  ## the documentation as a site, in site/; a broken link is an error
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) -c \
 		"import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+# Debian's and Ubuntu's apt, as root, is the only way tried; nothing fails where it is not there
+browser:  ## Chromium for the tests of the run page, where this user may install it; elsewhere those tests are skipped
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
+	then echo "[browser] installed chromium"; \
+	else echo "[browser] chromium cannot be installed here: the tests of the run page in a browser will be skipped"; fi

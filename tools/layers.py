@@ -21,7 +21,7 @@ LAYERS = (
     *("driver", "main_rl", "main_sl"),
 )
 """From the ground up: a file imports from its own layer and from those before it."""
-BESIDE = ("data_prep", "tools", "benchmarks")
+BESIDE = ("data_prep", "report", "tools", "benchmarks")
 """Programs of their own. Nothing imports them but each other and the tests."""
 HOMES = {
     "ray": ("core/ray_cluster.py", "core/ray_actor.py", "core/private_ray.py"),

@@ -1,0 +1,137 @@
+"""What the head of the page says of a run: recipe, model, algorithm, end, code, held-out results, warnings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from core import metrics as names
+from core.metrics import PHASE_MEANINGS, find_metric
+from core.phases import ENGINE_ACTIVITIES, IDLE, REST, TRAINER_ACTIVITIES, Activity, time_metric
+from report.run_files import RunRecord
+
+NOT_ENDED = "no summary.json: the run goes on, or was killed"
+
+
+def describe_run(run: RunRecord, key: str) -> dict[str, Any]:
+    """Return what the page shows of a run at once."""
+    config, summary = run.config, run.summary
+    flat = flatten(config)
+    lines = run.metrics
+    return {
+        "key": key,
+        "name": run.name,
+        "exit_reason": summary.get("exit_reason", NOT_ENDED),
+        "facts": [[label, text] for label, text in list_facts(run, flat).items() if text],
+        "steps_done": len(lines),
+        "last_step": lines[-1][names.STEP_NUMBER],
+        "warnings": list_warnings(run),
+        "held_out": {when: summary[when] for when in ("before", "after") if isinstance(summary.get(when), dict)},
+        "config": flat,
+        "packages": summary.get("packages", {}),
+        "devices": summary.get("devices", {}),
+    }
+
+
+def list_facts(run: RunRecord, flat: dict[str, str]) -> dict[str, str]:
+    """Return label and text of what a reader wants to know first; an empty text is left out."""
+    summary = run.summary
+    seconds = summary.get("seconds", {}).get("all")
+    planned = flat.get("steps", "")
+    return {
+        "recipe": flat.get("name", ""),
+        "algorithm": flat.get("alg.name") or flat.get("alg.file", ""),
+        "model": flat.get("model.path", ""),
+        "data": flat.get("data.train", ""),
+        "steps": f"{len(run.metrics)} of {planned}" if planned else str(len(run.metrics)),
+        "samples a step": _times(flat.get("groups_per_step", ""), flat.get("group_size", "")),
+        "engine": flat.get("rollout.engine", ""),
+        "backend": flat.get("backend", ""),
+        "seed": flat.get("seed", ""),
+        "time": f"{seconds:.1f} s" if isinstance(seconds, int | float) else "",
+        "git": describe_git(find_git(summary)),
+        "resumed": str((summary.get("resumed") or {}).get("checkpoint", "")),
+        "bottleneck": str(summary.get("bottleneck", "")),
+    }
+
+
+def _times(groups: str, size: str) -> str:
+    return f"{groups} groups x {size}" if groups and size else ""
+
+
+def find_git(summary: dict[str, Any]) -> Any:
+    """Return what the summary says of git: under `git`, or in keys that begin with `git.`."""
+    return summary.get("git") or {k.removeprefix("git."): v for k, v in summary.items() if k.startswith("git.")} or None
+
+
+def describe_git(state: Any) -> str:
+    """Return the git state of summary.json in one line, whatever its form.
+
+    >>> describe_git({"commit": "abc", "dirty": True})
+    'commit abc, dirty True'
+    >>> describe_git(None)
+    ''
+    """
+    if isinstance(state, dict):
+        return ", ".join(f"{key} {_as_text(value)}" for key, value in state.items() if value not in (None, "", []))
+    return "" if state is None else _as_text(state)
+
+
+def list_warnings(run: RunRecord) -> list[dict[str, Any]]:
+    """Return the warnings and advice that the run left in its summary, and what its end and its log tell."""
+    advice = run.summary.get("advice") or {}
+    found: list[dict[str, Any]] = [
+        {"step": one.get("step"), "text": str(one.get("text") or one.get("message") or _as_text(one))}
+        if isinstance(one, dict)
+        else {"step": None, "text": str(one)}
+        for one in (*(run.summary.get("warnings") or []), *(advice.values() if isinstance(advice, dict) else advice))
+    ]
+    if run.has_ended and run.summary.get("exit_reason") != "done":
+        found.append({"step": None, "text": f"the run did not end by itself: {run.summary.get('exit_reason')}"})
+    if skipped := sum(line.get(names.TRAIN_SKIPPED, 0.0) for line in run.metrics):
+        found.append({"step": None, "text": f"{skipped:g} updates were skipped, because a gradient was not finite"})
+    if failed := sum(line.get(names.ROLLOUT_FAILED, 0.0) for line in run.metrics):
+        found.append({"step": None, "text": f"{failed:g} samples have no reward, because it failed"})
+    return found
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, str]:
+    """Return dotted keys with their values as text.
+
+    >>> flatten({"a": {"b": 1, "c": [1, 2]}, "d": None})
+    {'a.b': '1', 'a.c': '[1, 2]', 'd': 'null'}
+    """
+    if isinstance(value, dict) and value:
+        return {k: v for key, one in value.items() for k, v in flatten(one, f"{prefix}.{key}".lstrip(".")).items()}
+    return {prefix: _as_text(value)}
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def describe_metrics(runs: list[RunRecord]) -> dict[str, dict[str, str]]:
+    """Return unit and meaning of every logged metric, in the order of the declarations, unknown ones last."""
+    logged = dict.fromkeys(name for run in runs for line in run.metrics for name in line)
+    order = {metric.name: i for i, metric in enumerate(names.METRICS)}
+    declared = {name: find_metric(name) for name in logged if name != names.STEP_NUMBER}
+    by_place = sorted(declared, key=lambda name: order[metric.name] if (metric := declared[name]) else len(order))
+    return {
+        name: {"unit": metric.unit, "meaning": metric.meaning} if (metric := declared[name]) else {}
+        for name in by_place
+    }
+
+
+def describe_time() -> dict[str, list[dict[str, str]]]:
+    """Return the parts of a step's time: of the driver, the mean trainer rank and the mean engine."""
+
+    def device(kind: str, activities: tuple[Activity, ...]) -> list[dict[str, str]]:
+        parts = [*map(str, activities), IDLE]
+        return [{"name": part, "metric": names.DEVICE_SECONDS.format(kind, part)} for part in parts]
+
+    driver = [*map(str, PHASE_MEANINGS), REST]
+    return {
+        "driver": [{"name": part, "metric": time_metric(part)} for part in driver],
+        "mean trainer rank": device("trainer", TRAINER_ACTIVITIES),
+        "mean engine": device("engine", (*ENGINE_ACTIVITIES, Activity.RESTART)),
+    }
