@@ -6,18 +6,19 @@ A run with `capture` keeps them in RUN/capsules/step_00010/, and `read_captured`
     samples.jsonl   one line per sample: number of its group and its own, reward, text of each token
     tokens.npz      `lengths` of the samples, and each column end to end, float32
 
-A token that is not trained on has NaN in every column. This module needs numpy and nothing else, so that a viewer starts
-quickly.
+A token that is not trained on has NaN in every column. This module needs numpy and nothing else, so that a viewer
+starts quickly.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ TokenColumn = Literal[
     "rollout_logp",  # log-probability under the engine that sampled the token
     "logp_difference",  # logp - rollout_logp: the mismatch of trainer and engine, and staleness
     "ratio",  # exp(logp - prox_logp), the ratio that a clip looks at; 1 in the first update of a step
-    "clipped",  # 1 where the loss has no gradient at the token though its advantage is not 0, else 0
+    "clipped",  # 1 where the loss says that it clipped, capped or masked the token (trainers/step_record.py), else 0
     "entropy",  # of the distribution that the token was drawn from, in nats
     "kl",  # k3 estimate of the divergence from the reference model at the token
     "loss",  # of the token, before its weight
@@ -44,6 +45,8 @@ CAPSULES = "capsules"
 """Folder of the capsules, in the run folder."""
 MANIFEST, SAMPLES, TOKENS = "capsule.json", "samples.jsonl", "tokens.npz"
 _LENGTHS = "lengths"
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, zipfile.BadZipFile)
+"""Errors of reading a damaged file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,7 @@ def read_captured(run_folder: Path, step: int) -> list[CapturedSample]:
         raise UserError(f"{run_folder} has no complete capsule of step {step}: there is no {folder / MANIFEST}")
     try:
         return _read_samples(folder, step)
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+    except UNREADABLE as error:
         raise UserError(f"the capsule {folder} is damaged: {first_line(error)}") from error
 
 
@@ -91,7 +94,12 @@ def _read_samples(folder: Path, step: int) -> list[CapturedSample]:
     lines = [json.loads(line) for line in (folder / SAMPLES).read_text(encoding="utf-8").splitlines()]
     with np.load(folder / TOKENS, allow_pickle=False) as arrays:
         ends = np.cumsum(arrays[_LENGTHS])[:-1]
-        parts = {cast(TokenColumn, name): np.split(arrays[name], ends) for name in TOKEN_COLUMNS if name in arrays}
+        names: list[TokenColumn] = [name for name in TOKEN_COLUMNS if name in arrays]
+        parts = {name: split(arrays[name], ends) for name in names}
+
+    def columns_of(i: int) -> dict[TokenColumn, FloatArray]:
+        return {name: column[i] for name, column in parts.items()}
+
     samples = [
         CapturedSample(
             step=step,
@@ -99,13 +107,18 @@ def _read_samples(folder: Path, step: int) -> list[CapturedSample]:
             sample=line["sample"],
             reward=float("nan") if line["reward"] is None else line["reward"],
             pieces=line["pieces"],
-            columns={name: arrays[i] for name, arrays in parts.items()},
+            columns=columns_of(i),
         )
         for i, line in enumerate(lines)
     ]
     if wrong := [s for s in samples if any(len(column) != len(s.pieces) for column in s.columns.values())]:
         raise ValueError(f"{SAMPLES} and {TOKENS} have other lengths for sample {wrong[0].sample}")
     return samples
+
+
+def split(array: NDArray[np.generic], ends: NDArray[np.int64]) -> list[FloatArray]:
+    """Split a column of all samples into one for each."""
+    return [part.astype(np.float32, copy=False) for part in np.split(array, ends)]
 
 
 def write_captured(folder: Path, samples: Iterable[CapturedSample]) -> None:
