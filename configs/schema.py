@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from configs.capture_schema import CaptureConfig, ShadowLoss
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig, WeightSyncConfig
 from configs.trainer_schema import CheckpointConfig, ModelConfig, TrainerConfig
@@ -132,6 +133,11 @@ class RLConfig(RunConfig):
     reward: RewardConfig
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
+    capture: CaptureConfig = CaptureConfig()
+    shadow: list[ShadowLoss] = Field([])
+    """Losses to measure beside the one that trains, on the same batches and the same forward pass: their metrics are
+    logged as shadow/<name>/..., and nothing is trained by them. Each is the name of a module in algs/, the path of a
+    Python file, or a section like `alg` with a name for the log: {as: dr_grpo, name: grpo, loss_norm: constant}."""
 
     @model_validator(mode="after")
     def sections_agree(self) -> RLConfig:

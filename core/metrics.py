@@ -143,7 +143,7 @@ _declare(
     RL,
 )
 _CLIPPED = "grpo, ppo, gspo, reinforce_pp"
-_declare("train/approx_kl", "nats", "estimate of KL(pi_prox || pi) on the trained tokens", _CLIPPED)
+APPROX_KL = _declare("train/approx_kl", "nats", "estimate of KL(pi_prox || pi) on the trained tokens", _CLIPPED)
 _declare("train/clip_frac_high", "fraction", "tokens whose gradient the upper clip bound removed", _CLIPPED)
 _declare("train/clip_frac_low", "fraction", "tokens whose gradient the lower clip bound removed", _CLIPPED)
 _declare("train/clip_frac", "fraction", "tokens whose ratio was clipped", "gmpo")
@@ -177,6 +177,11 @@ _declare(
     "train/kto/accuracy", "fraction", "completions on the side of the reference point that their label says", "kto"
 )
 
+SHADOW = "shadow/"
+"""Beginning of the names of a shadow's metrics."""
+_declare("shadow/<name>/<metric>", "", "train/<metric> of a loss that only watches, with shadow", RL)
+_declare("shadow/<name>/<group>/<metric>", "", "train/<group>/<metric> of a loss that only watches, with shadow", RL)
+
 EVAL = "eval/{}"
 EVAL_LOSS = _declare("eval/loss", "", "loss on data.eval", SL)
 _declare("eval/nll", "nats", "train/nll on data.eval", "orpo")
@@ -209,6 +214,7 @@ PHASE_MEANINGS = {
     Phase.LOGP: "computing the columns that the algorithm requires",
     Phase.ADVANTAGES: "computing advantages",
     Phase.TRAIN: "packing and training",
+    Phase.CAPTURE: "keeping the step, with capture",
     Phase.SYNC: "weight sync and its proof",
     Phase.EVALUATE: "measuring data.eval",
     Phase.LOG: "writing the step's samples and timers",

@@ -15,6 +15,7 @@ class Phase(StrEnum):
     LOGP = "logp"
     ADVANTAGES = "advantages"
     TRAIN = "train"
+    CAPTURE = "capture"
     SYNC = "sync"
     EVALUATE = "evaluate"
     LOG = "log"

@@ -280,6 +280,8 @@ class Batch:
     labels: Tensor
     """[M] int64, ids of these next tokens."""
     tokens: Tokens
+    shadows: dict[str, Tokens] = field(default_factory=dict)
+    """The same tokens as other losses see them, by the name of the loss; see the key `shadow`."""
 
     def __reduce__(self) -> Any:
         return with_tensors, (Batch, without_tensors(self))
@@ -287,7 +289,8 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with every tensor on `device`."""
         tokens = self.tokens.replace(**_move_tensors(self.tokens, device))
-        return replace(self, **_move_tensors(self, device), tokens=tokens)
+        shadows = {name: seen.replace(**_move_tensors(seen, device)) for name, seen in self.shadows.items()}
+        return replace(self, **_move_tensors(self, device), tokens=tokens, shadows=shadows)
 
 
 def _move_tensors(record: Batch | Tokens, device: torch.device | str) -> dict[str, Any]:

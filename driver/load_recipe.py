@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from algs import find_algorithm
-from algs.base import Algorithm, PolicyGradient
+from capture.losses import with_length_limit
 from configs.load import apply_override, read_recipe, validate
 from configs.renamed import find_renamed
 from configs.schema import RLConfig, RunConfig
@@ -44,14 +44,6 @@ def load_recipe(cls: type[C], path: str, overrides: list[str]) -> Loaded[C]:
         alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
         check_engine(cfg, load_engine_class(resolve_engine(cfg.rollout.engine)).capabilities)
     return Loaded(cfg=cfg.model_copy(update={"alg": alg.model_dump()}), alg_spec=spec)
-
-
-def with_length_limit(alg: Algorithm, max_new_tokens: int) -> Algorithm:
-    """Return the algorithm with `overlong.max_tokens` set: by default it is the rollout's token budget."""
-    if not isinstance(alg, PolicyGradient) or alg.overlong.mode != "penalty" or alg.overlong.max_tokens is not None:
-        return alg
-    overlong = alg.overlong.model_dump() | {"max_tokens": max_new_tokens}
-    return validate(type(alg), alg.model_dump() | {"overlong": overlong}, prefix="alg.")
 
 
 def check_engine(cfg: RLConfig, can: Capabilities) -> None:

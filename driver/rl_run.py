@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from algs.base import PolicyGradient, assign_advantages, check_advantages
+from capture.recorder import Recorder
 from configs.schema import RLConfig
 from core import metrics as names
 from core.errors import ProcessDied, RunStopped
@@ -28,6 +29,7 @@ from driver.rollout_metrics import (
 )
 from driver.scoring import add_columns
 from driver.session import Session
+from driver.shadows import Shadows
 from driver.time_account import TimeBreakdown, name_bottleneck
 from rollouts.availability import EngineAvailability
 from rollouts.buffer import ReplayBuffer
@@ -60,6 +62,8 @@ class Run:
     layout: RowLayout
     """Layout of the trainers' rows, which depends on the loaded model."""
     time: TimeBreakdown
+    shadows: Shadows | None = None
+    recorder: Recorder | None = None
 
     @property
     def steps(self) -> int:
@@ -107,16 +111,31 @@ class Run:
     async def train(self, groups: list[Group]) -> dict[str, float]:
         """Train on the groups of a step, distributed over its updates."""
         k = self.cfg.updates_per_step
+        of_updates = [groups[i::k] for i in range(k)]
         with self.session.clock.phase(Phase.TRAIN):
-            plans = [self._plan(groups[i::k]) for i in range(k)]
+            plans = [self._plan(own) for own in of_updates]
+        if self.recorder is None:
+            return await self._train(of_updates, plans)
+        clock = self.session.clock
+        async with self.recorder.recording(self.steps_done, of_updates, plans, clock) as recording:
+            recording.metrics = await self._train(of_updates, plans)
+        return recording.metrics
+
+    async def _train(self, groups: list[list[Group]], plans: list[Plan]) -> dict[str, float]:
+        """Make the updates, each on its groups by its plan."""
+        k = len(plans)
+        with self.session.clock.phase(Phase.TRAIN):
             updates = [plan.batches() for plan in plans]  # [update][rank][micro-batch]
+            if self.shadows is not None:
+                self.shadows.attach(updates, plans, groups)
             self.time.prefetch_engine_timers()
             shards = [[update[rank] for update in updates] for rank in range(len(self.trainers))]
             measured, *_ = await self.trainers.scatter(Trainer.step, shards)
             self.steps_done += 1
             padding = sum(plan.padding for plan in plans) / k
             shared = sum(plan.shared for plan in plans) / k
-        return name_train_metrics(measured) | {names.TRAIN_PADDING: padding, names.TRAIN_SHARED: shared}
+        named = name_train_metrics(measured) | {names.TRAIN_PADDING: padding, names.TRAIN_SHARED: shared}
+        return named if self.shadows is None else self.shadows.drop_non_finite(named)
 
     def _plan(self, groups: list[Group]) -> Plan:
         return plan_update(

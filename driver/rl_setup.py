@@ -9,17 +9,21 @@ from typing import Any
 
 from algs import load_algorithm
 from algs.base import PolicyGradient
+from capture.capsule import RunFacts
+from capture.losses import NamedLoss
+from capture.recorder import Recorder
 from configs.schema import RLConfig
 from core.errors import UserError
 from core.phases import Milestone, Phase
 from core.ray_cluster import Remote
+from core.row_layout import RowLayout
 from core.types import Prompt
 from core.workers import Workers, gather_fail_fast
 from data_feeds.feed import Feed, load_prompts
 from data_feeds.tokenizer import ChatTokenizer
 from driver.check_models import check_frozen_models, check_policy
 from driver.checkpoint import Checkpoint
-from driver.devices import check_devices
+from driver.devices import check_devices, uses_gpus
 from driver.engine_timers import EngineTimers
 from driver.load_recipe import Loaded
 from driver.own_code import check_own_code
@@ -28,6 +32,7 @@ from driver.rl_run import Run
 from driver.rollout_factory import RolloutPlan, plan_rollouts, start_rollouts
 from driver.save_to import check_output_folders
 from driver.session import Session
+from driver.shadows import Shadows, load_shadows
 from driver.time_account import TimeBreakdown
 from driver.trainer_factory import plan_trainer, start_trainers
 from driver.weight_sync_factory import make_weight_sync
@@ -55,6 +60,7 @@ class Prepared:
     prompts: Feed[Prompt]
     held_out: Feed[Prompt] | None
     rollouts: RolloutPlan
+    shadows: list[NamedLoss]
     settings: dict[str, Any]
     checkpoint: Checkpoint | None
     """The checkpoint that the run resumes."""
@@ -80,6 +86,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
             f"one sample may reach {cfg.longest_sample} tokens (data.max_prompt_tokens + rollout.max_new_tokens), and "
             f"model.path={cfg.model.path} has room for {positions}: lower one of the two"
         )
+    shadows = load_shadows(cfg, alg)
     rollouts = plan_rollouts(cfg)
     load_reward(rollouts.reward_spec, cfg.reward.settings)
     load_env_class(rollouts.env_spec)
@@ -100,6 +107,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         prompts=prompts,
         held_out=held_out,
         rollouts=rollouts,
+        shadows=shadows,
         settings=settings,
         checkpoint=find_checkpoint_to_resume(loaded, settings),
     )
@@ -110,7 +118,11 @@ async def start(prepared: Prepared, session: Session) -> Run:
     cfg, feed = prepared.loaded.cfg, prepared.prompts
     session.report_data({"data.train": feed, "data.eval": prepared.held_out})
     plan = plan_trainer(
-        cfg, prepared.loaded.alg_spec, temperature=cfg.rollout.temperature, total_updates=cfg.total_updates
+        cfg,
+        prepared.loaded.alg_spec,
+        temperature=cfg.rollout.temperature,
+        total_updates=cfg.total_updates,
+        shadows=prepared.shadows,
     )
     with session.clock.phase(Phase.START):
         trainers, engines = await start_workers(prepared, session, plan)
@@ -153,6 +165,46 @@ async def start(prepared: Prepared, session: Session) -> Run:
         ),
         layout=layout,
         time=await TimeBreakdown.start(session.clock, trainers=trainers, engines=EngineTimers(engines, availability)),
+        shadows=make_shadows(prepared, session),
+        recorder=make_recorder(prepared, session, trainers, layout),
+    )
+
+
+def make_shadows(prepared: Prepared, session: Session) -> Shadows | None:
+    """Return the losses that watch; None where the recipe has none."""
+    cfg = prepared.loaded.cfg
+    if not prepared.shadows:
+        return None
+    return Shadows(
+        prepared.shadows, cfg.rollout.max_new_tokens, stale=cfg.updates_per_step > 1, say=session.console.say
+    )
+
+
+def make_recorder(
+    prepared: Prepared, session: Session, trainers: Workers[Trainer], layout: RowLayout
+) -> Recorder | None:
+    """Return what keeps capsules; None where the recipe asks for none."""
+    cfg = prepared.loaded.cfg
+    if not cfg.capture.is_on:
+        return None
+    return Recorder(
+        cfg.capture,
+        trainers,
+        home=session.folder.path,
+        facts=RunFacts(
+            alg=cfg.alg,
+            alg_file=prepared.loaded.alg_spec,
+            model=cfg.model.model_dump(),
+            trainer=cfg.trainer.model_dump(),
+            temperature=cfg.rollout.temperature,
+            max_new_tokens=cfg.rollout.max_new_tokens,
+            updates_per_step=cfg.updates_per_step,
+            layout=layout,
+            on_cpu=not uses_gpus(cfg),
+        ),
+        tokenizer=prepared.tokenizer.hf,
+        say=session.console.say,
+        resumed_from=None if prepared.checkpoint is None else prepared.checkpoint.folder,
     )
 
 

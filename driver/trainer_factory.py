@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from algs import load_algorithm
+from capture.losses import NamedLoss
 from configs.schema import RunConfig
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.loading import FileSpec
@@ -32,6 +34,8 @@ class TrainerPlan:
     total_updates: int
     seed: int
     sources: tuple[str, ...] = ()
+    shadows: dict[str, tuple[FileSpec, dict[str, Any]]] = field(default_factory=dict)
+    """File and settings of each shadow loss, by its name."""
     has_ref_logp: bool = False
     timeout_s: float = 1800.0
     """Deadline of the ranks' collectives."""
@@ -51,6 +55,7 @@ def build_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
         "temperature": plan.temperature,
         "total_updates": plan.total_updates,
         "sources": plan.sources,
+        "shadows": {name: load_algorithm(spec, given) for name, (spec, given) in plan.shadows.items()},
         "has_ref_logp": plan.has_ref_logp,
     }
     if info is None:
@@ -76,6 +81,7 @@ def plan_trainer(
     temperature: float,
     total_updates: int,
     sources: tuple[str, ...] = (),
+    shadows: Sequence[NamedLoss] = (),
     has_ref_logp: bool = False,
 ) -> TrainerPlan:
     return TrainerPlan(
@@ -87,6 +93,7 @@ def plan_trainer(
         total_updates=total_updates,
         seed=cfg.seed,
         sources=sources,
+        shadows={shadow.name: (shadow.spec, shadow.settings) for shadow in shadows},
         has_ref_logp=has_ref_logp,
         timeout_s=cfg.timeout_s,
     )

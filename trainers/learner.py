@@ -8,6 +8,7 @@ from typing import NotRequired, Protocol, TypedDict
 
 from torch import Tensor, nn
 
+from algs.base import Algorithm
 from weight_sync.base import Bucket, ExportScope
 
 
@@ -50,5 +51,7 @@ class TrainerSettings(TypedDict):
     total_updates: int
     sources: NotRequired[tuple[str, ...]]
     """Data sets whose losses are logged separately."""
+    shadows: NotRequired[dict[str, Algorithm]]
+    """Losses that are measured beside the one that trains, by name."""
     has_ref_logp: NotRequired[bool]
     """True: reference log-probabilities were computed before training, so no reference model is loaded."""

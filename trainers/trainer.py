@@ -7,9 +7,10 @@ needs values. Each is updated by its own gradient, and an update counts as made 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +34,10 @@ from trainers.checkpoint_state import Counters, RankState, load_state, save_stat
 from trainers.learner import Learner
 from trainers.meter import Meter
 from trainers.optimizer import make_lr_schedule
+from trainers.shadows import ShadowMeter
+from trainers.step_record import RecordedUpdate, StepRecord
 from weight_sync.base import Bucket, ExportScope
+from weight_sync.fingerprint import fingerprint
 
 
 class Trainer:
@@ -53,10 +57,13 @@ class Trainer:
         temperature: float,
         total_updates: int,
         sources: tuple[str, ...] = (),
+        shadows: Mapping[str, Algorithm] = MappingProxyType({}),
         has_ref_logp: bool = False,
     ):
         self.device, self.cfg, self.alg, self.temperature, self.sources = device, cfg, alg, temperature, sources
         self.timer = ActivityTimer(*TRAINER_ACTIVITIES)
+        self.shadows = shadows
+        self.record: StepRecord | None = None
         if device == "cpu":
             keep_freed_memory()
         kind: dict[str, Any] = {
@@ -122,37 +129,50 @@ class Trainer:
         The metrics are averages over the updates that were made; a skipped update is only counted.
         """
         with self.timer.measure(Activity.TRAIN):
-            total = Meter(self.sources)
+            total, shadows = Meter(self.sources), ShadowMeter(self.shadows)
             norms: list[dict[str, float]] = []
             for micro_batches in updates:
                 meter = Meter(self.sources)
-                for batch in self._with_totals(micro_batches):
-                    loss, metrics = self._compute_loss(batch)
+                if self.record is not None:
+                    self._record_weights(self.record)
+                for batch in self.with_totals(micro_batches):
+                    policy, loss, metrics = self._compute_loss(batch)
                     if not loss.requires_grad:
                         raise UserError(
                             f"{type(self.alg).__name__}: the loss has no gradient: compute it from policy.logp (or "
                             "values), without detach()"
                         )
                     self.policy.backward((loss * batch.tokens.weight).sum())
+                    if policy is not None:
+                        shadows.see(policy, batch.shadows)
+                        if self.record is not None:
+                            self.record.add_batch(policy, batch.tokens, loss, metrics)
                     if self.critic is not None:
                         metrics |= self._train_critic(self.critic, batch)
                     meter.add(batch.tokens, {"loss": loss, **metrics})
-                if norm := self._update_weights():
+                norm = self._update_weights()
+                if self.record is not None:
+                    self.record.end_update(norm)
+                shadows.end_update(self.sum_over_ranks, was_made=bool(norm))
+                if norm:
                     total.merge(meter)
                     norms.append(norm)
             return {
                 **total.compute_means(self.sum_over_ranks),
+                **shadows.compute_means(self.sum_over_ranks),
                 **({name: sum(n[name] for n in norms) / len(norms) for name in norms[0]} if norms else {}),
                 "lr": self.lr_schedule.get_lr(self.updates_done - 1),
                 "updates_skipped": float(len(updates) - len(norms)),
             }
 
-    def _compute_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        if self.alg.model_kind == "reward":
+    def _compute_loss(self, batch: Batch) -> tuple[Policy | None, Tensor, Metrics]:
+        """Return the policy, or None for a reward model; the loss and the metrics."""
+        policy = None if self.alg.model_kind == "reward" else self.forward(batch)
+        if policy is None:
             returned = self.alg.value_loss(self._compute_values(self.policy, batch), batch.tokens)
         else:
-            returned = self.alg.objective(self.forward(batch), batch.tokens)
-        return check_per_token(self.alg, returned, batch.tokens)
+            returned = self.alg.objective(policy, batch.tokens)
+        return policy, *check_per_token(self.alg, returned, batch.tokens)
 
     def _train_critic(self, critic: Learner, batch: Batch) -> dict[str, Tensor]:
         returned = self.alg.value_loss(self._compute_values(critic, batch), batch.tokens)
@@ -181,8 +201,8 @@ class Trainer:
     def measure_loss(self, micro_batches: list[Batch]) -> dict[str, float]:
         """Return the metrics of an update without making it."""
         meter = Meter()
-        for batch in self._with_totals(micro_batches):
-            loss, metrics = self._compute_loss(batch)
+        for batch in self.with_totals(micro_batches):
+            _, loss, metrics = self._compute_loss(batch)
             meter.add(batch.tokens, {"loss": loss, **metrics})
         return meter.compute_means(self.sum_over_ranks)
 
@@ -242,6 +262,34 @@ class Trainer:
         """Yield the policy's tensors; see Learner.export_weights."""
         return self.policy.export_weights(max_bytes, scope)
 
+    def begin_record(self, weights: Path | None) -> None:
+        """Keep what the next `step` makes of every token, and checksums of the weights before each of its updates.
+
+        weights: folder to write these weights into as well, in a folder for each update.
+        """
+        self.record = StepRecord(weights=weights)
+
+    def end_record(self, *, keep: bool) -> list[RecordedUpdate]:
+        """Return what was kept since `begin_record`, one record per update, or forget it; keep no more."""
+        assert self.record is not None, "begin_record() comes first"
+        record, self.record = self.record, None
+        return record.finish() if keep else []
+
+    def _record_weights(self, record: StepRecord) -> None:
+        record.begin_update(self.fingerprint_weights())
+        if record.weights is not None:
+            folder = record.weights / f"update_{len(record.updates) - 1}"
+            with writing(folder):
+                self.write_model(self.policy, folder, ["adapter" if self.lora else "whole"])
+
+    def fingerprint_weights(self) -> dict[ExportScope, dict[str, int]]:
+        """Return the checksum of every tensor of the policy; on other ranks than the first they are not computed."""
+        found: dict[ExportScope, dict[str, int]] = {}
+        for scope in ("whole", "adapter") if self.lora else ("whole",):
+            buckets = self.policy.export_weights(2**26, scope)  # gathering a sharded parameter needs every rank
+            found[scope] = {k: v for bucket in buckets if self.rank == 0 for k, v in fingerprint(bucket).items()}
+        return found
+
     def flatten_weights(self) -> Tensor:
         """Return all weights in training as one float32 vector on the CPU, for tests."""
         learners = [self.policy, *([self.critic] if self.critic is not None else [])]
@@ -272,7 +320,7 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _with_totals(self, micro_batches: list[Batch]) -> list[Batch]:
+    def with_totals(self, micro_batches: list[Batch]) -> list[Batch]:
         """Return the batches on this device, with the algorithm's sums over the whole update and all ranks."""
         batches = [b.to(self.device) for b in micro_batches]
         if type(self.alg).totals is Algorithm.totals:

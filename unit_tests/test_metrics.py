@@ -74,6 +74,7 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     (tmp_path / "digits.py").write_text(DIGITS)
     rl |= {"reward.fn": str(tmp_path / "digits.py"), "reward.weights": {"digits": 1.0}}
     rl |= {"alg": {"name": "ppo", "critic_lr": 1e-3}, "steps": 3, "checkpoint": {"every": 1}, "updates_per_step": 2}
+    rl |= {"capture": {"every": 1}, "shadow": ["cispo"]}
     assert run_here(main_rl, "--config", recipe(rl), "name=rl") == (0, "")
     sft = str(sums / "sft.parquet")
     sl = {"data.train": [{"path": sft, "name": "a"}, {"path": sft, "name": "b"}], "data.eval": sft, "eval_every": 1}

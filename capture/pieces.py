@@ -1,0 +1,54 @@
+"""The text of each token of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+BROKEN = "\ufffd"
+"""What a decoder writes for bytes that are no whole character."""
+
+
+class PieceDecoder:
+    """Decode tokens one by one so that the pieces joined are the text; each id is decoded once."""
+
+    def __init__(self, tokenizer: Any):
+        """tokenizer: of Hugging Face."""
+        self.tokenizer = tokenizer
+        # a token in front: some decoders drop the space before the first token
+        self.anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)[:1]
+        self.before = len(self._decode_whole([]))
+        self.known: dict[int, str] = {}
+
+    def decode(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token; a character of several tokens stands at the last of them."""
+        pieces: list[str] = []
+        run: list[int] = []  # tokens since the last whole character
+        for token in token_ids:
+            run.append(token)
+            text = self._decode_one(token) if len(run) == 1 else self._decode_after_anchor(run)
+            if text.endswith(BROKEN) and len(run) < LONGEST_RUN:
+                pieces.append("")
+            else:
+                pieces.append(text)
+                run = []
+        if run:
+            pieces[-1] = self._decode_after_anchor(run)
+        return pieces
+
+    def _decode_one(self, token: int) -> str:
+        if token not in self.known:
+            self.known[token] = self._decode_after_anchor([token])
+        return self.known[token]
+
+    def _decode_after_anchor(self, tokens: list[int]) -> str:
+        return self._decode_whole(tokens)[self.before :]
+
+    def _decode_whole(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(
+            [*self.anchor, *tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+
+LONGEST_RUN = 8
+"""Tokens after which bytes that make no character are shown as they are; a character has four bytes at most."""

@@ -1,0 +1,98 @@
+"""From what the trainer ranks kept of a step to the samples that a capsule holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capture.batch_file import in_order
+from capture.capsule import UpdateFacts
+from capture.pieces import PieceDecoder
+from capture.tokens import CapturedSample, FloatArray, TokenColumn
+from core.types import Group, Sample
+from data_feeds.packing import Plan
+from trainers.step_record import RecordedUpdate
+
+Recorded = Sequence[Sequence[RecordedUpdate]]
+"""[rank][update]"""
+
+
+def lay_out_columns(
+    plan: Plan, of_ranks: Sequence[Sequence[dict[str, NDArray[Any]]]], *, fill: float
+) -> dict[int, dict[str, NDArray[Any]]]:
+    """Return columns of trained tokens over the whole of each sample, by id() of the sample.
+
+    of_ranks: [rank][micro-batch][column], [M] each, as `plan` splits them. fill: value of a token that is not trained
+    on.
+    """
+    done: dict[int, dict[str, NDArray[Any]]] = {}
+    for rank_bins, rank_columns in zip(plan.bins, of_ranks, strict=True):
+        for chosen, columns in zip(rank_bins, rank_columns, strict=True):
+            first = 0
+            for s in (plan.samples[i] for i in chosen):
+                mask, after = s.loss_mask, first + s.n_trained
+                own = {name: np.full(len(mask), fill, dtype=values.dtype) for name, values in columns.items()}
+                for name, values in columns.items():
+                    own[name][mask] = values[first:after]
+                done[id(s)], first = own, after
+    return done
+
+
+def capture_samples(
+    step: int, of_updates: list[list[Group]], plans: list[Plan], recorded: Recorded, decoder: PieceDecoder
+) -> list[CapturedSample]:
+    """Return all samples of the step, in the order of its groups, with what the trainer kept of their tokens."""
+    columns: dict[int, dict[str, NDArray[Any]]] = {}
+    for u, plan in enumerate(plans):
+        if all(u < len(rank) and len(rank[u].tokens) == len(plan.bins[r]) for r, rank in enumerate(recorded)):
+            columns |= lay_out_columns(plan, [rank[u].tokens for rank in recorded], fill=float("nan"))
+    names = next(iter(columns.values())).keys() if columns else ()
+    return [
+        CapturedSample(
+            step=step,
+            group=g,
+            sample=i,
+            reward=float("nan") if s.reward is None else s.reward,
+            pieces=decoder.decode(s.token_ids.tolist()),
+            columns=cast(dict[TokenColumn, FloatArray], columns.get(id(s)) or _untrained(s, names)),
+        )
+        for g, group in enumerate(in_order(of_updates))
+        for i, s in enumerate(group)
+    ]
+
+
+def _untrained(sample: Sample, names: Sequence[str] | Any) -> dict[str, FloatArray]:
+    return {name: np.full(len(sample.token_ids), np.nan, dtype=np.float32) for name in names}
+
+
+def describe_updates(of_updates: list[list[Group]], plans: list[Plan], recorded: Recorded) -> list[UpdateFacts]:
+    """Return the facts of each update that was begun."""
+    number = {id(s): i for i, s in enumerate(s for g in in_order(of_updates) for s in g)}
+    facts: list[UpdateFacts] = []
+    for u, (plan, *of_ranks) in enumerate(zip(plans, *recorded, strict=False)):
+        norm = of_ranks[0].norms.get("grad_norm")
+        facts.append(
+            UpdateFacts(
+                samples=[number[id(s)] for s in plan.samples],
+                sample_weights=plan.weights,
+                bins=plan.bins,
+                groups=plan.groups,
+                families=plan.families,
+                loss=average_loss([batch for rank in recorded for batch in rank[u].tokens]),
+                grad_norm=norm,
+                fingerprints={str(scope): sums for scope, sums in of_ranks[0].fingerprints.items()},
+            )
+        )
+    return facts
+
+
+def average_loss(batches: list[dict[str, NDArray[Any]]]) -> float:
+    """Return sum(weight x loss) / sum(weight), in float64, as trainers/meter.py does; NaN where no batch was made."""
+    if not batches:
+        return float("nan")
+    weight = np.concatenate([b["weight"] for b in batches]).astype(np.float64)
+    loss = np.concatenate([b["loss"] for b in batches]).astype(np.float64)
+    return float((weight * loss).sum() / weight.sum())

@@ -1,0 +1,68 @@
+"""Shadow losses: measured on the batches and the forward pass of the loss that trains, without any gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from algs.base import Algorithm, check_per_token
+from core.types import Policy, Tokens
+from trainers.meter import Meter
+
+
+class ShadowMeter:
+    """Metrics of shadow losses over the updates of a step."""
+
+    def __init__(self, shadows: Mapping[str, Algorithm]):
+        self.shadows = shadows
+        self.totals = {name: Meter() for name in shadows}
+        self.seen: list[tuple[Policy, dict[str, Tokens]]] = []
+        """Policy of each micro-batch of the update, and its tokens as each shadow sees them."""
+
+    def see(self, policy: Policy, tokens: dict[str, Tokens]) -> None:
+        """Keep the policy of a micro-batch, without its graph, until the update is complete."""
+        if self.shadows:
+            entropy = None if policy.entropy is None else policy.entropy.detach()
+            self.seen.append((Policy(logp=policy.logp.detach(), entropy=entropy), tokens))
+
+    @torch.no_grad()
+    def end_update(self, add_up: Callable[[Tensor], Tensor], *, was_made: bool) -> None:
+        """Measure every shadow on what was seen. As for the loss that trains, an update that was skipped counts not.
+
+        add_up: sums a tensor over the ranks, for the losses that need sums over the whole update.
+        """
+        seen, self.seen = self.seen, []
+        if not was_made:  # the same on every rank
+            return
+        for name, alg in self.shadows.items():
+            own = [(as_needed_by(alg, policy), tokens[name]) for policy, tokens in seen]
+            for policy, tokens in with_totals(alg, own, add_up):
+                loss, metrics = check_per_token(alg, alg.objective(policy, tokens), tokens)
+                self.totals[name].add(tokens, {"loss": loss, **metrics})
+
+    def compute_means(self, add_up: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return the means over all ranks, as `shadow/<name>/<metric>`."""
+        return {
+            f"shadow/{name}/{metric}": value
+            for name, meter in self.totals.items()
+            for metric, value in meter.compute_means(add_up).items()
+            if metric != "tokens"  # they are those of the loss that trains
+        }
+
+
+def as_needed_by(alg: Algorithm, policy: Policy) -> Policy:
+    """Return the policy as a trainer with this algorithm would compute it: with the entropy only where it is needed."""
+    return policy if alg.needs_entropy else Policy(logp=policy.logp)
+
+
+def with_totals(
+    alg: Algorithm, seen: list[tuple[Policy, Tokens]], add_up: Callable[[Tensor], Tensor]
+) -> list[tuple[Policy, Tokens]]:
+    """Return the tokens with the algorithm's sums over the whole update and all ranks."""
+    if type(alg).totals is Algorithm.totals:
+        return seen
+    partial = [alg.totals(policy, tokens) for policy, tokens in seen]
+    totals = {name: add_up(torch.stack([p[name] for p in partial]).sum(0)) for name in sorted(partial[0])}
+    return [(policy, tokens.replace(totals=totals)) for policy, tokens in seen]
