@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from itertools import combinations
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -58,6 +60,26 @@ def samples_of(folder: Path) -> list[dict]:
     return pq.read_table(folder / WHOLE).to_pylist()
 
 
+def check_by_hand(metrics: dict, rows: list[dict]) -> None:
+    """Compare the metrics of four samples a prompt with those counted from the file of all samples."""
+    prompts = [[r for r in rows if r["index"] == i] for i in range(10)]
+    rewards = [[sum(map(str.isdigit, r["completion"])) / 2 for r in of] for of in prompts]
+    assert rewards == [[r["reward"] for r in of] for of in prompts]
+    solved = [[reward >= 0.5 for reward in of] for of in rewards]
+    for k in (2, 4):
+        chosen = [list(combinations(of, k)) for of in solved]
+        for name, test in (("pass@", any), ("pass^", all)):
+            by_hand = sum(sum(map(test, of)) / len(of) for of in chosen) / 10
+            assert metrics[f"{name}{k}"]["value"] == pytest.approx(by_hand, abs=1e-12)
+    votes = []
+    for of, passes in zip(prompts, solved, strict=True):
+        counts = Counter(r["final_answer"] for r in of)
+        winners = [answer for answer, n in counts.items() if n == max(counts.values())]
+        by_answer = {w: [p for r, p in zip(of, passes, strict=True) if r["final_answer"] == w] for w in winners}
+        votes.append(sum(sum(ps) / len(ps) for ps in by_answer.values()) / len(winners))
+    assert metrics["majority@4"]["value"] == pytest.approx(sum(votes) / 10, abs=1e-12)
+
+
 def test_an_evaluation_says_what_the_training_run_said(recipe, eval_recipe, tmp_path, sums, one_thread):
     """Of its last model and of its best one: the same samples, rewards and pass@k."""
     (tmp_path / "digits.py").write_text(DIGITS)
@@ -83,6 +105,7 @@ def test_an_evaluation_says_what_the_training_run_said(recipe, eval_recipe, tmp_
         assert row["metrics"]["mean"]["value"] == pytest.approx(wanted["eval/reward/mean"], abs=1e-12)
         for k in (1, 2, 4):
             assert row["metrics"][f"pass@{k}"]["value"] == pytest.approx(wanted[f"eval/pass@{k}"], abs=1e-12)
+        check_by_hand(row["metrics"], samples_of(folder_of(tmp_path, model)))
 
 
 def test_sets_and_columns_get_rows_and_samples_do_not_depend_on_other_sets(eval_recipe, tmp_path, capsys, one_thread):
@@ -225,12 +248,30 @@ def test_an_adapter_is_its_merged_model_and_greedy_is_the_same_in_vllm(recipe, e
     assert code == 2 and "name it in model.adapter" in err
 
 
+MORTAL = """
+import os
+from pathlib import Path
+from rollouts.engines.hf import HfEngine
+
+class Mortal(HfEngine):
+    async def generate(self, token_ids, **settings):
+        mark = Path(__file__).with_name("died")
+        if not mark.exists():
+            mark.touch()
+            os._exit(1)
+        return await super().generate(token_ids, **settings)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_engines_on_ray_make_the_samples_of_one(eval_recipe, tmp_path):
+def test_two_engines_on_ray_of_which_one_dies_make_the_samples_of_one(eval_recipe, tmp_path):
     assert run_here(main_eval, "--config", eval_recipe(name="one")) == (0, "")
-    two = eval_recipe(name="two", backend="ray", rollout={"engine": "hf", "engines": 2, "max_new_tokens": 8})
+    (tmp_path / "mortal.py").write_text(MORTAL)
+    rollout = {"engine": str(tmp_path / "mortal.py"), "engines": 2, "max_new_tokens": 8}
+    two = eval_recipe(name="two", backend="ray", rollout=rollout)
     done = subprocess.run([sys.executable, "main_eval.py", "--config", two], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "restarting it (1 of rollout.restarts=3)" in done.stdout, "it died"
     one, two = (samples_of(folder_of(tmp_path, name)) for name in ("one", "two"))
     assert [r["completion"] for r in one] == [r["completion"] for r in two]
