@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from configs.capture_schema import CaptureConfig, ShadowLoss
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig, WeightSyncConfig
-from configs.trainer_schema import CheckpointConfig, ModelConfig, TrainerConfig
+from configs.trainer_schema import CheckpointConfig, ModelConfig, TrainerConfig, refuse_best
 from core.errors import UserError
 from core.strict_model import Seconds, StrictModel
 
@@ -83,6 +83,12 @@ class RunConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def best_is_measured(self) -> RunConfig:
+        if refused := refuse_best(self.checkpoint, eval_every=self.eval_every):
+            raise ValueError(f"checkpoint.best={self.checkpoint.best}: {refused}")
+        return self
+
+    @model_validator(mode="after")
     def one_process_has_one_rank(self) -> RunConfig:
         if self.backend == "ray" and self.trainer.zero_stage == 0 and self.model.dtype == "bfloat16":
             raise ValueError(
@@ -130,6 +136,11 @@ class RLConfig(RunConfig):
     old."""
     sample_reuse: int = Field(1, ge=1)
     """Number of steps that train on each group: a step adds groups_per_step / sample_reuse new groups to the window."""
+    eval_samples: int = Field(1, ge=1)
+    """Number of samples of each prompt of data.eval. With more than one, pass@k is measured too, for the powers of two
+    up to this number."""
+    eval_pass_reward: float = 1.0
+    """Smallest reward of a sample of data.eval that counts as solved in pass@k."""
     reward: RewardConfig
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from core.metrics import EVAL_LOSS, METRICS, find_metric
 from core.strict_model import LearningRate, StrictModel
 
 
@@ -120,5 +122,44 @@ class CheckpointConfig(StrictModel):
     """Steps between two checkpoints; 0 writes none. One is written at the end as well. They are in the run folder's
     checkpoints/. Every rank writes its share there, so on several machines run_dir must be a shared folder."""
     keep: int = Field(2, ge=1)
-    """Number of newest checkpoints to keep, in addition to the one with the lowest eval/loss (supervised runs with
-    eval_every). `last` and `best` point at them."""
+    """Number of newest checkpoints to keep, in addition to the best one. `last` and `best` point at them."""
+    best: str | None = None
+    """Metric of the log by which the best checkpoint is kept, such as eval/reward/mean; its model is also in the run
+    folder's best_model/. Unset: the lowest eval/loss (supervised runs with eval_every), without a model of its own. A
+    resumed run compares its own checkpoints."""
+    best_is: Literal["auto", "highest", "lowest"] = "auto"
+    """Which value of `best` is the best. auto: the lowest of a name that ends in loss, nll or kl, else the highest."""
+
+    @property
+    def best_metric(self) -> str:
+        """Metric by which checkpoints are compared."""
+        return self.best or EVAL_LOSS
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Direction of that metric."""
+        if self.best_is == "auto":
+            return self.best_metric.endswith(("loss", "nll", "kl"))
+        return self.best_is == "lowest"
+
+
+def refuse_best(checkpoint: CheckpointConfig, *, eval_every: int) -> str | None:
+    """Return why `checkpoint.best` cannot be compared in a run; None if it can."""
+    name, every = checkpoint.best, checkpoint.every
+    if name is None:
+        return None
+    if not every:
+        return "the run makes no checkpoint: set checkpoint.every"
+    if find_metric(name) is None and not name.startswith("train/"):  # a loss of the user's may log any name there
+        close = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1)
+        return "there is no such metric" + (
+            f" (did you mean {close[0]!r}?)" if close else "; see docs/reference/metrics.md"
+        )
+    if name.startswith("eval/") and not eval_every:
+        return "it is measured with eval_every: set that"
+    if name.startswith("eval/") and every % eval_every:
+        return (
+            f"it is measured every eval_every={eval_every} steps, and checkpoints are made every {every}: make "
+            "checkpoint.every a multiple of eval_every"
+        )
+    return None

@@ -192,6 +192,13 @@ EVAL_PAIR_ACCURACY = _declare("eval/pair/<metric>", "", "train/pair/<metric> on 
 _declare("eval/kto/<metric>", "", "train/kto/<metric> on data.eval", "kto")
 _declare("eval/reward/<part>", "", "reward/<part> on data.eval", RL)
 _declare("eval/rollout/failed", "samples", "samples of data.eval without a reward", RL)
+PASS_AT = "pass@{}"
+_declare(
+    "eval/pass@<k>",
+    "fraction",
+    "prompts of data.eval that k samples solve, unbiased; with eval_samples above 1",
+    RL,
+)
 
 SYNC_PROBE_GAP = _declare(
     "sync/probe_gap",

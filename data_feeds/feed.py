@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig, SourceConfig
+from configs.eval_schema import EvalDataConfig
 from core.collector import without_collector
 from core.errors import UserError
 from core.metrics import DATA_EPOCH, DATA_ROWS
@@ -160,7 +161,7 @@ def _load_feed(
             train_on=train_on,
         )
         limit = data.eval_rows if which == "eval" else None
-        items, invalid = _read_source(config, key, row_type, reader, data=data, limit=limit)
+        items, invalid = read_source(config, key, row_type, reader, data=data, limit=limit)
         stream = f"{seed}/{config.log_name}" if mixed else str(seed)
         sources.append(
             Source(name=config.log_name, items=items, stream=stream, replacement=config.replacement, invalid=invalid)
@@ -168,9 +169,16 @@ def _load_feed(
     return Feed(sources=sources, mixture=Mixture(whole_parts([c.ratio for c in configs], where=f"data.{which}")))
 
 
-def _read_source(
-    config: SourceConfig, key: str, row_type: RowType, reader: Reader, *, data: DataConfig, limit: int | None
+def read_source(
+    config: SourceConfig,
+    key: str,
+    row_type: RowType,
+    reader: Reader,
+    *,
+    data: DataConfig | EvalDataConfig,
+    limit: int | None,
 ) -> tuple[list[Any], InvalidRows]:
+    """Return the valid rows of a source, at most `limit`. Raises UserError where too few are valid."""
     records = read_records(config, key=key, needed=row_type.needed, known=row_type.known)
     outcomes = finish_drafts(
         (row_type.draft(reader, record) for record in records),

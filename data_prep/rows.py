@@ -1,4 +1,4 @@
-"""The columns that every data set has here: id, messages, answer; and two more where there are preferences."""
+"""The columns that every data set has here: id, messages, answer; and more where there are preferences or labels."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ class Row:
     chosen: str | None = None
     """Preferences: the better reply to `messages`, and the worse."""
     rejected: str | None = None
+    extra: str | None = None
+    """JSON of other columns, such as the difficulty: rewards see them, and an evaluation can be split by them."""
 
 
 SCHEMA = pa.schema(
@@ -44,15 +46,16 @@ SCHEMA = pa.schema(
         ("answer", pa.string()),
         ("chosen", pa.string()),
         ("rejected", pa.string()),
+        ("extra", pa.string()),
     ]
 )
-PREFERENCES = ("chosen", "rejected")
+OPTIONAL = ("chosen", "rejected", "extra")
 """Written only where some row has them."""
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
     """Write Parquet, or JSONL when the name ends so; the folder is made."""
-    written = [n for n in SCHEMA.names if n not in PREFERENCES or any(getattr(row, n) is not None for row in rows)]
+    written = [n for n in SCHEMA.names if n not in OPTIONAL or any(getattr(row, n) is not None for row in rows)]
     plain = [{name: asdict(row)[name] for name in written} for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".jsonl":
@@ -106,7 +109,7 @@ def rows_file(text: str) -> Path:
     return Path(text)
 
 
-def read_hub(name: str, split: str, **more: Any) -> list[Record]:
+def read_hub(name: str, split: str, /, **more: Any) -> list[Record]:
     """Read a split of a data set on the Hugging Face hub; `more` goes to datasets.load_dataset."""
     prepare_hub(name)
     from datasets import load_dataset

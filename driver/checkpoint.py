@@ -31,8 +31,17 @@ from trainers.trainer import Trainer
 COMPLETE = "COMPLETE"
 PROGRESS = "progress.json"
 PARTIAL = ".partial"
-BEST_BY = EVAL_LOSS
-"""Metric of `best`; lower is better. Checkpoints of steps that did not measure it are not compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestBy:
+    """Metric of `best`. Checkpoints of steps that did not measure it are not compared."""
+
+    metric: str
+    lower: bool
+
+
+BEST_BY = BestBy(metric=EVAL_LOSS, lower=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,16 +146,17 @@ def list_checkpoints(home: Path, *, say: Callable[[str], None] | None = None) ->
     return sorted(found, key=lambda c: c.state.steps_done)
 
 
-def find_best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Return the one with the lowest held-out loss, of equal ones the older; None where nothing was measured."""
-    measured = [c for c in checkpoints if BEST_BY in c.state.metrics]
-    return min(measured, key=lambda c: c.state.metrics[BEST_BY], default=None)
+def find_best(checkpoints: Sequence[Checkpoint], by: BestBy) -> Checkpoint | None:
+    """Return the one with the best value, of equal ones the older; None where nothing was measured."""
+    measured = [c for c in checkpoints if by.metric in c.state.metrics]
+    sign = 1 if by.lower else -1
+    return min(measured, key=lambda c: sign * c.state.metrics[by.metric], default=None)
 
 
-def remove_old_checkpoints(home: Path, keep: int) -> None:
-    """Remove all but the newest `keep` and the best, and point `last` and `best` at theirs."""
+def remove_old_checkpoints(home: Path, keep: int, by: BestBy = BEST_BY) -> Checkpoint | None:
+    """Remove all but the newest `keep` and the best, and point `last` and `best` at theirs; return the best."""
     found = list_checkpoints(home)
-    best = find_best(found)
+    best = find_best(found, by)
     _set_link(home / "last", found[-1])
     if best is not None:
         _set_link(home / "best", best)
@@ -155,6 +165,7 @@ def remove_old_checkpoints(home: Path, keep: int) -> None:
             doomed = checkpoint.folder.with_name(checkpoint.folder.name + PARTIAL)
             os.replace(checkpoint.folder, doomed)  # atomic: a half removed folder must not look complete
             shutil.rmtree(doomed)
+    return best
 
 
 def find_checkpoint(resume: str, *, say: Callable[[str], None] = print) -> Checkpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
 from core.workers import RankInfo, Resources
 
@@ -22,12 +23,12 @@ def list_cores(info: RankInfo | None) -> list[int]:
     return cores[info.rank * len(cores) // info.size : (info.rank + 1) * len(cores) // info.size]
 
 
-def uses_gpus(cfg: RunConfig) -> bool:
+def uses_gpus(cfg: RunConfig | EvalConfig) -> bool:
     """Tell whether trainers and engines get GPUs. With device=cuda the driver itself may have none."""
     return cfg.device == "cuda" or count_gpus() > 0
 
 
-def share_machine(cfg: RunConfig, workers: int, *, gpus: int) -> Resources:
+def share_machine(cfg: RunConfig | EvalConfig, workers: int, *, gpus: int) -> Resources:
     """Return what one of several equal workers gets: its own GPUs, or on a CPU a share of the cores."""
     if uses_gpus(cfg):
         return Resources(gpus=gpus)

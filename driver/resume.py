@@ -35,7 +35,7 @@ BITWISE_ONLY = (
 )
 """Keys that may differ, because a run that ran out of memory must be able to continue. The gradient is the same in
 exact arithmetic, but not to the last bit; the log says so."""
-EVALUATION = ("eval_every", "data.eval", "data.eval.", "data.eval_rows")
+EVALUATION = ("eval_every", "eval_samples", "eval_pass_reward", "data.eval", "data.eval.", "data.eval_rows")
 """Keys that may differ. In RL they change last bits, because an engine batches held-out prompts with others."""
 
 

@@ -24,6 +24,7 @@ from driver.rollout_metrics import (
     check_failures,
     measure_drawn,
     measure_groups,
+    measure_passes,
     measure_staleness,
     name_train_metrics,
 )
@@ -64,6 +65,8 @@ class Run:
     time: TimeBreakdown
     shadows: Shadows | None = None
     recorder: Recorder | None = None
+    evaluated: tuple[int, dict[str, float]] | None = None
+    """Steps done at the last evaluation, and what it measured."""
 
     @property
     def steps(self) -> int:
@@ -202,32 +205,42 @@ class Run:
         self.session.log(step, measured)
 
     async def evaluate_if_due(self, steps_done: int) -> dict[str, float]:
-        """Evaluate after every `eval_every` steps, but the last."""
+        """Evaluate after every `eval_every` steps."""
         every = self.cfg.eval_every
-        is_due = every and steps_done % every == 0 and steps_done < self.steps
+        is_due = every and steps_done % every == 0
         return await self.evaluate(f"after step {steps_done}") if is_due else {}
 
     async def evaluate(self, when: str) -> dict[str, float]:
-        """Measure the reward on the held-out prompts, one sample each at the run's temperature."""
+        """Measure the reward on the held-out prompts, `eval_samples` each at the run's temperature.
+
+        After the last step it may have been measured already.
+        """
         if self.held_out is None:
             return {}
+        if self.evaluated is None or self.evaluated[0] != self.steps_done:
+            self.evaluated = self.steps_done, await self._measure(self.held_out)
+        shown = self.session.facts[when] = self.evaluated[1]
+        n = len(self.held_out.all())
+        self.session.console.say(f"{when}: held-out reward {shown[names.REWARD_MEAN]:.3f} over {n} prompts")
+        return {names.EVAL.format(name): value for name, value in shown.items()}
+
+    async def _measure(self, held_out: Feed[Prompt]) -> dict[str, float]:
+        """Sample the held-out prompts; return reward, its parts, failures and pass@k."""
         with self.session.clock.phase(Phase.EVALUATE):
-            prompts = self.held_out.all()
-            calls = (self.generation.generate_group(-1 - i, prompt, 1) for i, prompt in enumerate(prompts))
+            size, prompts = self.cfg.eval_samples, held_out.all()
+            calls = (self.generation.generate_group(-1 - i, prompt, size) for i, prompt in enumerate(prompts))
             groups = await self._while_trainers_wait(gather_fail_fast(calls))
         check_failures(groups, max_failed_fraction=self.cfg.reward.max_failed_fraction)
         measured = measure_groups(groups)
         shown = {k: v for k, v in measured.items() if k.startswith("reward/") or k == names.ROLLOUT_FAILED}
-        self.session.facts[when] = shown
-        self.session.console.say(f"{when}: held-out reward {shown[names.REWARD_MEAN]:.3f} over {len(groups)} prompts")
-        return {names.EVAL.format(name): value for name, value in shown.items()}
+        return shown | measure_passes(groups, pass_reward=self.cfg.eval_pass_reward)
 
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
         """Write a checkpoint after every `checkpoint.every` steps."""
         if self.session.checkpoint_is_due(step + 1):
             position = self.buffer.get_state()
             state = RunState(steps_done=step + 1, metrics=metrics, position=position, recipe=self.settings)
-            await self.session.write_checkpoint(self.trainers, state)
+            await self.session.write_checkpoint(self.trainers, self.tokenizer, state)
 
     async def save(self) -> None:
         """Write the trained model, and where the time went."""

@@ -12,6 +12,7 @@ from algs.base import PolicyGradient
 from capture.capsule import RunFacts
 from capture.losses import NamedLoss
 from capture.recorder import Recorder
+from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
 from core.errors import UserError
 from core.phases import Milestone, Phase
@@ -229,7 +230,7 @@ async def start_workers(
     return trainers, engines
 
 
-def watch_engines(cfg: RLConfig, engines: Workers[RolloutWorker], session: Session) -> EngineAvailability:
+def watch_engines(cfg: RLConfig | EvalConfig, engines: Workers[RolloutWorker], session: Session) -> EngineAvailability:
     """Return the states of the engines, which restart where they have processes of their own."""
     restart = engines.restart if isinstance(engines, Remote) else None
     session.availability = EngineAvailability(

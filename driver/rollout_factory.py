@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from configs.data_schema import DataConfig
+from configs.eval_schema import EvalConfig, EvalDataConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.schema import RLConfig
 from configs.trainer_schema import ModelConfig
@@ -28,7 +29,7 @@ class RolloutPlan:
     """Settings of a rollout worker, which loads reward, environment and engine itself, from these files."""
 
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig | EvalDataConfig
     rollout: RolloutConfig
     reward: RewardConfig
     reward_spec: FileSpec
@@ -105,7 +106,9 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     )
 
 
-async def start_rollouts(cluster: Cluster | None, cfg: RLConfig, plan: RolloutPlan) -> Workers[RolloutWorker]:
+async def start_rollouts(
+    cluster: Cluster | None, cfg: RLConfig | EvalConfig, plan: RolloutPlan
+) -> Workers[RolloutWorker]:
     """Start the engines; return when all can take requests."""
     if cluster is None:
         return Local(build_worker(None, plan))

@@ -10,6 +10,8 @@ import numpy as np
 from core import metrics as names
 from core.errors import RunStopped
 from core.types import Group, Sample
+from evaluation.estimators import pass_at_k
+from evaluation.table import choose_ks
 from rollouts.buffer import FinishedGroup
 
 
@@ -84,6 +86,14 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = ()) -> dict[str
         if own := [s.reward for s in rewarded if s.reward is not None and s.prompt.source == source]:
             measured[name] = sum(own) / len(own)
     return measured
+
+
+def measure_passes(groups: Sequence[Group], *, pass_reward: float) -> dict[str, float]:
+    """Return pass@k, the mean over groups of one size; nothing for groups of one sample, where the mean says it."""
+    size = len(groups[0])
+    solved = [sum(s.reward is not None and s.reward >= pass_reward for s in group) for group in groups]
+    ks = choose_ks(size) if size > 1 else []
+    return {names.PASS_AT.format(k): sum(pass_at_k(size, c, k) for c in solved) / len(solved) for k in ks}
 
 
 def measure_drawn(drawn: Sequence[FinishedGroup]) -> dict[str, float]:

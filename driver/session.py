@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import bdb
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from algs.base import Algorithm
-from configs.schema import RLConfig, RunConfig
+from configs.eval_schema import EvalConfig
+from configs.schema import RunConfig, SLConfig
 from core import metrics as names
 from core.clock import Clock
 from core.deadlines import CLOSE_TIMEOUT_S
@@ -23,7 +24,7 @@ from core.signals import end_on_signals, raise_interrupt
 from core.workers import Workers
 from data_feeds.feed import Feed
 from data_feeds.tokenizer import ChatTokenizer
-from driver.checkpoint import Checkpoint, RunState, is_due, remove_old_checkpoints, write_checkpoint
+from driver.checkpoint import BestBy, Checkpoint, RunState, is_due, remove_old_checkpoints, write_checkpoint
 from driver.console import Console
 from driver.resume import bitwise_only_changes, changed_package_files
 from driver.run_folder import RunFolder
@@ -37,9 +38,9 @@ from trainers.trainer import Trainer
 
 @dataclass
 class Session:
-    """Objects that both programs use while they run. `facts` are written to summary.json."""
+    """Objects that all programs use while they run. `facts` are written to summary.json."""
 
-    cfg: RunConfig
+    cfg: RunConfig | EvalConfig
     folder: RunFolder
     clock: Clock
     console: Console
@@ -49,19 +50,31 @@ class Session:
     facts: dict[str, Any] = field(default_factory=dict)
     updates_skipped: int = 0
     updates_made: int = 0
+    logged: dict[str, float] = field(default_factory=dict[str, float])
+    """Metrics of the last step."""
+    names_logged: set[str] = field(default_factory=set[str])
+    """Names of the metrics of all steps."""
+
+    @property
+    def training(self) -> RunConfig:
+        """Configuration of a run that trains."""
+        assert isinstance(self.cfg, RunConfig)
+        return self.cfg
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one line of metrics.jsonl and show it."""
         metrics = {names.STEP_NUMBER: float(step), **metrics, **self.clock.start_lap()}
         tokens = metrics.get(names.ROLLOUT_TOKENS, metrics[names.TRAIN_TOKENS])
         metrics[names.TOKENS_PER_S] = tokens / metrics[names.STEP_SECONDS]
+        self.logged = metrics
+        self.names_logged |= metrics.keys()
         with self.clock.phase(Phase.LOG):  # of the next step: the seconds of this one are in the line
             self.folder.log(metrics)
             self.console.show_step(metrics)
         self.facts["steps_done"] = step + 1
         skipped = int(metrics[names.TRAIN_SKIPPED])
         self.updates_skipped += skipped
-        self.updates_made += self.cfg.total_updates // self.cfg.n_steps - skipped
+        self.updates_made += self.training.total_updates // self.cfg.n_steps - skipped
 
     def check_trained(self) -> None:
         """Say how many updates were skipped. Raises RunStopped where the run made none: its model is the old one."""
@@ -89,26 +102,45 @@ class Session:
     async def save_model(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, alg: Algorithm) -> None:
         """Write the final model into the run folder and into `save_to`; and the value model, if there is one."""
         self.check_trained()
-        copies = [Path(self.cfg.save_to).absolute()] if self.cfg.save_to else []
+        save_to = self.training.save_to
+        copies = [Path(save_to).absolute()] if save_to else []
+        with self.clock.phase(Phase.SAVE):
+            for folder in [self.folder.path / "model", *copies]:
+                await self._write_model(trainers, tokenizer, folder, steps=self.cfg.n_steps)
+            if alg.value_lr is not None:
+                await trainers.call_all(Trainer.save_value_model, self.folder.path / "value_model")
 
+    async def _write_model(
+        self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, folder: Path, *, steps: int
+    ) -> None:
         async def write(folder: Path) -> None:
             await trainers.call_all(Trainer.save_model, folder)
             tokenizer.save(folder)
 
-        with self.clock.phase(Phase.SAVE):
-            for folder in [self.folder.path / "model", *copies]:
-                await save_in_one_step(folder, write, {"run": str(self.folder.path), "steps": self.cfg.n_steps})
-            if alg.value_lr is not None:
-                await trainers.call_all(Trainer.save_value_model, self.folder.path / "value_model")
+        await save_in_one_step(folder, write, {"run": str(self.folder.path), "steps": steps})
 
     def checkpoint_is_due(self, steps_done: int) -> bool:
-        return is_due(steps_done, every=self.cfg.checkpoint.every, steps=self.cfg.n_steps)
+        return is_due(steps_done, every=self.training.checkpoint.every, steps=self.cfg.n_steps)
 
-    async def write_checkpoint(self, trainers: Workers[Trainer], state: RunState) -> None:
+    async def write_checkpoint(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, state: RunState) -> None:
+        """Write a checkpoint with all that the step logged; and the model, where it is the best by checkpoint.best."""
+        keys = self.training.checkpoint
+        self._check_best(keys.best)
         with self.clock.phase(Phase.CHECKPOINT):
             home = self.folder.path / "checkpoints"
-            await write_checkpoint(home, trainers, state)
-            remove_old_checkpoints(home, self.cfg.checkpoint.keep)
+            await write_checkpoint(home, trainers, replace(state, metrics=state.metrics | self.logged))
+            by = BestBy(metric=keys.best_metric, lower=keys.lower_is_better)
+            best = remove_old_checkpoints(home, keys.keep, by)
+            if keys.best is not None and best is not None and best.state.steps_done == state.steps_done:
+                await self._write_model(trainers, tokenizer, self.folder.path / "best_model", steps=state.steps_done)
+                self.facts["best"] = {"steps_done": state.steps_done, keys.best: best.state.metrics[keys.best]}
+
+    def _check_best(self, metric: str | None) -> None:
+        """Raise RunStopped for a metric of checkpoint.best that no step has logged: nothing would be compared."""
+        if metric is not None and metric not in self.names_logged:
+            raise RunStopped(
+                f"checkpoint.best={metric}: no step has logged it; the steps log {', '.join(sorted(self.logged))}"
+            )
 
     async def resume(self, trainers: Workers[Trainer], checkpoint: Checkpoint | None, settings: dict[str, Any]) -> int:
         """Restore the trainers from `checkpoint`; return the steps that are done, 0 without one."""
@@ -179,7 +211,7 @@ async def run_body(session: Session, body: Callable[[Session], Awaitable[None]],
     cfg, clock = session.cfg, session.clock
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    loop_turns = cfg.backend == "ray" or isinstance(cfg, RLConfig)
+    loop_turns = cfg.backend == "ray" or not isinstance(cfg, SLConfig)
     end_on_signals(
         first=(lambda: loop.call_soon_threadsafe(task.cancel)) if loop_turns else raise_interrupt, at_once=at_once
     )
@@ -197,7 +229,7 @@ async def run_body(session: Session, body: Callable[[Session], Awaitable[None]],
             await session.close()
 
 
-def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> int:
+def run_session(cfg: RunConfig | EvalConfig, body: Callable[[Session], Awaitable[None]]) -> int:
     """Run `body` to its end, Ctrl-C, SIGTERM or an error; always write a summary and end all processes."""
     clock = Clock()
     clock.reach(Milestone.CHECKED)

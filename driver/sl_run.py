@@ -238,7 +238,7 @@ class Run:
         """Write a checkpoint after every `checkpoint.every` steps."""
         if self.session.checkpoint_is_due(step + 1):
             state = RunState(steps_done=step + 1, metrics=metrics, position={}, recipe=self.settings)
-            await self.session.write_checkpoint(self.trainers, state)
+            await self.session.write_checkpoint(self.trainers, self.tokenizer, state)
 
     async def save(self) -> None:
         """Write the trained model."""

@@ -101,12 +101,14 @@ class EngineAvailability:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def weights_arrived(self, ranks: Sequence[int], version: int) -> None:
-        """Let these engines be asked: they have the weights of `version`."""
+    def weights_arrived(self, ranks: Sequence[int], version: int | None) -> None:
+        """Let these engines be asked: they have the weights of `version`, or those that they loaded themselves."""
         for rank in set(ranks) & set(self.needing_weights()):
             self.states[rank] = EngineState.SERVING
             self._away_s[rank] += time.perf_counter() - self._died_at[rank]
-            self._say(f"engine {rank} is back, with the weights after {version} steps")
+            self._say(
+                f"engine {rank} is back" + ("" if version is None else f", with the weights after {version} steps")
+            )
         self._changed.set()
 
     async def stop(self) -> None:

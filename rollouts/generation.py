@@ -17,62 +17,30 @@ from rollouts.buffer import FinishedGroup, ReplayBuffer
 from rollouts.worker import RolloutWorker
 
 
-class Generation:
+class GroupRequests:
     """Requests of groups to the engines. `n_retries` counts groups that were retried after a timeout."""
 
     def __init__(
         self,
         workers: Workers[RolloutWorker],
         *,
-        draw_prompt: Callable[[int], Prompt],
-        accept_group: Callable[[Group], bool],
-        buffer: ReplayBuffer,
-        group_size: int,
         timeout_s: float,
         engines: EngineAvailability | None = None,
         on_group: Callable[[], None] = lambda: None,
     ):
-        """draw_prompt: ticket -> prompt. accept_group: see Algorithm. timeout_s: of one group, per attempt.
+        """timeout_s: of one group, per attempt. engines: None is engines that are not restarted.
 
-        engines: None is engines that are not restarted. on_group: called when a group has been sampled.
+        on_group: called when a group has been sampled.
         """
         self.on_group = on_group
         self.engines = engines or EngineAvailability(len(workers))
-        self.workers, self.draw_prompt, self.accept_group, self.buffer = workers, draw_prompt, accept_group, buffer
-        self.group_size, self.timeout_s = group_size, timeout_s
+        self.workers, self.timeout_s = workers, timeout_s
         self.running: Counter[tuple[int, int]] = Counter()
         """Groups that each engine process works on: (rank, its deaths before) -> number.
 
         Groups that timed out stay counted, so that engine gets fewer.
         """
-        self.tasks: set[asyncio.Task[None]] = set()
         self.n_retries = 0
-
-    @asynccontextmanager
-    async def running_in_background(self) -> AsyncGenerator[None]:
-        """Generate while the body runs. An error on either side ends the other."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                starting = tasks.create_task(self._start_groups(tasks))
-                yield
-                for task in (starting, *self.tasks):  # a resumed run of fewer steps does not need all of them
-                    task.cancel()
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-
-    async def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
-        while True:
-            ticket = await self.buffer.reserve_ticket()
-            task = tasks.create_task(self._generate_into_buffer(ticket))
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
-
-    async def _generate_into_buffer(self, ticket: int) -> None:
-        now = asyncio.get_running_loop().time  # not the wall clock in a simulator
-        start = now()
-        group = await self.generate_group(ticket, self.draw_prompt(ticket), self.group_size)
-        accepted = self.accept_group(group)
-        self.buffer.add_group(FinishedGroup(ticket=ticket, group=group, accepted=accepted, seconds=now() - start))
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
         """Return a group from the least busy engine; where that dies, from another one, or from it when it is back.
@@ -127,3 +95,51 @@ class Generation:
         serving = await self.engines.wait_for(self.engines.serving)
         others = [rank for rank in serving if rank != besides]
         return min(others or serving, key=lambda rank: self.running[rank, self.engines.deaths[rank]])
+
+
+class Generation(GroupRequests):
+    """Groups of a training run, generated in the background into its buffer."""
+
+    def __init__(
+        self,
+        workers: Workers[RolloutWorker],
+        *,
+        draw_prompt: Callable[[int], Prompt],
+        accept_group: Callable[[Group], bool],
+        buffer: ReplayBuffer,
+        group_size: int,
+        timeout_s: float,
+        engines: EngineAvailability | None = None,
+        on_group: Callable[[], None] = lambda: None,
+    ):
+        """draw_prompt: ticket -> prompt. accept_group: see Algorithm. The others: see GroupRequests."""
+        super().__init__(workers, timeout_s=timeout_s, engines=engines, on_group=on_group)
+        self.draw_prompt, self.accept_group, self.buffer = draw_prompt, accept_group, buffer
+        self.group_size = group_size
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def running_in_background(self) -> AsyncGenerator[None]:
+        """Generate while the body runs. An error on either side ends the other."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                starting = tasks.create_task(self._start_groups(tasks))
+                yield
+                for task in (starting, *self.tasks):  # a resumed run of fewer steps does not need all of them
+                    task.cancel()
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            ticket = await self.buffer.reserve_ticket()
+            task = tasks.create_task(self._generate_into_buffer(ticket))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    async def _generate_into_buffer(self, ticket: int) -> None:
+        now = asyncio.get_running_loop().time  # not the wall clock in a simulator
+        start = now()
+        group = await self.generate_group(ticket, self.draw_prompt(ticket), self.group_size)
+        accepted = self.accept_group(group)
+        self.buffer.add_group(FinishedGroup(ticket=ticket, group=group, accepted=accepted, seconds=now() - start))

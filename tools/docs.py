@@ -19,6 +19,8 @@ from algs import find_algorithm, list_algorithms
 from algs.base import Algorithm, GroupRelative, PolicyGradient
 from algs.terms import KL, Correction, Overlong
 from configs.data_schema import SourceConfig
+from configs.eval_schema import EvalConfig, EvalDataConfig, EvalModelConfig, EvalRolloutConfig, EvalSetConfig
+from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig
 from core.deadlines import TABLE
@@ -86,6 +88,7 @@ def configuration() -> str:
     parts += section("Every run", "", RunConfig)
     parts += section("Reinforcement learning (main_rl.py)", "", RLConfig, leave_out=shared)
     parts += section("Supervised learning (main_sl.py)", "", SLConfig, leave_out=shared)
+    parts += section("Evaluation (main_eval.py)", "", EvalConfig)
     for name, field in RLConfig.model_fields.items():
         if name == "data":
             parts += data_sections()
@@ -93,6 +96,7 @@ def configuration() -> str:
             parts += section(f"`{name}`", f"{name}.", field.annotation)
         if name == "model":
             parts += section("`model.lora`", "model.lora.", LoraConfig)
+    parts += eval_sections()
     parts += ["", "The keys under `alg` belong to the algorithm: see [Algorithms](algorithms.md)."]
     return "\n".join(parts) + "\n"
 
@@ -106,6 +110,16 @@ def data_sections() -> list[str]:
     parts += section("`data`, in reinforcement learning", "data.", both[0], leave_out=of_sl)
     parts += section("`data`, in supervised learning", "data.", both[1], leave_out=of_rl)
     return parts + section("A source: an entry of the list `data.train`, or `data.eval`", "", SourceConfig)
+
+
+def eval_sections() -> list[str]:
+    """List the keys of an evaluation's sections that are not those of training."""
+    of_rl = {*RolloutConfig.model_fields} - {"temperature"}
+    parts = section("`model`, in an evaluation", "model.", EvalModelConfig)
+    parts += section("`data`, in an evaluation", "data.", EvalDataConfig)
+    parts += section("A data set: an entry of the list `data.sets`", "", EvalSetConfig)
+    parts += section("`rollout`, in an evaluation", "rollout.", EvalRolloutConfig, leave_out=of_rl)
+    return [*parts, "", "The other keys of `rollout`, and those of `reward`, are those of reinforcement learning."]
 
 
 def algorithm_index() -> str:

@@ -13,11 +13,13 @@ import torch
 
 import main_rl
 import main_sl
+from configs.schema import RLConfig
 from core.errors import RunStopped, UserError
 from core.workers import Local
 from data_feeds.packing import micro_batches
 from driver.checkpoint import (
     COMPLETE,
+    BestBy,
     RunState,
     find_checkpoint,
     is_due,
@@ -26,6 +28,7 @@ from driver.checkpoint import (
     remove_old_checkpoints,
     write_checkpoint,
 )
+from driver.load_recipe import load_recipe
 from driver.resume import bitwise_only_changes
 from driver.trainer_factory import build_trainer
 from trainers.checkpoint_state import rank_file
@@ -86,6 +89,51 @@ def test_the_newest_and_the_best_stay(tmp_path):
     write(tmp_path, 6, eval_loss=0.5)
     remove_old_checkpoints(tmp_path, keep=1)
     assert names(tmp_path) == ["best", "last", "step_00006"], "the former best has no claim left"
+
+
+def test_the_best_is_the_highest_where_that_is_asked(tmp_path):
+    for step, reward in {1: 0.1, 2: 0.9, 3: 0.9, 4: 0.3}.items():
+        write(tmp_path, step, eval_reward=reward)
+        best = remove_old_checkpoints(tmp_path, keep=1, by=BestBy(metric="eval/reward", lower=False))
+    assert names(tmp_path) == ["best", "last", "step_00002", "step_00004"]
+    assert best is not None and os.readlink(tmp_path / "best") == best.folder.name == "step_00002"
+
+
+BEST = {
+    # name of the metric: (changes, the sentence); None where the recipe is valid
+    "eval/reward/mean": ({"eval_every": 0}, "it is measured with eval_every"),
+    "eval/pass@4": ({"eval_every": 2}, "checkpoints are made every 3: make checkpoint.every a multiple"),
+    "eval/reward/correct": ({}, None),
+    "reward/men": ({}, None),  # a part of a reward may have any name
+    "train/mine": ({}, None),
+    "evl/reward/mean": ({}, "there is no such metric .did you mean"),
+    "eval/loss": ({"checkpoint.every": 0}, "set checkpoint.every"),
+}
+
+
+@pytest.mark.parametrize("metric", BEST)
+def test_a_best_that_cannot_be_compared_is_refused(metric, recipe, sums):
+    changes, words = BEST[metric]
+    held_out = {"data.eval": str(sums / "eval.parquet"), "eval_every": 3, "checkpoint.every": 3}
+    path = recipe(held_out | {"checkpoint.best": metric} | changes)
+    if words is None:
+        assert load_recipe(RLConfig, path, []).cfg.checkpoint.best == metric
+        return
+    with pytest.raises(UserError, match=f"^checkpoint.best={metric}: .*{words}"):
+        load_recipe(RLConfig, path, [])
+
+
+def test_a_best_that_no_step_logs_stops_the_run_at_its_first_checkpoint(recipe, tmp_path):
+    path = recipe({"checkpoint": {"every": 1, "best": "train/mine"}}, kind="sl")
+    code, err = run_here(main_sl, "--config", path, "name=none")
+    assert code == 1 and "checkpoint.best=train/mine: no step has logged it; the steps log" in err, err
+    path = recipe({"checkpoint": {"every": 1, "keep": 1, "best": "train/loss", "best_is": "highest"}}, kind="sl")
+    assert run_here(main_sl, "--config", path, "name=first") == (0, "")
+    folder = folder_of(tmp_path, "first")
+    losses = [json.loads(line)["train/loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert losses[0] > losses[1] and os.readlink(folder / "checkpoints/best") == "step_00001"
+    assert (folder / "best_model/model.safetensors").read_bytes() != (folder / "model/model.safetensors").read_bytes()
+    assert json.loads((folder / "best_model/feynrl.json").read_text())["steps"] == 1
 
 
 def test_without_a_measurement_there_is_no_best(tmp_path):

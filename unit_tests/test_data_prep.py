@@ -6,14 +6,17 @@ import hashlib
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from configs.data_schema import RowDataConfig
+from configs.eval_schema import EvalDataConfig
 from core.errors import UserError
 from data_feeds.feed import load_groups
+from data_feeds.rows import read_records as read_records_of
 from data_feeds.tokenizer import ChatTokenizer
-from data_prep import arithmetic, chats, deepscaler, gsm8k, hh_rlhf, smollm2, tiny_model
+from data_prep import arithmetic, chats, deepscaler, gsm8k, hh_rlhf, math_sets, smollm2, tiny_model
 from data_prep.arithmetic import Task
 from data_prep.rows import read_records
 
@@ -290,3 +293,83 @@ def test_smollm2_comes_out_of_its_package_and_can_add(tmp_path: Path) -> None:
     reply = model.generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert "7 + 5 = 12" in tokenizer.decode(reply)
     assert reply[-1] == model.generation_config.eos_token_id  # it knows how to stop
+
+
+MATH_ROWS = {
+    # name: (a record in the columns of the original, the answer, the extra)
+    "math500": (
+        {
+            "problem": "What is $1+1$?",
+            "solution": "",
+            "answer": "2",
+            "subject": "Prealgebra",
+            "level": 1,
+            "unique_id": "a",
+        },
+        "2",
+        {"subject": "Prealgebra", "level": 1},
+    ),
+    "aime24": ({"id": 60, "problem": "P", "solution": "S", "answer": "073", "url": "u", "year": "2024"}, "073", None),
+    "aime25": ({"problem_idx": 1, "problem": "P", "answer": 70, "problem_type": ["Number Theory"]}, "70", None),
+    "aime26": ({"problem_idx": 1, "problem": "P", "answer": 277}, "277", None),
+    "amc23": ({"id": 0, "question": "P", "answer": 27.0, "url": "u"}, "27", None),
+    "olympiadbench": (
+        {
+            "question": "P",
+            "final_answer": ["$2$", "$-3$"],
+            "subfield": "Algebra",
+            "answer_type": "Numerical",
+            "unit": None,
+        },
+        "$2$, $-3$",
+        {"subfield": "Algebra", "answer_type": "Numerical"},
+    ),
+    "minerva": ({"question": "P", "answer": "4.5e33"}, "4.5e33", None),
+    "hmmt_feb25": (
+        {"problem_idx": 1, "problem": "P", "answer": "\\frac{1}{2}", "problem_type": ["Algebra", "Geometry"]},
+        "\\frac{1}{2}",
+        {"problem_type": "Algebra, Geometry"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MATH_ROWS)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_problem_set_is_read_in_its_original_columns(
+    name: str, suffix: str, tmp_path: Path, tiny_path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, answer, extra = MATH_ROWS[name]
+    source, out = tmp_path / f"original{suffix}", tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([record, {**record, math_sets.SETS[name].problem: None}]), source)
+    else:
+        source.write_text(json.dumps(record) + "\n{}\n")
+    math_sets.main([name, "--out", str(out), "--from", str(source), "--prompt-form", "{problem}="])
+    assert "1 of 2 rows are invalid and excluded: 1 missing_column" in capsys.readouterr().out
+    asked = record[math_sets.SETS[name].problem] + "="
+    cfg = EvalDataConfig.model_validate({"sets": [{"path": str(out)}], "max_prompt_tokens": 64})
+    [record] = read_records_of(cfg.sets[0].source, key="data", needed=("messages",), known=("id", "messages", "answer"))
+    assert record.get_messages("messages", text_is="user") == [{"role": "user", "content": asked}]
+    assert (record.id, record.get_answer(), record.extra or None) == (f"{name}/0", answer, extra)
+
+
+def test_every_problem_set_has_a_row_here_or_the_columns_of_one_that_has() -> None:
+    tried = {(one.problem, one.answer) for one in map(math_sets.SETS.get, MATH_ROWS) if one is not None}
+    assert {(one.problem, one.answer) for one in math_sets.SETS.values()} == tried
+
+
+def test_a_problem_without_an_answer_is_counted_and_a_wrong_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, unfit = math_sets.make([{"problem": "P", "answer": None}, {"problem": "P", "answer": [[]]}], "aime25")
+    assert not rows and {reason: case.rows for reason, case in unfit.cases.items()} == {
+        "missing_column": 1,
+        "bad_answer": 1,
+    }
+    (tmp_path / "x.parquet").write_text("no parquet")
+    with pytest.raises(SystemExit):
+        math_sets.main(["amc23", "--out", str(tmp_path / "o.jsonl"), "--from", str(tmp_path / "x.parquet")])
+    assert "cannot be read as Parquet" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        math_sets.main(["amc23", "--out", str(tmp_path / "o.jsonl")])
+    assert "cannot be loaded from the hub" in capsys.readouterr().err, "no test asks a model hub"

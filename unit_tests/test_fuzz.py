@@ -18,6 +18,8 @@ from algs.base import PolicyGradient
 from configs.load import read_recipe, sections_in
 from configs.schema import RLConfig, RunConfig, SLConfig
 from core.errors import UserError
+from driver.eval_explain import explain_eval
+from driver.eval_setup import load_eval_recipe
 from driver.explain import explain
 from driver.load_recipe import load_recipe
 
@@ -110,7 +112,10 @@ def check(raw: dict[str, Any], folder: Path, model: str) -> None:
     path = folder / "mutated.yaml"
     path.write_text(yaml.safe_dump(raw, allow_unicode=True), encoding="utf-8")
     try:
-        explain(load_recipe(SLConfig if "rows_per_step" in raw else RLConfig, str(path), []))
+        if isinstance(raw.get("data"), dict) and "sets" in raw["data"]:
+            explain_eval(load_eval_recipe(str(path), []))
+        else:
+            explain(load_recipe(SLConfig if "rows_per_step" in raw else RLConfig, str(path), []))
     except UserError as error:
         note(str(error))
         assert str(error) and "\n" not in str(error) and len(str(error)) < LONGEST_SENTENCE

@@ -81,7 +81,7 @@ def test_a_reward_process_imports_no_heavy_library():
             assert not set(at_run_time(path)) & heavy, path
 
 
-@pytest.mark.parametrize("program", ["main_rl.py", "main_sl.py"])
+@pytest.mark.parametrize("program", ["main_rl.py", "main_sl.py", "main_eval.py"])
 def test_help_imports_no_heavy_module(program):
     code = (
         f"import sys, runpy; sys.argv = [{program!r}, '--help']\n"

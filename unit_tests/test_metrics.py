@@ -71,6 +71,7 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     train = str(sums / "train.parquet")
     mixture = [{"path": train, "name": "a"}, {"path": train, "name": "b", "ratio": 2}]
     rl = {"data.train": mixture, "data.eval": str(sums / "eval.parquet"), "eval_every": 1, "max_staleness": 1}
+    rl |= {"eval_samples": 2}
     (tmp_path / "digits.py").write_text(DIGITS)
     rl |= {"reward.fn": str(tmp_path / "digits.py"), "reward.weights": {"digits": 1.0}}
     rl |= {"alg": {"name": "ppo", "critic_lr": 1e-3}, "steps": 3, "checkpoint": {"every": 1}, "updates_per_step": 2}

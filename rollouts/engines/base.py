@@ -38,6 +38,7 @@ class EngineConfig:
 
     model_path: str
     temperature: float
+    """Sampling temperature. 0, in an evaluation, is greedy: the most probable token, with its log-probability at 1."""
     max_model_len: int
     """Tokens of the longest prompt and completion together."""
     stop_token_ids: Sequence[int]

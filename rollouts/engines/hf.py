@@ -1,7 +1,7 @@
 """Plain transformers as an engine: for `backend: local`, for debugging, and to test the vLLM engine against.
 
-It has its own copy of the weights and a KV cache. It samples from softmax(logits / temperature) and ignores the model's
-generation config.
+It has its own copy of the weights and a KV cache. It samples from softmax(logits / temperature), and at temperature 0
+takes the most probable token. It ignores the model's generation config.
 
 It yields to the event loop after every token, so that weights can be loaded during generation. The KV cache of running
 requests is then recomputed from all their tokens.
@@ -171,8 +171,8 @@ class HfEngine(Engine):
             use_cache=True,
             logits_to_keep=1,
         )
-        logp = (out.logits[:, -1].float() / self.temperature).log_softmax(-1)  # [B, V]
-        chosen = self._draw_tokens(logp, live)  # [B]
+        logp = (out.logits[:, -1].float() / (self.temperature or 1.0)).log_softmax(-1)  # [B, V]
+        chosen = self._draw_tokens(logp, live) if self.temperature else logp.argmax(-1)  # [B]
         chosen_logp = logp.gather(-1, chosen[:, None])[:, 0].tolist()
         stay = []
         for i, (request, token) in enumerate(zip(live, chosen.tolist(), strict=True)):

@@ -41,6 +41,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
         # a chunked prompt with its own seed crashes vLLM on a CPU: "CPU Generator does not use offset"
         "enable_chunked_prefill": not on_cpu,
         "load_format": "dummy" if config.starts_empty else "auto",
+        "use_tqdm_on_load": False,
         "skip_tokenizer_init": True,
         "trust_remote_code": config.trust_remote_code,
         "generation_config": "vllm",

@@ -1,0 +1,134 @@
+"""The problem sets of mathematics that the field reports, from the hub or from local files in their original columns.
+
+    python -m data_prep.math_sets math500 --out data/math500.parquet
+    python -m data_prep.math_sets aime26 --out data/aime26.parquet --from downloads/aime_2026.jsonl
+
+Each is one entry of SETS: where it lies and what its columns are called. The answers are LaTeX or numbers, for
+reward.fn=math_verify. GSM8K has a script of its own (data_prep/gsm8k.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.errors import UserError, first_line
+from data_feeds.invalid_rows import InvalidRow, InvalidRows
+from data_feeds.values import to_text
+from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
+from data_prep.script import check_form, run_script, whole
+
+PROMPT_FORM = "{problem}\nLet's think step by step and output the final answer within \\boxed{{}}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemSet:
+    """Place and columns of one set."""
+
+    hub: str
+    split: str
+    config: str = ""
+    """Configuration on the hub, where it has several."""
+    problem: str = "problem"
+    answer: str = "answer"
+    """Column with the answer, or with a list of all answers that are asked for."""
+    extra: tuple[str, ...] = ()
+    """Columns that are kept under `extra`."""
+
+
+SETS = {
+    "math500": ProblemSet(hub="HuggingFaceH4/MATH-500", split="test", extra=("subject", "level")),
+    "aime24": ProblemSet(hub="HuggingFaceH4/aime_2024", split="train"),
+    "aime25": ProblemSet(hub="MathArena/aime_2025", split="train"),
+    "aime26": ProblemSet(hub="MathArena/aime_2026", split="train"),
+    "amc23": ProblemSet(hub="math-ai/amc23", split="test", problem="question"),
+    "olympiadbench": ProblemSet(
+        hub="Hothan/OlympiadBench",
+        config="OE_TO_maths_en_COMP",
+        split="train",
+        problem="question",
+        answer="final_answer",
+        extra=("subfield", "answer_type"),
+    ),
+    "minerva": ProblemSet(hub="math-ai/minervamath", split="test", problem="question"),
+    "hmmt_feb25": ProblemSet(hub="MathArena/hmmt_feb_2025", split="train", extra=("problem_type",)),
+    "hmmt_nov25": ProblemSet(hub="MathArena/hmmt_nov_2025", split="train", extra=("problem_type",)),
+    "hmmt_feb26": ProblemSet(hub="MathArena/hmmt_feb_2026", split="train", extra=("problem_type",)),
+}
+
+
+def make(records: list[Record], name: str, *, prompt_form: str = PROMPT_FORM) -> tuple[list[Row], InvalidRows]:
+    """Make rows from the records of a set, in their original columns."""
+    numbered = [(f"{name}/{i}", record) for i, record in enumerate(records)]
+    return filter_records(numbered, lambda row_id, record: _row(row_id, record, SETS[name], prompt_form))
+
+
+def _row(row_id: str, record: Record, of: ProblemSet, prompt_form: str) -> Row:
+    problem = record.get(of.problem)
+    if not isinstance(problem, str) or not problem.strip():
+        raise InvalidRow("missing_column", f"it has no {of.problem}")
+    messages = [{"role": "user", "content": prompt_form.format(problem=problem.strip())}]
+    kept = {column: _plain(record[column]) for column in of.extra if record.get(column) is not None}
+    extra = json.dumps(kept, ensure_ascii=False) if kept else None
+    return Row(id=row_id, messages=messages, answer=_find_answer(record.get(of.answer), of.answer), extra=extra)
+
+
+def _find_answer(given: Any, column: str) -> str:
+    """Return the answer as text; several are written one after the other, as in a reply."""
+    listed = given if isinstance(given, list) else [] if given is None else [given]
+    texts = [to_text(one, "answer", "bad_answer").strip() for one in listed]
+    if not any(texts):
+        raise InvalidRow("missing_column", f"it has no {column}")
+    return ", ".join(texts)
+
+
+def _plain(value: Any) -> Any:
+    """Return a list of texts, such as problem_type, as one text."""
+    return ", ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def read(name: str, files: list[Path]) -> list[Record]:
+    """Read records of local files, JSON, JSONL or Parquet, or else of the hub."""
+    if files:
+        return [record for path in files for record in (read_parquet(path) if is_parquet(path) else read_records(path))]
+    of = SETS[name]
+    return read_hub(of.hub, of.split, **({"name": of.config} if of.config else {}))
+
+
+def is_parquet(path: Path) -> bool:
+    return path.suffix == ".parquet"
+
+
+def read_parquet(path: Path) -> list[Record]:
+    """Read the Parquet file of a set. Raises UserError where it is none."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"--from {path} cannot be read as Parquet: {first_line(error)}") from error
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.math_sets", description=__doc__.split("\n")[0])
+    parser.add_argument("name", choices=SETS, metavar="NAME", help=", ".join(SETS))
+    parser.add_argument("--out", type=rows_file, required=True, help="a name that ends in .parquet or .jsonl")
+    parser.add_argument("--from", type=Path, nargs="+", dest="files", default=[], help="local files instead of the hub")
+    parser.add_argument("--prompt-form", default=PROMPT_FORM, help="with {problem} in it")
+    parser.add_argument("--limit", type=whole(1), help="only so many rows")
+    args = parser.parse_args(argv)
+    check_form(parser, args.prompt_form, "problem")
+    convert(
+        parser,
+        args.out,
+        lambda: make(read(args.name, args.files), args.name, prompt_form=args.prompt_form),
+        limit=args.limit,
+    )
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,187 @@
+"""From a recipe to an evaluation: check everything that can be checked, then start the engines."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from configs.eval_schema import EvalConfig
+from configs.load import apply_override, read_recipe, validate
+from configs.trainer_schema import ModelConfig
+from core.errors import UserError
+from core.phases import Milestone, Phase
+from core.ray_address import parse_address
+from core.text_files import parse_json, read_text
+from data_feeds.eval_sets import PromptSet, load_sets
+from data_feeds.tokenizer import ChatTokenizer
+from driver.check_models import check_policy
+from driver.devices import count_gpus, uses_gpus
+from driver.eval_resume import Resumed, collect_eval_settings, find_samples
+from driver.eval_run import EvalRun, remove_merged
+from driver.rl_setup import watch_engines
+from driver.rollout_factory import RolloutPlan, start_rollouts
+from driver.session import Session
+from evaluation.generations import PartWriter, copy_parts
+from modeling.hf_config import check_model_folder, max_positions, meta_model
+from modeling.merge import ADAPTER_CONFIG, check_adapter, merge_adapter
+from modeling.pretrained import runs_own_code
+from rewards import load_reward, resolve_reward
+from rollouts.engines.base import EngineConfig
+from rollouts.generation import GroupRequests
+from rollouts.registry import load_engine_class, load_env_class, resolve_engine, resolve_env
+
+SETTINGS = "evaluation.json"
+"""File of a run folder that says how its samples were made."""
+MERGED = "merged_model"
+"""Folder of the model with its adapter, while the engines load it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedEval:
+    """Everything that can be read and refused before a process is started."""
+
+    cfg: EvalConfig
+    tokenizer: ChatTokenizer
+    sets: list[PromptSet]
+    plan: RolloutPlan
+    settings: dict[str, Any]
+    resumed: Resumed | None
+
+
+def load_eval_recipe(path: str, overrides: list[str]) -> EvalConfig:
+    """Read and validate a recipe. Raises UserError that names the file or the key, and the fix."""
+    raw = read_recipe(path)
+    for item in overrides:
+        apply_override(raw, item)
+    cfg: EvalConfig = validate(EvalConfig, raw, prefix="")
+    if cfg.ray_address is not None:
+        parse_address(cfg.ray_address)
+    can = load_engine_class(resolve_engine(cfg.rollout.engine)).capabilities
+    name = f"rollout.engine={cfg.rollout.engine}"
+    if cfg.backend == "ray" and not can.broadcast:
+        raise UserError(f"{name} runs in the driver's process only: set backend to local, or take another engine")
+    if cfg.rollout.tensor_parallel_size != 1 and not can.tensor_parallel:
+        raise UserError(f"{name} has no tensor parallelism: set rollout.tensor_parallel_size to 1")
+    return cfg
+
+
+def prepare_eval(cfg: EvalConfig) -> PreparedEval:
+    """Check the recipe against model, data and code; raise UserError for what the user must fix."""
+    if lacking := check_eval_devices(cfg):
+        raise UserError(lacking)
+    trusts = cfg.model.trust_remote_code
+    if os.path.isfile(Path(cfg.model.path) / ADAPTER_CONFIG):  # unlike is_file, False for a name that is too long
+        raise UserError(
+            f"model.path={cfg.model.path} is an adapter without its model: name it in model.adapter, and in model.path "
+            "the model that it was trained on"
+        )
+    check_model_folder(cfg.model.path, trust_remote_code=trusts)
+    if cfg.model.adapter is not None:
+        check_adapter(cfg.model.adapter, key="model.adapter")
+    positions = max_positions(cfg.model.path, trust_remote_code=trusts)
+    if positions is not None and cfg.longest_sample > positions:
+        raise UserError(
+            f"one sample may reach {cfg.longest_sample} tokens (data.max_prompt_tokens + rollout.max_new_tokens), and "
+            f"model.path={cfg.model.path} has room for {positions}: lower one of the two"
+        )
+    plan = plan_engines(cfg)
+    load_reward(plan.reward_spec, cfg.reward.settings)
+    load_env_class(plan.env_spec)
+    tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template, trust_remote_code=trusts)
+    check_policy(plan.model, tokenizer)
+    if trusts and runs_own_code(model := meta_model(cfg.model.path, trust_remote_code=True)):
+        load_engine_class(plan.engine_spec).check_own_code(model, path=cfg.model.path)
+    sets = load_sets(cfg, tokenizer)
+    code = {"reward.fn": plan.reward_spec, "rollout.env": plan.env_spec, "rollout.engine": plan.engine_spec}
+    settings = collect_eval_settings(cfg, code)
+    resumed = None if cfg.resume is None else find_samples(cfg.resume, read_settings(cfg.resume), settings, sets)
+    return PreparedEval(cfg=cfg, tokenizer=tokenizer, sets=sets, plan=plan, settings=settings, resumed=resumed)
+
+
+def check_eval_devices(cfg: EvalConfig) -> str | None:
+    """Return what this machine lacks for the evaluation, in one sentence; None if nothing."""
+    wanted, gpus, cores = cfg.rollout.engines * cfg.rollout.tensor_parallel_size, count_gpus(), os.cpu_count() or 1
+    if cfg.ray_address is not None:
+        return None  # Ray knows what the cluster has, and waits for it no longer than timeout_s
+    if cfg.device == "cuda" and not gpus:
+        return "device is cuda, and this machine has no GPU: set device=auto"
+    there, kind = (gpus, "GPUs") if uses_gpus(cfg) else (cores, "CPU cores")
+    if cfg.backend == "ray" and wanted > there:
+        return (
+            f"{wanted} engine ranks are more than this machine's {there} {kind}: lower rollout.engines or "
+            "rollout.tensor_parallel_size"
+        )
+    return None
+
+
+def plan_engines(cfg: EvalConfig) -> RolloutPlan:
+    """Decide everything that does not depend on the engine's process."""
+    engine_spec = resolve_engine(cfg.rollout.engine)
+    can = load_engine_class(engine_spec).capabilities
+    if cfg.backend == "local" and can.in_process:
+        engine_spec = resolve_engine(can.in_process)
+    engine = EngineConfig(
+        model_path=cfg.model.path,
+        temperature=cfg.rollout.temperature,
+        max_model_len=cfg.longest_sample,
+        stop_token_ids=(),
+        dtype=cfg.model.dtype,
+        trust_remote_code=cfg.model.trust_remote_code,
+        seed=cfg.seed,
+        tensor_parallel_size=cfg.rollout.tensor_parallel_size,
+        kv_cache_gib=cfg.rollout.kv_cache_gib if count_gpus() == 0 else None,
+        gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
+        enforce_eager=cfg.rollout.enforce_eager,
+    )
+    return RolloutPlan(
+        model=ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code),
+        data=cfg.data,
+        rollout=cfg.rollout,
+        reward=cfg.reward,
+        reward_spec=resolve_reward(cfg.reward.fn, key="reward.fn"),
+        env_spec=resolve_env(cfg.rollout.env),
+        engine_spec=engine_spec,
+        engine=engine,
+        transports=(),
+        seed=cfg.seed,
+    )
+
+
+async def start_eval(prepared: PreparedEval, session: Session) -> EvalRun:
+    """Start the engines; return when they have loaded the model."""
+    cfg, folder, plan = prepared.cfg, session.folder.path, prepared.plan
+    (folder / SETTINGS).write_text(json.dumps(prepared.settings, indent=1) + "\n", encoding="utf-8")
+    if prepared.resumed is not None:
+        copy_parts(prepared.resumed.folder, folder)
+    writer = PartWriter(folder, prompts_per_part=cfg.prompts_per_part)
+    for one in prepared.sets:
+        if one.invalid.rows:
+            session.console.say(f"{one.name}: {one.invalid.rows} rows are invalid and not evaluated: {one.invalid}")
+    merged = None if cfg.model.adapter is None else folder / MERGED
+    try:
+        with session.clock.phase(Phase.START):
+            if merged is not None and cfg.model.adapter is not None:
+                merge_adapter(cfg.model, cfg.model.adapter, merged)
+                plan = replace(plan, engine=replace(plan.engine, model_path=str(merged)))
+            session.engines = await start_rollouts(session.cluster, cfg, plan)
+    except BaseException:
+        remove_merged(merged)
+        raise
+    session.clock.reach(Milestone.ENGINES)
+    availability = watch_engines(cfg, session.engines, session)
+    requests = GroupRequests(session.engines, timeout_s=cfg.rollout.timeout_s, engines=availability)
+    done = {} if prepared.resumed is None else prepared.resumed.done
+    return EvalRun(
+        cfg=cfg, sets=prepared.sets, requests=requests, session=session, writer=writer, done=done, merged=merged
+    )
+
+
+def read_settings(folder: str) -> dict[str, Any]:
+    """Return how the samples of a run folder were made. Raises UserError where it is none of an evaluation."""
+    path = Path(folder).expanduser() / SETTINGS
+    if not os.path.isfile(path):
+        raise UserError(f"resume={folder} is no run folder of an evaluation: it has no {SETTINGS}")
+    return dict(parse_json(read_text(path, str(path)), str(path)))

@@ -1,0 +1,63 @@
+"""Estimates from the n samples of one prompt, c of which pass.
+
+    pass@k      probability that at least one of k samples passes: 1 - C(n-c, k) / C(n, k)
+    pass^k      probability that all of k samples pass: C(c, k) / C(n, k)
+    majority@k  probability that the most common answer of k samples passes
+
+All are unbiased: their expectation does not depend on n (https://arxiv.org/abs/2107.03374 for pass@k).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Estimate the probability that at least one of k samples passes, from c of n.
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    _check_counts(n, c, k)
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+def pass_hat_k(n: int, c: int, k: int) -> float:
+    """Estimate the probability that all of k samples pass, from c of n.
+
+    >>> pass_hat_k(4, 2, 2) == 1 / 6
+    True
+    """
+    _check_counts(n, c, k)
+    return comb(c, k) / comb(n, k)
+
+
+def majority_at_k(answers: Sequence[str], passes: Sequence[bool], k: int) -> float:
+    """Estimate the probability that the most common answer of k samples passes.
+
+    It is the mean over the n // k blocks of k samples that follow each other. Answers that are equally common share
+    their block. An answer that passes in some samples and not in others counts by its fraction.
+
+    >>> majority_at_k(["7", "7", "8", "8"], [True, True, False, False], 4)
+    0.5
+    """
+    _check_counts(len(answers), sum(passes), k)
+    blocks = range(len(answers) // k)
+    votes = (_count_vote(answers[b * k : (b + 1) * k], passes[b * k : (b + 1) * k]) for b in blocks)
+    return sum(votes) / len(blocks)
+
+
+def _count_vote(answers: Sequence[str], passes: Sequence[bool]) -> float:
+    """Return the fraction of the most common answers that pass."""
+    cast: dict[str, list[bool]] = {}
+    for answer, passed in zip(answers, passes, strict=True):
+        cast.setdefault(answer, []).append(passed)
+    most = max(map(len, cast.values()))
+    winners = [sum(of) / len(of) for of in cast.values() if len(of) == most]
+    return sum(winners) / len(winners)
+
+
+def _check_counts(n: int, c: int, k: int) -> None:
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"{c} of {n} samples pass, and k is {k}: 0 <= c <= n and 1 <= k <= n are needed")

@@ -1,0 +1,172 @@
+"""Every sample of an evaluation, in Parquet: parts while it runs, one sorted file at its end.
+
+    generations/part_00000.parquet    whole groups of samples, complete because it has this name
+    generations.parquet               all of them, by data set, prompt and sample
+
+A part is written under another name and renamed, so an evaluation may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from core.errors import UserError, first_line, writing
+from core.types import Group
+from evaluation.answers import find_final_answer
+
+PARTS, WHOLE = "generations", "generations.parquet"
+SCHEMA = pa.schema(
+    [
+        ("set", pa.string()),
+        ("index", pa.int32()),
+        ("sample", pa.int32()),
+        ("id", pa.string()),
+        ("prompt", pa.string()),
+        ("answer", pa.string()),
+        ("extra", pa.string()),
+        ("completion", pa.string()),
+        ("final_answer", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.string()),
+        ("failure", pa.string()),
+        ("stop", pa.string()),
+        ("tokens", pa.int32()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One sample; a row of the file."""
+
+    set: str
+    """Name of the data set."""
+    index: int
+    """Number of the prompt in its data set."""
+    sample: int
+    """Number of the sample of its prompt."""
+    id: str
+    prompt: str
+    """Messages of the prompt, as JSON."""
+    answer: str
+    extra: str
+    """Other columns of the row, as JSON."""
+    completion: str
+    final_answer: str
+    """Answer that the vote counts."""
+    reward: float | None
+    reward_parts: str
+    """Named parts of the reward, as JSON."""
+    failure: str
+    """Reason why the sample has no reward; else ""."""
+    stop: str
+    tokens: int
+    """Tokens that the policy sampled."""
+
+
+def describe_group(group: Group, *, of_set: str, index: int) -> list[Generation]:
+    """Return the rows of a group of samples."""
+    return [
+        Generation(
+            set=of_set,
+            index=index,
+            sample=n,
+            id=sample.prompt.id,
+            prompt=json.dumps(sample.prompt.messages),
+            answer=sample.prompt.answer,
+            extra=json.dumps(sample.prompt.extra, default=str),
+            completion=sample.completion or "",
+            final_answer=find_final_answer(sample.completion or ""),
+            reward=sample.reward,
+            reward_parts=json.dumps(sample.reward_parts),
+            failure=sample.failure,
+            stop=sample.stop,
+            tokens=sample.n_sampled,
+        )
+        for n, sample in enumerate(group)
+    ]
+
+
+class PartWriter:
+    """Writer of the parts of one evaluation."""
+
+    def __init__(self, run_folder: Path, *, prompts_per_part: int):
+        """Go on after the parts that are there."""
+        self.folder, self.prompts_per_part = run_folder / PARTS, prompts_per_part
+        with writing(self.folder):
+            self.folder.mkdir(exist_ok=True)
+        self.n_parts = len(list_parts(run_folder))
+        self.waiting: list[list[Generation]] = []
+
+    def add(self, rows: list[Generation]) -> None:
+        """Keep the samples of one prompt. They are on the disk when a part is full."""
+        self.waiting.append(rows)
+        if len(self.waiting) >= self.prompts_per_part:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits. Raises RunStopped where it cannot be written."""
+        if self.waiting:
+            path = self.folder / f"part_{self.n_parts:05d}.parquet"
+            write_generations(path, [row for rows in self.waiting for row in rows])
+            self.waiting = []
+            self.n_parts += 1
+
+
+def list_parts(run_folder: Path) -> list[Path]:
+    """Return the complete parts of an evaluation."""
+    found = sorted((run_folder / PARTS).glob("part_*.parquet"))
+    return [path for path in found if re.fullmatch(r"part_\d{5,}\.parquet", path.name)]
+
+
+def copy_parts(source: Path, run_folder: Path) -> None:
+    """Copy the parts of an evaluation that is resumed."""
+    home = run_folder / PARTS
+    with writing(home):
+        home.mkdir(exist_ok=True)
+        for part in list_parts(source):
+            partial = home / f"{part.name}.partial"
+            shutil.copyfile(part, partial)
+            os.replace(partial, home / part.name)
+
+
+def write_generations(path: Path, rows: Iterable[Generation]) -> None:
+    """Write rows under another name, flush them to the disk and rename the file."""
+    partial = path.with_name(f"{path.name}.partial")
+    with writing(path, meaning="the samples before are kept: resume names this run folder"):
+        pq.write_table(pa.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA), partial)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+
+
+def read_generations(paths: Sequence[Path]) -> list[Generation]:
+    """Return the rows of these files. Raises UserError for one that cannot be read."""
+    names = [f.name for f in fields(Generation)]
+    rows: list[Generation] = []
+    for path in paths:
+        try:
+            rows += [Generation(**row) for row in pq.read_table(path, columns=names).to_pylist()]
+        except (pa.ArrowException, OSError, TypeError) as error:
+            raise UserError(
+                f"{path} cannot be read as samples of an evaluation ({first_line(error)}): remove it, and its prompts "
+                "are sampled again"
+            ) from error
+    return rows
+
+
+def join_parts(run_folder: Path, order: dict[str, int]) -> Path:
+    """Write all samples into one file, in the order of the data sets, and remove the parts."""
+    rows = read_generations(list_parts(run_folder))
+    write_generations(run_folder / WHOLE, sorted(rows, key=lambda row: (order[row.set], row.index, row.sample)))
+    shutil.rmtree(run_folder / PARTS)
+    return run_folder / WHOLE

@@ -1,0 +1,44 @@
+"""Evaluation: python main_eval.py --config configs/eval_quickstart.yaml [key=value ...]
+
+The same engines, rewards and data as reinforcement learning; nothing is trained. Every sample is kept, in Parquet. An
+evaluation that was killed goes on where it was with `resume`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from core.cli import parse_arguments, run_guarded
+
+if TYPE_CHECKING:
+    from driver.eval_run import EvalRun
+    from driver.session import Session
+
+
+async def evaluate(run: EvalRun) -> None:
+    """Sample every prompt, grade the samples and write the results."""
+    await run.sample_all()
+    run.report()
+
+
+def main() -> int:
+    args = parse_arguments("main_eval.py", "Evaluate a model on data sets.")
+    from driver.eval_explain import explain_eval
+    from driver.eval_setup import load_eval_recipe, prepare_eval, start_eval
+    from driver.session import run_session
+
+    cfg = load_eval_recipe(args.config, args.overrides)
+    if args.explain:
+        print(explain_eval(cfg))
+        return 0
+    prepared = prepare_eval(cfg)
+
+    async def body(session: Session) -> None:
+        await evaluate(await start_eval(prepared, session))
+
+    return run_session(cfg, body)
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(main))
