@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -60,6 +60,10 @@ class Run:
     layout: RowLayout
     """Layout of the trainers' rows, which depends on the loaded model."""
     time: TimeBreakdown
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Yield the steps that the run makes; `stop_when` may end them early."""
+        return self.session.count_steps(self.first_step)
 
     @property
     def steps(self) -> int:
@@ -192,6 +196,8 @@ class Run:
         """Measure the reward on the held-out prompts, one sample each at the run's temperature."""
         if self.held_out is None:
             return {}
+        if self.session.is_over and self.buffer.version < self.steps_done:
+            await self.sync_weights(self.steps_done)  # stop_when may end a run between two weight syncs
         with self.session.clock.phase(Phase.EVALUATE):
             prompts = self.held_out.all()
             calls = (self.generation.generate_group(-1 - i, prompt, 1) for i, prompt in enumerate(prompts))
