@@ -37,7 +37,8 @@ def main() -> int:
     async def body(session: Session) -> None:
         await evaluate(await start_eval(prepared, session))
 
-    return run_session(cfg, body)
+    run_session(cfg, body)
+    return 0
 
 
 if __name__ == "__main__":

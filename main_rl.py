@@ -8,12 +8,16 @@ ahead as `max_staleness` allows; with 0 they wait for every weight sync.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from core.cli import parse_arguments, run_guarded
 
 if TYPE_CHECKING:
+    from configs.schema import RLConfig
+    from driver.load_recipe import Loaded
     from driver.rl_run import Run
+    from driver.run_result import RunResult
     from driver.session import Session
 
 
@@ -22,7 +26,7 @@ async def train(run: Run) -> None:
     await run.sync_weights(version=run.first_step)
     await run.evaluate("before")
     async with run.generation.running_in_background():
-        for step in range(run.first_step, run.steps):
+        for step in run.remaining_steps():
             groups, rollout_metrics = await run.next_groups(step)
             groups = await run.add_columns(groups)
             groups = run.compute_advantages(groups)
@@ -39,17 +43,39 @@ def main() -> int:
     args = parse_arguments("main_rl.py", "Train a policy by reinforcement learning.")
     from configs.schema import RLConfig
     from driver.explain import explain
-    from driver.load_recipe import Loaded, load_recipe
-    from driver.on_failure import run_with_resumes
-    from driver.rl_setup import prepare, start
-    from driver.session import run_session
+    from driver.load_recipe import load_recipe
+    from driver.sweep import combine_overrides, run_sweep
 
+    if len(combinations := combine_overrides(args.overrides)) > 1:
+        return run_sweep(__file__, RLConfig, args.config, combinations, only_explain=args.explain)
     loaded = load_recipe(RLConfig, args.config, args.overrides)
     if args.explain:
         print(explain(loaded))
         return 0
+    launch(loaded)
+    return 0
 
-    def attempt(loaded: Loaded[RLConfig]) -> int:
+
+def run(config: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunResult:
+    """Run from Python, in a notebook too, and return what the run came to.
+
+    config: the path of a recipe, or its keys and values. overrides: such as trainer.lr=1e-5. Mistakes in them raise
+    core.errors.UserError, and a run that must stop raises core.errors.RunStopped.
+    """
+    from configs.schema import RLConfig
+    from driver.from_python import call_from_python
+    from driver.load_recipe import load_recipe
+
+    return call_from_python(lambda: launch(load_recipe(RLConfig, config, overrides)))
+
+
+def launch(loaded: Loaded[RLConfig]) -> RunResult:
+    """Prepare and run; where a process dies and the recipe says so, resume."""
+    from driver.on_failure import run_with_resumes
+    from driver.rl_setup import prepare, start
+    from driver.session import run_session
+
+    def attempt(loaded: Loaded[RLConfig]) -> RunResult:
         prepared = prepare(loaded)
 
         async def body(session: Session) -> None:

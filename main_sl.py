@@ -6,11 +6,15 @@ The same trainers, batches and configuration as reinforcement learning; the data
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from core.cli import parse_arguments, run_guarded
 
 if TYPE_CHECKING:
+    from configs.schema import SLConfig
+    from driver.load_recipe import Loaded
+    from driver.run_result import RunResult
     from driver.session import Session
     from driver.sl_run import Run
 
@@ -19,7 +23,7 @@ async def train(run: Run) -> None:
     """Run the training loop: rows become Batches, and the weights are updated."""
     await run.evaluate("before")
     run.session.clock.start_lap()
-    for step in range(run.first_step, run.steps):
+    for step in run.remaining_steps():
         train_metrics = await run.train(run.draw_rows(step))
         eval_metrics = await run.evaluate_if_due(step)
         run.log(step, train_metrics | eval_metrics)
@@ -32,17 +36,39 @@ def main() -> int:
     args = parse_arguments("main_sl.py", "Train a model on given text.")
     from configs.schema import SLConfig
     from driver.explain import explain
-    from driver.load_recipe import Loaded, load_recipe
-    from driver.on_failure import run_with_resumes
-    from driver.session import run_session
-    from driver.sl_run import prepare, start
+    from driver.load_recipe import load_recipe
+    from driver.sweep import combine_overrides, run_sweep
 
+    if len(combinations := combine_overrides(args.overrides)) > 1:
+        return run_sweep(__file__, SLConfig, args.config, combinations, only_explain=args.explain)
     loaded = load_recipe(SLConfig, args.config, args.overrides)
     if args.explain:
         print(explain(loaded))
         return 0
+    launch(loaded)
+    return 0
 
-    def attempt(loaded: Loaded[SLConfig]) -> int:
+
+def run(config: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunResult:
+    """Run from Python, in a notebook too, and return what the run came to.
+
+    config: the path of a recipe, or its keys and values. overrides: such as trainer.lr=1e-5. Mistakes in them raise
+    core.errors.UserError, and a run that must stop raises core.errors.RunStopped.
+    """
+    from configs.schema import SLConfig
+    from driver.from_python import call_from_python
+    from driver.load_recipe import load_recipe
+
+    return call_from_python(lambda: launch(load_recipe(SLConfig, config, overrides)))
+
+
+def launch(loaded: Loaded[SLConfig]) -> RunResult:
+    """Prepare and run; where a process dies and the recipe says so, resume."""
+    from driver.on_failure import run_with_resumes
+    from driver.session import run_session
+    from driver.sl_run import prepare, start
+
+    def attempt(loaded: Loaded[SLConfig]) -> RunResult:
         prepared = prepare(loaded)
 
         async def body(session: Session) -> None:

@@ -18,7 +18,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -167,6 +167,9 @@ class SimulatedRun:
     @property
     def steps(self) -> int:
         return self.schedule.steps
+
+    def remaining_steps(self) -> Iterator[int]:
+        return iter(range(self.first_step, self.steps))
 
     def accept_group(self, group: Group) -> bool:
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -17,7 +17,8 @@ class SourceConfig(StrictModel):
     """Describe one data set of a mixture, or the only one."""
 
     path: str
-    """A Parquet or JSONL file, a folder written by datasets.save_to_disk, or hub:NAME (hub:NAME/CONFIG)."""
+    """A Parquet, JSONL or CSV file (also .jsonl.gz, .csv.gz), a folder written by datasets.save_to_disk, or hub:NAME
+    (hub:NAME/CONFIG)."""
     name: str = Field("", pattern="^[^/]*$")
     """Name of the source in the log, without "/" and unique within a mixture. Unset: the name of the file or data
     set."""
@@ -46,7 +47,8 @@ class SourceConfig(StrictModel):
             return self.name
         if self.path.startswith("hub:"):
             return self.path.removeprefix("hub:").split("/")[:2][-1]
-        return PurePath(self.path).stem
+        name = PurePath(self.path)
+        return PurePath(name.stem).stem if name.suffix == ".gz" else name.stem
 
 
 class DataConfig(StrictModel):
@@ -64,12 +66,23 @@ class DataConfig(StrictModel):
     larger fraction stops the run before it starts."""
     template: Literal["chat", "plain"] = "chat"
     """How messages become text. chat: by the tokenizer's chat template. plain: the contents are concatenated."""
+    template_args: dict[str, Any] = Field({})
+    """Arguments of the chat template, such as {enable_thinking: false}: for prompts, held-out rows and supervised rows
+    alike. One that the template does not read is refused."""
+    system_prompt: str | None = Field(None, min_length=1)
+    """System turn of every row that has none of its own. A template that would leave it out is refused."""
 
     def list_sources(self, which: Literal["train", "eval"]) -> list[SourceConfig]:
         """Return the sources of `train` or `eval`; empty where it is unset."""
         given = self.train if which == "train" else self.eval
         listed = given if isinstance(given, list) else [] if given is None else [given]
         return [SourceConfig(path=source) if isinstance(source, str) else source for source in listed]
+
+    @model_validator(mode="after")
+    def plain_text_has_no_template(self) -> DataConfig:
+        if self.template == "plain" and self.template_args:
+            raise ValueError("template is plain, and template_args are for a chat template: leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def a_mixture_has_names(self) -> DataConfig:

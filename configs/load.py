@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,9 +16,15 @@ from core.errors import UserError, first_line, quote
 from core.text_files import read_text
 
 
-def read_recipe(path: str) -> dict[str, Any]:
-    """Read a recipe and the recipes that it builds on: `base: other.yaml` names one, relative to the file's folder."""
-    raw, seen = read_yaml(path), [Path(path).resolve()]
+def read_recipe(recipe: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Read a recipe and the recipes that it builds on: `base: other.yaml` names one, relative to the file's folder.
+
+    recipe: the path of a file, or its keys and values, whose `base` is relative to the working folder.
+    """
+    if isinstance(recipe, str):
+        raw, seen = read_yaml(recipe), [Path(recipe).resolve()]
+    else:
+        raw, seen = copy.deepcopy(dict(recipe)), [Path("the given keys").resolve()]
     while (base := raw.pop("base", None)) is not None:
         if not isinstance(base, str) or not base.isprintable():
             raise UserError(f"{seen[-1]}: base={base!r:.200} must be the path of another recipe")

@@ -32,8 +32,18 @@ VALUES: dict[str, dict[Any, Any]] = {
     "precompute_ref_logp": {"ahead": True, "each_step": False},
 }
 """New key -> old value -> new value."""
-ADDED: dict[str, Any] = {"trainer.eps": 1e-8, "model.trust_remote_code": False}
+ADDED: dict[str, Any] = {
+    **{"trainer.eps": 1e-8, "model.trust_remote_code": False, "trainer.lr_min_fraction": 0.0},
+    "data.template_args": {},
+}
 """New keys, with the constant that earlier versions used."""
+ADDED_IN_RL: dict[str, Any] = {
+    "rollout.stop": [],
+    "rollout.stop_token_ids": [],
+    "reward.fns": {},
+    "reward.by_source": {},
+}
+"""New keys of RL runs, likewise."""
 
 
 def find_renamed(raw: Mapping[str, Any], *, supervised: bool) -> tuple[str, str] | None:
@@ -58,7 +68,7 @@ def translate_settings(settings: Mapping[str, Any], *, supervised: bool) -> dict
             continue
         new = table.get(key, key)
         translated[new] = _translate_value(new, value)
-    return ADDED | translated
+    return ADDED | ({} if supervised else ADDED_IN_RL) | translated
 
 
 _MISSING = object()

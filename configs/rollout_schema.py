@@ -2,28 +2,116 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from core.strict_model import Seconds, StrictModel
+
+Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
+RewardWeights = float | dict[str, float]
+"""Weight of a function's only part, or of its part `correct`; or a weight for each part that counts."""
+
+
+def _check_weights(given: Any) -> Any:
+    """Return the weight, or the weights of the parts, of one function."""
+    numbers = list(given.values()) if isinstance(given, dict) else [given]
+    if not numbers or not all(type(n) in (int, float) and abs(n) <= 1e6 for n in numbers):
+        raise ValueError(
+            f"a weight is expected, or a weight for each part that counts ({{correct: 1.0}}), found {given!r:.100}"
+        )
+    return {str(part): float(n) for part, n in given.items()} if isinstance(given, dict) else float(given)
+
+
+FunctionWeights = dict[str, Annotated[Any, AfterValidator(_check_weights)]]
+
+
+def name_function(name_or_path: str) -> str:
+    """Return the name of a reward function in the log.
+
+    >>> name_function("gsm8k"), name_function("mine/short.py")
+    ('gsm8k', 'short')
+    """
+    return PurePath(name_or_path).stem
 
 
 class RewardConfig(StrictModel):
     """Keys of `reward`."""
 
-    fn: str
-    """Reward function: a module of rewards/, or the path of a Python file with a function `score(prompt, messages)`."""
-    weights: dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]] = Field({"correct": 1.0}, min_length=1)
-    """Weights of the parts that `fn` returns: the reward is the sum of weight x part. Every part is logged."""
+    fn: str | None = None
+    """Reward function: a module of rewards/, or the path of a Python file with a function `score(prompt, messages)`.
+    Set this or `fns`."""
+    fns: FunctionWeights = Field({})
+    """Several reward functions, each with its weight: {gsm8k: 1.0, my_length.py: 0.2}. The weight is that of the part
+    `correct`, or of the only part; {my_length.py: {short: 0.2, polite: 0.1}} weighs parts one by one. Parts are logged
+    as <function>.<part>."""
+    by_source: dict[str, FunctionWeights] = Field({})
+    """Functions for the rows of one data source, instead of `fn` or `fns`: {gsm8k: {math_verify: 1.0}}, by the source's
+    name. Where neither fn nor fns is set, every source is listed."""
+    weights: dict[str, Weight] = Field({})
+    """Weights of the parts that `fn` returns, and of an environment's scores: the reward is the sum of weight x part.
+    Every part is logged. Unset with `fn`: {correct: 1.0}."""
     settings: dict[str, Any] = Field({})
-    """Arguments passed to `score` by name, such as the path of a reward model."""
+    """Arguments passed to `score` by name, such as the path of a reward model. With `fns` or `by_source` by function:
+    {my_length.py: {target: 4}}."""
     workers: int = Field(2, ge=1)
     """Number of reward processes per engine. If one hangs or dies, only its own sample fails."""
     timeout_s: Seconds = 20.0
     """Deadline of the reward of one sample, in seconds. A sample without a reward has failed."""
     max_failed_fraction: float = Field(0.1, ge=0, le=1)
     """Largest fraction of a step's samples that may fail; above it the run stops."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def one_function_weighs_what_is_correct(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("fn") is not None and "weights" not in given:
+            return given | {"weights": {"correct": 1.0}}
+        return given
+
+    @model_validator(mode="after")
+    def functions_are_named_once(self) -> RewardConfig:
+        if self.fn is None and not self.fns and not self.by_source:
+            raise ValueError(
+                "fn is missing: set it in the recipe or as reward.fn=VALUE on the command line, or set fns"
+            )
+        if self.fn is not None and self.fns:
+            raise ValueError("set fn or fns, and not both")
+        if self.fn is not None and not self.weights:
+            raise ValueError("weights names no part of fn: give one, such as {correct: 1.0}")
+        names = [name_function(given) for given in self.function_names]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two functions are called {twice[0]} in the log: give their files different names")
+        if not_found := [name for name in self.settings if self.fn is None and name not in self.function_names]:
+            raise ValueError(f"settings names {not_found[0]}, which is no function of fns or by_source")
+        if self.fn is None and any(not isinstance(of_one, dict) for of_one in self.settings.values()):
+            raise ValueError(
+                "settings holds the arguments of each function under its name: {my_length.py: {target: 4}}"
+            )
+        if self.fn is not None and self.by_source and self.settings:
+            raise ValueError("settings are for fn alone, or for several functions: write fns instead of fn")
+        return self
+
+    @property
+    def function_names(self) -> list[str]:
+        """Names and paths in `fns` and `by_source`, each once."""
+        return list(dict.fromkeys([*self.fns, *(name for weights in self.by_source.values() for name in weights)]))
+
+    def settings_of(self, name: str) -> dict[str, Any]:
+        """Return the arguments of one of several functions, by its name in the log."""
+        return (
+            {} if self.fn is not None else next((s for n, s in self.settings.items() if name_function(n) == name), {})
+        )
+
+    def check_sources(self, sources: Collection[str]) -> None:
+        """Raise ValueError where `by_source` names a source that is not there, or a source has no function."""
+        if unknown := [source for source in self.by_source if source not in sources]:
+            raise ValueError(
+                f"reward.by_source names {unknown[0]}, which is no source of data; there are {', '.join(sources)}"
+            )
+        if self.fn is None and not self.fns and (left := [s for s in sources if s not in self.by_source]):
+            raise ValueError(f"reward.by_source has no functions for the source {left[0]}: add it, or set reward.fns")
 
 
 class RolloutConfig(StrictModel):
@@ -47,6 +135,12 @@ class RolloutConfig(StrictModel):
     subset of the vocabulary, and the trainer's log-probabilities would silently be those of another policy."""
     max_new_tokens: int = Field(256, ge=1)
     """Token budget of one episode, over all its turns, the environment's turns included."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([])
+    """Texts that end a reply, besides the model's own stop tokens: it ends with the token that completes the first of
+    them, and keeps it. A reward sees the whole text. Special tokens are not in that text: name them in
+    stop_token_ids."""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([])
+    """Tokens that end a reply, besides the model's own (its tokenizer's and its generation config's)."""
     max_turns: int = Field(1, ge=1)
     """Largest number of replies of the policy in one episode."""
     timeout_s: Seconds = 900.0

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from configs.capture_schema import CaptureConfig, ShadowLoss
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig, WeightSyncConfig
-from configs.trainer_schema import CheckpointConfig, ModelConfig, TrainerConfig, refuse_best
+from configs.trainer_schema import CheckpointConfig, ModelConfig, StopWhenConfig, TrainerConfig, refuse_best
 from core.errors import UserError
 from core.strict_model import Seconds, StrictModel
 
@@ -38,6 +38,9 @@ class RunConfig(StrictModel):
     """Folder in which run folders are made."""
     save_to: str | None = None
     """Folder for a second copy of the final model, under a fixed name that another recipe can refer to."""
+    push_to: str | None = Field(None, pattern=r"^[\w.-]{1,96}(/[\w.-]{1,96})?$")
+    """Repository on the Hugging Face hub, NAME or OWNER/NAME, to which the final model is pushed after it is saved. A
+    new one is private. Refused before the start without a token that may write, or without an answer of the hub."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: str | None = None
     """Run folder (its newest complete checkpoint) or checkpoint to resume from, exactly, in a new run folder. Settings
@@ -58,6 +61,8 @@ class RunConfig(StrictModel):
     eval_every: int = Field(0, ge=0)
     """Steps between two evaluations on data.eval: of the loss, or in RL of the reward under the engines' current
     weights. 0 evaluates at the start and the end only."""
+    stop_when: StopWhenConfig | None = None
+    """End of the run before its last step: {metric: reward/mean, above: 0.95, for_steps: 3}. Unset: `steps` decides."""
     trainer: TrainerConfig = TrainerConfig()
 
     @property
@@ -74,6 +79,8 @@ class RunConfig(StrictModel):
     def what_is_measured_is_there(self) -> RunConfig:
         if self.eval_every and self.data.eval is None:
             raise ValueError("eval_every needs held-out rows: set data.eval")
+        if self.stop_when is not None and self.stop_when.metric.startswith("eval/") and not self.eval_every:
+            raise ValueError(f"stop_when.metric={self.stop_when.metric} is measured by evaluations: set eval_every")
         return self
 
     @model_validator(mode="after")
@@ -106,6 +113,12 @@ def check_warmup(trainer: TrainerConfig, total_updates: int) -> None:
         raise ValueError(
             f"trainer.warmup_updates={trainer.warmup_updates}, and the run makes {total_updates} updates, so the "
             "learning rate never reaches trainer.lr: lower it, or train longer"
+        )
+    decay = trainer.count_decay_updates(total_updates)
+    if trainer.warmup_updates + decay > total_updates:
+        raise ValueError(
+            f"trainer.warmup_updates={trainer.warmup_updates} and the {decay} updates of trainer.decay_fraction="
+            f"{trainer.decay_fraction} are more than the {total_updates} updates of the run: lower one of them"
         )
 
 
@@ -181,6 +194,8 @@ class RLConfig(RunConfig):
             raise ValueError(
                 f"a source of data.train is called {min(clash)}, as is another reward in the log: set its name"
             )
+        sources = [*self.data.list_sources("train"), *self.data.list_sources("eval")]
+        self.reward.check_sources(list(dict.fromkeys(source.log_name for source in sources)))
         if self.backend == "local" and sync.transport != "auto":
             raise ValueError("backend: local hands weights over in one process: set weight_sync.transport to auto")
         if refused := self._refuse_adapter_sync():

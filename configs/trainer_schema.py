@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from core.metrics import EVAL_LOSS, METRICS, find_metric
 from core.strict_model import LearningRate, StrictModel
@@ -67,9 +67,14 @@ class TrainerConfig(StrictModel):
     """Optimizer of torch; sgd is without momentum."""
     lr: LearningRate = 1e-6
     """Learning rate after the warm-up."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule of the learning rate after the warm-up; linear and cosine fall towards zero, which an update after the
-    last one would have."""
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Schedule of the learning rate after the warm-up. linear and cosine fall from there on, wsd (warm-up, stable,
+    decay) stays at lr and falls linearly in its last updates. An update after the last one would have
+    lr_min_fraction * lr."""
+    lr_min_fraction: float = Field(0.0, ge=0, le=1)
+    """Fraction of lr at which linear, cosine and wsd end."""
+    decay_fraction: float | None = Field(None, gt=0, le=1)
+    """Fraction of all updates in which wsd falls, rounded to whole updates, at least one. Set it with wsd."""
     warmup_updates: int = Field(0, ge=0)
     """Number of updates in which the learning rate rises to lr."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
@@ -103,6 +108,20 @@ class TrainerConfig(StrictModel):
     deepspeed: dict[str, Any] = Field({})
     """Keys merged last into the generated DeepSpeed configuration; those with a key of their own here are refused."""
 
+    @model_validator(mode="after")
+    def a_fall_has_its_keys(self) -> TrainerConfig:
+        if self.lr_schedule == "constant" and self.lr_min_fraction:
+            raise ValueError("lr_min_fraction is where a falling learning rate ends, and lr_schedule is constant")
+        if self.lr_schedule == "wsd" and self.decay_fraction is None:
+            raise ValueError("lr_schedule is wsd: set decay_fraction, the part of the updates in which it falls")
+        if self.lr_schedule != "wsd" and self.decay_fraction is not None:
+            raise ValueError(f"decay_fraction belongs to lr_schedule: wsd, and lr_schedule is {self.lr_schedule}")
+        return self
+
+    def count_decay_updates(self, total_updates: int) -> int:
+        """Return the number of updates in which wsd falls; 0 for another schedule."""
+        return 0 if self.decay_fraction is None else max(1, round(self.decay_fraction * total_updates))
+
     @field_validator("deepspeed")
     @classmethod
     def leaves_ours_alone(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -113,6 +132,26 @@ class TrainerConfig(StrictModel):
         if taken := [key for key in given if key in OURS_OF_DEEPSPEED] + nested:
             raise ValueError(f"{taken[0]} follows from other keys of the recipe: leave it out here")
         return given
+
+
+class StopWhenConfig(StrictModel):
+    """Keys of `stop_when`: the end of a run before its last step, with its model saved."""
+
+    metric: str = Field(min_length=1)
+    """Name of a metric of metrics.jsonl, such as reward/mean or eval/reward/mean."""
+    above: float | None = None
+    """The run ends when the metric is above this. Set this or `below`."""
+    below: float | None = None
+    """The run ends when the metric is below this."""
+    for_steps: int = Field(1, ge=1)
+    """Number of logged values in a row that must be so. A step that does not log the metric, such as one without an
+    evaluation, changes nothing."""
+
+    @model_validator(mode="after")
+    def one_bound(self) -> StopWhenConfig:
+        if (self.above is None) == (self.below is None):
+            raise ValueError("set above or below" + ("" if self.above is None else ", and not both"))
+        return self
 
 
 class CheckpointConfig(StrictModel):

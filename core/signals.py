@@ -5,11 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_CODE = 130
+
+
+_elsewhere: list[Callable[[], object]] = []
+"""How to end a run that is in another thread, in order."""
+
+
+def pass_on_interrupt() -> None:
+    """End the run that is in another thread. Raises KeyboardInterrupt where that has not begun or is over."""
+    if not _elsewhere:
+        raise KeyboardInterrupt
+    _elsewhere[0]()
 
 
 def raise_interrupt() -> None:
@@ -35,6 +47,9 @@ def end_on_signals(*, first: Callable[[], object] = raise_interrupt, at_once: Ca
 
     Signals that are ignored stay so.
     """
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread alone
+        _elsewhere[:] = [first]
+        return
     seen: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,17 @@ def read_bytes(file: Path, where: str) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise UserError(f"{where} cannot be read: {error.strerror or error}") from error
+
+
+def read_packed_text(file: Path, where: str) -> str:
+    """Return the text of a gzip file. Raises UserError, beginning with `where`, for anything else."""
+    packed = read_bytes(file, where)
+    if not packed.startswith(b"\x1f\x8b"):
+        raise UserError(f"{where} is not a gzip file, as its name says: name it without .gz, or pack it with gzip")
+    try:
+        return decode_text(gzip.decompress(packed), where)
+    except (EOFError, OSError, zlib.error) as error:
+        raise UserError(f"{where} is a broken gzip file: {first_line(error)}: write it again") from error
 
 
 def decode_text(whole: bytes, where: str) -> str:

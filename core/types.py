@@ -88,7 +88,7 @@ class Sample:
     versions: Ids
     """[L] int32, policy version that sampled the token where action_mask is True, -1 elsewhere."""
     stop: Stop = "eos"
-    """Reason why the sample ended: a stop token, the token budget, or the number of turns."""
+    """Reason why the sample ended: a stop token or stop string, the token budget, or the number of turns."""
     reward: float | None = None
     """Weighted sum of the reward parts; None when there is no reward, or when the reward failed."""
     reward_parts: dict[str, float] = field(default_factory=dict)

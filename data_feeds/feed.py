@@ -159,6 +159,7 @@ def _load_feed(
             max_tokens=max_tokens,
             max_tokens_key=max_tokens_key,
             train_on=train_on,
+            system_prompt=data.system_prompt,
         )
         limit = data.eval_rows if which == "eval" else None
         items, invalid = read_source(config, key, row_type, reader, data=data, limit=limit)
@@ -166,7 +167,15 @@ def _load_feed(
         sources.append(
             Source(name=config.log_name, items=items, stream=stream, replacement=config.replacement, invalid=invalid)
         )
+    if which == "train" and data.system_prompt is not None:
+        _check_system_prompt_is_used(data.system_prompt, [item for source in sources for item in source.items])
     return Feed(sources=sources, mixture=Mixture(whole_parts([c.ratio for c in configs], where=f"data.{which}")))
+
+
+def _check_system_prompt_is_used(given: str, items: list[Any]) -> None:
+    prompts: list[Prompt] = [item if isinstance(item, Prompt) else item[0].prompt for item in items]
+    if not any({"role": "system", "content": given} in prompt.messages for prompt in prompts):
+        raise UserError("data.system_prompt: every row of data.train has a system turn of its own: leave it out")
 
 
 def read_source(

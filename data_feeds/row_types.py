@@ -33,6 +33,8 @@ class Reader:
     max_tokens_key: str
     """Key that sets max_tokens."""
     train_on: TrainOn
+    system_prompt: str | None = None
+    """System turn of the rows that have none."""
 
     def make_prompt(self, record: Record) -> Draft[Prompt]:
         """Return the prompt of a row; the policy writes the completion."""
@@ -44,6 +46,7 @@ class Reader:
             )
         if not any(m["content"].strip() for m in messages):
             raise InvalidRow("empty", "all its messages are empty")
+        messages = self._with_system(messages)
         self._check_size(messages)
         text = _apply_template(lambda: self.tokenizer.render_text(messages, reply_next=True))
         [(ids, _)] = yield [(text, False)]
@@ -52,7 +55,7 @@ class Reader:
 
     def make_conversation(self, record: Record) -> Draft[Group]:
         """Return a group of one Sample, trained on the turns that `train_on` names."""
-        messages = _check_replies(record.get_messages("messages", text_is="user"))
+        messages = self._with_system(_check_replies(record.get_messages("messages", text_is="user")))
         sample = yield from self._build_sample(self._build_prompt(record, messages), messages, self.train_on)
         if not sample.n_trained:
             named = "turn to train on" if isinstance(self.train_on, str) else f"turn of {' or '.join(self.train_on)}"
@@ -62,7 +65,7 @@ class Reader:
     def make_pair(self, record: Record) -> Draft[Group]:
         """Return [chosen, rejected] with rewards 1 and 0, trained on the last replies; the prompt must be the same."""
         asked = record.get_messages("messages", text_is="user") if "messages" in record.columns else None
-        chosen, rejected = (_join_reply(record, column, asked) for column in ("chosen", "rejected"))
+        chosen, rejected = (self._with_system(_join_reply(record, c, asked)) for c in ("chosen", "rejected"))
         if chosen[:-1] != rejected[:-1]:
             raise InvalidRow("not_one_prompt", "chosen and rejected differ before their last reply")
         if chosen[-1]["content"].strip() == rejected[-1]["content"].strip():
@@ -82,12 +85,18 @@ class Reader:
 
     def make_unpaired(self, record: Record) -> Draft[Group]:
         """Return a group of one Sample with reward 1 if `label` is true, else 0; trained on the last reply."""
-        messages = _check_ends_in_reply(record.get_messages("messages", text_is="user"), "messages")
+        messages = self._with_system(_check_ends_in_reply(record.get_messages("messages", text_is="user"), "messages"))
         label = record.get_column("label")
         if not isinstance(label, bool | int | float) or label not in (0, 1):
             raise InvalidRow("bad_label", f"label must be true, false, 1 or 0, found {label!r:.60}")
         prompt = self._build_prompt(record, messages[:-1])
         return [(yield from self._build_sample(prompt, messages, "last_reply", float(label)))]
+
+    def _with_system(self, messages: list[Message]) -> list[Message]:
+        """Return the messages, which begin with a system turn where the recipe has one and the row has none."""
+        if self.system_prompt is None or any(m["role"] == "system" for m in messages):
+            return messages
+        return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def _build_prompt(self, record: Record, messages: list[Message]) -> Prompt:
         return Prompt(

@@ -1,4 +1,4 @@
-"""Read a source: Parquet, JSONL, a folder of Hugging Face datasets, or a name on the hub -> Records."""
+"""Read a source: Parquet, JSONL, CSV, a folder of Hugging Face datasets, or a name on the hub -> Records."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 from configs.data_schema import SourceConfig
 from core.errors import UserError, first_line, name_error
 from core.hub import describe_hub, prepare_hub
-from core.text_files import describe_format, parse_json, read_text
+from core.text_files import describe_format, parse_json, read_packed_text, read_text
 from core.types import ROLES, Message
+from data_feeds.csv_rows import read_csv
 from data_feeds.invalid_rows import InvalidRow
 from data_feeds.values import holds_lone_surrogate, to_text
 
@@ -130,14 +131,18 @@ def _read_rows(source: SourceConfig, key: str) -> list[dict[str, Any]]:
         return _read_saved(file, source.split, key)
     if not os.path.isfile(file):
         raise UserError(f"{key}: there is no such file; the scripts in data_prep/ make one")
-    match file.suffix:
-        case ".parquet":
+    is_packed = file.suffix == ".gz"
+    match (file.with_suffix("") if is_packed else file).suffix:
+        case ".parquet" if not is_packed:
             return _read_parquet(file, key)
         case ".jsonl":
-            return _read_jsonl(file, key)
+            return _read_jsonl(read_packed_text(file, key) if is_packed else read_text(file, key), key)
+        case ".csv":
+            return read_csv(read_packed_text(file, key) if is_packed else read_text(file, key), source, key)
         case _:
             raise UserError(
-                f"{key} must end in .parquet or .jsonl, be a folder made by datasets.save_to_disk, or hub:NAME"
+                f"{key} must end in .parquet, .jsonl or .csv (.jsonl.gz, .csv.gz), be a folder made by "
+                "datasets.save_to_disk, or hub:NAME"
             )
 
 
@@ -159,9 +164,9 @@ def _read_parquet(file: Path, key: str) -> list[dict[str, Any]]:
         raise UserError(f"{key} cannot be read: {first_line(error)}") from error
 
 
-def _read_jsonl(file: Path, key: str) -> list[dict[str, Any]]:
+def _read_jsonl(text: str, key: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for n, line in enumerate(read_text(file, key).split("\n"), start=1):
+    for n, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         row = parse_json(line, f"{key}, line {n}")

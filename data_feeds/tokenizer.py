@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -46,7 +46,9 @@ class ChatTokenizer:
         *,
         key: str = "model.path",
         trust_remote_code: bool = False,
+        template_args: Mapping[str, Any] | None = None,
     ):
+        """template_args: what the chat template gets besides the messages; data_feeds/template_args.py checks them."""
         from transformers import AutoTokenizer
 
         is_folder = os.path.isdir(path)
@@ -59,13 +61,33 @@ class ChatTokenizer:
                 raise UserError(refusal) from error
             more = "" if is_folder else f"; {describe_hub()}"
             raise UserError(f"{key}={path}: its tokenizer cannot be loaded: {name_error(error)}{more}") from error
-        self.template = template
+        self.template, self.template_args = template, dict(template_args or {})
         if template == "chat" and not self.hf.chat_template:
             raise UserError(f"{key}={path} has no chat template: set data.template=plain, or add one to its tokenizer")
         if self.hf.eos_token_id is None:
             raise UserError(f"{key}={path}: its tokenizer has no end-of-sequence token")
         more_ends = _eos_of_generation_config(path, key, trust_remote_code=trust_remote_code)
         self.stop_token_ids = sorted({self.hf.eos_token_id, *more_ends})
+
+    @property
+    def written_ids(self) -> frozenset[int]:
+        """Tokens that are in decoded text: all but the special ones."""
+        return frozenset(self.hf.get_vocab().values()) - frozenset(self.hf.all_special_ids)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids, from 0 on."""
+        return max(self.hf.get_vocab().values()) + 1
+
+    @property
+    def turn_end(self) -> list[int]:
+        """Tokens with which a reply's turn ends in a conversation, where the policy did not sample them."""
+        if self.template == "plain":
+            return [self.hf.eos_token_id]
+        reply = [{"role": "user", "content": "."}, {"role": "assistant", "content": STAND_IN}]
+        text = self.render_text(reply, reply_next=False)
+        rest = text[text.rindex(STAND_IN) + len(STAND_IN) :]
+        return [self.hf.eos_token_id] if rest.startswith(self.hf.eos_token) else []
 
     def render(self, messages: list[Message]) -> list[int]:
         """Return the ids of a conversation, up to the point where the policy's reply begins."""
@@ -190,7 +212,9 @@ class ChatTokenizer:
             from jinja2.exceptions import TemplateError
 
             try:
-                return self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply_next)
+                return self.hf.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=reply_next, **self.template_args
+                )
             except TemplateError as error:
                 raise TemplateRefuses(first_line(error)) from error
         return "".join(m["content"] + (self.hf.eos_token if m["role"] == "assistant" else "") for m in messages)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from algs import find_algorithm
 from capture.losses import with_length_limit
@@ -27,9 +28,9 @@ class Loaded(Generic[C]):
     alg_spec: FileSpec
 
 
-def load_recipe(cls: type[C], path: str, overrides: list[str]) -> Loaded[C]:
-    """Read and validate a recipe. Raises UserError that names the file or the key, and the fix."""
-    raw = read_recipe(path)
+def load_recipe(cls: type[C], recipe: str | Mapping[str, Any], overrides: Sequence[str]) -> Loaded[C]:
+    """Validate a recipe, given as a file or as keys. Raises UserError that names the file or the key, and the fix."""
+    raw = read_recipe(recipe)
     for item in overrides:
         apply_override(raw, item)
     if renamed := find_renamed(raw, supervised=not issubclass(cls, RLConfig)):
@@ -59,6 +60,11 @@ def check_engine(cfg: RLConfig, can: Capabilities) -> None:
         raise UserError(
             f"weight_sync.transport is {transport}, and {name} takes no weights in chunks: add begin_chunks and "
             "load_chunk, as in rollouts/engines/hf.py, and say so in its capabilities, or set the transport to auto"
+        )
+    if cfg.rollout.stop and not can.stop_strings:
+        raise UserError(
+            f"rollout.stop is set, and {name} does not look for stop strings: end a completion where "
+            "EngineConfig.stop_strings says, as in rollouts/engines/hf.py, and say so in its capabilities"
         )
     if cfg.weight_sync.lora == "adapter" and not can.adapter:
         raise UserError(

@@ -12,9 +12,10 @@ from driver.checkpoint import list_checkpoints
 from driver.load_recipe import Loaded
 
 C = TypeVar("C", bound=RunConfig)
+T = TypeVar("T")
 
 
-def run_with_resumes(attempt: Callable[[Loaded[C]], int], loaded: Loaded[C]) -> int:
+def run_with_resumes(attempt: Callable[[Loaded[C]], T], loaded: Loaded[C]) -> T:
     """Run `attempt`; where a process dies and the recipe allows it, again from the newest checkpoint.
 
     Raises ProcessDied where the recipe does not allow it, or not once more.

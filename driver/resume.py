@@ -20,7 +20,7 @@ from driver.load_recipe import Loaded
 
 NOT_FOR_TRAINING = (
     *("name", "run_dir", "save_to", "checkpoint.", "resume", "timeout_s", "device", "ray_address"),
-    *("on_failure", "max_resumes"),
+    *("on_failure", "max_resumes", "stop_when", "stop_when.", "push_to"),
     *("data.max_invalid_fraction", "model.lora.merge_on_save"),
     *("trainer.max_skipped_updates", "reward.workers", "reward.timeout_s", "reward.max_failed_fraction"),
     *("rollout.timeout_s", "weight_sync.bucket_mib", "weight_sync.timeout_s", "weight_sync.probe_tolerance"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -67,6 +67,10 @@ class Run:
     recorder: Recorder | None = None
     evaluated: tuple[int, dict[str, float]] | None = None
     """Steps done at the last evaluation, and what it measured."""
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Yield the steps that the run makes; `stop_when` may end them early."""
+        return self.session.count_steps(self.first_step)
 
     @property
     def steps(self) -> int:
@@ -217,6 +221,8 @@ class Run:
         """
         if self.held_out is None:
             return {}
+        if self.session.is_over and self.buffer.version < self.steps_done:
+            await self.sync_weights(self.steps_done)  # stop_when may end a run between two weight syncs
         if self.evaluated is None or self.evaluated[0] != self.steps_done:
             self.evaluated = self.steps_done, await self._measure(self.held_out)
         shown = self.session.facts[when] = self.evaluated[1]

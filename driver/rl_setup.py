@@ -21,6 +21,7 @@ from core.row_layout import RowLayout
 from core.types import Prompt
 from core.workers import Workers, gather_fail_fast
 from data_feeds.feed import Feed, load_prompts
+from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from driver.check_models import check_frozen_models, check_policy
 from driver.checkpoint import Checkpoint
@@ -28,6 +29,7 @@ from driver.devices import check_devices, uses_gpus
 from driver.engine_timers import EngineTimers
 from driver.load_recipe import Loaded
 from driver.own_code import check_own_code
+from driver.push import check_push
 from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rl_run import Run
 from driver.rollout_factory import RolloutPlan, plan_rollouts, start_rollouts
@@ -39,11 +41,11 @@ from driver.trainer_factory import plan_trainer, start_trainers
 from driver.weight_sync_factory import make_weight_sync
 from modeling.hf_config import check_model_folder, max_positions
 from modeling.lora import check_lora_targets
-from rewards import load_reward
 from rollouts.availability import EngineAvailability
 from rollouts.buffer import ReplayBuffer, Schedule
 from rollouts.generation import Generation
 from rollouts.registry import load_env_class
+from rollouts.stops import check_stops
 from rollouts.worker import RolloutWorker
 from trainers.trainer import Trainer
 
@@ -78,6 +80,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     if lacking := check_devices(cfg):
         raise UserError(lacking)
     check_output_folders(cfg, alg)
+    check_push(cfg)
     trusts = cfg.model.trust_remote_code
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
     check_lora_targets(cfg.model)
@@ -89,17 +92,22 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         )
     shadows = load_shadows(cfg, alg)
     rollouts = plan_rollouts(cfg)
-    load_reward(rollouts.reward_spec, cfg.reward.settings)
+    rollouts.reward_functions.load()
     load_env_class(rollouts.env_spec)
-    tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template, trust_remote_code=trusts)
+    tokenizer = make_tokenizer(cfg.model, cfg.data)
+    check_template_args(tokenizer, cfg.data)
     check_policy(cfg.model, tokenizer)
+    check_stops(tokenizer, cfg.rollout.stop, cfg.rollout.stop_token_ids, tokenizer.vocabulary)
     check_frozen_models(alg, tokenizer, cfg.model)
     check_own_code(cfg)
     prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed)
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed)
-    code = {"reward.fn": rollouts.reward_spec, "rollout.env": rollouts.env_spec, "rollout.engine": rollouts.engine_spec}
+    code = {
+        **rollouts.reward_functions.files,
+        **{"rollout.env": rollouts.env_spec, "rollout.engine": rollouts.engine_spec},
+    }
     settings = collect_settings(loaded, code)
     return Prepared(
         loaded=loaded,

@@ -12,14 +12,16 @@ from configs.trainer_schema import ModelConfig
 from core.loading import FileSpec
 from core.ray_cluster import Cluster
 from core.workers import Local, RankInfo, Workers
-from data_feeds.tokenizer import ChatTokenizer
+from data_feeds.template_args import make_tokenizer
 from driver.devices import count_gpus, list_cores, share_machine, uses_gpus
 from modeling.lora import name_lora_targets
-from rewards import resolve_reward
 from rewards.pool import RewardPool
+from rewards.several import RewardPlan
+from rewards.weights import plan_rewards
 from rollouts.availability import ENGINE_GROUP
 from rollouts.engines.base import Capabilities, EngineConfig
 from rollouts.registry import load_engine_class, load_env_class, resolve_engine, resolve_env
+from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
 from weight_sync.base import TransportName
 
@@ -32,7 +34,7 @@ class RolloutPlan:
     data: DataConfig | EvalDataConfig
     rollout: RolloutConfig
     reward: RewardConfig
-    reward_spec: FileSpec
+    reward_functions: RewardPlan
     env_spec: FileSpec
     engine_spec: FileSpec
     engine: EngineConfig
@@ -73,7 +75,7 @@ def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
         data=cfg.data,
         rollout=cfg.rollout,
         reward=cfg.reward,
-        reward_spec=resolve_reward(cfg.reward.fn, key="reward.fn"),
+        reward_functions=plan_rewards(cfg.reward),
         env_spec=resolve_env(cfg.rollout.env),
         engine_spec=engine_spec,
         engine=engine,
@@ -94,15 +96,17 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     """Return a rollout worker with its engine; without `info`, everything is in this process."""
     config = replace(plan.engine, cores=list_cores(info))
     make_engine = load_engine_class(plan.engine_spec).begin(config)
-    tokenizer = ChatTokenizer(plan.model.path, plan.data.template, trust_remote_code=plan.model.trust_remote_code)
+    tokenizer = make_tokenizer(plan.model, plan.data)
+    stops = Stops(tokenizer, plan.rollout.stop, plan.rollout.stop_token_ids)
     return RolloutWorker(
-        make_engine(replace(config, stop_token_ids=tuple(tokenizer.stop_token_ids))),
+        make_engine(replace(config, stop_token_ids=stops.token_ids, stop_strings=stops.strings)),
         tokenizer,
         load_env_class(plan.env_spec),
-        RewardPool(plan.reward_spec, plan.reward.settings, plan.reward.workers, plan.reward.timeout_s),
+        RewardPool(plan.reward_functions, plan.reward.workers, plan.reward.timeout_s),
         reward=plan.reward,
         rollout=plan.rollout,
         seed=plan.seed,
+        stops=stops,
     )
 
 

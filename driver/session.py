@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import bdb
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,11 @@ from data_feeds.feed import Feed
 from data_feeds.tokenizer import ChatTokenizer
 from driver.checkpoint import BestBy, Checkpoint, RunState, is_due, remove_old_checkpoints, write_checkpoint
 from driver.console import Console
+from driver.early_stop import EarlyStop
+from driver.push import push_model
 from driver.resume import bitwise_only_changes, changed_package_files
 from driver.run_folder import RunFolder
+from driver.run_result import RunResult
 from driver.save_to import save_in_one_step
 from driver.time_account import describe_shares
 from rollouts.availability import EngineAvailability
@@ -50,6 +53,7 @@ class Session:
     facts: dict[str, Any] = field(default_factory=dict)
     updates_skipped: int = 0
     updates_made: int = 0
+    early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(None))
     logged: dict[str, float] = field(default_factory=dict[str, float])
     """Metrics of the last step."""
     names_logged: set[str] = field(default_factory=set[str])
@@ -75,6 +79,19 @@ class Session:
         skipped = int(metrics[names.TRAIN_SKIPPED])
         self.updates_skipped += skipped
         self.updates_made += self.training.total_updates // self.cfg.n_steps - skipped
+        self.early_stop.note_step(metrics)
+
+    def count_steps(self, first: int) -> Iterator[int]:
+        """Yield the steps that the run makes: all of the recipe from `first` on, or until `stop_when` ends it."""
+        for step in range(first, self.cfg.n_steps):
+            yield step
+            if self.is_over:
+                return
+
+    @property
+    def is_over(self) -> bool:
+        """True where `stop_when` ends the run after this step."""
+        return bool(self.early_stop.reason)
 
     def check_trained(self) -> None:
         """Say how many updates were skipped. Raises RunStopped where the run made none: its model is the old one."""
@@ -106,9 +123,14 @@ class Session:
         copies = [Path(save_to).absolute()] if save_to else []
         with self.clock.phase(Phase.SAVE):
             for folder in [self.folder.path / "model", *copies]:
-                await self._write_model(trainers, tokenizer, folder, steps=self.cfg.n_steps)
+                steps = self.facts.get("steps_done", self.cfg.n_steps)
+                await self._write_model(trainers, tokenizer, folder, steps=steps)
             if alg.value_lr is not None:
                 await trainers.call_all(Trainer.save_value_model, self.folder.path / "value_model")
+            if self.training.push_to is not None:
+                pushed = await asyncio.to_thread(push_model, self.training.push_to, self.folder.path / "model")
+                self.facts["pushed"] = pushed
+                self.console.say(f"pushed to {pushed}")
 
     async def _write_model(
         self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, folder: Path, *, steps: int
@@ -120,7 +142,8 @@ class Session:
         await save_in_one_step(folder, write, {"run": str(self.folder.path), "steps": steps})
 
     def checkpoint_is_due(self, steps_done: int) -> bool:
-        return is_due(steps_done, every=self.training.checkpoint.every, steps=self.cfg.n_steps)
+        steps = steps_done if self.is_over else self.cfg.n_steps
+        return is_due(steps_done, every=self.training.checkpoint.every, steps=steps)
 
     async def write_checkpoint(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, state: RunState) -> None:
         """Write a checkpoint with all that the step logged; and the model, where it is the best by checkpoint.best."""
@@ -168,6 +191,9 @@ class Session:
         if devices := self.facts.get("devices"):
             for line in (*describe_shares(devices), self.facts["bottleneck"]):
                 self.console.say(line)
+        if self.is_over:
+            done = f"{self.facts['steps_done']} of {self.cfg.n_steps} steps"
+            self.console.say(f"ended after {done}: {self.early_stop.reason}")
         self.console.say(f"run folder: {self.folder.path}")
 
     async def start_cluster(self) -> None:
@@ -229,14 +255,15 @@ async def run_body(session: Session, body: Callable[[Session], Awaitable[None]],
             await session.close()
 
 
-def run_session(cfg: RunConfig | EvalConfig, body: Callable[[Session], Awaitable[None]]) -> int:
+def run_session(cfg: RunConfig | EvalConfig, body: Callable[[Session], Awaitable[None]]) -> RunResult:
     """Run `body` to its end, Ctrl-C, SIGTERM or an error; always write a summary and end all processes."""
     clock = Clock()
     clock.reach(Milestone.CHECKED)
     keep_freed_memory()  # every step makes arrays of about the same sizes
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump())
     console = Console(cfg.n_steps, clock, live=cfg.backend == "ray")
-    session = Session(cfg=cfg, folder=folder, clock=clock, console=console)
+    stop_when = cfg.stop_when if isinstance(cfg, RunConfig) else None
+    session = Session(cfg=cfg, folder=folder, clock=clock, console=console, early_stop=EarlyStop(stop_when))
     at_once = partial(session.write_summary, "interrupted")
     reason = "error"
     try:
@@ -244,7 +271,7 @@ def run_session(cfg: RunConfig | EvalConfig, body: Callable[[Session], Awaitable
         console.say(f"run folder: {folder.path}")
         with Scratch(logs=folder.path / "logs"), console:
             asyncio.run(run_body(session, body, at_once))
-        reason = "done"
+        reason = f"done early, {session.early_stop.reason}" if session.is_over else "done"
         session.show_outcome()
     except (KeyboardInterrupt, asyncio.CancelledError):
         reason = "interrupted"
@@ -266,4 +293,12 @@ def run_session(cfg: RunConfig | EvalConfig, body: Callable[[Session], Awaitable
         session.write_summary(reason)
         folder.close()
         end_on_signals()  # as before the run
-    return 0
+    return RunResult(
+        exit_reason=reason,
+        folder=folder.path,
+        model=folder.path / "model",
+        steps_done=session.facts.get("steps_done", 0),
+        metrics=session.logged,
+        before=session.facts.get("before", {}),
+        after=session.facts.get("after", {}),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,14 @@ from core.types import Group
 from core.workers import Workers
 from data_feeds.feed import Feed, load_groups
 from data_feeds.packing import Plan, plan_update
+from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from driver.check_models import check_frozen_models, check_policy
 from driver.checkpoint import Checkpoint, RunState
 from driver.devices import check_devices
 from driver.load_recipe import Loaded
 from driver.own_code import check_own_code
+from driver.push import check_push
 from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rollout_metrics import name_train_metrics
 from driver.save_to import check_output_folders
@@ -58,11 +60,13 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     if lacking := check_devices(cfg):
         raise UserError(lacking)
     check_output_folders(cfg, alg)
+    check_push(cfg)
     check_rows(cfg, alg)
     trusts = cfg.model.trust_remote_code
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
     check_lora_targets(cfg.model)
-    tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template, trust_remote_code=trusts)
+    tokenizer = make_tokenizer(cfg.model, cfg.data)
+    check_template_args(tokenizer, cfg.data)
     check_policy(cfg.model, tokenizer)
     check_frozen_models(alg, tokenizer, cfg.model)
     check_own_code(cfg)
@@ -154,6 +158,10 @@ class Run:
     first_step: int = 0
     """First step to run; a resumed run does not repeat earlier ones."""
     reference: PrecomputedReference | None = None
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Yield the steps that the run makes; `stop_when` may end them early."""
+        return self.session.count_steps(self.first_step)
 
     @property
     def steps(self) -> int:

@@ -18,12 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
 
 from core.deadlines import REWARD_EXIT_GRACE_S, REWARD_START_TIMEOUT_S
 from core.errors import UserError
-from core.loading import FileSpec
 from core.types import Message, Prompt
+from rewards.several import RewardPlan
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,16 +37,15 @@ class RewardResult:
 
 
 class RewardPool:
-    """Pool of `workers` processes that run one reward.
+    """Pool of `workers` processes that run the reward functions of a recipe.
 
     A sample's timeout starts when a worker takes it, so time in the queue does not count. `close()` kills the
     workers; they also die with the process that owns the pool.
     """
 
-    def __init__(self, spec: FileSpec, settings: dict[str, Any], workers: int, timeout_s: float) -> None:
-        self.spec = spec
+    def __init__(self, reward: RewardPlan, workers: int, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._workers = [_Worker(spec, settings) for _ in range(workers)]
+        self._workers = [_Worker(reward) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         # The kernel ties a worker to the thread that started it, so these threads both start and feed them.
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
@@ -78,8 +76,8 @@ class RewardPool:
 class _Worker:
     """Run rewards in one process; a dead one is replaced when the next sample comes."""
 
-    def __init__(self, spec: FileSpec, settings: dict[str, Any]) -> None:
-        self._spec, self._settings = spec, settings
+    def __init__(self, reward: RewardPlan) -> None:
+        self._reward = reward
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -133,10 +131,10 @@ class _Worker:
 
     def _send_reward(self) -> None:
         try:
-            self._socket.send((self._spec, self._settings))
+            self._socket.send(self._reward)
             refusal = self._socket.recv() if self._socket.poll(REWARD_START_TIMEOUT_S) else "takes too long to load"
         except (EOFError, OSError):
-            refusal = f"{self._spec.path}: the worker process {self.reap()} while it loaded the reward"
+            refusal = f"{self._reward.path}: the worker process {self.reap()} while it loaded the reward"
         if refusal:
             self.reap()
             raise UserError(refusal)

@@ -1,6 +1,6 @@
 """Reward process for one sample at a time: `python -m rewards.worker FD`, started by rewards/pool.py.
 
-It reads a FileSpec and settings, then samples, from the socket FD, and returns (parts, failure) for each. It may die at
+It reads a RewardPlan, then samples, from the socket FD, and returns (parts, failure) for each. It may die at
 any time, because of the reward or because the pool kills it.
 """
 
@@ -19,10 +19,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError
-from rewards import load_reward, prepare_reward
 
 if TYPE_CHECKING:
     from rewards import RewardFn
+    from rewards.several import RewardPlan
 
 PR_SET_PDEATHSIG = 1
 LONGEST_FAILURE = 300
@@ -36,9 +36,9 @@ def main(fd: int) -> None:
     os.set_inheritable(fd, False)
     pool = Connection(fd)
     try:
-        spec, settings = pool.recv()
-        score = load_reward(spec, settings)
-        prepare_reward(spec, settings)
+        reward: RewardPlan = pool.recv()
+        score = reward.load()
+        reward.prepare()
     except EOFError:  # the run was over before it needed this worker
         return
     except UserError as error:

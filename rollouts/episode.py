@@ -18,6 +18,7 @@ from core.types import ROLES, Message, Prompt, Sample, Stop
 from rewards.worker import call_user_code, last_line
 from rollouts.engines.base import Completion, CompletionStop, Engine
 from rollouts.envs.base import Env
+from rollouts.stops import Stops
 
 LOGP_ROUNDING = 1e-4
 """Largest log-probability that is taken for 0."""
@@ -71,11 +72,13 @@ async def run_episode(
     max_new_tokens: int,
     max_turns: int,
     timeout_s: float,
+    stops: Stops | None = None,
 ) -> tuple[Sample, list[Message]]:
     """Run one episode of `prompt`; return its sample, and the messages after the prompt.
 
     `seed_of_turn` gives the sampling seed of a turn; `max_new_tokens` is the budget of all turns together, the
-    environment's included. The sample's parts are the environment's scores; one that raises makes a failed sample.
+    environment's included; `stops` are the recipe's ends of replies. The sample's parts are the environment's scores;
+    one that raises makes a failed sample.
 
     Raises RunStopped for an environment that blocks this process for `timeout_s`, and for an impossible completion.
     """
@@ -86,7 +89,9 @@ async def run_episode(
     try:
         with _catch_environment_errors():
             env = make_env(prompt)
-        stop = await _converse(engine, env, tokenizer, script, seed_of_turn, max_new_tokens, max_turns, timeout_s)
+        stop = await _converse(
+            engine, env, tokenizer, script, seed_of_turn, max_new_tokens, max_turns, timeout_s, stops
+        )
         parts, failure = call_user_code(env.scores, "Env.scores()")
     except _EnvironmentFailed as error:
         failure = str(error)
@@ -113,6 +118,7 @@ async def _converse(
     left: int,
     max_turns: int,
     timeout_s: float,
+    stops: Stops | None,
 ) -> Stop:
     """Continue `script` by at most `left` tokens and `max_turns` replies; the last turn is the policy's.
 
@@ -121,6 +127,8 @@ async def _converse(
     for turn in range(max_turns):
         done = await engine.generate(script.ids, max_new_tokens=left, seed=seed_of_turn(turn))
         check_completion(done, max_new_tokens=left)
+        if stops is not None:
+            stops.check_completion(done.token_ids, done.stop)
         script.append_sampled(done)
         left -= len(done.token_ids)
         script.said.append({"role": "assistant", "content": tokenizer.decode(done.token_ids)})
@@ -132,7 +140,7 @@ async def _converse(
             return "eos"
         if turn + 1 == max_turns:
             break
-        observed = tokenizer.render_turn(answer)
+        observed = ([] if stops is None else stops.close_turn(done.token_ids)) + tokenizer.render_turn(answer)
         left -= len(observed)
         if left <= 0:
             return "length"

@@ -12,9 +12,11 @@ from core.errors import UserError
 from core.phases import ENGINE_ACTIVITIES, Activity
 from core.types import Group, Prompt, Sample
 from rewards.pool import RewardPool
+from rewards.weights import weigh_parts
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
 from rollouts.episode import Tokenizer, make_seed, run_episode
+from rollouts.stops import Stops
 
 
 class RolloutWorker:
@@ -30,9 +32,10 @@ class RolloutWorker:
         reward: RewardConfig,
         rollout: RolloutConfig,
         seed: int,
+        stops: Stops | None = None,
     ):
         self.engine, self.tokenizer, self.make_env, self.rewards = engine, tokenizer, make_env, rewards
-        self.reward, self.rollout, self.seed = reward, rollout, seed
+        self.reward, self.rollout, self.seed, self.stops = reward, rollout, seed, stops
         self.timer = ActivityTimer(*ENGINE_ACTIVITIES)
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group | None:
@@ -51,6 +54,7 @@ class RolloutWorker:
                 max_new_tokens=self.rollout.max_new_tokens,
                 max_turns=self.rollout.max_turns,
                 timeout_s=self.rollout.timeout_s,
+                stops=self.stops,
             )
         if sample.failure:
             return sample
@@ -61,16 +65,7 @@ class RolloutWorker:
         if twice := result.reward_parts.keys() & sample.reward_parts.keys():
             raise UserError(f"reward and environment both return a part {min(twice)!r}: rename one of them")
         parts = result.reward_parts | sample.reward_parts
-        return replace(sample, reward_parts=parts, reward=self.weigh_parts(parts))
-
-    def weigh_parts(self, parts: dict[str, float]) -> float:
-        """Return the weighted sum of the reward's parts."""
-        if missing := [name for name in self.reward.weights if name not in parts]:
-            raise UserError(
-                f"reward.weights names {missing[0]!r}, but the reward returns only {', '.join(sorted(parts))}: "
-                "correct the name"
-            )
-        return sum(weight * parts[name] for name, weight in self.reward.weights.items())
+        return replace(sample, reward_parts=parts, reward=weigh_parts(self.reward, parts, prompt.source))
 
     async def close(self) -> None:
         """End the reward processes and the engine."""

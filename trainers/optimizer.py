@@ -14,28 +14,41 @@ from configs.trainer_schema import TrainerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRateSchedule:
-    """Learning rate by number of updates done: linear warm-up, then constant, or decay to zero at `total`."""
+    """Learning rate by number of updates done: linear warm-up, then constant, or a fall to `floor` * lr at `total`."""
 
     lr: float
     warmup: int
     total: int
-    shape: Literal["constant", "linear", "cosine"]
+    shape: Literal["constant", "linear", "cosine", "wsd"]
+    floor: float = 0.0
+    """Fraction of lr at which the fall ends."""
+    decay: int = 0
+    """Updates of the fall of wsd, which is stable before."""
 
     def get_lr(self, update: int) -> float:
         if update < self.warmup:
             return self.lr * (update + 1) / self.warmup
-        done = (update - self.warmup) / max(1, self.total - self.warmup)
+        start = self.total - self.decay if self.shape == "wsd" else self.warmup
+        done = (update - start) / max(1, self.total - start)
         match self.shape:
             case "constant":
-                return self.lr
-            case "linear":
-                return self.lr * (1 - done)
+                left = 1.0
+            case "linear" | "wsd":
+                left = 1 - max(0.0, done)
             case "cosine":
-                return self.lr * (1 + math.cos(math.pi * done)) / 2
+                left = (1 + math.cos(math.pi * done)) / 2
+        return self.lr * (self.floor + (1 - self.floor) * left)
 
 
 def make_lr_schedule(cfg: TrainerConfig, total_updates: int) -> LearningRateSchedule:
-    return LearningRateSchedule(lr=cfg.lr, warmup=cfg.warmup_updates, total=total_updates, shape=cfg.lr_schedule)
+    return LearningRateSchedule(
+        lr=cfg.lr,
+        warmup=cfg.warmup_updates,
+        total=total_updates,
+        shape=cfg.lr_schedule,
+        floor=cfg.lr_min_fraction,
+        decay=cfg.count_decay_updates(total_updates),
+    )
 
 
 def make_optimizer(cfg: TrainerConfig, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:

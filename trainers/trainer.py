@@ -22,6 +22,7 @@ from core.arrays import Floats
 from core.clock import ActivityTimer
 from core.errors import RunStopped, UserError, writing
 from core.phases import TRAINER_ACTIVITIES, Activity
+from core.reads import record_reads
 from core.row_layout import RowLayout
 from core.types import Batch, Policy, Prompt, ScoredColumn, make_sample
 from data_feeds.packing import pack
@@ -60,7 +61,10 @@ class Trainer:
         shadows: Mapping[str, Algorithm] = MappingProxyType({}),
         has_ref_logp: bool = False,
     ):
-        self.device, self.cfg, self.alg, self.temperature, self.sources = device, cfg, alg, temperature, sources
+        self.device, self.cfg, self.temperature, self.sources = device, cfg, temperature, sources
+        self.settings_read: set[str] = set()
+        """Hyper-parameters that this process has read, by dotted name; see driver/dead_knobs.py."""
+        self.alg = record_reads(alg, self.settings_read, everywhere=True)
         self.timer = ActivityTimer(*TRAINER_ACTIVITIES)
         self.shadows = shadows
         self.record: StepRecord | None = None
@@ -115,6 +119,10 @@ class Trainer:
     def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> None:
         """Gather the tensors of `scopes` and write them, from one rank."""
         raise NotImplementedError
+
+    def list_settings_read(self) -> set[str]:
+        """Return the hyper-parameters that were read so far, by dotted name."""
+        return set(self.settings_read)
 
     def describe_layout(self) -> RowLayout:
         """Return the layout of rows that suits all models: padded if one of them is, shared if all of them can."""

@@ -66,7 +66,7 @@ BROKEN = {
     "missing teacher": ({"alg": {"name": "opd", "teacher": "/nowhere/t"}}, ["/nowhere/t does not exist"]),
     "missing algorithm file": ({"alg": {"file": "/nowhere/mine.py"}}, ["/nowhere/mine.py"]),
     "missing data": ({"data.train": "/nowhere/train.parquet"}, ["data.train=/nowhere/train.parquet", "no such file"]),
-    "unreadable kind of data": ({"data.train": __file__}, ["must end in .parquet or .jsonl"]),
+    "unreadable kind of data": ({"data.train": __file__}, ["must end in .parquet, .jsonl or .csv"]),
     "an unreadable source of a mixture": (
         {"data.train": [{"path": "/nowhere/a.jsonl"}, {"path": "/nowhere/b.jsonl", "ratio": 2}]},
         ["data.train[0]=/nowhere/a.jsonl", "no such file"],

@@ -20,6 +20,7 @@ from core.errors import UserError
 from core.types import Prompt
 from rewards import gsm8k, load_reward, resolve_reward
 from rewards.pool import RewardPool, RewardResult
+from rewards.several import one_reward
 from unit_tests.examples import is_running
 
 ROOT = Path(__file__).parent.parent
@@ -173,7 +174,7 @@ def score(prompt, messages):
 def wrecker_pool(folder: Path, *, workers: int = 1, timeout_s: float = 20.0) -> Iterator[RewardPool]:
     file = folder / "wrecker.py"
     file.write_text(WRECKER)
-    with closing(RewardPool(resolve_reward(str(file)), {}, workers, timeout_s)) as pool:
+    with closing(RewardPool(one_reward(resolve_reward(str(file)), {}), workers, timeout_s)) as pool:
         yield pool
 
 
@@ -268,7 +269,8 @@ def test_a_looping_reward_dies_with_a_run_that_was_killed(tmp_path: Path) -> Non
     )
     code = (
         "import asyncio, sys; from core.types import Prompt; from rewards import resolve_reward;"
-        "from rewards.pool import RewardPool; pool = RewardPool(resolve_reward(sys.argv[1]), {}, 1, 600.0);"
+        "from rewards.several import one_reward; from rewards.pool import RewardPool;"
+        "pool = RewardPool(one_reward(resolve_reward(sys.argv[1])), 1, 600.0);"
         "asyncio.run(pool.compute_reward(Prompt(id='0', messages=[]), []))"
     )
     run = subprocess.Popen([sys.executable, "-c", code, file], cwd=ROOT)
@@ -297,7 +299,7 @@ def test_a_reward_that_changed_under_the_run_stops_it(tmp_path: Path) -> None:
     spec = resolve_reward(str(file))
     file.write_text(WRECKER + "# edited\n")
     with (
-        closing(RewardPool(spec, {}, 1, 5.0)) as pool,
+        closing(RewardPool(one_reward(spec), 1, 5.0)) as pool,
         pytest.raises(UserError, match="not the file this run began with"),
     ):
         ask(pool, "yes")
@@ -306,14 +308,14 @@ def test_a_reward_that_changed_under_the_run_stops_it(tmp_path: Path) -> None:
 def test_a_reward_that_ends_its_process_while_loading_stops_the_run(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("import os\nos._exit(5)\n")
-    pool = RewardPool(resolve_reward(str(file)), {}, 1, 5.0)
+    pool = RewardPool(one_reward(resolve_reward(str(file)), {}), 1, 5.0)
     with closing(pool), pytest.raises(UserError, match="exited with code 5 while it loaded the reward"):
         ask(pool, "yes")
 
 
 def test_math_verify_works_in_the_pool() -> None:
     prompt = Prompt(id="test/0", messages=[], answer="12")
-    with closing(RewardPool(resolve_reward("math_verify"), {}, 1, 20.0)) as pool:
+    with closing(RewardPool(one_reward(resolve_reward("math_verify"), {}), 1, 20.0)) as pool:
         reply = [{"role": "assistant", "content": r"\boxed{24/2}"}]
         assert asyncio.run(pool.compute_reward(prompt, reply)) == RewardResult(reward_parts={"correct": 1.0})
 
@@ -340,7 +342,7 @@ def score(prompt, messages, *, scale):
 def test_settings_reach_the_reward_and_what_it_prepares(tmp_path: Path) -> None:
     file = tmp_path / "scaled.py"
     file.write_text(SCALED)
-    with closing(RewardPool(resolve_reward(str(file)), {"scale": 0.5}, 1, 20.0)) as pool:
+    with closing(RewardPool(one_reward(resolve_reward(str(file)), {"scale": 0.5}), 1, 20.0)) as pool:
         assert asyncio.run(pool.compute_reward(Prompt(id="0", messages=[]), [])) == RewardResult(
             reward_parts={"correct": 0.5}
         )

@@ -12,6 +12,7 @@ from core.errors import UserError
 from core.types import Prompt, Sample
 from rewards import resolve_reward
 from rewards.pool import RewardPool
+from rewards.several import one_reward
 from rollouts.episode import make_seed
 from rollouts.worker import RolloutWorker
 from unit_tests.test_episode import Scripted, Tool, Words
@@ -36,7 +37,7 @@ def play(tmp_path: Path, engine: Scripted, *, weights: dict[str, float], env=Too
     """The samples of the group of ticket 4."""
     file = tmp_path / "parts.py"
     file.write_text(PARTS)
-    pool = RewardPool(resolve_reward(str(file)), {}, 1, 30.0)
+    pool = RewardPool(one_reward(resolve_reward(str(file)), {}), 1, 30.0)
     worker = RolloutWorker(
         engine,
         Words(),

@@ -43,6 +43,7 @@ from algs.check.update import (
     update_on_groups,
     with_totals,
 )
+from core.reads import record_reads
 from core.types import Batch, LossNorm, Sample
 
 STEP, BEND = 1e-4, 1e-3
@@ -249,7 +250,7 @@ def reads_what_it_declares(alg: Algorithm) -> str:
 
 def collect_outputs(alg: Algorithm, step: MadeUpStep, reads: set[str]) -> list[Any]:
     """Return everything that the algorithm computes on the made-up step, for comparison; record what it reads."""
-    alg = instruments.record_reads(alg, reads)
+    alg = record_reads(alg, reads)
     outputs: list[Any] = [
         alg.required_columns,
         alg.needs_entropy,

@@ -15,6 +15,7 @@ from torch import nn
 
 from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
+from rollouts.stops import StopStrings
 from weight_sync.base import Bucket, Chunk, ReceivesWeights
 
 CompletionStop = Literal["eos", "length"]
@@ -43,6 +44,8 @@ class EngineConfig:
     """Tokens of the longest prompt and completion together."""
     stop_token_ids: Sequence[int]
     """Tokens that end a completion. The model's own generation config is ignored."""
+    stop_strings: StopStrings | None = None
+    """Texts that end a completion with the token that completes one of them: `find_end` says where."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     trust_remote_code: bool = False
     """Whether code that comes with the model may run."""
@@ -79,6 +82,8 @@ class Capabilities:
     """True if the engine loads weights in chunks (`begin_chunks`, `load_chunk`): transports direct and disk."""
     adapter: bool = False
     """True if the engine can sample with a LoRA adapter beside the weights."""
+    stop_strings: bool = False
+    """True if a completion ends where `EngineConfig.stop_strings` says."""
     in_process: str = ""
     """Name of the engine that replaces this one with `backend: local`; "" is itself."""
 

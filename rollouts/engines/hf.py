@@ -66,7 +66,7 @@ class HfEngine(Engine):
     ends. Requests that come meanwhile wait for the next batch.
     """
 
-    capabilities = Capabilities(broadcast=True, chunks=True)
+    capabilities = Capabilities(broadcast=True, chunks=True, stop_strings=True)
     max_batch = 256
 
     def __init__(self, config: EngineConfig) -> None:
@@ -78,6 +78,7 @@ class HfEngine(Engine):
         )
         self.model = model.eval().to(self.device)
         self.temperature, self.stop = config.temperature, set(config.stop_token_ids)
+        self.stop_strings = config.stop_strings
         self.timeout_s, self.request_mode = config.timeout_s, config.requests
         self.version = -1
         self.n_updates = 0
@@ -190,9 +191,14 @@ class HfEngine(Engine):
 
     def _stop_reason(self, request: _Request) -> Literal["eos", "length"] | None:
         """Return why a request is finished; None if it is not."""
-        if request.new_ids and request.new_ids[-1] in self.stop:
+        n = len(request.new_ids)
+        if n and (request.new_ids[-1] in self.stop or self._ends_in_stop_string(request)):
             return "eos"
-        return "length" if len(request.new_ids) == request.max_new_tokens else None
+        return "length" if n == request.max_new_tokens else None
+
+    def _ends_in_stop_string(self, request: _Request) -> bool:
+        strings = self.stop_strings
+        return strings is not None and strings.find_end(request.new_ids, start=len(request.new_ids) - 1) is not None
 
     def _draw_tokens(self, logp: Tensor, live: list[_Request]) -> Tensor:
         """Invert the cumulative distribution at one uniform number per request, [B, V] -> [B]."""

@@ -35,7 +35,13 @@ class VllmEngine(VllmBase):
     """Engine on AsyncLLM: engine and workers run in processes of their own, with continuous batching."""
 
     capabilities = Capabilities(
-        tensor_parallel=True, broadcast=True, nccl=True, chunks=True, adapter=True, in_process="vllm_local"
+        tensor_parallel=True,
+        broadcast=True,
+        nccl=True,
+        chunks=True,
+        adapter=True,
+        stop_strings=True,
+        in_process="vllm_local",
     )
 
     _core: EarlyCore | None = None
@@ -133,19 +139,24 @@ class VllmEngine(VllmBase):
         self._llm.shutdown(timeout=ENGINE_SHUTDOWN_TIMEOUT_S)
         del self._llm  # its finalizer fails when it runs at the interpreter's exit
 
-    async def _request(self, token_ids: list[int], params: Any) -> Any:
+    async def _request(self, token_ids: list[int], params: Any, ends: Callable[[list[int]], bool] | None = None) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        name = str(next(self._requests))
         request = self._llm.generate(
             {"prompt_token_ids": token_ids},
             params,
-            request_id=str(next(self._requests)),
+            request_id=name,
             lora_request=self._adapter_of_requests(),
         )
         try:
             async with aclosing(request) as answers:
                 async for answer in answers:
-                    return answer
+                    if answer.finished:
+                        return answer
+                    if ends is not None and ends(answer.outputs[0].token_ids):
+                        ends = None
+                        await self._llm.abort(name)  # the last answer follows, with the versions of all tokens
         except EngineDeadError as error:
             raise ProcessDied(_DIED) from error
         raise RunStopped("vLLM ended a request without a result")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ class LocalVllmEngine(VllmBase):
     Requests made in the same turn of the event loop run as one batch, during which the process does nothing else.
     """
 
-    capabilities = Capabilities(adapter=True)
+    capabilities = Capabilities(adapter=True, stop_strings=True)
 
     def _start(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -48,7 +48,8 @@ class LocalVllmEngine(VllmBase):
     async def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
 
-    async def _request(self, token_ids: list[int], params: Any) -> Any:
+    async def _request(self, token_ids: list[int], params: Any, ends: Callable[[list[int]], bool] | None = None) -> Any:
+        """Return the whole answer: a batch runs to its end, and what follows a stop string is left out later."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((token_ids, params, answer))
         if len(self._waiting) == 1:

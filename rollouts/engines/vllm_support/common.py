@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -60,6 +60,7 @@ class VllmBase(Engine):
     def __init__(self, config: EngineConfig) -> None:
         self._temperature = config.temperature
         self._stop_token_ids = list(config.stop_token_ids)
+        self._stop_strings = config.stop_strings
         self._timeout_s = config.timeout_s
         self._request_mode: RequestMode = config.requests
         self._lora = config.lora
@@ -96,22 +97,36 @@ class VllmBase(Engine):
         stop: Literal["eos", "length"] | None = None
         while stop is None:
             # a request to a paused engine waits there: this does not spin
-            output = await self._sample(token_ids + ids, max_new_tokens - len(ids), _seed_after(len(ids), seed))
-            stop = self._stop_reason(output.finish_reason, [*ids, *output.token_ids], max_new_tokens)
+            output = await self._sample(token_ids, ids, max_new_tokens - len(ids), _seed_after(len(ids), seed))
+            start = len(ids)
             ids += output.token_ids
             logp += [at[token].logprob for token, at in zip(output.token_ids, output.logprobs, strict=True)]
             versions += [
                 _parse_version(span.version) for span in output.weight_versions for _ in range(span.start, span.end)
             ]
+            end = None if self._stop_strings is None else self._stop_strings.find_end(ids, start)
+            if end is not None:  # vLLM may have sampled more, before it was told to end
+                return Completion(token_ids=ids[:end], logp=logp[:end], versions=versions[:end], stop="eos")
+            stop = self._stop_reason(output.finish_reason, ids, max_new_tokens)
         return Completion(token_ids=ids, logp=logp, versions=versions, stop=stop)
 
-    async def _sample(self, token_ids: list[int], max_new_tokens: int, seed: int) -> Any:
-        """Run one request of vLLM's to its end; an update may abort it."""
+    async def _sample(self, prompt: list[int], ids: list[int], max_new_tokens: int, seed: int) -> Any:
+        """Run one request of vLLM's to its end, a stop string included; an update may abort it.
+
+        ids: tokens of the completion that are sampled already.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        seen, strings = len(ids), self._stop_strings
+
+        def ends(new: list[int]) -> bool:
+            nonlocal seen
+            start, seen = seen, len(ids) + len(new)
+            return strings is not None and strings.find_end([*ids, *new], start) is not None
+
         answer = await self._request(
-            token_ids,
+            prompt + ids,
             SamplingParams(
                 temperature=self._temperature,
                 top_p=1.0,
@@ -123,8 +138,9 @@ class VllmBase(Engine):
                 stop_token_ids=self._stop_token_ids,
                 ignore_eos=True,  # the caller's stop tokens are complete
                 detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
+                output_kind=RequestOutputKind.FINAL_ONLY if strings is None else RequestOutputKind.CUMULATIVE,
             ),
+            ends,
         )
         [output] = answer.outputs
         return output
@@ -211,7 +227,8 @@ class VllmBase(Engine):
 
         return LoRARequest("policy", ADAPTER_ID, "in memory")
 
-    async def _request(self, token_ids: list[int], params: Any) -> Any:
+    async def _request(self, token_ids: list[int], params: Any, ends: Callable[[list[int]], bool] | None = None) -> Any:
+        """Run one request to its end, or until `ends` is true of the tokens that it has sampled so far."""
         raise NotImplementedError
 
     async def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:

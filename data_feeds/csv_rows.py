@@ -1,0 +1,66 @@
+"""Read CSV, in which every cell is text: empty cells are no value, and our columns become what they are elsewhere."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from typing import Any
+
+from configs.data_schema import SourceConfig
+from core.errors import UserError, quote
+
+TURNS = ("messages", "chosen", "rejected")
+"""Our columns that may hold turns, as JSON."""
+LABELS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def read_csv(text: str, source: SourceConfig, key: str) -> list[dict[str, Any]]:
+    """Return the rows of a CSV file, whose first row names the columns.
+
+    A cell of messages, chosen or rejected that is JSON of turns is read as these turns; any other cell is text. A label
+    is true, false, 1 or 0. Raises UserError, beginning with `key`, for a file of another form.
+    """
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a cell may be a whole document
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        names = next(reader, [])
+        _check_names(names, key)
+        return [_make_row(names, cells, source, f"{key}, line {reader.line_num}") for cells in reader if cells]
+    except csv.Error as error:
+        raise UserError(f"{key}, line {reader.line_num} is not CSV: {error}") from error
+
+
+def _check_names(names: list[str], key: str) -> None:
+    if unnamed := [i for i, name in enumerate(names, start=1) if not name.strip()]:
+        raise UserError(f"{key}, line 1: column {unnamed[0]} has no name: the first line names the columns")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{key}, line 1: two columns are called {quote(twice[0])}: rename one")
+
+
+def _make_row(names: list[str], cells: list[str], source: SourceConfig, where: str) -> dict[str, Any]:
+    if len(cells) != len(names):
+        raise UserError(f"{where} has {len(cells)} cells, and the first line names {len(names)} columns")
+    row: dict[str, Any] = {name: cell for name, cell in zip(names, cells, strict=True) if cell}
+    row |= {name: None for name in names if name not in row}
+    for ours in TURNS:
+        name = source.columns.get(ours, ours)
+        if row.get(name):
+            row[name] = _read_turns(row[name])
+    label = source.columns.get("label", "label")
+    if row.get(label):
+        row[label] = LABELS.get(row[label].strip().lower(), row[label])
+    return row
+
+
+def _read_turns(cell: str) -> Any:
+    """Return the turns of a cell that is JSON of a list of {role, content}; else the text itself."""
+    if not cell.lstrip().startswith("["):
+        return cell
+    try:
+        turns = json.loads(cell)
+    except (ValueError, RecursionError):
+        return cell
+    is_turns = isinstance(turns, list) and turns and all(isinstance(t, dict) and "role" in t for t in turns)
+    return turns if is_turns else cell

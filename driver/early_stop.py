@@ -1,0 +1,40 @@
+"""End a run when a metric is where the recipe wants it (`stop_when`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from configs.trainer_schema import StopWhenConfig
+from core.errors import UserError, quote
+from core.metrics import TRAIN_SKIPPED
+
+
+class EarlyStop:
+    """Count of the values in a row that meet the condition. A resumed run counts from 0 again."""
+
+    def __init__(self, when: StopWhenConfig | None):
+        self.when, self.in_a_row = when, 0
+        self.reason = ""
+        """Why the run ends now; "" while it goes on."""
+
+    def note_step(self, metrics: Mapping[str, float]) -> None:
+        """Look at the metrics of a step. Raises UserError for a metric that no step logs."""
+        when = self.when
+        if when is None or self.reason:
+            return
+        value = metrics.get(when.metric)
+        if value is None:
+            self._check_name(when.metric, metrics)
+            return
+        is_met = value > when.above if when.above is not None else when.below is not None and value < when.below
+        self.in_a_row = self.in_a_row + 1 if is_met else 0
+        if self.in_a_row >= when.for_steps:
+            bound = f"above {when.above:g}" if when.above is not None else f"below {when.below:g}"
+            times = f", {when.for_steps} times in a row" if when.for_steps > 1 else ""
+            self.reason = f"stop_when: {when.metric} is {value:g}, {bound}{times}"
+
+    def _check_name(self, name: str, metrics: Mapping[str, float]) -> None:
+        """Raise UserError where the metric was not only left out, as at a step without evaluation or update."""
+        if name.startswith("eval/") or metrics.get(TRAIN_SKIPPED):
+            return
+        raise UserError(f"stop_when.metric={quote(name)} is not logged; a step logs {', '.join(sorted(metrics))}")

@@ -1,0 +1,54 @@
+"""Run from Python: where the caller has an event loop, as a notebook has, the run gets a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from core.signals import SIGNALS, pass_on_interrupt
+
+T = TypeVar("T")
+
+
+def call_from_python(run: Callable[[], T]) -> T:
+    """Return what `run` returns, or raise what it raises; the signals are the caller's again afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        return run()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        return _in_thread(run) if _has_event_loop() else run()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _has_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # there is none
+        return False
+    return True
+
+
+def _in_thread(run: Callable[[], T]) -> T:
+    """Call `run` in a thread; Ctrl-C, which reaches this thread, ends the run in order."""
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            returned.append(run())
+        except BaseException as error:  # whatever it is, the caller gets it
+            raised.append(error)
+
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: pass_on_interrupt())
+    thread = threading.Thread(target=call, daemon=True, name="run")
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+    return returned[0]

@@ -1,0 +1,189 @@
+"""Sweeps: `trainer.lr=1e-5,3e-5 seed=0,1` runs every combination, one after another, in processes of their own.
+
+The rule: a comma outside of brackets, braces and quotes separates values, so a value that is itself a list is written
+in brackets ([0.9,0.95]), and a text with a comma in quotes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.schema import RunConfig
+from core import metrics as names
+from core.errors import UserError, writing
+from core.signals import EXIT_CODE
+from driver.explain import explain
+from driver.load_recipe import load_recipe
+
+NOT_SWEPT = ("run_dir", "resume")
+"""Keys that every run of a sweep shares."""
+SHOWN = (
+    ("reward", names.REWARD_MEAN),
+    ("loss", names.TRAIN_LOSS),
+    ("held-out reward", names.EVAL.format(names.REWARD_MEAN)),
+    ("held-out loss", names.EVAL_LOSS),
+)
+"""Columns of the table, with the metric of the last step, or of the evaluation at the end."""
+
+
+def combine_overrides(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of every combination of values, the last key changing fastest; one without a sweep.
+
+    >>> combine_overrides(["lr=1,2", "betas=[0.9,0.95]", "seed=0,1"])[1]
+    ['lr=1', 'betas=[0.9,0.95]', 'seed=1']
+    """
+    choices: list[list[str]] = []
+    for item in overrides:
+        key, equals, value = item.partition("=")
+        values = split_values(value)
+        if len(values) > 1 and not all(values):
+            raise UserError(f"override {item!r:.200}: a value between two commas is empty")
+        choices.append([f"{key}={one}" for one in values] if equals and len(values) > 1 else [item])
+    return [list(combination) for combination in itertools.product(*choices)]
+
+
+def split_values(text: str) -> list[str]:
+    """Return the values that commas outside of brackets, braces and quotes separate.
+
+    >>> split_values("[0.9,0.95],[0.9,0.99]"), split_values("'a,b'"), split_values("1")
+    (['[0.9,0.95]', '[0.9,0.99]'], ["'a,b'"], ['1'])
+    """
+    values, depth, quote, begin = [""], 0, "", True
+    for i, char in enumerate(text):
+        if quote:
+            is_escaped = quote == '"' and text[:i].endswith("\\")
+            quote = "" if char == quote and not is_escaped else quote
+        elif char in "'\"" and begin:  # a quote within a word is an apostrophe
+            quote = char
+        elif char in "[{":
+            depth += 1
+        elif char in "]}":
+            depth -= 1
+        elif char == "," and depth == 0:
+            values.append("")
+            begin = True
+            continue
+        begin = char in " [{,:" and (begin or depth > 0)
+        values[-1] += char
+    return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweptRun:
+    """One finished run of a sweep."""
+
+    overrides: list[str]
+    """Those that differ between the runs."""
+    folder: str
+    exit_reason: str
+    metrics: dict[str, float]
+
+
+def run_sweep(
+    program: str, cls: type[RunConfig], recipe: str, combinations: list[list[str]], *, only_explain: bool = False
+) -> int:
+    """Run every combination and show a table; return 0 if all were done, else the first other exit code.
+
+    Every recipe is checked before the first run starts.
+    """
+    loaded = [load_recipe(cls, recipe, overrides) for overrides in combinations]
+    _check_folders([item.cfg for item in loaded], combinations)
+    if only_explain:
+        for overrides, item in zip(combinations, loaded, strict=True):
+            print(f"# {' '.join(overrides)}", explain(item), sep="\n", end="\n\n")
+        return 0
+    first = loaded[0].cfg
+    home = Path(first.run_dir).absolute() / f"{first.name}-sweep-{time.strftime('%Y%m%d-%H%M%S')}"
+    done: list[SweptRun] = []
+    codes: list[int] = []
+    for n, overrides in enumerate(combinations):
+        own = _list_swept(overrides, combinations)
+        print(f"sweep, run {n + 1} of {len(combinations)}: {' '.join(own)}", flush=True)
+        run_dir = home / f"{n:03d}"
+        codes.append(_run(program, recipe, [*overrides, f"run_dir={json.dumps(str(run_dir))}"]))
+        done.append(read_run(run_dir, own, codes[-1]))
+        _write_table(home / "sweep.json", done)
+        if codes[-1] == EXIT_CODE:
+            break
+    show_table(done)
+    print(f"sweep folder: {home}", flush=True)
+    return next((code for code in codes if code), 0)
+
+
+def _check_folders(configs: list[RunConfig], combinations: list[list[str]]) -> None:
+    """Raise UserError where the runs would write over each other."""
+    for key in NOT_SWEPT:
+        if len({getattr(cfg, key) for cfg in configs}) > 1:
+            raise UserError(f"{key} is the same for all runs of a sweep: give it one value")
+    for key in ("save_to", "push_to"):
+        places = [place for cfg in configs if (place := getattr(cfg, key, None)) is not None]
+        if len(set(places)) < len(places):
+            raise UserError(
+                f"{key}={places[0]} would be written by several runs of the sweep: leave it out, or sweep it"
+            )
+    if any(configs.index(cfg) != i for i, cfg in enumerate(configs)):
+        raise UserError("two runs of the sweep are the same: give different values")
+
+
+def _list_swept(overrides: list[str], combinations: list[list[str]]) -> list[str]:
+    return [item for i, item in enumerate(overrides) if any(other[i] != item for other in combinations)]
+
+
+def _run(program: str, recipe: str, overrides: list[str]) -> int:
+    """Run the program to its end. Ctrl-C reaches it too: wait for its orderly end."""
+    process = subprocess.Popen([sys.executable, program, "--config", recipe, *overrides])
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+def read_run(run_dir: Path, overrides: list[str], code: int) -> SweptRun:
+    """Read what a run has left in its folder."""
+    folders = sorted(run_dir.iterdir(), key=lambda path: path.stat().st_mtime) if run_dir.is_dir() else []
+    if not folders:
+        return SweptRun(overrides=overrides, folder="", exit_reason=f"exit code {code}", metrics={})
+    folder = folders[-1]  # one that resumed by itself has several
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics: dict[str, float] = json.loads(lines[-1]) if lines else {}
+    summary: dict[str, Any] = {}
+    if (folder / "summary.json").is_file():
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    after = {
+        name if name.startswith("eval/") else names.EVAL.format(name): v for name, v in summary.get("after", {}).items()
+    }
+    reason = summary.get("exit_reason", f"exit code {code}")
+    return SweptRun(overrides=overrides, folder=str(folder), exit_reason=reason, metrics=metrics | after)
+
+
+def _write_table(file: Path, done: list[SweptRun]) -> None:
+    rows = [
+        {"overrides": run.overrides, "folder": run.folder, "exit_reason": run.exit_reason, "metrics": run.metrics}
+        for run in done
+    ]
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def show_table(done: list[SweptRun]) -> None:
+    """Print one line per run: its values, its last metrics and how it ended."""
+    keys = [item.partition("=")[0] for item in done[0].overrides]
+    columns = [(heading, name) for heading, name in SHOWN if any(name in run.metrics for run in done)]
+    rows = [[*keys, "steps", *(heading for heading, _ in columns), "ended"]]
+    for run in done:
+        steps = f"{run.metrics[names.STEP_NUMBER] + 1:.0f}" if names.STEP_NUMBER in run.metrics else "0"
+        numbers = [f"{run.metrics[name]:.4f}" if name in run.metrics else "-" for _, name in columns]
+        rows.append([*(item.partition("=")[2] for item in run.overrides), steps, *numbers, run.exit_reason[:60]])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

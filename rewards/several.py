@@ -1,0 +1,76 @@
+"""Several reward functions in one: `reward.fns`, and `reward.by_source` for rows of one data source.
+
+The parts of a function are logged as `<function>.<part>`, so two functions never share a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from core.loading import FileSpec
+from rewards import load_reward, prepare_reward
+
+if TYPE_CHECKING:
+    from core.types import Message, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedReward:
+    """One of several functions."""
+
+    name: str
+    spec: FileSpec
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardPlan:
+    """Functions of a recipe, and which of them score the rows of which source. Small and picklable."""
+
+    functions: tuple[NamedReward, ...]
+    by_source: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """Names of the functions for a source."""
+    otherwise: tuple[str, ...] = ()
+    """Names of the functions for every other source; "" is the only function of `reward.fn`."""
+
+    @property
+    def path(self) -> str:
+        """Paths of the files, for error messages."""
+        return ", ".join(f.spec.path for f in self.functions)
+
+    @property
+    def files(self) -> dict[str, FileSpec]:
+        """Return every file by the key that names it."""
+        return {f"reward.fns.{f.name}" if f.name else "reward.fn": f.spec for f in self.functions}
+
+    def load(self) -> Callable[[Prompt, list[Message]], dict[str, float]]:
+        """Import the functions and return one that calls those of the prompt's source.
+
+        Raises UserError for settings that do not fit.
+        """
+        scores = {f.name: load_reward(f.spec, f.settings) for f in self.functions}
+        if [*scores] == [""]:
+            return scores[""]
+
+        def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
+            parts: dict[str, float] = {}
+            for name in self.by_source.get(prompt.source, self.otherwise):
+                given = scores[name](prompt, messages)
+                if not isinstance(given, dict) or not given:
+                    raise TypeError(f"score() of {name or 'the reward'} must return a dict of named numbers: {given!r}")
+                parts |= {f"{name}.{part}" if name else part: value for part, value in given.items()}
+            return parts
+
+        return score
+
+    def prepare(self) -> None:
+        """Call every function's `prepare`."""
+        for function in self.functions:
+            prepare_reward(function.spec, function.settings)
+
+
+def one_reward(spec: FileSpec, settings: dict[str, Any] | None = None) -> RewardPlan:
+    """Return the plan of a single function, whose parts keep their names."""
+    return RewardPlan(functions=(NamedReward(name="", spec=spec, settings=settings or {}),), otherwise=("",))

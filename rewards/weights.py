@@ -1,0 +1,59 @@
+"""From the recipe's keys to reward functions, and from their parts to one number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from configs.rollout_schema import RewardConfig, RewardWeights, name_function
+from core.errors import UserError
+from rewards import resolve_reward
+from rewards.several import NamedReward, RewardPlan
+
+MAIN_PART = "correct"
+"""Part that a single weight belongs to, where a function returns several."""
+
+
+def plan_rewards(reward: RewardConfig) -> RewardPlan:
+    """Find the functions that a recipe names. Raises UserError for one that is not there."""
+    groups = {source: tuple(name_function(n) for n in weights) for source, weights in reward.by_source.items()}
+    if reward.fn is not None:
+        only = NamedReward(name="", spec=resolve_reward(reward.fn, key="reward.fn"), settings=reward.settings)
+        functions, otherwise = [only], ("",)
+    else:
+        functions, otherwise = [], tuple(name_function(n) for n in reward.fns)
+    for given in reward.function_names:
+        key = "reward.fns" if given in reward.fns else "reward.by_source"
+        name = name_function(given)
+        settings = reward.settings_of(name)
+        functions.append(NamedReward(name=name, spec=resolve_reward(given, key=key), settings=settings))
+    return RewardPlan(functions=tuple(functions), by_source=groups, otherwise=otherwise)
+
+
+def weigh_parts(reward: RewardConfig, parts: Mapping[str, float], source: str) -> float:
+    """Return the reward of a sample: the weighted sum of its parts. Raises UserError for a part that is not there."""
+    chosen = reward.by_source.get(source, reward.fns)
+    total = sum(_weigh_function(name_function(name), weights, parts) for name, weights in chosen.items())
+    weights = {} if reward.fn is not None and source in reward.by_source else reward.weights
+    if missing := [name for name in weights if name not in parts]:
+        raise UserError(
+            f"reward.weights names {missing[0]!r}, but the reward returns only {', '.join(sorted(parts))}: "
+            "correct the name"
+        )
+    return total + sum(weight * parts[name] for name, weight in weights.items())
+
+
+def _weigh_function(name: str, weights: RewardWeights, parts: Mapping[str, float]) -> float:
+    own = {part.removeprefix(f"{name}."): value for part, value in parts.items() if part.startswith(f"{name}.")}
+    if isinstance(weights, dict):
+        if missing := [part for part in weights if part not in own]:
+            raise UserError(
+                f"the weights of the reward {name} name {missing[0]!r}, but it returns only {', '.join(sorted(own))}: "
+                "correct the name"
+            )
+        return sum(weight * own[part] for part, weight in weights.items())
+    if MAIN_PART not in own and len(own) != 1:
+        raise UserError(
+            f"the reward {name} has one weight and returns {', '.join(sorted(own))}: give every part that counts a "
+            f"weight of its own ({name}: {{{min(own)}: {weights:g}}})"
+        )
+    return weights * own.get(MAIN_PART, next(iter(own.values())))

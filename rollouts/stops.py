@@ -1,0 +1,122 @@
+"""Where a reply ends besides the model's own stop tokens: stop strings and extra stop tokens of the recipe.
+
+An engine asks after every sampled token, so the tokens that are trained on are those that were sampled: none is cut off
+or added. All engines ask this file, and the text is the one that rewards see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from typing import Protocol
+
+from core.errors import RunStopped, UserError, quote
+
+MARGIN = 8
+"""Tokens before the longest stop string that are decoded too: the first characters of a window may be cut."""
+UNFINISHED = "\ufffd"
+"""What a tokenizer writes for the bytes of a character that is not complete."""
+
+
+class StopTokenizer(Protocol):
+    """What of a tokenizer stops need; see data_feeds/tokenizer.py."""
+
+    stop_token_ids: list[int]
+
+    @property
+    def turn_end(self) -> list[int]: ...
+    @property
+    def written_ids(self) -> frozenset[int]: ...
+    def decode(self, ids: list[int]) -> str: ...
+    def encode(self, text: str) -> list[int]: ...
+
+
+class StopStrings:
+    """Search for strings in the text of sampled tokens, one token at a time."""
+
+    def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str], written_ids: Collection[int]):
+        """written_ids: tokens that are in the text; the others, such as special ones, leave nothing there."""
+        self.strings, self.decode, self.written_ids = list(strings), decode, written_ids
+        # every token of the window brings at least one byte
+        self.window = max(len(s.encode()) for s in strings) + MARGIN
+
+    def find_end(self, ids: list[int], start: int = 0) -> int | None:
+        """Return how many tokens there are up to the first one, from `start` on, that completes a stop string."""
+        for end in range(start + 1, len(ids) + 1):
+            # the end of the text is decoded for every token, all of it only where that may be a stop
+            if self.is_in(self._read_end(ids, end)) and self.is_in(self.decode(ids[:end])):
+                return end
+        return None
+
+    def is_in(self, text: str) -> bool:
+        """Tell whether a text holds a stop string."""
+        return any(string in text for string in self.strings)
+
+    def _read_end(self, ids: list[int], end: int) -> str:
+        """Return the end of the text of ids[:end]: more of it than the longest stop string."""
+        found: list[int] = []
+        for i in reversed(ids[max(0, end - 4 * self.window) : end]):
+            if i in self.written_ids:
+                found.append(i)
+            if len(found) == self.window:
+                break
+        else:
+            if end > 4 * self.window:  # so many tokens without text that the window has too little
+                return self.decode(ids[:end])
+        return self.decode(found[::-1])
+
+
+class Stops:
+    """Ends of replies that the recipe names: `rollout.stop` and `rollout.stop_token_ids`."""
+
+    def __init__(self, tokenizer: StopTokenizer, strings: Sequence[str], token_ids: Sequence[int]):
+        self.tokenizer, self.own = tokenizer, frozenset(tokenizer.stop_token_ids)
+        self.token_ids = tuple(sorted(self.own | {*token_ids}))
+        """All tokens that end a reply, the model's own included."""
+        self.strings = StopStrings(strings, tokenizer.decode, tokenizer.written_ids) if strings else None
+
+    def check_completion(self, ids: list[int], stop: str) -> None:
+        """Raise RunStopped where an engine went on after a stop string, or did not see one."""
+        if self.strings is None:
+            return
+        if self.strings.is_in(self.tokenizer.decode(ids[:-1])):
+            raise RunStopped("the engine went on sampling after a stop string (rollout.stop): correct its generate()")
+        if stop == "length" and self.strings.is_in(self.tokenizer.decode(ids)):
+            raise RunStopped("the engine returned a stop string (rollout.stop) as if it had not seen it")
+
+    def close_turn(self, ids: list[int]) -> list[int]:
+        """Return the tokens that end the turn in the conversation, where it stopped before the model wrote them.
+
+        They are given and not trained on: the next turn stands in the conversation as the chat template writes it.
+        """
+        return [] if ids[-1] in self.own else self._turn_end
+
+    @cached_property
+    def _turn_end(self) -> list[int]:
+        return self.tokenizer.turn_end
+
+
+def check_stops(tokenizer: StopTokenizer, strings: Sequence[str], token_ids: Sequence[int], vocabulary: int) -> None:
+    """Raise UserError for a stop that could never be met.
+
+    vocabulary: number of token ids that the tokenizer has.
+    """
+    for string in strings:
+        if UNFINISHED in string:
+            raise UserError(
+                f"rollout.stop names {quote(string)}, which stands for an unfinished character: leave it out"
+            )
+        if string not in tokenizer.decode(tokenizer.encode(string)):
+            raise UserError(
+                f"rollout.stop names {quote(string)}, which is never in the text of a reply: special tokens are not "
+                "part of it; name the token in rollout.stop_token_ids"
+            )
+    for token in token_ids:
+        if not 0 <= token < vocabulary:
+            raise UserError(
+                f"rollout.stop_token_ids names {token}, and the tokenizer has ids from 0 to {vocabulary - 1}"
+            )
+        if token in tokenizer.stop_token_ids:
+            raise UserError(
+                f"rollout.stop_token_ids names {token}, which ends a reply of this model anyway: leave it out"
+            )

@@ -1,0 +1,86 @@
+"""A run from Python: what it came to, its errors as exceptions, and a caller with an event loop, as a notebook is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+
+import pytest
+import yaml
+
+import main_rl
+import main_sl
+from core.errors import RunStopped, UserError
+
+SEVENS = "def score(prompt, messages):\n    return {'correct': messages[-1]['content'][:8].count('7') / 8}\n"
+
+
+def read(path: str) -> dict:
+    with open(path) as file:
+        return yaml.safe_load(file)
+
+
+def test_a_supervised_run_returns_what_it_came_to(recipe, sums):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    result = main_sl.run(recipe({"data.eval": str(sums / "sft.parquet")}, kind="sl"), ["trainer.lr=1e-2"])
+    assert result.exit_reason == "done" and result.steps_done == 2
+    assert (result.model / "model.safetensors").is_file() and result.model.parent == result.folder
+    last = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()][-1]
+    assert result.metrics == last and last["train/lr"] == 1e-2
+    assert result.after["eval/loss"] < result.before["eval/loss"]
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_a_run_in_a_notebook_takes_keys_and_values(recipe, tmp_path):
+    """A notebook's cell runs within an event loop."""
+    (tmp_path / "sevens.py").write_text(SEVENS)
+    keys = read(recipe({"reward.fn": str(tmp_path / "sevens.py"), "steps": 1}))
+    given = json.dumps(keys)
+
+    async def cell():
+        return main_rl.run(keys, ["seed=3"])
+
+    result = asyncio.run(cell())
+    assert result.exit_reason == "done" and "reward/mean" in result.metrics
+    assert read(str(result.folder / "config.yaml"))["seed"] == 3
+    assert json.dumps(keys) == given, "the caller's keys are as they were"
+
+
+def test_errors_are_exceptions(recipe, tmp_path):
+    with pytest.raises(UserError, match="steps=0"):
+        main_rl.run(recipe(), ["steps=0"])
+    with pytest.raises(UserError, match="known key"):
+        main_rl.run(read(recipe()) | {"stesp": 1})
+    (tmp_path / "broken.py").write_text("def score(prompt, messages):\n    return 1 / 0\n")
+
+    async def cell():
+        main_rl.run(recipe({"reward.fn": str(tmp_path / "broken.py")}))
+
+    with pytest.raises(RunStopped, match="ZeroDivisionError"):
+        asyncio.run(cell())
+
+
+def test_a_recipe_of_keys_may_build_on_a_file(recipe, tmp_path, monkeypatch):
+    recipe(kind="sl")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"trainer\.lr=-1"):
+        main_sl.run({"base": "sl.yaml", "trainer": {"lr": -1}})
+
+
+def test_ctrl_c_in_a_notebook_ends_the_run_in_order(recipe, tmp_path):
+    """The signal reaches the main thread, which waits; the run is in another one."""
+    (tmp_path / "slow.py").write_text(
+        "import os, signal, time\n"
+        "def score(prompt, messages):\n"
+        "    os.kill(os.getppid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+    )
+
+    async def cell():
+        main_rl.run(recipe({"reward.fn": str(tmp_path / "slow.py")}))
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(cell())
+    [folder] = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "summary.json").read_text())["exit_reason"] == "interrupted"
