@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig, WeightSyncConfig
+from configs.tracking_schema import TrackingConfig
 from configs.trainer_schema import CheckpointConfig, ModelConfig, TrainerConfig
 from core.errors import UserError
 from core.strict_model import Seconds, StrictModel
@@ -58,6 +59,13 @@ class RunConfig(StrictModel):
     """Steps between two evaluations on data.eval: of the loss, or in RL of the reward under the engines' current
     weights. 0 evaluates at the start and the end only."""
     trainer: TrainerConfig = TrainerConfig()
+    trackers: list[str] = Field(["jsonl"])
+    """Where the metrics go: jsonl (metrics.jsonl in the run folder), mlflow, wandb, tensorboard, or the path of a
+    tracker of your own. One that fails is told once and costs nothing else; only a full disk stops the run."""
+    tracking: TrackingConfig = TrackingConfig()
+    display: Literal["auto", "plain", "quiet", "json"] = "auto"
+    """What the run prints. auto: a line per step, and in a terminal what is going on below them. plain: the lines only,
+    without colours. quiet: warnings and the outcome. json: one JSON object per line."""
 
     @property
     def n_steps(self) -> int:
@@ -73,6 +81,12 @@ class RunConfig(StrictModel):
     def what_is_measured_is_there(self) -> RunConfig:
         if self.eval_every and self.data.eval is None:
             raise ValueError("eval_every needs held-out rows: set data.eval")
+        return self
+
+    @model_validator(mode="after")
+    def what_trackers_are_told_is_used(self) -> RunConfig:
+        if unused := self.tracking.find_unused(self.trackers):
+            raise ValueError(unused)
         return self
 
     @model_validator(mode="after")
@@ -129,6 +143,8 @@ class RLConfig(RunConfig):
     old."""
     sample_reuse: int = Field(1, ge=1)
     """Number of steps that train on each group: a step adds groups_per_step / sample_reuse new groups to the window."""
+    show_samples: int = Field(0, ge=0)
+    """Steps between two samples that are printed with their reward. 0: none."""
     reward: RewardConfig
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import bdb
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,18 +20,26 @@ from core.errors import ProcessDied, RunStopped, UserError
 from core.phases import Milestone, Phase
 from core.ray_cluster import Cluster
 from core.scratch import Scratch
+from core.secrets import hide_secrets
 from core.signals import end_on_signals, raise_interrupt
+from core.types import Group
 from core.workers import Workers
 from data_feeds.feed import Feed
 from data_feeds.tokenizer import ChatTokenizer
+from driver.advice import Adviser
+from driver.advice import Settings as AdviceSettings
 from driver.checkpoint import Checkpoint, RunState, is_due, remove_old_checkpoints, write_checkpoint
 from driver.console import Console
 from driver.resume import bitwise_only_changes, changed_package_files
 from driver.run_folder import RunFolder
+from driver.sample_text import make_record, write_sample
 from driver.save_to import save_in_one_step
 from driver.time_account import describe_shares
+from driver.tracking import make_sample_rows, make_trackers
 from rollouts.availability import EngineAvailability
 from rollouts.worker import RolloutWorker
+from trackers.base import Outcome
+from trackers.hub import Trackers
 from trainers.allocator import keep_freed_memory
 from trainers.trainer import Trainer
 
@@ -43,6 +52,8 @@ class Session:
     folder: RunFolder
     clock: Clock
     console: Console
+    trackers: Trackers
+    adviser: Adviser
     cluster: Cluster | None = None
     engines: Workers[RolloutWorker] | None = None
     availability: EngineAvailability | None = None
@@ -51,17 +62,28 @@ class Session:
     updates_made: int = 0
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one line of metrics.jsonl and show it."""
+        """Give the step's metrics to the trackers and show them, with what there is to advise."""
         metrics = {names.STEP_NUMBER: float(step), **metrics, **self.clock.start_lap()}
         tokens = metrics.get(names.ROLLOUT_TOKENS, metrics[names.TRAIN_TOKENS])
         metrics[names.TOKENS_PER_S] = tokens / metrics[names.STEP_SECONDS]
         with self.clock.phase(Phase.LOG):  # of the next step: the seconds of this one are in the line
-            self.folder.log(metrics)
+            self.trackers.metrics(step, metrics)
             self.console.show_step(metrics)
+            for rule, text in self.adviser.read_line(metrics):
+                self.console.advise(rule, text)
         self.facts["steps_done"] = step + 1
         skipped = int(metrics[names.TRAIN_SKIPPED])
         self.updates_skipped += skipped
         self.updates_made += self.cfg.total_updates // self.cfg.n_steps - skipped
+
+    def show_samples(self, step: int, groups: list[Group], *, every: int) -> None:
+        """Give some samples of the step to the trackers, and print one after every `every` steps, if they are due."""
+        tracking = self.cfg.tracking
+        if self.trackers.feeders and tracking.samples_every and step % tracking.samples_every == 0:
+            self.trackers.samples(step, make_sample_rows(step, groups, tracking.samples))
+        if every and step % every == 0:
+            record = make_record(step, groups)
+            self.console.show_sample(step, write_sample(step, record), record)
 
     def check_trained(self) -> None:
         """Say how many updates were skipped. Raises RunStopped where the run made none: its model is the old one."""
@@ -156,6 +178,26 @@ class Session:
         except RunStopped as error:
             self.console.say(f"{error}")
 
+    @contextmanager
+    def tracking(self, at_once: Callable[[], None]) -> Generator[None]:
+        """Feed the trackers while the body runs; then tell them how it ended, and where the model is.
+
+        at_once: called where a signal ends this process at once.
+        """
+        self.trackers.start()
+        end: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            end = error
+            raise
+        finally:
+            end_on_signals(at_once=at_once)  # the loop has ended; a signal now ends the wait for slow trackers
+            model = self.folder.path / "model"
+            path = str(model) if model.is_dir() else None
+            self.facts["trackers"] = self.trackers.finish(Outcome(exit_reason=name_end(end), model=path))
+            self.facts["advice"] = self.adviser.given
+
     async def close(self) -> None:
         try:
             if self.availability is not None:
@@ -197,41 +239,65 @@ async def run_body(session: Session, body: Callable[[Session], Awaitable[None]],
             await session.close()
 
 
+def name_end(error: BaseException | None) -> str:
+    """Return the exit reason for summary.json and the trackers; None is a run that came to its end."""
+    match error:
+        case None:
+            return "done"
+        case KeyboardInterrupt() | asyncio.CancelledError():
+            return "interrupted"
+        case bdb.BdbQuit():
+            return "interrupted in the debugger"
+        case RunStopped() | UserError():
+            return f"stopped: {hide_secrets(str(error))}"
+        case _:
+            return f"error: {type(error).__name__}: {hide_secrets(str(error))}"
+
+
+def make_advice_settings(cfg: RunConfig) -> AdviceSettings:
+    """Return what the rules of driver/advice.py must know of the recipe."""
+    if not isinstance(cfg, RLConfig):
+        return AdviceSettings()
+    return AdviceSettings(
+        group_size=cfg.group_size, updates_per_step=cfg.updates_per_step, max_new_tokens=cfg.rollout.max_new_tokens
+    )
+
+
 def run_session(cfg: RunConfig, body: Callable[[Session], Awaitable[None]]) -> int:
     """Run `body` to its end, Ctrl-C, SIGTERM or an error; always write a summary and end all processes."""
     clock = Clock()
     clock.reach(Milestone.CHECKED)
     keep_freed_memory()  # every step makes arrays of about the same sizes
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump())
-    console = Console(cfg.n_steps, clock, live=cfg.backend == "ray")
-    session = Session(cfg=cfg, folder=folder, clock=clock, console=console)
+    console = Console(cfg.n_steps, clock, live=cfg.backend == "ray", display=cfg.display)
+    session = Session(
+        cfg=cfg,
+        folder=folder,
+        clock=clock,
+        console=console,
+        trackers=make_trackers(cfg, folder.path, console.say),
+        adviser=Adviser(make_advice_settings(cfg), cfg.n_steps),
+    )
     at_once = partial(session.write_summary, "interrupted")
     reason = "error"
     try:
         end_on_signals(at_once=at_once)
         console.say(f"run folder: {folder.path}")
-        with Scratch(logs=folder.path / "logs"), console:
+        with Scratch(logs=folder.path / "logs"), session.tracking(at_once), console:
             asyncio.run(run_body(session, body, at_once))
         reason = "done"
         session.show_outcome()
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        reason = "interrupted"
+    except (KeyboardInterrupt, asyncio.CancelledError) as error:
+        reason = name_end(error)
         raise KeyboardInterrupt from None
-    except bdb.BdbQuit:
-        reason = "interrupted in the debugger"
-        raise
-    except (RunStopped, UserError) as error:
-        reason = f"stopped: {error}"
+    except Exception as error:
+        reason = name_end(error)
         if isinstance(error, ProcessDied):
             error.run_folder, error.steps = folder.path, cfg.n_steps
-        raise
-    except Exception as error:
-        reason = f"error: {type(error).__name__}: {error}"
         raise
     finally:
         for unwritten in folder.samples.close():
             console.say(unwritten)
         session.write_summary(reason)
-        folder.close()
         end_on_signals()  # as before the run
     return 0

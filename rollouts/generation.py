@@ -31,12 +31,14 @@ class Generation:
         timeout_s: float,
         engines: EngineAvailability | None = None,
         on_group: Callable[[], None] = lambda: None,
+        on_finished: Callable[[FinishedGroup], None] = lambda _: None,
     ):
         """draw_prompt: ticket -> prompt. accept_group: see Algorithm. timeout_s: of one group, per attempt.
 
         engines: None is engines that are not restarted. on_group: called when a group has been sampled.
+        on_finished: called when a group of a step is in the buffer.
         """
-        self.on_group = on_group
+        self.on_group, self.on_finished = on_group, on_finished
         self.engines = engines or EngineAvailability(len(workers))
         self.workers, self.draw_prompt, self.accept_group, self.buffer = workers, draw_prompt, accept_group, buffer
         self.group_size, self.timeout_s = group_size, timeout_s
@@ -72,7 +74,9 @@ class Generation:
         start = now()
         group = await self.generate_group(ticket, self.draw_prompt(ticket), self.group_size)
         accepted = self.accept_group(group)
-        self.buffer.add_group(FinishedGroup(ticket=ticket, group=group, accepted=accepted, seconds=now() - start))
+        finished = FinishedGroup(ticket=ticket, group=group, accepted=accepted, seconds=now() - start)
+        self.buffer.add_group(finished)
+        self.on_finished(finished)
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
         """Return a group from the least busy engine; where that dies, from another one, or from it when it is back.

@@ -17,7 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
-    *("core", "configs", "weight_sync", "modeling", "data_feeds", "algs", "trainers", "rewards", "rollouts"),
+    *("core", "configs", "trackers"),
+    *("weight_sync", "modeling", "data_feeds", "algs", "trainers", "rewards", "rollouts"),
     *("driver", "main_rl", "main_sl"),
 )
 """From the ground up: a file imports from its own layer and from those before it."""
