@@ -51,7 +51,25 @@ class SourceConfig(StrictModel):
         return PurePath(name.stem).stem if name.suffix == ".gz" else name.stem
 
 
-class DataConfig(StrictModel):
+class TemplateConfig(StrictModel):
+    """Keys of `data` that say how a conversation becomes tokens."""
+
+    template: Literal["chat", "plain"] = "chat"
+    """How messages become text. chat: by the tokenizer's chat template. plain: the contents are concatenated."""
+    template_args: dict[str, Any] = Field({})
+    """Arguments of the chat template, such as {enable_thinking: false}: for prompts, held-out rows and supervised rows
+    alike. One that the template does not read is refused."""
+    system_prompt: str | None = Field(None, min_length=1)
+    """System turn of every row that has none of its own. A template that would leave it out is refused."""
+
+    @model_validator(mode="after")
+    def plain_text_has_no_template(self) -> TemplateConfig:
+        if self.template == "plain" and self.template_args:
+            raise ValueError("template is plain, and template_args are for a chat template: leave one of them out")
+        return self
+
+
+class DataConfig(TemplateConfig):
     """Keys of `data` that both programs read."""
 
     train: str | list[SourceConfig]
@@ -64,25 +82,12 @@ class DataConfig(StrictModel):
     max_invalid_fraction: float = Field(0.1, ge=0, le=1)
     """Largest fraction of invalid rows (a missing or empty column, too long, no reply). They are counted and shown; a
     larger fraction stops the run before it starts."""
-    template: Literal["chat", "plain"] = "chat"
-    """How messages become text. chat: by the tokenizer's chat template. plain: the contents are concatenated."""
-    template_args: dict[str, Any] = Field({})
-    """Arguments of the chat template, such as {enable_thinking: false}: for prompts, held-out rows and supervised rows
-    alike. One that the template does not read is refused."""
-    system_prompt: str | None = Field(None, min_length=1)
-    """System turn of every row that has none of its own. A template that would leave it out is refused."""
 
     def list_sources(self, which: Literal["train", "eval"]) -> list[SourceConfig]:
         """Return the sources of `train` or `eval`; empty where it is unset."""
         given = self.train if which == "train" else self.eval
         listed = given if isinstance(given, list) else [] if given is None else [given]
         return [SourceConfig(path=source) if isinstance(source, str) else source for source in listed]
-
-    @model_validator(mode="after")
-    def plain_text_has_no_template(self) -> DataConfig:
-        if self.template == "plain" and self.template_args:
-            raise ValueError("template is plain, and template_args are for a chat template: leave one of them out")
-        return self
 
     @model_validator(mode="after")
     def a_mixture_has_names(self) -> DataConfig:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.data_schema import COLUMNS, SourceConfig
+from configs.data_schema import COLUMNS, SourceConfig, TemplateConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from core.strict_model import Seconds, StrictModel
 
@@ -57,7 +57,7 @@ class EvalSetConfig(StrictModel):
         return SourceConfig(path=self.path, name=self.name, split=self.split, columns=self.columns)
 
 
-class EvalDataConfig(StrictModel):
+class EvalDataConfig(TemplateConfig):
     """Keys of `data` in an evaluation."""
 
     sets: list[EvalSetConfig] = Field(min_length=1)
@@ -68,8 +68,6 @@ class EvalDataConfig(StrictModel):
     """Longest prompt, in tokens. Rows with a longer one are invalid."""
     max_invalid_fraction: float = Field(0.0, ge=0, le=1)
     """Largest fraction of invalid rows of a data set. They are not evaluated, so by default none may be."""
-    template: Literal["chat", "plain"] = "chat"
-    """How messages become text. chat: by the tokenizer's chat template. plain: the contents are concatenated."""
 
     @model_validator(mode="after")
     def sets_have_names(self) -> EvalDataConfig:

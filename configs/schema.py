@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from configs.capture_schema import CaptureConfig, ShadowLoss
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig, WeightSyncConfig
+from configs.tracking_schema import TrackingConfig
 from configs.trainer_schema import CheckpointConfig, ModelConfig, StopWhenConfig, TrainerConfig, refuse_best
 from core.errors import UserError
 from core.strict_model import Seconds, StrictModel
@@ -64,6 +65,13 @@ class RunConfig(StrictModel):
     stop_when: StopWhenConfig | None = None
     """End of the run before its last step: {metric: reward/mean, above: 0.95, for_steps: 3}. Unset: `steps` decides."""
     trainer: TrainerConfig = TrainerConfig()
+    trackers: list[str] = Field(["jsonl"])
+    """Where the metrics go: jsonl (metrics.jsonl in the run folder), mlflow, wandb, tensorboard, or the path of a
+    tracker of your own. One that fails is told once and costs nothing else; only a full disk stops the run."""
+    tracking: TrackingConfig = TrackingConfig()
+    display: Literal["auto", "plain", "quiet", "json"] = "auto"
+    """What the run prints. auto: a line per step, and in a terminal what is going on below them. plain: the lines only,
+    without colours. quiet: warnings and the outcome. json: one JSON object per line."""
 
     @property
     def n_steps(self) -> int:
@@ -81,6 +89,12 @@ class RunConfig(StrictModel):
             raise ValueError("eval_every needs held-out rows: set data.eval")
         if self.stop_when is not None and self.stop_when.metric.startswith("eval/") and not self.eval_every:
             raise ValueError(f"stop_when.metric={self.stop_when.metric} is measured by evaluations: set eval_every")
+        return self
+
+    @model_validator(mode="after")
+    def what_trackers_are_told_is_used(self) -> RunConfig:
+        if unused := self.tracking.find_unused(self.trackers):
+            raise ValueError(unused)
         return self
 
     @model_validator(mode="after")
@@ -154,6 +168,8 @@ class RLConfig(RunConfig):
     up to this number."""
     eval_pass_reward: float = 1.0
     """Smallest reward of a sample of data.eval that counts as solved in pass@k."""
+    show_samples: int = Field(0, ge=0)
+    """Steps between two samples that are printed with their reward. 0: none."""
     reward: RewardConfig
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()

@@ -15,6 +15,8 @@ ADDRESS_CHECK_TIMEOUT_S = 10.0
 HUB_TIMEOUT_S = 5.0
 IMPORT_TIMEOUT_S = 120.0
 PROGRESS_EVERY_S = 10.0
+STEP_PROGRESS_EVERY_S = 60.0
+TRACKER_FINISH_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 20.0
 ENGINE_SHUTDOWN_TIMEOUT_S = 10.0
 ENGINE_RPC_GRACE_S = 2.0
@@ -143,6 +145,16 @@ TABLE = (
         waits_for="the next line of progress, while rows are read or such a file is imported",
         length=_seconds(PROGRESS_EVERY_S),
         after_it="the line is printed",
+    ),
+    Deadline(
+        waits_for="the next line on the progress within a step, where the output is no terminal",
+        length=_seconds(STEP_PROGRESS_EVERY_S),
+        after_it="the line is printed",
+    ),
+    Deadline(
+        waits_for="trackers (`trackers`) that take what is left at the end of a run, all together",
+        length=_seconds(TRACKER_FINISH_TIMEOUT_S),
+        after_it="the run ends; a line says how many steps a tracker did not get",
     ),
     Deadline(
         waits_for="engines that close at the end of a run",

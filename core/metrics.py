@@ -132,7 +132,7 @@ MISMATCH_ESS = _declare(
     RL,
 )
 _declare("train/mismatch/weight", "", "mean importance weight after the correction", RL)
-_declare("train/entropy", "nats", "entropy of the policy, with alg.entropy_coef above 0", RL)
+TRAIN_ENTROPY = _declare("train/entropy", "nats", "entropy of the policy, with alg.entropy_coef above 0", RL)
 TRAIN_KL_REF = _declare(
     "train/kl_ref", "nats", "k3 estimate of KL(pi || reference) on the trained tokens, with a reference model", RL
 )
@@ -144,9 +144,11 @@ _declare(
 )
 _CLIPPED = "grpo, ppo, gspo, reinforce_pp"
 APPROX_KL = _declare("train/approx_kl", "nats", "estimate of KL(pi_prox || pi) on the trained tokens", _CLIPPED)
-_declare("train/clip_frac_high", "fraction", "tokens whose gradient the upper clip bound removed", _CLIPPED)
-_declare("train/clip_frac_low", "fraction", "tokens whose gradient the lower clip bound removed", _CLIPPED)
-_declare("train/clip_frac", "fraction", "tokens whose ratio was clipped", "gmpo")
+CLIP_FRACTIONS = (
+    _declare("train/clip_frac_high", "fraction", "tokens whose gradient the upper clip bound removed", _CLIPPED),
+    _declare("train/clip_frac_low", "fraction", "tokens whose gradient the lower clip bound removed", _CLIPPED),
+)
+CLIP_FRACTION = _declare("train/clip_frac", "fraction", "tokens whose ratio was clipped", "gmpo")
 _declare("train/capped", "fraction", "tokens whose importance weight reached max_weight", "cispo")
 _declare("train/masked", "fraction", "tokens that the divergence bound masked", "dppo")
 _declare("train/gate", "", "mean derivative of the sigmoid gate; 1 on policy", "sapo")

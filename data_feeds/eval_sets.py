@@ -35,6 +35,7 @@ def load_sets(cfg: EvalConfig, tokenizer: ChatTokenizer) -> list[PromptSet]:
             max_tokens=cfg.data.max_prompt_tokens,
             max_tokens_key="data.max_prompt_tokens",
             train_on=(),
+            system_prompt=cfg.data.system_prompt,
         )
         key = f"data.sets[{i}]={one.path}"
         prompts, invalid = read_source(one.source, key, ROW_TYPES["prompts"], reader, data=cfg.data, limit=one.rows)

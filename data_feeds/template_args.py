@@ -6,7 +6,7 @@ import inspect
 import re
 from typing import Any
 
-from configs.data_schema import DataConfig
+from configs.data_schema import TemplateConfig
 from configs.trainer_schema import ModelConfig
 from core.errors import UserError, first_line, quote
 from core.progress import say
@@ -23,14 +23,14 @@ GENERATION_TAG = r"\{%-?\s*(end)?generation\s*-?%\}"
 """Tag that transformers adds to jinja's; it says nothing about arguments."""
 
 
-def make_tokenizer(model: ModelConfig, data: DataConfig) -> ChatTokenizer:
+def make_tokenizer(model: ModelConfig, data: TemplateConfig) -> ChatTokenizer:
     """Return the tokenizer of a run."""
     return ChatTokenizer(
         model.path, data.template, trust_remote_code=model.trust_remote_code, template_args=data.template_args
     )
 
 
-def check_template_args(tokenizer: ChatTokenizer, data: DataConfig) -> None:
+def check_template_args(tokenizer: ChatTokenizer, data: TemplateConfig) -> None:
     """Raise UserError for an argument or a system turn that the template ignores; say where an argument is as unset."""
     for name in data.template_args:
         _check_argument(tokenizer, name)

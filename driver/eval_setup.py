@@ -16,6 +16,7 @@ from core.phases import Milestone, Phase
 from core.ray_address import parse_address
 from core.text_files import parse_json, read_text
 from data_feeds.eval_sets import PromptSet, load_sets
+from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from driver.check_models import check_policy
 from driver.devices import count_gpus, uses_gpus
@@ -28,10 +29,11 @@ from evaluation.generations import PartWriter, copy_parts
 from modeling.hf_config import check_model_folder, max_positions, meta_model
 from modeling.merge import ADAPTER_CONFIG, check_adapter, merge_adapter
 from modeling.pretrained import runs_own_code
-from rewards import load_reward, resolve_reward
+from rewards.weights import plan_rewards
 from rollouts.engines.base import EngineConfig
 from rollouts.generation import GroupRequests
 from rollouts.registry import load_engine_class, load_env_class, resolve_engine, resolve_env
+from rollouts.stops import check_stops
 
 SETTINGS = "evaluation.json"
 """File of a run folder that says how its samples were made."""
@@ -88,14 +90,16 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
             f"model.path={cfg.model.path} has room for {positions}: lower one of the two"
         )
     plan = plan_engines(cfg)
-    load_reward(plan.reward_spec, cfg.reward.settings)
+    plan.reward_functions.load()
     load_env_class(plan.env_spec)
-    tokenizer = ChatTokenizer(cfg.model.path, cfg.data.template, trust_remote_code=trusts)
+    tokenizer = make_tokenizer(plan.model, cfg.data)
+    check_template_args(tokenizer, cfg.data)
+    check_stops(tokenizer, cfg.rollout.stop, cfg.rollout.stop_token_ids, tokenizer.vocabulary)
     check_policy(plan.model, tokenizer)
     if trusts and runs_own_code(model := meta_model(cfg.model.path, trust_remote_code=True)):
         load_engine_class(plan.engine_spec).check_own_code(model, path=cfg.model.path)
     sets = load_sets(cfg, tokenizer)
-    code = {"reward.fn": plan.reward_spec, "rollout.env": plan.env_spec, "rollout.engine": plan.engine_spec}
+    code = {**plan.reward_functions.files, "rollout.env": plan.env_spec, "rollout.engine": plan.engine_spec}
     settings = collect_eval_settings(cfg, code)
     resumed = None if cfg.resume is None else find_samples(cfg.resume, read_settings(cfg.resume), settings, sets)
     return PreparedEval(cfg=cfg, tokenizer=tokenizer, sets=sets, plan=plan, settings=settings, resumed=resumed)
@@ -141,7 +145,7 @@ def plan_engines(cfg: EvalConfig) -> RolloutPlan:
         data=cfg.data,
         rollout=cfg.rollout,
         reward=cfg.reward,
-        reward_spec=resolve_reward(cfg.reward.fn, key="reward.fn"),
+        reward_functions=plan_rewards(cfg.reward),
         env_spec=resolve_env(cfg.rollout.env),
         engine_spec=engine_spec,
         engine=engine,

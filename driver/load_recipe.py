@@ -16,6 +16,7 @@ from core.loading import FileSpec
 from core.ray_address import parse_address
 from rollouts.engines.base import Capabilities
 from rollouts.registry import load_engine_class, resolve_engine
+from trackers import load_trackers
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -39,6 +40,7 @@ def load_recipe(cls: type[C], recipe: str | Mapping[str, Any], overrides: Sequen
     cfg: C = validate(cls, raw, prefix="")
     if cfg.ray_address is not None:
         parse_address(cfg.ray_address)
+    load_trackers(cfg.trackers)
     spec, alg_class = find_algorithm(cfg.alg)
     alg = validate(alg_class, cfg.alg, prefix="alg.")
     if isinstance(cfg, RLConfig):

@@ -15,12 +15,14 @@ from configs.renamed import translate_settings
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
 from core.loading import FileSpec
+from core.secrets import hide_settings
 from driver.checkpoint import Checkpoint, find_checkpoint
 from driver.load_recipe import Loaded
 
 NOT_FOR_TRAINING = (
     *("name", "run_dir", "save_to", "checkpoint.", "resume", "timeout_s", "device", "ray_address"),
     *("on_failure", "max_resumes", "stop_when", "stop_when.", "push_to"),
+    *("trackers", "tracking.", "display", "show_samples"),
     *("data.max_invalid_fraction", "model.lora.merge_on_save"),
     *("trainer.max_skipped_updates", "reward.workers", "reward.timeout_s", "reward.max_failed_fraction"),
     *("rollout.timeout_s", "weight_sync.bucket_mib", "weight_sync.timeout_s", "weight_sync.probe_tolerance"),
@@ -53,7 +55,11 @@ def collect_settings(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -
             with Path(path).open("rb") as file:
                 hashes[f"data.train[{i}]" if i else "data.train"] = hashlib.file_digest(file, "sha256").hexdigest()
     in_package = sorted(key for key, spec in specs.items() if spec.in_package)
-    settings = {"settings": flatten_settings(cfg.model_dump(mode="json")), "sha256": hashes, "in_package": in_package}
+    settings = {
+        "settings": flatten_settings(hide_settings(cfg.model_dump(mode="json"))),
+        "sha256": hashes,
+        "in_package": in_package,
+    }
     return json.loads(json.dumps(settings))
 
 

@@ -203,6 +203,7 @@ class Run:
         with self.session.clock.phase(Phase.LOG):
             measured = measure_groups(groups, self.prompts.mixed) | metrics
             await self.session.folder.samples.write(step, groups)
+            self.session.show_samples(step, groups, every=self.cfg.show_samples)
             measured |= await self.time.start_lap()
         measured[names.ROLLOUT_GROUP_RETRIES] = float(self.generation.n_retries)
         measured[names.ROLLOUT_RESTARTS] = float(self.engines.n_restarts)

@@ -42,11 +42,12 @@ from driver.weight_sync_factory import make_weight_sync
 from modeling.hf_config import check_model_folder, max_positions
 from modeling.lora import check_lora_targets
 from rollouts.availability import EngineAvailability
-from rollouts.buffer import ReplayBuffer, Schedule
+from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
 from rollouts.generation import Generation
 from rollouts.registry import load_env_class
 from rollouts.stops import check_stops
 from rollouts.worker import RolloutWorker
+from trackers import check_trackers
 from trainers.trainer import Trainer
 
 PROBE_TOKENS = 64
@@ -81,6 +82,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         raise UserError(lacking)
     check_output_folders(cfg, alg)
     check_push(cfg)
+    check_trackers(cfg.trackers, cfg.tracking)
     trusts = cfg.model.trust_remote_code
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
     check_lora_targets(cfg.model)
@@ -141,6 +143,12 @@ async def start(prepared: Prepared, session: Session) -> Run:
     if len(probe) < 2:
         raise UserError("data.train: the first prompt has fewer than two tokens")
     availability = watch_engines(cfg, engines, session)
+    buffer = make_buffer(prepared, first_step)
+
+    def show_progress(finished: FinishedGroup) -> None:
+        tokens = sum(sample.n_sampled for sample in finished.group)
+        session.console.count_group(done=buffer.n_collected, wanted=cfg.groups_per_step, tokens=tokens)
+
     return Run(
         cfg=cfg,
         alg=prepared.alg,
@@ -166,11 +174,12 @@ async def start(prepared: Prepared, session: Session) -> Run:
             engines,
             draw_prompt=feed.draw,
             accept_group=prepared.alg.accept_group,
-            buffer=make_buffer(prepared, first_step),
+            buffer=buffer,
             group_size=cfg.group_size,
             timeout_s=cfg.rollout.timeout_s,
             engines=availability,
             on_group=partial(session.clock.reach, Milestone.SAMPLED),
+            on_finished=show_progress,
         ),
         layout=layout,
         time=await TimeBreakdown.start(session.clock, trainers=trainers, engines=EngineTimers(engines, availability)),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from configs.data_schema import DataConfig
-from configs.eval_schema import EvalConfig, EvalDataConfig
+from configs.data_schema import TemplateConfig
+from configs.eval_schema import EvalConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.schema import RLConfig
 from configs.trainer_schema import ModelConfig
@@ -31,7 +31,7 @@ class RolloutPlan:
     """Settings of a rollout worker, which loads reward, environment and engine itself, from these files."""
 
     model: ModelConfig
-    data: DataConfig | EvalDataConfig
+    data: TemplateConfig
     rollout: RolloutConfig
     reward: RewardConfig
     reward_functions: RewardPlan

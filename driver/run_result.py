@@ -1,9 +1,14 @@
-"""What a run came to, for a caller in Python."""
+"""What a run came to: for a caller in Python, for summary.json and for the trackers."""
 
 from __future__ import annotations
 
+import asyncio
+import bdb
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from core.errors import RunStopped, UserError
+from core.secrets import hide_secrets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,3 +28,18 @@ class RunResult:
     """Metrics of the held-out rows before training; empty without data.eval."""
     after: dict[str, float] = field(default_factory=dict[str, float])
     """Metrics of the held-out rows after training."""
+
+
+def name_end(error: BaseException | None) -> str:
+    """Return the exit reason for summary.json and the trackers; None is a run that came to its end."""
+    match error:
+        case None:
+            return "done"
+        case KeyboardInterrupt() | asyncio.CancelledError():
+            return "interrupted"
+        case bdb.BdbQuit():
+            return "interrupted in the debugger"
+        case RunStopped() | UserError():
+            return f"stopped: {hide_secrets(str(error))}"
+        case _:
+            return f"error: {type(error).__name__}: {hide_secrets(str(error))}"

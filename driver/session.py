@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import bdb
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,25 +16,31 @@ from configs.schema import RunConfig, SLConfig
 from core import metrics as names
 from core.clock import Clock
 from core.deadlines import CLOSE_TIMEOUT_S
-from core.errors import ProcessDied, RunStopped, UserError
+from core.errors import ProcessDied, RunStopped
 from core.phases import Milestone, Phase
 from core.ray_cluster import Cluster
 from core.scratch import Scratch
 from core.signals import end_on_signals, raise_interrupt
+from core.types import Group
 from core.workers import Workers
 from data_feeds.feed import Feed
 from data_feeds.tokenizer import ChatTokenizer
+from driver.advice import Adviser, make_settings
 from driver.checkpoint import BestBy, Checkpoint, RunState, is_due, remove_old_checkpoints, write_checkpoint
 from driver.console import Console
 from driver.early_stop import EarlyStop
 from driver.push import push_model
 from driver.resume import bitwise_only_changes, changed_package_files
 from driver.run_folder import RunFolder
-from driver.run_result import RunResult
+from driver.run_result import RunResult, name_end
+from driver.sample_text import make_record, write_sample
 from driver.save_to import save_in_one_step
 from driver.time_account import describe_shares
+from driver.tracking import make_sample_rows, make_trackers
 from rollouts.availability import EngineAvailability
 from rollouts.worker import RolloutWorker
+from trackers.base import Outcome
+from trackers.hub import Trackers
 from trainers.allocator import keep_freed_memory
 from trainers.trainer import Trainer
 
@@ -47,6 +53,8 @@ class Session:
     folder: RunFolder
     clock: Clock
     console: Console
+    trackers: Trackers
+    adviser: Adviser
     cluster: Cluster | None = None
     engines: Workers[RolloutWorker] | None = None
     availability: EngineAvailability | None = None
@@ -66,15 +74,17 @@ class Session:
         return self.cfg
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one line of metrics.jsonl and show it."""
+        """Give the step's metrics to the trackers and show them, with what there is to advise."""
         metrics = {names.STEP_NUMBER: float(step), **metrics, **self.clock.start_lap()}
         tokens = metrics.get(names.ROLLOUT_TOKENS, metrics[names.TRAIN_TOKENS])
         metrics[names.TOKENS_PER_S] = tokens / metrics[names.STEP_SECONDS]
         self.logged = metrics
         self.names_logged |= metrics.keys()
         with self.clock.phase(Phase.LOG):  # of the next step: the seconds of this one are in the line
-            self.folder.log(metrics)
+            self.trackers.metrics(step, metrics)
             self.console.show_step(metrics)
+            for rule, text in self.adviser.read_line(metrics):
+                self.console.advise(rule, text)
         self.facts["steps_done"] = step + 1
         skipped = int(metrics[names.TRAIN_SKIPPED])
         self.updates_skipped += skipped
@@ -92,6 +102,15 @@ class Session:
     def is_over(self) -> bool:
         """True where `stop_when` ends the run after this step."""
         return bool(self.early_stop.reason)
+
+    def show_samples(self, step: int, groups: list[Group], *, every: int) -> None:
+        """Give some samples of the step to the trackers, and print one after every `every` steps, if they are due."""
+        tracking = self.training.tracking
+        if self.trackers.feeders and tracking.samples_every and step % tracking.samples_every == 0:
+            self.trackers.samples(step, make_sample_rows(step, groups, tracking.samples))
+        if every and step % every == 0:
+            record = make_record(step, groups)
+            self.console.show_sample(step, write_sample(step, record), record)
 
     def check_trained(self) -> None:
         """Say how many updates were skipped. Raises RunStopped where the run made none: its model is the old one."""
@@ -214,6 +233,26 @@ class Session:
         except RunStopped as error:
             self.console.say(f"{error}")
 
+    @contextmanager
+    def tracking(self, at_once: Callable[[], None]) -> Generator[None]:
+        """Feed the trackers while the body runs; then tell them how it ended, and where the model is.
+
+        at_once: called where a signal ends this process at once.
+        """
+        self.trackers.start()
+        end: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            end = error
+            raise
+        finally:
+            end_on_signals(at_once=at_once)  # the loop has ended; a signal now ends the wait for slow trackers
+            model = self.folder.path / "model"
+            path = str(model) if model.is_dir() else None
+            self.facts["trackers"] = self.trackers.finish(Outcome(exit_reason=name_end(end), model=path))
+            self.facts["advice"] = self.adviser.given
+
     async def close(self) -> None:
         try:
             if self.availability is not None:
@@ -261,37 +300,39 @@ def run_session(cfg: RunConfig | EvalConfig, body: Callable[[Session], Awaitable
     clock.reach(Milestone.CHECKED)
     keep_freed_memory()  # every step makes arrays of about the same sizes
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump())
-    console = Console(cfg.n_steps, clock, live=cfg.backend == "ray")
-    stop_when = cfg.stop_when if isinstance(cfg, RunConfig) else None
-    session = Session(cfg=cfg, folder=folder, clock=clock, console=console, early_stop=EarlyStop(stop_when))
+    is_training = isinstance(cfg, RunConfig)
+    display = cfg.display if is_training else "auto"
+    console = Console(cfg.n_steps, clock, live=cfg.backend == "ray", display=display)
+    session = Session(
+        cfg=cfg,
+        folder=folder,
+        clock=clock,
+        console=console,
+        trackers=make_trackers(cfg, folder.path, console.say),
+        adviser=Adviser(make_settings(cfg), cfg.n_steps),
+        early_stop=EarlyStop(cfg.stop_when if is_training else None),
+    )
     at_once = partial(session.write_summary, "interrupted")
     reason = "error"
     try:
         end_on_signals(at_once=at_once)
         console.say(f"run folder: {folder.path}")
-        with Scratch(logs=folder.path / "logs"), console:
+        with Scratch(logs=folder.path / "logs"), session.tracking(at_once), console:
             asyncio.run(run_body(session, body, at_once))
         reason = f"done early, {session.early_stop.reason}" if session.is_over else "done"
         session.show_outcome()
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        reason = "interrupted"
+    except (KeyboardInterrupt, asyncio.CancelledError) as error:
+        reason = name_end(error)
         raise KeyboardInterrupt from None
-    except bdb.BdbQuit:
-        reason = "interrupted in the debugger"
-        raise
-    except (RunStopped, UserError) as error:
-        reason = f"stopped: {error}"
+    except Exception as error:
+        reason = name_end(error)
         if isinstance(error, ProcessDied):
             error.run_folder, error.steps = folder.path, cfg.n_steps
-        raise
-    except Exception as error:
-        reason = f"error: {type(error).__name__}: {error}"
         raise
     finally:
         for unwritten in folder.samples.close():
             console.say(unwritten)
         session.write_summary(reason)
-        folder.close()
         end_on_signals()  # as before the run
     return RunResult(
         exit_reason=reason,

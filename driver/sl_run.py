@@ -33,6 +33,7 @@ from driver.session import Session
 from driver.trainer_factory import plan_trainer, start_trainers
 from modeling.hf_config import check_model_folder
 from modeling.lora import check_lora_targets
+from trackers import check_trackers
 from trainers.trainer import Trainer
 
 
@@ -61,6 +62,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
         raise UserError(lacking)
     check_output_folders(cfg, alg)
     check_push(cfg)
+    check_trackers(cfg.trackers, cfg.tracking)
     check_rows(cfg, alg)
     trusts = cfg.model.trust_remote_code
     check_model_folder(cfg.model.path, trust_remote_code=trusts)

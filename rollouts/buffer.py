@@ -124,6 +124,11 @@ class ReplayBuffer:
         return sum(finished.accepted for finished in self.ready)
 
     @property
+    def n_collected(self) -> int:
+        """Accepted groups that are here, for the next step and those after it."""
+        return self._n_accepted + sum(finished.accepted for finished in self.waiting.values())
+
+    @property
     def _next_position(self) -> int:
         """Position of the next ticket if all started ones are accepted; it may become less, never more."""
         waiting = len(self.waiting) if self._in_rounds else sum(g.accepted for g in self.waiting.values())

@@ -111,11 +111,15 @@ class Generation(GroupRequests):
         timeout_s: float,
         engines: EngineAvailability | None = None,
         on_group: Callable[[], None] = lambda: None,
+        on_finished: Callable[[FinishedGroup], None] = lambda _: None,
     ):
-        """draw_prompt: ticket -> prompt. accept_group: see Algorithm. The others: see GroupRequests."""
+        """draw_prompt: ticket -> prompt. accept_group: see Algorithm. The others: see GroupRequests.
+
+        on_finished: called when a group of a step is in the buffer.
+        """
         super().__init__(workers, timeout_s=timeout_s, engines=engines, on_group=on_group)
         self.draw_prompt, self.accept_group, self.buffer = draw_prompt, accept_group, buffer
-        self.group_size = group_size
+        self.group_size, self.on_finished = group_size, on_finished
         self.tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -142,4 +146,6 @@ class Generation(GroupRequests):
         start = now()
         group = await self.generate_group(ticket, self.draw_prompt(ticket), self.group_size)
         accepted = self.accept_group(group)
-        self.buffer.add_group(FinishedGroup(ticket=ticket, group=group, accepted=accepted, seconds=now() - start))
+        finished = FinishedGroup(ticket=ticket, group=group, accepted=accepted, seconds=now() - start)
+        self.buffer.add_group(finished)
+        self.on_finished(finished)

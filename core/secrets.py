@@ -1,0 +1,48 @@
+"""Keep passwords and tokens out of what is written into a run folder, said in the terminal or sent to a tracker."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+HIDDEN = "***"
+_IN_QUERY = "password|passwd|pwd|token|secret|api_?key|access_?key"
+_USER_INFO = re.compile(r"(?<=//)[^/@\s]*@")
+_QUERY = re.compile(rf"([?&][\w.-]*(?:{_IN_QUERY})[\w.-]*=)[^&\s'\")]*", re.IGNORECASE)
+_KEY = re.compile(
+    r"(^|_)(api_?key|access_?key|password|passwd|secret|credentials?)$|^((auth|access|api|bearer|hf|hub)_?)?token$",
+    re.IGNORECASE,
+)
+
+
+def hide_secrets(text: str) -> str:
+    """Return the text without the user, the password and the tokens of any address in it.
+
+    >>> hide_secrets("no answer from https://ann:hunter2@host:5000/api?access_token=abc&x=1")
+    'no answer from https://***@host:5000/api?access_token=***&x=1'
+    """
+    return _QUERY.sub(rf"\1{HIDDEN}", _USER_INFO.sub(f"{HIDDEN}@", text))
+
+
+def has_secret(address: str) -> bool:
+    """Tell whether an address holds a user, a password or a token.
+
+    >>> has_secret("http://host:5000"), has_secret("postgresql://ann:hunter2@host/db"), has_secret("sqlite:////a.db")
+    (False, True, False)
+    """
+    return hide_secrets(address) != address
+
+
+def hide_settings(value: Any, key: str = "") -> Any:
+    """Return a configuration without its secrets: texts under a key such as api_key, and those in addresses.
+
+    >>> hide_settings({"reward": {"settings": {"api_key": "abc", "stop_token": "x"}}, "max_tokens": 3})
+    {'reward': {'settings': {'api_key': '***', 'stop_token': 'x'}}, 'max_tokens': 3}
+    """
+    if isinstance(value, dict):
+        return {name: hide_settings(below, str(name)) for name, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [hide_settings(below, key) for below in value]
+    if not isinstance(value, str):
+        return value
+    return HIDDEN if _KEY.search(key) and value else hide_secrets(value)

@@ -1,0 +1,49 @@
+"""A sample as plain text, for the terminal: its prompt, what the model wrote, and the reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.plain_text import escape_controls, shorten_middle
+from core.types import Group
+from driver.sample_files import make_sample_record
+
+LONGEST_PROMPT, LONGEST_COMPLETION = 400, 800
+"""Characters."""
+
+
+def choose_sample(step: int, groups: list[Group]) -> tuple[int, int]:
+    """Return the numbers of a group and of a sample in it: others at every step, the same in a run that is repeated."""
+    group = step % len(groups)
+    return group, step // len(groups) % len(groups[group])
+
+
+def make_record(step: int, groups: list[Group]) -> dict[str, Any]:
+    group, i = choose_sample(step, groups)
+    return make_sample_record(groups[group][i], group)
+
+
+def write_sample(step: int, record: dict[str, Any]) -> str:
+    """Return the lines of a sample. Every line of the prompt and of the completion is marked, so none can pass as ours.
+
+    >>> record = {"group": 1, "reward": 0.5, "reward_parts": {"correct": 0.5}, "stop": "eos", "completion": "7"}
+    >>> print(write_sample(3, record | {"prompt": [{"role": "user", "content": "3+4="}]}))
+    sample of step 3, group 1: reward 0.5 (correct 0.5), stop: eos
+      | user: 3+4=
+      > 7
+    """
+    reward = f"no reward ({record['failure']})" if record["reward"] is None else f"reward {record['reward']:.4g}"
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in record["reward_parts"].items())
+    head = f"sample of step {step}, group {record['group']}: {reward}" + (f" ({parts})" if parts else "")
+    prompt = "\n".join(f"{message['role']}: {message['content']}" for message in record["prompt"])
+    return "\n".join(
+        [
+            escape_controls(f"{head}, stop: {record['stop']}", keep=""),
+            *mark_lines("  | ", shorten_middle(prompt, LONGEST_PROMPT)),
+            *mark_lines("  > ", shorten_middle(record["completion"], LONGEST_COMPLETION)),
+        ]
+    )
+
+
+def mark_lines(mark: str, text: str) -> list[str]:
+    return [mark + line for line in escape_controls(text).split("\n")]

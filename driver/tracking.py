@@ -1,0 +1,118 @@
+"""From a run to its trackers: what they are told when it starts, and which samples they get."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from configs.eval_schema import EvalConfig
+from configs.schema import RunConfig
+from configs.tracking_schema import TrackingConfig
+from core.secrets import hide_secrets, hide_settings
+from core.types import Group
+from driver.checkpoint import find_checkpoint
+from driver.devices import count_gpus
+from driver.resume import flatten_settings
+from driver.run_folder import list_packages
+from driver.sample_files import make_sample_record
+from trackers import load_trackers
+from trackers.base import TrackedRun
+from trackers.hub import Trackers, find_previous
+
+CLONE = Path(__file__).resolve().parent.parent
+GPU_FILES = Path("/proc/driver/nvidia/gpus")
+
+
+def make_trackers(cfg: RunConfig | EvalConfig, folder: Path, say: Callable[[str], None]) -> Trackers:
+    """Return the trackers that the recipe names, to be started; those of the run that is resumed will go on.
+
+    An evaluation has none: its results are files of their own.
+    """
+    names, settings = (
+        ([], TrackingConfig.model_validate({})) if isinstance(cfg, EvalConfig) else (cfg.trackers, cfg.tracking)
+    )
+    resumes = None if isinstance(cfg, EvalConfig) else cfg.resume
+    classes = load_trackers(names)
+    checkpoint = None if resumes is None else find_checkpoint(resumes, say=lambda _: None)
+    run = TrackedRun(
+        name=folder.name,
+        folder=folder,
+        config=flatten_settings(hide_settings(cfg.model_dump(mode="json"))),
+        facts=describe_machine() | describe_git(CLONE) if set(names) - {"jsonl"} else {},
+        settings=settings,
+        first_step=0 if checkpoint is None else checkpoint.state.steps_done,
+        previous=None,
+    )
+    return Trackers(
+        classes,
+        run,
+        previous={} if checkpoint is None else find_previous(checkpoint.folder.parent.parent),
+        say=say,
+    )
+
+
+def describe_machine() -> dict[str, str]:
+    """Return versions of packages, and the hardware of the driver's machine."""
+    return {
+        "python": platform.python_version(),
+        **{f"package.{name}": version for name, version in list_packages().items()},
+        "hardware.machine": f"{platform.system()} {platform.machine()}",
+        "hardware.cpu_cores": str(os.cpu_count()),
+        "hardware.memory_gib": f"{psutil.virtual_memory().total / 2**30:.1f}",
+        "hardware.gpus": str(count_gpus()),
+        **({"hardware.gpu": names} if (names := describe_gpus()) else {}),
+    }
+
+
+def describe_gpus() -> str:
+    """Return the models of the GPUs; the driver's files tell them without starting CUDA here."""
+    models: list[str] = []
+    for file in sorted(GPU_FILES.glob("*/information")):
+        models += [line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("Model")]
+    return ", ".join(models)
+
+
+def describe_git(clone: Path) -> dict[str, str]:
+    """Return commit, branch and whether files differ from it; nothing where this is no clone, or git is missing."""
+    commit = _ask_git(clone, "rev-parse", "HEAD")
+    if commit is None:
+        return {}
+    changed = _ask_git(clone, "status", "--porcelain", "--untracked-files=no")
+    return {
+        "git.commit": commit,
+        "git.branch": _ask_git(clone, "rev-parse", "--abbrev-ref", "HEAD") or "",
+        "git.changed_files": str(len((changed or "").splitlines())),
+    }
+
+
+def _ask_git(clone: Path, *question: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(clone), *question], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def make_sample_rows(step: int, groups: list[Group], n: int) -> list[dict[str, Any]]:
+    """Return the first n samples as rows of a table: strings and numbers only."""
+    records = [make_sample_record(s, i) for i, group in enumerate(groups[:n]) for s in group][:n]
+    return [
+        {
+            "step": step,
+            "group": record["group"],
+            "prompt": "\n".join(f"{message['role']}: {message['content']}" for message in record["prompt"]),
+            "completion": record["completion"],
+            "reward": record["reward"],
+            "advantage": record["advantage"],
+            "stop": record["stop"],
+            "new_tokens": record["new_tokens"],
+            "failure": hide_secrets(record["failure"]),
+        }
+        for record in records
+    ]
