@@ -131,7 +131,7 @@ function makePlot(host, name, runs, tell) {
   const plot = new uPlot(
     {
       width: host.clientWidth, height: 170, legend: { show: false },
-      cursor: { sync: { key: "curves", scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 7 } },
+      cursor: { y: false, sync: { key: "curves", scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 7 } },
       scales: { x: { time: false, range: spread }, y: { distr, range: distr === 1 ? pad : undefined } },
       axes: [{ ...line, size: 26, space: 50 }, { ...line, size: 58, values: (_, ticks) => ticks.map((x) => (x === null ? "" : format(Number(x.toPrecision(6))))) }],
       padding: [10, 10, 0, 0],
