@@ -78,7 +78,9 @@ def draw_line(rng: random.Random, step: int, rows: list[dict[str, object]]) -> d
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report_page", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report_page", description="Measure the run page of a long run."
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--samples", type=int, default=32, help="samples of a step in the page")
     args = parser.parse_args(argv)

@@ -78,7 +78,7 @@ def describe_git(state: Any) -> str:
 
 
 def list_warnings(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the warnings and advice that the run left in its summary, and what its end and its log tell."""
+    """Return the warnings and advice that the run left in its summary, and what its log tells."""
     advice = run.summary.get("advice") or {}
     found: list[dict[str, Any]] = [
         {"step": one.get("step"), "text": str(one.get("text") or one.get("message") or _as_text(one))}
@@ -86,8 +86,6 @@ def list_warnings(run: RunRecord) -> list[dict[str, Any]]:
         else {"step": None, "text": str(one)}
         for one in (*(run.summary.get("warnings") or []), *(advice.values() if isinstance(advice, dict) else advice))
     ]
-    if run.has_ended and run.summary.get("exit_reason") != "done":
-        found.append({"step": None, "text": f"the run did not end by itself: {run.summary.get('exit_reason')}"})
     if skipped := sum(line.get(names.TRAIN_SKIPPED, 0.0) for line in run.metrics):
         found.append({"step": None, "text": f"{skipped:g} updates were skipped, because a gradient was not finite"})
     if failed := sum(line.get(names.ROLLOUT_FAILED, 0.0) for line in run.metrics):

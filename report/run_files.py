@@ -109,8 +109,10 @@ def read_samples(file: Path) -> list[Row]:
             row = json.loads(text, parse_constant=odd.append)
         except ValueError:
             row = parse_json(text, where)
-        if not isinstance(row, dict) or (missing := [key for key in NEEDED if key not in row]):
-            raise UserError(f"{where} is no sample" + (f", it has no {missing[0]}" if isinstance(row, dict) else ""))
+        if not isinstance(row, dict):
+            raise UserError(f"{where} is no sample, which is a JSON object")
+        if missing := [key for key in NEEDED if key not in row]:
+            raise UserError(f"{where} is no sample, it has no {missing[0]}")
         if odd:
             row["failure"] = row.get("failure") or f"a number of this sample is {odd[0]}"
         rows.append(row)

@@ -85,6 +85,6 @@ def thin_out(members: list[int], rewards: list[float | None], n: int) -> list[in
     """
     if len(members) <= n:
         return members
-    lowest_first = sorted(range(len(members)), key=lambda i: -float("inf") if rewards[i] is None else rewards[i])
+    lowest_first = sorted(range(len(members)), key=[-float("inf") if r is None else r for r in rewards].__getitem__)
     places = [round(k * (len(members) - 1) / (n - 1)) for k in range(n)] if n > 1 else [len(members) - 1]
     return sorted(members[lowest_first[place]] for place in places)

@@ -206,17 +206,17 @@ def test_a_reward_that_is_not_finite_is_told(run, tmp_path):
     assert "NaN" in next(s["failure"] for g in step["groups"] for s in g["samples"] if s["reward"] is None)
 
 
-def test_warnings_come_from_the_summary_the_end_and_the_log(run, tmp_path):
-    (run / "summary.json").write_text(
-        json.dumps({"exit_reason": "stopped: x", "warnings": [{"step": 1, "text": "low"}]})
-    )
+def test_warnings_come_from_the_summary_and_the_log(run, tmp_path):
+    told = {"warnings": [{"step": 1, "text": "low"}], "advice": {"lost_groups": "half of them"}}
+    (run / "summary.json").write_text(json.dumps({"exit_reason": "stopped: x", **told}))
     lines = lines_of(run)
     lines[1] |= {"train/updates_skipped": 2.0, "rollout/failed": 1.0}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     [head] = json.loads(page_of([run], tmp_path).scripts["head"])["runs"]
     texts = [one["text"] for one in head["warnings"]]
-    assert head["warnings"][0] == {"step": 1, "text": "low"} and "stopped: x" in texts[1]
-    assert "2 updates were skipped" in texts[2] and "1 samples have no reward" in texts[3]
+    assert head["warnings"][0] == {"step": 1, "text": "low"} and head["exit_reason"] == "stopped: x"
+    assert texts[1] == "half of them" and "2 updates were skipped" in texts[2]
+    assert "1 samples have no reward" in texts[3]
 
 
 entries = st.lists(

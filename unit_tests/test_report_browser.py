@@ -16,6 +16,7 @@ from unit_tests.test_report import HOSTILE, lines_of, rewrite_sample
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(300),
     pytest.mark.skipif(find_browser() is None, reason=MISSING),
 ]
 SEVENS = """
@@ -65,6 +66,7 @@ def test_the_page_of_two_real_runs(browser, runs, tmp_path):
     for i, log in enumerate(logs):
         shown = numbers(browser, f"[data-run=r{i}] > .number")
         assert shown == {k: v for k, v in log[-1].items() if k != "step"}, "the last value of each curve"
+    check_smoothing(browser, logs)
     card = '.card[data-metric="reward/mean"]'
     browser.ask(f"document.querySelector({json.dumps(card)}).scrollIntoView({{block: 'center'}})")
     browser.wait_for(f"document.querySelector({json.dumps(card + ' .u-over')})")  # plots are made when they are seen
@@ -90,6 +92,18 @@ def test_the_page_of_two_real_runs(browser, runs, tmp_path):
             assert [float(x) for x in totals] == pytest.approx(expected, rel=1e-12)
     assert browser.complaints() == []
     assert {address.split(":")[0] for address in browser.requests()} <= {"file", "about", "data"}
+
+
+def check_smoothing(browser: Browser, logs: list[list[dict]]) -> None:
+    """The smoothed value is the exponential moving average over the steps so far, without the bias of its start."""
+    slider = "document.querySelector('input[aria-label=smoothing]')"
+    browser.ask(f"void ({slider}.value = 0.9, {slider}.dispatchEvent(new Event('input')))")
+    browser.ask(f"void {slider}.dispatchEvent(new Event('change'))")
+    for i, log in enumerate(logs):
+        shown = numbers(browser, f"[data-metric='train/grad_norm'] [data-run=r{i}] > .smoothed")
+        weights = [0.9**age for age in range(len(log))][::-1]
+        mean = sum(w * line["train/grad_norm"] for w, line in zip(weights, log, strict=True)) / sum(weights)
+        assert shown["train/grad_norm"] == pytest.approx(mean, rel=1e-9)
 
 
 def check_hostile(browser: Browser) -> None:
@@ -168,6 +182,11 @@ def test_a_captured_sample_is_shown_token_by_token(browser, tmp_path):
     folder.mkdir(parents=True)
     tokens.write_captured(folder, [sample(group, number) for group in range(2) for number in range(4)])
     (folder / tokens.MANIFEST).write_text("{}")
+    write_page([run], tmp_path / "page.html", samples=4, everything=True)
+    browser.open(tmp_path / "page.html", "#microscope/r0/1")
+    browser.wait_for("document.querySelectorAll('select[aria-label=sample] option').length == 4")
+    browser.ask("[...document.querySelectorAll('button')].find((e) => e.textContent == 'load all').click()")
+    browser.wait_for("document.querySelectorAll('select[aria-label=sample] option').length == 8")
     write_page([run], tmp_path / "page.html", samples=8, everything=False)
     browser.open(tmp_path / "page.html", "#samples/r0/1")
     browser.wait_for("document.querySelector('.sample[data-sample=\"2\"] header button')")

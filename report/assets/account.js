@@ -1,10 +1,19 @@
 // Time, tokens and staleness: what a step spent, by parts that add up.
 
 const look = { share: false };
-const parts = (run, list, device) =>
-  list.map((part, i) => ({
+const ACTIVITIES = ["wait_for_data", "generate", "logp", "advantages", "train", "sync", "evaluate", "log", "checkpoint", "check", "reward", "save", "restart"];
+
+/** What takes time has one color on every device; waiting has none. */
+function activityColor(name) {
+  if (["idle", "rest"].includes(name)) return QUIET;
+  const i = ACTIVITIES.indexOf(name);
+  return color(i < 0 ? PALETTE.length - 1 : i);
+}
+
+const parts = (run, list) =>
+  list.map((part) => ({
     name: part.name.replaceAll("_", " "), meaning: (HEAD.metrics[part.metric] || {}).meaning,
-    color: ["idle", "rest"].includes(part.name) ? QUIET : color(i), values: run.values[part.metric] || run.steps.map(() => null), device,
+    color: activityColor(part.name), values: run.values[part.metric] || run.steps.map(() => null),
   }));
 
 function shareSwitch(again) {

@@ -92,7 +92,8 @@ function readoutOf(run, name, step) {
   const values = run.values[name];
   const at = step === null ? values.findLastIndex(isNumber) : indexOfStep(run, step);
   const mark = RUNS.length > 1 && el("i", { class: "dot", style: { background: run.color } });
-  return el("span", { "data-run": run.key }, mark, number(at >= 0 ? values[at] : null), el("span", { class: "hint" }, at >= 0 ? ` at step ${run.steps[at]}` : ""));
+  const smoothed = settings.smoothing && at >= 0 && [el("span", { class: "hint" }, " smoothed "), number(smooth(values, settings.smoothing)[at], { class: "number smoothed" })];
+  return el("span", { "data-run": run.key }, mark, number(at >= 0 ? values[at] : null), smoothed || null, el("span", { class: "hint" }, at >= 0 ? ` at step ${run.steps[at]}` : ""));
 }
 
 /** Exponential moving average without the bias of its start; gaps stay gaps. */
@@ -131,7 +132,7 @@ function makePlot(host, name, runs, tell) {
   const plot = new uPlot(
     {
       width: host.clientWidth, height: 170, legend: { show: false },
-      cursor: { sync: { key: "curves", scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 7 } },
+      cursor: { y: false, sync: { key: "curves", scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 7 } },
       scales: { x: { time: false, range: spread }, y: { distr, range: distr === 1 ? pad : undefined } },
       axes: [{ ...line, size: 26, space: 50 }, { ...line, size: 58, values: (_, ticks) => ticks.map((x) => (x === null ? "" : format(Number(x.toPrecision(6))))) }],
       padding: [10, 10, 0, 0],

@@ -37,7 +37,7 @@ function format(x) {
   if (x === 0) return "0";
   const size = Math.abs(x);
   if (size < 1e-4 || size >= 1e12) return x.toExponential(3);
-  if (Number.isInteger(x) || size >= 1e5) return Math.round(x).toLocaleString("en-US");
+  if (Number.isInteger(x) || size >= 1e4) return Math.round(x).toLocaleString("en-US");
   return String(Number(x.toPrecision(5)));
 }
 

@@ -29,6 +29,10 @@ async function showMicroscope(host, [key, step, group, sample] = []) {
   }
   const at = nearest(run.captured.map((one) => one.step), Number(step || 0));
   const every = await block(`tokens-${run.key}-${at}`);
+  if (!every.length) {
+    fill(host, el("p", null, "This page was made without samples; python -m report with a larger --samples keeps some."));
+    return;
+  }
   const asked = every.find((x) => String(x.group) === group && String(x.sample) === sample);
   const one = asked || every[0];
   const here = (s, x) => go(`microscope/${run.key}/${s}/${x ? `${x.group}/${x.sample}` : ""}`);

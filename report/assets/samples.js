@@ -45,7 +45,7 @@ function samplesOf(run, step, data) {
   };
   const list = (picked) => {
     const kept = data.groups.filter((group) => !picked || data.group.some((g, i) => g === group.group && picked.has(i)));
-    fill(groups, kept.map((group) => groupRow(data, group, open)), !kept.length && el("p", { class: "hint" }, "Samples of this bar are not in this page."));
+    fill(groups, kept.map((group) => groupRow(data, group, open)), !kept.length && el("p", { class: "hint" }, picked ? "Samples of this bar are not in this page." : "No sample of this step is in full in this page."));
     return kept;
   };
   const shown = sum(data.groups.map((group) => group.samples.length));
