@@ -20,9 +20,8 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import UserError, first_line
 from modeling.export import exported_tensors
 from trainers.local import LocalTrainer
-from weight_sync.base import ExportScope
 
-Fingerprints = Mapping[ExportScope, Mapping[str, int]] | Mapping[str, Mapping[str, int]]
+Fingerprints = Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
