@@ -37,6 +37,8 @@ class Replay:
     update: int
     reason: str
     algorithm: str
+    code_changed: bool
+    """True if the algorithm is a module of algs/ that is not the file which the run had."""
     weights: str
     """Where the weights were."""
     recorded: dict[str, float | None]
@@ -55,7 +57,20 @@ class Replay:
         return None if self.difference is None else self.difference <= self.tolerance
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"reproduced": self.is_reproduced}
+        """Return what was found, with null for numbers that are not finite: JSON has none."""
+        return replace_non_finite(asdict(self) | {"reproduced": self.is_reproduced})
+
+
+def replace_non_finite(value: Any) -> Any:
+    """
+    >>> replace_non_finite({"a": [1.0, float("inf")]})
+    {'a': [1.0, None]}
+    """
+    if isinstance(value, dict):
+        return {name: replace_non_finite(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [replace_non_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def replay(
@@ -98,6 +113,7 @@ def replay(
         update=update,
         reason=capsule.manifest.reason,
         algorithm=run.alg.get("name") or run.alg["file"],
+        code_changed=capsule.alg_file.sha256 != run.alg_file.sha256,
         weights=weights,
         recorded={"loss": recorded.loss, "grad_norm": recorded.grad_norm},
         recomputed={"loss": first.loss, "grad_norm": first.grad_norm},

@@ -22,6 +22,7 @@ def describe_replay(found: Replay) -> str:
     lines = [
         f"step {found.step}, update {found.update}, trained by {found.algorithm}; kept because of {found.reason}",
         f"weights: {found.weights}, by their checksums",
+        *([f"note: {found.algorithm} of algs/ has changed since the run"] if found.code_changed else []),
         describe_reproduction(found),
         "",
         *align([HEADER, *(format_row(row) for row in found.losses)]),

@@ -95,7 +95,7 @@ def _read_samples(folder: Path, step: int) -> list[CapturedSample]:
     with np.load(folder / TOKENS, allow_pickle=False) as arrays:
         ends = np.cumsum(arrays[_LENGTHS])[:-1]
         names: list[TokenColumn] = [name for name in TOKEN_COLUMNS if name in arrays]
-        parts = {name: split(arrays[name], ends) for name in names}
+        parts: dict[TokenColumn, list[FloatArray]] = {name: split(arrays[name], ends) for name in names}
 
     def columns_of(i: int) -> dict[TokenColumn, FloatArray]:
         return {name: column[i] for name, column in parts.items()}

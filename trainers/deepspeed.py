@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
 from collections.abc import Callable, Generator
+from contextlib import redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Unpack
@@ -153,6 +155,18 @@ class DeepSpeedLearner:
             found, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=all_trained)
         if found is None:
             raise RunStopped(f"DeepSpeed finds no checkpoint in {folder}, although the folder is marked as complete")
+
+
+def read_sharded_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the float32 weights that `save_state` of all ranks wrote, in one process; not those of ZeRO-0."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    with without_collector():
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with reading(folder, classes=classes_in_checkpoints()), redirect_stdout(io.StringIO()):  # it talks
+        return get_fp32_state_dict_from_zero_checkpoint(
+            str(folder.parent), tag=folder.name, exclude_frozen_parameters=True
+        )
 
 
 def classes_in_checkpoints() -> list[type]:

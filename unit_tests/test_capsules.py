@@ -14,6 +14,7 @@ import main_rl
 from capture.capsule import read_capsule
 from capture.recompute import replay
 from capture.tokens import CAPSULES, MANIFEST, capsule_folder, captured_steps, read_captured
+from capture.weights import load_checkpoint
 from core.errors import UserError
 from core.metrics import find_metric
 from unit_tests.examples import run_here
@@ -31,6 +32,7 @@ def test_a_run_of_two_deepspeed_ranks_is_reproduced_by_one_process_and_its_shado
         "updates_per_step": 2,
         "reward.fn": file_of(tmp_path / "sevens.py", SEVENS),
         "capture": {"every": 1, "weights": True},
+        "checkpoint.every": 1,
         "shadow": [{"as": "twin", "name": "grpo"}, "cispo"],
     }
     code, err = run_here(main_rl, "--config", recipe(changes))
@@ -46,11 +48,18 @@ def test_a_run_of_two_deepspeed_ranks_is_reproduced_by_one_process_and_its_shado
         assert all(f.difference is not None and f.difference <= 1e-6 for f in found), found
         norms = [f.recomputed["grad_norm"] for f in found]
         assert sum(norms) / 2 == pytest.approx(metrics["train/grad_norm"], rel=1e-6)
+    capsule = read_capsule(capsule_folder(folder, 1))
+    of_checkpoint = load_checkpoint(capsule, folder / "checkpoints" / "step_00001")
+    assert of_checkpoint.fingerprint_weights() == capsule.manifest.updates[0].fingerprints, "of both ranks' shards"
     captured = read_captured(folder, 1)
     assert len(captured) == 16 and all("".join(c.pieces) for c in captured)
     assert all(np.isfinite(c.columns["logp_difference"]).any() for c in captured)
-    assert max(float(np.nanmax(np.abs(c.columns["logp_difference"]))) for c in captured) < 1e-3
-    assert len(read_capsule(capsule_folder(folder, 1)).manifest.updates[0].bins) == 2
+    gaps = [float(np.nanmax(np.abs(c.columns["logp_difference"]))) for c in captured]
+    first = [c.group % 2 == 0 for c in captured]
+    assert max(gap for gap, f in zip(gaps, first, strict=True) if f) < 1e-4, "trained on as it was sampled"
+    assert min(gap for gap, f in zip(gaps, first, strict=True) if not f) > 1e-3, "the first update came in between"
+    assert all(np.nanmax(np.abs(np.log(c.columns["ratio"]) - c.columns["logp_difference"])) < 1e-4 for c in captured)
+    assert len(capsule.manifest.updates[0].bins) == 2
 
 
 def test_a_capsule_that_a_killed_run_did_not_complete_is_ignored(recipe, tmp_path):
