@@ -14,7 +14,8 @@ from core.errors import UserError
 from core.loading import FileSpec
 from data_feeds.eval_sets import PromptSet
 from driver.resume import flatten_settings, is_listed
-from evaluation.generations import WHOLE, Generation, list_parts, read_generations
+from evaluation.generations import Generation, list_files, read_generations
+from evaluation.table import RESULTS
 
 FREE = (
     *("name", "run_dir", "resume", "device", "ray_address", "timeout_s"),
@@ -66,11 +67,11 @@ def hash_model(folder: Path) -> str:
 def find_samples(resume: str, then: dict[str, Any], now: dict[str, Any], sets: list[PromptSet]) -> Resumed:
     """Return the samples of a run folder. Raises UserError where this evaluation would make others, or is complete."""
     folder = Path(resume).expanduser()
-    if (folder / WHOLE).is_file():
-        raise UserError(f"resume={resume} is complete: its results are in {folder / 'results.json'}")
+    if (folder / RESULTS).is_file():
+        raise UserError(f"resume={resume} is complete: its results are in {folder / RESULTS}")
     _check_settings(then, now)
     done: dict[PromptKey, list[Generation]] = {}
-    for row in read_generations(list_parts(folder)):
+    for row in read_generations(list_files(folder)):
         done.setdefault((row.set, row.index), []).append(row)
     prompts = {(one.name, i): prompt for one in sets for i, prompt in enumerate(one.prompts)}
     for (name, index), rows in done.items():

@@ -20,10 +20,9 @@ from data_feeds.eval_sets import PromptSet
 from driver.eval_display import EvalDisplay, format_table
 from driver.session import Session
 from evaluation.generations import Generation, PartWriter, describe_group, join_parts, read_generations
-from evaluation.table import GradedPrompt, TableRow, choose_ks, make_table, measure_prompt
+from evaluation.table import RESULTS, GradedPrompt, TableRow, choose_ks, make_table, measure_prompt
 from rollouts.generation import GroupRequests
 
-RESULTS = "results.json"
 OF_SET = "set"
 """Column of the table that holds the name of the data set."""
 

@@ -167,7 +167,7 @@ class Session:
     async def write_checkpoint(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, state: RunState) -> None:
         """Write a checkpoint with all that the step logged; and the model, where it is the best by checkpoint.best."""
         keys = self.training.checkpoint
-        self._check_best(keys.best)
+        self._check_best(keys.best, is_last=state.steps_done == self.cfg.n_steps)
         with self.clock.phase(Phase.CHECKPOINT):
             home = self.folder.path / "checkpoints"
             await write_checkpoint(home, trainers, replace(state, metrics=state.metrics | self.logged))
@@ -177,12 +177,17 @@ class Session:
                 await self._write_model(trainers, tokenizer, self.folder.path / "best_model", steps=state.steps_done)
                 self.facts["best"] = {"steps_done": state.steps_done, keys.best: best.state.metrics[keys.best]}
 
-    def _check_best(self, metric: str | None) -> None:
-        """Raise RunStopped for a metric of checkpoint.best that no step has logged: nothing would be compared."""
-        if metric is not None and metric not in self.names_logged:
-            raise RunStopped(
-                f"checkpoint.best={metric}: no step has logged it; the steps log {', '.join(sorted(self.logged))}"
-            )
+    def _check_best(self, metric: str | None, *, is_last: bool) -> None:
+        """Raise RunStopped for a metric of checkpoint.best that no step has logged: nothing would be compared.
+
+        At the end it is said instead: the trained model is still to be saved.
+        """
+        if metric is None or metric in self.names_logged:
+            return
+        said = f"checkpoint.best={metric}: no step has logged it; the steps log {', '.join(sorted(self.logged))}"
+        if not is_last:
+            raise RunStopped(said)
+        self.console.say(said)
 
     async def resume(self, trainers: Workers[Trainer], checkpoint: Checkpoint | None, settings: dict[str, Any]) -> int:
         """Restore the trainers from `checkpoint`; return the steps that are done, 0 without one."""

@@ -128,15 +128,22 @@ def list_parts(run_folder: Path) -> list[Path]:
     return [path for path in found if re.fullmatch(r"part_\d{5,}\.parquet", path.name)]
 
 
+def list_files(run_folder: Path) -> list[Path]:
+    """Return the files that hold the samples of an evaluation: its parts, or the one that they became."""
+    whole = run_folder / WHOLE
+    return [whole] if whole.is_file() else list_parts(run_folder)
+
+
 def copy_parts(source: Path, run_folder: Path) -> None:
-    """Copy the parts of an evaluation that is resumed."""
+    """Copy the samples of an evaluation that is resumed, as parts."""
     home = run_folder / PARTS
     with writing(home):
         home.mkdir(exist_ok=True)
-        for part in list_parts(source):
-            partial = home / f"{part.name}.partial"
+        for i, part in enumerate(list_files(source)):
+            copy = home / f"part_{i:05d}.parquet"
+            partial = copy.with_name(f"{copy.name}.partial")
             shutil.copyfile(part, partial)
-            os.replace(partial, home / part.name)
+            os.replace(partial, copy)
 
 
 def write_generations(path: Path, rows: Iterable[Generation]) -> None:

@@ -13,6 +13,8 @@ from evaluation.estimators import majority_at_k, pass_at_k, pass_hat_k
 from evaluation.intervals import Estimate, estimate_means
 
 MEAN = "mean"
+RESULTS = "results.json"
+"""File of the run folder that holds the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

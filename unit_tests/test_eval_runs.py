@@ -194,7 +194,12 @@ def test_too_many_failures_stop_it_with_all_samples_kept(eval_recipe, tmp_path, 
     assert code == 1 and "10 of 10 samples failed" in err and "no luck" in err, err
     folder = folder_of(tmp_path, "eval")
     assert {row["failure"][:10] for row in samples_of(folder)} == {"ValueError"}
-    code, err = run_here(main_eval, "--config", eval_recipe(reward=reward, samples=1), f"resume={folder}")
+    again = ["--config", eval_recipe(reward=reward, samples=1), "reward.max_failed_fraction=1"]
+    assert run_here(main_eval, *again, "name=graded", f"resume={folder}") == (0, "")
+    graded = folder_of(tmp_path, "graded")
+    assert results_of(graded)["failed"] == 10 and results_of(graded)["table"][0]["metrics"]["mean"]["high"] == 0
+    assert samples_of(graded) == samples_of(folder), "nothing was sampled again"
+    code, err = run_here(main_eval, *again, f"resume={graded}")
     assert code == 2 and "is complete" in err
 
 
