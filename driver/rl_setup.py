@@ -13,6 +13,7 @@ from configs.schema import RLConfig
 from core.errors import UserError
 from core.phases import Milestone, Phase
 from core.ray_cluster import Remote
+from core.reads import record_reads
 from core.types import Prompt
 from core.workers import Workers, gather_fail_fast
 from data_feeds.feed import Feed, load_prompts
@@ -20,6 +21,7 @@ from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from driver.check_models import check_frozen_models, check_policy
 from driver.checkpoint import Checkpoint
+from driver.dead_knobs import HyperParameterCheck
 from driver.devices import check_devices
 from driver.engine_timers import EngineTimers
 from driver.load_recipe import Loaded
@@ -58,6 +60,7 @@ class Prepared:
     held_out: Feed[Prompt] | None
     rollouts: RolloutPlan
     settings: dict[str, Any]
+    hyper_parameters: HyperParameterCheck
     checkpoint: Checkpoint | None
     """The checkpoint that the run resumes."""
 
@@ -65,7 +68,8 @@ class Prepared:
 def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     """Check the recipe against model, data and code; raise UserError for what the user must fix."""
     cfg = loaded.cfg
-    alg = load_algorithm(loaded.alg_spec, cfg.alg)
+    reads: set[str] = set()
+    alg = record_reads(load_algorithm(loaded.alg_spec, cfg.alg), reads, everywhere=True)
     if not isinstance(alg, PolicyGradient):
         raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} trains on given text: run it with main_sl.py")
     if alg.needs_siblings and cfg.group_size < 2:
@@ -109,6 +113,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         held_out=held_out,
         rollouts=rollouts,
         settings=settings,
+        hyper_parameters=HyperParameterCheck(loaded.given, reads),
         checkpoint=find_checkpoint_to_resume(loaded, settings),
     )
 
@@ -147,6 +152,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
         ),
         session=session,
         settings=prepared.settings,
+        hyper_parameters=prepared.hyper_parameters,
         first_step=first_step,
         steps_done=first_step,
         generation=Generation(
