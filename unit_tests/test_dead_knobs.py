@@ -121,15 +121,15 @@ def test_a_hyper_parameter_that_nothing_reads_ends_the_run_and_is_named(name, re
     assert json.loads((folder / "summary.json").read_text())["exit_reason"].startswith("stopped: alg.")
 
 
-SCALED = "from algs.base import Algorithm\nclass Scaled(Algorithm):\n    scale: float = 1.0\n    left: float = 1.0\n"
-SCALED += "    def loss(self, policy, tokens):\n        return -self.scale * policy.logp, {}\n"
+SCALED = "from algs.base import Algorithm\nclass Scaled(Algorithm):\n    temper: float = 1.0\n    left: float = 1.0\n"
+SCALED += "    def loss(self, policy, tokens):\n        return -self.temper * policy.logp, {}\n"
 
 
 @pytest.mark.slow
 def test_hyper_parameters_are_watched_in_trainers_of_their_own(recipe, tmp_path):
-    """On Ray only the trainers call the loss: `scale` is read there, and `left` nowhere."""
+    """On Ray only the trainers call the loss: `temper` is read there, and `left` nowhere."""
     (tmp_path / "scaled.py").write_text(SCALED)
-    alg = {"file": str(tmp_path / "scaled.py"), "scale": 2.0, "left": 2.0}
+    alg = {"file": str(tmp_path / "scaled.py"), "temper": 2.0, "left": 2.0}
     changes = {"alg": alg, "backend": "ray", "steps": 1, "trainer.ranks": 2}
     code, err = run_here(main_sl, "--config", recipe(changes, kind="sl"))
     assert code == 2 and "error: alg.left is set, and nothing has read it" in err, err
