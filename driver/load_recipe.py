@@ -14,6 +14,7 @@ from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
 from core.loading import FileSpec
 from core.ray_address import parse_address
+from driver.dead_knobs import check_keys, list_given
 from rollouts.engines.base import Capabilities
 from rollouts.registry import load_engine_class, resolve_engine
 from trackers import load_trackers
@@ -27,6 +28,8 @@ class Loaded(Generic[C]):
 
     cfg: C
     alg_spec: FileSpec
+    given: frozenset[str] = frozenset()
+    """Keys that the recipe sets, dotted."""
 
 
 def load_recipe(cls: type[C], recipe: str | Mapping[str, Any], overrides: Sequence[str]) -> Loaded[C]:
@@ -37,6 +40,7 @@ def load_recipe(cls: type[C], recipe: str | Mapping[str, Any], overrides: Sequen
     if renamed := find_renamed(raw, supervised=not issubclass(cls, RLConfig)):
         old, new = renamed
         raise UserError(f"{old} was renamed: write {new}")
+    given = list_given(raw)
     cfg: C = validate(cls, raw, prefix="")
     if cfg.ray_address is not None:
         parse_address(cfg.ray_address)
@@ -46,7 +50,8 @@ def load_recipe(cls: type[C], recipe: str | Mapping[str, Any], overrides: Sequen
     if isinstance(cfg, RLConfig):
         alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
         check_engine(cfg, load_engine_class(resolve_engine(cfg.rollout.engine)).capabilities)
-    return Loaded(cfg=cfg.model_copy(update={"alg": alg.model_dump()}), alg_spec=spec)
+    check_keys(cfg, alg, given)
+    return Loaded(cfg=cfg.model_copy(update={"alg": alg.model_dump()}), alg_spec=spec, given=given)
 
 
 def check_engine(cfg: RLConfig, can: Capabilities) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from algs.base import PolicyGradient, assign_advantages, check_advantages
@@ -20,6 +20,7 @@ from data_feeds.feed import Feed
 from data_feeds.packing import Plan, plan_update
 from data_feeds.tokenizer import ChatTokenizer
 from driver.checkpoint import RunState
+from driver.dead_knobs import HyperParameterCheck
 from driver.rollout_metrics import (
     check_failures,
     measure_drawn,
@@ -67,6 +68,7 @@ class Run:
     recorder: Recorder | None = None
     evaluated: tuple[int, dict[str, float]] | None = None
     """Steps done at the last evaluation, and what it measured."""
+    hyper_parameters: HyperParameterCheck = field(default_factory=lambda: HyperParameterCheck(frozenset(), set()))
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps that the run makes; `stop_when` may end them early."""
@@ -141,6 +143,7 @@ class Run:
             self.steps_done += 1
             padding = sum(plan.padding for plan in plans) / k
             shared = sum(plan.shared for plan in plans) / k
+        await self.hyper_parameters.check_after_update(self.trainers, measured)
         named = name_train_metrics(measured) | {names.TRAIN_PADDING: padding, names.TRAIN_SHARED: shared}
         return named if self.shadows is None else self.shadows.drop_non_finite(named)
 

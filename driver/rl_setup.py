@@ -17,6 +17,7 @@ from configs.schema import RLConfig
 from core.errors import UserError
 from core.phases import Milestone, Phase
 from core.ray_cluster import Remote
+from core.reads import record_reads
 from core.row_layout import RowLayout
 from core.types import Prompt
 from core.workers import Workers, gather_fail_fast
@@ -25,6 +26,7 @@ from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from driver.check_models import check_frozen_models, check_policy
 from driver.checkpoint import Checkpoint
+from driver.dead_knobs import HyperParameterCheck
 from driver.devices import check_devices, uses_gpus
 from driver.engine_timers import EngineTimers
 from driver.load_recipe import Loaded
@@ -66,6 +68,7 @@ class Prepared:
     rollouts: RolloutPlan
     shadows: list[NamedLoss]
     settings: dict[str, Any]
+    hyper_parameters: HyperParameterCheck
     checkpoint: Checkpoint | None
     """The checkpoint that the run resumes."""
 
@@ -73,7 +76,8 @@ class Prepared:
 def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     """Check the recipe against model, data and code; raise UserError for what the user must fix."""
     cfg = loaded.cfg
-    alg = load_algorithm(loaded.alg_spec, cfg.alg)
+    reads: set[str] = set()
+    alg = record_reads(load_algorithm(loaded.alg_spec, cfg.alg), reads, everywhere=True)
     if not isinstance(alg, PolicyGradient):
         raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} trains on given text: run it with main_sl.py")
     if alg.needs_siblings and cfg.group_size < 2:
@@ -120,6 +124,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         rollouts=rollouts,
         shadows=shadows,
         settings=settings,
+        hyper_parameters=HyperParameterCheck(loaded.given, reads),
         checkpoint=find_checkpoint_to_resume(loaded, settings),
     )
 
@@ -168,6 +173,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
         ),
         session=session,
         settings=prepared.settings,
+        hyper_parameters=prepared.hyper_parameters,
         first_step=first_step,
         steps_done=first_step,
         generation=Generation(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from algs import load_algorithm
@@ -12,6 +12,7 @@ from configs.schema import SLConfig
 from core import metrics as names
 from core.errors import UserError
 from core.phases import Phase
+from core.reads import record_reads
 from core.row_layout import RowLayout
 from core.types import Group
 from core.workers import Workers
@@ -21,6 +22,7 @@ from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from driver.check_models import check_frozen_models, check_policy
 from driver.checkpoint import Checkpoint, RunState
+from driver.dead_knobs import HyperParameterCheck
 from driver.devices import check_devices
 from driver.load_recipe import Loaded
 from driver.own_code import check_own_code
@@ -48,6 +50,7 @@ class Prepared:
     rows: Feed[Group]
     held_out: Feed[Group] | None
     settings: dict[str, Any]
+    hyper_parameters: HyperParameterCheck
     checkpoint: Checkpoint | None
     """The checkpoint that the run resumes."""
 
@@ -55,7 +58,8 @@ class Prepared:
 def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     """Check the recipe against model, data and code; raise UserError for what the user must fix."""
     cfg = loaded.cfg
-    alg = load_algorithm(loaded.alg_spec, cfg.alg)
+    reads: set[str] = set()
+    alg = record_reads(load_algorithm(loaded.alg_spec, cfg.alg), reads, everywhere=True)
     if isinstance(alg, PolicyGradient):
         raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} trains on samples: run it with main_rl.py")
     if lacking := check_devices(cfg):
@@ -85,6 +89,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
         rows=rows,
         held_out=held_out,
         settings=settings,
+        hyper_parameters=HyperParameterCheck(loaded.given, reads),
         checkpoint=find_checkpoint_to_resume(loaded, settings),
     )
 
@@ -134,6 +139,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
         trainers=trainers,
         session=session,
         settings=prepared.settings,
+        hyper_parameters=prepared.hyper_parameters,
         layout=layout,
     )
     if cfg.precompute_ref_logp:
@@ -160,6 +166,7 @@ class Run:
     first_step: int = 0
     """First step to run; a resumed run does not repeat earlier ones."""
     reference: PrecomputedReference | None = None
+    hyper_parameters: HyperParameterCheck = field(default_factory=lambda: HyperParameterCheck(frozenset(), set()))
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps that the run makes; `stop_when` may end them early."""
@@ -185,6 +192,7 @@ class Run:
             plan = self._plan(groups, self.rows.mixed)
             measured, *_ = await self.trainers.scatter(Trainer.step, [[micro] for micro in plan.batches()])
             of_plan = {names.TRAIN_PADDING: plan.padding, names.TRAIN_SHARED: plan.shared}
+        await self.hyper_parameters.check_after_update(self.trainers, measured)
         return name_train_metrics(measured) | of_plan
 
     async def evaluate_if_due(self, step: int) -> dict[str, float]:

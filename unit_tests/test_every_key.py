@@ -1,0 +1,239 @@
+"""Changing a key changes something: the plan of the run, or what a named test observes of real runs.
+
+The footprint below holds what the parts of a run are made of, and no part of the configuration itself. So a key that is
+only copied from one settings object to another does not change it. A new key of the schema fails here until it has its
+line: a value that changes the footprint, or the test that shows what it does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from configs.schema import RLConfig, RunConfig, SLConfig
+from core.workers import Local
+from data_feeds.feed import load_groups, load_prompts
+from data_feeds.packing import plan_update
+from data_feeds.template_args import make_tokenizer
+from driver.checkpoint import is_due
+from driver.early_stop import EarlyStop
+from driver.load_recipe import Loaded, load_recipe
+from driver.rl_setup import make_schedule
+from driver.rollout_factory import plan_rollouts
+from driver.weight_sync_factory import make_weight_sync
+from rewards.weights import weigh_parts
+from rollouts.stops import Stops
+from trainers.deepspeed import deepspeed_config
+from trainers.optimizer import make_lr_schedule, make_optimizer
+from unit_tests.examples import some_groups
+from unit_tests.test_dead_knobs import list_keys
+
+ROOT = Path(__file__).parent.parent
+PARTS = {"correct": 1.0, "other": 0.5, "gsm8k.correct": 2.0}
+DUE = {"checkpoint.every": 2}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    # key: (another value, other settings of both footprints)
+    "seed": (1, {}),
+    "steps": (4, {}),
+    "checkpoint.every": (1, {}),
+    "data.template": ("plain", {}),
+    "data.system_prompt": ("be brief", {}),
+    "data.eval_rows": (3, {"data.eval": "EVAL"}),
+    "data.max_prompt_tokens": (16, {}),
+    "groups_per_step": (8, {}),
+    "updates_per_step": (2, {"trainer.lr_schedule": "linear"}),
+    "max_staleness": (2, {}),
+    "sample_reuse": (2, {"max_staleness": 4}),
+    "model.path": ("OTHER", {}),
+    "model.dtype": ("bfloat16", {}),
+    "model.trust_remote_code": (True, {}),
+    "reward.weights": ({"other": 3.0}, {}),
+    "reward.fn": ("gsm8k", {}),
+    "reward.fns": ({"gsm8k": 3.0}, {"reward.fn": None}),
+    "reward.by_source": ({"train": {"gsm8k": 1.0}}, {}),
+    "reward.settings": ({"most": 1}, {}),
+    "rollout.engine": ("vllm", {}),
+    "rollout.env": ("calculator", {}),
+    "rollout.temperature": (0.5, {}),
+    "rollout.max_new_tokens": (9, {}),
+    "rollout.stop": (["7"], {}),
+    "rollout.stop_token_ids": ([9], {}),
+    "rollout.tensor_parallel_size": (2, {"backend": "ray", "rollout.engine": "vllm"}),
+    "rollout.enforce_eager": (True, {}),
+    "rollout.gpu_memory_utilization": (0.5, {}),
+    "weight_sync.every": (2, {"max_staleness": 4}),
+    "weight_sync.max_kl": (0.1, {"weight_sync.every": 2, "max_staleness": 4}),
+    "weight_sync.requests": ("wait", {}),
+    "weight_sync.transport": ("disk", {"backend": "ray"}),
+    "weight_sync.bucket_mib": (1, {}),
+    "weight_sync.timeout_s": (5.0, {}),
+    "weight_sync.lora": ("adapter", {"model.lora": {}, "rollout.engine": "vllm"}),
+    "weight_sync.probe_tolerance": (0.5, {}),
+    "trainer.ranks": (2, {"backend": "ray"}),
+    "trainer.zero_stage": (2, {}),
+    "trainer.optimizer": ("sgd", {}),
+    "trainer.lr": (0.5, {}),
+    "trainer.lr_schedule": ("cosine", {}),
+    "trainer.lr_min_fraction": (0.5, {"trainer.lr_schedule": "linear"}),
+    "trainer.decay_fraction": (1.0, {"trainer.lr_schedule": "wsd"}),
+    "trainer.warmup_updates": (2, {}),
+    "trainer.betas": ([0.5, 0.6], {}),
+    "trainer.eps": (1e-3, {}),
+    "trainer.weight_decay": (0.5, {}),
+    "trainer.max_grad_norm": (0.5, {}),
+    "trainer.micro_batch_tokens": (41, {}),
+    "trainer.deepspeed": ({"prescale": True}, {}),
+    "stop_when.metric": ("train/loss", {"stop_when": {"metric": "train/lr", "above": 2.0}}),
+    "stop_when.above": (5.0, {"stop_when": {"metric": "train/lr", "above": 2.0}}),
+    "stop_when.below": (1.0, {"stop_when": {"metric": "train/lr", "below": 9.0}}),
+    "stop_when.for_steps": (2, {"stop_when": {"metric": "train/lr", "above": 2.0}}),
+    "data.train.name": ("mine", {}),
+    "data.train.ratio": (3.0, {}),
+    "data.train.replacement": (True, {}),
+    "data.train.columns": ({"messages": "answer"}, {}),
+    "data.train.path": ("EVAL", {}),
+    "data.train_on": ("everything", {}),
+    "data.max_tokens": (8, {"data.max_invalid_fraction": 1.0}),
+    "rows_per_step": (4, {}),
+}
+SHOWN: dict[str, tuple[str, ...]] = {
+    "test_runs.py": ("name", "run_dir", "backend", "ray_address", "alg", "eval_every", "group_size", "rollout.engines"),
+    "test_bad_input.py": ("save_to",),
+    "test_push.py": ("push_to",),
+    "test_gpu.py": ("device",),
+    "test_checkpoint.py": ("checkpoint.keep", "resume"),
+    "test_killed.py": ("on_failure", "max_resumes"),
+    "test_watchdog.py": ("timeout_s", "rollout.restarts", "rollout.timeout_s"),
+    "test_rl_step.py": ("model.attention", "trainer.share_prefixes"),
+    "test_lora.py": (
+        *("model.lora.r", "model.lora.targets", "model.lora.rslora", "model.lora.dora"),
+        *("model.lora.merge_on_save",),
+    ),
+    "test_template_args.py": ("data.template_args",),
+    "test_feeds.py": ("data.train.split", "data.max_invalid_fraction", "data.eval"),
+    "test_shared_training.py": ("trainer.gradient_checkpointing",),
+    "test_head.py": ("trainer.logits_mib",),
+    "test_deepspeed.py": ("trainer.layout",),
+    "test_step.py": ("trainer.max_skipped_updates",),
+    "test_rewards.py": ("reward.workers", "reward.timeout_s"),
+    "test_metrics.py": ("reward.max_failed_fraction",),
+    "test_vllm_adapter.py": ("rollout.kv_cache_gib", "model.lora.alpha"),
+    "test_episode.py": ("rollout.max_turns",),
+    "test_recipes.py": ("epochs",),
+    "test_supervised.py": ("precompute_ref_logp",),
+}
+"""Keys whose effect is seen in a run or in a part that this file does not make; the test file that shows it."""
+SECTIONS = {"checkpoint", "model", "model.lora", "data", "trainer", "reward", "rollout", "weight_sync", "stop_when"}
+
+
+def all_keys() -> set[str]:
+    """Keys of the schema without sections; those of data.eval are those of data.train."""
+    keys = {key for cls in (RLConfig, SLConfig) for key, _, _ in list_keys(cls)}
+    return {key for key in keys if key not in SECTIONS | {"data.train"} and not key.startswith("data.eval.")}
+
+
+def test_every_key_has_its_line():
+    shown = {key for keys in SHOWN.values() for key in keys}
+    assert all_keys() == {*CASES} | shown
+    assert not {*CASES} & shown
+    for file, keys in SHOWN.items():
+        text = (ROOT / "unit_tests" / file).read_text(encoding="utf-8")
+        assert [key for key in keys if key.rpartition(".")[2] not in text] == [], f"{file} names no such key"
+
+
+def common_footprint(cfg: RunConfig) -> dict[str, Any]:
+    lrs = make_lr_schedule(cfg.trainer, cfg.total_updates)
+    optimizer = make_optimizer(cfg.trainer, [torch.zeros(1, requires_grad=True)])
+    stop = EarlyStop(cfg.stop_when)
+    ends: list[str] = []
+    for value in (3.0, 6.0):
+        stop.note_step({"train/lr": value, "train/loss": 0.0})
+        ends.append(stop.reason)
+    ranks = cfg.trainer.ranks
+    plan = plan_update(some_groups(), "token", cfg.trainer.micro_batch_tokens, ranks=ranks)
+    return {
+        "lr": [lrs.get_lr(update) for update in range(cfg.total_updates)],
+        "optimizer": (type(optimizer).__name__, optimizer.defaults),
+        "deepspeed": deepspeed_config(cfg.trainer, cfg.model.dtype),
+        "checkpoints": [is_due(n, every=cfg.checkpoint.every, steps=cfg.n_steps) for n in range(1, 5)],
+        "ends": ends,
+        "micro-batches": [[len(batch.input_ids) for batch in of_rank] for of_rank in plan.batches()],
+    }
+
+
+def rl_footprint(loaded: Loaded[RLConfig]) -> dict[str, Any]:
+    cfg = loaded.cfg
+    rollouts = plan_rollouts(cfg)
+    tokenizer = make_tokenizer(cfg.model, cfg.data)
+    stops = Stops(tokenizer, cfg.rollout.stop, cfg.rollout.stop_token_ids)
+    feed = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed)
+    held_out = [] if cfg.data.eval is None else load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed).all()
+    sync = make_weight_sync(
+        cfg,
+        Local(SimpleNamespace(timer=None)),
+        Local(SimpleNamespace(timer=None, engine=None)),
+        [1, 2],
+        rollouts=rollouts,
+        say=print,
+        facts={},
+        folder=Path(),
+    )
+    drawn = [feed.draw(ticket) for ticket in range(8)]
+    return common_footprint(cfg) | {
+        "engine": asdict(rollouts.engine),
+        "files": [rollouts.engine_spec.path, rollouts.env_spec.path, rollouts.transports],
+        "rewards": rollouts.reward_functions,
+        "reward": weigh_parts(cfg.reward, PARTS, "train"),
+        "stops": (stops.token_ids, stops.strings and stops.strings.strings),
+        "schedule": make_schedule(cfg),
+        "prompts": [(p.source, tokenizer.render(p.messages)) for p in drawn],
+        "held out": [p.id for p in held_out],
+        "sync": (sync.probe, sync.max_bytes, sync.scope),
+    }
+
+
+def sl_footprint(loaded: Loaded[SLConfig]) -> dict[str, Any]:
+    cfg = loaded.cfg
+    tokenizer = make_tokenizer(cfg.model, cfg.data)
+    feed = load_groups(cfg.data, "train", tokenizer, rows="conversations", seed=cfg.seed)
+    step = [feed.draw(ticket)[0] for ticket in range(cfg.rows_per_step)]
+    return {"rows": [(s.token_ids.tolist(), s.action_mask.tolist()) for s in step]}
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_changing_a_key_changes_what_the_run_is_made_of(key, recipe, sums, tmp_path, tiny_path):
+    value, others = CASES[key]
+    is_sl = key in {k for k, _, _ in list_keys(SLConfig)} - {k for k, _, _ in list_keys(RLConfig)}
+    base = {} if is_sl else {"reward.weights": {"correct": 1.0}}
+    paths = {"EVAL": str(sums / "eval.parquet"), "OTHER": str(tmp_path / "other")}
+    (tmp_path / "other").symlink_to(tiny_path)
+    two = [{"path": str(sums / "train.parquet")}, {"path": str(sums / "eval.parquet"), "name": "b"}]
+    base |= {k: paths.get(v, v) if isinstance(v, str) else v for k, v in others.items()}
+    value = paths.get(value, value) if isinstance(value, str) else value
+    if key.startswith("data.train."):
+        base["data.train"] = two
+        changed = base | {"data.train": [two[0] | {key.rpartition(".")[2]: value}, two[1]]}
+    elif key.startswith("stop_when."):
+        changed = base | {"stop_when": base["stop_when"] | {key.rpartition(".")[2]: value}}
+    else:
+        changed = base | {key: value}
+    if key in ("reward.fn", "reward.settings"):
+        base, changed = ({k: v for k, v in one.items() if k != "reward.weights"} for one in (base, changed))
+    if key == "reward.fns":
+        changed.pop("reward.weights")
+        base = {"reward.fn": "arithmetic"}
+    if key == "trainer.decay_fraction":
+        base[key] = 0.5
+    kind, footprint = ("sl", sl_footprint) if is_sl else ("rl", rl_footprint)
+    if kind == "rl":
+        again = [footprint(load_recipe(RLConfig, recipe(base), [])) for _ in range(2)]
+        assert again[0] == again[1], "a footprint depends on nothing else"
+    made = [
+        footprint(load_recipe(SLConfig if is_sl else RLConfig, recipe(one, kind=kind), [])) for one in (base, changed)
+    ]
+    assert made[0] != made[1], f"{key} changes nothing"

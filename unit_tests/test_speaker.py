@@ -1,0 +1,94 @@
+"""A run's model or adapter writes: with its chat template, its system prompt, and its ends of replies."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import shutil
+
+import pytest
+import torch
+
+import main_sl
+from core.errors import UserError
+from tools import chat, generate
+from tools.speaker import Speaker, find_model
+from unit_tests.examples import run_here
+
+ASK = [{"role": "user", "content": "1+1="}]
+
+
+def trained(recipe, tmp_path, name: str, changes: dict):
+    """Folder of a run of one step."""
+    where = {"run_dir": str(tmp_path / name), "steps": 1, "trainer.lr": 1e-2}
+    code, err = run_here(main_sl, "--config", recipe(where | changes, kind="sl"))
+    assert code == 0, err
+    [folder] = (tmp_path / name).iterdir()
+    return folder
+
+
+def written_by(name: str, **settings) -> list[str]:
+    return asyncio.run(Speaker(find_model(name), max_new_tokens=12, **settings).reply(ASK, [0, 1, 2, 3]))
+
+
+def test_a_run_and_its_model_folder_write_the_same(recipe, tmp_path, tiny_path):
+    folder = trained(recipe, tmp_path, "whole", {"data.system_prompt": "be brief"})
+    by_run = written_by(str(folder))
+    assert by_run == written_by(str(folder / "model"))
+    assert by_run != written_by(str(folder), system="be long"), "the run's system prompt is used"
+    copy = shutil.copytree(folder / "model", tmp_path / "copy")
+    (copy / "feynrl.json").unlink()
+    assert written_by(str(copy), system="be brief") == by_run
+    assert by_run != written_by(tiny_path, system="be brief"), "the model has learnt"
+
+
+def test_an_adapter_is_merged_into_its_model(recipe, tmp_path):
+    """Both are saved by the same run: the adapter alone, and the whole model with it merged in."""
+    lora = {"model.lora": {"r": 4, "merge_on_save": True}}
+    folder = trained(recipe, tmp_path, "merged", lora)
+    adapter = folder / "model" / "adapter"
+    shutil.copytree(folder / "model", tmp_path / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors", "adapter"))
+    for file in (tmp_path / "tokenizer").glob("*token*"):
+        shutil.copy(file, adapter)
+    for file in (tmp_path / "tokenizer").glob("*.jinja"):
+        shutil.copy(file, adapter)
+    whole, apart = (Speaker(find_model(str(f)), max_new_tokens=4) for f in (folder / "model", adapter))
+    ids = torch.tensor([whole.tokenizer.render(ASK)])
+    with torch.no_grad():
+        a, b = (s.engine.model(ids).logits for s in (whole, apart))
+    torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_stops_are_those_of_the_run(recipe, tmp_path):
+    folder = trained(recipe, tmp_path, "stops", {})
+    config = folder / "config.yaml"
+    config.write_text(config.read_text() + "rollout: {stop: [" + ", ".join(f"'{c}'" for c in "0123456789") + "]}\n")
+    replies = asyncio.run(Speaker(find_model(str(folder)), max_new_tokens=64).reply(ASK, list(range(8))))
+    assert all(not any(c.isdigit() for c in reply[:-1]) for reply in replies)
+    assert any(reply[-1:].isdigit() for reply in replies)
+
+
+def test_the_programs_answer(tiny_path, capsys, monkeypatch):
+    generate.main([tiny_path, "--prompt", "1+1=", "--prompt", "2+2=", "--n", "2", "--max-new-tokens", "4", "--json"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["prompt"], row["seed"]) for row in rows] == [(p, s) for p in ("1+1=", "2+2=") for s in (0, 1)]
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n\n/new\n1+1=\n" + "2" * 300 + "\n1+1=\n/quit\nmore\n"))
+    chat.main([tiny_path, "--max-new-tokens", "4", "--temperature", "0.01"])
+    said = capsys.readouterr()
+    first, again, last = said.out.splitlines()
+    assert first == again == last, "a new conversation begins as the first did"
+    assert "a new conversation begins" in said.err
+
+
+def test_what_is_no_model_is_refused(tmp_path, recipe):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="neither a model"):
+        find_model(str(tmp_path / "empty"))
+    (tmp_path / "empty" / "config.yaml").write_text("name: x\n")
+    with pytest.raises(UserError, match="without model/"):
+        find_model(str(tmp_path / "empty"))
+    with pytest.raises(UserError, match="no such folder"):
+        find_model("/nowhere/model")
+    with pytest.raises(UserError, match="--temperature"):
+        generate.main([str(tmp_path), "--prompt", "a", "--temperature", "0"])
