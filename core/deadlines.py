@@ -17,6 +17,7 @@ IMPORT_TIMEOUT_S = 120.0
 PROGRESS_EVERY_S = 10.0
 STEP_PROGRESS_EVERY_S = 60.0
 TRACKER_FINISH_TIMEOUT_S = 30.0
+TRACKER_ABANDON_TIMEOUT_S = 1.0
 CLOSE_TIMEOUT_S = 20.0
 ENGINE_SHUTDOWN_TIMEOUT_S = 10.0
 ENGINE_RPC_GRACE_S = 2.0
@@ -155,6 +156,11 @@ TABLE = (
         waits_for="trackers (`trackers`) that take what is left at the end of a run, all together",
         length=_seconds(TRACKER_FINISH_TIMEOUT_S),
         after_it="the run ends; a line says how many steps a tracker did not get",
+    ),
+    Deadline(
+        waits_for="a tracker that failed or hangs, to let go of its own processes",
+        length=_seconds(TRACKER_ABANDON_TIMEOUT_S),
+        after_it="the run ends without it",
     ),
     Deadline(
         waits_for="engines that close at the end of a run",

@@ -70,7 +70,7 @@ class Console:
         self.is_live = live and display == "auto" and self.terminal.is_terminal and not self.terminal.is_dumb_terminal
         self.steps, self.clock = steps, clock
         self.every = -(-steps // MAX_LINES)
-        self.headings: list[tuple[str, str]] = []
+        self.headings: list[str] = []
         self.steps_done = 0
         self.groups: tuple[int, int] | None = None
         """Groups of the next step that are done, and those that it needs; None before the first."""
@@ -195,7 +195,7 @@ def format_duration(seconds: float) -> str:
     """Return a time that is easy to read.
 
     >>> format_duration(8.2), format_duration(95), format_duration(4000), format_duration(200_000)
-    ('8s', '1m35s', '1h07m', '2d07h')
+    ('8s', '1m35s', '1h06m', '2d07h')
     """
     whole = round(seconds)
     if whole < 60:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 from configs.tracking_schema import TrackingConfig
 from core.errors import UserError
@@ -18,7 +19,9 @@ def load_trackers(names: Sequence[str]) -> dict[str, type[Tracker]]:
     for name in names:
         if name in found:
             raise UserError(f"trackers: {name} is given twice: name it once")
-        found[name] = load_class(resolve(name, "trackers", offers=_is_tracker, key="trackers"), Tracker, key="trackers")
+        spec = resolve(name, "trackers", offers=_is_tracker, key="trackers")
+        base: Any = Tracker  # a protocol, which type checkers do not take for a class
+        found[name] = load_class(spec, base, key="trackers")
     return found
 
 
@@ -35,4 +38,5 @@ def check_trackers(names: Sequence[str], settings: TrackingConfig) -> None:
 
 
 def _is_tracker(module: ModuleType) -> bool:
-    return bool(classes_below(module, Tracker))
+    base: Any = Tracker
+    return bool(classes_below(module, base))

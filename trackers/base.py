@@ -1,7 +1,8 @@
 """What a tracker is: four methods. Each tracker is one file, and imports its package in `start` only.
 
 All four are called by one thread of the tracker's own (trackers/feeder.py), in this order: `start` once, `metrics` and
-`samples` per step, `finish` once. What they raise is said once, and the run continues without the tracker.
+`samples` per step, `finish` once. What they raise is said once, and the run continues without the tracker. Then, or
+where one of them does not return, `abandon` is called in its place.
 """
 
 from __future__ import annotations
@@ -83,3 +84,9 @@ class Tracker(Protocol):
     def finish(self, outcome: Outcome) -> None:
         """End the run; everything must be delivered when this returns."""
         ...
+
+    def abandon(self) -> None:
+        """Let go of what would keep the process or speak at its end; only after a failure, and what it raises is lost.
+
+        It may be called beside a method that hangs.
+        """

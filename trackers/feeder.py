@@ -6,9 +6,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from core.deadlines import TRACKER_FINISH_TIMEOUT_S
+from core.deadlines import TRACKER_ABANDON_TIMEOUT_S, TRACKER_FINISH_TIMEOUT_S
 from core.errors import name_error
 from core.secrets import hide_secrets
 from trackers.base import Identity, Outcome, TrackedRun, Tracker
@@ -72,11 +73,16 @@ class Feeder:
 
     def end_finish(self, deadline: float) -> list[str]:
         """Wait for the tracker until the deadline; return what there is to say."""
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if not self.dropped:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
         said = [news] if (news := self.read_news()) else []
-        if self._thread.is_alive():
+        if self._thread.is_alive() and not self.dropped:
             self.dropped = True
             said.append(f"{self.name} did not take everything within {TRACKER_FINISH_TIMEOUT_S:g} s of the run's end")
+            self._thread = threading.Thread(target=self._abandon, name=f"tracker {self.name}, abandoned", daemon=True)
+            self._thread.start()
+        if self.dropped:
+            self._thread.join(TRACKER_ABANDON_TIMEOUT_S)
         if lost := self.offered - self.delivered:
             said.append(f"{self.name}: {lost} of {self.offered} steps were not delivered")
         return said
@@ -107,3 +113,8 @@ class Feeder:
                 f"{hide_secrets(name_error(error))}"
             )
             self._told = False
+            self._abandon()
+
+    def _abandon(self) -> None:
+        with suppress(BaseException):  # a border again; that it failed has been said
+            self.tracker.abandon()

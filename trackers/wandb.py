@@ -15,8 +15,8 @@ from trackers.base import Identity, Outcome, TrackedRun, Tracker
 SERVER = "https://api.wandb.ai"
 MODES = {"": "online", "run": "online", "dryrun": "offline"}
 """Older names of the modes."""
-OWN_KEYS = {"WANDB_ERROR_REPORTING": "false"}
-"""It would report its errors to its makers."""
+QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+"""It would report its errors to its makers, and print between our lines."""
 
 
 class Wandb(Tracker):
@@ -38,15 +38,15 @@ class Wandb(Tracker):
         return None
 
     def start(self, run: TrackedRun) -> Identity | None:
-        for name, value in OWN_KEYS.items():
+        for name, value in QUIET.items():
             os.environ.setdefault(name, value)
         import wandb
 
-        self.wandb: Any = wandb
+        self.wandb: Any = wandb  # half typed
         settings, project = run.settings, run.settings.wandb_project or os.environ.get("WANDB_PROJECT") or "feynrl"
         where = f"{settings.wandb_entity or os.environ.get('WANDB_ENTITY') or ''}/{project}"
         previous = run.previous.id if run.previous is not None and run.previous.where == where else None
-        self.run: Any = wandb.init(
+        self.run: Any = self.wandb.init(
             project=project,
             entity=settings.wandb_entity,
             name=None if previous else run.name,
@@ -82,6 +82,9 @@ class Wandb(Tracker):
         self.run.summary.update({"exit_reason": outcome.exit_reason, "model": outcome.model})
         self.run.finish(exit_code=int(outcome.status != "finished"))
         self.wandb.teardown()  # its process ends here, and not with the processes of the run
+
+    def abandon(self) -> None:
+        self.wandb.teardown()  # what it would do when Python ends, where it would wait, or print a traceback
 
 
 def choose_mode(settings: TrackingConfig) -> str:

@@ -80,6 +80,10 @@ class Failing(Keeping):
             raise ConnectionError("no answer from https://ann:hunter2@host/api")
         super().metrics(step, values)
 
+    def abandon(self):
+        self.calls.append("abandoned")
+        raise RuntimeError("nobody hears this")
+
 
 class Exiting(Keeping):
     """Some packages end the process where they cannot go on."""
@@ -91,10 +95,13 @@ class Exiting(Keeping):
 class Hanging(Keeping):
     """Waits for what never comes."""
 
-    release = threading.Event()
+    release, abandoned = threading.Event(), threading.Event()
 
     def metrics(self, step, values):
         self.release.wait()
+
+    def abandon(self):
+        self.abandoned.set()
 
 
 def test_a_tracker_gets_everything_in_order_and_is_remembered(tmp_path):
@@ -135,6 +142,9 @@ def test_a_tracker_that_fails_is_told_once_and_costs_the_others_nothing(tmp_path
         "ConnectionError: no answer from https://***@host/api",
         "failing: 48 of 50 steps were not delivered",
     ]
+    assert [call[0] if isinstance(call, tuple) else call for call in trackers.feeders[0].tracker.calls] == [
+        *("start", 0, 1, "abandoned")
+    ]
 
 
 def test_a_tracker_that_hangs_neither_stops_the_run_nor_fills_the_memory(tmp_path, monkeypatch):
@@ -154,6 +164,7 @@ def test_a_tracker_that_hangs_neither_stops_the_run_nor_fills_the_memory(tmp_pat
             "hanging did not take everything within 0.2 s of the run's end",
             f"hanging: {n} of {n} steps were not delivered",
         ]
+        assert Hanging.abandoned.is_set()
     finally:
         Hanging.release.set()
 
