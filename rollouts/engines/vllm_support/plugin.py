@@ -13,7 +13,7 @@ import torch
 from core.deadlines import PARENT_POLL_S
 from core.scratch import name_shared_memory
 
-SOON_S = 0.02
+SOON_MS = 20
 LOOK_AGAIN_SOON_MS = 1
 LOOK_AGAIN_MS = 20
 
@@ -51,7 +51,7 @@ def _sleep_until_notified(self: Any, timeout_ms: int | None = None) -> None:
     Of two notifications within a millisecond ZeroMQ may drop the second, because the socket's queue holds one. A
     reader that slept without a limit then would not see its message before vLLM looks again, 5 s later.
     """
-    soon = time.monotonic() < self.last_read + SOON_S
+    soon = time.monotonic() < self.last_read + SOON_MS / 1000
     longest_ms = LOOK_AGAIN_SOON_MS if soon else LOOK_AGAIN_MS
     events = dict(self.poller.poll(longest_ms if timeout_ms is None else min(longest_ms, timeout_ms)))
     if self.local_notify_socket in events:
