@@ -246,6 +246,21 @@ def test_siblings_stay_together():
     assert chosen != choose_samples(samples, 32, step=1), "another step shows others of equal groups"
 
 
+def test_the_best_the_worst_the_most_divided_and_the_failed_group_come_first():
+    rewards = [[3.0, 3.5], [9.0, 8.0], [4.0, 4.0], [1.0, 2.0], [2.0, 8.5], [4.0, None], [5.0, 5.0], [6.0, 6.5]]
+    samples = [Entry(g, reward) for g, own in enumerate(rewards) for reward in own]
+    chosen = choose_samples(samples, 10, step=0)
+    assert [(group.group, group.why) for group in chosen[:4]] == [
+        (1, "best"),
+        (3, "worst"),
+        (4, "most divided"),
+        (5, "failed"),
+    ]
+    assert len(chosen) == 5 and chosen[4].why == "random"
+    equal = choose_samples([Entry(i // 4, 1.0) for i in range(32)], 8, step=0)
+    assert {group.why for group in equal} == {"random"}, "where all rewards are equal, none is the best"
+
+
 def test_the_parts_of_the_tokens_add_up():
     rows = [
         {"new_tokens": 10, "advantage": 0.0, "failure": ""},

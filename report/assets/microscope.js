@@ -50,7 +50,7 @@ async function showMicroscope(host, [key, step, group, sample] = []) {
       el("label", null, "step ", select(run.captured.map((x) => [x.step, x.step]), at, (s) => here(s), "step")),
       el("label", null, "sample ", select(every.map((x, i) => [i, `group ${x.group}, sample ${x.sample}, reward ${format(x.reward)}`]), every.indexOf(one), (i) => here(at, every[i]), "sample")),
       el("label", null, "color by ", select(columns.map((c) => [c, c.replaceAll("_", " ")]), lens.column, (c) => { lens.column = c; again(); }, "color by")),
-      every.length < about.all && el("span", { class: "hint" }, `${every.length} of ${about.all} captured samples `, HEAD.files ? el("button", { onclick: () => loadBeside(`tokens-${run.key}-${at}`).then(render) }, "load all") : "; --all keeps the others beside the page"),
+      every.length < about.all && el("span", { class: "hint" }, `${every.length} of ${about.all} captured samples`, HEAD.files ? [" ", el("button", { onclick: () => loadBeside(`tokens-${run.key}-${at}`).then(render) }, "load all")] : "; --all keeps the others beside the page"),
       el("button", { onclick: () => { openStep(run.key, at); place.group = one.group; } }, "its siblings"),
     ),
     group && !asked && el("p", { class: "failure" }, `Sample ${sample} of group ${group} is not in this page; this is another.`),
