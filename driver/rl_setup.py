@@ -209,6 +209,7 @@ def make_recorder(
 ) -> Recorder | None:
     """Return what keeps capsules; None where the recipe asks for none."""
     cfg = prepared.loaded.cfg
+    rollout = cfg.rollout
     if not cfg.capture.is_on:
         return None
     return Recorder(
@@ -220,8 +221,8 @@ def make_recorder(
             alg_file=prepared.loaded.alg_spec,
             model=cfg.model.model_dump(),
             trainer=cfg.trainer.model_dump(),
-            temperature=cfg.rollout.temperature,
-            max_new_tokens=cfg.rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            max_new_tokens=rollout.max_new_tokens,
             updates_per_step=cfg.updates_per_step,
             layout=layout,
             on_cpu=not uses_gpus(cfg),

@@ -567,11 +567,12 @@ def test_the_shadow_of_the_same_loss_equals_it(step, alg, updates):
 def test_a_shadow_has_the_metrics_of_a_run_with_its_loss(step):
     """Its own norm, its own advantages, its own clip bounds: on the first step both runs see the same."""
     groups = moved(rewarded(some_groups(4)))
-    other = {"name": "gspo", "scale_rewards": "group", "loss_norm": "constant"}
-    watched = step({"shadow": [other | {"as": "other"}, "cispo"]}).train(groups)
+    other = {"name": "gspo", "scale_rewards": "group", "loss_norm": "sequence"}
+    watched = step({"alg.entropy_coef": 0.01, "shadow": [other | {"as": "other"}, "cispo"]}).train(groups)
     trained = step({"alg": other}).train(groups)
     for name in ("loss", "clip_frac_high", "approx_kl", "mismatch/kl", "mismatch/ess"):
         assert watched[f"shadow/other/{name}"] == trained[f"train/{name}"], name
+    assert "train/entropy" in watched and "shadow/other/entropy" not in watched, "it asks for none"
     assert "shadow/cispo/capped" in watched
 
 
@@ -606,6 +607,12 @@ def test_a_shadow_that_is_not_finite_does_not_end_the_run(step, tmp_path):
         assert metrics["train/updates_skipped"] == 0
     [said] = made.said
     assert said.startswith("WARNING: shadow/hiccup/loss is ")
+
+
+def test_an_update_that_was_skipped_counts_for_no_shadow(step, tmp_path):
+    changes = {"alg": {"file": a_file(tmp_path / "hiccup.py", HICCUP)}, "shadow": ["grpo"]}
+    metrics = step(changes).train(rewarded(some_groups(4)))
+    assert metrics["train/updates_skipped"] == 1 and not [name for name in metrics if name.startswith("shadow/")]
 
 
 def test_facts_of_a_capsule_survive_json(folder):
