@@ -296,7 +296,7 @@ class GroupRelative(PolicyGradient):
 
     def accept_group(self, group: Group) -> bool:
         scored = {s.reward for s in group if s.reward is not None}
-        return len(scored) > 1 or not self.dynamic_sampling
+        return not self.dynamic_sampling or len(scored) > 1
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         rewards = [[self.penalised_reward(s) for s in g] for g in groups]

@@ -314,7 +314,7 @@ CHANGED = {
     "trainer.micro_batch_tokens=40": None,
     "trainer.logits_mib=1": None,
     "timeout_s=100": None,
-    "data.eval_rows=3": None,
+    "data.eval_rows=3": "error: data.eval_rows is set and would not be read",
 }
 
 

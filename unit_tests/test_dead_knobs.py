@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 import main_rl
 import main_sl
-from configs.load import sections_in
+from configs.load import read_recipe, sections_in
 from configs.schema import RLConfig, SLConfig
 from core.errors import UserError
 from core.strict_model import StrictModel
@@ -133,6 +133,23 @@ def test_hyper_parameters_are_watched_in_trainers_of_their_own(recipe, tmp_path)
     changes = {"alg": alg, "backend": "ray", "steps": 1, "trainer.ranks": 2}
     code, err = run_here(main_sl, "--config", recipe(changes, kind="sl"))
     assert code == 2 and "error: alg.left is set, and nothing has read it" in err, err
+
+
+ALGORITHMS = {
+    path.stem: raw["alg"]
+    for path in sorted((ROOT / "configs").glob("*.yaml"))
+    if "groups_per_step" in (raw := read_recipe(str(path))) and len(raw["alg"]) > 1
+}
+"""Hyper-parameters that our own RL recipes set."""
+VARIED = "def score(prompt, messages):\n    return {'correct': float(sum(map(ord, messages[-1]['content'])) % 2)}\n"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_our_recipes_set_no_hyper_parameter_that_nothing_reads(name, recipe, tmp_path):
+    (tmp_path / "varied.py").write_text(VARIED)
+    changes = {"alg": ALGORITHMS[name], "steps": 1, "updates_per_step": 2, "reward.fn": str(tmp_path / "varied.py")}
+    code, err = run_here(main_rl, "--config", recipe(changes))
+    assert code == 0, err
 
 
 def list_keys(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:

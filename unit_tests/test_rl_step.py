@@ -17,6 +17,7 @@ from configs.schema import RLConfig
 from core.clock import Clock
 from core.types import Group
 from core.workers import Local
+from driver.dead_knobs import HyperParameterCheck
 from driver.engine_timers import EngineTimers
 from driver.load_recipe import load_recipe
 from driver.rl_run import Run
@@ -44,6 +45,7 @@ async def step_of(path: str, groups: list[Group]) -> SimpleNamespace:
     parts["time"] = await TimeBreakdown.start(
         clock, trainers=parts["trainers"], engines=EngineTimers(engines, EngineAvailability(1))
     )
+    parts["hyper_parameters"] = HyperParameterCheck(frozenset(), set())
     run = Run(**parts)
     scored = await run.add_columns(groups)
     credited = run.compute_advantages(scored)
