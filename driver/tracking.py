@@ -63,10 +63,9 @@ def describe_machine() -> dict[str, str]:
 
 def describe_gpus() -> str:
     """Return the models of the GPUs; the driver's files tell them without starting CUDA here."""
-    models: list[str] = []
-    for file in sorted(GPU_FILES.glob("*/information")):
-        models += [line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("Model")]
-    return ", ".join(models)
+    files = sorted(GPU_FILES.glob("*/information"))
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    return ", ".join(line.partition(":")[2].strip() for line in lines if line.startswith("Model"))
 
 
 def describe_git(clone: Path) -> dict[str, str]:
