@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ def _ask_git(clone: Path, *question: str) -> str | None:
 
 def make_sample_rows(step: int, groups: list[Group], n: int) -> list[dict[str, Any]]:
     """Return the first n samples as rows of a table: strings and numbers only."""
-    records = [make_sample_record(s, i) for i, group in enumerate(groups[:n]) for s in group][:n]
+    first = islice(((i, s) for i, group in enumerate(groups) for s in group), n)
+    records = [make_sample_record(s, i) for i, s in first]
     return [
         {
             "step": step,
