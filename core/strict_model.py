@@ -42,7 +42,8 @@ class StrictModel(BaseModel):
         )
         if too_large:
             most = LARGEST_INT if isinstance(value, int) else f"{LARGEST_FLOAT:g}"
-            raise ValueError(f"{value:.6g} is too large, at most {most} is allowed")
+            shown = f"{value:.6g}" if abs(value) < 1e300 else "the number"  # an integer may be too large for a float
+            raise ValueError(f"{shown} is too large, at most {most} is allowed")
         return value
 
 

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,9 @@ def describe_machine() -> dict[str, str]:
 
 def describe_gpus() -> str:
     """Return the models of the GPUs; the driver's files tell them without starting CUDA here."""
-    models: list[str] = []
-    for file in sorted(GPU_FILES.glob("*/information")):
-        models += [line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("Model")]
-    return ", ".join(models)
+    files = sorted(GPU_FILES.glob("*/information"))
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    return ", ".join(line.partition(":")[2].strip() for line in lines if line.startswith("Model"))
 
 
 def describe_git(clone: Path) -> dict[str, str]:
@@ -101,7 +101,8 @@ def _ask_git(clone: Path, *question: str) -> str | None:
 
 def make_sample_rows(step: int, groups: list[Group], n: int) -> list[dict[str, Any]]:
     """Return the first n samples as rows of a table: strings and numbers only."""
-    records = [make_sample_record(s, i) for i, group in enumerate(groups[:n]) for s in group][:n]
+    first = islice(((i, s) for i, group in enumerate(groups) for s in group), n)
+    records = [make_sample_record(s, i) for i, s in first]
     return [
         {
             "step": step,

@@ -152,3 +152,9 @@ def test_a_file_of_junk_gets_a_sentence(text, tmp_path_factory):
     with pytest.raises(UserError) as refused:
         load_recipe(RLConfig, str(path), [])
     assert "\n" not in str(refused.value) and len(str(refused.value)) < LONGEST_SENTENCE
+
+
+@pytest.mark.parametrize("key", ["steps", "tracking.samples", "show_samples"])
+def test_an_integer_that_no_float_can_hold_gets_a_sentence(key, recipe):
+    with pytest.raises(UserError, match=f"{key}: the number is too large, at most 2147483647 is allowed"):
+        load_recipe(RLConfig, recipe(), [f"{key}={10**400}"])

@@ -22,7 +22,9 @@ from configs.schema import RLConfig
 from configs.tracking_schema import TrackingConfig
 from core.errors import RunStopped, UserError
 from driver.load_recipe import load_recipe
-from driver.tracking import describe_git, describe_machine, make_sample_rows
+from driver.resume import collect_settings
+from driver.run_folder import RunFolder
+from driver.tracking import describe_git, describe_machine, make_sample_rows, make_trackers
 from trackers import check_trackers, feeder, hub, load_trackers
 from trackers.base import Identity, Outcome, TrackedRun, Tracker
 from trackers.hub import Trackers, find_previous
@@ -260,6 +262,17 @@ def test_rows_of_samples_hold_strings_and_numbers():
     rows = make_sample_rows(3, some_groups(4, 3), 5)
     assert [row["group"] for row in rows] == [0, 0, 0, 1, 1] and {row["step"] for row in rows} == {3}
     assert {type(value) for row in rows for value in row.values()} <= {int, float, str, type(None)}
+
+
+def test_a_secret_of_ones_own_stands_in_no_file(tmp_path, recipe):
+    """Nor in a checkpoint, whose settings are compared when the run is resumed."""
+    settings = {"url": "https://ann:planted-1@judge.example", "api_key": "planted-2", "stop_token": "kept"}
+    cfg = load_recipe(RLConfig, recipe({"reward.settings": settings, "reward.fn": "arithmetic"}), []).cfg
+    folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump()).path
+    told = make_trackers(cfg, folder, print).run.config
+    loaded = load_recipe(RLConfig, recipe({"reward.settings": settings}), [])
+    for text in ((folder / "config.yaml").read_text(), json.dumps(told), json.dumps(collect_settings(loaded, {}))):
+        assert "planted" not in text and "***@judge.example" in text and "kept" in text
 
 
 # ---- real runs ----
