@@ -148,12 +148,6 @@ async def start(prepared: Prepared, session: Session) -> Run:
     if len(probe) < 2:
         raise UserError("data.train: the first prompt has fewer than two tokens")
     availability = watch_engines(cfg, engines, session)
-    buffer = make_buffer(prepared, first_step)
-
-    def show_progress(finished: FinishedGroup) -> None:
-        tokens = sum(sample.n_sampled for sample in finished.group)
-        session.console.count_group(done=buffer.n_collected, wanted=cfg.groups_per_step, tokens=tokens)
-
     return Run(
         cfg=cfg,
         alg=prepared.alg,
@@ -176,21 +170,39 @@ async def start(prepared: Prepared, session: Session) -> Run:
         hyper_parameters=prepared.hyper_parameters,
         first_step=first_step,
         steps_done=first_step,
-        generation=Generation(
-            engines,
-            draw_prompt=feed.draw,
-            accept_group=prepared.alg.accept_group,
-            buffer=buffer,
-            group_size=cfg.group_size,
-            timeout_s=cfg.rollout.timeout_s,
-            engines=availability,
-            on_group=partial(session.clock.reach, Milestone.SAMPLED),
-            on_finished=show_progress,
-        ),
+        generation=make_generation(prepared, session, engines, availability, first_step),
         layout=layout,
         time=await TimeBreakdown.start(session.clock, trainers=trainers, engines=EngineTimers(engines, availability)),
         shadows=make_shadows(prepared, session),
         recorder=make_recorder(prepared, session, trainers, layout),
+    )
+
+
+def make_generation(
+    prepared: Prepared,
+    session: Session,
+    engines: Workers[RolloutWorker],
+    availability: EngineAvailability,
+    first_step: int,
+) -> Generation:
+    """Return what generates groups beside training, and tells the terminal how far a step's are."""
+    cfg = prepared.loaded.cfg
+    buffer = make_buffer(prepared, first_step)
+
+    def show_progress(finished: FinishedGroup) -> None:
+        tokens = sum(sample.n_sampled for sample in finished.group)
+        session.console.count_group(done=buffer.n_collected, wanted=cfg.groups_per_step, tokens=tokens)
+
+    return Generation(
+        engines,
+        draw_prompt=prepared.prompts.draw,
+        accept_group=prepared.alg.accept_group,
+        buffer=buffer,
+        group_size=cfg.group_size,
+        timeout_s=cfg.rollout.timeout_s,
+        engines=availability,
+        on_group=partial(session.clock.reach, Milestone.SAMPLED),
+        on_finished=show_progress,
     )
 
 

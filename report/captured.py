@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import base64
 import math
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from capture.tokens import captured_steps, read_captured
 from report.selection import Entry, choose_samples
 
 
 def list_captured(folder: Path) -> list[int]:
     """Return the steps of a run that were captured."""
-    if find_spec("capture") is None:  # a checkout without capsules has no captured step
-        return []
-    from capture.tokens import captured_steps
-
     return captured_steps(folder)
 
 
 def read_captured_step(folder: Path, step: int) -> list[dict[str, Any]]:
     """Return the samples of a captured step, each with its tokens' texts and columns, as JSON can hold them."""
-    from capture.tokens import read_captured
-
     return [make_captured_record(one) for one in read_captured(folder, step)]
 
 
