@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from core.errors import UserError, first_line, writing
 from core.text_files import parse_json, read_text
 from modeling.load import DTYPES, load_model
+from modeling.pretrained import load_adapter
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -33,11 +34,9 @@ def merge_adapter(model: EvalModelConfig, adapter: str, folder: Path) -> None:
 
     Raises UserError for an adapter that does not fit the model.
     """
-    from peft import PeftModel
-
     base = load_model(model.path, dtype="float32", attention="sdpa", trust_remote_code=model.trust_remote_code)
     try:
-        wrapped = PeftModel.from_pretrained(base, adapter)
+        wrapped = load_adapter(base, adapter)
         _check_names(wrapped, Path(adapter))
         merged = wrapped.merge_and_unload(safe_merge=True).to(DTYPES[model.dtype])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:

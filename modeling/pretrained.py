@@ -21,6 +21,13 @@ def load_pretrained(auto: Any, path: str, *, trust_remote_code: bool, **settings
     return auto.from_pretrained(path, trust_remote_code=trust_remote_code, **settings)
 
 
+def load_adapter(model: nn.Module, folder: str) -> Any:
+    """Return the model wrapped in the adapter that PEFT reads from a folder, which holds no code."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, folder)
+
+
 def build_from_config(auto: Any, config: Any, *, trust_remote_code: bool) -> Any:
     """Return `auto.from_config(config)`: a model with new weights."""
     return auto.from_config(config, trust_remote_code=trust_remote_code)
