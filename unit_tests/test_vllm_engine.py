@@ -398,7 +398,7 @@ class Scripted(VllmEngine):
     def _start(self) -> None:
         pass
 
-    async def _request(self, token_ids: list[int], params: Any) -> Any:
+    async def _request(self, token_ids: list[int], params: Any, ends: Any = None) -> Any:
         self.asked.append((token_ids, params.max_tokens, params.seed))
         ids, reason = self.answers.pop(0)
         said = {
