@@ -255,7 +255,8 @@ class Session:
             end_on_signals(at_once=at_once)  # the loop has ended; a signal now ends the wait for slow trackers
             model = self.folder.path / "model"
             path = str(model) if model.is_dir() else None
-            self.facts["trackers"] = self.trackers.finish(Outcome(exit_reason=name_end(end), model=path))
+            with self.clock.phase(Phase.CLOSE):
+                self.facts["trackers"] = self.trackers.finish(Outcome(exit_reason=name_end(end), model=path))
             self.facts["advice"] = self.adviser.given
 
     async def close(self) -> None:

@@ -4,13 +4,14 @@ import json
 
 import pytest
 
+import main_rl
 from core.clock import Clock
 from core.phases import Phase
 from core.plain_text import escape_controls
 from driver import console as module
 from driver.console import Console
 from driver.sample_text import choose_sample, make_record, write_sample
-from unit_tests.examples import some_groups
+from unit_tests.examples import run_here, some_groups
 
 STEP = {"step": 0.0, "reward/mean": 0.5, "time/step_s": 30.0}
 HOSTILE = "red \x1b[31m bell \a back \r over \u202e turned \x9b c1"
@@ -137,3 +138,21 @@ def test_letters_of_every_script_stay():
     text = "naïve 日本語 عربي é 😀 \u00a0|"
     assert escape_controls(text) == text
     assert escape_controls("\ud800\t\u200b") == r"\ud800\t\u200b"
+
+
+def test_a_run_in_json_tells_its_groups_its_steps_and_its_samples(recipe, tmp_path, monkeypatch, capsys):
+    """A real run: every line is an object, and a step's numbers are those of metrics.jsonl."""
+    monkeypatch.setattr(module, "STEP_PROGRESS_EVERY_S", 0.0)
+    capsys.readouterr()
+    code, err = run_here(main_rl, "--config", recipe({"display": "json", "show_samples": 1}))
+    assert code == 0, err
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    [folder] = (tmp_path / "runs").iterdir()
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [e["metrics"] for e in events if e["event"] == "step"] == logged
+    progress = [(e["step"], e["done"], e["wanted"]) for e in events if e["event"] == "progress"]
+    assert progress == [(step, done, 4) for step in (0, 1) for done in (1, 2, 3, 4)]
+    samples = [e for e in events if e["event"] == "sample"]
+    written = [json.loads(line) for line in (folder / "samples" / "step_00001.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in samples] == [0, 1] and samples[1]["completion"] == written[4]["completion"]
+    assert events[-1] == {"event": "said", "text": f"run folder: {folder}"}
