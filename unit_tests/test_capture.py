@@ -44,6 +44,7 @@ from core.metrics import find_metric
 from core.types import Group
 from core.workers import Local
 from data_feeds.packing import plan_update
+from driver.dead_knobs import HyperParameterCheck
 from driver.load_recipe import load_recipe
 from driver.rl_run import Run
 from driver.shadows import Shadows, load_shadows
@@ -92,6 +93,7 @@ class Step:
         parts |= {"cfg": cfg, "alg": alg, "trainers": Local(self.trainer), "layout": layout, "steps_done": 0}
         parts |= {"session": SimpleNamespace(clock=Clock())}
         parts["time"] = SimpleNamespace(prefetch_engine_timers=lambda: None)
+        parts["hyper_parameters"] = HyperParameterCheck(frozenset(), set())
         if losses:
             parts["shadows"] = Shadows(
                 losses, cfg.rollout.max_new_tokens, stale=cfg.updates_per_step > 1, say=self.said.append

@@ -186,6 +186,14 @@ ELSEWHERE = {
     "trainer.deepspeed": "trainers/deepspeed.py",
     "rollout.restarts": "driver/rl_setup.py",
     "push_to": "driver/push.py",
+    "capture.grad_norm_times": "capture/triggers.py",
+    "tracking.samples_every": "driver/session.py",
+    "tracking.samples": "driver/session.py",
+    "tracking.mlflow_uri": "trackers/mlflow.py",
+    "tracking.mlflow_experiment": "trackers/mlflow.py",
+    "tracking.wandb_project": "trackers/wandb.py",
+    "tracking.wandb_entity": "trackers/wandb.py",
+    "tracking.wandb_mode": "trackers/wandb.py",
 }
 
 
@@ -202,6 +210,7 @@ def test_every_key_of_the_schema_is_read_by_a_run_or_has_a_reader_by_name(recipe
         "model.lora": {"r": 2},
         "trainer.lr_schedule": "wsd",
         "trainer.decay_fraction": 0.5,
+        "capture": {"on": ["kl", "grad_norm"], "weights": True},
     }
     saved = str(tmp_path / "saved")
     Dataset.from_parquet(str(sums / "sft.parquet")).save_to_disk(saved)
@@ -216,5 +225,5 @@ def test_every_key_of_the_schema_is_read_by_a_run_or_has_a_reader_by_name(recipe
     keys = {key for cls in SCHEMA for key, owner, name in list_keys(cls) if (owner, name) not in reads}
     assert sorted(keys - {*ELSEWHERE}) == []
     for key, file in ELSEWHERE.items():
-        read = rf"\b(cfg|rollout|trainer)\.{key.rpartition('.')[2]}\b"
+        read = rf"\b(cfg|rollout|trainer|tracking|settings)\.{key.rpartition('.')[2]}\b"
         assert re.search(read, (ROOT / file).read_text(encoding="utf-8")), f"{file} does not read {key}"
