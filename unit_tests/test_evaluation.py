@@ -81,6 +81,7 @@ def test_majority_at_k_is_unbiased(answers):
 
 def test_majority_counts_an_answer_that_passes_now_and_then_by_its_fraction():
     assert majority_at_k(["a", "a", "b"], [True, False, True], 3) == 0.5
+    assert majority_at_k(["b", "a"], [False, True], 2) == 0.5, "a tie is shared, whoever comes first"
     assert majority_at_k(["a"] * 5, [True, True, False, False, True], 2) == 0.5, "the fifth fills no block"
 
 
