@@ -55,17 +55,16 @@ class Session:
     console: Console
     trackers: Trackers
     adviser: Adviser
+    early_stop: EarlyStop
     cluster: Cluster | None = None
     engines: Workers[RolloutWorker] | None = None
     availability: EngineAvailability | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     updates_skipped: int = 0
     updates_made: int = 0
-    early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(None))
     logged: dict[str, float] = field(default_factory=dict[str, float])
-    """Metrics of the last step."""
     names_logged: set[str] = field(default_factory=set[str])
-    """Names of the metrics of all steps."""
+    """Metrics of the last step, and the names of those of all steps."""
 
     @property
     def training(self) -> RunConfig:

@@ -106,7 +106,17 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "test_bad_input.py": ("save_to",),
     "test_push.py": ("push_to",),
     "test_gpu.py": ("device",),
-    "test_checkpoint.py": ("checkpoint.keep", "resume"),
+    "test_checkpoint.py": ("checkpoint.keep", "checkpoint.best", "checkpoint.best_is", "resume"),
+    "test_eval_runs.py": ("eval_samples", "eval_pass_reward"),
+    "test_trackers.py": (
+        *("trackers", "tracking.samples_every", "tracking.samples", "tracking.mlflow_uri"),
+        *("tracking.mlflow_experiment", "tracking.wandb_project", "tracking.wandb_entity", "tracking.wandb_mode"),
+    ),
+    "test_console.py": ("display", "show_samples"),
+    "test_capture.py": (
+        *("shadow", "capture.every", "capture.on", "capture.kl_above", "capture.grad_norm_times", "capture.most"),
+        *("capture.weights",),
+    ),
     "test_killed.py": ("on_failure", "max_resumes"),
     "test_watchdog.py": ("timeout_s", "rollout.restarts", "rollout.timeout_s"),
     "test_rl_step.py": ("model.attention", "trainer.share_prefixes"),
@@ -128,7 +138,10 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "test_supervised.py": ("precompute_ref_logp",),
 }
 """Keys whose effect is seen in a run or in a part that this file does not make; the test file that shows it."""
-SECTIONS = {"checkpoint", "model", "model.lora", "data", "trainer", "reward", "rollout", "weight_sync", "stop_when"}
+SECTIONS = {
+    *("checkpoint", "model", "model.lora", "data", "trainer", "reward", "rollout", "weight_sync", "stop_when"),
+    *("capture", "tracking"),
+}
 
 
 def all_keys() -> set[str]:

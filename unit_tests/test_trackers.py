@@ -338,8 +338,9 @@ def check_wandb(folders: list[Path], lines: list[dict[str, float]]) -> None:
     rows = [row for file in files for row in wandb_file.history(file)]
     logged = [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows if "samples/path" not in row]
     assert logged == lines
-    ids = {r.run.run_id for file in files for r in wandb_file.records(file) if r.WhichOneof("record_type") == "run"}
-    assert ids == {json.loads((folders[-1] / "trackers.json").read_text())["wandb"]["id"]}
+    runs = [r.run for file in files for r in wandb_file.records(file) if r.WhichOneof("record_type") == "run"]
+    assert {(run.project, run.entity) for run in runs} == {("sums", "us")}
+    assert {run.run_id for run in runs} == {json.loads((folders[-1] / "trackers.json").read_text())["wandb"]["id"]}
     [path, *rest] = [row["samples/path"] for row in rows if "samples/path" in row]
     table = json.loads((files[0].parent / "files" / path).read_text())
     assert len(rest) == 3 and len(table["data"]) == 8 and {"prompt", "completion", "reward"} <= set(table["columns"])
@@ -357,6 +358,8 @@ def check_mlflow(server: str, folders: list[Path], lines: list[dict[str, float]]
     identity = json.loads((folders[-1] / "trackers.json").read_text())["mlflow"]
     run = ask(server, "runs/get", run_id=identity["id"])["run"]
     assert run["info"]["status"] == "FINISHED"
+    experiment = ask(server, "experiments/get", experiment_id=run["info"]["experiment_id"])["experiment"]
+    assert experiment["name"] == "two sums"
     tags = {tag["key"]: tag["value"] for tag in run["data"]["tags"]}
     params = {param["key"]: param["value"] for param in run["data"]["params"]}
     assert tags["exit_reason"] == "done" and tags["model"] == str(folders[-1] / "model")
@@ -401,7 +404,10 @@ def test_every_metric_of_a_run_and_of_its_continuation_is_in_each_tracker(recipe
         monkeypatch.setenv(name, value)
     changes = {
         "trackers": ["jsonl", "mlflow", "wandb", *(["tensorboard"] if HAS_TENSORBOARD else [])],
-        "tracking": {"mlflow_uri": address, "wandb_mode": "offline", "samples_every": 1},
+        "tracking": {
+            **{"mlflow_uri": address, "mlflow_experiment": "two sums", "samples_every": 1},
+            **{"wandb_mode": "offline", "wandb_project": "sums", "wandb_entity": "us"},
+        },
         **{"checkpoint.every": 1, "checkpoint.keep": 5, "name": "tracked"},
     }
     code, err = run_here(main_rl, "--config", recipe(changes))
