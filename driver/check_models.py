@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from algs.base import Algorithm
+from configs.eval_schema import EvalConfig
+from configs.schema import RLConfig
 from configs.trainer_schema import ModelConfig
 from core.errors import UserError
 from data_feeds.tokenizer import ChatTokenizer
-from modeling.hf_config import check_model_folder, read_config
+from modeling.hf_config import check_model_folder, max_positions, read_config
 from modeling.load import check_weights
 
 
@@ -14,6 +16,16 @@ def check_policy(model: ModelConfig, tokenizer: ChatTokenizer) -> None:
     """Raise UserError where the model's files do not fit its config, or its tokenizer has ids without an embedding."""
     check_weights(model.path, trust_remote_code=model.trust_remote_code)
     _check_vocabulary(model.path, tokenizer, key="model.path", trusts=model.trust_remote_code)
+
+
+def check_room(cfg: RLConfig | EvalConfig) -> None:
+    """Raise UserError where a prompt with its completion may be longer than the model's positions."""
+    positions = max_positions(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    if positions is not None and cfg.longest_sample > positions:
+        raise UserError(
+            f"one sample may reach {cfg.longest_sample} tokens (data.max_prompt_tokens + rollout.max_new_tokens), and "
+            f"model.path={cfg.model.path} has room for {positions}: lower one of the two"
+        )
 
 
 def check_frozen_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelConfig) -> None:

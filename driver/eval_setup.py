@@ -18,21 +18,20 @@ from core.text_files import parse_json, read_text
 from data_feeds.eval_sets import PromptSet, load_sets
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
-from driver.check_models import check_policy
+from driver.check_engine import check_engine
+from driver.check_models import check_policy, check_room
 from driver.devices import count_gpus, uses_gpus
 from driver.eval_resume import Resumed, collect_eval_settings, find_samples
 from driver.eval_run import EvalRun, remove_merged
 from driver.rl_setup import watch_engines
-from driver.rollout_factory import RolloutPlan, start_rollouts
+from driver.rollout_factory import RolloutPlan, plan_engines, start_rollouts
 from driver.session import Session
 from evaluation.generations import PartWriter, copy_parts
-from modeling.hf_config import check_model_folder, max_positions, meta_model
+from modeling.hf_config import check_model_folder, meta_model
 from modeling.merge import ADAPTER_CONFIG, check_adapter, merge_adapter
 from modeling.pretrained import runs_own_code
-from rewards.weights import plan_rewards
-from rollouts.engines.base import EngineConfig
 from rollouts.generation import GroupRequests
-from rollouts.registry import load_engine_class, load_env_class, resolve_engine, resolve_env
+from rollouts.registry import load_engine_class, load_env_class
 from rollouts.stops import check_stops
 
 SETTINGS = "evaluation.json"
@@ -61,12 +60,7 @@ def load_eval_recipe(path: str, overrides: list[str]) -> EvalConfig:
     cfg: EvalConfig = validate(EvalConfig, raw, prefix="")
     if cfg.ray_address is not None:
         parse_address(cfg.ray_address)
-    can = load_engine_class(resolve_engine(cfg.rollout.engine)).capabilities
-    name = f"rollout.engine={cfg.rollout.engine}"
-    if cfg.backend == "ray" and not can.broadcast:
-        raise UserError(f"{name} runs in the driver's process only: set backend to local, or take another engine")
-    if cfg.rollout.tensor_parallel_size != 1 and not can.tensor_parallel:
-        raise UserError(f"{name} has no tensor parallelism: set rollout.tensor_parallel_size to 1")
+    check_engine(cfg)
     return cfg
 
 
@@ -83,21 +77,17 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
     if cfg.model.adapter is not None:
         check_adapter(cfg.model.adapter, key="model.adapter")
-    positions = max_positions(cfg.model.path, trust_remote_code=trusts)
-    if positions is not None and cfg.longest_sample > positions:
-        raise UserError(
-            f"one sample may reach {cfg.longest_sample} tokens (data.max_prompt_tokens + rollout.max_new_tokens), and "
-            f"model.path={cfg.model.path} has room for {positions}: lower one of the two"
-        )
-    plan = plan_engines(cfg)
+    check_room(cfg)
+    model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts)
+    plan = plan_engines(cfg, model)
     plan.reward_functions.load()
     load_env_class(plan.env_spec)
-    tokenizer = make_tokenizer(plan.model, cfg.data)
+    tokenizer = make_tokenizer(model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_stops(tokenizer, cfg.rollout.stop, cfg.rollout.stop_token_ids, tokenizer.vocabulary)
-    check_policy(plan.model, tokenizer)
-    if trusts and runs_own_code(model := meta_model(cfg.model.path, trust_remote_code=True)):
-        load_engine_class(plan.engine_spec).check_own_code(model, path=cfg.model.path)
+    check_policy(model, tokenizer)
+    if trusts and runs_own_code(meta := meta_model(cfg.model.path, trust_remote_code=True)):
+        load_engine_class(plan.engine_spec).check_own_code(meta, path=cfg.model.path)
     sets = load_sets(cfg, tokenizer)
     code = {**plan.reward_functions.files, "rollout.env": plan.env_spec, "rollout.engine": plan.engine_spec}
     settings = collect_eval_settings(cfg, code)
@@ -119,39 +109,6 @@ def check_eval_devices(cfg: EvalConfig) -> str | None:
             "rollout.tensor_parallel_size"
         )
     return None
-
-
-def plan_engines(cfg: EvalConfig) -> RolloutPlan:
-    """Decide everything that does not depend on the engine's process."""
-    engine_spec = resolve_engine(cfg.rollout.engine)
-    can = load_engine_class(engine_spec).capabilities
-    if cfg.backend == "local" and can.in_process:
-        engine_spec = resolve_engine(can.in_process)
-    engine = EngineConfig(
-        model_path=cfg.model.path,
-        temperature=cfg.rollout.temperature,
-        max_model_len=cfg.longest_sample,
-        stop_token_ids=(),
-        dtype=cfg.model.dtype,
-        trust_remote_code=cfg.model.trust_remote_code,
-        seed=cfg.seed,
-        tensor_parallel_size=cfg.rollout.tensor_parallel_size,
-        kv_cache_gib=cfg.rollout.kv_cache_gib if count_gpus() == 0 else None,
-        gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
-        enforce_eager=cfg.rollout.enforce_eager,
-    )
-    return RolloutPlan(
-        model=ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=cfg.model.trust_remote_code),
-        data=cfg.data,
-        rollout=cfg.rollout,
-        reward=cfg.reward,
-        reward_functions=plan_rewards(cfg.reward),
-        env_spec=resolve_env(cfg.rollout.env),
-        engine_spec=engine_spec,
-        engine=engine,
-        transports=(),
-        seed=cfg.seed,
-    )
 
 
 async def start_eval(prepared: PreparedEval, session: Session) -> EvalRun:

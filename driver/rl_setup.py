@@ -24,7 +24,7 @@ from core.workers import Workers, gather_fail_fast
 from data_feeds.feed import Feed, load_prompts
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
-from driver.check_models import check_frozen_models, check_policy
+from driver.check_models import check_frozen_models, check_policy, check_room
 from driver.checkpoint import Checkpoint
 from driver.dead_knobs import HyperParameterCheck
 from driver.devices import check_devices, uses_gpus
@@ -41,7 +41,7 @@ from driver.shadows import Shadows, load_shadows
 from driver.time_account import TimeBreakdown
 from driver.trainer_factory import plan_trainer, start_trainers
 from driver.weight_sync_factory import make_weight_sync
-from modeling.hf_config import check_model_folder, max_positions
+from modeling.hf_config import check_model_folder
 from modeling.lora import check_lora_targets
 from rollouts.availability import EngineAvailability
 from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
@@ -90,12 +90,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     trusts = cfg.model.trust_remote_code
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
     check_lora_targets(cfg.model)
-    positions = max_positions(cfg.model.path, trust_remote_code=trusts)
-    if positions is not None and cfg.longest_sample > positions:
-        raise UserError(
-            f"one sample may reach {cfg.longest_sample} tokens (data.max_prompt_tokens + rollout.max_new_tokens), and "
-            f"model.path={cfg.model.path} has room for {positions}: lower one of the two"
-        )
+    check_room(cfg)
     shadows = load_shadows(cfg, alg)
     rollouts = plan_rollouts(cfg)
     rollouts.reward_functions.load()

@@ -46,32 +46,41 @@ class RolloutPlan:
 
 def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
     """Decide everything that does not depend on the worker's process."""
-    engine_spec = resolve_engine(cfg.rollout.engine)
-    can = load_engine_class(engine_spec).capabilities
-    if cfg.backend == "local" and can.in_process:
-        engine_spec = resolve_engine(can.in_process)
-    transports = choose_transports(cfg, can)
+    plan = plan_engines(cfg, cfg.model)
+    transports = choose_transports(cfg, load_engine_class(plan.engine_spec).capabilities)
     lora = cfg.model.lora if cfg.weight_sync.lora == "adapter" else None
-    engine = EngineConfig(
-        model_path=cfg.model.path,
-        temperature=cfg.rollout.temperature,
-        max_model_len=cfg.longest_sample,
-        stop_token_ids=(),
-        dtype=cfg.model.dtype,
-        trust_remote_code=cfg.model.trust_remote_code,
-        seed=cfg.seed,
-        tensor_parallel_size=cfg.rollout.tensor_parallel_size,
-        kv_cache_gib=cfg.rollout.kv_cache_gib if count_gpus() == 0 else None,
-        gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
-        enforce_eager=cfg.rollout.enforce_eager,
+    engine = replace(
+        plan.engine,
         starts_empty=lora is None,  # the first weight sync sends all weights
         lora=lora and name_lora_targets(lora, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code),
         over_nccl=transports[0] == "nccl",
         timeout_s=cfg.weight_sync.timeout_s,
         requests=cfg.weight_sync.requests,
     )
+    return replace(plan, engine=engine, transports=transports)
+
+
+def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
+    """Return the plan of engines that load the model and whose weights stay as they are."""
+    engine_spec = resolve_engine(cfg.rollout.engine)
+    can = load_engine_class(engine_spec).capabilities
+    if cfg.backend == "local" and can.in_process:
+        engine_spec = resolve_engine(can.in_process)
+    engine = EngineConfig(
+        model_path=model.path,
+        temperature=cfg.rollout.temperature,
+        max_model_len=cfg.longest_sample,
+        stop_token_ids=(),
+        dtype=model.dtype,
+        trust_remote_code=model.trust_remote_code,
+        seed=cfg.seed,
+        tensor_parallel_size=cfg.rollout.tensor_parallel_size,
+        kv_cache_gib=cfg.rollout.kv_cache_gib if count_gpus() == 0 else None,
+        gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
+        enforce_eager=cfg.rollout.enforce_eager,
+    )
     return RolloutPlan(
-        model=cfg.model,
+        model=model,
         data=cfg.data,
         rollout=cfg.rollout,
         reward=cfg.reward,
@@ -79,7 +88,7 @@ def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
         env_spec=resolve_env(cfg.rollout.env),
         engine_spec=engine_spec,
         engine=engine,
-        transports=transports,
+        transports=(),
         seed=cfg.seed,
     )
 

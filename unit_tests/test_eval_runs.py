@@ -22,6 +22,7 @@ import main_sl
 from evaluation.generations import WHOLE, list_parts
 from unit_tests.examples import run_here
 from unit_tests.test_checkpoint import folder_of
+from unit_tests.test_stops import OWN_ENGINE
 
 ROOT = Path(__file__).parent.parent
 DIGITS = "def score(prompt, messages):\n    return {'correct': sum(map(str.isdigit, messages[-1]['content'])) / 2}\n"
@@ -175,6 +176,13 @@ def test_a_column_that_no_row_has_is_named_with_those_that_are_there(eval_recipe
     data = {"sets": [{"path": str(tmp_path / "a.jsonl")}], "by": ["subject"], "max_prompt_tokens": 9}
     code, err = run_here(main_eval, "--config", eval_recipe(data=data))
     assert code == 2 and "data.by names the column subject" in err and "level" in err, err
+
+
+def test_stop_strings_are_refused_with_an_engine_that_does_not_look_for_them(eval_recipe, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_ENGINE)
+    rollout = {"engine": str(tmp_path / "mine.py"), "stop": ["a"]}
+    code, err = run_here(main_eval, "--config", eval_recipe(rollout=rollout))
+    assert code == 2 and "does not look for stop strings" in err, err
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("eval_*.yaml")), ids=lambda p: p.stem)

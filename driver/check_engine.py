@@ -1,0 +1,38 @@
+"""Refuse a recipe that asks its engine for what it cannot do."""
+
+from __future__ import annotations
+
+from configs.eval_schema import EvalConfig
+from configs.schema import RLConfig
+from core.errors import UserError
+from rollouts.registry import load_engine_class, resolve_engine
+
+
+def check_engine(cfg: RLConfig | EvalConfig) -> None:
+    """Raise UserError for a key that the engine's capabilities do not cover."""
+    name = f"rollout.engine={cfg.rollout.engine}"
+    can = load_engine_class(resolve_engine(cfg.rollout.engine)).capabilities
+    if cfg.backend == "ray" and not can.broadcast:
+        raise UserError(f"{name} runs in the driver's process only: set backend to local, or take another engine")
+    if cfg.rollout.tensor_parallel_size != 1 and not can.tensor_parallel:
+        raise UserError(f"{name} has no tensor parallelism: set rollout.tensor_parallel_size to 1")
+    if cfg.rollout.stop and not can.stop_strings:
+        raise UserError(
+            f"rollout.stop is set, and {name} does not look for stop strings: end a completion where "
+            "EngineConfig.stop_strings says, as in rollouts/engines/hf.py, and say so in its capabilities"
+        )
+    if isinstance(cfg, EvalConfig):
+        return  # its weights never change
+    transport = cfg.weight_sync.transport
+    if transport == "nccl" and not can.nccl:
+        raise UserError(f"{name} takes no weights over NCCL: set weight_sync.transport to auto")
+    if transport in ("direct", "disk") and not can.chunks:
+        raise UserError(
+            f"weight_sync.transport is {transport}, and {name} takes no weights in chunks: add begin_chunks and "
+            "load_chunk, as in rollouts/engines/hf.py, and say so in its capabilities, or set the transport to auto"
+        )
+    if cfg.weight_sync.lora == "adapter" and not can.adapter:
+        raise UserError(
+            f"weight_sync.lora is adapter, and {name} does not sample with an adapter beside the weights: set "
+            "rollout.engine to vllm, or weight_sync.lora to merged"
+        )
