@@ -397,7 +397,7 @@ def check_tensorboard(folder: Path, lines: list[dict[str, float]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_every_metric_of_a_run_and_of_its_continuation_is_in_each_tracker(recipe, tmp_path, server, monkeypatch):
+def test_every_metric_of_a_run_and_of_its_continuation_is_in_each_tracker(recipe, tmp_path, server, monkeypatch, capfd):
     """And no password that these trackers read is in a file that the run has made."""
     address, _, _ = server
     for name, value in SECRETS.items():
@@ -420,7 +420,10 @@ def test_every_metric_of_a_run_and_of_its_continuation_is_in_each_tracker(recipe
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     check_mlflow(address, folders, lines)
     check_wandb(folders, lines)
+    out = capfd.readouterr().out
     for folder in folders:
+        [offline] = folder.glob("wandb/offline-run-*")
+        assert f"`wandb sync {offline}` sends this run" in out
         summary = json.loads((folder / "summary.json").read_text())
         assert all(one == {"steps": 2, "delivered": 2} for one in summary["trackers"].values())
         assert len(summary["trackers"]) == len(changes["trackers"]) - 1
