@@ -297,6 +297,8 @@ class Run:
         """Write the trained model, and where the time went."""
         await self.session.folder.samples.flush()
         await self.session.save_model(self.trainers, self.tokenizer, self.alg)
+        if self.recorder is not None:
+            await self.recorder.finish()
         devices = await self.time.read_totals()
         self.session.facts["devices"] = devices
         self.session.facts["bottleneck"] = name_bottleneck(devices, max_staleness=self.cfg.max_staleness)

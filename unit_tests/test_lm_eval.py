@@ -23,7 +23,7 @@ DOCS = [
     {"question": f"{a}+{b}=", "choices": [str(a + b), str(a + b + 1), "no idea"], "answer": 0}
     for a, b in [(1, 2), (3, 9)]
 ] + [{"question": "5-", "choices": ["4=1", "4=" + "1" * 9, "x"], "answer": 1}]
-LONG = "to be or not to be, that is the question " * 12
+LONG = "to be or not to be, that is the question " * 11 + "whether"
 
 
 def plain_logits(path: str, ids: list[int]) -> torch.Tensor:
