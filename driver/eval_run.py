@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from configs.eval_schema import EvalConfig
-from core.errors import RunStopped, writing
+from core.errors import RunStopped
 from core.phases import Milestone, Phase
 from core.types import Prompt
+from core.whole_files import write_whole
 from core.workers import gather_fail_fast
 from data_feeds.eval_sets import PromptSet
 from driver.eval_display import EvalDisplay, format_table
@@ -120,11 +120,7 @@ class EvalRun:
             "truncated_fraction": sum(row.stop == "length" for row in rows) / len(rows),
             "tokens_mean": sum(row.tokens for row in rows) / len(rows),
         }
-        path = self.session.folder.path / RESULTS
-        partial = path.with_name(f"{RESULTS}.partial")
-        with writing(path):
-            partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-            os.replace(partial, path)
+        write_whole(self.session.folder.path / RESULTS, json.dumps(facts, indent=1) + "\n")
 
 
 def remove_merged(folder: Path | None) -> None:

