@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from algs.base import Algorithm, Metrics, check_per_token
 from algs.ops import k2
-from capture.record import lay_out_columns
 from core.arrays import Floats
 from core.errors import UserError
 from core.types import Batch, Group, Policy, Tokens
@@ -61,7 +60,7 @@ def compute_update(trainer: LocalTrainer, alg: Algorithm, plan: Plan, groups: li
     """
     trainer.alg = alg
     meter = Meter()
-    slopes: list[list[dict[str, NDArray[Any]]]] = []
+    slopes: list[list[dict[str, Floats]]] = []
     clipped: list[Tensor | None] = []
     for batches in plan.batches():
         slopes.append([])
@@ -74,7 +73,7 @@ def compute_update(trainer: LocalTrainer, alg: Algorithm, plan: Plan, groups: li
     gradient = take_gradient(learner)
     metrics = meter.compute_means(lambda values: values)
     known = [marks for marks in clipped if marks is not None]
-    laid = lay_out_columns(plan, slopes, fill=0.0)
+    laid = plan.lay_out(slopes, fill=0.0)
     samples = [s for g in groups for s in g]
     return Computed(
         loss=metrics["loss"],
