@@ -17,7 +17,7 @@ from configs.schema import RunConfig
 from configs.tracking_schema import TrackingConfig
 from core.secrets import hide_secrets, hide_settings
 from core.types import Group
-from driver.checkpoint import find_checkpoint
+from driver.checkpoint import Checkpoint
 from driver.devices import count_gpus
 from driver.resume import flatten_settings
 from driver.run_folder import list_packages
@@ -30,17 +30,17 @@ CLONE = Path(__file__).resolve().parent.parent
 GPU_FILES = Path("/proc/driver/nvidia/gpus")
 
 
-def make_trackers(cfg: RunConfig | EvalConfig, folder: Path, say: Callable[[str], None]) -> Trackers:
+def make_trackers(
+    cfg: RunConfig | EvalConfig, folder: Path, say: Callable[[str], None], checkpoint: Checkpoint | None = None
+) -> Trackers:
     """Return the trackers that the recipe names, to be started; those of the run that is resumed will go on.
 
-    An evaluation has none: its results are files of their own.
+    checkpoint: the one that is resumed. An evaluation has no trackers: its results are files of their own.
     """
     names, settings = (
         ([], TrackingConfig.model_validate({})) if isinstance(cfg, EvalConfig) else (cfg.trackers, cfg.tracking)
     )
-    resumes = None if isinstance(cfg, EvalConfig) else cfg.resume
     classes = load_trackers(names)
-    checkpoint = None if resumes is None else find_checkpoint(resumes, say=lambda _: None)
     run = TrackedRun(
         name=folder.name,
         folder=folder,
