@@ -231,9 +231,9 @@ class Session:
     def write_summary(self, exit_reason: str) -> None:
         """Write summary.json; where that fails, say why: the reason of the end must not be lost for it."""
         try:
-            self.folder.write_summary(
-                exit_reason=exit_reason, seconds=self.clock.get_totals(), reached=self.clock.reached, **self.facts
-            )
+            times = {"seconds": self.clock.get_totals(), "reached": self.clock.reached}
+            warned = [*self.adviser.given.values()]
+            self.folder.write_summary(exit_reason=exit_reason, **times, warnings=warned, **self.facts)
         except RunStopped as error:
             self.console.say(f"{error}")
 
@@ -256,7 +256,6 @@ class Session:
             path = str(model) if model.is_dir() else None
             with self.clock.phase(Phase.CLOSE):
                 self.facts["trackers"] = self.trackers.finish(Outcome(exit_reason=name_end(end), model=path))
-            self.facts["advice"] = self.adviser.given
 
     async def close(self) -> None:
         try:

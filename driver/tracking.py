@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -19,6 +18,7 @@ from core.secrets import hide_secrets, hide_settings
 from core.types import Group
 from driver.checkpoint import Checkpoint
 from driver.devices import count_gpus
+from driver.git_state import describe_git
 from driver.resume import flatten_settings
 from driver.run_folder import list_packages
 from driver.sample_files import make_sample_record
@@ -26,7 +26,6 @@ from trackers import load_trackers
 from trackers.base import TrackedRun
 from trackers.hub import Trackers, find_previous
 
-CLONE = Path(__file__).resolve().parent.parent
 GPU_FILES = Path("/proc/driver/nvidia/gpus")
 
 
@@ -45,7 +44,7 @@ def make_trackers(
         name=folder.name,
         folder=folder,
         config=flatten_settings(hide_settings(cfg.model_dump(mode="json"))),
-        facts=describe_machine() | describe_git(CLONE) if set(names) - {"jsonl"} else {},
+        facts=describe_machine() | describe_git() if set(names) - {"jsonl"} else {},
         settings=settings,
         first_step=0 if checkpoint is None else checkpoint.state.steps_done,
         previous=None,
@@ -76,27 +75,6 @@ def describe_gpus() -> str:
     files = sorted(GPU_FILES.glob("*/information"))
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     return ", ".join(line.partition(":")[2].strip() for line in lines if line.startswith("Model"))
-
-
-def describe_git(clone: Path) -> dict[str, str]:
-    """Return commit, branch and whether files differ from it; nothing where this is no clone, or git is missing."""
-    commit = _ask_git(clone, "rev-parse", "HEAD")
-    if commit is None:
-        return {}
-    changed = _ask_git(clone, "status", "--porcelain", "--untracked-files=no")
-    return {
-        "git.commit": commit,
-        "git.branch": _ask_git(clone, "rev-parse", "--abbrev-ref", "HEAD") or "",
-        "git.changed_files": str(len((changed or "").splitlines())),
-    }
-
-
-def _ask_git(clone: Path, *question: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(clone), *question], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def make_sample_rows(step: int, groups: list[Group], n: int) -> list[dict[str, Any]]:
