@@ -19,7 +19,7 @@ from core.workers import gather_fail_fast
 from data_feeds.eval_sets import PromptSet
 from driver.eval_display import EvalDisplay, format_table
 from driver.session import Session
-from evaluation.generations import Generation, PartWriter, describe_group, join_parts, read_generations
+from evaluation.generations import Generation, PartWriter, describe_group, join_parts
 from evaluation.table import RESULTS, GradedPrompt, TableRow, choose_ks, make_table, measure_prompt
 from rollouts.generation import GroupRequests
 
@@ -87,9 +87,8 @@ class EvalRun:
     def report(self) -> list[TableRow]:
         """Write all samples and the results; show the table. Raises RunStopped where too many samples failed."""
         order = {one.name: i for i, one in enumerate(self.sets)}
-        folder = self.session.folder.path
         with self.session.clock.phase(Phase.SAVE):
-            rows = read_generations([join_parts(folder, order)])
+            rows = join_parts(self.session.folder.path, order)
             self._check_failures(rows)
             by = [*([OF_SET] if len(self.sets) > 1 else []), *self.cfg.data.by]
             groups: dict[tuple[str, int], list[Generation]] = {}
