@@ -22,6 +22,7 @@ from driver.git_state import describe_git
 from driver.resume import flatten_settings
 from driver.run_folder import list_packages
 from driver.sample_files import make_sample_record
+from driver.sample_text import join_messages
 from trackers import load_trackers
 from trackers.base import TrackedRun
 from trackers.hub import Trackers, find_previous
@@ -85,7 +86,7 @@ def make_sample_rows(step: int, groups: list[Group], n: int) -> list[dict[str, A
         {
             "step": step,
             "group": record["group"],
-            "prompt": "\n".join(f"{message['role']}: {message['content']}" for message in record["prompt"]),
+            "prompt": join_messages(record["prompt"]),
             "completion": record["completion"],
             "reward": record["reward"],
             "advantage": record["advantage"],
