@@ -33,7 +33,7 @@ INCOMPLETE = "the capsule is incomplete, and will not be read"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What recomputing needs to know of the run, the same for all its steps."""
+    """Facts of the run that recomputing needs, the same for all its steps."""
 
     alg: dict[str, Any]
     """The algorithm's settings."""
@@ -50,7 +50,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateFacts:
-    """One update of the step."""
+    """Facts of one update of the step."""
 
     samples: list[int]
     """Numbers of its trained samples in the step."""
@@ -88,7 +88,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capsule:
-    """A complete capsule on disk."""
+    """Complete capsule on disk."""
 
     folder: Path
     manifest: Manifest

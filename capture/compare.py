@@ -13,7 +13,7 @@ from capture.gradient import Computed, Gradient, inner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One loss beside the run's own."""
+    """Comparison of a loss with the run's own."""
 
     name: str
     loss: float

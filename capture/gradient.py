@@ -28,7 +28,7 @@ Gradient = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """One loss on one update."""
+    """Numbers of one loss on one update."""
 
     loss: float
     """Averaged as train/loss is."""

@@ -30,7 +30,7 @@ OWN = "run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a replay found."""
+    """Findings of a replay."""
 
     capsule: str
     step: int

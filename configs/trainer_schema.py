@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from core.metrics import EVAL_LOSS, METRICS, find_metric
+from core.metrics import EVAL_LOSS, METRICS, TRAIN, find_metric
 from core.strict_model import LearningRate, StrictModel
 
 

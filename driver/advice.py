@@ -26,7 +26,7 @@ Line = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the rules must know of the recipe; in supervised runs the defaults."""
+    """Settings of the recipe that the rules read; in supervised runs the defaults."""
 
     group_size: int = 1
     updates_per_step: int = 1

@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class Prepared(Protocol[C]):
-    """A checked recipe, with what its program has read for it."""
+    """Checked recipe, with what its program has read for it."""
 
     @property
     def loaded(self) -> Loaded[C]: ...

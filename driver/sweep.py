@@ -79,7 +79,7 @@ def split_values(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweptRun:
-    """One finished run of a sweep."""
+    """Finished run of a sweep."""
 
     overrides: list[str]
     """Those that differ between the runs."""

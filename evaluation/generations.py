@@ -46,7 +46,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One sample; a row of the file."""
+    """Sample of an evaluation; a row of the file."""
 
     set: str
     """Name of the data set."""

@@ -24,7 +24,7 @@ CLIP_METRICS = tuple(name.removeprefix(TRAIN) for name in CUT)
 
 @dataclass(slots=True, kw_only=True)
 class RecordedUpdate:
-    """One update on one rank."""
+    """Record of one update on one rank."""
 
     fingerprints: dict[ExportScope, dict[str, int]]
     """Checksums of the weights before the update, by tensor; on the first rank only."""
