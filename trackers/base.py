@@ -16,7 +16,7 @@ from configs.tracking_schema import TrackingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Name of a run in its tracker, by which a resumed run continues it. It stands in trackers.json: it is no secret."""
+    """Name of a run in its tracker, by which a resumed run continues it; in trackers.json, so it holds no secret."""
 
     id: str
     """The tracker's own name of the run."""
