@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from configs.schema import RunConfig
 from driver.load_recipe import Loaded, load_recipe
@@ -18,16 +18,16 @@ C = TypeVar("C", bound=RunConfig)
 R = TypeVar("R")
 
 
-class Prepared(Protocol[C]):
+class Prepared(Protocol):
     """Checked recipe, with what its program has read for it."""
 
     @property
-    def loaded(self) -> Loaded[C]: ...
+    def loaded(self) -> Loaded[Any]: ...
     @property
     def checkpoint(self) -> Checkpoint | None: ...
 
 
-P = TypeVar("P", bound=Prepared[RunConfig])
+P = TypeVar("P", bound=Prepared)
 
 
 def run_program(file: str, cls: type[C], args: argparse.Namespace, launch: Callable[[Loaded[C]], RunResult]) -> int:
