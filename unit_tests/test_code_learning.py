@@ -36,8 +36,15 @@ def train(program, recipe: str, *changes: str) -> list[dict]:
 def test_a_run_whose_reward_runs_code(tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
     prepare(tmp_path)
-    train(main_sl, "code_tasks_sft.yaml", "backend=local", "steps=60", "rows_per_step=64")
-    small = ["steps=2", "groups_per_step=4", "group_size=4", "updates_per_step=1", "data.eval=null"]
+    train(main_sl, "code_tasks_sft.yaml", "backend=local")
+    small = [
+        "steps=2",
+        "groups_per_step=4",
+        "group_size=4",
+        "updates_per_step=1",
+        "data.eval=null",
+        "trainer.warmup_updates=0",
+    ]
     log = train(main_rl, "code_tasks.yaml", *small)
     assert all(line["rollout/failed"] == 0 for line in log)
     assert all(0 <= line["reward/passed"] <= line["reward/ran"] for line in log)
