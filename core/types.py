@@ -34,13 +34,12 @@ from core.arrays import (
     with_tensors,
     without_tensors,
 )
+from core.messages import ROLES as ROLES  # where users look for it
+from core.messages import Message as Message
+from core.messages import ToolSpec as ToolSpec
 
 LossNorm = Literal["token", "sequence", "sequence_sum", "constant", "prompt"]
 Stop = Literal["eos", "length", "turns"]
-Message = dict[str, str]
-"""{"role": ..., "content": ...}"""
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that a message may have."""
 
 ScoredColumn = Literal["prox_logp", "ref_logp", "teacher_logp", "values"]
 """Per-token quantity that the trainer can compute before the advantages."""
@@ -65,6 +64,8 @@ class Prompt:
     """Other columns of the row, for rewards and environments."""
     source: str = ""
     """Name of the data set that the row comes from."""
+    tools: list[ToolSpec] = field(default_factory=list[ToolSpec])
+    """Tools that the policy may call: the row's, and those of its environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,10 +13,12 @@ import numpy as np
 
 from core.errors import UserError
 from core.types import Group, Message, Prompt, Rows, Sample
+from data_feeds.continuation import TemplateRefuses
 from data_feeds.drafts import Draft
 from data_feeds.invalid_rows import InvalidRow
 from data_feeds.rows import Record
-from data_feeds.tokenizer import ChatTokenizer, TemplateRefuses, TrainOn, join_encoded
+from data_feeds.tokenizer import ChatTokenizer, join_encoded
+from data_feeds.turns import TrainOn
 
 Written = TypeVar("Written")
 

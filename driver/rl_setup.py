@@ -138,7 +138,8 @@ async def start(prepared: Prepared, session: Session) -> Run:
     with session.clock.phase(Phase.START):
         trainers, engines = await start_workers(prepared, session, plan)
         layout = await trainers.call_one(0, Trainer.describe_layout)
-    probe = prepared.tokenizer.render(feed.all()[0].messages)[:PROBE_TOKENS]
+    first = feed.all()[0]
+    probe = prepared.tokenizer.render(first.messages, first.tools)[:PROBE_TOKENS]
     first_step = await session.resume(trainers, prepared.checkpoint, prepared.settings)
     if len(probe) < 2:
         raise UserError("data.train: the first prompt has fewer than two tokens")
