@@ -1,0 +1,33 @@
+"""Check what an environment answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.messages import ROLES, Message
+
+FIELDS = {*Message.__required_keys__, *Message.__optional_keys__}
+
+
+def check_answers(answers: Any, who: str) -> list[Message] | None:
+    """Return the messages of an environment, or None. Raises TypeError for anything else."""
+    if answers is None:
+        return None
+    if isinstance(answers, dict) and "role" in answers:
+        raise TypeError(f"{who} must return a list of messages, it returned one message alone: return [message]")
+    if not isinstance(answers, list):
+        raise TypeError(f"{who} must return None or a list of messages, it returned {answers!r:.80}")
+    for answer in answers:
+        _check_message(answer, who)
+    return answers
+
+
+def _check_message(answer: Any, who: str) -> None:
+    if not isinstance(answer, dict) or not {"role", "content"} <= {*answer}:
+        raise TypeError(f"{who} must return messages with role and content, it returned {answer!r:.80}")
+    if strange := sorted(str(key) for key in {*answer} - FIELDS):
+        raise TypeError(f"{who} returned a message with {strange[0]!r:.60}, which no message has: {answer!r:.80}")
+    if not isinstance(answer["content"], str):
+        raise TypeError(f"{who} must return messages whose content is text, it returned {answer!r:.80}")
+    if answer["role"] not in ROLES:
+        raise TypeError(f"{who} answered as {answer['role']!r}, which is none of {', '.join(ROLES)}")
