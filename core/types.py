@@ -37,6 +37,7 @@ from core.arrays import (
 from core.messages import ROLES as ROLES  # where users look for it
 from core.messages import Message as Message
 from core.messages import ToolSpec as ToolSpec
+from core.turns import Spans, check_turns, find_runs
 
 LossNorm = Literal["token", "sequence", "sequence_sum", "constant", "prompt"]
 Stop = Literal["eos", "length", "turns"]
@@ -109,6 +110,16 @@ class Sample:
     """[L] float32 each: what the trainer computed because the algorithm requires it, and what the advantages added."""
     excluded: Mask | None = None
     """[L] bool, True where the algorithm does not train on a token that the policy chose."""
+    episode: int | None = None
+    """Number of the episode in its group. Samples of one number are branches of one episode: they have the same reward,
+    and no sampled token is trained on in two of them. None: an episode of its own."""
+    turns: Spans = ()
+    """Token spans [begin, end) of the policy's turns in this sample, in order; together they are its sampled tokens.
+    Empty: each run of sampled tokens is a turn."""
+    turn_rewards: tuple[float, ...] = ()
+    """Part of `reward` that each turn earned; what they leave of it came with the last turn. Empty: all came then."""
+    turn_numbers: tuple[int, ...] = ()
+    """Number of each turn in its episode, by time. Empty: the samples of an episode followed one another."""
 
     def __post_init__(self) -> None:
         n, floats = len(self.token_ids), self.float_dtype
@@ -122,6 +133,8 @@ class Sample:
             check_column("advantage", self.advantage, floats, n)
         if self.excluded is not None:
             check_column("excluded", self.excluded, BOOLS, n)
+        if self.turns or self.turn_rewards or self.turn_numbers:
+            check_turns(self.spans, self.turn_rewards, self.turn_numbers, self.action_mask)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
@@ -143,6 +156,11 @@ class Sample:
         if self.excluded is not None:
             chosen &= ~self.excluded
         return chosen
+
+    @property
+    def spans(self) -> Spans:
+        """Token spans of the policy's turns."""
+        return self.turns or find_runs(self.action_mask)
 
     @property
     def n_sampled(self) -> int:
@@ -176,6 +194,10 @@ def make_sample(
         others["advantage"] = to_column(others["advantage"], dtype)
     if others.get("excluded") is not None:
         others["excluded"] = to_column(others["excluded"], BOOLS)
+    if "turns" in others:
+        others["turns"] = tuple((begin, end) for begin, end in others["turns"])
+    for name in others.keys() & {"turn_rewards", "turn_numbers"}:
+        others[name] = tuple(others[name])
     if "columns" in others:
         others["columns"] = {name: to_column(values, dtype) for name, values in others["columns"].items()}
     return Sample(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from core.messages import ROLES, Message
+from rewards.worker import call_user_code, last_line
 
 FIELDS = {*Message.__required_keys__, *Message.__optional_keys__}
 
@@ -20,6 +22,23 @@ def check_answers(answers: Any, who: str) -> list[Message] | None:
     for answer in answers:
         _check_message(answer, who)
     return answers
+
+
+def check_turn_scores(read: Callable[[], list[dict[str, float]]], replies: int) -> tuple[list[dict[str, float]], str]:
+    """Return the scores of every reply, or why there are none."""
+    checked: list[dict[str, float]] = []
+    try:
+        given = read()
+    except Exception as error:  # the border to the user's environment, whatever it raises
+        return [], last_line(error)
+    if given and len(given) != replies:
+        return [], f"Env.turn_scores() must be empty or have one dict per reply, it has {len(given)} for {replies}"
+    for scores in given:
+        parts, wrong = call_user_code(lambda scores=scores: scores, "Env.turn_scores()")
+        if wrong:
+            return [], wrong
+        checked.append(parts)
+    return checked, ""
 
 
 def _check_message(answer: Any, who: str) -> None:

@@ -16,7 +16,7 @@ from core.messages import Message, ToolSpec
 from core.types import Prompt, Sample
 from data_feeds.tool_parsing import ParsedReply, PlainParser, ReplyParser
 from rewards.worker import call_user_code, last_line
-from rollouts.answers import check_answers
+from rollouts.answers import check_answers, check_turn_scores
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
 from rollouts.stops import Stops
@@ -48,8 +48,20 @@ class EpisodeRules:
     """Entered while the policy waits for the environment."""
 
 
-Played = tuple[Sample, list[Message]]
-"""A player's sample, and its messages after the prompt."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """One player's part of an episode, without its reward."""
+
+    sample: Sample
+    messages: list[Message]
+    """Messages after the prompt."""
+    turn_scores: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    """Parts of the environment's scores that each reply earned; empty where it does not say."""
+
+    def fail(self, failure: str) -> Played:
+        """Return the same without scores."""
+        sample = replace(self.sample, failure=self.sample.failure or failure, reward_parts={})
+        return Played(sample=sample, messages=self.messages)
 
 
 async def run_episode(
@@ -73,9 +85,7 @@ async def run_episode(
         played = episode.finish(failure)
     finally:
         failure = await episode.close()
-    if failure:
-        return [(replace(sample, failure=sample.failure or failure, reward_parts={}), said) for sample, said in played]
-    return played
+    return [one.fail(failure) for one in played] if failure else played
 
 
 @dataclass
@@ -183,9 +193,10 @@ class _Episode:
         played: list[Played] = []
         for player, script in sorted(self.seats.items()):
             parts, unscored = call_user_code(partial(env.scores_of, player), "Env.scores()")
-            wrong = failure or broken or unscored
+            of_turns, uneven = check_turn_scores(partial(env.turn_scores, player), len(script.turns))
+            wrong = failure or broken or unscored or uneven
             sample = script.make_sample(self.tokenizer, {} if wrong else parts, {} if played else counts, wrong)
-            played.append((sample, script.said))
+            played.append(Played(sample=sample, messages=script.said, turn_scores=of_turns))
         return played
 
     async def close(self) -> str:

@@ -81,6 +81,7 @@ class Transcript:
             reward_parts=parts,
             failure=failure,
             completion=tokenizer.decode(self.completion_ids),
+            turns=tuple(self.turns) if len(self.turns) > 1 else (),
             transcript=[] if self.is_one_text else self.said,
             counts=counts,
         )

@@ -11,15 +11,14 @@ from itertools import chain
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from core.clock import ActivityTimer, with_timeout
 from core.errors import UserError
-from core.messages import Message
 from core.phases import ENGINE_ACTIVITIES, Activity
 from core.types import Group, Prompt, Sample
 from data_feeds.tool_parsing import PlainParser, ReplyParser
 from rewards.pool import RewardPool
-from rewards.weights import weigh_parts
+from rewards.weights import weigh_parts, weigh_turns
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
-from rollouts.episode import EpisodeRules, make_seed, run_episode
+from rollouts.episode import EpisodeRules, Played, make_seed, run_episode
 from rollouts.stops import Stops
 from rollouts.transcript import Tokenizer
 
@@ -69,19 +68,24 @@ class RolloutWorker:
         with self.timer.measure(Activity.GENERATE):
             played = await run_episode(self.engine, self.make_env, prompt, self.tokenizer, rules)
         with self.timer.measure(Activity.REWARD):
-            return await asyncio.gather(*(self._reward_sample(sample, messages) for sample, messages in played))
+            return await asyncio.gather(*map(self._reward_sample, played))
 
-    async def _reward_sample(self, sample: Sample, messages: list[Message]) -> Sample:
+    async def _reward_sample(self, played: Played) -> Sample:
+        sample, prompt = played.sample, played.sample.prompt
         if sample.failure:
             return sample
-        prompt = sample.prompt
-        result = await self.rewards.compute_reward(prompt, messages)
+        result = await self.rewards.compute_reward(prompt, played.messages)
         if result.failure:
             return replace(sample, failure=result.failure)
         if twice := result.reward_parts.keys() & sample.reward_parts.keys():
             raise UserError(f"reward and environment both return a part {min(twice)!r}: rename one of them")
         parts = result.reward_parts | sample.reward_parts
-        return replace(sample, reward_parts=parts, reward=weigh_parts(self.reward, parts, prompt.source))
+        return replace(
+            sample,
+            reward_parts=parts,
+            reward=weigh_parts(self.reward, parts, prompt.source),
+            turn_rewards=weigh_turns(self.reward, played.turn_scores, prompt.source),
+        )
 
     @contextmanager
     def _waiting_for_environment(self) -> Generator[None]:

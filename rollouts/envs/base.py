@@ -46,6 +46,13 @@ class Env(ABC):
         """Return the scores of one player of a game of several."""
         return self.scores()
 
+    def turn_scores(self, player: int) -> list[dict[str, float]]:
+        """Return which part of the scores each reply of a player earned, one dict per reply; or nothing.
+
+        What they leave of the reward came with the last reply. Algorithms that give credit turn by turn read it.
+        """
+        return []
+
     def counts(self) -> dict[str, float]:
         """Return named numbers for the log, which no reward sees: `tool_calls` is logged as rollout/tool_calls_mean."""
         return {}

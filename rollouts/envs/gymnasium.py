@@ -34,7 +34,9 @@ class Gymnasium(Env):
     def __init__(self, prompt: Prompt):
         super().__init__(prompt)
         self.gym: Any = None
-        self.total, self.steps, self.invalid = 0.0, 0, 0
+        self.earned: list[float] = []
+        """What each reply earned."""
+        self.steps = self.invalid = 0
 
     async def open(self) -> list[Message]:
         """Make and reset the environment; show its first observation and its actions."""
@@ -49,16 +51,21 @@ class Gymnasium(Env):
             action = read_action(reply.message["content"], self.gym.action_space)
         except BadAction as error:
             self.invalid += 1
+            self.earned.append(0.0)
             return [_say(f"error: {error}")]
         seen, reward, terminated, truncated, _ = self.gym.step(action)
         self.steps += 1
-        self.total += float(reward)
+        self.earned.append(float(reward))
         if terminated or truncated:
             return None
         return [_say(f"observation: {write_value(seen, self.gym.observation_space)}\nreward: {reward:g}")]
 
     def scores(self) -> dict[str, float]:
-        return {"return": self.total, "steps": float(self.steps), "invalid_actions": float(self.invalid)}
+        return {"return": sum(self.earned), "steps": float(self.steps), "invalid_actions": float(self.invalid)}
+
+    def turn_scores(self, player: int) -> list[dict[str, float]]:
+        """Return the reward of every step."""
+        return [{"return": reward} for reward in self.earned]
 
     async def close(self) -> None:
         """Close the environment."""
