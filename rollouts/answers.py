@@ -25,12 +25,17 @@ def check_answers(answers: Any, who: str) -> list[Message] | None:
 
 
 def check_turn_scores(read: Callable[[], list[dict[str, float]]], replies: int) -> tuple[list[dict[str, float]], str]:
-    """Return the scores of every reply, or why there are none."""
+    """Return the scores of every reply, or why there are none.
+
+    The last reply of an episode may have been cut off by the token budget; the environment never saw it.
+    """
     checked: list[dict[str, float]] = []
     try:
         given = read()
     except Exception as error:  # the border to the user's environment, whatever it raises
         return [], last_line(error)
+    if given and len(given) == replies - 1:
+        given = [*given, {}]
     if given and len(given) != replies:
         return [], f"Env.turn_scores() must be empty or have one dict per reply, it has {len(given)} for {replies}"
     for scores in given:

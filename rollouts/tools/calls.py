@@ -19,7 +19,7 @@ from core.workers import gather_fail_fast
 from rollouts.tools.functions import Tool, find_mismatch
 
 ErrorKind = Literal["unreadable", "unknown", "arguments", "raised", "timeout"]
-"""What went wrong: the call could not be read, names no tool, has wrong arguments, or the tool raised or was too slow."""
+"""What went wrong: the call cannot be read, names no tool or has wrong arguments; the tool raised or took too long."""
 THROUGH = (RunStopped, UserError)
 """Errors of a tool that are not the policy's: they end the run."""
 
