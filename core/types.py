@@ -99,6 +99,11 @@ class Sample:
     """Reason why this sample has no reward: the last line of the traceback, or "timeout"; else ""."""
     completion: str | None = None
     """Text from the first sampled token on, decoded where it was sampled, for the sample files; None if nobody did."""
+    transcript: list[Message] = field(default_factory=list[Message])
+    """Messages after the prompt, for the sample files; empty for a single reply of plain text."""
+    counts: dict[str, float] = field(default_factory=dict[str, float])
+    """Numbers of the episode for the log, which no reward sees: turns, tool calls. Of an episode with several samples
+    the first has them."""
     advantage: Floats | None = None
     """[L] float32, advantage of each token, computed by the algorithm once per step."""
     columns: dict[Column, Floats] = field(default_factory=dict)

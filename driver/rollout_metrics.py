@@ -10,6 +10,7 @@ import numpy as np
 from core import metrics as names
 from core.errors import RunStopped
 from core.types import Group, Sample
+from driver.episode_metrics import measure_counts
 from evaluation.estimators import pass_at_k
 from evaluation.table import choose_ks
 from rollouts.buffer import FinishedGroup
@@ -73,6 +74,7 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = ()) -> dict[str
         names.ROLLOUT_TOKENS_MAX: float(max(lengths)),
         names.ROLLOUT_TRUNCATED: sum(s.stop == "length" for s in samples) / len(samples),
         names.ROLLOUT_ZERO_STD: zero_std / len(groups),
+        **measure_counts(samples),
     }
     if rewards:
         measured[names.REWARD_MEAN] = mean = sum(rewards) / len(rewards)
