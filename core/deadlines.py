@@ -115,7 +115,7 @@ TABLE = (
         after_it="its processes are killed and the episode has no reward",
     ),
     Deadline(
-        waits_for="the import of an agent's file (`rollout.agent.file`) in the process that its episodes are forked from",
+        waits_for="the import of an agent's file (`rollout.agent.file`), in the process from which episodes fork",
         length=_seconds(AGENT_START_TIMEOUT_S),
         after_it="the run stops",
     ),

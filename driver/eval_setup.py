@@ -31,7 +31,7 @@ from modeling.hf_config import check_model_folder, meta_model
 from modeling.merge import ADAPTER_CONFIG, check_adapter, merge_adapter
 from modeling.pretrained import runs_own_code
 from rollouts.generation import GroupRequests
-from rollouts.registry import load_engine_class, load_env_class
+from rollouts.registry import load_engine_class
 from rollouts.stops import check_stops
 
 SETTINGS = "evaluation.json"
@@ -80,8 +80,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     check_room(cfg)
     model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts)
     plan = plan_engines(cfg, model)
-    plan.reward_functions.load()
-    load_env_class(plan.env_spec)
+    plan.check_code()
     tokenizer = make_tokenizer(model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_stops(tokenizer, cfg.rollout.stop, cfg.rollout.stop_token_ids, tokenizer.vocabulary)
@@ -89,8 +88,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     if trusts and runs_own_code(meta := meta_model(cfg.model.path, trust_remote_code=True)):
         load_engine_class(plan.engine_spec).check_own_code(meta, path=cfg.model.path)
     sets = load_sets(cfg, tokenizer)
-    code = {**plan.reward_functions.files, "rollout.env": plan.env_spec, "rollout.engine": plan.engine_spec}
-    settings = collect_eval_settings(cfg, code)
+    settings = collect_eval_settings(cfg, plan.files)
     resumed = None if cfg.resume is None else find_samples(cfg.resume, read_settings(cfg.resume), settings, sets)
     return PreparedEval(cfg=cfg, tokenizer=tokenizer, sets=sets, plan=plan, settings=settings, resumed=resumed)
 

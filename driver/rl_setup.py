@@ -46,7 +46,6 @@ from modeling.lora import check_lora_targets
 from rollouts.availability import EngineAvailability
 from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
 from rollouts.generation import Generation
-from rollouts.registry import load_env_class
 from rollouts.stops import check_stops
 from rollouts.worker import RolloutWorker
 from trackers import check_trackers
@@ -93,8 +92,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_room(cfg)
     shadows = load_shadows(cfg, alg)
     rollouts = plan_rollouts(cfg)
-    rollouts.reward_functions.load()
-    load_env_class(rollouts.env_spec)
+    rollouts.check_code()
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_policy(cfg.model, tokenizer)
@@ -105,11 +103,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed)
-    code = {
-        **rollouts.reward_functions.files,
-        **{"rollout.env": rollouts.env_spec, "rollout.engine": rollouts.engine_spec},
-    }
-    settings = collect_settings(loaded, code)
+    settings = collect_settings(loaded, rollouts.files)
     return Prepared(
         loaded=loaded,
         alg=alg,

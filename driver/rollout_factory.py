@@ -19,9 +19,11 @@ from modeling.lora import name_lora_targets
 from rewards.pool import RewardPool
 from rewards.several import RewardPlan
 from rewards.weights import plan_rewards
+from rollouts.agents.processes import AgentProcesses, check_agent
+from rollouts.agents.task import AgentPlan
 from rollouts.availability import ENGINE_GROUP
 from rollouts.engines.base import Capabilities, EngineConfig
-from rollouts.registry import load_engine_class, load_env_class, resolve_engine, resolve_env
+from rollouts.registry import load_engine_class, load_env_class, resolve_agent, resolve_engine, resolve_env
 from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
 from weight_sync.base import TransportName
@@ -37,6 +39,7 @@ class RolloutPlan:
     reward: RewardConfig
     reward_functions: RewardPlan
     env_spec: FileSpec
+    agent: AgentPlan | None
     engine_spec: FileSpec
     engine: EngineConfig
     """Engine settings without stop tokens and cores, which the worker's process adds."""
@@ -45,6 +48,20 @@ class RolloutPlan:
     max_prompt_tokens: int
     """Largest number of tokens before a policy's first reply: data.max_prompt_tokens."""
     seed: int
+
+    @property
+    def files(self) -> dict[str, FileSpec]:
+        """Return every file of code by the key that names it."""
+        agent = {} if self.agent is None or self.agent.file is None else {"rollout.agent.file": self.agent.file}
+        own = {"rollout.env": self.env_spec, "rollout.engine": self.engine_spec}
+        return {**self.reward_functions.files, **own, **agent}
+
+    def check_code(self) -> None:
+        """Raise UserError where a reward, the environment or the agent cannot be imported."""
+        self.reward_functions.load()
+        load_env_class(self.env_spec)
+        if self.agent is not None:
+            check_agent(self.agent)
 
 
 def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
@@ -89,6 +106,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         reward=cfg.reward,
         reward_functions=plan_rewards(cfg.reward),
         env_spec=resolve_env(cfg.rollout.env),
+        agent=None if cfg.rollout.agent is None else resolve_agent(cfg.rollout.agent),
         engine_spec=engine_spec,
         engine=engine,
         transports=(),
@@ -122,6 +140,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         stops=stops,
         parser=make_parser(None, tokenizer),
         max_prompt_tokens=plan.max_prompt_tokens,
+        agents=None if plan.agent is None else AgentProcesses(plan.agent),
     )
 
 

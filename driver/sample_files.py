@@ -85,7 +85,10 @@ def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
 
 def list_turns(sample: Sample) -> list[dict[str, Any]]:
     """Return the messages after the prompt; those of the policy with their tokens, and with what each reply earned."""
-    spans, rewards = iter(sample.spans), iter(sample.turn_rewards)
+    replies = sum(message["role"] == "assistant" for message in sample.transcript)
+    before = max(0, replies - len(sample.spans))  # context: of an earlier branch, or told by a harness
+    spans = iter([None] * before + [*sample.spans])
+    rewards = iter([None] * before + [*sample.turn_rewards])
     turns: list[dict[str, Any]] = []
     for message in sample.transcript:
         turn: dict[str, Any] = {**message}

@@ -111,7 +111,7 @@ class Gateway:
         """Return the episode that a request belongs to. Raises Refused without its key."""
         session = self.sessions.get(http.match_info["session"])
         if session is None:
-            raise Refused("there is no such episode, or it has ended: every episode has a base URL of its own", status=404)
+            raise Refused("there is no such episode, or it has ended: each one has a base URL of its own", status=404)
         given = http.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(given.encode(), session.key.encode()):
             raise Refused(

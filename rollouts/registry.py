@@ -1,12 +1,15 @@
-"""Find engines and environments by name or by path."""
+"""Find engines, environments and agents by name or by path."""
 
 from __future__ import annotations
 
+import shutil
 from types import ModuleType
 from typing import Any
 
-from core.errors import UserError
+from configs.rollout_schema import AgentConfig
+from core.errors import UserError, quote
 from core.loading import FileSpec, classes_below, load_class, resolve
+from rollouts.agents.task import AgentPlan
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
 
@@ -39,6 +42,17 @@ def load_env_class(spec: FileSpec) -> type[Env]:
 
 def _list_hints(step: Any) -> list[Any]:
     return [hint for name, hint in getattr(step, "__annotations__", {}).items() if name != "return"]
+
+
+def resolve_agent(agent: AgentConfig) -> AgentPlan:
+    """Return the code that `rollout.agent` names. Raises UserError for a file or a program that is not there."""
+    if agent.file is not None:
+        return AgentPlan(file=resolve(agent.file, "rollouts.agents", offers=lambda _: False, key="rollout.agent.file"))
+    if shutil.which(agent.command[0]) is None:
+        raise UserError(
+            f"rollout.agent.command: there is no program {quote(agent.command[0])}: give its path, or install it"
+        )
+    return AgentPlan(command=tuple(agent.command))
 
 
 def _has_engine(module: ModuleType) -> bool:

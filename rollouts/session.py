@@ -8,7 +8,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,9 +19,9 @@ from core.types import Prompt, Stop
 from data_feeds.continuation import TemplateRefuses
 from data_feeds.tool_parsing import PlainParser, ReplyParser
 from rollouts.engines.base import Completion, Engine
-from rollouts.episode import Tokenizer, check_completion
 from rollouts.stops import Stops, StopStrings
 from rollouts.trace import CannotContinue, Node, Planned, Trace, write_tools
+from rollouts.transcript import Tokenizer, check_completion
 from rollouts.wire import Answer, Ask, Refused
 
 AT_ONCE = 64
@@ -64,6 +64,8 @@ class Counts:
     must_call: int = 0
     """Requests with a tool_choice that demands a call."""
     retried: int = 0
+    sampled: int = 0
+    """Tokens that the engine has returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +223,7 @@ class Session:
             done = await sampler.engine.generate(planned.context, max_new_tokens=max_new_tokens, seed=seed)
         check_completion(done, max_new_tokens=max_new_tokens)
         sampler.stops.check_completion(done.token_ids, done.stop)
+        self.counts.sampled += len(done.token_ids)
         return done
 
     def _choose_seed(self, planned: Planned) -> int | str:
@@ -259,10 +262,8 @@ def cut_at_stop(done: Completion, strings: tuple[str, ...], sampler: Sampler) ->
     """
     if not strings:
         return done
-    stops = StopStrings(strings, sampler.tokenizer.decode, sampler.tokenizer.written_ids)
+    stops = StopStrings(strings, sampler.tokenizer.decode, sampler.stops.tokenizer.written_ids)
     end = stops.find_end(done.token_ids)
     if end is None:
         return done
-    return replace(
-        done, token_ids=done.token_ids[:end], logp=done.logp[:end], versions=done.versions[:end], stop="eos"
-    )
+    return replace(done, token_ids=done.token_ids[:end], logp=done.logp[:end], versions=done.versions[:end], stop="eos")

@@ -29,9 +29,7 @@ class Renderer(Protocol):
     """What of a tokenizer a trace needs; see data_feeds/tokenizer.py."""
 
     def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
-    def render_turns(
-        self, reply: Message, answers: Sequence[Message], tools: Sequence[ToolSpec] = ()
-    ) -> list[int]: ...
+    def render_turns(self, reply: Message, answers: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
 
 
 class CannotContinue(Exception):
@@ -125,7 +123,7 @@ class Trace:
         self.n_repeated = 0
         """Assistant's messages in requests that stand there as the tokens that were sampled."""
         self.n_rewritten = 0
-        """Assistant's messages in requests that were rendered from text: rewritten, inserted or moved by the harness."""
+        """Assistant's messages in requests that were rendered from text: the harness rewrote, inserted or moved them."""
         self.n_not_appended = 0
         """Requests that began a branch only because the chat template writes earlier turns differently."""
 

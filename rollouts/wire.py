@@ -196,9 +196,7 @@ def _read_call(given: Any, where: str) -> ToolCall:
 def _read_tool(given: Any, where: str) -> ToolSpec:
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(
-            f"{where} must be {{type: function, function: {{name, description, parameters}}}}", param="tools"
-        )
+        raise Refused(f"{where} must be {{type: function, function: {{name, description, parameters}}}}", param="tools")
     return given
 
 

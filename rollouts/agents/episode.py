@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from core.errors import RunStopped, UserError
 from core.messages import Message
 from core.types import Prompt, Sample, make_sample
 from rollouts.agents.processes import AgentProcesses, AgentResult
 from rollouts.agents.task import Task
-from rollouts.episode import Tokenizer
+from rollouts.episode import Played
 from rollouts.gateway import Gateway
 from rollouts.session import Sampler, Session
 from rollouts.trace import Branch, Trace, write_key
+from rollouts.transcript import Tokenizer
 from rollouts.wire import MODEL
 
 SHARE_OF_TIMEOUT = 0.9
 """Part of `rollout.timeout_s`, the deadline of a whole group, that an agent has; the rest is for the rewards."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """What came of an agent's episode."""
-
-    samples: list[Sample]
-    """One per branch, at least one."""
-    messages: list[Message]
-    """The conversation of the last reply, after the prompt."""
-    counts: dict[str, float]
-    """Numbers for the log."""
 
 
 class AgentRunner:
@@ -41,36 +29,31 @@ class AgentRunner:
         self.processes, self.sampler, self.timeout_s = processes, sampler, timeout_s
         self.gateway = Gateway()
 
-    async def play(self, prompt: Prompt, *, episode: int, seed_of_turn: Callable[[int | str], int]) -> Played:
-        """Run one episode. A harness that fails makes failed samples, of whatever it has asked."""
+    async def play(self, prompt: Prompt, *, episode: int, seed_of_turn: Callable[[int | str], int]) -> list[Played]:
+        """Run one episode; return one sample per branch, all with the messages that the reward sees.
+
+        A harness that fails makes failed samples, of whatever it has asked. Raises the engine's errors.
+        """
         session = Session(self.sampler, prompt, seed_of_turn)
         async with self.gateway.serving(session) as base_url:
-            result = await self._run_agent(session, make_task(prompt, session, base_url, seed=seed_of_turn("agent")))
-        trace, counts = session.trace, session.counts
-        branches = trace.list_branches()
+            task = make_task(prompt, session, base_url, seed=seed_of_turn("agent"))
+            result = await self._run_agent(session, task)
+        branches = session.trace.list_branches()
         failure = result.failure
-        if not failure and not branches:
-            failure = "the agent ended without a reply of the policy"
         if not branches:
-            ids = self.sampler.tokenizer.render(prompt.messages, prompt.tools)
-            branches = [_make_empty_branch(ids)]
+            failure = failure or "the agent ended without a reply of the policy"
+            branches = [_make_empty_branch(self.sampler.tokenizer.render(prompt.messages, prompt.tools))]
+        tokenizer, trace = self.sampler.tokenizer, session.trace
         samples = [
-            make_sample_of(branch, prompt, self.sampler.tokenizer, episode, result.parts, failure)
+            make_sample_of(branch, trace, prompt, tokenizer, {} if failure else result.parts, failure)
             for branch in branches
         ]
-        measured = {
-            "requests_repeated": trace.n_repeated,
-            "requests_rewritten": trace.n_rewritten,
-            "not_appended": trace.n_not_appended,
-            "refused": counts.refused,
-            "retried": counts.retried,
-            "must_call": counts.must_call,
-        }
-        return Played(
-            samples=samples,
-            messages=find_conversation(trace, branches, prompt),
-            counts={name: float(n) for name, n in measured.items()},
-        )
+        counts = count_requests(session, samples)
+        messages = cut_prompt(max(branches, key=lambda branch: branch.last).messages, trace)
+        return [
+            Played(sample=replace(sample, episode=episode, counts={} if i else counts), messages=messages)
+            for i, sample in enumerate(samples)
+        ]
 
     async def close(self) -> None:
         """End the agents and the endpoint."""
@@ -107,7 +90,7 @@ def make_task(prompt: Prompt, session: Session, base_url: str, *, seed: int) -> 
 
 
 def make_sample_of(
-    branch: Branch, prompt: Prompt, tokenizer: Tokenizer, episode: int, parts: dict[str, float], failure: str
+    branch: Branch, trace: Trace, prompt: Prompt, tokenizer: Tokenizer, parts: dict[str, float], failure: str
 ) -> Sample:
     """Return the sample of one branch of an episode."""
     begin = branch.action_mask.index(True) if branch.turns else len(branch.ids)
@@ -121,18 +104,35 @@ def make_sample_of(
         reward_parts=parts,
         failure=failure,
         completion=tokenizer.decode(branch.ids[begin:]),
-        episode=episode,
+        transcript=cut_prompt(branch.messages, trace),
         turns=branch.turns,
         turn_numbers=branch.turn_numbers,
     )
 
 
-def find_conversation(trace: Trace, branches: Sequence[Branch], prompt: Prompt) -> list[Message]:
-    """Return the messages of the branch with the last reply, after those of the prompt if it begins with them."""
-    last = max(branches, key=lambda branch: branch.last)
-    n = len(prompt.messages)
-    begins = [write_key(message) for message in last.messages[:n]] == trace.prompt
-    return last.messages[n:] if begins else last.messages
+def cut_prompt(messages: list[Message], trace: Trace) -> list[Message]:
+    """Return a conversation without the messages of the prompt, if it begins with them."""
+    n = len(trace.prompt)
+    begins = [write_key(message) for message in messages[:n]] == trace.prompt
+    return messages[n:] if begins else messages
+
+
+def count_requests(session: Session, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return numbers of an episode for the log; driver/episode_metrics.py makes metrics of them."""
+    trace, counts = session.trace, session.counts
+    found = {
+        "turns": trace.n_replies,
+        "branches": len(samples),
+        "assistant/repeated": trace.n_repeated,
+        "assistant/rewritten": trace.n_rewritten,
+        "tokens/sampled": counts.sampled,
+        "tokens/kept": sum(sample.n_sampled for sample in samples),
+        "requests_refused": counts.refused,
+        "requests_retried": counts.retried,
+        "requests_demanding_a_call": counts.must_call,
+        "requests_not_appended": trace.n_not_appended,
+    }
+    return {name: float(n) for name, n in found.items()}
 
 
 def _make_empty_branch(ids: list[int]) -> Branch:
@@ -148,18 +148,3 @@ def _make_empty_branch(ids: list[int]) -> Branch:
         messages=[],
         last=-1,
     )
-
-
-def check_task(prompt: Prompt) -> None:
-    """Raise UserError for a row that cannot be sent to another process."""
-    import json
-
-    try:
-        json.dumps(prompt.extra)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"row {prompt.id}: its columns cannot be given to an agent as JSON ({error}): leave the column out"
-        ) from error
-
-
-__all__ = ["AgentRunner", "Played", "RunStopped", "check_task", "find_conversation", "make_sample_of", "make_task"]

@@ -1,7 +1,7 @@
 """Processes of a worker's agents, one per episode, seen from the worker: started, waited for, and killed.
 
-A harness that raises, hangs, dies or returns nonsense fails its own episode, with one sentence. rollouts/agents/launcher.py
-is the process between, which starts them and ends whatever they leave behind.
+A harness that raises, hangs, dies or returns nonsense fails its own episode, with one sentence. The process between,
+rollouts/agents/launcher.py, starts them and ends whatever they leave behind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from core.deadlines import AGENT_END_TIMEOUT_S, AGENT_START_TIMEOUT_S
 from core.errors import RunStopped, UserError, shorten
@@ -90,6 +89,23 @@ class AgentProcesses:
         found = self._read_result(result, errors, status)
         return AgentResult(parts=found.parts, failure=shorten(found.failure.replace(task.api_key, HIDDEN)))
 
+    def wait_for_import(self) -> bytes:
+        """Return what the launcher says when it has imported the agent, in a program without an event loop."""
+        self._socket.settimeout(AGENT_START_TIMEOUT_S)
+        try:
+            return self._socket.recv(LARGEST_MESSAGE)
+        except TimeoutError as error:
+            raise UserError(f"rollout.agent.file: {self.plan.name} takes too long to import") from error
+        except ConnectionError:
+            return b""
+
+    def kill(self) -> None:
+        """End the launcher at once, which has no agents."""
+        self._socket.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._launcher.pid, signal.SIGKILL)
+        self._launcher.wait()
+
     async def close(self) -> None:
         """End all agents and the launcher."""
         if self._loop is asyncio.get_running_loop():
@@ -117,13 +133,10 @@ class AgentProcesses:
             async with asyncio.timeout(AGENT_START_TIMEOUT_S):
                 given = await loop.sock_recv(self._socket, LARGEST_MESSAGE)
         except TimeoutError as error:
-            raise UserError(f"rollout.agent: {self.plan.name} takes too long to import") from error
+            raise UserError(f"rollout.agent.file: {self.plan.name} takes too long to import") from error
         except ConnectionError:
             given = b""
-        if not given:
-            raise UserError(f"rollout.agent: {self.plan.name} ended the process that imported it")
-        if refusal := json.loads(given).get("refusal"):
-            raise UserError(refusal)
+        check_ready(given, self.plan)
         self._ready = True
 
     async def _start(self, number: int, task: Task, result: _Reader, errors: _Reader) -> None:
@@ -131,7 +144,7 @@ class AgentProcesses:
         given = os.memfd_create("task")
         try:
             with open(given, "w", encoding="utf-8", closefd=False) as file:
-                json.dump(task.as_json(), file)
+                file.write(write_task(task))
             os.lseek(given, 0, os.SEEK_SET)
             message = json.dumps({"id": number, "environment": name_endpoint(task)}).encode()
             await self._send(message, [given, result.far_end, errors.far_end])
@@ -194,6 +207,35 @@ class AgentProcesses:
             found = json.loads(line)
             return AgentResult(parts=found["parts"], failure=found["failure"])
         return read_rewards(line)
+
+
+def check_agent(plan: AgentPlan) -> None:
+    """Raise UserError where the agent's file cannot be used: it is imported in a process of its own."""
+    if plan.file is None:
+        return
+    processes = AgentProcesses(plan)
+    try:
+        check_ready(processes.wait_for_import(), plan)
+    finally:
+        processes.kill()
+
+
+def check_ready(given: bytes, plan: AgentPlan) -> None:
+    """Raise UserError unless the launcher says that it could import the agent."""
+    if not given:
+        raise UserError(f"rollout.agent.file: {plan.name} ended the process that imported it")
+    if refusal := json.loads(given).get("refusal"):
+        raise UserError(refusal)
+
+
+def write_task(task: Task) -> str:
+    """Return a task as JSON. Raises UserError for a row that cannot be written so."""
+    try:
+        return json.dumps(task.as_json())
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"row {task.id}: a column cannot be given to an agent as JSON ({error}): leave the column out of the data"
+        ) from error
 
 
 def read_rewards(line: str) -> AgentResult:

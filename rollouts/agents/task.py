@@ -33,6 +33,8 @@ class Task:
     """Other columns of the row."""
     max_turns: int = 1
     """Largest number of replies."""
+    seed: int = 0
+    """Seed for what the agent draws itself; the same in a run that is repeated."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the task as a command reads it."""
