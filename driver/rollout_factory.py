@@ -13,7 +13,7 @@ from core.loading import FileSpec
 from core.ray_cluster import Cluster
 from core.workers import Local, RankInfo, Workers
 from data_feeds.template_args import make_tokenizer
-from data_feeds.tool_parsing import make_parser
+from data_feeds.tool_parsing import locate_parser, make_parser
 from driver.devices import count_gpus, list_cores, share_machine, uses_gpus
 from modeling.lora import name_lora_targets
 from rewards.pool import RewardPool
@@ -50,11 +50,15 @@ class RolloutPlan:
     seed: int
 
     @property
-    def files(self) -> dict[str, FileSpec]:
-        """Return every file of code by the key that names it."""
-        agent = {} if self.agent is None or self.agent.file is None else {"rollout.agent.file": self.agent.file}
-        own = {"rollout.env": self.env_spec, "rollout.engine": self.engine_spec}
-        return {**self.reward_functions.files, **own, **agent}
+    def files(self) -> dict[str, FileSpec | None]:
+        """Return every file that episodes depend on by the key that names it."""
+        return {
+            **self.reward_functions.files,
+            "rollout.env": self.env_spec,
+            "rollout.agent.file": None if self.agent is None else self.agent.file,
+            "rollout.engine": self.engine_spec,
+            "rollout.tool_parser": locate_parser(self.rollout.tool_parser),
+        }
 
     def check_code(self) -> None:
         """Raise UserError where a reward, the environment or the agent cannot be imported."""
@@ -138,7 +142,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         rollout=plan.rollout,
         seed=plan.seed,
         stops=stops,
-        parser=make_parser(None, tokenizer),
+        parser=make_parser(plan.rollout.tool_parser, tokenizer),
         max_prompt_tokens=plan.max_prompt_tokens,
         agents=None if plan.agent is None else AgentProcesses(plan.agent),
     )

@@ -160,6 +160,12 @@ class Session:
 
     async def _reply(self, ask: Ask) -> tuple[Answer, Node]:
         self.counts.must_call += ask.must_call
+        if ask.tools and isinstance(self.sampler.parser, PlainParser):
+            raise Refused(
+                "rollout.tool_parser is unset and the tokenizer has no response template, so nothing would read the "
+                "calls of tools: set that key in the recipe, or leave tools out",
+                param="tools",
+            )
         try:
             planned = self.trace.plan_reply(ask.messages, ask.tools)
         except CannotContinue as error:

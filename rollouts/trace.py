@@ -123,7 +123,7 @@ class Trace:
         self.n_repeated = 0
         """Assistant's messages in requests that stand there as the tokens that were sampled."""
         self.n_rewritten = 0
-        """Assistant's messages in requests that were rendered from text: the harness rewrote, inserted or moved them."""
+        """Assistant's messages in requests that were rendered from text: rewritten, inserted or moved by harness."""
         self.n_not_appended = 0
         """Requests that began a branch only because the chat template writes earlier turns differently."""
 

@@ -44,7 +44,7 @@ class RolloutWorker:
         max_prompt_tokens: int | None = None,
         agents: AgentProcesses | None = None,
     ):
-        """agents: processes of `rollout.agent`, in place of an environment; it needs `stops` and `max_prompt_tokens`."""
+        """agents: processes of `rollout.agent`, not an environment; it needs `stops` and `max_prompt_tokens`."""
         self.engine, self.tokenizer, self.make_env, self.rewards = engine, tokenizer, make_env, rewards
         self.reward, self.rollout, self.seed, self.stops = reward, rollout, seed, stops
         self.parser, self.max_prompt_tokens = parser or PlainParser(), max_prompt_tokens
