@@ -20,7 +20,7 @@ from data_feeds.continuation import TemplateRefuses
 from data_feeds.tool_parsing import PlainParser, ReplyParser
 from rollouts.engines.base import Completion, Engine
 from rollouts.stops import Stops, StopStrings
-from rollouts.trace import CannotContinue, Node, Planned, Trace, write_tools
+from rollouts.trace import CannotContinue, Node, Planned, Trace
 from rollouts.transcript import Tokenizer, check_completion
 from rollouts.wire import Answer, Ask, Refused
 
@@ -97,7 +97,6 @@ class Session:
         self._calls: dict[str, _Call] = {}
         self._running: set[asyncio.Task[tuple[Answer, Node]]] = set()
         self._contexts: Counter[str] = Counter()
-        self._prompt_tools = write_tools(prompt.tools)
 
     @asynccontextmanager
     async def answering(self, request: Request) -> AsyncIterator[Answer]:
@@ -241,7 +240,7 @@ class Session:
         context = np.array(planned.context, dtype=np.int64).tobytes()
         digest = hashlib.blake2b(context, digest_size=8).hexdigest()
         before, self._contexts[digest] = self._contexts[digest], self._contexts[digest] + 1
-        is_main = self.trace.starts_with_prompt(planned) and planned.tools == self._prompt_tools
+        is_main = self.trace.starts_with_prompt(planned) and planned.tools == self.prompt.tools
         return planned.depth if is_main and not before else f"{planned.depth}/{digest}/{before}"
 
     def _parse(self, done: Completion, ask: Ask) -> Message:

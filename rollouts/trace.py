@@ -14,7 +14,6 @@ did not repeat literally is context too: it is rendered as it stands in the requ
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -41,11 +40,9 @@ class Node:
     """One reply of the policy, with the messages and tokens that came before it since its parent's reply."""
 
     parent: Node | None
-    tools: str
-    """Tools of the branch, as text to compare."""
+    tools: list[ToolSpec]
+    """Tools of the branch."""
     told: list[Message]
-    keys: list[str]
-    """The messages in `told`, as texts to compare."""
     given: list[int]
     reply: Message
     done: Completion
@@ -76,9 +73,8 @@ class Planned:
 
     parent: Node | None
     """Reply that it continues; None where a branch begins."""
-    tools: str
+    tools: list[ToolSpec]
     told: list[Message]
-    keys: list[str]
     given: list[int]
     """Tokens since the parent's reply."""
     context: list[int]
@@ -114,8 +110,7 @@ class Trace:
         prompt: messages of the data set, whose assistant's turns nobody has rewritten.
         """
         self.tokenizer, self.close_turn = tokenizer, close_turn
-        self.prompt = [write_key(message) for message in prompt]
-        self.prompt_replies = sum(message["role"] == "assistant" for message in prompt)
+        self.prompt = list(prompt)
         self.roots: list[Node] = []
         self.writes_tools = False
         """Whether the chat template was seen to write tools."""
@@ -137,19 +132,17 @@ class Trace:
                 "the last message must be the user's, the system's or a tool's: a reply of the assistant's is not "
                 "continued"
             )
-        keys, tools_key = [write_key(m) for m in messages], write_tools(tools)
-        parent = self._find_parent(messages, keys, tools_key)
-        planned = None if parent is None else self._append(parent, messages, keys, tools)
+        parent = self._find_parent(messages, tools)
+        planned = None if parent is None else self._append(parent, messages)
         if planned is None:
             given = self._render(messages, tools)
             planned = Planned(
                 parent=None,
-                tools=tools_key,
+                tools=tools,
                 told=messages,
-                keys=keys,
                 given=given,
                 context=given,
-                depth=self._count_replies(messages, keys),
+                depth=self._count_replies(messages),
             )
         return planned
 
@@ -159,7 +152,6 @@ class Trace:
             parent=planned.parent,
             tools=planned.tools,
             told=planned.told,
-            keys=planned.keys,
             given=planned.given,
             reply=reply,
             done=done,
@@ -174,8 +166,11 @@ class Trace:
 
     def starts_with_prompt(self, planned: Planned) -> bool:
         """Tell whether a request's conversation begins with the messages of the prompt."""
-        root = planned.keys if planned.parent is None else planned.parent.list_path()[0].keys
-        return root[: len(self.prompt)] == self.prompt
+        return self.holds_prompt(planned.told if planned.parent is None else planned.parent.list_path()[0].told)
+
+    def holds_prompt(self, messages: list[Message]) -> bool:
+        """Tell whether a conversation begins with the messages of the prompt."""
+        return messages[: len(self.prompt)] == self.prompt
 
     def list_branches(self) -> list[Branch]:
         """Return every path from a root to a leaf; a reply of several is sampled in the first that holds it."""
@@ -193,27 +188,27 @@ class Trace:
                 )
         return given
 
-    def _find_parent(self, messages: list[Message], keys: list[str], tools: str) -> Node | None:
+    def _find_parent(self, messages: list[Message], tools: list[ToolSpec]) -> Node | None:
         """Return the deepest reply whose conversation the messages repeat; the latest where there are several."""
         best: tuple[int, int] = (0, -1)
         found: Node | None = None
         waiting = [(node, 0) for node in self.roots if node.tools == tools]
         while waiting:
             node, start = waiting.pop()
-            at = start + len(node.keys)
-            if keys[start:at] != node.keys or at >= len(messages) or not is_repeated(node.reply, messages[at]):
+            at = start + len(node.told)
+            if messages[start:at] != node.told or at >= len(messages) or not is_repeated(node.reply, messages[at]):
                 continue
             if (at, node.number) > best:
                 best, found = (at, node.number), node
             waiting += [(child, at + 1) for child in node.children]
         return found
 
-    def _append(self, parent: Node, messages: list[Message], keys: list[str], tools: list[ToolSpec]) -> Planned | None:
+    def _append(self, parent: Node, messages: list[Message]) -> Planned | None:
         """Return a request that continues `parent`; None where the template does not only append."""
         path = parent.list_path()
-        at = sum(len(node.keys) + 1 for node in path)
+        at = sum(len(node.told) + 1 for node in path)
         try:
-            answers = self.tokenizer.render_turns(parent.reply, messages[at:], tools)
+            answers = self.tokenizer.render_turns(parent.reply, messages[at:], parent.tools)
         except (TemplateRewrites, TemplateRefuses):  # what the template refuses in the whole, the full render says
             self.n_not_appended += 1
             return None
@@ -222,25 +217,14 @@ class Trace:
             parent=parent,
             tools=parent.tools,
             told=messages[at:],
-            keys=keys[at:],
             given=given,
             context=[i for node in path for i in (*node.given, *node.done.token_ids)] + given,
-            depth=self._count_replies(messages, keys),
+            depth=self._count_replies(messages),
         )
 
-    def _count_replies(self, messages: list[Message], keys: list[str]) -> int:
-        own = self.prompt_replies if keys[: len(self.prompt)] == self.prompt else 0
-        return sum(m["role"] == "assistant" for m in messages) - own
-
-
-def write_key(message: Message) -> str:
-    """Return a message as text, to compare it with others."""
-    return json.dumps(message, sort_keys=True)
-
-
-def write_tools(tools: Sequence[ToolSpec]) -> str:
-    """Return tools as text; their order is the template's."""
-    return json.dumps(list(tools), sort_keys=True)
+    def _count_replies(self, messages: list[Message]) -> int:
+        after = messages[len(self.prompt) :] if self.holds_prompt(messages) else messages
+        return sum(message["role"] == "assistant" for message in after)
 
 
 def is_repeated(reply: Message, message: Message) -> bool:

@@ -13,7 +13,7 @@ from rollouts.agents.task import Task
 from rollouts.episode import Played
 from rollouts.gateway import Gateway
 from rollouts.session import Sampler, Session
-from rollouts.trace import Branch, Trace, write_key
+from rollouts.trace import Branch, Trace
 from rollouts.transcript import Tokenizer
 from rollouts.wire import MODEL
 
@@ -112,9 +112,7 @@ def make_sample_of(
 
 def cut_prompt(messages: list[Message], trace: Trace) -> list[Message]:
     """Return a conversation without the messages of the prompt, if it begins with them."""
-    n = len(trace.prompt)
-    begins = [write_key(message) for message in messages[:n]] == trace.prompt
-    return messages[n:] if begins else messages
+    return messages[len(trace.prompt) :] if trace.holds_prompt(messages) else messages
 
 
 def count_requests(session: Session, samples: Sequence[Sample]) -> dict[str, float]:
