@@ -103,10 +103,12 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
     )
+    parser_file = locate_parser(cfg.rollout.tool_parser)  # another process may have another working folder
+    moved = {} if parser_file is None else {"tool_parser": parser_file.path}
     return RolloutPlan(
         model=model,
         data=cfg.data,
-        rollout=cfg.rollout,
+        rollout=cfg.rollout.model_copy(update=moved),
         reward=cfg.reward,
         reward_functions=plan_rewards(cfg.reward),
         env_spec=resolve_env(cfg.rollout.env),

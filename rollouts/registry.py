@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from types import ModuleType
 from typing import Any
@@ -47,12 +48,13 @@ def _list_hints(step: Any) -> list[Any]:
 def resolve_agent(agent: AgentConfig) -> AgentPlan:
     """Return the code that `rollout.agent` names. Raises UserError for a file or a program that is not there."""
     if agent.file is not None:
-        return AgentPlan(file=resolve(agent.file, "rollouts.agents", offers=lambda _: False, key="rollout.agent.file"))
+        spec = resolve(agent.file, "rollouts.agents", offers=lambda _: False, key="rollout.agent.file")
+        return AgentPlan(file=spec, folder=os.getcwd())
     if shutil.which(agent.command[0]) is None:
         raise UserError(
             f"rollout.agent.command: there is no program {quote(agent.command[0])}: give its path, or install it"
         )
-    return AgentPlan(command=tuple(agent.command))
+    return AgentPlan(command=tuple(agent.command), folder=os.getcwd())
 
 
 def _has_engine(module: ModuleType) -> bool:

@@ -55,6 +55,7 @@ class AgentProcesses:
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a harness prints must not disturb what the run prints
             env={**os.environ, "PYTHONPATH": path},
+            cwd=plan.folder if os.path.isdir(plan.folder) else None,  # another machine may not have it
             start_new_session=True,  # Ctrl-C is the run's to handle
         )
         far_end.close()

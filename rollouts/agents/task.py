@@ -47,6 +47,8 @@ class AgentPlan:
 
     file: FileSpec | None = None
     command: tuple[str, ...] = ()
+    folder: str = "."
+    """Working folder: that of the program which was started, since other processes may have another one."""
 
     @property
     def name(self) -> str:
