@@ -81,6 +81,17 @@ class ChatTokenizer:
         rest = text[text.rindex(STAND_IN) + len(STAND_IN) :]
         return [self.hf.eos_token_id] if rest.startswith(self.hf.eos_token) else []
 
+    @cached_property
+    def reply_header(self) -> str:
+        """Text that begins a reply in a conversation, before the policy's first token."""
+        asked: list[Message] = [{"role": "user", "content": "."}]
+        whole = self.render_text(asked, reply_next=True)
+        return whole.removeprefix(self.render_text(asked, reply_next=False))
+
+    def without_stop(self, ids: list[int]) -> list[int]:
+        """Return the tokens of a reply without the one that ended it."""
+        return ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids
+
     def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """Return the ids of a conversation, up to the point where the policy's reply begins."""
         return self.encode(self.render_text(messages, reply_next=True, tools=tools))
