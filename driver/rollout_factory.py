@@ -120,7 +120,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         rollout=plan.rollout,
         seed=plan.seed,
         stops=stops,
-        parser=make_parser(None, tokenizer),
+        parser=make_parser(plan.rollout.tool_parser, tokenizer),
         max_prompt_tokens=plan.max_prompt_tokens,
     )
 
