@@ -37,10 +37,9 @@ class Tool:
         if "additionalProperties" in schema:
             return ""
         known: Mapping[str, Any] = schema.get("properties", {})
-        strange = [name for name in call["arguments"] if name not in known]
-        return (
-            f"{self.name} has no argument {quote(strange[0])}; it has {', '.join(known) or 'none'}." if strange else ""
-        )
+        if strange := [name for name in call["arguments"] if name not in known]:
+            return f"{self.name} has no argument {quote(strange[0])}; it has {', '.join(known) or 'none'}."
+        return ""
 
 
 def tool(function: F) -> F:
