@@ -195,7 +195,7 @@ FITS_NOT = "Error: The arguments of"
 WRONG = {
     ("write", "{}"): (
         "unknown",
-        "Error: There is no function write; there are note, look, fail, leave, refuse, draw, ",
+        "Error: There is no function write; there are note, look, fail, leave, refuse, draw",
     ),
     ("note", "{}"): ("arguments", f"{FITS_NOT} note do not fit its schema: 'text' is a required property."),
     ("note", "{'text': 3}"): ("arguments", f"{FITS_NOT} note do not fit its schema: text: 3 is not of type 'string'."),
