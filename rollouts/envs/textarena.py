@@ -36,7 +36,8 @@ class TextArena(Env):
         name, players, seed = (self.prompt.extra.get(key) for key in ("game", "players", "game_seed"))
         if not isinstance(name, str):
             raise UserError(
-                f"rollout.env=textarena: the row {self.prompt.id} must name a game in its column game, found {name!r:.60}"
+                f"rollout.env=textarena: the row {self.prompt.id} must name a game in its column game, found "
+                f"{name!r:.60}"
             )
         with self._own_random():
             self.game = make_game(name, self.prompt.id)
