@@ -93,19 +93,19 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_room(cfg)
     shadows = load_shadows(cfg, alg)
     rollouts = plan_rollouts(cfg)
-    rollouts.check_code()
+    env_tools = rollouts.load_code()
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_policy(cfg.model, tokenizer)
     check_stops(tokenizer, cfg.rollout.stop, cfg.rollout.stop_token_ids, tokenizer.vocabulary)
     check_frozen_models(alg, tokenizer, cfg.model)
     check_own_code(cfg)
-    prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed)
+    prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools)
     held_out = None
     if cfg.data.eval is not None:
-        held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed)
+        held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed, env_tools=env_tools)
     has_tools = any(prompt.tools for feed in (prompts, held_out) if feed is not None for prompt in feed.all())
-    check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools)
+    check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
     settings = collect_settings(loaded, rollouts.files)
     return Prepared(
         loaded=loaded,

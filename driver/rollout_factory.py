@@ -10,6 +10,7 @@ from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.schema import RLConfig
 from configs.trainer_schema import ModelConfig
 from core.loading import FileSpec
+from core.messages import ToolSpec
 from core.ray_cluster import Cluster
 from core.workers import Local, RankInfo, Workers
 from data_feeds.template_args import make_tokenizer
@@ -23,7 +24,14 @@ from rollouts.agents.processes import AgentProcesses, check_agent
 from rollouts.agents.task import AgentPlan
 from rollouts.availability import ENGINE_GROUP
 from rollouts.engines.base import Capabilities, EngineConfig
-from rollouts.registry import load_engine_class, load_env_class, resolve_agent, resolve_engine, resolve_env
+from rollouts.registry import (
+    list_env_tools,
+    load_engine_class,
+    load_env_class,
+    resolve_agent,
+    resolve_engine,
+    resolve_env,
+)
 from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
 from weight_sync.base import TransportName
@@ -60,12 +68,15 @@ class RolloutPlan:
             "rollout.tool_parser": locate_parser(self.rollout.tool_parser),
         }
 
-    def check_code(self) -> None:
-        """Raise UserError where a reward, the environment or the agent cannot be imported."""
+    def load_code(self) -> list[ToolSpec]:
+        """Import rewards, environment and agent, and return the tools that the environment brings.
+
+        Raises UserError where one of them cannot be used.
+        """
         self.reward_functions.load()
-        load_env_class(self.env_spec)
         if self.agent is not None:
             check_agent(self.agent)
+        return list_env_tools(load_env_class(self.env_spec))
 
 
 def plan_rollouts(cfg: RLConfig) -> RolloutPlan:

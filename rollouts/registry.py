@@ -10,6 +10,9 @@ from typing import Any
 from configs.rollout_schema import AgentConfig
 from core.errors import UserError, quote
 from core.loading import FileSpec, classes_below, load_class, resolve
+from core.messages import ToolSpec
+from data_feeds.invalid_rows import InvalidRow
+from data_feeds.tool_specs import check_tools
 from rollouts.agents.task import AgentPlan
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
@@ -39,6 +42,18 @@ def load_env_class(spec: FileSpec) -> type[Env]:
             "read reply.message['content'], and return a list of messages"
         )
     return found
+
+
+def list_env_tools(cls: type[Env]) -> list[ToolSpec]:
+    """Return the tools that every episode of an environment has. Raises UserError for what is none."""
+    tools: Any = cls.tools
+    if not isinstance(tools, list | tuple):  # a property: they are known once an episode begins
+        return []
+    try:
+        check_tools(tools)
+    except InvalidRow as error:
+        raise UserError(f"rollout.env: {cls.__name__}.tools: {error}") from error
+    return [*tools]
 
 
 def _list_hints(step: Any) -> list[Any]:
