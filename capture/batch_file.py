@@ -62,6 +62,8 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
                 "reward_parts": s.reward_parts,
                 "failure": s.failure,
                 "completion": s.completion,
+                "transcript": s.transcript,
+                "counts": s.counts,
                 "episode": s.episode,
                 "turns": s.turns,
                 "turn_rewards": s.turn_rewards,

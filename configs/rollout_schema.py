@@ -141,6 +141,11 @@ class RolloutConfig(StrictModel):
     stop_token_ids."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([])
     """Tokens that end a reply, besides the model's own (its tokenizer's and its generation config's)."""
+    tool_parser: str | None = Field(None, min_length=1)
+    """Form in which the model writes tool calls and reasoning. hermes (also Qwen2.5, Qwen3, SmolLM3), llama3_json;
+    response_template: the tokenizer's own, of transformers; a .json file that holds such a template; vllm:NAME or
+    vllm:NAME+REASONING: parsers of vLLM, such as vllm:hermes+qwen3. Rewards and environments get the reply as this
+    parser reads it. Unset: replies to prompts with tools are read by the tokenizer's own template."""
     max_turns: int = Field(1, ge=1)
     """Largest number of replies of the policy in one episode."""
     timeout_s: Seconds = 900.0

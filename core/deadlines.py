@@ -33,6 +33,7 @@ REWARD_START_TIMEOUT_S = 120.0
 VLLM_IMPORT_TIMEOUT_S = 300.0
 REWARD_EXIT_GRACE_S = 5.0
 MATH_VERIFY_TIMEOUT_S = 2
+MCP_START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,16 @@ TABLE = (
         waits_for="math-verify: reading or comparing one answer (`reward.fn: math_verify`)",
         length=_seconds(MATH_VERIFY_TIMEOUT_S),
         after_it="the completion counts as wrong",
+    ),
+    Deadline(
+        waits_for="one call of a tool in an environment",
+        length="`tool_timeout_s` of the environment's class (30 s)",
+        after_it="the call is answered with a sentence that says so, and counted",
+    ),
+    Deadline(
+        waits_for="an MCP server that an environment uses, to start and to list its tools",
+        length=_seconds(MCP_START_TIMEOUT_S),
+        after_it="the sample fails",
     ),
     Deadline(
         waits_for="a reward process that loads its file, model included",

@@ -12,7 +12,8 @@ from typing import Literal
 
 from core.phases import ENGINE_ACTIVITIES, IDLE, REST, STEP, TRAINER_ACTIVITIES, Activity, Phase, time_metric
 
-Unit = Literal["", "fraction", "tokens", "samples", "groups", "rows", "steps", "seconds", "nats", "bytes", "tokens/s"]
+Amount = Literal["tokens", "samples", "groups", "rows", "steps", "turns", "calls", "seconds", "nats", "bytes"]
+Unit = Amount | Literal["", "fraction", "tokens/s"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ def _declare(name: str, unit: Unit, meaning: str, logged_by: str) -> str:
 
 
 RL, SL, ALL = "RL", "supervised", "all runs"
+_TOOLS = "RL with tools"
 
 STEP_NUMBER = _declare("step", "steps", "number of the step, from 0", ALL)
 TOKENS_PER_S = _declare("tokens_per_s", "tokens/s", "trained tokens per second of the whole step", ALL)
@@ -93,6 +95,26 @@ ROLLOUT_MIXED_VERSIONS = _declare(
     "samples during which new weights arrived; with max_staleness above 0",
     RL,
 )
+ROLLOUT_TURNS = _declare(
+    "rollout/turns_mean", "turns", "replies of the policy per episode, mean; with rollout.max_turns above 1", RL
+)
+ROLLOUT_TOOL_CALLS = _declare("rollout/tool_calls_mean", "calls", "tool calls per episode, mean", _TOOLS)
+ROLLOUT_TOOL_SECONDS = _declare(
+    "rollout/tool_seconds_mean", "seconds", "seconds per episode in which it waited for tools, mean", _TOOLS
+)
+ROLLOUT_TOOL_ERRORS = _declare(
+    "rollout/tool_errors", "fraction", "tool calls of the step that were answered with an error", _TOOLS
+)
+ROLLOUT_TOOL_ERROR = "rollout/tool_errors/{}"
+_declare(
+    "rollout/tool_errors/<kind>",
+    "fraction",
+    "tool calls of the step that could not be read, name no tool (unknown), have wrong arguments, or whose tool raised "
+    "or took too long (timeout)",
+    _TOOLS,
+)
+ROLLOUT_COUNT = "rollout/counts/{}"
+_declare("rollout/counts/<name>", "", "mean of a number that the environment counts (Env.counts)", RL)
 ROLLOUT_GROUP_RETRIES = _declare(
     "rollout/group_retries", "groups", "groups retried on another engine after a timeout (cumulative)", RL
 )

@@ -34,14 +34,13 @@ from core.arrays import (
     with_tensors,
     without_tensors,
 )
+from core.messages import ROLES as ROLES  # where users look for it
+from core.messages import Message as Message
+from core.messages import ToolSpec as ToolSpec
 from core.turns import Spans, check_turns, find_runs
 
 LossNorm = Literal["token", "sequence", "sequence_sum", "constant", "prompt"]
 Stop = Literal["eos", "length", "turns"]
-Message = dict[str, str]
-"""{"role": ..., "content": ...}"""
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that a message may have."""
 
 ScoredColumn = Literal["prox_logp", "ref_logp", "teacher_logp", "values"]
 """Per-token quantity that the trainer can compute before the advantages."""
@@ -66,6 +65,8 @@ class Prompt:
     """Other columns of the row, for rewards and environments."""
     source: str = ""
     """Name of the data set that the row comes from."""
+    tools: list[ToolSpec] = field(default_factory=list[ToolSpec])
+    """Tools that the policy may call: the row's, and those of its environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,6 +99,11 @@ class Sample:
     """Reason why this sample has no reward: the last line of the traceback, or "timeout"; else ""."""
     completion: str | None = None
     """Text from the first sampled token on, decoded where it was sampled, for the sample files; None if nobody did."""
+    transcript: list[Message] = field(default_factory=list[Message])
+    """Messages after the prompt, for the sample files; empty for a single reply of plain text."""
+    counts: dict[str, float] = field(default_factory=dict[str, float])
+    """Numbers of the episode for the log, which no reward sees: turns, tool calls. Of an episode with several samples
+    the first has them."""
     advantage: Floats | None = None
     """[L] float32, advantage of each token, computed by the algorithm once per step."""
     columns: dict[Column, Floats] = field(default_factory=dict)

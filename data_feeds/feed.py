@@ -17,7 +17,8 @@ from data_feeds.invalid_rows import InvalidRows, filter_rows
 from data_feeds.mixture import Mixture, pick_row, pick_row_with_replacement, whole_parts
 from data_feeds.row_types import ROW_TYPES, Reader, RowType
 from data_feeds.rows import read_records
-from data_feeds.tokenizer import ChatTokenizer, TrainOn
+from data_feeds.tokenizer import ChatTokenizer
+from data_feeds.turns import TrainOn
 
 Item = TypeVar("Item", Prompt, Group)
 Which = Literal["train", "eval"]

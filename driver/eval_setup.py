@@ -18,6 +18,7 @@ from core.text_files import parse_json, read_text
 from data_feeds.eval_sets import PromptSet, load_sets
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
+from data_feeds.tool_parsing import check_parser, locate_parser
 from driver.check_engine import check_engine
 from driver.check_models import check_policy, check_room
 from driver.devices import count_gpus, uses_gpus
@@ -89,7 +90,13 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     if trusts and runs_own_code(meta := meta_model(cfg.model.path, trust_remote_code=True)):
         load_engine_class(plan.engine_spec).check_own_code(meta, path=cfg.model.path)
     sets = load_sets(cfg, tokenizer)
-    code = {**plan.reward_functions.files, "rollout.env": plan.env_spec, "rollout.engine": plan.engine_spec}
+    has_tools = any(prompt.tools for one in sets for prompt in one.prompts)
+    check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools)
+    code = {
+        **plan.reward_functions.files,
+        **{"rollout.env": plan.env_spec, "rollout.engine": plan.engine_spec},
+        "rollout.tool_parser": locate_parser(cfg.rollout.tool_parser),
+    }
     settings = collect_eval_settings(cfg, code)
     resumed = None if cfg.resume is None else find_samples(cfg.resume, read_settings(cfg.resume), settings, sets)
     return PreparedEval(cfg=cfg, tokenizer=tokenizer, sets=sets, plan=plan, settings=settings, resumed=resumed)

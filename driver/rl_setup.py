@@ -24,6 +24,7 @@ from core.workers import Workers, gather_fail_fast
 from data_feeds.feed import Feed, load_prompts
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
+from data_feeds.tool_parsing import check_parser, locate_parser
 from driver.check_models import check_frozen_models, check_policy, check_room
 from driver.checkpoint import Checkpoint
 from driver.dead_knobs import HyperParameterCheck
@@ -105,9 +106,12 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     held_out = None
     if cfg.data.eval is not None:
         held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed)
+    has_tools = any(prompt.tools for feed in (prompts, held_out) if feed is not None for prompt in feed.all())
+    check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools)
     code = {
         **rollouts.reward_functions.files,
         **{"rollout.env": rollouts.env_spec, "rollout.engine": rollouts.engine_spec},
+        "rollout.tool_parser": locate_parser(cfg.rollout.tool_parser),
     }
     settings = collect_settings(loaded, code)
     return Prepared(
@@ -138,7 +142,8 @@ async def start(prepared: Prepared, session: Session) -> Run:
     with session.clock.phase(Phase.START):
         trainers, engines = await start_workers(prepared, session, plan)
         layout = await trainers.call_one(0, Trainer.describe_layout)
-    probe = prepared.tokenizer.render(feed.all()[0].messages)[:PROBE_TOKENS]
+    first = feed.all()[0]
+    probe = prepared.tokenizer.render(first.messages, first.tools)[:PROBE_TOKENS]
     first_step = await session.resume(trainers, prepared.checkpoint, prepared.settings)
     if len(probe) < 2:
         raise UserError("data.train: the first prompt has fewer than two tokens")

@@ -13,6 +13,7 @@ from core.loading import FileSpec
 from core.ray_cluster import Cluster
 from core.workers import Local, RankInfo, Workers
 from data_feeds.template_args import make_tokenizer
+from data_feeds.tool_parsing import make_parser
 from driver.devices import count_gpus, list_cores, share_machine, uses_gpus
 from modeling.lora import name_lora_targets
 from rewards.pool import RewardPool
@@ -41,6 +42,8 @@ class RolloutPlan:
     """Engine settings without stop tokens and cores, which the worker's process adds."""
     transports: tuple[TransportName, ...]
     """Transports of weights; in a synchronous run the next one replaces one that fails."""
+    max_prompt_tokens: int
+    """Largest number of tokens before a policy's first reply: data.max_prompt_tokens."""
     seed: int
 
 
@@ -89,6 +92,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         engine_spec=engine_spec,
         engine=engine,
         transports=(),
+        max_prompt_tokens=cfg.data.max_prompt_tokens,
         seed=cfg.seed,
     )
 
@@ -116,6 +120,8 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         rollout=plan.rollout,
         seed=plan.seed,
         stops=stops,
+        parser=make_parser(None, tokenizer),
+        max_prompt_tokens=plan.max_prompt_tokens,
     )
 
 

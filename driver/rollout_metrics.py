@@ -11,6 +11,7 @@ from core import metrics as names
 from core.episodes import join_episodes
 from core.errors import RunStopped
 from core.types import Group, Sample
+from driver.episode_metrics import measure_counts
 from evaluation.estimators import pass_at_k
 from evaluation.table import choose_ks
 from rollouts.buffer import FinishedGroup
@@ -81,6 +82,7 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
         names.ROLLOUT_TOKENS_MAX: float(max(lengths)),
         names.ROLLOUT_TRUNCATED: sum(e.stop == "length" for e in joined) / len(joined),
         names.ROLLOUT_ZERO_STD: zero_std / len(groups),
+        **measure_counts(samples),
     }
     if rewards:
         measured[names.REWARD_MEAN] = mean = sum(rewards) / len(rewards)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from core.plain_text import escape_controls, shorten_middle
@@ -35,14 +36,44 @@ def write_sample(step: int, record: dict[str, Any]) -> str:
     reward = f"no reward ({record['failure']})" if record["reward"] is None else f"reward {record['reward']:.4g}"
     parts = ", ".join(f"{name} {value:.4g}" for name, value in record["reward_parts"].items())
     head = f"sample of step {step}, group {record['group']}: {reward}" + (f" ({parts})" if parts else "")
-    prompt = "\n".join(f"{message['role']}: {message['content']}" for message in record["prompt"])
+    prompt = "\n".join(map(write_message, record["prompt"]))
     return "\n".join(
         [
             escape_controls(f"{head}, stop: {record['stop']}", keep=""),
             *mark_lines("  | ", shorten_middle(prompt, LONGEST_PROMPT)),
-            *mark_lines("  > ", shorten_middle(record["completion"], LONGEST_COMPLETION)),
+            *_write_completion(record),
         ]
     )
+
+
+def write_message(message: dict[str, Any]) -> str:
+    """Return a message as text, with its reasoning and its tool calls.
+
+    >>> call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    >>> write_message({"role": "assistant", "content": "", "tool_calls": [call]})
+    'assistant: add({"a": 1})'
+    """
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    said = [
+        f"({message['reasoning']})" if message.get("reasoning") else "",
+        message["content"],
+        *(f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls),
+    ]
+    return f"{message['role']}: " + "\n".join(filter(None, said))
+
+
+def _write_completion(record: dict[str, Any]) -> list[str]:
+    """Return the lines after the prompt: the policy's marked by >, the environment's by |."""
+    if "turns" not in record:
+        return mark_lines("  > ", shorten_middle(record["completion"], LONGEST_COMPLETION))
+    share = max(LONGEST_COMPLETION // len(record["turns"]), 80)
+    return [
+        line
+        for turn in record["turns"]
+        for line in mark_lines(
+            "  > " if turn["role"] == "assistant" else "  | ", shorten_middle(write_message(turn), share)
+        )
+    ]
 
 
 def mark_lines(mark: str, text: str) -> list[str]:

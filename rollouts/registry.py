@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from core.errors import UserError
 from core.loading import FileSpec, classes_below, load_class, resolve
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
@@ -26,7 +27,18 @@ def resolve_env(name_or_path: str) -> FileSpec:
 
 
 def load_env_class(spec: FileSpec) -> type[Env]:
-    return load_class(spec, Env, key="rollout.env")
+    """Return the class of an environment. Raises UserError for one whose `step` takes text."""
+    found = load_class(spec, Env, key="rollout.env")
+    if str in _list_hints(found.step) or "str" in _list_hints(found.step):
+        raise UserError(
+            f"rollout.env: {spec.path}: {found.__name__}.step takes the reply as text, and it is given a ParsedReply: "
+            "read reply.message['content'], and return a list of messages"
+        )
+    return found
+
+
+def _list_hints(step: Any) -> list[Any]:
+    return [hint for name, hint in getattr(step, "__annotations__", {}).items() if name != "return"]
 
 
 def _has_engine(module: ModuleType) -> bool:

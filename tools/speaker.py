@@ -20,6 +20,7 @@ import yaml
 
 from core.cli import run_guarded
 from core.errors import UserError, quote
+from core.messages import Message
 
 LONGEST = 1024
 """Tokens of a reply, where no run says how many."""
@@ -125,7 +126,7 @@ class Speaker:
             adapted: Any = PeftModel.from_pretrained(self.engine.model, found.folder)
             self.engine.model = adapted.merge_and_unload().eval()
 
-    async def reply(self, messages: list[dict[str, str]], seeds: list[int]) -> list[str]:
+    async def reply(self, messages: list[Message], seeds: list[int]) -> list[str]:
         """Return one reply per seed. Raises UserError for a conversation that is too long for the model."""
         if self.system and not any(m["role"] == "system" for m in messages):
             messages = [{"role": "system", "content": self.system}, *messages]
