@@ -50,7 +50,7 @@ _TOOLS, _AGENTS = "RL with tools", "RL with rollout.agent"
 STEP_NUMBER = _declare("step", "steps", "number of the step, from 0", ALL)
 TOKENS_PER_S = _declare("tokens_per_s", "tokens/s", "trained tokens per second of the whole step", ALL)
 
-REWARD_MEAN = _declare("reward/mean", "", "mean reward over the samples that have one", RL)
+REWARD_MEAN = _declare("reward/mean", "", "mean reward over the episodes that have one", RL)
 REWARD_STD = _declare("reward/std", "", "standard deviation of the rewards of the step", RL)
 REWARD_MEAN_DRAWN = _declare(
     "reward/mean_drawn", "", "mean reward over all groups drawn for the step, rejected ones included", RL
@@ -59,14 +59,20 @@ REWARD_PART = "reward/{}"
 _declare("reward/<part>", "", "mean of one part of the reward, unweighted; or of the rewards of one data source", RL)
 
 ROLLOUT_SAMPLES = _declare("rollout/samples", "samples", "samples that the step trains on", RL)
+ROLLOUT_BRANCHES = _declare(
+    "rollout/branches_per_episode", "", "samples per episode, mean; above 1 where a harness rewrites its history", RL
+)
+ROLLOUT_TRAINED = _declare(
+    "rollout/trained_fraction", "fraction", "sampled tokens of the step that are trained on: not those of failures", RL
+)
 ROLLOUT_FAILED = _declare(
-    "rollout/failed", "samples", "samples without a reward, because reward or environment failed: not trained on", RL
+    "rollout/failed", "samples", "episodes without a reward, because reward or environment failed: not trained on", RL
 )
 ROLLOUT_TOKENS = _declare("rollout/tokens", "tokens", "sampled tokens of the step", RL)
-ROLLOUT_TOKENS_MEAN = _declare("rollout/tokens_mean", "tokens", "sampled tokens per sample, mean", RL)
-ROLLOUT_TOKENS_MAX = _declare("rollout/tokens_max", "tokens", "sampled tokens per sample, maximum", RL)
+ROLLOUT_TOKENS_MEAN = _declare("rollout/tokens_mean", "tokens", "sampled tokens per episode, mean", RL)
+ROLLOUT_TOKENS_MAX = _declare("rollout/tokens_max", "tokens", "sampled tokens per episode, maximum", RL)
 ROLLOUT_TRUNCATED = _declare(
-    "rollout/truncated_fraction", "fraction", "samples that reached the token budget (rollout.max_new_tokens)", RL
+    "rollout/truncated_fraction", "fraction", "episodes that reached the token budget (rollout.max_new_tokens)", RL
 )
 ROLLOUT_GROUPS_DRAWN = _declare(
     "rollout/groups_drawn", "groups", "groups drawn for the step, those that dynamic_sampling rejected included", RL

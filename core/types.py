@@ -233,10 +233,11 @@ class Tokens:
     A column that the algorithm requires is there; reading any other raises MissingColumn.
     """
 
-    seq_ids: Tensor
-    """[M] int64, number of the token's sequence in the micro-batch: 0..S-1."""
     weight: Tensor
     """[M] float, share of this token in the update's loss."""
+    seq_ids: Tensor = _absent
+    """[M] int64, number of the token's sequence in the micro-batch: 0..S-1. All samples of an episode are one sequence,
+    and absent where an episode of several samples may be split; see Algorithm.whole_episodes."""
     advantage: Tensor = _absent
     """[M] float, detached; advantage of each token."""
     rollout_logp: Tensor = _absent
@@ -269,7 +270,8 @@ class Tokens:
         if name in {f.name for f in fields(self)}:
             raise MissingColumn(
                 f"tokens.{name} is not there: name it in required_columns of the algorithm (returns, reference_point "
-                "and advantage are set by compute_advantages, group_ids come with whole_groups)"
+                "and advantage are set by compute_advantages, group_ids come with whole_groups, and where an episode is "
+                "several samples seq_ids come with whole_episodes)"
             )
         raise AttributeError(name)
 

@@ -57,6 +57,13 @@ RULES = (
         ),
         why="rollout.env is single_turn, which ends after one reply",
     ),
+    Rule(
+        keys=("alg.credit",),
+        is_unused=lambda cfg: (
+            isinstance(cfg, RLConfig) and cfg.alg.get("credit") == "turn" and cfg.rollout.max_turns == 1
+        ),
+        why="rollout.max_turns is 1, and the one turn is the episode",
+    ),
 )
 """Every rule. A test has a recipe for each key here."""
 RULE_OF_TRAIN_ON = "this algorithm trains on the last reply of each row, whatever data.train_on is"

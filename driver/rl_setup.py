@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from algs import load_algorithm
-from algs.base import PolicyGradient
+from algs.base import PolicyGradient, accepts_group
 from capture.capsule import RunFacts
 from capture.losses import NamedLoss
 from capture.recorder import Recorder
@@ -189,7 +189,7 @@ def make_generation(
     return Generation(
         engines,
         draw_prompt=prepared.prompts.draw,
-        accept_group=prepared.alg.accept_group,
+        accept_group=partial(accepts_group, prepared.alg),
         buffer=buffer,
         group_size=cfg.group_size,
         timeout_s=cfg.rollout.timeout_s,

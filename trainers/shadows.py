@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from algs.base import Algorithm, check_per_token
+from algs.base import Algorithm
+from algs.returned import check_per_token
 from core.types import Policy, Tokens
 from trainers.meter import Meter
 

@@ -32,6 +32,7 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "checkpoint.keep": (3, {"checkpoint.every": 1}),
     "data.eval_rows": (5, {"data.eval": "x.parquet"}),
     "rollout.max_turns": (2, {"rollout.env": "calculator"}),
+    "alg.credit": ("turn", {"rollout.env": "calculator", "rollout.max_turns": 2}),
     "trainer.betas": ([0.9, 0.95], {}),
     "trainer.eps": (1e-6, {}),
     "trainer.share_prefixes": ("auto", {}),

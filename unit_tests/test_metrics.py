@@ -199,6 +199,8 @@ def test_what_is_told_of_groups_by_hand():
     """Rewards 1, 3, 2 and none; the second group has one reward only, so it cannot compare."""
     assert measure_groups(MIXED, ["a", "b", "c"]) == {
         "rollout/samples": 4.0,
+        "rollout/branches_per_episode": 1.0,
+        "rollout/trained_fraction": 10 / 14,
         "rollout/failed": 1.0,
         "rollout/tokens": 14.0,
         "rollout/tokens_mean": 3.5,

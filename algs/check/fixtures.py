@@ -11,6 +11,7 @@ from torch import Tensor
 
 from algs.base import Algorithm, PolicyGradient
 from core.arrays import DOUBLE, Floats
+from core.turns import find_runs
 from core.types import Column, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
 
 Tables = dict[str, Tensor]
@@ -120,6 +121,7 @@ def _make_sample(draw: torch.Generator, rollout: Tensor, *, group: int, first: i
         rollout_logp=[x if m else 0.0 for x, m in zip(rollout.tolist(), mask, strict=True)],
         versions=[0 if m else -1 for m in mask],
         reward=reward,
+        turn_rewards=[0.25 * (-1) ** k * (k + 1) for k in range(len(find_runs(np.array(mask))))],
     )
 
 

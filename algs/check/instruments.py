@@ -137,6 +137,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "kl.place: reward": {"kl.coef": 0.1, "kl.estimator": "auto", "kl.place": "reward"},
     "overlong.mode: penalty": {"overlong.mode": "penalty", "overlong.max_tokens": 8, "overlong.buffer": 6},
     "overlong.mode: filter": {"overlong.mode": "filter"},
+    "credit: turn": {"credit": "turn", "turn_discount": 0.5},
 }
 """Settings of every policy gradient that `compute_advantages` must use: a new one easily forgets them."""
 
