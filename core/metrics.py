@@ -121,9 +121,6 @@ _declare(
     "demanded a call, or could not be appended because the chat template writes earlier turns differently",
     RL,
 )
-ROLLOUT_BRANCHES = _declare(
-    "rollout/branches_mean", "samples", "samples per episode, one for each branch of its conversations, mean", _AGENTS
-)
 ROLLOUT_REWRITTEN = _declare(
     "rollout/rewritten_fraction",
     "fraction",

@@ -13,7 +13,6 @@ MEANS = {
     "turns": names.ROLLOUT_TURNS,
     "tool_calls": names.ROLLOUT_TOOL_CALLS,
     "tool_seconds": names.ROLLOUT_TOOL_SECONDS,
-    "branches": names.ROLLOUT_BRANCHES,
 }
 """Counts that have a metric of their own: the mean over episodes."""
 ERRORS = "tool_errors"

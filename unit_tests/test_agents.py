@@ -130,7 +130,7 @@ def test_an_agent_asks_and_returns_its_rewards(qwen, tmp_path):
     assert sample.episode == 0 and sample.turn_numbers == (0, 1) and sample.stop == "eos"
     assert qwen.hf.decode(sample.token_ids[: sample.turns[0][0]]).endswith("assistant\n")
     assert [m["content"] for m in sample.transcript] == ["Seven.", "More?", "Eight."]
-    assert sample.counts["branches"] == 1 and sample.counts["assistant/repeated"] == 1
+    assert sample.counts["turns"] == 2 and sample.counts["assistant/repeated"] == 1
 
 
 def test_branches_of_an_episode_have_its_reward_and_its_number(qwen, tmp_path):

@@ -120,7 +120,6 @@ def count_requests(session: Session, samples: Sequence[Sample]) -> dict[str, flo
     trace, counts = session.trace, session.counts
     found = {
         "turns": trace.n_replies,
-        "branches": len(samples),
         "assistant/repeated": trace.n_repeated,
         "assistant/rewritten": trace.n_rewritten,
         "tokens/sampled": counts.sampled,
