@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +27,7 @@ from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
 from unit_tests.chat_families import load_family
 from unit_tests.examples import run_here
-from unit_tests.scripted_policy import Policy, check_exact, say_calls
-
-AGENT = """
-import openai
-
-sys_path = {path!r}
-import sys
-sys.path.insert(0, sys_path)
-from rollouts.envs.calculator import Calculator
-
-
-async def run(task):
-    calculator, messages = Calculator(task), list(task.messages)
-    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
-        for turn in range(task.max_turns):
-            answer = await client.chat.completions.create(model=task.model, messages=messages)
-            reply = answer.choices[0].message
-            if answer.choices[0].finish_reason == "length":
-                break
-            question = reply.content.strip()
-            if not question.endswith("= ?"):
-                break
-            calculator.calls += 1
-            if turn + 1 == task.max_turns:
-                break
-            told = calculator.compute(question.removesuffix("= ?").splitlines()[-1])
-            messages += [reply, {{"role": "user", "content": told}}]
-    return calculator.scores()
-"""
+from unit_tests.scripted_policy import Policy, say_calls
 
 
 class Asks(Calculator):
@@ -225,14 +196,8 @@ def run(task):
 
 
 @pytest.mark.slow
-def test_every_branch_of_smolagents_is_exact_and_trained_once(tiny_path, tmp_path, monkeypatch):
-    extra = Path("/tmp/smolpk")
-    if extra.is_dir():
-        monkeypatch.syspath_prepend(str(extra))
-        monkeypatch.setenv("PYTHONPATH", str(extra))
-    pytest.importorskip(
-        "smolagents", reason="smolagents is not installed (pip install smolagents): its test is skipped"
-    )
+def test_every_branch_of_smolagents_is_exact_and_trained_once(tiny_path, tmp_path):
+    pytest.importorskip("smolagents", reason="smolagents is in no set: pip install smolagents, or put it on PYTHONPATH")
     file = tmp_path / "smol.py"
     file.write_text(SMOLAGENTS)
     qwen = load_family(tiny_path, tmp_path, "qwen2.5")
@@ -266,12 +231,10 @@ def test_every_branch_of_smolagents_is_exact_and_trained_once(tiny_path, tmp_pat
     samples = asyncio.run(run())
     assert [s.failure for s in samples] == ["", ""], "every turn is a branch: smolagents rewrites its own history"
     assert [s.reward for s in samples] == [1.0, 1.0]
-    log = [(context, ids) for context, ids in policy.log]
-    for sample, (context, ids) in zip(samples, log, strict=True):
+    for sample, (context, ids) in zip(samples, policy.log, strict=True):
         [(begin, end)] = sample.spans
         assert sample.token_ids[:begin].tolist() == context
         assert sample.token_ids[begin:end].tolist() == ids[: end - begin]
         assert sample.action_mask.sum() == end - begin
     assert samples[0].counts["requests_demanding_a_call"] == 2, "it asks for tool_choice: required"
     assert samples[0].counts["assistant/rewritten"] == 1
-    assert check_exact([], []) is None and sys.version_info
