@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from core.messages import Message
+from core.progress import say
 from core.types import Prompt, Sample, make_sample
 from rollouts.agents.processes import AgentProcesses, AgentResult
 from rollouts.agents.task import Task
@@ -28,6 +29,7 @@ class AgentRunner:
         """timeout_s: of one agent."""
         self.processes, self.sampler, self.timeout_s = processes, sampler, timeout_s
         self.gateway = Gateway()
+        self.said_must_call = False
 
     async def play(self, prompt: Prompt, *, episode: int, seed_of_turn: Callable[[int | str], int]) -> list[Played]:
         """Run one episode; return one sample per branch, all with the messages that the reward sees.
@@ -48,12 +50,21 @@ class AgentRunner:
             make_sample_of(branch, trace, prompt, tokenizer, {} if failure else result.parts, failure)
             for branch in branches
         ]
+        self._say_once(session)
         counts = count_requests(session, samples)
         messages = cut_prompt(max(branches, key=lambda branch: branch.last).messages, trace)
         return [
             Played(sample=replace(sample, episode=episode, counts={} if i else counts), messages=messages)
             for i, sample in enumerate(samples)
         ]
+
+    def _say_once(self, session: Session) -> None:
+        if session.counts.must_call and not self.said_must_call:
+            self.said_must_call = True
+            say(
+                "rollout.agent: the harness asks for tool_choice: required, and is answered as with auto: to force a call "
+                "is to sample from another distribution than the one in training"
+            )
 
     async def close(self) -> None:
         """End the agents and the endpoint."""
