@@ -63,7 +63,7 @@ def _marked(monkeypatch):
 
 
 def play(
-    plan: AgentPlan, policy: Policy, *, size: int = 1, timeout_s: float = 60.0, prompt: Prompt = PROMPT
+    plan: AgentPlan, policy: Policy, *, size: int = 1, agent_timeout_s: float = 50.0, prompt: Prompt = PROMPT
 ) -> list[Sample]:
     """Return the samples of one group, after all processes are gone."""
 
@@ -77,12 +77,14 @@ def play(
             lambda prompt: pytest.fail("an agent takes the place of an environment"),
             pool,
             reward=RewardConfig(fn="environment", weights={"solved": 2.0}),
-            rollout=RolloutConfig(max_new_tokens=600, max_turns=8, timeout_s=timeout_s),
+            rollout=RolloutConfig(max_new_tokens=600, max_turns=8, timeout_s=60),
             seed=11,
             stops=Stops(policy.tokenizer, [], []),
             max_prompt_tokens=400,
             agents=AgentProcesses(plan),
         )
+        assert worker.agents is not None
+        worker.agents.timeout_s = agent_timeout_s
         try:
             group = await worker.generate_group(4, prompt, size)
             assert group is not None, "the whole group timed out"
@@ -216,7 +218,6 @@ def test_a_harness_that_hangs_is_killed_with_all_that_it_has_started(qwen, tmp_p
         tmp_path,
         f"""
         def run(task):
-            ask(task, task.messages)
             subprocess.Popen(["sleep", "1{MARK}"])
             subprocess.Popen(["sleep", "2{MARK}"], start_new_session=True)
             while True:
@@ -224,9 +225,9 @@ def test_a_harness_that_hangs_is_killed_with_all_that_it_has_started(qwen, tmp_p
         """,
     )
     started = time.monotonic()
-    [sample] = play(plan, Policy(qwen, ["Seven."]), timeout_s=4.0)
-    assert sample.failure == "the agent has not ended after 3.6 s (see rollout.timeout_s)"
-    assert sample.reward is None and sample.n_sampled == 7 and not sample.loss_mask.any()
+    [sample] = play(plan, Policy(qwen, ["Seven."]), agent_timeout_s=1.5)
+    assert sample.failure == "the agent has not ended after 1.5 s (see rollout.timeout_s)"
+    assert sample.reward is None and not sample.loss_mask.any()
     assert time.monotonic() - started < 60
     assert not find_processes(f"sleep 1{MARK}") and not find_processes(f"sleep 2{MARK}")
 

@@ -78,7 +78,7 @@ class Player:
         return messages
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS)
 def test_every_reply_of_a_random_script_is_trained_on_once_after_what_the_engine_was_given(chat, actions):
     player = Player(chat)

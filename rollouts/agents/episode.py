@@ -62,8 +62,8 @@ class AgentRunner:
         if session.counts.must_call and not self.said_must_call:
             self.said_must_call = True
             say(
-                "rollout.agent: the harness asks for tool_choice: required, and is answered as with auto: to force a call "
-                "is to sample from another distribution than the one in training"
+                "rollout.agent: the harness asks for tool_choice: required, taken as auto here: to force a call is to "
+                "sample from another distribution than the one in training"
             )
 
     async def close(self) -> None:

@@ -60,7 +60,7 @@ def main(fd: int) -> None:
         worker.send(json.dumps({"refusal": str(error)}).encode())
         return
     worker.send(json.dumps({"ready": True}).encode())
-    Launcher(worker, plan, run).serve()
+    Launcher(worker, plan, run, has_threads=threading.active_count() > 1).serve()
 
 
 def load_agent(file: dict[str, Any] | None) -> Callable[[Task], Any] | None:
@@ -82,8 +82,11 @@ def find_run(module: ModuleType, path: str) -> Callable[[Task], Any]:
 class Launcher:
     """Parent of the processes of all episodes."""
 
-    def __init__(self, worker: socket.socket, plan: dict[str, Any], run: Callable[[Task], Any] | None):
-        self.worker, self.plan, self.run = worker, plan, run
+    def __init__(
+        self, worker: socket.socket, plan: dict[str, Any], run: Callable[[Task], Any] | None, *, has_threads: bool
+    ):
+        """has_threads: whether the import has started threads, of which a fork has none."""
+        self.worker, self.plan, self.run, self.has_threads = worker, plan, run, has_threads
         self.running: dict[int, tuple[int, int]] = {}
         """Process id -> number of its episode, and the handle that tells when it ends."""
 
@@ -133,7 +136,7 @@ class Launcher:
                 os.close(fd)
             if self.run is None:
                 self._become_command([task, result, errors], self.plan["command"])
-            if threading.active_count() > 1:  # a fork has none of the threads that the import has started
+            if self.has_threads:
                 again = ["-P", "-m", "rollouts.agents.launcher", ONE_EPISODE, json.dumps(self.plan["file"])]
                 self._become_command([task, result, 2], [sys.executable, *again])
             status = run_file(self.run, self.plan["file"]["path"], task, result)

@@ -72,23 +72,27 @@ class AgentProcesses:
 
         Raises UserError where the agent's file cannot be used.
         """
-        await self._open()
-        number, loop = next(self._numbers), asyncio.get_running_loop()
-        ended = self._ended[number] = loop.create_future()
-        result, errors = _Reader(LARGEST_RESULT), _Reader(None)
+        given = write_task(task)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._start(number, task, result, errors)
-                await asyncio.wait([ended])
-            status = ended.result()
+                await self._open()
+                found = await self._run_process(given, name_endpoint(task))
         except TimeoutError:
             return AgentResult(failure=f"the agent has not ended after {timeout_s:g} s (see rollout.timeout_s)")
+        return AgentResult(parts=found.parts, failure=shorten(found.failure.replace(task.api_key, HIDDEN)))
+
+    async def _run_process(self, given: str, environment: dict[str, str]) -> AgentResult:
+        number = next(self._numbers)
+        ended = self._ended[number] = asyncio.get_running_loop().create_future()
+        result, errors = _Reader(LARGEST_RESULT), _Reader(None)
+        try:
+            await self._start(number, given, environment, result, errors)
+            await asyncio.wait([ended])
+            return self._read_result(result, errors, ended.result())
         finally:
             await self._end(number, ended)
             result.close()
             errors.close()
-        found = self._read_result(result, errors, status)
-        return AgentResult(parts=found.parts, failure=shorten(found.failure.replace(task.api_key, HIDDEN)))
 
     def wait_for_import(self) -> bytes:
         """Return what the launcher says when it has imported the agent, in a program without an event loop."""
@@ -140,14 +144,16 @@ class AgentProcesses:
         check_ready(given, self.plan)
         self._ready = True
 
-    async def _start(self, number: int, task: Task, result: _Reader, errors: _Reader) -> None:
+    async def _start(
+        self, number: int, task: str, environment: dict[str, str], result: _Reader, errors: _Reader
+    ) -> None:
         """Let the launcher start a process with the task as its input."""
         given = os.memfd_create("task")
         try:
             with open(given, "w", encoding="utf-8", closefd=False) as file:
-                file.write(write_task(task))
+                file.write(task)
             os.lseek(given, 0, os.SEEK_SET)
-            message = json.dumps({"id": number, "environment": name_endpoint(task)}).encode()
+            message = json.dumps({"id": number, "environment": environment}).encode()
             await self._send(message, [given, result.far_end, errors.far_end])
         finally:
             os.close(given)
