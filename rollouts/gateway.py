@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -42,7 +42,7 @@ class Gateway:
         self.port = 0
 
     @asynccontextmanager
-    async def serving(self, session: Session) -> AsyncIterator[str]:
+    async def serving(self, session: Session) -> AsyncGenerator[str]:
         """Answer the requests of an episode while the body runs; yield its base URL."""
         await self._start()
         self.sessions[session.id] = session

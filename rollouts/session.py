@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -99,7 +99,7 @@ class Session:
         self._contexts: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def answering(self, request: Request) -> AsyncIterator[Answer]:
+    async def answering(self, request: Request) -> AsyncGenerator[Answer]:
         """Yield the answer to a request; when the body ends without an error, the harness has got it."""
         call = self._find_call(request) or self._start_call(request)
         call.listeners += 1

@@ -56,9 +56,11 @@ class Node:
 
     def list_path(self) -> list[Node]:
         """Return the nodes from the root to this one."""
-        path = [self]
-        while path[-1].parent is not None:
-            path.append(path[-1].parent)
+        path: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            path.append(node)
+            node = node.parent
         return path[::-1]
 
     def keep(self) -> None:

@@ -166,31 +166,27 @@ def _read_content(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):
-        texts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in content]
-        if all(isinstance(text, str) for text in texts):
+        texts = [p["text"] for p in content if isinstance(p, dict) and p.get("type") == "text" and "text" in p]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
             return "".join(texts)
     raise Refused(f"{where}.content must be text, or a list of parts of type text: the policy sees nothing else")
 
 
 def _read_call(given: Any, where: str) -> ToolCall:
-    function = given.get("function") if isinstance(given, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
+    function: Any = given.get("function") if isinstance(given, dict) else None
+    name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except ValueError:
             arguments = None
-    if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
+    if not isinstance(arguments, dict) or not isinstance(name, str):
         raise Refused(
             f"{where} must be {{id, type: function, function: {{name, arguments}}}} with arguments that are a JSON "
             "object",
             param=where,
         )
-    return {
-        "id": str(given.get("id", "")),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    return {"id": str(given.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _read_tool(given: Any, where: str) -> ToolSpec:

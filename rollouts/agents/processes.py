@@ -113,8 +113,9 @@ class AgentProcesses:
 
     async def close(self) -> None:
         """End all agents and the launcher."""
-        if self._loop is asyncio.get_running_loop():
-            self._loop.remove_reader(self._socket)
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            loop.remove_reader(self._socket)
         self._socket.close()  # the launcher ends its agents and itself
         try:
             await asyncio.to_thread(self._launcher.wait, AGENT_END_TIMEOUT_S)
