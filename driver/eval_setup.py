@@ -82,7 +82,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts)
     plan = plan_engines(cfg, model)
     plan.reward_functions.load()
-    env_tools = list_env_tools(load_env_class(plan.env_spec))
+    env_tools = list_env_tools(load_env_class(plan.env_spec), max_turns=cfg.rollout.max_turns)
     tokenizer = make_tokenizer(model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_stops(tokenizer, cfg.rollout.stop, cfg.rollout.stop_token_ids, tokenizer.vocabulary)

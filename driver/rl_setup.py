@@ -95,7 +95,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     shadows = load_shadows(cfg, alg)
     rollouts = plan_rollouts(cfg)
     rollouts.reward_functions.load()
-    env_tools = list_env_tools(load_env_class(rollouts.env_spec))
+    env_tools = list_env_tools(load_env_class(rollouts.env_spec), max_turns=cfg.rollout.max_turns)
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_policy(cfg.model, tokenizer)
