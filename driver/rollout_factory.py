@@ -76,7 +76,7 @@ class RolloutPlan:
         self.reward_functions.load()
         if self.agent is not None:
             check_agent(self.agent)
-        return list_env_tools(load_env_class(self.env_spec))
+        return list_env_tools(load_env_class(self.env_spec), max_turns=self.rollout.max_turns)
 
 
 def plan_rollouts(cfg: RLConfig) -> RolloutPlan:

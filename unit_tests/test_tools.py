@@ -16,7 +16,7 @@ from driver.sample_files import make_sample_record
 from driver.sample_text import write_sample
 from rollouts.engines.base import Completion
 from rollouts.envs.base import Env
-from rollouts.registry import load_env_class, resolve_env
+from rollouts.registry import list_env_tools, load_env_class, resolve_env
 from rollouts.tools.calls import ToolFailed, ToolUnavailable
 from rollouts.tools.env import ToolEnv
 from rollouts.tools.functions import make_spec, tool
@@ -453,3 +453,13 @@ def test_an_environment_that_takes_text_is_told_what_it_gets(tmp_path):
     (tmp_path / "old.py").write_text(OLD)
     with pytest.raises(UserError, match=r"old.py: Old.step takes the reply as text, and it is given a ParsedReply"):
         load_env_class(resolve_env(str(tmp_path / "old.py")))
+
+
+def test_tools_whose_results_are_never_seen_are_refused():
+    assert list_env_tools(Desk, max_turns=2) == Desk.tools
+    with pytest.raises(
+        UserError, match=r"rollout.max_turns is 1, so the policy would never see what the tools"
+    ):
+        list_env_tools(Desk, max_turns=1)
+    with pytest.raises(UserError, match=r"rollout.env: Bad.tools: a tool has no name"):
+        list_env_tools(type("Bad", (Env,), {"tools": [{"type": "function", "function": {}}]}), max_turns=1)
