@@ -5,7 +5,7 @@ The methods of Reader are drafts (data_feeds/drafts.py): where one needs ids, it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -40,6 +40,8 @@ class Reader:
     train_on: TrainOn
     system_prompt: str | None = None
     """System turn of the rows that have none."""
+    env_tools: Sequence[ToolSpec] = ()
+    """Tools of the environment, which prompts show besides those of the row."""
 
     @cached_property
     def left_out(self) -> LeftOutCheck:
@@ -57,11 +59,12 @@ class Reader:
         if not any(m["content"].strip() for m in messages):
             raise InvalidRow("empty", "all its messages are empty")
         prompt = self._build_prompt(record, self._with_system(messages))
-        self._check_size(prompt.messages, prompt.tools)
+        tools = [*prompt.tools, *self.env_tools]
+        self._check_size(prompt.messages, tools)
         text = self._apply_template(
-            record, lambda: self.tokenizer.render_text(prompt.messages, reply_next=True, tools=prompt.tools)
+            record, lambda: self.tokenizer.render_text(prompt.messages, reply_next=True, tools=tools)
         )
-        self._check_written(record, prompt.messages, prompt.tools)
+        self._check_written(record, prompt.messages, tools)
         [(ids, _)] = yield [(text, False)]
         self._check_length(len(ids))
         return prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from core.errors import first_line, quote, shorten
@@ -62,13 +63,24 @@ def _find_wrong(tool: Any) -> str:
         return f"the description of the tool {name:.60} must be text, found {described!r:.60}"
     if not isinstance(parameters, dict) or parameters.get("type") != "object":
         return f"parameters of the tool {name:.60} must be a JSON schema of the type object, found {parameters!r:.60}"
+    try:
+        wrong = _find_flaw(json.dumps(parameters))
+    except (TypeError, RecursionError) as error:
+        wrong = first_line(error)
+    return f"parameters of the tool {name:.60} are no JSON schema: {wrong}" if wrong else ""
+
+
+@lru_cache(maxsize=1024)
+def _find_flaw(parameters: str) -> str:
+    """Return why JSON text is no JSON schema; "" where it is one. Rows repeat their tools, and the check is slow."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
 
+    schema = json.loads(parameters)
     try:
-        validator_for(parameters).check_schema(parameters)
+        validator_for(schema).check_schema(schema)
     except (SchemaError, RecursionError) as error:
-        return f"parameters of the tool {name:.60} are no JSON schema: {_first_words(error)}"
+        return _first_words(error)
     return ""
 
 

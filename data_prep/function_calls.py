@@ -64,7 +64,7 @@ def make(*, train: int, held_out: int, sft: int = 0, wrong_share: float = 0.0, s
     splits["sft"] = problems[held_out + train :]
     specs = {name: make_spec(function) for name, function in TOOLS.items()}
     rows = {
-        split: [_make_row(f"tools/{split}/{i}", p, specs, rng) for i, p in enumerate(ps)]
+        split: [_make_row(f"tools/{split}/{i}", p, specs, random.Random(f"{seed}/{p}")) for i, p in enumerate(ps)]
         for split, ps in splits.items()
     }
     return rows | {"sft": [_teach(row, wrong_share, rng) for row in rows["sft"]]}

@@ -32,7 +32,7 @@ from modeling.hf_config import check_model_folder, meta_model
 from modeling.merge import ADAPTER_CONFIG, check_adapter, merge_adapter
 from modeling.pretrained import runs_own_code
 from rollouts.generation import GroupRequests
-from rollouts.registry import load_engine_class, load_env_class
+from rollouts.registry import list_env_tools, load_engine_class, load_env_class
 from rollouts.stops import check_stops
 
 SETTINGS = "evaluation.json"
@@ -82,16 +82,16 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts)
     plan = plan_engines(cfg, model)
     plan.reward_functions.load()
-    load_env_class(plan.env_spec)
+    env_tools = list_env_tools(load_env_class(plan.env_spec), max_turns=cfg.rollout.max_turns)
     tokenizer = make_tokenizer(model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_stops(tokenizer, cfg.rollout.stop, cfg.rollout.stop_token_ids, tokenizer.vocabulary)
     check_policy(model, tokenizer)
     if trusts and runs_own_code(meta := meta_model(cfg.model.path, trust_remote_code=True)):
         load_engine_class(plan.engine_spec).check_own_code(meta, path=cfg.model.path)
-    sets = load_sets(cfg, tokenizer)
+    sets = load_sets(cfg, tokenizer, env_tools)
     has_tools = any(prompt.tools for one in sets for prompt in one.prompts)
-    check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools)
+    check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
     code = {
         **plan.reward_functions.files,
         **{"rollout.env": plan.env_spec, "rollout.engine": plan.engine_spec},

@@ -47,7 +47,7 @@ from modeling.lora import check_lora_targets
 from rollouts.availability import EngineAvailability
 from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
 from rollouts.generation import Generation
-from rollouts.registry import load_env_class
+from rollouts.registry import list_env_tools, load_env_class
 from rollouts.stops import check_stops
 from rollouts.worker import RolloutWorker
 from trackers import check_trackers
@@ -95,19 +95,19 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     shadows = load_shadows(cfg, alg)
     rollouts = plan_rollouts(cfg)
     rollouts.reward_functions.load()
-    load_env_class(rollouts.env_spec)
+    env_tools = list_env_tools(load_env_class(rollouts.env_spec), max_turns=cfg.rollout.max_turns)
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_policy(cfg.model, tokenizer)
     check_stops(tokenizer, cfg.rollout.stop, cfg.rollout.stop_token_ids, tokenizer.vocabulary)
     check_frozen_models(alg, tokenizer, cfg.model)
     check_own_code(cfg)
-    prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed)
+    prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools)
     held_out = None
     if cfg.data.eval is not None:
-        held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed)
+        held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed, env_tools=env_tools)
     has_tools = any(prompt.tools for feed in (prompts, held_out) if feed is not None for prompt in feed.all())
-    check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools)
+    check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
     code = {
         **rollouts.reward_functions.files,
         **{"rollout.env": rollouts.env_spec, "rollout.engine": rollouts.engine_spec},

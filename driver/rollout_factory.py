@@ -13,7 +13,7 @@ from core.loading import FileSpec
 from core.ray_cluster import Cluster
 from core.workers import Local, RankInfo, Workers
 from data_feeds.template_args import make_tokenizer
-from data_feeds.tool_parsing import make_parser
+from data_feeds.tool_parsing import locate_parser, make_parser
 from driver.devices import count_gpus, list_cores, share_machine, uses_gpus
 from modeling.lora import name_lora_targets
 from rewards.pool import RewardPool
@@ -82,10 +82,12 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
     )
+    parser_file = locate_parser(cfg.rollout.tool_parser)  # another process may have another working folder
+    moved = {} if parser_file is None else {"tool_parser": parser_file.path}
     return RolloutPlan(
         model=model,
         data=cfg.data,
-        rollout=cfg.rollout,
+        rollout=cfg.rollout.model_copy(update=moved),
         reward=cfg.reward,
         reward_functions=plan_rewards(cfg.reward),
         env_spec=resolve_env(cfg.rollout.env),
@@ -120,7 +122,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         rollout=plan.rollout,
         seed=plan.seed,
         stops=stops,
-        parser=make_parser(None, tokenizer),
+        parser=make_parser(plan.rollout.tool_parser, tokenizer),
         max_prompt_tokens=plan.max_prompt_tokens,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from core.blocking import Unblocked
 from core.errors import RunStopped, UserError
-from core.messages import Message, ToolSpec
+from core.messages import Message, ToolSpec, name_of_tool
 from core.types import Prompt, Sample
 from data_feeds.tool_parsing import ParsedReply, PlainParser, ReplyParser
 from rewards.worker import call_user_code, last_line
@@ -43,7 +43,7 @@ class EpisodeRules:
     stops: Stops | None = None
     """The recipe's ends of replies."""
     parser: ReplyParser = field(default_factory=PlainParser)
-    """Reader of the replies, where there are tools."""
+    """Reader of the replies."""
     in_environment: Entering = nullcontext
     """Entered while the policy waits for the environment."""
 
@@ -138,7 +138,7 @@ class _Episode:
         return script
 
     def _begin_seat(self, env: Env, given: list[Message]) -> Transcript:
-        tools = [*self.prompt.tools, *env.tools]
+        tools = join_tools(self.prompt, env.tools, self.rules.parser)
         shown = self.prompt
         if given or tools != shown.tools:
             shown = replace(shown, messages=[*shown.messages, *given], tools=tools)
@@ -166,10 +166,7 @@ class _Episode:
         return reply
 
     def _read_reply(self, ids: list[int], tools: list[ToolSpec]) -> ParsedReply:
-        text = self.tokenizer.decode(ids)
-        if tools:
-            return self.rules.parser.parse(ids, text, tools)
-        return ParsedReply(message={"role": "assistant", "content": text})
+        return self.rules.parser.parse(ids, self.tokenizer.decode(ids), tools)
 
     async def _take_step(self, env: Env, reply: ParsedReply) -> Any:
         """Return what the environment answers, whatever that is. Raises TypeError for a step that is no coroutine."""
@@ -219,6 +216,20 @@ class _NoEnv(Env):
 
     async def step(self, reply: ParsedReply) -> list[Message] | None:
         return None
+
+
+def join_tools(prompt: Prompt, of_env: Sequence[ToolSpec], parser: ReplyParser) -> list[ToolSpec]:
+    """Return the tools of a row and of its environment. Raises UserError where nothing would read their calls."""
+    tools = [*prompt.tools, *of_env]
+    known = [name_of_tool(spec) for spec in tools]
+    if twice := [name for name in known if known.count(name) > 1]:
+        raise UserError(f"the row {prompt.id} and rollout.env both have a tool {twice[0]}: rename one of them")
+    if tools and isinstance(parser, PlainParser):
+        raise UserError(
+            "rollout.tool_parser is unset, the environment has tools, and the tokenizer has no response template: "
+            "nothing would read the calls; name the form in which the model writes them (hermes, llama3_json, ...)"
+        )
+    return tools
 
 
 class _EnvironmentFailed(Exception):

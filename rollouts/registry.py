@@ -7,8 +7,12 @@ from typing import Any
 
 from core.errors import UserError
 from core.loading import FileSpec, classes_below, load_class, resolve
+from core.messages import ToolSpec
+from data_feeds.invalid_rows import InvalidRow
+from data_feeds.tool_specs import check_tools
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
+from rollouts.tools.env import ToolEnv
 
 
 def resolve_engine(name_or_path: str) -> FileSpec:
@@ -35,6 +39,26 @@ def load_env_class(spec: FileSpec) -> type[Env]:
             "read reply.message['content'], and return a list of messages"
         )
     return found
+
+
+def list_env_tools(cls: type[Env], *, max_turns: int) -> list[ToolSpec]:
+    """Return the tools that every episode of an environment has.
+
+    Raises UserError for what is none, and for tools whose results the policy would never see.
+    """
+    if issubclass(cls, ToolEnv) and max_turns == 1:
+        raise UserError(
+            f"rollout.max_turns is 1, so the policy would never see what the tools of {cls.__name__} return: set it to "
+            "the number of replies that an episode may have"
+        )
+    tools: Any = cls.tools
+    if not isinstance(tools, list | tuple):  # a property: they are known once an episode begins
+        return []
+    try:
+        check_tools(tools)
+    except InvalidRow as error:
+        raise UserError(f"rollout.env: {cls.__name__}.tools: {error}") from error
+    return [*tools]
 
 
 def _list_hints(step: Any) -> list[Any]:

@@ -94,9 +94,9 @@ def test_a_server_over_stdio_gives_its_tools_for_an_episode(file):
         many = [("add", {"a": i, "b": 1}) for i in range(20)]
         assert await ask(env, *many, ("own", {})) == [*(str(i + 1) for i in range(20)), "mine"]
         [closed] = await ask(env, ("refuse", {}))
-        assert closed.startswith("error: ") and "the desk is closed" in closed
+        assert closed.startswith("Error: ") and "the desk is closed" in closed
         assert await ask(env, ("add", {"a": "x", "b": 1})) == [
-            "error: add was not called: a must be a whole number, found 'x'"
+            "Error: The arguments of add do not fit its schema: a: 'x' is not of type 'integer'."
         ]
         [process] = await ask(env, ("process", {}))
         assert process.endswith(" oak"), "the command's own environment"
@@ -113,7 +113,7 @@ def test_the_death_of_a_server_is_one_sentence_per_call(file):
         env = env_of([sys.executable, str(file)])(PROMPT)
         await env.open()
         answers = [*await ask(env, ("die", {})), *await ask(env, ("add", {"a": 1, "b": 2}), ("own", {}))]
-        assert [a.startswith("error: the MCP server did not answer") for a in answers] == [True, True, False], answers
+        assert [a.startswith("Error: the MCP server did not answer") for a in answers] == [True, True, False], answers
         assert not any("\n" in a for a in answers)
         assert env.counts()["tool_errors/raised"] == 2
         await env.close()

@@ -16,7 +16,7 @@ from driver.sample_files import make_sample_record
 from driver.sample_text import write_sample
 from rollouts.engines.base import Completion
 from rollouts.envs.base import Env
-from rollouts.registry import load_env_class, resolve_env
+from rollouts.registry import list_env_tools, load_env_class, resolve_env
 from rollouts.tools.calls import ToolFailed, ToolUnavailable
 from rollouts.tools.env import ToolEnv
 from rollouts.tools.functions import make_spec, tool
@@ -160,6 +160,25 @@ def test_a_function_that_cannot_be_described_is_one_sentence(function):
         type("Mine", (ToolEnv,), {"functions": (multiply, multiply)})
 
 
+class Choosy(ToolEnv):
+    """A tool with arguments that may be null."""
+
+    @tool
+    def pick(self, n: int | None, kind: Literal["a", "b"] | None = None) -> str:
+        """Pick.
+
+        Args:
+            n: how many
+            kind: of which kind
+        """
+        return f"{n} {kind}"
+
+
+def test_an_argument_that_may_be_null_may():
+    answers = answer(Choosy(PROMPT), calls_of(("pick", {"n": None}), ("pick", {"n": 1, "kind": None})))
+    assert [a["content"] for a in answers or []] == ["None None", "1 None"]
+
+
 def test_the_calls_of_a_reply_are_answered_in_their_order():
     env = Desk(PROMPT)
     answers = answer(env, calls_of(("multiply", {"a": 3}), ("look", {"where": "here"}), ("note", {"text": "x"})))
@@ -172,20 +191,21 @@ def test_the_calls_of_a_reply_are_answered_in_their_order():
     assert answer(env, said("done")) is None, "a reply without a call ends the episode"
 
 
+FITS_NOT = "Error: The arguments of"
 WRONG = {
     ("write", "{}"): (
         "unknown",
-        "error: there is no tool 'write'; there are: note, look, fail, leave, refuse, draw, mul",
+        "Error: There is no function write; there are note, look, fail, leave, refuse, draw",
     ),
-    ("note", "{}"): ("arguments", "error: note was not called: the arguments lack 'text'"),
-    ("note", "{'text': 3}"): ("arguments", "text must be a string, found 3"),
-    ("note", "{'text': 'x', 'at': 1}"): ("arguments", "the arguments have no 'at'; there are text"),
-    ("multiply", "{'a': True}"): ("arguments", "a must be a whole number, found True"),
-    ("multiply", "{'a': 1.5}"): ("arguments", "a must be a whole number, found 1.5"),
-    ("look", "{'where': 'up'}"): ("arguments", "where must be one of 'here', 'there', found 'up'"),
-    ("fail", "{}"): ("raised", "error: fail raised ValueError: no paper"),
-    ("leave", "{}"): ("raised", "error: leave raised SystemExit: 3"),
-    ("refuse", "{}"): ("raised", "error: the desk is closed"),
+    ("note", "{}"): ("arguments", f"{FITS_NOT} note do not fit its schema: 'text' is a required property."),
+    ("note", "{'text': 3}"): ("arguments", f"{FITS_NOT} note do not fit its schema: text: 3 is not of type 'string'."),
+    ("note", "{'text': 'x', 'at': 1}"): ("arguments", "Error: note has no argument at; it has text."),
+    ("multiply", "{'a': True}"): ("arguments", "a: True is not of type 'integer'"),
+    ("multiply", "{'a': 1.5}"): ("arguments", "a: 1.5 is not of type 'integer'"),
+    ("look", "{'where': 'up'}"): ("arguments", "where: 'up' is not one of ['here', 'there']"),
+    ("fail", "{}"): ("raised", "Error: fail raised ValueError: no paper"),
+    ("leave", "{}"): ("raised", "Error: leave raised SystemExit: 3"),
+    ("refuse", "{}"): ("raised", "Error: the desk is closed"),
     ("draw", "{}"): ("raised", "which is neither text nor JSON"),
 }
 
@@ -196,7 +216,7 @@ def test_whatever_is_wrong_with_a_call_is_one_sentence_and_counted(name, argumen
     env = Desk(PROMPT)
     [message] = answer(env, calls_of((name, eval(arguments))))
     assert message["role"] == "tool" and message["tool_call_id"] == "call_0" and words in message["content"]
-    assert "\n" not in message["content"] and message["content"].startswith("error: ")
+    assert "\n" not in message["content"] and message["content"].startswith("Error: ")
     counts = env.counts()
     assert (counts["tool_calls"], counts["tool_errors"], counts[f"tool_errors/{kind}"]) == (1, 1, 1)
 
@@ -204,9 +224,7 @@ def test_whatever_is_wrong_with_a_call_is_one_sentence_and_counted(name, argumen
 def test_a_call_that_cannot_be_read_is_answered_too():
     env = Desk(PROMPT)
     broken = ParsedReply(message={"role": "assistant", "content": "<call>{"}, problem="the JSON ends too early")
-    assert answer(env, broken) == [
-        {"role": "tool", "content": "error: the call cannot be read: the JSON ends too early"}
-    ]
+    assert answer(env, broken) == [{"role": "tool", "content": "Error: the JSON ends too early"}]
     assert env.counts()["tool_errors/unreadable"] == 1
 
 
@@ -242,16 +260,14 @@ def test_a_tool_that_takes_too_long_is_answered():
     answers = answer(env, calls_of(("hang", {}), ("wait", {})))
     env.end.set()
     assert [a["content"] for a in answers] == [
-        "error: hang took longer than 0.05 seconds",
-        "error: wait took longer than 0.05 seconds",
+        "Error: hang took longer than 0.05 seconds.",
+        "Error: wait took longer than 0.05 seconds.",
     ]
     assert env.counts()["tool_errors/timeout"] == 2
 
 
 def test_a_tool_that_holds_the_process_ends_the_run_with_its_line():
-    with pytest.raises(
-        RunStopped, match=r"the tool block held the process for Stuck.tool_timeout_s=0.05 .*test_tools.py"
-    ):
+    with pytest.raises(RunStopped, match=r"the tool block held the process for Stuck.tool_timeout_s.*test_tools.py"):
         answer(Stuck(PROMPT), calls_of(("block", {})))
 
 
@@ -369,7 +385,7 @@ def check_record(sample: Sample) -> None:
         '  > assistant: look({"where": "here"})',
         "  | tool: nothing here",
         "  > assistant: 4",
-        "  | tool: error: the call cannot be read: there is no 4",
+        "  | tool: Error: there is no 4",
         "  > assistant: 5",
     ]
 
@@ -437,3 +453,13 @@ def test_an_environment_that_takes_text_is_told_what_it_gets(tmp_path):
     (tmp_path / "old.py").write_text(OLD)
     with pytest.raises(UserError, match=r"old.py: Old.step takes the reply as text, and it is given a ParsedReply"):
         load_env_class(resolve_env(str(tmp_path / "old.py")))
+
+
+def test_tools_whose_results_are_never_seen_are_refused():
+    assert list_env_tools(Desk, max_turns=2) == Desk.tools
+    with pytest.raises(
+        UserError, match=r"rollout.max_turns is 1, so the policy would never see what the tools"
+    ):
+        list_env_tools(Desk, max_turns=1)
+    with pytest.raises(UserError, match=r"rollout.env: Bad.tools: a tool has no name"):
+        list_env_tools(type("Bad", (Env,), {"tools": [{"type": "function", "function": {}}]}), max_turns=1)

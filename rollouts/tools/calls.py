@@ -16,7 +16,8 @@ from core.blocking import Unblocked
 from core.errors import RunStopped, UserError, name_error, shorten
 from core.messages import Message, ToolCall
 from core.workers import gather_fail_fast
-from rollouts.tools.functions import Tool, find_mismatch
+from data_feeds.tool_specs import find_misfit
+from rollouts.tools.functions import Tool
 
 ErrorKind = Literal["unreadable", "unknown", "arguments", "raised", "timeout"]
 """What went wrong: the call cannot be read, names no tool or has wrong arguments; the tool raised or took too long."""
@@ -63,6 +64,8 @@ async def run_calls(
 
 def make_answer(content: str, call: ToolCall | None, error: ErrorKind | None = None) -> Answer:
     """Return the message with a tool's result, or with what was wrong with the call."""
+    if error is not None:
+        content = f"Error: {content}"
     if call is None:
         return Answer(message={"role": "tool", "content": content}, error=error)
     message: Message = {
@@ -78,10 +81,9 @@ async def _answer_call(call: ToolCall, tools: Mapping[str, Tool], *, seconds: fl
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     tool = tools.get(name)
     if tool is None:
-        there_are = ", ".join(tools) or "none"
-        return make_answer(f"error: there is no tool {name!r:.60}; there are: {there_are}", call, "unknown")
-    if wrong := find_mismatch(arguments, tool.parameters, "the arguments"):
-        return make_answer(f"error: {name} was not called: {wrong}", call, "arguments")
+        return make_answer(find_misfit(call["function"], [one.spec for one in tools.values()]), call, "unknown")
+    if misfit := tool.find_misfit(call["function"]):
+        return make_answer(misfit, call, "arguments")
     deadline = asyncio.timeout(seconds)
     try:
         async with deadline:
@@ -90,11 +92,11 @@ async def _answer_call(call: ToolCall, tools: Mapping[str, Tool], *, seconds: fl
     except (*THROUGH, ToolUnavailable):
         raise
     except ToolFailed as error:
-        return make_answer(f"error: {error}", call, "raised")
+        return make_answer(f"{error}", call, "raised")
     except (Exception, SystemExit) as error:  # the border to the tool, whatever it raises
         if deadline.expired():
-            return make_answer(f"error: {name} took longer than {seconds:g} seconds", call, "timeout")
-        return make_answer(f"error: {name} raised {name_error(error)}", call, "raised")
+            return make_answer(f"{name} took longer than {seconds:g} seconds.", call, "timeout")
+        return make_answer(f"{name} raised {name_error(error)}", call, "raised")
 
 
 async def _call_tool(tool: Tool, arguments: dict[str, Any], *, seconds: float, key: str) -> Any:

@@ -52,8 +52,8 @@ class ToolEnv(Env):
     async def step(self, reply: ParsedReply) -> list[Message] | None:
         """Answer the calls of a reply; end the episode after one without a call."""
         calls = reply.message.get("tool_calls", [])
-        if reply.problem:
-            return self._note([make_answer(f"error: the call cannot be read: {reply.problem}", None, "unreadable")])
+        if reply.problem and not calls:
+            return self._note([make_answer(reply.problem, None, "unreadable")])
         if not calls:
             return None
         now = asyncio.get_running_loop().time

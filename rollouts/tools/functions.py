@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from core.errors import UserError, first_line
-from core.messages import ToolSpec
+from core.errors import UserError, first_line, quote
+from core.messages import FunctionCall, ToolSpec, name_of_tool
+from data_feeds.tool_specs import find_misfit
 
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "_is_tool"
@@ -26,12 +27,19 @@ class Tool:
 
     @property
     def name(self) -> str:
-        return self.spec["function"]["name"]
+        return name_of_tool(self.spec)
 
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """JSON schema of the arguments."""
-        return self.spec["function"]["parameters"]
+    def find_misfit(self, call: FunctionCall) -> str:
+        """Return why this tool cannot be called so, as one sentence; "" where it can."""
+        if misfit := find_misfit(call, [self.spec]):
+            return misfit
+        schema = self.spec["function"]["parameters"]
+        if "additionalProperties" in schema:
+            return ""
+        known: Mapping[str, Any] = schema.get("properties", {})
+        if strange := [name for name in call["arguments"] if name not in known]:
+            return f"{self.name} has no argument {quote(strange[0])}; it has {', '.join(known) or 'none'}."
+        return ""
 
 
 def tool(function: F) -> F:
@@ -63,12 +71,27 @@ def make_spec(function: Callable[..., Any]) -> ToolSpec:
                 f"{who}: the argument {argument!r} has the type {strange}, which is not one of JSON's: use int, float, "
                 "str, bool, list, dict, Literal, or unions of them"
             )
-    parameters = dict(described["parameters"])
-    parameters["properties"] = {n: schema for n, schema in parameters["properties"].items() if n != "return"}
+    properties = described["parameters"]["properties"]
+    parameters = described["parameters"] | {
+        "properties": {name: _allow_null(schema) for name, schema in properties.items() if name != "return"}
+    }
     return {
         "type": "function",
         "function": {"name": described["name"], "description": described["description"], "parameters": parameters},
     }
+
+
+def _allow_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema in which `nullable`, which JSON Schema does not know, is said in its words."""
+    if not schema.get("nullable"):
+        return schema
+    rest = {key: value for key, value in schema.items() if key != "nullable"}
+    if "anyOf" in rest:
+        return rest | {"anyOf": [*rest["anyOf"], {"type": "null"}]}
+    if "enum" in rest:
+        rest["enum"] = [*rest["enum"], None]
+    kinds = rest["type"] if isinstance(rest["type"], list) else [rest["type"]]
+    return rest | {"type": [*kinds, "null"]}
 
 
 def make_tool(function: Callable[..., Any]) -> Tool:
@@ -86,70 +109,3 @@ def _find_strange(hint: Any) -> str:
     if origin in (list, tuple, dict, Union, types.UnionType):
         return next(filter(None, map(_find_strange, get_args(hint))), "")
     return str(hint)
-
-
-def find_mismatch(value: Any, schema: Mapping[str, Any], where: str) -> str:
-    """Return in what a value differs from a JSON schema, as a part of a sentence; "" where it does not.
-
-    Types, choices, items, properties and what is required are compared; whatever else a schema says is the tool's to
-    check.
-
-    >>> find_mismatch({"a": 1}, {"type": "object", "properties": {"a": {"type": "string"}}}, "the arguments")
-    'a must be a string, found 1'
-    """
-    if choices := schema.get("anyOf") or schema.get("oneOf"):
-        found = [find_mismatch(value, one, where) for one in choices]
-        return "" if "" in found or (value is None and schema.get("nullable")) else found[0]
-    if value is None and schema.get("nullable"):
-        return ""
-    given = schema.get("type")
-    kinds = given if isinstance(given, list) else [given] if given else []
-    if kinds and not any(_is_kind(value, kind) for kind in kinds):
-        return f"{where} must be {' or '.join(_NAMES.get(kind, kind) for kind in kinds)}, found {value!r:.60}"
-    if (enum := schema.get("enum")) is not None and value not in enum:
-        return f"{where} must be one of {', '.join(map(repr, enum))}, found {value!r:.60}"
-    if isinstance(value, dict):
-        return _find_mismatch_of_object(value, schema, where)
-    if isinstance(value, list) and isinstance(items := schema.get("items"), dict):
-        return next(filter(None, (find_mismatch(v, items, f"{where}[{i}]") for i, v in enumerate(value))), "")
-    return ""
-
-
-def _find_mismatch_of_object(value: dict[str, Any], schema: Mapping[str, Any], where: str) -> str:
-    properties: Mapping[str, Any] | None = schema.get("properties")
-    if missing := [name for name in schema.get("required", ()) if name not in value]:
-        return f"{where} lack {missing[0]!r}"
-    others = schema.get("additionalProperties", properties is None)
-    for name, one in value.items():
-        of_one = (properties or {}).get(name, others)
-        if of_one is False:
-            return f"{where} have no {name!r:.60}; there are {', '.join(properties or ()) or 'none'}"
-        if isinstance(of_one, dict) and (found := find_mismatch(one, of_one, name)):
-            return found
-    return ""
-
-
-_NAMES = {
-    **{"string": "a string", "integer": "a whole number", "number": "a number", "boolean": "true or false"},
-    **{"array": "a list", "object": "an object", "null": "null"},
-}
-
-
-def _is_kind(value: Any, kind: str) -> bool:
-    match kind:
-        case "string":
-            return isinstance(value, str)
-        case "integer":
-            return isinstance(value, int) and not isinstance(value, bool)
-        case "number":
-            return isinstance(value, int | float) and not isinstance(value, bool)
-        case "boolean":
-            return isinstance(value, bool)
-        case "array":
-            return isinstance(value, list)
-        case "object":
-            return isinstance(value, dict)
-        case "null":
-            return value is None
-        case _:
-            return True
