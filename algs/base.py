@@ -96,7 +96,7 @@ class Algorithm(StrictModel):
         return groups
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        """Return the groups with `advantage` [L] set on every sample. Called once per step, over all its groups."""
+        """Return the groups with `advantage` [L] set on every sample, one per episode. Called once per step, on all."""
         return groups
 
     def totals(self, policy: Policy, tokens: Tokens) -> dict[str, Tensor]:

@@ -211,9 +211,9 @@ def larger_groups(toy: Toy, binary: Toy) -> list[Table]:
     ]
 
 
-def turns(game: Toy) -> list[Table]:
+def turns(game: Toy, smaller: Toy) -> list[Table]:
     """Compare what turns are credited with, in a game of one or two turns that the policy may stop."""
-    pair, three, less = Setting(toy=game), Setting(toy=game, group=3), 0.5
+    pair, three, less = Setting(toy=game), Setting(toy=smaller, group=3), 0.5
     cut = replace(pair, branched=True)
     discounted = replace(pair, toy=replace(game, values=compute_values(game, less)), target=discounted_gradient(less))
     by_turn: Settings = {"credit": "turn"}
@@ -250,7 +250,13 @@ def listed(vocab: int = 4) -> list[Table]:
     idle = replace(toy, rewards=torch.zeros_like(toy.rewards), values=torch.zeros_like(toy.values))
     short, binary = (make_toy(vocab=vocab, longest=2, levels=levels) for levels in (5, 2))
     rewarded = [*on_policy(toy), *critics(toy), *off_policy(toy), *lengths(make_toy(vocab=vocab, ends=True))]
-    return [*rewarded, *token_kls(idle), *sequence_kls(idle), *larger_groups(short, binary), *turns(make_game())]
+    return [
+        *rewarded,
+        *token_kls(idle),
+        *sequence_kls(idle),
+        *larger_groups(short, binary),
+        *turns(make_game(vocab - 1), make_game(2)),
+    ]
 
 
 def line(name: str, m: Measured) -> str:

@@ -270,8 +270,8 @@ class Tokens:
         if name in {f.name for f in fields(self)}:
             raise MissingColumn(
                 f"tokens.{name} is not there: name it in required_columns of the algorithm (returns, reference_point "
-                "and advantage are set by compute_advantages, group_ids come with whole_groups, and where an episode is "
-                "several samples seq_ids come with whole_episodes)"
+                "and advantage are set by compute_advantages, group_ids come with whole_groups; where an episode has "
+                "several samples, seq_ids come with whole_episodes)"
             )
         raise AttributeError(name)
 

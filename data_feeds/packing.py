@@ -81,14 +81,12 @@ def pack(
 ) -> Batch:
     """Concatenate samples into a Batch; `weights[i]` is the weight of each trained token of `samples[i]`.
 
-    groups: number of the group of each sample, where whole groups are in one batch. episodes: number of the episode of
-    each sample; None: each is one. has_seq_ids: False where the rest of an episode may be in other batches. families: number of each sample's
-    family, whose common beginnings are laid once (prefix_tree.py); None shares nothing. sources: data sets whose
-    tokens get source_ids.
+    Of each sample there is a number: of its group (groups), where whole groups are in one batch; of its family, whose
+    common beginnings are laid once (prefix_tree.py), or None; of its episode (None: each is one). has_seq_ids: False
+    where the rest of an episode may be in other batches. sources: data sets whose tokens get source_ids.
 
-    A Sample is token-aligned (entry t is about token t), a Batch is input-aligned: position t predicts
-    token t+1. The shift happens here and nowhere else, and so does the choice of the trained tokens:
-    values of a column at other tokens never leave this function.
+    A Sample is token-aligned (entry t is about token t), a Batch is input-aligned: position t predicts token t+1. The
+    shift happens here and nowhere else, and so does the choice of the trained tokens: values of others never get out.
     """
     row = lay_out_row([s.token_ids[:-1] for s in samples], families)
     learnt = [s.loss_mask[1:] for s in samples]  # by input position: entry t is about token t + 1

@@ -319,8 +319,8 @@ class SplitsEpisodes(GSPO):
         return False
 
 
-class EndsOfSequences(GRPO):
-    """It trains twice as much on a token after which another sequence begins."""
+class PlaceInSequence(GRPO):
+    """It trains less on a token, the more there are before it in its sequence."""
 
     @property
     def whole_episodes(self) -> bool:
@@ -328,9 +328,8 @@ class EndsOfSequences(GRPO):
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
         loss, metrics = super().loss(policy, tokens)
-        ends = torch.ones_like(tokens.seq_ids, dtype=torch.bool)
-        ends[:-1] = tokens.seq_ids[1:] != tokens.seq_ids[:-1]
-        return loss * (1 + ends.to(loss.dtype)), metrics
+        same = tokens.seq_ids[:, None] == tokens.seq_ids
+        return loss * 0.9 ** same.tril().sum(1), metrics
 
 
 @pytest.mark.parametrize(
@@ -338,7 +337,7 @@ class EndsOfSequences(GRPO):
     [
         (LengthOfSamples, r"episodes cut after every turn: .* is \S+ instead of \S+ with one sample per episode"),
         (SplitsEpisodes, "MissingColumn: tokens.seq_ids is not there: .* seq_ids come with whole_episodes"),
-        (EndsOfSequences, r"episodes .* is \S+ instead of \S+ with one sample per episode"),
+        (PlaceInSequence, r"episodes .* is \S+ instead of \S+ with one sample per episode"),
     ],
 )
 def test_what_changes_when_an_episode_is_cut_is_caught(cls, said):

@@ -149,6 +149,8 @@ VARIED = "def score(prompt, messages):\n    return {'correct': float(sum(map(ord
 def test_our_recipes_set_no_hyper_parameter_that_nothing_reads(name, recipe, tmp_path):
     (tmp_path / "varied.py").write_text(VARIED)
     changes = {"alg": ALGORITHMS[name], "steps": 1, "updates_per_step": 2, "reward.fn": str(tmp_path / "varied.py")}
+    if "credit" in ALGORITHMS[name]:
+        changes |= UNUSED["alg.credit"][1]
     code, err = run_here(main_rl, "--config", recipe(changes))
     assert code == 0, err
 

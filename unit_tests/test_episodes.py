@@ -44,7 +44,7 @@ def an_episode(
         prompt=Prompt(id=name, messages=[]),
         token_ids=list(range(5, 5 + n)),
         action_mask=mask,
-        rollout_logp=[-0.5 if chosen else 0.0 for chosen in mask],
+        rollout_logp=[-4.5 if chosen else 0.0 for chosen in mask],
         versions=[0 if chosen else -1 for chosen in mask],
         reward=reward,
         turn_rewards=earned,
@@ -304,8 +304,8 @@ def test_a_loss_of_sequences_gets_whole_episodes():
                 batch.tokens.seq_ids  # noqa: B018
     alone = plan_update([a_group()], "sequence", 100)
     assert alone.batches()[0][0].tokens.seq_ids.max() == 2, "where each episode is one sample they are there"
-    with pytest.raises(RunStopped, match=r"the samples of an episode have 21 tokens, .*micro_batch_tokens=20"):
-        plan_update(groups, "sequence", 20, padded=False, whole_episodes=True)
+    with pytest.raises(RunStopped, match=r"the samples of an episode have 20 tokens, .*micro_batch_tokens=19"):
+        plan_update(groups, "sequence", 19, padded=False, whole_episodes=True)
 
 
 @pytest.mark.parametrize(

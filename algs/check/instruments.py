@@ -151,6 +151,7 @@ def list_modes(alg: Algorithm) -> list[tuple[dict[str, Any], Algorithm]]:
     if isinstance(alg, PolicyGradient):
         tries += [
             *SHARED.values(),
+            {"credit": "episode", "turn_discount": 1.0},
             *({**one, "correction.level": "none"} for one in tries if not with_settings(alg, one)),
         ]
     return [(mode, other) for mode in tries if (other := with_settings(alg, mode)) is not None]
