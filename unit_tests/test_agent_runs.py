@@ -91,6 +91,7 @@ def sample_groups(tiny_path: str, *, agent: Path | None, groups: int, size: int)
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_an_agent_with_openais_client_samples_what_the_environment_samples(tiny_path, tmp_path):
     pytest.importorskip("openai")

@@ -132,7 +132,8 @@ def test_a_template_that_rewrites_begins_a_branch_and_is_counted(chat, tmp_path)
     assert second.parent is None and trace.n_not_appended == 1
 
 
-def test_a_conversation_of_1200_turns_is_no_depth_for_python(chat):
+def test_a_conversation_of_1200_turns_is_no_depth_for_python(tiny_path):
+    chat = ChatTokenizer(tiny_path, "chat")
     trace = make_trace(chat)
     trace.tokenizer = Numbers()
     messages = [user("?")]
