@@ -7,11 +7,12 @@ framework masks, corrects, weights and reduces; an algorithm says what one token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal
 
 import numpy as np
+import torch
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from algs.credit import (
     sum_terms,
     turn_advantages,
     whiten,
+    with_advantages,
 )
 from algs.ops import importance_ratio, k3, reaches_cap, reaches_clamp
 from algs.returned import Metrics, check_per_token, check_samples
@@ -239,22 +241,23 @@ def accepts_group(alg: Algorithm, group: Group) -> bool:
     return alg.accept_group(join_episodes(group).samples)
 
 
+@torch.no_grad()
+def sum_totals(
+    alg: Algorithm, seen: Iterable[tuple[Policy, Tokens]], add_up: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Return the algorithm's totals over the micro-batches of an update and all ranks; nothing where it has none.
+
+    seen: is not read where it has none. add_up: sums a tensor over the ranks; all call it in the same order.
+    """
+    if type(alg).totals is Algorithm.totals:
+        return {}
+    partial = [alg.totals(policy, tokens) for policy, tokens in seen]
+    return {name: add_up(torch.stack([p[name] for p in partial]).sum(0)) for name in sorted(partial[0])}
+
+
 def with_prox(policy: Policy, tokens: Tokens) -> Tokens:
     """Return tokens with `prox_logp`: with one update per step it is the current policy's, detached."""
     return tokens if tokens.has("prox_logp") else tokens.replace(prox_logp=policy.logp.detach())
-
-
-def spread_over_sample(sample: Sample, values: float | Floats) -> Floats:
-    """Return what is given for all trained tokens, or for each, laid out over the whole sample, [L]; 0 elsewhere."""
-    spread = np.zeros(len(sample.token_ids), dtype=sample.float_dtype)
-    spread[sample.loss_mask] = values
-    return spread
-
-
-def with_advantages(groups: list[Group], per_token: Sequence[float | Floats]) -> list[Group]:
-    """Return the groups with advantages set; `per_token` has for each sample a number, or one per trained token."""
-    rows = iter(per_token)
-    return [[replace(s, advantage=spread_over_sample(s, next(rows))) for s in g] for g in groups]
 
 
 class TurnCredit(PolicyGradient):

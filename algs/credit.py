@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.arrays import Floats
-from core.types import Sample
+from core.types import Group, Sample
 
 ScaleRewards = Literal["none", "group", "batch", "mean"]
 
@@ -195,3 +196,16 @@ def sum_terms(values: Floats) -> float:
 def overlong_penalty(tokens: int, *, max_tokens: int, buffer: int) -> float:
     """Return 0 up to max_tokens - buffer tokens, then down to -1 (https://arxiv.org/abs/2503.14476, Eq. 13)."""
     return max(-1.0, min(0.0, (max_tokens - buffer - tokens) / buffer))
+
+
+def spread_over_sample(sample: Sample, values: float | Floats) -> Floats:
+    """Return what is given for all trained tokens, or for each, laid out over the whole sample, [L]; 0 elsewhere."""
+    spread = np.zeros(len(sample.token_ids), dtype=sample.float_dtype)
+    spread[sample.loss_mask] = values
+    return spread
+
+
+def with_advantages(groups: list[Group], per_token: Sequence[float | Floats]) -> list[Group]:
+    """Return the groups with advantages set; `per_token` has for each sample a number, or one per trained token."""
+    rows = iter(per_token)
+    return [[replace(s, advantage=spread_over_sample(s, next(rows))) for s in g] for g in groups]

@@ -27,8 +27,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from algs.base import Metrics, TurnCredit, spread_over_sample
-from algs.credit import generalised_advantages, number_turns, whiten
+from algs.base import Metrics, TurnCredit
+from algs.credit import generalised_advantages, number_turns, spread_over_sample, whiten
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
 from core.arrays import Floats
 from core.strict_model import LearningRate
