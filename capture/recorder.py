@@ -27,14 +27,14 @@ from trainers.trainer import Trainer
 
 @dataclass
 class Recording:
-    """A step that is being made."""
+    """Step that is being made."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     """What the trainer logged; set at the end of the step."""
 
 
 class Recorder:
-    """Decides which steps are kept, and keeps them."""
+    """Writer of a run's capsules, which decides what steps are kept."""
 
     def __init__(
         self,

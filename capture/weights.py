@@ -26,7 +26,7 @@ Fingerprints = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A place that may hold the weights."""
+    """Place that may hold the weights."""
 
     name: str
     load: Callable[[], LocalTrainer]

@@ -44,13 +44,15 @@ class Found:
 
 def find_model(name: str) -> Found:
     """Find a model and its run. Raises UserError where there is none."""
+    from driver.save_to import MARKER
+
     path = Path(name)
     if (path / "config.yaml").is_file():
         if not (path / "model").is_dir():
             raise UserError(f"{quote(name)} is a run folder without model/: the run has not saved its model")
         return _in_folder(path / "model", _read_recipe(path))
     if path.is_dir():
-        marker = path / "feynrl.json"
+        marker = path / MARKER
         run = Path(json.loads(marker.read_text(encoding="utf-8"))["run"]) if marker.is_file() else path.parent
         return _in_folder(path, _read_recipe(run))
     if os.sep in name and name.count("/") != 1:
@@ -64,12 +66,14 @@ def _read_recipe(run: Path) -> dict[str, Any]:
 
 
 def _in_folder(folder: Path, recipe: dict[str, Any]) -> Found:
-    adapter = folder / "adapter_config.json"
+    from modeling.merge import ADAPTER_CONFIG
+
+    adapter = folder / ADAPTER_CONFIG
     if adapter.is_file() and not (folder / "config.json").is_file():
         base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
         return Found(folder=str(folder), base=base, recipe=recipe)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{quote(folder)} holds neither a model (config.json) nor an adapter (adapter_config.json)")
+        raise UserError(f"{quote(folder)} holds neither a model (config.json) nor an adapter ({ADAPTER_CONFIG})")
     return Found(folder=str(folder), base=str(folder), recipe=recipe)
 
 
@@ -89,6 +93,7 @@ class Speaker:
 
         from data_feeds.tokenizer import ChatTokenizer
         from modeling.hf_config import check_model_folder, max_positions, read_config
+        from modeling.pretrained import load_adapter
         from rollouts.engines.base import EngineConfig
         from rollouts.engines.hf import HfEngine
         from rollouts.stops import Stops
@@ -121,10 +126,7 @@ class Speaker:
             )
         )
         if found.base != found.folder:
-            from peft import PeftModel
-
-            adapted: Any = PeftModel.from_pretrained(self.engine.model, found.folder)
-            self.engine.model = adapted.merge_and_unload().eval()
+            self.engine.model = load_adapter(self.engine.model, found.folder).merge_and_unload().eval()
 
     async def reply(self, messages: list[Message], seeds: list[int]) -> list[str]:
         """Return one reply per seed. Raises UserError for a conversation that is too long for the model."""

@@ -20,7 +20,7 @@ QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
 
 
 class Wandb(Tracker):
-    """One run of a project."""
+    """Tracker that writes one run of a project."""
 
     packages: ClassVar = ("wandb",)
     install: ClassVar = "run `make install`"
