@@ -278,12 +278,11 @@ class TurnCredit(PolicyGradient):
     def credits_what_it_can(self) -> TurnCredit:
         if self.credit == "turn" and self.shares_advantage:
             raise ValueError(
-                "this loss is one number per episode, and credit: turn gives each turn its own advantage: use "
-                "credit: episode, or a loss of tokens"
+                "this loss is one number per episode, and credit: turn gives each turn its own: leave it out"
             )
         if self.credit == "turn" and getattr(self, "gamma", 1.0) != 1:
             raise ValueError(
-                "gamma discounts tokens, and with credit: turn all tokens of a turn have one return: set turn_discount"
+                "gamma discounts tokens, and credit: turn has one return for all of a turn: set turn_discount"
             )
         if self.credit == "episode" and self.turn_discount != 1:
             raise ValueError("turn_discount has no effect with credit: episode: set credit: turn")
@@ -293,8 +292,7 @@ class TurnCredit(PolicyGradient):
         """Return what each turn earned, [K], with the penalties for length and KL; None for a failed sample."""
         if sample.reward is None:
             return None
-        total = sample.reward + self.overlong.compute_penalty(sample)
-        return rewards_of_turns(sample, total, self.kl_rewards(sample))
+        return rewards_of_turns(sample, sample.reward + self.overlong.compute_penalty(sample), self.kl_rewards(sample))
 
     def turn_returns(self, sample: Sample) -> Floats | None:
         """Return the discounted return from each turn on, [K]; None for a failed sample."""
@@ -321,9 +319,9 @@ class GroupRelative(TurnCredit):
 
     def accept_group(self, group: Group) -> bool:
         if self.dynamic_sampling and self.credit == "turn":  # without the KL, which nobody has computed yet
-            returns = [None if s.reward is None else rewards_of_turns(s, s.reward) for s in group]
-            discounted = [None if r is None else reward_to_go(r, self.turn_discount) for r in returns]
-            return any(a.any() for a in turn_advantages(discounted))
+            earned = [None if s.reward is None else rewards_of_turns(s, s.reward) for s in group]
+            returns = [None if r is None else reward_to_go(r, self.turn_discount) for r in earned]
+            return any(a.any() for a in turn_advantages(returns))
         scored = {s.reward for s in group if s.reward is not None}
         return not self.dynamic_sampling or len(scored) > 1
 

@@ -18,7 +18,7 @@ from rollouts.envs.treasure import OPEN, TAKE, best_return
 
 COINS = (1, 9)
 """Worth of a coin, in tenths: less and more than the box."""
-LETTERS = "abc"
+LETTERS = "ab"
 
 
 def make(*, train: int, held_out: int, sft: int = 0, seed: int = 0) -> dict[str, list[Row]]:

@@ -47,7 +47,7 @@ def test_the_rules(moves, shown, earned):
 
 def test_the_best_policy_is_the_best_of_all(tmp_path):
     """Of all policies that may look at the coin and at the box, by enumeration."""
-    rows = treasure.make(train=6, held_out=6)["eval"]
+    rows = treasure.make(train=4, held_out=4)["eval"]
     best = []
     for row in rows:
         coin, box = int(row.messages[0]["content"]), row.answer
@@ -57,11 +57,11 @@ def test_the_best_policy_is_the_best_of_all(tmp_path):
 
 
 def test_rows_hold_every_game_equally_often(tmp_path, capsys):
-    treasure.main(["--out", str(tmp_path), "--train", "12", "--eval", "6", "--sft", "50"])
+    treasure.main(["--out", str(tmp_path), "--train", "12", "--eval", "4", "--sft", "50"])
     assert "the best policy earns 0.800 per game" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     games = [(row["messages"][0]["content"], row["answer"]) for row in rows]
-    assert all(games.count(game) == 2 for game in games) and len({*games}) == 6
+    assert all(games.count(game) == 3 for game in games) and len({*games}) == 4
     taught = [json.loads(line)["messages"] for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
     assert {len(messages) for messages in taught} == {2, 4}
 
