@@ -97,6 +97,8 @@ class Session:
         self._calls: dict[str, _Call] = {}
         self._running: set[asyncio.Task[tuple[Answer, Node]]] = set()
         self._contexts: Counter[str] = Counter()
+        self._main: dict[int, str] = {}
+        """Contexts of the conversation that begins with the prompt, by the number of replies before."""
 
     @asynccontextmanager
     async def answering(self, request: Request) -> AsyncGenerator[Answer]:
@@ -232,16 +234,18 @@ class Session:
         return done
 
     def _choose_seed(self, planned: Planned) -> int | str:
-        """Return what tells a reply's seed from those of others, whatever the order in which requests come.
+        """Return what tells a reply's seed from those of others: two replies with one seed would not be independent.
 
         In the conversation that begins with the prompt it is the number of replies before, as in an environment.
-        Elsewhere the context decides, and how often it was asked before.
+        Elsewhere, as where that conversation forks, the context decides, and how often it was asked before.
         """
         context = np.array(planned.context, dtype=np.int64).tobytes()
         digest = hashlib.blake2b(context, digest_size=8).hexdigest()
         before, self._contexts[digest] = self._contexts[digest], self._contexts[digest] + 1
         is_main = self.trace.starts_with_prompt(planned) and planned.tools == self.prompt.tools
-        return planned.depth if is_main and not before else f"{planned.depth}/{digest}/{before}"
+        if is_main and not before and self._main.setdefault(planned.depth, digest) == digest:
+            return planned.depth
+        return f"{planned.depth}/{digest}/{before}"
 
     def _parse(self, done: Completion, ask: Ask) -> Message:
         """Return the reply as a message, without the text from a stop string of the request on."""

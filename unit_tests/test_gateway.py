@@ -240,9 +240,11 @@ def test_seeds_of_the_main_conversation_are_those_of_an_environment(qwen):
             await ask(client, messages)
             messages.append({"role": "user", "content": "More?"})
         await ask(client, [{"role": "user", "content": "Something else"}])
+        await ask(client, [*messages[:2], {"role": "user", "content": "Or less?"}])
+        await ask(client, [dict(USER)])
 
     play(policy, harness)
-    assert policy.seeds[:3] == [0, 1, 2] and policy.seeds[3] not in (0, 1, 2)
+    assert policy.seeds[:3] == [0, 1, 2] and len({*policy.seeds}) == 6, "no two replies of an episode share a seed"
 
 
 def test_a_streamed_reply_is_the_same_reply(qwen):
