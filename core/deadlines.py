@@ -35,15 +35,12 @@ REWARD_EXIT_GRACE_S = 5.0
 AGENT_START_TIMEOUT_S = 120.0
 AGENT_END_TIMEOUT_S = 10.0
 MATH_VERIFY_TIMEOUT_S = 2
-<<<<<<< HEAD
 MCP_START_TIMEOUT_S = 60.0
-=======
 SANDBOX_POLL_S = 0.1
 SANDBOX_EXIT_GRACE_S = 10.0
 SANDBOX_CHECK_TIMEOUT_S = 30.0
 SANDBOX_HTTP_GRACE_S = 60.0
 SANDBOX_MARGIN_S = 2.0
->>>>>>> integ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +90,6 @@ TABLE = (
         after_it="the completion counts as wrong",
     ),
     Deadline(
-<<<<<<< HEAD
         waits_for="one call of a tool in an environment",
         length="`tool_timeout_s` of the environment's class (30 s)",
         after_it="the call is answered with a sentence that says so, and counted",
@@ -102,7 +98,8 @@ TABLE = (
         waits_for="an MCP server that an environment uses, to start and to list its tools",
         length=_seconds(MCP_START_TIMEOUT_S),
         after_it="the sample fails",
-=======
+    ),
+    Deadline(
         waits_for="the next look at the memory and the files of code in the sandbox",
         length=_seconds(SANDBOX_POLL_S),
         after_it="it looks again, or kills the sandbox",
@@ -126,7 +123,6 @@ TABLE = (
         waits_for="a sandbox on another machine, beyond the time that the code has",
         length=_seconds(SANDBOX_HTTP_GRACE_S),
         after_it="the sample has no reward",
->>>>>>> integ
     ),
     Deadline(
         waits_for="a reward process that loads its file, model included",

@@ -86,28 +86,18 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     check_room(cfg)
     model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts)
     plan = plan_engines(cfg, model)
-<<<<<<< HEAD
-    env_tools = plan.load_code()
-=======
     check_rewards(cfg, plan)
-    load_env_class(plan.env_spec)
->>>>>>> integ
+    env_tools = plan.load_code()
     tokenizer = make_tokenizer(model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_stops(tokenizer, cfg.rollout.stop, cfg.rollout.stop_token_ids, tokenizer.vocabulary)
     check_policy(model, tokenizer)
     if trusts and runs_own_code(meta := meta_model(cfg.model.path, trust_remote_code=True)):
         load_engine_class(plan.engine_spec).check_own_code(meta, path=cfg.model.path)
-<<<<<<< HEAD
     sets = load_sets(cfg, tokenizer, env_tools)
     has_tools = any(prompt.tools for one in sets for prompt in one.prompts)
     check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
-    settings = collect_eval_settings(cfg, plan.files)
-=======
-    sets = load_sets(cfg, tokenizer)
-    code = {**plan.reward_functions.files, "rollout.env": plan.env_spec, "rollout.engine": plan.engine_spec}
-    settings = collect_eval_settings(given, code)
->>>>>>> integ
+    settings = collect_eval_settings(given, plan.files)
     resumed = None if cfg.resume is None else find_samples(cfg.resume, read_settings(cfg.resume), settings, sets)
     return PreparedEval(
         cfg=cfg,

@@ -216,13 +216,8 @@ class Run:
     async def log(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
         """Write the step's samples and metrics."""
         with self.session.clock.phase(Phase.LOG):
-<<<<<<< HEAD
             by_turn = isinstance(self.alg, TurnCredit) and self.alg.credit == "turn"
             measured = measure_groups(groups, self.prompts.mixed, by_turn=by_turn) | metrics
-            await self.session.folder.samples.write(step, groups)
-=======
-            measured = measure_groups(groups, self.prompts.mixed) | metrics
->>>>>>> integ
             self.session.show_samples(step, groups, every=self.cfg.show_samples)
             measured |= await self.time.start_lap()
         measured[names.ROLLOUT_GROUP_RETRIES] = float(self.generation.n_retries)

@@ -94,12 +94,8 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_room(cfg)
     shadows = load_shadows(cfg, alg)
     rollouts = plan_rollouts(cfg)
-<<<<<<< HEAD
-    env_tools = rollouts.load_code()
-=======
     check_rewards(cfg, rollouts)
-    load_env_class(rollouts.env_spec)
->>>>>>> integ
+    env_tools = rollouts.load_code()
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_policy(cfg.model, tokenizer)

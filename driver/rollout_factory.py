@@ -69,11 +69,10 @@ class RolloutPlan:
         }
 
     def load_code(self) -> list[ToolSpec]:
-        """Import rewards, environment and agent, and return the tools that the environment brings.
+        """Import environment and agent, and return the tools that the environment brings.
 
         Raises UserError where one of them cannot be used.
         """
-        self.reward_functions.load()
         if self.agent is not None:
             check_agent(self.agent)
         return list_env_tools(load_env_class(self.env_spec), max_turns=self.rollout.max_turns)
