@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from core.plain_text import escape_controls, shorten_middle
@@ -36,7 +37,7 @@ def write_sample(step: int, record: dict[str, Any]) -> str:
     reward = f"no reward ({record['failure']})" if record["reward"] is None else f"reward {record['reward']:.4g}"
     parts = ", ".join(f"{name} {value:.4g}" for name, value in record["reward_parts"].items())
     head = f"sample of step {step}, group {record['group']}: {reward}" + (f" ({parts})" if parts else "")
-    prompt = "\n".join(map(write_message, record["prompt"]))
+    prompt = join_messages(record["prompt"])
     return "\n".join(
         [
             escape_controls(f"{head}, stop: {record['stop']}", keep=""),
@@ -46,7 +47,7 @@ def write_sample(step: int, record: dict[str, Any]) -> str:
     )
 
 
-def write_message(message: dict[str, Any]) -> str:
+def write_message(message: Mapping[str, Any]) -> str:
     """Return a message as text, with its reasoning and its tool calls.
 
     >>> call = {"function": {"name": "add", "arguments": {"a": 1}}}
@@ -74,6 +75,15 @@ def _write_completion(record: dict[str, Any]) -> list[str]:
             "  > " if turn["role"] == "assistant" else "  | ", shorten_middle(write_message(turn), share)
         )
     ]
+
+
+def join_messages(messages: Iterable[Mapping[str, Any]]) -> str:
+    r"""Return messages as text, each after its role.
+
+    >>> join_messages([{"role": "system", "content": "be brief"}, {"role": "user", "content": "3+4="}])
+    'system: be brief\nuser: 3+4='
+    """
+    return "\n".join(map(write_message, messages))
 
 
 def mark_lines(mark: str, text: str) -> list[str]:
