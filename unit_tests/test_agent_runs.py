@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import yaml
 
+import main_eval
 import main_rl
 from configs.rollout_schema import AgentConfig, RewardConfig, RolloutConfig
-from core.types import Prompt, Sample
+from core.types import Prompt, Sample, make_sample
 from data_feeds.tokenizer import ChatTokenizer
 from data_feeds.tool_parsing import make_parser
+from evaluation.generations import WHOLE
 from rewards import resolve_reward
 from rewards.pool import RewardPool
 from rewards.several import one_reward
 from rollouts.agents.processes import AgentProcesses
+from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
 from rollouts.envs.calculator import Calculator
 from rollouts.registry import resolve_agent
 from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
-from unit_tests.chat_families import load_family
+from unit_tests.chat_families import call, load_family
 from unit_tests.examples import run_here
 from unit_tests.scripted_policy import Policy, say_calls
 
@@ -239,3 +245,51 @@ def test_every_branch_of_smolagents_is_exact_and_trained_once(tiny_path, tmp_pat
         assert sample.action_mask.sum() == end - begin
     assert samples[0].counts["requests_demanding_a_call"] == 2, "it asks for tool_choice: required"
     assert samples[0].counts["assistant/rewritten"] == 1
+
+
+@pytest.mark.slow
+def test_an_evaluation_with_an_agent_has_one_row_per_episode(tmp_path, tiny_path, sums):
+    pytest.importorskip("openai")
+    changes = branching(tmp_path)
+    raw = {
+        "name": "eval",
+        "backend": "local",
+        "run_dir": str(tmp_path / "runs"),
+        "model": {"path": tiny_path, "dtype": "float32"},
+        "data": {"sets": [{"path": str(sums / "eval.parquet"), "name": "sums"}], "max_prompt_tokens": 24},
+        "reward": {"fn": "arithmetic", "workers": 1, "weights": changes["reward.weights"]},
+        "rollout": {"engine": "hf", "max_new_tokens": 24, "max_turns": 4, "agent": changes["rollout.agent"]},
+        "samples": 2,
+        "pass_reward": 0.5,
+        "resamples": 10,
+    }
+    (tmp_path / "eval.yaml").write_text(yaml.safe_dump(raw))
+    code, err = run_here(main_eval, "--config", str(tmp_path / "eval.yaml"))
+    assert code == 0, err
+    [run] = (tmp_path / "runs").glob("*")
+    rows = pq.read_table(run / WHOLE).to_pylist()
+    assert sorted((row["index"], row["sample"]) for row in rows) == [(i, n) for i in range(10) for n in (0, 1)]
+    assert not any(row["failure"] for row in rows) and all(row["completion"] is not None for row in rows)
+
+
+def test_groups_of_branches_survive_a_checkpoint():
+    branch = make_sample(
+        prompt=Prompt(id="p", messages=[{"role": "user", "content": "?"}]),
+        token_ids=[1, 2, 3, 4],
+        action_mask=[False, True, False, True],
+        rollout_logp=[0.0, -1.0, 0.0, -1.0],
+        versions=[-1, 0, -1, 0],
+        reward=1.0,
+        episode=3,
+        turns=((1, 2), (3, 4)),
+        turn_numbers=(0, 2),
+        transcript=[{"role": "assistant", "content": "x", "tool_calls": [call("f", a=1)]}],
+        counts={"turns": 3.0},
+    )
+    buffer = ReplayBuffer(Schedule(steps=2, per_step=1))
+    asyncio.run(buffer.reserve_ticket())
+    group = [branch, replace(branch, turn_numbers=(1, 3))]
+    buffer.add_group(FinishedGroup(ticket=0, group=group, accepted=True, seconds=1.0))
+    state = json.loads(json.dumps(buffer.get_state()))
+    again = ReplayBuffer.from_state(state, buffer.schedule, lambda ticket: branch.prompt, step=0)
+    assert again.ready[0].group == buffer.ready[0].group
