@@ -261,7 +261,7 @@ def test_an_evaluation_with_an_agent_has_one_row_per_episode(tmp_path, tiny_path
         "rollout": {"engine": "hf", "max_new_tokens": 24, "max_turns": 4, "agent": changes["rollout.agent"]},
         "samples": 2,
         "pass_reward": 0.5,
-        "resamples": 10,
+        "resamples": 100,
     }
     (tmp_path / "eval.yaml").write_text(yaml.safe_dump(raw))
     code, err = run_here(main_eval, "--config", str(tmp_path / "eval.yaml"))
