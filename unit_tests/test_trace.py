@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -47,9 +48,12 @@ class Player:
 
     def act(self, action: str, pick: int, told: str, said: str, stop: Any, answer: str) -> None:
         messages = list(self.known[pick % len(self.known)]) if self.known else [user("?")]
+        told, said = f"{told}#{self.asked}#", f"{said}#{self.asked}r#"  # so that every text is another one
         if self.known:
             messages = self._change(action, messages, told, answer)
         planned = self.trace.plan_reply(messages, [])
+        shown = re.findall(r"#\w+#", self.chat.hf.decode(planned.context))
+        assert shown == re.findall(r"#\w+#", "".join(m["content"] for m in messages)), "the policy sees the request"
         ids = spell(self.chat, said)[: None if stop == "eos" else -1]
         done = Completion(token_ids=ids, logp=[-1.0] * len(ids), versions=[self.asked] * len(ids), stop=stop)
         self.asked += 1
