@@ -77,7 +77,7 @@ def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
         "versions": sorted(count_versions(sample)),
         "new_tokens": sample.n_sampled,
     }
-    more = {"tools": sample.prompt.tools, "turns": list_turns(sample), "counts": sample.counts}
+    more: dict[str, Any] = {"tools": sample.prompt.tools, "turns": list_turns(sample), "counts": sample.counts}
     if sample.episode is not None:
         more["episode"] = sample.episode
     return record | {name: value for name, value in more.items() if value not in ([], {})}
