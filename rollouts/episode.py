@@ -176,7 +176,7 @@ async def _take_step(env: Env, reply: str, timeout_s: float) -> Any:
     return await Unblocked(answers, who="Env.step()", seconds=timeout_s, key="rollout.timeout_s")
 
 
-def _check_answer(answer: Any) -> Message | None:
+def _check_answer(answer: Any) -> Any:
     """Return what an environment answered. Raises TypeError for anything but a message or None."""
     if answer is None:
         return None
