@@ -47,15 +47,6 @@ def write_sample(step: int, record: dict[str, Any]) -> str:
     )
 
 
-def join_messages(messages: Iterable[Mapping[str, Any]]) -> str:
-    r"""Return messages as text, each after its role.
-
-    >>> join_messages([{"role": "system", "content": "be brief"}, {"role": "user", "content": "3+4="}])
-    'system: be brief\nuser: 3+4='
-    """
-    return "\n".join(map(write_message, messages))
-
-
 def write_message(message: Mapping[str, Any]) -> str:
     """Return a message as text, with its reasoning and its tool calls.
 
@@ -84,6 +75,15 @@ def _write_completion(record: dict[str, Any]) -> list[str]:
             "  > " if turn["role"] == "assistant" else "  | ", shorten_middle(write_message(turn), share)
         )
     ]
+
+
+def join_messages(messages: Iterable[Mapping[str, Any]]) -> str:
+    r"""Return messages as text, each after its role.
+
+    >>> join_messages([{"role": "system", "content": "be brief"}, {"role": "user", "content": "3+4="}])
+    'system: be brief\nuser: 3+4='
+    """
+    return "\n".join(map(write_message, messages))
 
 
 def mark_lines(mark: str, text: str) -> list[str]:

@@ -103,7 +103,7 @@ def test_a_tiny_model_learns_to_call_tools(tmp_path):
     """From a teacher who is right in three rows of ten to nine of ten: recipe, environment, reward and data."""
     model, data = str(tmp_path / "model"), str(tmp_path / "data")
     tiny_model.main(["--out", model, "--tools", "--hidden-size", "128", "--heads", "4", "--max-length", "128"])
-    function_calls.main(["--out", data, "--train", "400", "--eval", "100", "--sft", "6000", "--wrong-share", "0.7"])
+    function_calls.main(["--out", data, "--train", "400", "--eval", "100", "--sft", "8000", "--wrong-share", "0.7"])
     warm, runs = f"save_to={tmp_path / 'warm'}", f"run_dir={tmp_path / 'runs'}"
     sft = str(ROOT / "configs/tools_quickstart_sft.yaml")
     given = [f"model.path={model}", f"data.train={data}/sft.jsonl", "backend=local", warm, runs]

@@ -14,6 +14,7 @@ from data_feeds.tool_parsing import ParsedReply
 from driver.episode_metrics import measure_counts
 from driver.sample_files import make_sample_record
 from driver.sample_text import write_sample
+from rewards.sandbox.base import SandboxUnavailable
 from rollouts.engines.base import Completion
 from rollouts.envs.base import Env
 from rollouts.registry import list_env_tools, load_env_class, resolve_env
@@ -271,7 +272,11 @@ def test_a_tool_that_holds_the_process_ends_the_run_with_its_line():
         answer(Stuck(PROMPT), calls_of(("block", {})))
 
 
-@pytest.mark.parametrize("error", [RunStopped("stop"), UserError("wrong"), ToolUnavailable("no server")], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [RunStopped("stop"), UserError("wrong"), ToolUnavailable("no server"), SandboxUnavailable("no bwrap")],
+    ids=repr,
+)
 def test_errors_that_are_not_the_policys_pass_through(error):
     class Mine(ToolEnv):
         @tool

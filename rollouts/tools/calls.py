@@ -17,6 +17,7 @@ from core.errors import RunStopped, UserError, name_error, shorten
 from core.messages import Message, ToolCall
 from core.workers import gather_fail_fast
 from data_feeds.tool_specs import find_misfit
+from rewards.sandbox.base import SandboxUnavailable
 from rollouts.tools.functions import Tool
 
 ErrorKind = Literal["unreadable", "unknown", "arguments", "raised", "timeout"]
@@ -46,8 +47,8 @@ async def run_calls(
 ) -> list[Answer]:
     """Run calls, each for at most `seconds`, and return their answers in the order of the calls.
 
-    key: what holds `seconds`, for the sentence about a tool that blocks the process. Raises RunStopped, UserError and
-    ToolUnavailable of a tool.
+    key: what holds `seconds`, for the sentence about a tool that blocks the process. Raises RunStopped, UserError,
+    ToolUnavailable and SandboxUnavailable of a tool.
     """
     runs = [_answer_call(call, tools, seconds=seconds, key=key) for call in calls]
     if parallel:
@@ -89,7 +90,7 @@ async def _answer_call(call: ToolCall, tools: Mapping[str, Tool], *, seconds: fl
         async with deadline:
             result = await _call_tool(tool, arguments, seconds=seconds, key=key)
         return make_answer(write_result(result), call)
-    except (*THROUGH, ToolUnavailable):
+    except (*THROUGH, ToolUnavailable, SandboxUnavailable):
         raise
     except ToolFailed as error:
         return make_answer(f"{error}", call, "raised")
