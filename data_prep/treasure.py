@@ -16,7 +16,7 @@ from data_prep.rows import Row, write_rows
 from data_prep.script import run_script, whole
 from rollouts.envs.treasure import OPEN, TAKE, best_return
 
-COINS = (1, 9)
+COINS = (0, 9)
 """Worth of a coin, in tenths: less and more than the box."""
 LETTERS = "ab"
 
