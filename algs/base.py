@@ -7,25 +7,35 @@ framework masks, corrects, weights and reduces; an algorithm says what one token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
-from algs.credit import ScaleRewards, group_advantages, reward_std, sum_terms, whiten
+from algs.credit import (
+    ScaleRewards,
+    group_advantages,
+    number_turns,
+    returns_std,
+    reward_std,
+    reward_to_go,
+    rewards_of_turns,
+    sum_terms,
+    turn_advantages,
+    whiten,
+    with_advantages,
+)
 from algs.ops import importance_ratio, k3, reaches_cap, reaches_clamp
+from algs.returned import Metrics, check_per_token, check_samples
 from algs.terms import KL, Correction, Overlong
 from core.arrays import Floats
-from core.errors import RunStopped, UserError
+from core.episodes import join_episodes
 from core.strict_model import StrictModel
 from core.types import Group, LossNorm, Policy, Rows, Sample, ScoredColumn, Tokens
-
-Metrics = dict[str, Tensor]
-"""Per-token values, [M] each. The framework averages them with the token weights, over micro-batches and ranks."""
 
 
 class Algorithm(StrictModel):
@@ -52,6 +62,11 @@ class Algorithm(StrictModel):
     @property
     def whole_groups(self) -> bool:
         """True if the loss compares the samples of a group: no group is split, and `tokens.group_ids` is there."""
+        return False
+
+    @property
+    def whole_episodes(self) -> bool:
+        """True if the loss reads `tokens.seq_ids`: the samples of an episode are in one micro-batch then."""
         return False
 
     @property
@@ -83,7 +98,7 @@ class Algorithm(StrictModel):
         return groups
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        """Return the groups with `advantage` [L] set on every sample. Called once per step, over all its groups."""
+        """Return the groups with `advantage` [L] set on every sample, one per episode. Called once per step, on all."""
         return groups
 
     def totals(self, policy: Policy, tokens: Tokens) -> dict[str, Tensor]:
@@ -144,6 +159,10 @@ class PolicyGradient(Algorithm):
         return False
 
     @property
+    def whole_episodes(self) -> bool:
+        return self.correction.by_sequence
+
+    @property
     def required_columns(self) -> frozenset[ScoredColumn]:
         if self.kl.in_reward:
             return frozenset({"ref_logp", "prox_logp"})
@@ -183,7 +202,8 @@ class PolicyGradient(Algorithm):
         metrics["mismatch/clamped"] = reaches_clamp(policy.logp, prox, rollout)
         metrics["mismatch/ratio"], metrics["mismatch/ratio_sq"] = rho, rho.square()  # their means give the ESS
         if self.correction.level != "none":
-            weight = self.correction.compute_weights(prox, rollout, tokens.seq_ids)
+            seq_ids = tokens.seq_ids if self.correction.by_sequence else None
+            weight = self.correction.compute_weights(prox, rollout, seq_ids)
             metrics["mismatch/weight"] = weight
             loss = loss * weight
         if tokens.has("ref_logp"):
@@ -198,66 +218,27 @@ class PolicyGradient(Algorithm):
 
 
 def assign_advantages(alg: Algorithm, groups: list[Group]) -> list[Group]:
-    """Return the groups with the algorithm's advantages; with `overlong.mode: filter`, truncated samples excluded."""
-    groups = alg.compute_advantages(groups)
-    if not isinstance(alg, PolicyGradient) or alg.overlong.mode != "filter":
-        return groups
-    return [
-        [replace(s, excluded=np.ones_like(s.action_mask)) if s.stop == "length" else s for s in group]
-        for group in groups
-    ]
+    """Return the groups with the algorithm's advantages; with `overlong.mode: filter`, truncated episodes excluded.
 
-
-def check_advantages(alg: PolicyGradient, given: list[Group], groups: list[Group]) -> None:
-    """Raise RunStopped unless the samples are the given ones, in their groups, with finite advantages."""
-    who = f"{type(alg).__name__}.compute_advantages"
-    if not _have_same_tokens(given, groups):
-        sizes = f"{len(given)} groups of {sum(map(len, given))} samples"
-        raise RunStopped(
-            f"{who} was given {sizes} and returned {len(groups)} groups of {sum(map(len, groups))}, or others: return "
-            "every sample in its group and order, and leave one out by its `excluded`"
-        )
-    for sample in (s for g in groups for s in g):
-        if sample.advantage is None or np.isfinite(sample.advantage).all():
-            continue
-        trained = sample.advantage[sample.loss_mask]
-        if len(bad := trained[~np.isfinite(trained)]):
-            raise RunStopped(
-                f"{who} gave the advantage {float(bad[0])} to a sample of {sample.prompt.id} with the reward "
-                f"{sample.reward}: advantages must be finite"
-            )
-
-
-def _have_same_tokens(given: list[Group], groups: list[Group]) -> bool:
-    if [len(g) for g in given] != [len(g) for g in groups]:
-        return False
-    pairs = ((a.token_ids, b.token_ids) for g, h in zip(given, groups, strict=True) for a, b in zip(g, h, strict=True))
-    return all(a is b or np.array_equal(a, b) for a, b in pairs)
-
-
-def check_per_token(alg: Algorithm, returned: Any, tokens: Tokens) -> tuple[Tensor, Metrics]:
-    """Return the loss and the metrics that an algorithm's method returned.
-
-    Raises UserError for anything but floats [M] on the device of the tokens: a loss that reduced, or gave one value per
-    sequence, would be broadcast and be wrong.
+    The algorithm gets every episode as one sample, so that all it counts are episodes.
     """
-    who, expected = type(alg).__name__, list(tokens.weight.shape)
-    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
-        raise UserError(f"{who}: its loss must return (loss, metrics), a tensor and a dict, found {returned!r:.60}")
-    loss, metrics = returned
-    for name, value in {"the loss": loss, **metrics}.items():
-        if not isinstance(value, Tensor):
-            raise UserError(f"{who}: {name} is {type(value).__name__}, expected a tensor with one value per token")
-        if value.shape != tokens.weight.shape:
-            raise UserError(
-                f"{who}: {name} has shape {list(value.shape)}, expected one value per token, {expected}: return it "
-                "unreduced, the framework weights and sums"
-            )
-        if value.device != tokens.weight.device:
-            raise UserError(f"{who}: {name} is on {value.device}, expected {tokens.weight.device}, where its input is")
-    if not loss.is_floating_point():
-        raise UserError(f"{who}: the loss has dtype {loss.dtype}, expected the float32 of policy.logp")
-    return loss, metrics
+    if not isinstance(alg, PolicyGradient):
+        return alg.compute_advantages(groups)
+    joined = [join_episodes(group) for group in groups]
+    given = [group.samples for group in joined]
+    credited = alg.compute_advantages(given)
+    check_samples(alg, given, credited)
+    if alg.overlong.mode == "filter":
+        credited = [
+            [replace(s, excluded=np.ones_like(s.action_mask)) if s.stop == "length" else s for s in group]
+            for group in credited
+        ]
+    return [group.split(own) for group, own in zip(joined, credited, strict=True)]
+
+
+def accepts_group(alg: Algorithm, group: Group) -> bool:
+    """Tell whether the algorithm trains on this group; it is asked with every episode as one sample."""
+    return alg.accept_group(join_episodes(group).samples)
 
 
 @torch.no_grad()
@@ -279,20 +260,47 @@ def with_prox(policy: Policy, tokens: Tokens) -> Tokens:
     return tokens if tokens.has("prox_logp") else tokens.replace(prox_logp=policy.logp.detach())
 
 
-def spread_over_sample(sample: Sample, values: float | Floats) -> Floats:
-    """Return what is given for all trained tokens, or for each, laid out over the whole sample, [L]; 0 elsewhere."""
-    spread = np.zeros(len(sample.token_ids), dtype=sample.float_dtype)
-    spread[sample.loss_mask] = values
-    return spread
+class TurnCredit(PolicyGradient):
+    """Base of algorithms that can credit an episode as a whole, or each of its turns."""
+
+    credit: Literal["episode", "turn"] = "episode"
+    """episode: every turn has the return of the whole episode. turn: a turn has the return from it on, of the rewards
+    per turn that the environment gives; what they leave of the reward came with the last turn."""
+    turn_discount: float = Field(1.0, ge=0, le=1)
+    """Weight of the next turn's return in the return of a turn. Read by credit: turn."""
+
+    @property
+    def shares_advantage(self) -> bool:
+        """True if all tokens of an episode must have one advantage, because the loss multiplies them together."""
+        return False
+
+    @model_validator(mode="after")
+    def credits_what_it_can(self) -> TurnCredit:
+        if self.credit == "turn" and self.shares_advantage:
+            raise ValueError(
+                "this loss is one number per episode, and credit: turn gives each turn its own: leave it out"
+            )
+        if self.credit == "turn" and getattr(self, "gamma", 1.0) != 1:
+            raise ValueError(
+                "gamma discounts tokens, and credit: turn has one return for all of a turn: set turn_discount"
+            )
+        if self.credit == "episode" and self.turn_discount != 1:
+            raise ValueError("turn_discount has no effect with credit: episode: set credit: turn")
+        return self
+
+    def turn_rewards(self, sample: Sample) -> Floats | None:
+        """Return what each turn earned, [K], with the penalties for length and KL; None for a failed sample."""
+        if sample.reward is None:
+            return None
+        return rewards_of_turns(sample, sample.reward + self.overlong.compute_penalty(sample), self.kl_rewards(sample))
+
+    def turn_returns(self, sample: Sample) -> Floats | None:
+        """Return the discounted return from each turn on, [K]; None for a failed sample."""
+        rewards = self.turn_rewards(sample)
+        return None if rewards is None else reward_to_go(rewards, self.turn_discount)
 
 
-def with_advantages(groups: list[Group], per_token: Sequence[float | Floats]) -> list[Group]:
-    """Return the groups with advantages set; `per_token` has for each sample a number, or one per trained token."""
-    rows = iter(per_token)
-    return [[replace(s, advantage=spread_over_sample(s, next(rows))) for s in g] for g in groups]
-
-
-class GroupRelative(PolicyGradient):
+class GroupRelative(TurnCredit):
     """Advantages are rewards above the mean of the group; there is no value model."""
 
     scale_rewards: ScaleRewards = "none"
@@ -310,10 +318,18 @@ class GroupRelative(PolicyGradient):
         return True
 
     def accept_group(self, group: Group) -> bool:
+        if self.dynamic_sampling and self.credit == "turn":  # without the KL, which nobody has computed yet
+            earned = [None if s.reward is None else rewards_of_turns(s, s.reward) for s in group]
+            returns = [None if r is None else reward_to_go(r, self.turn_discount) for r in earned]
+            return any(a.any() for a in turn_advantages(returns))
         scored = {s.reward for s in group if s.reward is not None}
         return not self.dynamic_sampling or len(scored) > 1
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
+        per_token = self._credit_turns(groups) if self.credit == "turn" else self._credit_episodes(groups)
+        return with_advantages(groups, whiten(per_token) if self.whiten else per_token)
+
+    def _credit_episodes(self, groups: list[Group]) -> list[Floats]:
         rewards = [[self.penalised_reward(s) for s in g] for g in groups]
         std = reward_std([r for g in rewards for r in g])
         advantages = [
@@ -321,5 +337,14 @@ class GroupRelative(PolicyGradient):
             for g in rewards
         ]
         samples = [s for g in groups for s in g]
-        per_token = [np.full(s.n_trained, a) for s, a in zip(samples, (a for g in advantages for a in g), strict=True)]
-        return with_advantages(groups, whiten(per_token) if self.whiten else per_token)
+        return [np.full(s.n_trained, a) for s, a in zip(samples, (a for g in advantages for a in g), strict=True)]
+
+    def _credit_turns(self, groups: list[Group]) -> list[Floats]:
+        returns = [[self.turn_returns(s) for s in g] for g in groups]
+        std = returns_std([r for g in returns for r in g])
+        advantages = [
+            turn_advantages(g, scale=self.scale_rewards, leave_one_out=self.leave_one_out, batch_std=std)
+            for g in returns
+        ]
+        rows = ((s, a) for g, own in zip(groups, advantages, strict=True) for s, a in zip(g, own, strict=True))
+        return [a[number_turns(s)] for s, a in rows]

@@ -24,6 +24,14 @@ class GMPO(GroupRelative):
     clip: float = Field(0.4, gt=0)
     """Bound of the log-ratio of a token, eps above."""
 
+    @property
+    def whole_episodes(self) -> bool:
+        return True
+
+    @property
+    def shares_advantage(self) -> bool:
+        return True
+
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         d = (policy.logp - tokens.prox_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         bounded = torch.where(tokens.advantage > 0, d.clamp(max=self.clip), d.clamp(min=-self.clip))

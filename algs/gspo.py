@@ -4,6 +4,8 @@
     L_b = max(-s_b A_b, -clip(s_b, 1 - low, 1 + high) A_b)              form: sequence, shared by its tokens
     L_t = the same with s_b pi(a_t) / sg[pi(a_t)] in place of s_b       form: token, where A may vary in a sequence
 
+The sequence is the episode: of one that is several samples, the product goes over the trained tokens of all.
+
 The geometric mean moves far less than a token's ratio, so the clip bounds are a few 1e-4. Relatives are settings:
     LUSPO  loss_norm: sequence_sum, clip_low: 0.002, clip_high: 0.0025         https://arxiv.org/abs/2602.05261
     RLOO as TRL runs it  ratio: product, leave_one_out: true, clip_low: 0.2, clip_high: 0.2
@@ -41,6 +43,14 @@ class GSPO(GroupRelative):
                 "(the paper has 4e-4); a token's clip belongs to grpo"
             )
         return self
+
+    @property
+    def whole_episodes(self) -> bool:
+        return True
+
+    @property
+    def shares_advantage(self) -> bool:
+        return self.form == "sequence"
 
     @property
     def not_on_policy(self) -> str:

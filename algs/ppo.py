@@ -12,6 +12,9 @@ saved at the end.
 bootstrap_truncated: a completion cut off by the budget did not end there. Its last token is not trained on, and the
 value before it replaces the missing return; by default the episode counts as over (TRL, verl, OpenRLHF).
 
+credit: turn takes a turn for one action: r_k is what it earned, V_k the value before its first token, turn_discount is
+in gamma's place, and A_k and R_k are those of all its tokens.
+
 Others: TRL adds 0.1 x V-loss to one shared loss; verl clips doubly (dual_clip: 3) by default; slime omits the 1/2.
 """
 
@@ -24,15 +27,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from algs.base import Metrics, PolicyGradient, spread_over_sample
-from algs.credit import generalised_advantages, whiten
+from algs.base import Metrics, TurnCredit
+from algs.credit import generalised_advantages, number_turns, spread_over_sample, whiten
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
 from core.arrays import Floats
 from core.strict_model import LearningRate
 from core.types import Group, Policy, Sample, ScoredColumn, Tokens
 
 
-class PPO(PolicyGradient):
+class PPO(TurnCredit):
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.2, gt=0)
     dual_clip: float | None = Field(None, gt=1)
@@ -56,8 +59,9 @@ class PPO(PolicyGradient):
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         samples = [self._without_last(s) for g in groups for s in g]
-        values = [s.columns["values"][s.loss_mask].astype(np.float64) if s.n_trained else np.zeros(0) for s in samples]
-        advantages = [self._estimate_advantages(s, v) for s, v in zip(samples, values, strict=True)]
+        values = [self._values_before(s) for s in samples]
+        estimate = self._credit_turns if self.credit == "turn" else self._credit_tokens
+        advantages = [estimate(s, v) for s, v in zip(samples, values, strict=True)]
         returns = [a + v for a, v in zip(advantages, values, strict=True)]
         rows = zip(samples, whiten(advantages) if self.whiten else advantages, returns, strict=True)
         done = iter(
@@ -75,14 +79,39 @@ class PPO(PolicyGradient):
             return sample
         return replace(sample, excluded=np.arange(1, len(sample.action_mask) + 1) == len(sample.action_mask))
 
-    def _estimate_advantages(self, sample: Sample, values: Floats) -> Floats:
+    def _values_before(self, sample: Sample) -> Floats:
+        """Return the value before each trained token, [n]; with credit: turn, that before its turn's first one."""
+        if not sample.n_trained:
+            return np.zeros(0)
+        values = sample.columns["values"][sample.loss_mask].astype(np.float64)
+        if self.credit == "turn":
+            _, first, own = np.unique(number_turns(sample), return_index=True, return_inverse=True)
+            return values[first][own]
+        return values
+
+    def _credit_tokens(self, sample: Sample, values: Floats) -> Floats:
         rewards = self.kl_rewards(sample)
         if not len(rewards):
             return rewards
         assert sample.reward is not None
         rewards[-1] += sample.reward + self.overlong.compute_penalty(sample)
-        bootstrap = 0.0 if sample.excluded is None else float(sample.columns["values"][-1])
+        bootstrap = self._value_at_the_cut(sample)
         return generalised_advantages(rewards, values, gamma=self.gamma, lam=self.lam, bootstrap=bootstrap)
+
+    def _credit_turns(self, sample: Sample, values: Floats) -> Floats:
+        rewards = self.turn_rewards(sample)
+        if rewards is None or not sample.n_trained:
+            return np.zeros(sample.n_trained)
+        there, first, own = np.unique(number_turns(sample), return_index=True, return_inverse=True)
+        # what a turn without a trained token earned counts with the one before it
+        holders = np.searchsorted(there, np.arange(len(rewards)), side="right").clip(1) - 1
+        earned = np.bincount(holders, weights=rewards, minlength=len(there))
+        earned[-1] += self._value_at_the_cut(sample)  # within the last turn, so it is not discounted
+        return generalised_advantages(earned, values[first], gamma=self.turn_discount, lam=self.lam)[own]
+
+    def _value_at_the_cut(self, sample: Sample) -> float:
+        """Return the value before the last token where that is excluded, because the budget cut the episode off."""
+        return 0.0 if sample.excluded is None else float(sample.columns["values"][-1])
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         ratio = importance_ratio(policy.logp, tokens.prox_logp)

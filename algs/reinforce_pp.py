@@ -8,23 +8,26 @@
 baseline: true first subtracts the mean reward of the group (REINFORCE++-baseline); the paper then has
 kl: {coef: ..., estimator: k2} in the loss.
 
+credit: turn has G_k = sum_{k' >= k} turn_discount^(k' - k) r_k' at all tokens of turn k; then gamma is 1.
+
 Others: verl's whitening has the variance of a sample, ours and OpenRLHF's that of the population; slime subtracts
 coef x k1 from the advantage of each token instead of adding it to the reward.
 """
 
 from __future__ import annotations
 
+import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from algs.base import Metrics, PolicyGradient, with_advantages
-from algs.credit import group_advantages, reward_to_go, whiten
+from algs.base import Metrics, TurnCredit, with_advantages
+from algs.credit import group_advantages, number_turns, reward_to_go, turn_advantages, whiten
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
 from core.arrays import Floats
 from core.types import Group, Policy, Sample, Tokens
 
 
-class ReinforcePP(PolicyGradient):
+class ReinforcePP(TurnCredit):
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.2, gt=0)
     gamma: float = Field(1.0, gt=0, le=1)
@@ -35,11 +38,24 @@ class ReinforcePP(PolicyGradient):
         return self.baseline
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
+        returns = self._turn_returns(groups) if self.credit == "turn" else self._episode_returns(groups)
+        return with_advantages(groups, whiten(returns))
+
+    def _turn_returns(self, groups: list[Group]) -> list[Floats]:
+        """Return the return of each token's turn, [n] by sample; minus the group's with `baseline`."""
+        per_turn = [[self.turn_returns(s) for s in g] for g in groups]
+        if self.baseline:
+            compared = [a for g in per_turn for a in turn_advantages(g)]
+        else:
+            compared = [np.zeros(1) if r is None else r for g in per_turn for r in g]
+        samples = (s for g in groups for s in g)
+        return [a[number_turns(s)] for s, a in zip(samples, compared, strict=True)]
+
+    def _episode_returns(self, groups: list[Group]) -> list[Floats]:
         samples = [s for g in groups for s in g]
         rewards = [self._sequence_rewards(g) for g in groups]
         ends = [r for g in rewards for r in g]
-        returns = [self._token_returns(s, r) for s, r in zip(samples, ends, strict=True)]
-        return with_advantages(groups, whiten(returns))
+        return [self._token_returns(s, r) for s, r in zip(samples, ends, strict=True)]
 
     def _sequence_rewards(self, group: Group) -> list[float]:
         """Return the reward of each completion, without the KL term; minus the group's mean with `baseline`."""

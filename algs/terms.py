@@ -33,13 +33,19 @@ class Correction(StrictModel):
             raise ValueError(f"low={self.low} is above high={self.high}, so every token would be masked: swap them")
         return self
 
-    def compute_weights(self, prox_logp: Tensor, rollout_logp: Tensor, seq_ids: Tensor) -> Tensor:
+    @property
+    def by_sequence(self) -> bool:
+        """True if the ratio is that of a whole sequence: `compute_weights` needs seq_ids."""
+        return self.level in ("sequence", "geometric")
+
+    def compute_weights(self, prox_logp: Tensor, rollout_logp: Tensor, seq_ids: Tensor | None) -> Tensor:
         """Compute the factor of each token's policy term, [M] -> [M], detached."""
         if self.level == "none":
             return prox_logp.new_ones(prox_logp.shape)
         token = importance_ratio(prox_logp, rollout_logp)
         rho = token
-        if self.level != "token":
+        if self.by_sequence:
+            assert seq_ids is not None
             rho = sequence_ratio(prox_logp, rollout_logp, seq_ids, product=self.level == "sequence")
         match self.mode:
             case "truncate":

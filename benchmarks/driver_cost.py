@@ -22,8 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from algs.base import assign_advantages, check_advantages
+from algs.base import assign_advantages
 from algs.grpo import GRPO
+from algs.returned import check_advantages
 from core.arrays import Ids
 from core.types import Group, Prompt, Sample
 from data_feeds.packing import plan_update

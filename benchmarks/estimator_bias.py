@@ -6,17 +6,19 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from itertools import accumulate, combinations_with_replacement, pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from algs.base import Algorithm
+from algs.base import Algorithm, accepts_group, assign_advantages
+from algs.check.cuts import cut_after_every_turn
 from benchmarks.toy_task import Source, Target, Toy, logp_of, played, reward_gradient
 from core.arrays import DOUBLE
+from core.episodes import number_episodes
 from core.types import Batch, Column, Group, Policy, Prompt, Sample, make_sample
-from data_feeds.packing import pack, token_weights
+from data_feeds.packing import number_anew, pack, token_weights
 
 Verdict = Literal["unbiased", "biased in length", "biased"]
 Step = Sequence[Sequence[int]]
@@ -39,6 +41,8 @@ class Setting:
     """Updates to draw; 0 lists all those of one group."""
     groups: int = 1
     """Groups in an update that is drawn."""
+    branched: bool = False
+    """True: each turn of a completion is a sample of its own."""
 
 
 def samples_of(alg: Algorithm, setting: Setting) -> list[Sample]:
@@ -58,7 +62,7 @@ def samples_of(alg: Algorithm, setting: Setting) -> list[Sample]:
     }
     says = rollout.tolist()
 
-    def sample(completion: tuple[int, ...], reward: float) -> Sample:
+    def sample(c: int, completion: tuple[int, ...], reward: float) -> Sample:
         path = [0]
         for v in completion[:-1]:
             path.append(int(toy.following[path[-1], v]))
@@ -75,9 +79,11 @@ def samples_of(alg: Algorithm, setting: Setting) -> list[Sample]:
             versions=[-1, *[0] * len(completion)],
             reward=reward,
             columns={name: laid(table) for name, table in columns.items()},
+            turns=pairwise(accumulate((1, *toy.turns[c]))) if toy.turns else (),
+            turn_rewards=toy.turn_rewards[c] if toy.turn_rewards else (),
         )
 
-    return [sample(c, r) for c, r in zip(toy.completions, toy.rewards.tolist(), strict=True)]
+    return [sample(i, c, r) for i, (c, r) in enumerate(zip(toy.completions, toy.rewards.tolist(), strict=True))]
 
 
 def all_groups(chance: Tensor, size: int) -> tuple[list[Step], Tensor]:
@@ -107,7 +113,9 @@ def estimates(alg: Algorithm, setting: Setting) -> tuple[Tensor, Tensor]:
     else:
         listed, probability = all_groups(chance, setting.group)
     steps = [[[samples[c] for c in group] for group in step] for step in listed]
-    kept = [i for i, step in enumerate(steps) if all(map(alg.accept_group, step))]
+    if setting.branched:
+        steps = [[cut_after_every_turn(group) for group in step] for step in steps]
+    kept = [i for i, step in enumerate(steps) if all(accepts_group(alg, group) for group in step)]
     probability = probability[kept]
     return step_gradients(toy, alg, [steps[i] for i in kept]), probability / probability.sum()
 
@@ -122,11 +130,13 @@ def step_gradients(toy: Toy, alg: Algorithm, steps: list[list[Group]]) -> Tensor
     horizon = max(map(len, toy.completions))
     parts: list[Tensor] = []
     for first in range(0, len(steps), at_once):
-        credited = [alg.compute_advantages(step) for step in steps[first : first + at_once]]
+        credited = [assign_advantages(alg, step) for step in steps[first : first + at_once]]
         weights = [w for step in credited for w in token_weights(step, alg.loss_norm, horizon=horizon)]
         rows = [(i, s) for i, step in enumerate(credited) for group in step for s in group]
-        batch = pack([s for _, s in rows], weights, dtype=torch.float64)
-        step_of = torch.tensor([i for i, _ in rows])[batch.tokens.seq_ids]  # [M]
+        groups = [group for step in credited for group in step]
+        episodes = number_anew([(g, n) for g, group in enumerate(groups) for n in number_episodes(group)])
+        batch = pack([s for _, s in rows], weights, episodes=episodes, dtype=torch.float64)
+        step_of = torch.tensor([i for i, s in rows for _ in range(s.n_trained)])  # [M]
         prefix = prefixes_of(toy, batch)[batch.at]  # [M]
         by_step = toy.pi.new_zeros(len(credited), *toy.pi.shape)
         parts.append(by_step.index_put((step_of, prefix), -logit_gradient(toy.pi[prefix], alg, batch), accumulate=True))

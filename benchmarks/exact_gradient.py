@@ -43,6 +43,7 @@ from benchmarks.toy_task import (
     token_kl_gradient,
     truncated_likelihood_gradient,
 )
+from benchmarks.two_turns import PerTurnIndex, compute_values, discounted_gradient, make_game
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +211,29 @@ def larger_groups(toy: Toy, binary: Toy) -> list[Table]:
     ]
 
 
+def turns(game: Toy, smaller: Toy) -> list[Table]:
+    """Compare what turns are credited with, in a game of one or two turns that the policy may stop."""
+    pair, three, less = Setting(toy=game), Setting(toy=smaller, group=3), 0.5
+    cut = replace(pair, branched=True)
+    discounted = replace(pair, toy=replace(game, values=compute_values(game, less)), target=discounted_gradient(less))
+    by_turn: Settings = {"credit": "turn"}
+    exact = [use(RLOO), use(RLOO, **by_turn), use(GRPO, leave_one_out=True, **by_turn), use(PPO, whiten=False, lam=1.0)]
+    critic = [use(PPO, whiten=False, lam=lam, **by_turn) for lam in (1.0, 0.95, 0.0)]
+    index = [
+        use(PerTurnIndex, over=over, leave_one_out=out) for over in ("returns", "rewards") for out in (True, False)
+    ]
+    centred = [use(GRPO, **by_turn)]
+    divided = [use(GRPO, scale_rewards="group", **by_turn), use(ReinforcePP, **by_turn)]
+    late = [use(kind, **settings, turn_discount=less) for kind, settings in (*exact[1:3], *critic)]
+    title = "Two turns or one, on-policy"
+    return [
+        Table(title, pair, SUM, unbiased=[*exact, *critic, index[0]], in_length=centred, biased=[*index[1:], *divided]),
+        Table(title, three, SUM, unbiased=[*exact[:2], index[0]], in_length=centred, biased=index[1:]),
+        Table(f"{title}, every turn a sample", cut, SUM, unbiased=[*exact, *critic], in_length=centred, biased=divided),
+        Table(f"{title}, each turn for its own return, turn_discount {less}", discounted, SUM, unbiased=late),
+    ]
+
+
 def drawn(toy: Toy) -> list[Table]:
     one, many = Setting(toy=toy, group=8, draws=2000), Setting(toy=toy, draws=1000, groups=16)
     divided = [use(GRPO, scale_rewards="group")]
@@ -226,7 +250,13 @@ def listed(vocab: int = 4) -> list[Table]:
     idle = replace(toy, rewards=torch.zeros_like(toy.rewards), values=torch.zeros_like(toy.values))
     short, binary = (make_toy(vocab=vocab, longest=2, levels=levels) for levels in (5, 2))
     rewarded = [*on_policy(toy), *critics(toy), *off_policy(toy), *lengths(make_toy(vocab=vocab, ends=True))]
-    return [*rewarded, *token_kls(idle), *sequence_kls(idle), *larger_groups(short, binary)]
+    return [
+        *rewarded,
+        *token_kls(idle),
+        *sequence_kls(idle),
+        *larger_groups(short, binary),
+        *turns(make_game(vocab - 1), make_game(2)),
+    ]
 
 
 def line(name: str, m: Measured) -> str:

@@ -32,6 +32,10 @@ class Toy:
     """[C]"""
     values: Tensor
     """[N] what the critic says; right for pi, unless replaced."""
+    turns: tuple[tuple[int, ...], ...] = ()
+    """Lengths of the turns of each completion; empty: each is one turn."""
+    turn_rewards: tuple[tuple[float, ...], ...] = ()
+    """What each turn of a completion earned."""
 
 
 def make_toy(*, vocab: int = 4, longest: int = 3, ends: bool = False, levels: int = 5) -> Toy:

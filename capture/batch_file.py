@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.arrays import BOOLS, INTS, SINGLE
-from core.types import Column, Group, Prompt, Sample
+from core.types import Column, Group, Prompt, Sample, make_sample
 
 ARRAYS, RECORDS = "batch.npz", "batch.jsonl"
 T = TypeVar("T")
@@ -62,6 +62,12 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
                 "reward_parts": s.reward_parts,
                 "failure": s.failure,
                 "completion": s.completion,
+                "transcript": s.transcript,
+                "counts": s.counts,
+                "episode": s.episode,
+                "turns": s.turns,
+                "turn_rewards": s.turn_rewards,
+                "turn_numbers": s.turn_numbers,
             }
             file.write(json.dumps(record, default=str) + "\n")  # `extra` may hold anything that a data set holds
 
@@ -87,7 +93,7 @@ def _read_sample(i: int, record: dict[str, Any], parts: dict[str, Any], arrays: 
 
     columns = {name.removeprefix("has/column/"): None for name in arrays if name.startswith("has/column/")}
     found = {name: get(f"column/{name}") for name in columns}
-    return Sample(
+    return make_sample(
         prompt=Prompt(**record.pop("prompt")),
         token_ids=parts["token_ids"][i].astype(INTS),
         action_mask=parts["action_mask"][i].astype(BOOLS),

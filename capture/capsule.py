@@ -66,6 +66,9 @@ class UpdateFacts:
     """Norm of the gradient before clipping; None where it was not finite, and the update was skipped."""
     fingerprints: dict[str, dict[str, int]]
     """Checksums of the weights before the update, by scope and tensor; see weight_sync/fingerprint.py."""
+    episodes: list[int] | None = None
+    """Number of each sample's episode; None in capsules of earlier versions, where each sample is one."""
+    has_seq_ids: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +119,8 @@ class Capsule:
             bins=facts.bins,
             groups=facts.groups,
             families=facts.families,
+            episodes=list(range(len(facts.samples))) if facts.episodes is None else facts.episodes,
+            has_seq_ids=facts.has_seq_ids,
             sources=(),
             padded=self.manifest.run.layout.padded,
         )

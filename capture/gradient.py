@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from algs.base import Algorithm, Metrics, check_per_token
+from algs.base import Algorithm, Metrics
 from algs.ops import k2
+from algs.returned import check_per_token
 from core.arrays import Floats
 from core.errors import UserError
 from core.types import Batch, Group, Policy, Tokens

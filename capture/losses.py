@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from algs import find_algorithm
-from algs.base import Algorithm, PolicyGradient, assign_advantages, check_advantages
+from algs.base import Algorithm, PolicyGradient, assign_advantages
+from algs.returned import check_advantages
 from configs.load import validate
 from core.errors import UserError
 from core.loading import FileSpec

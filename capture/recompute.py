@@ -164,6 +164,7 @@ def plan_again(capsule: Capsule, trainer: LocalTrainer, alg: Algorithm, groups: 
         padded=layout.padded,
         share_prefixes=layout.shares_prefixes,
         whole_groups=alg.whole_groups,
+        whole_episodes=alg.whole_episodes,
     )
 
 

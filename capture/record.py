@@ -61,6 +61,8 @@ def describe_updates(of_updates: list[list[Group]], plans: list[Plan], recorded:
                 bins=plan.bins,
                 groups=plan.groups,
                 families=plan.families,
+                episodes=plan.episodes,
+                has_seq_ids=plan.has_seq_ids,
                 loss=average_loss([batch for rank in recorded for batch in rank[u].tokens]),
                 grad_norm=norm,
                 fingerprints={str(scope): sums for scope, sums in of_ranks[0].fingerprints.items()},

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from core.strict_model import StrictModel
 
-COLUMNS = ("id", "messages", "answer", "chosen", "rejected", "label")
+COLUMNS = ("id", "messages", "tools", "answer", "chosen", "rejected", "label")
 TrainOn = Literal["everything", "last_reply"] | list[str]
 
 
@@ -28,8 +28,8 @@ class SourceConfig(StrictModel):
     split: str = "train"
     """Split of a Hugging Face data set."""
     columns: dict[str, str] = Field({})
-    """Mapping from our column names to those of the data set, where they differ. Ours: id, messages, answer, chosen,
-    rejected, label. A column of plain text under `messages` is one user turn."""
+    """Mapping from our column names to those of the data set, where they differ. Ours: id, messages, tools, answer,
+    chosen, rejected, label. A column of plain text under `messages` is one user turn."""
     replacement: bool = False
     """true: draw each row at random from all rows. false: every row comes once per epoch."""
 
@@ -74,7 +74,8 @@ class DataConfig(TemplateConfig):
 
     train: str | list[SourceConfig]
     """Training rows: the `path` of a source (data_prep/ makes such files), or a mixture: a list of sources, each with a
-    path and a ratio. Rows have id, messages and answer. Pairs also have chosen and rejected, unpaired rows label."""
+    path and a ratio. Rows have id, messages, answer, and tools that may be called. Pairs also have chosen and rejected,
+    unpaired rows label."""
     eval: str | SourceConfig | None = None
     """Held-out rows with the same columns: reward (or loss) on them is measured before and after training."""
     eval_rows: int = Field(200, ge=1)

@@ -46,12 +46,12 @@ class Unblocked(Generic[T]):
             yield
             return
         before = signal.signal(signal.SIGALRM, self._stop)
-        signal.setitimer(signal.ITIMER_REAL, self.seconds)
+        outer_s, _ = signal.setitimer(signal.ITIMER_REAL, self.seconds)
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_REAL, outer_s)  # of a limit around this one; 0 where there is none
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         where = f" ({Path(frame.f_code.co_filename).name}, line {frame.f_lineno})" if frame is not None else ""

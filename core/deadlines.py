@@ -32,7 +32,10 @@ SYNC_TIMEOUT_GRACE_S = 5.0
 REWARD_START_TIMEOUT_S = 120.0
 VLLM_IMPORT_TIMEOUT_S = 300.0
 REWARD_EXIT_GRACE_S = 5.0
+AGENT_START_TIMEOUT_S = 120.0
+AGENT_END_TIMEOUT_S = 10.0
 MATH_VERIFY_TIMEOUT_S = 2
+MCP_START_TIMEOUT_S = 60.0
 SANDBOX_POLL_S = 0.1
 SANDBOX_EXIT_GRACE_S = 10.0
 SANDBOX_CHECK_TIMEOUT_S = 30.0
@@ -87,6 +90,16 @@ TABLE = (
         after_it="the completion counts as wrong",
     ),
     Deadline(
+        waits_for="one call of a tool in an environment",
+        length="`tool_timeout_s` of the environment's class (30 s)",
+        after_it="the call is answered with a sentence that says so, and counted",
+    ),
+    Deadline(
+        waits_for="an MCP server that an environment uses, to start and to list its tools",
+        length=_seconds(MCP_START_TIMEOUT_S),
+        after_it="the sample fails",
+    ),
+    Deadline(
         waits_for="the next look at the memory and the files of code in the sandbox",
         length=_seconds(SANDBOX_POLL_S),
         after_it="it looks again, or kills the sandbox",
@@ -125,6 +138,21 @@ TABLE = (
         waits_for="a reward process that is ending",
         length=_seconds(REWARD_EXIT_GRACE_S),
         after_it="it is killed",
+    ),
+    Deadline(
+        waits_for="the agent of one episode (`rollout.agent`)",
+        length="nine tenths of `rollout.timeout_s`",
+        after_it="its processes are killed and the episode has no reward",
+    ),
+    Deadline(
+        waits_for="the import of an agent's file (`rollout.agent.file`), in the process from which episodes fork",
+        length=_seconds(AGENT_START_TIMEOUT_S),
+        after_it="the run stops",
+    ),
+    Deadline(
+        waits_for="an agent's processes, which have been killed, to be gone",
+        length=_seconds(AGENT_END_TIMEOUT_S),
+        after_it="the run goes on; its guardian kills them again at the end",
     ),
     Deadline(
         waits_for="each step of a weight sync: forming the group, one bucket, loading, the probe",

@@ -12,7 +12,8 @@ from typing import Literal
 
 from core.phases import ENGINE_ACTIVITIES, IDLE, REST, STEP, TRAINER_ACTIVITIES, Activity, Phase, time_metric
 
-Unit = Literal["", "fraction", "tokens", "samples", "groups", "rows", "steps", "seconds", "nats", "bytes", "tokens/s"]
+Amount = Literal["tokens", "samples", "groups", "rows", "steps", "turns", "calls", "seconds", "nats", "bytes"]
+Unit = Amount | Literal["", "fraction", "tokens/s"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +45,12 @@ def _declare(name: str, unit: Unit, meaning: str, logged_by: str) -> str:
 
 
 RL, SL, ALL = "RL", "supervised", "all runs"
+_TOOLS, _AGENTS = "RL with tools", "RL with rollout.agent"
 
 STEP_NUMBER = _declare("step", "steps", "number of the step, from 0", ALL)
 TOKENS_PER_S = _declare("tokens_per_s", "tokens/s", "trained tokens per second of the whole step", ALL)
 
-REWARD_MEAN = _declare("reward/mean", "", "mean reward over the samples that have one", RL)
+REWARD_MEAN = _declare("reward/mean", "", "mean reward over the episodes that have one", RL)
 REWARD_STD = _declare("reward/std", "", "standard deviation of the rewards of the step", RL)
 REWARD_MEAN_DRAWN = _declare(
     "reward/mean_drawn", "", "mean reward over all groups drawn for the step, rejected ones included", RL
@@ -57,14 +59,20 @@ REWARD_PART = "reward/{}"
 _declare("reward/<part>", "", "mean of one part of the reward, unweighted; or of the rewards of one data source", RL)
 
 ROLLOUT_SAMPLES = _declare("rollout/samples", "samples", "samples that the step trains on", RL)
+ROLLOUT_BRANCHES = _declare(
+    "rollout/branches_per_episode", "", "samples per episode, mean; above 1 where a harness rewrites its history", RL
+)
+ROLLOUT_TRAINED = _declare(
+    "rollout/trained_fraction", "fraction", "sampled tokens of the step that are trained on: not those of failures", RL
+)
 ROLLOUT_FAILED = _declare(
-    "rollout/failed", "samples", "samples without a reward, because reward or environment failed: not trained on", RL
+    "rollout/failed", "samples", "episodes without a reward, because reward or environment failed: not trained on", RL
 )
 ROLLOUT_TOKENS = _declare("rollout/tokens", "tokens", "sampled tokens of the step", RL)
-ROLLOUT_TOKENS_MEAN = _declare("rollout/tokens_mean", "tokens", "sampled tokens per sample, mean", RL)
-ROLLOUT_TOKENS_MAX = _declare("rollout/tokens_max", "tokens", "sampled tokens per sample, maximum", RL)
+ROLLOUT_TOKENS_MEAN = _declare("rollout/tokens_mean", "tokens", "sampled tokens per episode, mean", RL)
+ROLLOUT_TOKENS_MAX = _declare("rollout/tokens_max", "tokens", "sampled tokens per episode, maximum", RL)
 ROLLOUT_TRUNCATED = _declare(
-    "rollout/truncated_fraction", "fraction", "samples that reached the token budget (rollout.max_new_tokens)", RL
+    "rollout/truncated_fraction", "fraction", "episodes that reached the token budget (rollout.max_new_tokens)", RL
 )
 ROLLOUT_GROUPS_DRAWN = _declare(
     "rollout/groups_drawn", "groups", "groups drawn for the step, those that dynamic_sampling rejected included", RL
@@ -86,6 +94,45 @@ ROLLOUT_MIXED_VERSIONS = _declare(
     "fraction",
     "samples during which new weights arrived; with max_staleness above 0",
     RL,
+)
+ROLLOUT_TURNS = _declare(
+    "rollout/turns_mean", "turns", "replies of the policy per episode, mean; with rollout.max_turns above 1", RL
+)
+ROLLOUT_TOOL_CALLS = _declare("rollout/tool_calls_mean", "calls", "tool calls per episode, mean", _TOOLS)
+ROLLOUT_TOOL_SECONDS = _declare(
+    "rollout/tool_seconds_mean", "seconds", "seconds per episode in which it waited for tools, mean", _TOOLS
+)
+ROLLOUT_TOOL_ERRORS = _declare(
+    "rollout/tool_errors", "fraction", "tool calls of the step that were answered with an error", _TOOLS
+)
+ROLLOUT_TOOL_ERROR = "rollout/tool_errors/{}"
+_declare(
+    "rollout/tool_errors/<kind>",
+    "fraction",
+    "tool calls of the step that could not be read, name no tool (unknown), have wrong arguments, or whose tool raised "
+    "or took too long (timeout)",
+    _TOOLS,
+)
+ROLLOUT_COUNT = "rollout/counts/{}"
+_declare(
+    "rollout/counts/<name>",
+    "",
+    "mean of a number that the environment counts (Env.counts); of an agent: its requests that were refused, retried, "
+    "demanded a call, or could not be appended because the chat template writes earlier turns differently",
+    RL,
+)
+ROLLOUT_REWRITTEN = _declare(
+    "rollout/rewritten_fraction",
+    "fraction",
+    "replies in the agents' requests that are not the tokens that were sampled, because the harness has rewritten, "
+    "inserted or moved them: context, and never trained on",
+    _AGENTS,
+)
+ROLLOUT_KEPT = _declare(
+    "rollout/kept_fraction",
+    "fraction",
+    "sampled tokens that are in samples; the others came after a stop string of the harness, or never reached it",
+    _AGENTS,
 )
 ROLLOUT_GROUP_RETRIES = _declare(
     "rollout/group_retries", "groups", "groups retried on another engine after a timeout (cumulative)", RL

@@ -32,6 +32,7 @@ class Activity(StrEnum):
     SYNC = "sync"
     SAVE = "save"
     GENERATE = "generate"
+    ENVIRONMENT = "environment"
     REWARD = "reward"
     RESTART = "restart"
 
@@ -48,7 +49,7 @@ class Milestone(StrEnum):
 
 
 TRAINER_ACTIVITIES = (Activity.TRAIN, Activity.LOGP, Activity.SYNC, Activity.SAVE)
-ENGINE_ACTIVITIES = (Activity.SYNC, Activity.GENERATE, Activity.REWARD)
+ENGINE_ACTIVITIES = (Activity.SYNC, Activity.GENERATE, Activity.ENVIRONMENT, Activity.REWARD)
 IDLE = "idle"
 """A device's time in none of its activities."""
 REST = "rest"

@@ -34,13 +34,13 @@ from core.arrays import (
     with_tensors,
     without_tensors,
 )
+from core.messages import ROLES as ROLES  # where users look for it
+from core.messages import Message as Message
+from core.messages import ToolSpec as ToolSpec
+from core.turns import Spans, check_turns, find_runs
 
 LossNorm = Literal["token", "sequence", "sequence_sum", "constant", "prompt"]
 Stop = Literal["eos", "length", "turns"]
-Message = dict[str, str]
-"""{"role": ..., "content": ...}"""
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that a message may have."""
 
 ScoredColumn = Literal["prox_logp", "ref_logp", "teacher_logp", "values"]
 """Per-token quantity that the trainer can compute before the advantages."""
@@ -65,6 +65,8 @@ class Prompt:
     """Other columns of the row, for rewards and environments."""
     source: str = ""
     """Name of the data set that the row comes from."""
+    tools: list[ToolSpec] = field(default_factory=list[ToolSpec])
+    """Tools that the policy may call: the row's, and those of its environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,7 +84,7 @@ class Sample:
     token_ids: Ids
     """[L] int32."""
     action_mask: Mask
-    """[L] bool, True where the policy chose the token."""
+    """[L] bool, True where the policy chose the token; False for a reply that an earlier branch of its episode has."""
     rollout_logp: Floats
     """[L] float32, the engine's log-probability at the sampling temperature where action_mask is True, 0 elsewhere."""
     versions: Ids
@@ -97,12 +99,27 @@ class Sample:
     """Reason why this sample has no reward: the last line of the traceback, or "timeout"; else ""."""
     completion: str | None = None
     """Text from the first sampled token on, decoded where it was sampled, for the sample files; None if nobody did."""
+    transcript: list[Message] = field(default_factory=list[Message])
+    """Messages after the prompt, for the sample files; empty for a single reply of plain text."""
+    counts: dict[str, float] = field(default_factory=dict[str, float])
+    """Numbers of the episode for the log, which no reward sees: turns, tool calls. Of an episode with several samples
+    the first has them."""
     advantage: Floats | None = None
     """[L] float32, advantage of each token, computed by the algorithm once per step."""
     columns: dict[Column, Floats] = field(default_factory=dict)
     """[L] float32 each: what the trainer computed because the algorithm requires it, and what the advantages added."""
     excluded: Mask | None = None
     """[L] bool, True where the algorithm does not train on a token that the policy chose."""
+    episode: int | None = None
+    """Number of the episode in its group. Samples of one number are branches of one episode: they have the same reward,
+    and no sampled token is trained on in two of them. None: an episode of its own."""
+    turns: Spans = ()
+    """Token spans [begin, end) of the policy's turns in this sample, in order; together they are its sampled tokens.
+    Empty: each run of sampled tokens is a turn."""
+    turn_rewards: tuple[float, ...] = ()
+    """Part of `reward` that each turn earned; what they leave of it came with the last turn. Empty: all came then."""
+    turn_numbers: tuple[int, ...] = ()
+    """Number of each turn in its episode, by time. Empty: the samples of an episode followed one another."""
 
     def __post_init__(self) -> None:
         n, floats = len(self.token_ids), self.float_dtype
@@ -116,6 +133,8 @@ class Sample:
             check_column("advantage", self.advantage, floats, n)
         if self.excluded is not None:
             check_column("excluded", self.excluded, BOOLS, n)
+        if self.turns or self.turn_rewards or self.turn_numbers:
+            check_turns(self.spans, self.turn_rewards, self.turn_numbers, self.action_mask)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
@@ -137,6 +156,11 @@ class Sample:
         if self.excluded is not None:
             chosen &= ~self.excluded
         return chosen
+
+    @property
+    def spans(self) -> Spans:
+        """Token spans of the policy's turns."""
+        return self.turns or find_runs(self.action_mask)
 
     @property
     def n_sampled(self) -> int:
@@ -170,6 +194,10 @@ def make_sample(
         others["advantage"] = to_column(others["advantage"], dtype)
     if others.get("excluded") is not None:
         others["excluded"] = to_column(others["excluded"], BOOLS)
+    if "turns" in others:
+        others["turns"] = tuple((begin, end) for begin, end in others["turns"])
+    for name in others.keys() & {"turn_rewards", "turn_numbers"}:
+        others[name] = tuple(others[name])
     if "columns" in others:
         others["columns"] = {name: to_column(values, dtype) for name, values in others["columns"].items()}
     return Sample(
@@ -205,10 +233,11 @@ class Tokens:
     A column that the algorithm requires is there; reading any other raises MissingColumn.
     """
 
-    seq_ids: Tensor
-    """[M] int64, number of the token's sequence in the micro-batch: 0..S-1."""
     weight: Tensor
     """[M] float, share of this token in the update's loss."""
+    seq_ids: Tensor = _absent
+    """[M] int64, number of the token's sequence in the micro-batch: 0..S-1. All samples of an episode are one sequence,
+    and absent where an episode of several samples may be split; see Algorithm.whole_episodes."""
     advantage: Tensor = _absent
     """[M] float, detached; advantage of each token."""
     rollout_logp: Tensor = _absent
@@ -241,7 +270,8 @@ class Tokens:
         if name in {f.name for f in fields(self)}:
             raise MissingColumn(
                 f"tokens.{name} is not there: name it in required_columns of the algorithm (returns, reference_point "
-                "and advantage are set by compute_advantages, group_ids come with whole_groups)"
+                "and advantage are set by compute_advantages, group_ids come with whole_groups; where an episode has "
+                "several samples, seq_ids come with whole_episodes)"
             )
         raise AttributeError(name)
 

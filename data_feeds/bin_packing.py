@@ -11,6 +11,16 @@ COST_IS_SQUARE_AT = 12_288
 """Length of a sequence at which attention costs as much as everything else; see estimate_cost."""
 
 
+class TooLarge(ValueError):
+    """Unit that no micro-batch has room for."""
+
+    def __init__(self, tokens: int, max_tokens: int):
+        super().__init__(
+            f"a sequence of {tokens} tokens does not fit trainer.micro_batch_tokens={max_tokens}: raise it"
+        )
+        self.tokens = tokens
+
+
 def estimate_cost(n: int) -> float:
     """Estimate the cost of a sequence of n tokens, in tokens: n + n^2 / 12288.
 
@@ -43,9 +53,7 @@ def pack_into_bins(
         )
     longest_first = sorted(range(len(sizes)), key=lambda i: -sizes[i])
     if (longest := sizes[longest_first[0]]) > max_tokens:
-        raise ValueError(
-            f"a sequence of {longest} tokens does not fit trainer.micro_batch_tokens={max_tokens}: raise it"
-        )
+        raise TooLarge(longest, max_tokens)
 
     costs = [estimate_cost(n) for n in sizes] if costs is None else costs
 

@@ -10,7 +10,8 @@ from functools import partial
 from itertools import islice
 from typing import NoReturn, TypeVar
 
-from data_feeds.tokenizer import Encoded, Piece
+from data_feeds.tokenizer import Encoded
+from data_feeds.turns import Piece
 
 Made = TypeVar("Made")
 Draft = Generator[list[Piece], list[Encoded], Made]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from configs.eval_schema import EvalConfig
 from core.errors import UserError
+from core.messages import ToolSpec
 from core.types import Prompt
 from data_feeds.feed import read_source
 from data_feeds.invalid_rows import InvalidRows
@@ -24,8 +26,11 @@ class PromptSet:
     invalid: InvalidRows
 
 
-def load_sets(cfg: EvalConfig, tokenizer: ChatTokenizer) -> list[PromptSet]:
-    """Read every data set. Raises UserError for one with too few valid rows, and for a column that no row has."""
+def load_sets(cfg: EvalConfig, tokenizer: ChatTokenizer, env_tools: Sequence[ToolSpec] = ()) -> list[PromptSet]:
+    """Read every data set. Raises UserError for one with too few valid rows, and for a column that no row has.
+
+    env_tools: tools of the environment, which count as tokens of every prompt.
+    """
     sets: list[PromptSet] = []
     for i, one in enumerate(cfg.data.sets):
         reader = Reader(
@@ -36,6 +41,7 @@ def load_sets(cfg: EvalConfig, tokenizer: ChatTokenizer) -> list[PromptSet]:
             max_tokens_key="data.max_prompt_tokens",
             train_on=(),
             system_prompt=cfg.data.system_prompt,
+            env_tools=env_tools,
         )
         key = f"data.sets[{i}]={one.path}"
         prompts, invalid = read_source(one.source, key, ROW_TYPES["prompts"], reader, data=cfg.data, limit=one.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -9,6 +10,7 @@ from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig, Sou
 from configs.eval_schema import EvalDataConfig
 from core.collector import without_collector
 from core.errors import UserError
+from core.messages import ToolSpec
 from core.metrics import DATA_EPOCH, DATA_ROWS
 from core.progress import Progress
 from core.types import Group, Prompt, Rows
@@ -17,7 +19,8 @@ from data_feeds.invalid_rows import InvalidRows, filter_rows
 from data_feeds.mixture import Mixture, pick_row, pick_row_with_replacement, whole_parts
 from data_feeds.row_types import ROW_TYPES, Reader, RowType
 from data_feeds.rows import read_records
-from data_feeds.tokenizer import ChatTokenizer, TrainOn
+from data_feeds.tokenizer import ChatTokenizer
+from data_feeds.turns import TrainOn
 
 Item = TypeVar("Item", Prompt, Group)
 Which = Literal["train", "eval"]
@@ -82,8 +85,18 @@ class Feed(Generic[Item]):
         return sentences, {s.name: {"used": len(s.items), "invalid": s.invalid.as_facts()} for s in self.sources}
 
 
-def load_prompts(data: PromptDataConfig, which: Which, tokenizer: ChatTokenizer, *, seed: int) -> Feed[Prompt]:
-    """Read and validate prompts. Raises UserError for a source with too few valid rows."""
+def load_prompts(
+    data: PromptDataConfig,
+    which: Which,
+    tokenizer: ChatTokenizer,
+    *,
+    seed: int,
+    env_tools: Sequence[ToolSpec] = (),
+) -> Feed[Prompt]:
+    """Read and validate prompts. Raises UserError for a source with too few valid rows.
+
+    env_tools: tools of the environment, which count as tokens of every prompt.
+    """
     row_type = ROW_TYPES["prompts"]
     return _load_feed(
         data,
@@ -93,6 +106,7 @@ def load_prompts(data: PromptDataConfig, which: Which, tokenizer: ChatTokenizer,
         seed=seed,
         max_tokens=data.max_prompt_tokens,
         max_tokens_key="data.max_prompt_tokens",
+        env_tools=env_tools,
     )
 
 
@@ -145,6 +159,7 @@ def _load_feed(
     max_tokens: int,
     max_tokens_key: str,
     train_on: TrainOn = (),
+    env_tools: Sequence[ToolSpec] = (),
 ) -> Feed[Any]:
     """Read and filter every source. Raises UserError for a source with too few valid rows."""
     configs = data.list_sources(which)
@@ -160,6 +175,7 @@ def _load_feed(
             max_tokens_key=max_tokens_key,
             train_on=train_on,
             system_prompt=data.system_prompt,
+            env_tools=env_tools,
         )
         limit = data.eval_rows if which == "eval" else None
         items, invalid = read_source(config, key, row_type, reader, data=data, limit=limit)

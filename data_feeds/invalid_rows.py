@@ -12,6 +12,7 @@ Reason = Literal[
     "missing_column",
     "empty",
     "bad_messages",
+    "bad_tools",
     "bad_text",
     "bad_answer",
     "bad_id",

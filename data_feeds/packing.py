@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.arrays import Floats
+from core.episodes import number_episodes
+from core.errors import RunStopped
 from core.types import Batch, Group, LossNorm, Sample, ScoredColumn, Tokens
-from data_feeds.bin_packing import pack_into_bins
+from data_feeds.bin_packing import TooLarge, pack_into_bins
 from data_feeds.prefix_bins import count_shared, pack_families
 from data_feeds.prefix_tree import lay_out_row
 
@@ -23,19 +25,20 @@ C = TypeVar("C", bound=str)
 def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[float]:
     """Compute the weight of one trained token of each sample of an update, in the order of `groups`, flattened.
 
-    Computed once on the whole update, before any split, in float64. Samples without a trained token
-    have weight 0 and are counted in no denominator.
+    Computed once on the whole update, before any split, in float64. What is counted as a sequence is an episode, of one
+    sample or of several. Those without a trained token have weight 0 and are counted in no denominator.
 
-    Example: two prompts with one sample each, of 1 and 3 trained tokens, horizon 10.
-        token         1/4,  1/4    every token of the update counts the same; long completions dominate
-        sequence      1/2,  1/6    every completion counts the same; its tokens share
-        sequence_sum  1/2,  1/2    every completion's sum counts the same (REINFORCE, RLOO)
+    Example: two prompts with one episode each, of 1 and 3 trained tokens, horizon 10.
+        token         1/4,  1/4    every token of the update counts the same; long episodes dominate
+        sequence      1/2,  1/6    every episode counts the same; its tokens share
+        sequence_sum  1/2,  1/2    every episode's sum counts the same (REINFORCE, RLOO)
         constant      1/20, 1/20   every token of every update counts the same (Dr. GRPO)
         prompt        1/2,  1/6    every prompt counts the same; its tokens share (ScaleRL)
     """
     counts = [[s.n_trained for s in group] for group in groups]  # [groups][samples]
+    episodes = [add_up_episodes(group, own) for group, own in zip(groups, counts, strict=True)]
     n_tokens = sum(map(sum, counts))
-    n_sequences = sum(n > 0 for group in counts for n in group)
+    n_sequences = sum(n > 0 for totals, _ in episodes for n in totals)
     n_prompts = sum(sum(group) > 0 for group in counts)
 
     def token_weight(n: int, in_group: int) -> float:
@@ -51,7 +54,20 @@ def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[
             case "prompt":
                 return 1 / (in_group * n_prompts)
 
-    return [token_weight(n, sum(group)) if n else 0.0 for group in counts for n in group]
+    return [
+        token_weight(totals[number], sum(own)) if n else 0.0
+        for own, (totals, numbers) in zip(counts, episodes, strict=True)
+        for n, number in zip(own, numbers, strict=True)
+    ]
+
+
+def add_up_episodes(group: Group, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the sum of `counts` over the samples of each episode; and the number of each sample's episode."""
+    numbers = number_episodes(group)
+    totals = [0] * (1 + max(numbers, default=-1))
+    for number, n in zip(numbers, counts, strict=True):
+        totals[number] += n
+    return totals, numbers
 
 
 def pack(
@@ -60,18 +76,19 @@ def pack(
     *,
     groups: list[int] | None = None,
     families: list[int] | None = None,
+    episodes: Sequence[int] | None = None,
+    has_seq_ids: bool = True,
     sources: Sequence[str] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Batch:
     """Concatenate samples into a Batch; `weights[i]` is the weight of each trained token of `samples[i]`.
 
-    groups: number of the group of each sample, where whole groups are in one batch. families: number of each sample's
-    family, whose common beginnings are laid once (prefix_tree.py); None shares nothing. sources: data sets whose
-    tokens get source_ids.
+    Of each sample there is a number: of its group (groups), where whole groups are in one batch; of its family, whose
+    common beginnings are laid once (prefix_tree.py), or None; of its episode (None: each is one). has_seq_ids: False
+    where the rest of an episode may be in other batches. sources: data sets whose tokens get source_ids.
 
-    A Sample is token-aligned (entry t is about token t), a Batch is input-aligned: position t predicts
-    token t+1. The shift happens here and nowhere else, and so does the choice of the trained tokens:
-    values of a column at other tokens never leave this function.
+    A Sample is token-aligned (entry t is about token t), a Batch is input-aligned: position t predicts token t+1. The
+    shift happens here and nowhere else, and so does the choice of the trained tokens: values of others never get out.
     """
     row = lay_out_row([s.token_ids[:-1] for s in samples], families)
     learnt = [s.loss_mask[1:] for s in samples]  # by input position: entry t is about token t + 1
@@ -95,8 +112,9 @@ def pack(
         return ints(np.repeat(per_sample, counts))
 
     if groups is not None:
-        numbers = {g: n for n, g in enumerate(dict.fromkeys(groups))}
-        columns["group_ids"] = per_token([numbers[g] for g in groups])
+        columns["group_ids"] = per_token(number_anew(groups))
+    if has_seq_ids:
+        columns["seq_ids"] = per_token(number_anew(range(len(samples)) if episodes is None else episodes))
     if sources:
         columns["source_ids"] = per_token([sources.index(s.prompt.source) for s in samples])
     return Batch(
@@ -107,12 +125,21 @@ def pack(
         at=ints(np.concatenate(row.places)[chosen]),
         labels=ints(select([s.token_ids for s in samples])),
         tokens=Tokens(
-            seq_ids=per_token(range(len(samples))),
             weight=torch.from_numpy(np.repeat(torch.tensor(weights, dtype=dtype).numpy(), counts)),
             rollout_logp=floats([s.rollout_logp for s in samples]),
             **columns,
         ),
     )
+
+
+def number_anew(given: Sequence[Hashable]) -> list[int]:
+    """Return numbers from 0 on, in order of appearance.
+
+    >>> number_anew([7, 3, 7])
+    [0, 1, 0]
+    """
+    numbers = {one: n for n, one in enumerate(dict.fromkeys(given))}
+    return [numbers[one] for one in given]
 
 
 def all_credited(samples: list[Sample]) -> bool:
@@ -139,6 +166,10 @@ class Plan:
     """Number of each sample's group, where groups are kept whole."""
     families: list[int] | None
     """Number of each sample's group, where its samples share their common beginnings."""
+    episodes: list[int]
+    """Number of each sample's episode."""
+    has_seq_ids: bool
+    """False if an episode may be split between micro-batches."""
     sources: Sequence[str]
     """Data sets whose losses are logged separately."""
     padded: bool
@@ -171,6 +202,8 @@ class Plan:
             [self.weights[i] for i in chosen],
             groups=None if self.groups is None else [self.groups[i] for i in chosen],
             families=None if self.families is None else [self.families[i] for i in chosen],
+            episodes=[self.episodes[i] for i in chosen],
+            has_seq_ids=self.has_seq_ids,
             sources=self.sources,
             dtype=dtype,
         )
@@ -220,39 +253,66 @@ def plan_update(
     padded: bool = True,
     share_prefixes: bool = False,
     whole_groups: bool = False,
+    whole_episodes: bool = False,
     sources: Sequence[str] = (),
 ) -> Plan:
     """Split one update into micro-batches of at most `max_tokens` tokens, the same number for every rank.
 
     The split affects memory and speed only: weights are computed before it. share_prefixes: samples of a group share
-    their common beginnings, and a micro-batch counts those once.
+    their common beginnings, and a micro-batch counts those once. whole_episodes: the samples of an episode are in one
+    micro-batch.
     """
     if padded and share_prefixes:
         raise ValueError("padded rows share no prefixes")
     weights = token_weights(groups, norm, horizon=horizon)
-    numbered = [(g, s) for g, group in enumerate(groups) for s in group]
-    rows = [(g, s, w) for (g, s), w in zip(numbered, weights, strict=True) if s.n_trained]
-    families = [g for g, _, _ in rows]
-    if share_prefixes:
-        bins = pack_families([s for _, s, _ in rows], families, max_tokens, ranks=ranks, whole=whole_groups)
-    else:
-        units: dict[int, list[int]] = {}  # whole groups, or single samples
-        for i, g in enumerate(families):
-            units.setdefault(g if whole_groups else i, []).append(i)
-        members = list(units.values())
-        lengths = [[len(rows[i][1].token_ids) - 1 for i in unit] for unit in members]
-        sizes = [len(u) * max(u) if padded else sum(u) for u in lengths]
-        packed = pack_into_bins(sizes, max_tokens, ranks=ranks, padded=padded)
-        bins = [[i for unit in b for i in members[unit]] for b in packed]
+    numbered = [
+        (g, (g, n), s) for g, group in enumerate(groups) for n, s in zip(number_episodes(group), group, strict=True)
+    ]
+    kept = [(row, w) for row, w in zip(numbered, weights, strict=True) if row[2].n_trained]
+    samples, families = [s for (_, _, s), _ in kept], [g for (g, _, _), _ in kept]
+    episodes = number_anew([episode for (_, episode, _), _ in kept])
+    are_single = len({*episodes}) == len(episodes)
+    # what is in one micro-batch: whole groups, whole episodes, or single samples
+    units = families if whole_groups else episodes if whole_episodes else list(range(len(samples)))
+    try:
+        if share_prefixes:
+            whole = whole_groups or (whole_episodes and not are_single)
+            bins = pack_families(samples, units if whole else families, max_tokens, ranks=ranks, whole=whole)
+        else:
+            bins = _pack_units(samples, units, max_tokens, ranks=ranks, padded=padded)
+    except TooLarge as error:
+        if are_single:
+            raise
+        raise RunStopped(
+            f"the samples of an episode have {error.tokens} tokens, more than trainer.micro_batch_tokens={max_tokens}; "
+            "this loss compares episodes as wholes, so they must be in one micro-batch: raise it, or use a ratio per "
+            "token (another alg, alg.correction.level: token)"
+        ) from error
     return Plan(
-        samples=[s for _, s, _ in rows],
-        weights=[w for _, _, w in rows],
+        samples=samples,
+        weights=[w for _, w in kept],
         bins=[bins[rank::ranks] for rank in range(ranks)],
         padded=padded,
         groups=families if whole_groups else None,
         families=families if share_prefixes else None,
+        episodes=episodes,
+        has_seq_ids=whole_episodes or are_single,
         sources=sources,
     )
+
+
+def _pack_units(
+    samples: Sequence[Sample], units: Sequence[int], max_tokens: int, *, ranks: int, padded: bool
+) -> list[list[int]]:
+    """Pack samples into micro-batches, those of one unit into the same; return their indices."""
+    members: dict[int, list[int]] = {}
+    for i, unit in enumerate(units):
+        members.setdefault(unit, []).append(i)
+    in_order = list(members.values())
+    lengths = [[len(samples[i].token_ids) - 1 for i in unit] for unit in in_order]
+    sizes = [len(u) * max(u) if padded else sum(u) for u in lengths]
+    packed = pack_into_bins(sizes, max_tokens, ranks=ranks, padded=padded)
+    return [[i for unit in b for i in in_order[unit]] for b in packed]
 
 
 def micro_batches(groups: list[Group], norm: LossNorm, max_tokens: int, **how: Any) -> list[list[Batch]]:

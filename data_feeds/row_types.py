@@ -5,23 +5,28 @@ The methods of Reader are drafts (data_feeds/drafts.py): where one needs ids, it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from core.errors import UserError
-from core.types import Group, Message, Prompt, Rows, Sample
+from core.messages import Message, ToolSpec, name_of_tool
+from core.types import Group, Prompt, Rows, Sample
+from data_feeds.continuation import TemplateRefuses, TemplateRewrites
 from data_feeds.drafts import Draft
 from data_feeds.invalid_rows import InvalidRow
+from data_feeds.left_out import LeftOutCheck
 from data_feeds.rows import Record
-from data_feeds.tokenizer import ChatTokenizer, TemplateRefuses, TrainOn, join_encoded
+from data_feeds.tokenizer import ChatTokenizer, join_encoded
+from data_feeds.turns import TrainOn
 
 Written = TypeVar("Written")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Reader:
     """Converter of the records of one source."""
 
@@ -35,6 +40,13 @@ class Reader:
     train_on: TrainOn
     system_prompt: str | None = None
     """System turn of the rows that have none."""
+    env_tools: Sequence[ToolSpec] = ()
+    """Tools of the environment, which prompts show besides those of the row."""
+
+    @cached_property
+    def left_out(self) -> LeftOutCheck:
+        """What remembers which shapes of rows the template writes whole."""
+        return LeftOutCheck(self.tokenizer)
 
     def make_prompt(self, record: Record) -> Draft[Prompt]:
         """Return the prompt of a row; the policy writes the completion."""
@@ -46,17 +58,22 @@ class Reader:
             )
         if not any(m["content"].strip() for m in messages):
             raise InvalidRow("empty", "all its messages are empty")
-        messages = self._with_system(messages)
-        self._check_size(messages)
-        text = _apply_template(lambda: self.tokenizer.render_text(messages, reply_next=True))
+        prompt = self._build_prompt(record, self._with_system(messages))
+        tools = [*prompt.tools, *self.env_tools]
+        self._check_size(prompt.messages, tools)
+        text = self._apply_template(
+            record, lambda: self.tokenizer.render_text(prompt.messages, reply_next=True, tools=tools)
+        )
+        self._check_written(record, prompt.messages, tools)
         [(ids, _)] = yield [(text, False)]
         self._check_length(len(ids))
-        return self._build_prompt(record, messages)
+        return prompt
 
     def make_conversation(self, record: Record) -> Draft[Group]:
         """Return a group of one Sample, trained on the turns that `train_on` names."""
         messages = self._with_system(_check_replies(record.get_messages("messages", text_is="user")))
-        sample = yield from self._build_sample(self._build_prompt(record, messages), messages, self.train_on)
+        prompt = self._build_prompt(record, messages)
+        sample = yield from self._build_sample(record, prompt, messages, self.train_on)
         if not sample.n_trained:
             named = "turn to train on" if isinstance(self.train_on, str) else f"turn of {' or '.join(self.train_on)}"
             raise InvalidRow("no_reply", f"it has no {named}")
@@ -68,12 +85,12 @@ class Reader:
         chosen, rejected = (self._with_system(_join_reply(record, c, asked)) for c in ("chosen", "rejected"))
         if chosen[:-1] != rejected[:-1]:
             raise InvalidRow("not_one_prompt", "chosen and rejected differ before their last reply")
-        if chosen[-1]["content"].strip() == rejected[-1]["content"].strip():
+        if _strip(chosen[-1]) == _strip(rejected[-1]):
             raise InvalidRow("same_reply", "chosen and rejected are the same")
         prompt = self._build_prompt(record, chosen[:-1])
         group = [
-            (yield from self._build_sample(prompt, chosen, "last_reply", 1.0)),
-            (yield from self._build_sample(prompt, rejected, "last_reply", 0.0)),
+            (yield from self._build_sample(record, prompt, chosen, "last_reply", 1.0)),
+            (yield from self._build_sample(record, prompt, rejected, "last_reply", 0.0)),
         ]
         before = [s.token_ids[: np.argmax(s.action_mask)] for s in group]
         if not np.array_equal(before[0], before[1]):
@@ -90,7 +107,7 @@ class Reader:
         if not isinstance(label, bool | int | float) or label not in (0, 1):
             raise InvalidRow("bad_label", f"label must be true, false, 1 or 0, found {label!r:.60}")
         prompt = self._build_prompt(record, messages[:-1])
-        return [(yield from self._build_sample(prompt, messages, "last_reply", float(label)))]
+        return [(yield from self._build_sample(record, prompt, messages, "last_reply", float(label)))]
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
         """Return the messages, which begin with a system turn where the recipe has one and the row has none."""
@@ -105,13 +122,17 @@ class Reader:
             answer=record.get_answer(),
             extra=record.extra,
             source=self.source,
+            tools=record.get_tools(),
         )
 
     def _build_sample(
-        self, prompt: Prompt, messages: list[Message], train_on: TrainOn, reward: float | None = None
+        self, record: Record, prompt: Prompt, messages: list[Message], train_on: TrainOn, reward: float | None = None
     ) -> Draft[Sample]:
-        self._check_size(messages)
-        ids, mask = join_encoded((yield _apply_template(lambda: self.tokenizer.split_turns(messages, train_on))))
+        tools = prompt.tools
+        self._check_size(messages, tools)
+        pieces = self._apply_template(record, lambda: self.tokenizer.split_turns(messages, train_on, tools))
+        self._check_written(record, messages, tools)
+        ids, mask = join_encoded((yield pieces))
         self._check_length(len(ids))
         return Sample(
             prompt=prompt,
@@ -122,9 +143,28 @@ class Reader:
             reward=reward,
         )
 
-    def _check_size(self, messages: list[Message]) -> None:
+    def _check_written(self, record: Record, messages: list[Message], tools: list[ToolSpec]) -> None:
+        """Refuse a row that calls what is no tool of it, or of which the template leaves something out."""
+        names = {name_of_tool(tool) for tool in tools}
+        called = [call["function"]["name"] for message in messages for call in message.get("tool_calls", [])]
+        if unknown := [name for name in called if tools and name not in names]:
+            raise InvalidRow("bad_messages", f"it calls {unknown[0]:.60}, which is none of its tools")
+        self._apply_template(record, lambda: self.left_out.check(messages, tools, record.where))
+
+    def _apply_template(self, record: Record, write: Callable[[], Written]) -> Written:
+        try:
+            return write()
+        except TemplateRefuses as refusal:
+            raise InvalidRow("bad_messages", f"the chat template refuses it: {refusal}") from refusal
+        except TemplateRewrites as rewrites:
+            raise UserError(f"{record.where}: {rewrites}") from rewrites
+
+    def _check_size(self, messages: list[Message], tools: list[ToolSpec]) -> None:
         """Refuse a conversation of megabytes before all of it is tokenized, which would take minutes."""
-        at_least = _apply_template(lambda: self.tokenizer.bound_tokens(messages, limit=self.max_tokens))
+        try:
+            at_least = self.tokenizer.bound_tokens(messages, limit=self.max_tokens, tools=tools)
+        except TemplateRefuses as refusal:
+            raise InvalidRow("bad_messages", f"the chat template refuses it: {refusal}") from refusal
         if at_least is not None:
             raise InvalidRow("too_long", f"{at_least} tokens and more, over {self.max_tokens_key}={self.max_tokens}")
 
@@ -159,16 +199,17 @@ def _check_ends_in_reply(messages: list[Message], column: str) -> list[Message]:
 
 
 def _check_replies(messages: list[Message]) -> list[Message]:
-    if any(m["role"] == "assistant" and not m["content"].strip() for m in messages):
+    if any(m["role"] == "assistant" and not m["content"].strip() and "tool_calls" not in m for m in messages):
         raise InvalidRow("empty", "an assistant turn is empty")
     return messages
 
 
-def _apply_template(write: Callable[[], Written]) -> Written:
-    try:
-        return write()
-    except TemplateRefuses as refusal:
-        raise InvalidRow("bad_messages", f"the chat template refuses it: {refusal}") from refusal
+def _strip(message: Message) -> Message:
+    """Return a message for a comparison: without space around its content, and without the ids of its calls."""
+    stripped: Message = {**message, "content": message["content"].strip()}
+    if "tool_calls" in message:
+        stripped["tool_calls"] = [{**call, "id": ""} for call in message["tool_calls"]]
+    return stripped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +228,7 @@ class RowType:
     @property
     def known(self) -> tuple[str, ...]:
         """Columns that are read by our names; a row's other columns are its prompt's `extra`."""
-        return tuple(dict.fromkeys(("id", "messages", "answer", *self.needed)))
+        return tuple(dict.fromkeys(("id", "messages", "tools", "answer", *self.needed)))
 
 
 ROW_TYPES: dict[Rows | Literal["prompts"], RowType] = {

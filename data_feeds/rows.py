@@ -12,10 +12,12 @@ from typing import Any
 from configs.data_schema import SourceConfig
 from core.errors import UserError, first_line, name_error
 from core.hub import describe_hub, prepare_hub
+from core.messages import Message, ToolSpec
 from core.text_files import describe_format, parse_json, read_packed_text, read_text
-from core.types import ROLES, Message
 from data_feeds.csv_rows import read_csv
 from data_feeds.invalid_rows import InvalidRow
+from data_feeds.read_messages import read_messages
+from data_feeds.tool_specs import read_tools
 from data_feeds.values import holds_lone_surrogate, to_text
 
 HUB = "hub:"
@@ -34,6 +36,8 @@ class Record:
     """All other columns, under their own names."""
     flaw: InvalidRow | None = None
     """Why the row cannot be used, whatever it is for."""
+    fills_gaps: bool = False
+    """Whether the file fills in null where an object lacks a key that another row's has, as columnar formats do."""
 
     def check(self) -> Record:
         """Return the record itself. Raises InvalidRow where it has a flaw."""
@@ -57,23 +61,11 @@ class Record:
         Raises InvalidRow for anything but a list of messages, and UserError for content that would silently be lost.
         """
         given = self.get_column(column)
-        if isinstance(given, str):
-            given = [{"role": text_is, "content": given}]
-        if not isinstance(given, list) or not given or not all(map(_is_message, given)):
-            raise InvalidRow(
-                "bad_messages", f"{column} must be text or a list of {{role, content}} texts, found {given!r:.60}"
-            )
-        if lost := {k for m in given for k, v in m.items() if k not in ("role", "content") and v is not None}:
-            raise UserError(
-                f"{self.where}: a message holds {min(lost)!r}, which is not passed to the template: remove it, or "
-                "write it into the content"
-            )
-        if strange := sorted({m["role"] for m in given} - set(ROLES)):
-            raise UserError(
-                f"{self.where}: a message has the role {strange[0]!r}, which is none of {', '.join(ROLES)}: rename it "
-                "(data_prep/chats.py renames those of ShareGPT)"
-            )
-        return [{"role": m["role"], "content": m["content"]} for m in given]
+        return read_messages(given, column, self.where, text_is=text_is, fills_gaps=self.fills_gaps)
+
+    def get_tools(self) -> list[ToolSpec]:
+        """Return the tools of the row. Raises InvalidRow for what is not a list of tools."""
+        return read_tools(self.columns.get("tools"), fills_gaps=self.fills_gaps)
 
 
 def read_records(source: SourceConfig, *, key: str, needed: Iterable[str], known: Iterable[str]) -> list[Record]:
@@ -95,13 +87,14 @@ def read_records(source: SourceConfig, *, key: str, needed: Iterable[str], known
                 f"{key} has no column {names[ours]}; it has {', '.join(sorted(there))}: name the one meant in columns "
                 f"({{{ours}: ...}})"
             )
-    records = [_make_record(row, i, names, f"{key}, row {i}") for i, row in enumerate(rows)]
+    fills_gaps = not source.path.removesuffix(".gz").endswith((".jsonl", ".csv"))
+    records = [_make_record(row, i, names, f"{key}, row {i}", fills_gaps) for i, row in enumerate(rows)]
     if len({record.id for record in records}) < len(records):
         raise UserError(f"{key}: ids must be unique, and some are not: give every row an id of its own")
     return records
 
 
-def _make_record(row: dict[str, Any], i: int, names: dict[str, str], where: str) -> Record:
+def _make_record(row: dict[str, Any], i: int, names: dict[str, str], where: str, fills_gaps: bool) -> Record:
     columns = {ours: row[theirs] for ours, theirs in names.items() if row.get(theirs) is not None}
     extra = {k: v for k, v in row.items() if k not in names.values() and k != "extra"}
     nested = row.get("extra") or {}
@@ -116,11 +109,7 @@ def _make_record(row: dict[str, Any], i: int, names: dict[str, str], where: str)
             raise InvalidRow("bad_text", 'a text holds half of a character (such as "\\ud800"): write it again')
     except InvalidRow as found:
         row_id, flaw = str(i), found
-    return Record(id=row_id, where=where, columns=columns, extra=extra, flaw=flaw)
-
-
-def _is_message(turn: Any) -> bool:
-    return isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+    return Record(id=row_id, where=where, columns=columns, extra=extra, flaw=flaw, fills_gaps=fills_gaps)
 
 
 def _read_rows(source: SourceConfig, key: str) -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ from configs.trainer_schema import ModelConfig
 from core.errors import UserError, first_line, quote
 from core.progress import say
 from core.types import Message
-from data_feeds.tokenizer import ChatTokenizer, TemplateRefuses
+from data_feeds.continuation import TemplateRefuses
+from data_feeds.tokenizer import ChatTokenizer
 
 TRIALS: list[list[Message]] = [
     [{"role": "user", "content": "a"}],

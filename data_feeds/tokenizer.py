@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from itertools import pairwise
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from core.errors import UserError, first_line, name_error
 from core.hub import describe_hub, prepare_hub
-from core.types import Message
+from core.messages import Message, ToolSpec
+from data_feeds.continuation import STAND_IN, TemplateRefuses, write_answers
+from data_feeds.template_messages import count_characters, to_template_messages
+from data_feeds.turns import Piece, TrainOn, split_turns
 from modeling.pretrained import load_pretrained, refuse_own_code
 
-TrainOn = Literal["everything", "last_reply"] | Sequence[str]
-"""Part of a conversation that is trained on: everything, its last reply, or the turns of these roles."""
 CHARS_PER_TOKEN = 8
 """Characters that are looked at for each token of a bound: more than usual texts have."""
 CHARS_AT_ONCE = 2**20
 """Characters that are encoded in one call. The library needs some hundred bytes for each token of it."""
-Piece = tuple[str, bool | list[range]]
-"""Text to encode, and what of it is trained on: all, nothing, or the tokens that begin within these characters."""
 Encoded = tuple[list[int], list[bool]]
 """Ids of a piece, and which of them are trained on."""
-STAND_IN = "\u2402"
-"""Placeholder of a reply, which can be found again in a rendered conversation."""
-
-
-class TemplateRefuses(UserError):
-    """Error of a chat template that refuses a conversation."""
 
 
 class ChatTokenizer:
@@ -84,20 +76,31 @@ class ChatTokenizer:
         """Tokens with which a reply's turn ends in a conversation, where the policy did not sample them."""
         if self.template == "plain":
             return [self.hf.eos_token_id]
-        reply = [{"role": "user", "content": "."}, {"role": "assistant", "content": STAND_IN}]
+        reply: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": STAND_IN}]
         text = self.render_text(reply, reply_next=False)
         rest = text[text.rindex(STAND_IN) + len(STAND_IN) :]
         return [self.hf.eos_token_id] if rest.startswith(self.hf.eos_token) else []
 
-    def render(self, messages: list[Message]) -> list[int]:
+    @cached_property
+    def reply_header(self) -> str:
+        """Text that begins a reply in a conversation, before the policy's first token."""
+        asked: list[Message] = [{"role": "user", "content": "."}]
+        whole = self.render_text(asked, reply_next=True)
+        return whole.removeprefix(self.render_text(asked, reply_next=False))
+
+    def without_stop(self, ids: list[int]) -> list[int]:
+        """Return the tokens of a reply without the one that ended it."""
+        return ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids
+
+    def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """Return the ids of a conversation, up to the point where the policy's reply begins."""
-        return self.encode(self.render_text(messages, reply_next=True))
+        return self.encode(self.render_text(messages, reply_next=True, tools=tools))
 
     @cached_property
     def _longest_token(self) -> int:
         return max(map(len, self.hf.get_vocab()))
 
-    def bound_tokens(self, messages: list[Message], *, limit: int) -> int | None:
+    def bound_tokens(self, messages: list[Message], *, limit: int, tools: Sequence[ToolSpec] = ()) -> int | None:
         """Return a number above `limit` if a conversation has surely that many tokens, without encoding it all.
 
         The tokens of a beginning are those of the whole text but near the cut. So twice the limit, with room for the
@@ -105,82 +108,48 @@ class ChatTokenizer:
         """
         surely = 2 * limit + 4 * self._longest_token
         size = CHARS_PER_TOKEN * surely
-        if sum(len(m["content"]) + CHARS_PER_TOKEN for m in messages) <= size:
+        if count_characters(messages, tools) + CHARS_PER_TOKEN * len(messages) <= size:
             return None
-        text = self.render_text(messages, reply_next=False)
+        text = self.render_text(messages, reply_next=False, tools=tools)
         while size < len(text):
             if len(self.encode(text[:size])) > surely:
                 return limit + 1
             size *= 2
         return None
 
-    def render_turn(self, message: Message) -> list[int]:
-        """Return the ids that follow a finished reply of the policy: the next turn, up to the next reply."""
-        if self.template == "plain":
-            return self.encode(message["content"])
-        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": STAND_IN}]
-        text = self.render_text([*before, message], reply_next=True)
-        rest = text[text.rindex(STAND_IN) + len(STAND_IN) :]
-        return self.encode(rest.removeprefix(self.hf.eos_token))
+    def render_turns(self, reply: Message, answers: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """Return the ids that follow a finished reply of the policy: the answers to it, up to the next reply.
 
-    def mask_turns(self, messages: list[Message], train_on: TrainOn = ("assistant",)) -> tuple[list[int], list[bool]]:
+        All answers are written at once, since templates join the results of several calls. Raises TemplateRewrites
+        where the template does not let them follow the tokens of the reply.
+        """
+        if self.template == "plain":
+            return self.encode("".join(m["content"] for m in answers))
+
+        def write(messages: list[Message], reply_next: bool) -> str:
+            return self.render_text(messages, reply_next=reply_next, tools=tools)
+
+        return self.encode(write_answers(write, self.hf.eos_token, reply, answers))
+
+    def mask_turns(
+        self, messages: list[Message], train_on: TrainOn = ("assistant",), tools: Sequence[ToolSpec] = ()
+    ) -> tuple[list[int], list[bool]]:
         """Return the ids of a conversation and which of them are trained on, up to the last turn that `train_on` names.
 
         The assistant's turns are encoded one by one, and the text between them in one piece each, as when the policy
         samples. So the tokens are those that would be sampled, whatever `train_on` is. A reply is trained on with
-        its end-of-turn token and without the header before it; turns of other roles likewise, if the template ends
-        them with that token.
+        its tool calls and its end-of-turn token and without the header before it; turns of other roles likewise, if
+        the template ends them with that token.
         """
-        return join_encoded(self.encode_pieces(self.split_turns(messages, train_on)))
+        return join_encoded(self.encode_pieces(self.split_turns(messages, train_on, tools)))
 
-    def split_turns(self, messages: list[Message], train_on: TrainOn) -> list[Piece]:
+    def split_turns(self, messages: list[Message], train_on: TrainOn, tools: Sequence[ToolSpec] = ()) -> list[Piece]:
         """Return the pieces that `mask_turns` encodes, in their order."""
-        pieces: list[Piece] = []
-        chosen, whole_text = _find_turns(messages, train_on), train_on == "everything"
-        replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        done, after = "", 0
-        for i in replies:
-            asked = self.render_text(messages[:i], reply_next=True)
-            whole = self.render_text(messages[: i + 1], reply_next=False)
-            _check_appends(done, asked, whole)
-            reply = whole[len(asked) :]
-            end = reply.find(self.hf.eos_token)
-            if end < 0:
-                raise UserError(
-                    f"the chat template does not end a turn with the tokenizer's end-of-sequence token "
-                    f"{self.hf.eos_token!r}, where the policy would stop: make eos_token the one the template writes"
-                )
-            end += len(self.hf.eos_token)
-            between = whole_text or self._find_spans(messages, chosen & {*range(after, i)}, skip=len(done))
-            pieces += [(asked[len(done) :], between), (reply[:end], i in chosen), (reply[end:], whole_text)]
-            done, after = whole, i + 1
-        if rest := {j for j in chosen if j >= after}:
-            until = max(rest) + 1
-            whole = self.render_text(messages[:until], reply_next=False)
-            _check_appends(done, whole, whole)
-            pieces.append((whole[len(done) :], whole_text or self._find_spans(messages, rest, skip=len(done))))
-        return pieces
 
-    def _find_spans(self, messages: list[Message], turns: set[int], *, skip: int) -> list[range]:
-        """Return the characters of the contents of turns in the rendered conversation, counted from `skip` on.
+        def write(written: list[Message], reply_next: bool) -> str:
+            return self.render_text(written, reply_next=reply_next, tools=tools)
 
-        An end-of-sequence token that follows at once is included.
-        """
-        return [range(span.start - skip, span.stop - skip) for span in map(partial(self._find_span, messages), turns)]
-
-    def _find_span(self, messages: list[Message], turn: int) -> range:
-        until = messages[: turn + 1]
-        blank = self.render_text([*until[:-1], {"role": until[-1]["role"], "content": STAND_IN}], reply_next=False)
-        header, _, tail = blank.rpartition(STAND_IN)
-        whole = self.render_text(until, reply_next=False)
-        _check_appends(header, whole, whole)
-        if not whole.endswith(tail):
-            raise UserError(
-                "the chat template writes a turn differently according to its content, so turns of "
-                f"{until[-1]['role']} cannot be trained on: leave that role out of data.train_on"
-            )
-        ends = len(self.hf.eos_token) if tail.startswith(self.hf.eos_token) else 0
-        return range(len(header), len(whole) - len(tail) + ends)
+        return split_turns(write, self.hf.eos_token, messages, train_on)
 
     def encode_pieces(self, pieces: list[Piece]) -> list[Encoded]:
         """Encode pieces one by one, but in few calls, which the library spreads over the cores."""
@@ -206,14 +175,19 @@ class ChatTokenizer:
     def save(self, folder: Path) -> None:
         self.hf.save_pretrained(folder)
 
-    def render_text(self, messages: list[Message], *, reply_next: bool) -> str:
+    def render_text(self, messages: list[Message], *, reply_next: bool, tools: Sequence[ToolSpec] = ()) -> str:
         """Return a conversation as text; reply_next: with the header of the policy's next turn."""
         if self.template == "chat":
             from jinja2.exceptions import TemplateError
 
+            given = list(tools) or None
             try:
                 return self.hf.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=reply_next, **self.template_args
+                    to_template_messages(messages, self.hf.get_chat_template(tools=given)),
+                    tools=given,
+                    tokenize=False,
+                    add_generation_prompt=reply_next,
+                    **self.template_args,
                 )
             except TemplateError as error:
                 raise TemplateRefuses(first_line(error)) from error
@@ -237,23 +211,6 @@ def _split_by_size(pieces: list[Piece]) -> Iterator[list[Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _find_turns(messages: list[Message], train_on: TrainOn) -> set[int]:
-    """Return the indices of the turns that are trained on."""
-    if train_on == "everything":
-        return {*range(len(messages))}
-    if train_on == "last_reply":
-        return {*[i for i, m in enumerate(messages) if m["role"] == "assistant"][-1:]}
-    return {i for i, m in enumerate(messages) if m["role"] in train_on}
-
-
-def _check_appends(*longer: str) -> None:
-    if not all(after.startswith(before) for before, after in pairwise(longer)):
-        raise UserError(
-            "the chat template rewrites earlier turns (a conversation's beginning is not the beginning of its "
-            "continuation), so turns cannot be trained on one by one: use a template that only appends"
-        )
 
 
 def _eos_of_generation_config(path: str, key: str, *, trust_remote_code: bool) -> list[int]:

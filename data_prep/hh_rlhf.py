@@ -47,7 +47,9 @@ def _turns(record: Record, column: str) -> list[Message]:
     if not isinstance(text, str):
         raise InvalidRow("missing_column", f"it has no {column}")
     before, *parts = TURN.split(text)
-    turns = [{"role": ROLES[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
+    turns: list[Message] = [
+        {"role": ROLES[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)
+    ]
     if before.strip() or not turns:
         raise InvalidRow("bad_messages", f"{column} does not begin with a turn of Human or Assistant: {text[:60]!r}")
     if turns[-1]["role"] != "assistant":

@@ -1,4 +1,4 @@
-"""The columns that every data set has here: id, messages, answer; and more where there are preferences or labels."""
+"""The columns that every data set has here: id, messages, answer; and more where there are preferences or tools."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from core.errors import UserError, first_line
 from core.hub import describe_hub, prepare_hub
+from core.messages import Message
 from core.text_files import decode_text, parse_json, read_bytes
 from data_feeds.invalid_rows import InvalidRow, InvalidRows, filter_rows
 from data_feeds.values import holds_lone_surrogate
@@ -28,13 +29,15 @@ Record = dict[str, Any]
 class Row:
     id: str
     """Unique in its file ("gsm8k/train/17")."""
-    messages: list[dict[str, str]]
-    """Chat turns with "role" and "content"; one for SFT ends in an assistant's turn."""
+    messages: list[Message]
+    """Chat turns; one for SFT ends in an assistant's turn."""
     answer: str
     """Ground truth for the reward; the policy never sees it."""
     chosen: str | None = None
     """Preferences: the better reply to `messages`, and the worse."""
     rejected: str | None = None
+    tools: str | None = None
+    """JSON of the tools that may be called, in OpenAI's form."""
     extra: str | None = None
     """JSON of other columns, such as the difficulty: rewards see them, and an evaluation can be split by them."""
 
@@ -46,24 +49,44 @@ SCHEMA = pa.schema(
         ("answer", pa.string()),
         ("chosen", pa.string()),
         ("rejected", pa.string()),
+        ("tools", pa.string()),
         ("extra", pa.string()),
     ]
 )
-OPTIONAL = ("chosen", "rejected", "extra")
+OPTIONAL = ("chosen", "rejected", "tools", "extra")
 """Written only where some row has them."""
+FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
+CALL = pa.struct([("id", pa.string()), ("type", pa.string()), ("function", FUNCTION)])
+TURN = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(CALL))])
+"""Turn of rows of which some hold calls; Parquet gives every object all keys, so arguments are JSON text."""
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
     """Write Parquet, or JSONL when the name ends so; the folder is made."""
     written = [n for n in SCHEMA.names if n not in OPTIONAL or any(getattr(row, n) is not None for row in rows)]
     plain = [{name: asdict(row)[name] for name in written} for row in rows]
+    has_calls = any("tool_calls" in turn for row in rows for turn in row.messages)
+    for row in plain if has_calls else []:
+        row["messages"] = list(map(_write_turn, row["messages"]))
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in plain), encoding="utf-8")
     else:
         schema = pa.schema([SCHEMA.field(name) for name in written])
+        if has_calls:
+            schema = schema.set(schema.get_field_index("messages"), pa.field("messages", pa.list_(TURN)))
         pq.write_table(pa.Table.from_pylist(plain, schema=schema), path)
     print(f"{path}: {len(rows)} rows")
+
+
+def _write_turn(turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a turn whose calls have their arguments as JSON text."""
+    if "tool_calls" not in turn:
+        return turn
+    functions = [call["function"] for call in turn["tool_calls"]]
+    written = [{**one, "arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
+    calls = [{**call, "function": function} for call, function in zip(turn["tool_calls"], written, strict=True)]
+    return {**turn, "tool_calls": calls}
 
 
 def read_records(path: Path) -> list[Record]:

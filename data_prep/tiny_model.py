@@ -26,10 +26,42 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+# Tools come first, each as name(arguments); a call is written as @name{...};
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<|system|>' }}{% for tool in tools %}"
+    "{{ tool.function.name + '(' + tool.function.parameters.properties | join(',') + ')' }}"
+    "{% endfor %}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|' + message.role + '|>' + message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '@' + call.function.name + call.function.arguments | tojson(separators=(',', ':')) + ';' }}"
+    "{% endfor %}"
+    "{% if message.role == 'assistant' %}{{ '<|end|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": "@(?P<name>[a-z_]+)",
+            "close": ";",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": END, "content": "text"},
+    },
+}
+"""How transformers reads such a reply; it is saved with the tokenizer."""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token per character and one per role; anything beyond ASCII is unknown."""
+def make_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token per character and one per role; anything beyond ASCII is unknown.
+
+    tools: with a template that writes tools and calls, and a response template that reads calls.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -38,26 +70,35 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
+    more = {"response_template": RESPONSE_TEMPLATE} if tools else {}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
         unk_token=UNKNOWN,
         additional_special_tokens=[f"<|{role}|>" for role in ROLES],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=TOOL_TEMPLATE if tools else CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
+        **more,
     )
 
 
 def make(
-    out: Path, *, hidden_size: int = 64, layers: int = 2, heads: int = 2, max_length: int = 256, seed: int = 0
+    out: Path,
+    *,
+    hidden_size: int = 64,
+    layers: int = 2,
+    heads: int = 2,
+    max_length: int = 256,
+    seed: int = 0,
+    tools: bool = False,
 ) -> None:
     """Save model, tokenizer, chat template and generation config under `out`; the same seed makes the same bytes."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(tools=tools)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -90,6 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--heads", type=whole(1), default=2, help="default %(default)s")
     parser.add_argument("--max-length", type=whole(1), default=256, help="positions (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tools", action="store_true", help="with a chat template for tools and their calls")
     args = parser.parse_args(argv)
     if args.hidden_size not in (32 * args.heads, 64 * args.heads):
         parser.error("--hidden-size must be 32 or 64 times --heads: vLLM's CPU attention takes no other size of head")
@@ -100,6 +142,7 @@ def main(argv: list[str] | None = None) -> None:
         heads=args.heads,
         max_length=args.max_length,
         seed=args.seed,
+        tools=args.tools,
     )
 
 

@@ -52,8 +52,17 @@ RULES = (
     ),
     Rule(
         keys=("rollout.max_turns",),
-        is_unused=lambda cfg: isinstance(cfg, RLConfig) and cfg.rollout.env == "single_turn",
+        is_unused=lambda cfg: (
+            isinstance(cfg, RLConfig) and cfg.rollout.env == "single_turn" and cfg.rollout.agent is None
+        ),
         why="rollout.env is single_turn, which ends after one reply",
+    ),
+    Rule(
+        keys=("alg.credit",),
+        is_unused=lambda cfg: (
+            isinstance(cfg, RLConfig) and cfg.alg.get("credit") == "turn" and cfg.rollout.max_turns == 1
+        ),
+        why="rollout.max_turns is 1, and the one turn is the episode",
     ),
 )
 """Every rule. A test has a recipe for each key here."""

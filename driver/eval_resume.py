@@ -40,11 +40,11 @@ class Resumed:
     done: dict[PromptKey, list[Generation]]
 
 
-def collect_eval_settings(cfg: EvalConfig, code: Mapping[str, FileSpec]) -> dict[str, Any]:
+def collect_eval_settings(cfg: EvalConfig, code: Mapping[str, FileSpec | None]) -> dict[str, Any]:
     """Return the configuration by dotted key, and hashes of what it names: files of the user, and models."""
     nested = cfg.model_dump(mode="json")
     nested["data"]["sets"] = {one.source.log_name: one.model_dump(mode="json") for one in cfg.data.sets}
-    hashes = {key: spec.sha256 for key, spec in code.items() if not spec.in_package}
+    hashes = {key: spec.sha256 for key, spec in code.items() if spec is not None and not spec.in_package}
     for key, path in {"model.path": cfg.model.path, "model.adapter": cfg.model.adapter}.items():
         if path is not None and Path(path).is_dir():
             hashes[key] = hash_model(Path(path))

@@ -18,6 +18,7 @@ from core.text_files import parse_json, read_text
 from data_feeds.eval_sets import PromptSet, load_sets
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
+from data_feeds.tool_parsing import check_parser
 from driver.check_engine import check_engine
 from driver.check_models import check_policy, check_room
 from driver.checkpoint_model import CheckpointModel, find_checkpoint_model, write_checkpoint_model
@@ -32,7 +33,7 @@ from modeling.hf_config import check_model_folder, meta_model
 from modeling.merge import ADAPTER_CONFIG, check_adapter, merge_adapter
 from modeling.pretrained import runs_own_code
 from rollouts.generation import GroupRequests
-from rollouts.registry import load_engine_class, load_env_class
+from rollouts.registry import load_engine_class
 from rollouts.stops import check_stops
 
 SETTINGS = "evaluation.json"
@@ -86,16 +87,17 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts)
     plan = plan_engines(cfg, model)
     check_rewards(cfg, plan)
-    load_env_class(plan.env_spec)
+    env_tools = plan.load_code()
     tokenizer = make_tokenizer(model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_stops(tokenizer, cfg.rollout.stop, cfg.rollout.stop_token_ids, tokenizer.vocabulary)
     check_policy(model, tokenizer)
     if trusts and runs_own_code(meta := meta_model(cfg.model.path, trust_remote_code=True)):
         load_engine_class(plan.engine_spec).check_own_code(meta, path=cfg.model.path)
-    sets = load_sets(cfg, tokenizer)
-    code = {**plan.reward_functions.files, "rollout.env": plan.env_spec, "rollout.engine": plan.engine_spec}
-    settings = collect_eval_settings(given, code)
+    sets = load_sets(cfg, tokenizer, env_tools)
+    has_tools = any(prompt.tools for one in sets for prompt in one.prompts)
+    check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
+    settings = collect_eval_settings(given, plan.files)
     resumed = None if cfg.resume is None else find_samples(cfg.resume, read_settings(cfg.resume), settings, sets)
     return PreparedEval(
         cfg=cfg,

@@ -7,7 +7,8 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from algs.base import PolicyGradient, assign_advantages, check_advantages
+from algs.base import PolicyGradient, TurnCredit, assign_advantages
+from algs.returned import check_advantages
 from capture.recorder import Recorder
 from configs.schema import RLConfig
 from core import metrics as names
@@ -75,6 +76,12 @@ class Run:
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps that the run makes; `stop_when` may end them early."""
         return self.session.count_steps(self.first_step)
+
+    @property
+    def whole_episodes(self) -> bool:
+        """True if a loss, the run's or a shadow, looks at episodes as wholes."""
+        losses = [] if self.shadows is None else self.shadows.losses
+        return self.alg.whole_episodes or any(loss.alg.whole_episodes for loss in losses)
 
     @property
     def steps(self) -> int:
@@ -159,6 +166,7 @@ class Run:
             padded=self.layout.padded,
             share_prefixes=self.layout.shares_prefixes,
             whole_groups=self.alg.whole_groups,
+            whole_episodes=self.whole_episodes,
         )
 
     async def sync_weights(self, version: int) -> dict[str, float]:
@@ -208,7 +216,8 @@ class Run:
     async def log(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
         """Write the step's samples and metrics."""
         with self.session.clock.phase(Phase.LOG):
-            measured = measure_groups(groups, self.prompts.mixed) | metrics
+            by_turn = isinstance(self.alg, TurnCredit) and self.alg.credit == "turn"
+            measured = measure_groups(groups, self.prompts.mixed, by_turn=by_turn) | metrics
             self.session.show_samples(step, groups, every=self.cfg.show_samples)
             measured |= await self.time.start_lap()
         measured[names.ROLLOUT_GROUP_RETRIES] = float(self.generation.n_retries)

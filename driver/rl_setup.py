@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from algs import load_algorithm
-from algs.base import PolicyGradient
+from algs.base import PolicyGradient, accepts_group
 from capture.capsule import RunFacts
 from capture.losses import NamedLoss
 from capture.recorder import Recorder
@@ -24,6 +24,7 @@ from core.workers import Workers, gather_fail_fast
 from data_feeds.feed import Feed, load_prompts
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
+from data_feeds.tool_parsing import check_parser
 from driver.check_models import check_frozen_models, check_policy, check_room
 from driver.checkpoint import Checkpoint
 from driver.dead_knobs import HyperParameterCheck
@@ -47,7 +48,6 @@ from modeling.lora import check_lora_targets
 from rollouts.availability import EngineAvailability
 from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
 from rollouts.generation import Generation
-from rollouts.registry import load_env_class
 from rollouts.stops import check_stops
 from rollouts.worker import RolloutWorker
 from trackers import check_trackers
@@ -95,22 +95,20 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     shadows = load_shadows(cfg, alg)
     rollouts = plan_rollouts(cfg)
     check_rewards(cfg, rollouts)
-    load_env_class(rollouts.env_spec)
+    env_tools = rollouts.load_code()
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_policy(cfg.model, tokenizer)
     check_stops(tokenizer, cfg.rollout.stop, cfg.rollout.stop_token_ids, tokenizer.vocabulary)
     check_frozen_models(alg, tokenizer, cfg.model)
     check_own_code(cfg)
-    prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed)
+    prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools)
     held_out = None
     if cfg.data.eval is not None:
-        held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed)
-    code = {
-        **rollouts.reward_functions.files,
-        **{"rollout.env": rollouts.env_spec, "rollout.engine": rollouts.engine_spec},
-    }
-    settings = collect_settings(loaded, code)
+        held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed, env_tools=env_tools)
+    has_tools = any(prompt.tools for feed in (prompts, held_out) if feed is not None for prompt in feed.all())
+    check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
+    settings = collect_settings(loaded, rollouts.files)
     return Prepared(
         loaded=loaded,
         alg=alg,
@@ -139,7 +137,8 @@ async def start(prepared: Prepared, session: Session) -> Run:
     with session.clock.phase(Phase.START):
         trainers, engines = await start_workers(prepared, session, plan)
         layout = await trainers.call_one(0, Trainer.describe_layout)
-    probe = prepared.tokenizer.render(feed.all()[0].messages)[:PROBE_TOKENS]
+    first = feed.all()[0]
+    probe = prepared.tokenizer.render(first.messages, first.tools)[:PROBE_TOKENS]
     first_step = await session.resume(trainers, prepared.checkpoint, prepared.settings)
     if len(probe) < 2:
         raise UserError("data.train: the first prompt has fewer than two tokens")
@@ -196,7 +195,7 @@ def make_generation(
     return Generation(
         engines,
         draw_prompt=prepared.prompts.draw,
-        accept_group=prepared.alg.accept_group,
+        accept_group=partial(accepts_group, prepared.alg),
         buffer=buffer,
         group_size=cfg.group_size,
         timeout_s=cfg.rollout.timeout_s,

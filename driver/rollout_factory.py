@@ -10,17 +10,28 @@ from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.schema import RLConfig
 from configs.trainer_schema import ModelConfig
 from core.loading import FileSpec
+from core.messages import ToolSpec
 from core.ray_cluster import Cluster
 from core.workers import Local, RankInfo, Workers
 from data_feeds.template_args import make_tokenizer
+from data_feeds.tool_parsing import locate_parser, make_parser
 from driver.devices import count_gpus, list_cores, share_machine, uses_gpus
 from modeling.lora import name_lora_targets
 from rewards.pool import RewardPool
 from rewards.several import RewardPlan
 from rewards.weights import plan_rewards
+from rollouts.agents.processes import AgentProcesses, check_agent
+from rollouts.agents.task import AgentPlan
 from rollouts.availability import ENGINE_GROUP
 from rollouts.engines.base import Capabilities, EngineConfig
-from rollouts.registry import load_engine_class, load_env_class, resolve_engine, resolve_env
+from rollouts.registry import (
+    list_env_tools,
+    load_engine_class,
+    load_env_class,
+    resolve_agent,
+    resolve_engine,
+    resolve_env,
+)
 from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
 from weight_sync.base import TransportName
@@ -36,12 +47,35 @@ class RolloutPlan:
     reward: RewardConfig
     reward_functions: RewardPlan
     env_spec: FileSpec
+    agent: AgentPlan | None
     engine_spec: FileSpec
     engine: EngineConfig
     """Engine settings without stop tokens and cores, which the worker's process adds."""
     transports: tuple[TransportName, ...]
     """Transports of weights; in a synchronous run the next one replaces one that fails."""
+    max_prompt_tokens: int
+    """Largest number of tokens before a policy's first reply: data.max_prompt_tokens."""
     seed: int
+
+    @property
+    def files(self) -> dict[str, FileSpec | None]:
+        """Return every file that episodes depend on by the key that names it."""
+        return {
+            **self.reward_functions.files,
+            "rollout.env": self.env_spec,
+            "rollout.agent.file": None if self.agent is None else self.agent.file,
+            "rollout.engine": self.engine_spec,
+            "rollout.tool_parser": locate_parser(self.rollout.tool_parser),
+        }
+
+    def load_code(self) -> list[ToolSpec]:
+        """Import environment and agent, and return the tools that the environment brings.
+
+        Raises UserError where one of them cannot be used.
+        """
+        if self.agent is not None:
+            check_agent(self.agent)
+        return list_env_tools(load_env_class(self.env_spec), max_turns=self.rollout.max_turns)
 
 
 def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
@@ -79,16 +113,20 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         enforce_eager=cfg.rollout.enforce_eager,
     )
+    parser_file = locate_parser(cfg.rollout.tool_parser)  # another process may have another working folder
+    moved = {} if parser_file is None else {"tool_parser": parser_file.path}
     return RolloutPlan(
         model=model,
         data=cfg.data,
-        rollout=cfg.rollout,
+        rollout=cfg.rollout.model_copy(update=moved),
         reward=cfg.reward,
         reward_functions=plan_rewards(cfg.reward),
         env_spec=resolve_env(cfg.rollout.env),
+        agent=None if cfg.rollout.agent is None else resolve_agent(cfg.rollout.agent),
         engine_spec=engine_spec,
         engine=engine,
         transports=(),
+        max_prompt_tokens=cfg.data.max_prompt_tokens,
         seed=cfg.seed,
     )
 
@@ -123,6 +161,9 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         rollout=plan.rollout,
         seed=plan.seed,
         stops=stops,
+        parser=make_parser(plan.rollout.tool_parser, tokenizer),
+        max_prompt_tokens=plan.max_prompt_tokens,
+        agents=None if plan.agent is None else AgentProcesses(plan.agent),
     )
 
 

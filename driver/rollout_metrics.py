@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from core import metrics as names
+from core.episodes import join_episodes
 from core.errors import RunStopped
 from core.types import Group, Sample
+from driver.episode_metrics import measure_counts
 from evaluation.estimators import pass_at_k
 from evaluation.table import choose_ks
 from rollouts.buffer import FinishedGroup
@@ -55,24 +57,32 @@ def count_versions(sample: Sample) -> dict[int, int]:
     return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
-def measure_groups(groups: list[Group], sources: Sequence[str] = ()) -> dict[str, float]:
-    """Measure reward and reward parts over the samples that have a reward, and lengths over all.
+def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn: bool = False) -> dict[str, float]:
+    """Measure reward and reward parts over the episodes that have a reward, and lengths over all.
 
-    sources: names of a mixture's sources; each one's mean reward is measured too.
+    sources: names of a mixture's sources; each one's mean reward is measured too. by_turn: rewards of turns are a
+    training signal too.
     """
     samples = [s for g in groups for s in g]
-    rewarded = [s for s in samples if s.reward is not None]
-    rewards = [s.reward for s in rewarded if s.reward is not None]
-    lengths = [s.n_sampled for s in samples]
-    zero_std = sum(len({s.reward for s in g if s.reward is not None}) < 2 for g in groups)
+    episodes = [join_episodes(g).samples for g in groups]  # each as one sample
+    joined = [e for g in episodes for e in g]
+    rewarded = [e for e in joined if e.reward is not None]
+    rewards = [e.reward for e in rewarded if e.reward is not None]
+    lengths = [e.n_sampled for e in joined]
+    zero_std = sum(
+        len({(e.reward, e.turn_rewards if by_turn else ()) for e in g if e.reward is not None}) < 2 for g in episodes
+    )
     measured = {
         names.ROLLOUT_SAMPLES: float(len(samples)),
-        names.ROLLOUT_FAILED: float(len(samples) - len(rewarded)),
+        names.ROLLOUT_BRANCHES: len(samples) / len(joined),
+        names.ROLLOUT_FAILED: float(len(joined) - len(rewarded)),
         names.ROLLOUT_TOKENS: float(sum(lengths)),
-        names.ROLLOUT_TOKENS_MEAN: sum(lengths) / len(samples),
+        names.ROLLOUT_TRAINED: sum(s.n_trained for s in samples) / max(1, sum(lengths)),
+        names.ROLLOUT_TOKENS_MEAN: sum(lengths) / len(joined),
         names.ROLLOUT_TOKENS_MAX: float(max(lengths)),
-        names.ROLLOUT_TRUNCATED: sum(s.stop == "length" for s in samples) / len(samples),
+        names.ROLLOUT_TRUNCATED: sum(e.stop == "length" for e in joined) / len(joined),
         names.ROLLOUT_ZERO_STD: zero_std / len(groups),
+        **measure_counts(samples),
     }
     if rewards:
         measured[names.REWARD_MEAN] = mean = sum(rewards) / len(rewards)
@@ -89,9 +99,10 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = ()) -> dict[str
 
 
 def measure_passes(groups: Sequence[Group], *, pass_reward: float) -> dict[str, float]:
-    """Return pass@k, the mean over groups of one size; nothing for groups of one sample, where the mean says it."""
-    size = len(groups[0])
-    solved = [sum(s.reward is not None and s.reward >= pass_reward for s in group) for group in groups]
+    """Return pass@k, the mean over groups of one size; nothing for groups of one episode, where the mean says it."""
+    episodes = [join_episodes(group).samples for group in groups]
+    size = len(episodes[0])
+    solved = [sum(s.reward is not None and s.reward >= pass_reward for s in group) for group in episodes]
     ks = choose_ks(size) if size > 1 else []
     return {names.PASS_AT.format(k): sum(pass_at_k(size, c, k) for c in solved) / len(solved) for k in ks}
 
@@ -99,7 +110,7 @@ def measure_passes(groups: Sequence[Group], *, pass_reward: float) -> dict[str, 
 def measure_drawn(drawn: Sequence[FinishedGroup]) -> dict[str, float]:
     """Measure all groups that were drawn for a step, those that the algorithm rejected included."""
     samples = [s for d in drawn for s in d.group]
-    rewards = [s.reward for s in samples if s.reward is not None]
+    rewards = [e.reward for d in drawn for e in join_episodes(d.group).samples if e.reward is not None]
     mean = {names.REWARD_MEAN_DRAWN: sum(rewards) / len(rewards)} if rewards else {}
     seconds = [d.seconds for d in drawn]
     average = sum(seconds) / len(seconds)
@@ -115,9 +126,9 @@ def measure_drawn(drawn: Sequence[FinishedGroup]) -> dict[str, float]:
 
 
 def check_failures(groups: list[Group], *, max_failed_fraction: float) -> None:
-    """Raise RunStopped when too many samples have no reward; the first failure is quoted."""
-    failures = [s.failure for g in groups for s in g if s.failure]
-    total = sum(len(g) for g in groups)
+    """Raise RunStopped when too many episodes have no reward; the first failure is quoted."""
+    episodes = [e for g in groups for e in join_episodes(g).samples]
+    failures, total = [e.failure for e in episodes if e.failure], len(episodes)
     if len(failures) > max_failed_fraction * total:
         raise RunStopped(
             f"{len(failures)} of {total} samples failed, more than reward.max_failed_fraction="

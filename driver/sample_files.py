@@ -54,7 +54,7 @@ class SampleFiles:
 
 
 def write_samples(path: Path, groups: list[Group]) -> None:
-    """Write one JSON object per sample: prompt, completion, reward and its parts, advantage, versions."""
+    """Write one JSON object per sample: prompt, completion, reward and its parts, advantage, versions, turns."""
     with writing(path, meaning="the steps before are logged"), path.open("w", encoding="utf-8") as file:
         for ticket, group in enumerate(groups):
             for sample in group:
@@ -62,7 +62,8 @@ def write_samples(path: Path, groups: list[Group]) -> None:
 
 
 def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
-    return {
+    """Return what the files hold of a sample; tools, turns and counts only where there are some."""
+    record = {
         "group": group,
         "id": sample.prompt.id,
         "prompt": sample.prompt.messages,
@@ -76,6 +77,27 @@ def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
         "versions": sorted(count_versions(sample)),
         "new_tokens": sample.n_sampled,
     }
+    more: dict[str, Any] = {"tools": sample.prompt.tools, "turns": list_turns(sample), "counts": sample.counts}
+    if sample.episode is not None:
+        more["episode"] = sample.episode
+    return record | {name: value for name, value in more.items() if value not in ([], {})}
+
+
+def list_turns(sample: Sample) -> list[dict[str, Any]]:
+    """Return the messages after the prompt; those of the policy with their tokens, and with what each reply earned."""
+    replies = sum(message["role"] == "assistant" for message in sample.transcript)
+    before = max(0, replies - len(sample.spans))  # context: of an earlier branch, or told by a harness
+    spans = iter([None] * before + [*sample.spans])
+    rewards = iter([None] * before + [*sample.turn_rewards])
+    turns: list[dict[str, Any]] = []
+    for message in sample.transcript:
+        turn: dict[str, Any] = {**message}
+        if message["role"] == "assistant" and (span := next(spans, None)) is not None:
+            turn["tokens"] = span[1] - span[0]
+            if (reward := next(rewards, None)) is not None:
+                turn["reward"] = reward
+        turns.append(turn)
+    return turns
 
 
 def _first_advantage(sample: Sample) -> float | None:

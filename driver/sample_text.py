@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -41,9 +42,39 @@ def write_sample(step: int, record: dict[str, Any]) -> str:
         [
             escape_controls(f"{head}, stop: {record['stop']}", keep=""),
             *mark_lines("  | ", shorten_middle(prompt, LONGEST_PROMPT)),
-            *mark_lines("  > ", shorten_middle(record["completion"], LONGEST_COMPLETION)),
+            *_write_completion(record),
         ]
     )
+
+
+def write_message(message: Mapping[str, Any]) -> str:
+    """Return a message as text, with its reasoning and its tool calls.
+
+    >>> call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    >>> write_message({"role": "assistant", "content": "", "tool_calls": [call]})
+    'assistant: add({"a": 1})'
+    """
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    said = [
+        f"({message['reasoning']})" if message.get("reasoning") else "",
+        message["content"],
+        *(f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls),
+    ]
+    return f"{message['role']}: " + "\n".join(filter(None, said))
+
+
+def _write_completion(record: dict[str, Any]) -> list[str]:
+    """Return the lines after the prompt: the policy's marked by >, the environment's by |."""
+    if "turns" not in record:
+        return mark_lines("  > ", shorten_middle(record["completion"], LONGEST_COMPLETION))
+    share = max(LONGEST_COMPLETION // len(record["turns"]), 80)
+    return [
+        line
+        for turn in record["turns"]
+        for line in mark_lines(
+            "  > " if turn["role"] == "assistant" else "  | ", shorten_middle(write_message(turn), share)
+        )
+    ]
 
 
 def join_messages(messages: Iterable[Mapping[str, Any]]) -> str:
@@ -52,7 +83,7 @@ def join_messages(messages: Iterable[Mapping[str, Any]]) -> str:
     >>> join_messages([{"role": "system", "content": "be brief"}, {"role": "user", "content": "3+4="}])
     'system: be brief\nuser: 3+4='
     """
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    return "\n".join(map(write_message, messages))
 
 
 def mark_lines(mark: str, text: str) -> list[str]:

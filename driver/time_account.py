@@ -19,6 +19,8 @@ from trainers.trainer import Trainer
 
 NOTABLE_FRACTION = 0.1
 """Fraction of the time below which nothing is called a bottleneck."""
+TOLD_FRACTION = 0.0005
+"""Fraction up to which the time of environments is not told: without tools there is nearly none."""
 
 
 @dataclass
@@ -112,7 +114,8 @@ def describe_shares(devices: dict[str, Seconds]) -> list[str]:
     for kind in ("trainer", "engine"):
         mean = average_device(kind, devices)
         shares = {name: value / sum(mean.values()) for name, value in mean.items() if value}
-        parts = ", ".join(f"{name.replace('_', ' ')} {share:z.1%}" for name, share in shares.items())
+        told = {name: share for name, share in shares.items() if name != Activity.ENVIRONMENT or share > TOLD_FRACTION}
+        parts = ", ".join(f"{name.replace('_', ' ')} {share:z.1%}" for name, share in told.items())
         lines.append(f"{kind}s: {parts}")
     return lines
 
@@ -134,6 +137,12 @@ def name_bottleneck(devices: dict[str, Seconds], *, max_staleness: int) -> str:
         return f"each side waits for the other: {said}; max_staleness=1 lets them work at the same time"
     if max(trainer_waits, engine_waits) <= NOTABLE_FRACTION:
         return f"neither side is the bottleneck: {said}"
+    environment = engine.get(Activity.ENVIRONMENT, 0.0) / sum(engine.values())
+    if trainer_waits > engine_waits and environment > engine.get(Activity.GENERATE, 0.0) / sum(engine.values()):
+        return (
+            f"the environment is the bottleneck: {said}, and {environment:.0%} of the engines' time no episode was "
+            "sampled while some waited for tools; faster tools would help, or more groups at once (groups_per_step)"
+        )
     if trainer_waits > engine_waits:
         return f"generation is the bottleneck: {said}; more or faster engines would help"
     return f"training is the bottleneck: {said}; more or faster trainer ranks would help"

@@ -19,6 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from core.episodes import join_episodes
 from core.errors import UserError, first_line, writing
 from core.types import Group
 from evaluation.answers import find_final_answer
@@ -74,7 +75,7 @@ class Generation:
 
 
 def describe_group(group: Group, *, of_set: str, index: int) -> list[Generation]:
-    """Return the rows of a group of samples."""
+    """Return the rows of a group, one per episode."""
     return [
         Generation(
             set=of_set,
@@ -92,7 +93,7 @@ def describe_group(group: Group, *, of_set: str, index: int) -> list[Generation]
             stop=sample.stop,
             tokens=sample.n_sampled,
         )
-        for n, sample in enumerate(group)
+        for n, sample in enumerate(join_episodes(group).samples)
     ]
 
 

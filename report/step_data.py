@@ -8,6 +8,8 @@ from report.run_files import Row
 from report.selection import Chosen, Entry, choose_samples
 
 OF_A_SAMPLE = ("completion", "stop", "reward", "reward_parts", "failure", "advantage", "versions", "new_tokens")
+OF_AN_EPISODE = ("turns", "counts", "episode")
+"""Of samples with tools or several turns alone."""
 
 
 def make_step(rows: list[Row], limit: int, *, step: int) -> dict[str, Any]:
@@ -48,5 +50,12 @@ def make_group(rows: list[Row], chosen: Chosen) -> dict[str, Any]:
         "id": first.get("id", ""),
         "prompt": first["prompt"],
         "answer": first.get("answer", ""),
-        "samples": [{"sample": own.index(i), **{key: rows[i].get(key) for key in OF_A_SAMPLE}} for i in chosen.samples],
+        "samples": [make_sample(rows[i], own.index(i)) for i in chosen.samples],
+        **({"tools": first["tools"]} if first.get("tools") else {}),
     }
+
+
+def make_sample(row: Row, number: int) -> dict[str, Any]:
+    """Return what the page shows of a sample."""
+    shown = {"sample": number, **{key: row.get(key) for key in OF_A_SAMPLE}}
+    return shown | {key: row[key] for key in OF_AN_EPISODE if key in row}

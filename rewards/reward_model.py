@@ -29,7 +29,7 @@ def score(
     from modeling.forward import compute_values
 
     net, tokenizer = load_once(model, template, trust_remote_code)
-    ids, mask = tokenizer.mask_turns([*prompt.messages, *messages])
+    ids, mask = tokenizer.mask_turns([*prompt.messages, *messages], tools=prompt.tools)
     nothing = [0.0] * len(ids)
     whole = types.Prompt(id=prompt.id, messages=[])
     sample = types.make_sample(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from configs.rollout_schema import RewardConfig, RewardWeights, name_function
 from core.errors import UserError
@@ -33,13 +33,24 @@ def weigh_parts(reward: RewardConfig, parts: Mapping[str, float], source: str) -
     """Return the reward of a sample: the weighted sum of its parts. Raises UserError for a part that is not there."""
     chosen = reward.by_source.get(source, reward.fns)
     total = sum(_weigh_function(name_function(name), weights, parts) for name, weights in chosen.items())
-    weights = {} if reward.fn is not None and source in reward.by_source else reward.weights
+    weights = _list_weights(reward, source)
     if missing := [name for name in weights if name not in parts]:
         raise UserError(
             f"reward.weights names {missing[0]!r}, but the reward returns only {', '.join(sorted(parts))}: "
             "correct the name"
         )
     return total + sum(weight * parts[name] for name, weight in weights.items())
+
+
+def weigh_turns(reward: RewardConfig, turns: Sequence[Mapping[str, float]], source: str) -> tuple[float, ...]:
+    """Return what each turn earned, of the parts that an environment gives turn by turn; empty where it gives none."""
+    weights = _list_weights(reward, source)
+    return tuple(sum(weights.get(name, 0.0) * value for name, value in parts.items()) for parts in turns)
+
+
+def _list_weights(reward: RewardConfig, source: str) -> Mapping[str, float]:
+    """Return the weights of parts by their names alone, for the rows of a source."""
+    return {} if reward.fn is not None and source in reward.by_source else reward.weights
 
 
 def _weigh_function(name: str, weights: RewardWeights, parts: Mapping[str, float]) -> float:

@@ -4,187 +4,232 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import math
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol, get_args
-
-import numpy as np
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 from core.blocking import Unblocked
-from core.errors import RunStopped
-from core.types import ROLES, Message, Prompt, Sample, Stop
+from core.errors import RunStopped, UserError
+from core.messages import Message, ToolSpec, name_of_tool
+from core.types import Prompt, Sample
+from data_feeds.tool_parsing import ParsedReply, PlainParser, ReplyParser
 from rewards.worker import call_user_code, last_line
-from rollouts.engines.base import Completion, CompletionStop, Engine
+from rollouts.answers import check_answers, check_turn_scores
+from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
 from rollouts.stops import Stops
+from rollouts.transcript import Tokenizer, Transcript, check_completion
 
-LOGP_ROUNDING = 1e-4
-"""Largest log-probability that is taken for 0."""
-LARGEST_ID = 2**31 - 1
-"""Largest token id that a Sample holds."""
-
-
-class Tokenizer(Protocol):
-    """Interface of a tokenizer to an episode; see data_feeds/tokenizer.py."""
-
-    def render(self, messages: list[Message]) -> list[int]: ...
-    def render_turn(self, message: Message) -> list[int]: ...
-    def decode(self, ids: list[int]) -> str: ...
+T = TypeVar("T")
+Entering = Callable[[], AbstractContextManager[None]]
 
 
-@dataclass
-class Transcript:
-    """Episode so far: its tokens, which are only appended, and its messages after the prompt."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRules:
+    """What bounds an episode, and what reads and ends its replies."""
 
-    ids: list[int] = field(default_factory=list[int])
-    action_mask: list[bool] = field(default_factory=list[bool])
-    logp: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    said: list[Message] = field(default_factory=list[Message])
+    seed_of_turn: Callable[[int], int]
+    """Sampling seed of a turn."""
+    max_new_tokens: int
+    """Token budget of all turns together, the environment's included; of each player, where there are several."""
+    max_turns: int
+    """Largest number of replies, of all players together."""
+    timeout_s: float
+    """Longest time for which the environment may hold the process."""
+    max_prompt_tokens: int | None = None
+    """Largest number of tokens before the first reply; None: unbounded."""
+    stops: Stops | None = None
+    """The recipe's ends of replies."""
+    parser: ReplyParser = field(default_factory=PlainParser)
+    """Reader of the replies."""
+    in_environment: Entering = nullcontext
+    """Entered while the policy waits for the environment."""
 
-    def append_given(self, ids: list[int]) -> None:
-        self._append(ids, [0.0] * len(ids), [-1] * len(ids), sampled=False)
 
-    def append_sampled(self, done: Completion) -> None:
-        self._append(done.token_ids, done.logp, done.versions, sampled=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """One player's part of an episode, without its reward."""
 
-    @property
-    def completion_ids(self) -> list[int]:
-        """Tokens from the first sampled one on, those of the environment included."""
-        return self.ids[self.action_mask.index(True) :] if any(self.action_mask) else []
+    sample: Sample
+    messages: list[Message]
+    """Messages after the prompt."""
+    turn_scores: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    """Parts of the environment's scores that each reply earned; empty where it does not say."""
 
-    def _append(self, ids: list[int], logp: list[float], versions: list[int], *, sampled: bool) -> None:
-        self.ids = self.ids + ids  # a new list: the engine may still hold the old one
-        self.action_mask += [sampled] * len(ids)
-        self.logp += logp
-        self.versions += versions
+    def fail(self, failure: str) -> Played:
+        """Return the same without scores."""
+        sample = replace(self.sample, failure=self.sample.failure or failure, reward_parts={})
+        return Played(sample=sample, messages=self.messages)
 
 
 async def run_episode(
-    engine: Engine,
-    make_env: Callable[[Prompt], Env],
-    prompt: Prompt,
-    tokenizer: Tokenizer,
-    *,
-    seed_of_turn: Callable[[int], int],
-    max_new_tokens: int,
-    max_turns: int,
-    timeout_s: float,
-    stops: Stops | None = None,
-) -> tuple[Sample, list[Message]]:
-    """Run one episode of `prompt`; return its sample, and the messages after the prompt.
+    engine: Engine, make_env: Callable[[Prompt], Env], prompt: Prompt, tokenizer: Tokenizer, rules: EpisodeRules
+) -> list[Played]:
+    """Run one episode of `prompt`; return one sample per player. A sample's parts are the environment's scores.
 
-    `seed_of_turn` gives the sampling seed of a turn; `max_new_tokens` is the budget of all turns together, the
-    environment's included; `stops` are the recipe's ends of replies. The sample's parts are the environment's scores;
-    one that raises makes a failed sample.
-
-    Raises RunStopped for an environment that blocks this process for `timeout_s`, and for an impossible completion.
+    An environment that raises makes failed samples. Raises RunStopped for one that holds this process for too long,
+    and for an impossible completion; UserError for a prompt that is too long, and for a template that cannot go on.
     """
-    script = Transcript()
-    script.append_given(tokenizer.render(prompt.messages))
-    stop: Stop = "turns"
-    parts: dict[str, float] = {}
+    episode = _Episode(engine, tokenizer, rules, prompt)
+    failure = ""
     try:
-        with _catch_environment_errors():
-            env = make_env(prompt)
-        stop = await _converse(
-            engine, env, tokenizer, script, seed_of_turn, max_new_tokens, max_turns, timeout_s, stops
-        )
-        parts, failure = call_user_code(env.scores, "Env.scores()")
-    except _EnvironmentFailed as error:
-        failure = str(error)
-    sample = Sample(
-        prompt=prompt,
-        token_ids=np.array(script.ids, dtype=np.int32),
-        action_mask=np.array(script.action_mask, dtype=np.bool_),
-        rollout_logp=np.array(script.logp, dtype=np.float32),
-        versions=np.array(script.versions, dtype=np.int32),
-        stop=stop,
-        reward_parts=parts,
-        failure=failure,
-        completion=tokenizer.decode(script.completion_ids),
-    )
-    return sample, script.said
+        try:
+            with rules.in_environment(), _catch_environment_errors():
+                episode.env = make_env(prompt)
+                opening = check_answers(await episode.wait_for(episode.env.open(), "Env.open()"), "Env.open()")
+            await episode.converse(opening or [])
+        except _EnvironmentFailed as error:
+            failure = str(error)
+        played = episode.finish(failure)
+    finally:
+        failure = await episode.close()
+    return [one.fail(failure) for one in played] if failure else played
 
 
-async def _converse(
-    engine: Engine,
-    env: Env,
-    tokenizer: Tokenizer,
-    script: Transcript,
-    seed_of_turn: Callable[[int], int],
-    left: int,
-    max_turns: int,
-    timeout_s: float,
-    stops: Stops | None,
-) -> Stop:
-    """Continue `script` by at most `left` tokens and `max_turns` replies; the last turn is the policy's.
+@dataclass
+class _Episode:
+    engine: Engine
+    tokenizer: Tokenizer
+    rules: EpisodeRules
+    prompt: Prompt
+    env: Env | None = None
+    seats: dict[int, Transcript] = field(default_factory=dict[int, Transcript])
+    """Transcript of every player who has been asked for a reply."""
 
-    A reply is decoded for environment and reward and never encoded again: encode(decode(ids)) may differ from ids.
-    """
-    for turn in range(max_turns):
-        done = await engine.generate(script.ids, max_new_tokens=left, seed=seed_of_turn(turn))
-        check_completion(done, max_new_tokens=left)
-        if stops is not None:
-            stops.check_completion(done.token_ids, done.stop)
-        script.append_sampled(done)
-        left -= len(done.token_ids)
-        script.said.append({"role": "assistant", "content": tokenizer.decode(done.token_ids)})
-        if done.stop == "length":
-            return "length"
-        with _catch_environment_errors():
-            answer = _check_answer(await _take_step(env, script.said[-1]["content"], timeout_s))
-        if answer is None:
-            return "eos"
-        if turn + 1 == max_turns:
-            break
-        observed = ([] if stops is None else stops.close_turn(done.token_ids)) + tokenizer.render_turn(answer)
-        left -= len(observed)
-        if left <= 0:
-            return "length"
-        script.said.append(answer)
+    async def converse(self, given: list[Message]) -> None:
+        """Ask for replies and have them answered; the last turn is the policy's.
+
+        given: what the first player is shown after the prompt. A reply is decoded for environment and reward and never
+        encoded again: encode(decode(ids)) may differ from ids.
+        """
+        env = self._get_env()
+        for turn in range(self.rules.max_turns):
+            script = self._continue_seat(env, given)
+            if script is None:
+                return
+            reply = await self._ask_policy(script, turn)
+            if script.stop == "length":
+                return
+            with self.rules.in_environment(), _catch_environment_errors():
+                answers = check_answers(await self._take_step(env, reply), "Env.step()")
+            if answers is None:
+                return
+            if not answers and env.player in self.seats:
+                raise _EnvironmentFailed("Env.step() returned no message: return None to end the episode")
+            given = answers
+        for script in self.seats.values():
+            script.stop = "turns"
+
+    def _continue_seat(self, env: Env, given: list[Message]) -> Transcript | None:
+        """Show the next player what is new; None where that uses up its tokens."""
+        script = self.seats.get(env.player)
+        if script is None:
+            return self._begin_seat(env, given)
+        closing = [] if self.rules.stops is None else self.rules.stops.close_turn(script.last_ids)
+        observed = closing + self.tokenizer.render_turns(script.said[-1], given, script.prompt.tools)
+        script.left -= len(observed)
+        if script.left <= 0:
+            script.stop = "length"
+            return None
+        script.said += given
         script.append_given(observed)
-    return "turns"
+        return script
+
+    def _begin_seat(self, env: Env, given: list[Message]) -> Transcript:
+        tools = join_tools(self.prompt, env.tools, self.rules.parser)
+        shown = self.prompt
+        if given or tools != shown.tools:
+            shown = replace(shown, messages=[*shown.messages, *given], tools=tools)
+        ids = self.tokenizer.render(shown.messages, tools)
+        limit = self.rules.max_prompt_tokens
+        if limit is not None and len(ids) > limit:
+            raise UserError(
+                f"data.max_prompt_tokens={limit}: the prompt {shown.id} has {len(ids)} tokens with what the "
+                "environment adds to it (tools, first messages): raise data.max_prompt_tokens"
+            )
+        script = self.seats[env.player] = Transcript(shown, self.rules.max_new_tokens)
+        script.append_given(ids)
+        return script
+
+    async def _ask_policy(self, script: Transcript, turn: int) -> ParsedReply:
+        seed = self.rules.seed_of_turn(turn)
+        done = await self.engine.generate(script.ids, max_new_tokens=script.left, seed=seed)
+        check_completion(done, max_new_tokens=script.left)
+        if self.rules.stops is not None:
+            self.rules.stops.check_completion(done.token_ids, done.stop)
+        script.append_sampled(done)
+        script.stop = done.stop
+        reply = self._read_reply(done.token_ids, script.prompt.tools)
+        script.said.append(reply.message)
+        return reply
+
+    def _read_reply(self, ids: list[int], tools: list[ToolSpec]) -> ParsedReply:
+        return self.rules.parser.parse(ids, self.tokenizer.decode(ids), tools)
+
+    async def _take_step(self, env: Env, reply: ParsedReply) -> Any:
+        """Return what the environment answers, whatever that is. Raises TypeError for a step that is no coroutine."""
+        answers = env.step(reply)
+        if not inspect.isawaitable(answers):
+            raise TypeError(f"Env.step() must be defined by `async def`, it returned {answers!r:.80}")
+        return await self.wait_for(answers, "Env.step()")
+
+    async def wait_for(self, call: Awaitable[T], who: str) -> T:
+        """Await the environment. Raises RunStopped where it holds the process."""
+        return await Unblocked(call, who=who, seconds=self.rules.timeout_s, key="rollout.timeout_s")
+
+    def finish(self, failure: str) -> list[Played]:
+        """Return the sample of every player; what was counted is with that of the first."""
+        if not self.seats:  # the environment failed before the first reply
+            self._begin_seat(_NoEnv(self.prompt), [])
+        env = self.env or _NoEnv(self.prompt)
+        counts, broken = call_user_code(env.counts, "Env.counts()")
+        if self.rules.max_turns > 1:
+            counts = {"turns": float(sum(len(seat.turns) for seat in self.seats.values()))} | counts
+        played: list[Played] = []
+        for player, script in sorted(self.seats.items()):
+            parts, unscored = call_user_code(partial(env.scores_of, player), "Env.scores()")
+            of_turns, uneven = check_turn_scores(partial(env.turn_scores, player), len(script.turns))
+            wrong = failure or broken or unscored or uneven
+            sample = script.make_sample(self.tokenizer, {} if wrong else parts, {} if played else counts, wrong)
+            played.append(Played(sample=sample, messages=script.said, turn_scores=of_turns))
+        return played
+
+    async def close(self) -> str:
+        """Close the environment, after an error too; return why that failed, or ""."""
+        if self.env is not None:
+            try:
+                with self.rules.in_environment(), _catch_environment_errors():
+                    await self.wait_for(self.env.close(), "Env.close()")
+            except _EnvironmentFailed as error:
+                return str(error)
+        return ""
+
+    def _get_env(self) -> Env:
+        assert self.env is not None
+        return self.env
 
 
-def check_completion(done: Completion, *, max_new_tokens: int) -> None:
-    """Raise RunStopped for a completion that no engine may return: it would be trained on as if it were one."""
-    n = len(done.token_ids)
-    wrong = None
-    if {len(done.logp), len(done.versions)} != {n}:
-        wrong = f"{n} tokens with {len(done.logp)} log-probabilities and {len(done.versions)} versions"
-    elif not 1 <= n <= max_new_tokens:
-        wrong = f"{n} tokens where 1 to {max_new_tokens} were asked for"
-    elif any(not math.isfinite(logp) or logp > LOGP_ROUNDING for logp in done.logp):
-        bad = next(logp for logp in done.logp if not math.isfinite(logp) or logp > LOGP_ROUNDING)
-        wrong = f"the log-probability {bad}, where a finite number up to 0 is possible"
-    elif any(not isinstance(t, int) or not 0 <= t <= LARGEST_ID for t in done.token_ids):
-        wrong = f"the token ids {done.token_ids[:8]}, where integers from 0 to {LARGEST_ID} are possible"
-    elif done.stop not in get_args(CompletionStop):
-        wrong = f"the stop reason {done.stop!r}, where {' or '.join(get_args(CompletionStop))} is possible"
-    if wrong:
-        raise RunStopped(f"the engine (rollout.engine) returned {wrong}: correct its generate()")
+class _NoEnv(Env):
+    """Stand-in for an environment that could not be made."""
 
-
-async def _take_step(env: Env, reply: str, timeout_s: float) -> Any:
-    """Return what the environment answers, whatever that is. Raises TypeError for a step that is no coroutine."""
-    answers = env.step(reply)
-    if not inspect.isawaitable(answers):
-        raise TypeError(f"Env.step() must be defined by `async def`, it returned {answers!r:.80}")
-    return await Unblocked(answers, who="Env.step()", seconds=timeout_s, key="rollout.timeout_s")
-
-
-def _check_answer(answer: Any) -> Message | None:
-    """Return what an environment answered. Raises TypeError for anything but a message or None."""
-    if answer is None:
+    async def step(self, reply: ParsedReply) -> list[Message] | None:
         return None
-    if not isinstance(answer, dict) or {*answer} != {"role", "content"} or not isinstance(answer["content"], str):
-        raise TypeError(f"Env.step() must return None or {{role, content}} texts, it returned {answer!r:.80}")
-    if answer["role"] not in ROLES:
-        raise TypeError(f"Env.step() answered as {answer['role']!r}, which is none of {', '.join(ROLES)}")
-    return answer
+
+
+def join_tools(prompt: Prompt, of_env: Sequence[ToolSpec], parser: ReplyParser) -> list[ToolSpec]:
+    """Return the tools of a row and of its environment. Raises UserError where nothing would read their calls."""
+    tools = [*prompt.tools, *of_env]
+    known = [name_of_tool(spec) for spec in tools]
+    if twice := [name for name in known if known.count(name) > 1]:
+        raise UserError(f"the row {prompt.id} and rollout.env both have a tool {twice[0]}: rename one of them")
+    if tools and isinstance(parser, PlainParser):
+        raise UserError(
+            "rollout.tool_parser is unset, the environment has tools, and the tokenizer has no response template: "
+            "nothing would read the calls; name the form in which the model writes them (hermes, llama3_json, ...)"
+        )
+    return tools
 
 
 class _EnvironmentFailed(Exception):
@@ -195,13 +240,16 @@ class _EnvironmentFailed(Exception):
 def _catch_environment_errors() -> Generator[None]:
     try:
         yield
-    except RunStopped:
+    except (RunStopped, UserError):
         raise
     except Exception as error:  # the border to the user's environment, whatever it raises
         raise _EnvironmentFailed(last_line(error)) from error
 
 
-def make_seed(run_seed: int, ticket: int, sibling: int, turn: int) -> int:
-    """Return the seed of a request, below 2^63; it does not depend on when the request is served."""
+def make_seed(run_seed: int, ticket: int, sibling: int, turn: int | str) -> int:
+    """Return the seed of a request, below 2^63; it does not depend on when the request is served.
+
+    turn: number of the reply in its conversation, or a name for a request of an agent that has none.
+    """
     digest = hashlib.blake2b(f"{run_seed}/{ticket}/{sibling}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,13 +1,22 @@
-"""Find engines and environments by name or by path."""
+"""Find engines, environments and agents by name or by path."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from types import ModuleType
 from typing import Any
 
+from configs.rollout_schema import AgentConfig
+from core.errors import UserError, quote
 from core.loading import FileSpec, classes_below, load_class, resolve
+from core.messages import ToolSpec
+from data_feeds.invalid_rows import InvalidRow
+from data_feeds.tool_specs import check_tools
+from rollouts.agents.task import AgentPlan
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
+from rollouts.tools.env import ToolEnv
 
 
 def resolve_engine(name_or_path: str) -> FileSpec:
@@ -26,7 +35,50 @@ def resolve_env(name_or_path: str) -> FileSpec:
 
 
 def load_env_class(spec: FileSpec) -> type[Env]:
-    return load_class(spec, Env, key="rollout.env")
+    """Return the class of an environment. Raises UserError for one whose `step` takes text."""
+    found = load_class(spec, Env, key="rollout.env")
+    if str in _list_hints(found.step) or "str" in _list_hints(found.step):
+        raise UserError(
+            f"rollout.env: {spec.path}: {found.__name__}.step takes the reply as text, and it is given a ParsedReply: "
+            "read reply.message['content'], and return a list of messages"
+        )
+    return found
+
+
+def list_env_tools(cls: type[Env], *, max_turns: int) -> list[ToolSpec]:
+    """Return the tools that every episode of an environment has.
+
+    Raises UserError for what is none, and for tools whose results the policy would never see.
+    """
+    if issubclass(cls, ToolEnv) and max_turns == 1:
+        raise UserError(
+            f"rollout.max_turns is 1, so the policy would never see what the tools of {cls.__name__} return: set it to "
+            "the number of replies that an episode may have"
+        )
+    tools: Any = cls.tools
+    if not isinstance(tools, list | tuple):  # a property: they are known once an episode begins
+        return []
+    try:
+        check_tools(tools)
+    except InvalidRow as error:
+        raise UserError(f"rollout.env: {cls.__name__}.tools: {error}") from error
+    return [*tools]
+
+
+def _list_hints(step: Any) -> list[Any]:
+    return [hint for name, hint in getattr(step, "__annotations__", {}).items() if name != "return"]
+
+
+def resolve_agent(agent: AgentConfig) -> AgentPlan:
+    """Return the code that `rollout.agent` names. Raises UserError for a file or a program that is not there."""
+    if agent.file is not None:
+        spec = resolve(agent.file, "rollouts.agents", offers=lambda _: False, key="rollout.agent.file")
+        return AgentPlan(file=spec, folder=os.getcwd())
+    if shutil.which(agent.command[0]) is None:
+        raise UserError(
+            f"rollout.agent.command: there is no program {quote(agent.command[0])}: give its path, or install it"
+        )
+    return AgentPlan(command=tuple(agent.command), folder=os.getcwd())
 
 
 def _has_engine(module: ModuleType) -> bool:

@@ -11,6 +11,7 @@ import asyncio
 import sys
 
 from core.errors import UserError
+from core.messages import Message
 from tools.speaker import Speaker, add_arguments, open_speaker, run_tool
 
 
@@ -24,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
 def talk(speaker: Speaker, *, seed: int) -> None:
     """Answer every line of the standard input until it ends."""
     shows_prompt = sys.stdin.isatty()
-    messages: list[dict[str, str]] = []
+    messages: list[Message] = []
     while True:
         if shows_prompt:
             print("> ", end="", flush=True)
@@ -38,7 +39,7 @@ def talk(speaker: Speaker, *, seed: int) -> None:
             messages = _answer(speaker, [*messages, {"role": "user", "content": text}], seed + len(messages))
 
 
-def _answer(speaker: Speaker, messages: list[dict[str, str]], seed: int) -> list[dict[str, str]]:
+def _answer(speaker: Speaker, messages: list[Message], seed: int) -> list[Message]:
     """Print the reply and return the conversation with it; one that is too long begins anew."""
     try:
         [reply] = asyncio.run(speaker.reply(messages, [seed]))

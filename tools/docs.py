@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from algs import find_algorithm, list_algorithms
-from algs.base import Algorithm, GroupRelative, PolicyGradient
+from algs.base import Algorithm, GroupRelative, PolicyGradient, TurnCredit
 from algs.terms import KL, Correction, Overlong
 from configs.data_schema import SourceConfig
 from configs.eval_schema import EvalConfig, EvalDataConfig, EvalModelConfig, EvalRolloutConfig, EvalSetConfig
@@ -154,7 +154,9 @@ def algorithms() -> str:
     )
     for name, part in (("correction", Correction), ("kl", KL), ("overlong", Overlong)):
         parts += section(f"`alg.{name}`", f"alg.{name}.", part)
-    parts += section("Keys of the group-relative ones", "alg.", GroupRelative, leave_out={*PolicyGradient.model_fields})
+    title = "Keys of those that credit turns: the group-relative ones, ppo and reinforce_pp"
+    parts += section(title, "alg.", TurnCredit, leave_out={*PolicyGradient.model_fields})
+    parts += section("Keys of the group-relative ones", "alg.", GroupRelative, leave_out={*TurnCredit.model_fields})
     return "\n".join(parts) + "\n"
 
 

@@ -26,7 +26,7 @@ BESIDE = ("data_prep", "report", "tools", "benchmarks")
 HOMES = {
     "ray": ("core/ray_cluster.py", "core/ray_actor.py", "core/private_ray.py"),
     "deepspeed": ("trainers/deepspeed.py",),
-    "vllm": ("rollouts/engines/", "weight_sync/nccl.py"),
+    "vllm": ("rollouts/engines/", "weight_sync/nccl.py", "data_feeds/vllm_parsing.py"),
 }
 """The only files, or folders, that import a heavy library."""
 LINES_OF_FILE, LINES_OF_FUNCTION = 350, 60

@@ -22,6 +22,7 @@ import yaml
 
 from core.cli import run_guarded
 from core.errors import UserError, quote
+from core.messages import Message
 
 PROGRESS = "progress.json"
 """File of a checkpoint."""
@@ -146,7 +147,7 @@ class Speaker:
         if found.base != found.folder:
             self.engine.model = load_adapter(self.engine.model, found.folder).merge_and_unload().eval()
 
-    async def reply(self, messages: list[dict[str, str]], seeds: list[int]) -> list[str]:
+    async def reply(self, messages: list[Message], seeds: list[int]) -> list[str]:
         """Return one reply per seed. Raises UserError for a conversation that is too long for the model."""
         if self.system and not any(m["role"] == "system" for m in messages):
             messages = [{"role": "system", "content": self.system}, *messages]

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from algs.base import Algorithm, check_per_token, sum_totals
+from algs.base import Algorithm, sum_totals
+from algs.returned import check_per_token
 from core.metrics import SHADOW
 from core.types import Policy, Tokens
 from trainers.meter import Meter

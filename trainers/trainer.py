@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from algs.base import Algorithm, Metrics, check_per_token, sum_totals
+from algs.base import Algorithm, Metrics, sum_totals
+from algs.returned import check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.arrays import Floats
 from core.clock import ActivityTimer

@@ -66,6 +66,15 @@ def test_the_bottleneck_is_named(trainer_waits, engine_waits, sync, driver, max_
     assert says in name_bottleneck(devices, max_staleness=max_staleness)
 
 
+def test_a_slow_environment_is_the_bottleneck_where_engines_wait_for_it():
+    trainer = {"train": 3.0, "sync": 0.1, "wait_for_data": 6.9, "driver": 0.0}
+    engine = {"generate": 2.0, "environment": 6.0, "sync": 0.1, "wait_for_trainer": 1.9}
+    said = name_bottleneck({"trainer 0": trainer, "engine 0": engine}, max_staleness=1)
+    assert said.startswith("the environment is the bottleneck") and "60% of the engines' time" in said
+    busy = engine | {"generate": 6.0, "environment": 2.0}
+    assert "generation is the bottleneck" in name_bottleneck({"trainer 0": trainer, "engine 0": busy}, max_staleness=1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.verify), 2])
 def test_a_runs_seconds_are_accounted_for(recipe, tmp_path, max_staleness):

@@ -237,11 +237,12 @@ class Mine(PolicyGradient):
 FINE_LOSS = "return -policy.logp * tokens.advantage, {}"
 FINE_ADVANTAGES = "return [[s.with_advantage(1.0) for s in g] for g in groups]"
 ENVIRONMENTS = {
-    "text": ("'more'", "must return None or .role, content. texts, it returned 'more'"),
+    "text": ("'more'", "must return None or a list of messages, it returned 'more'"),
     "a number": ("5", "it returned 5"),
-    "an unknown role": ("{'role': 'teacher', 'content': '1'}", "answered as 'teacher', which is none of system"),
-    "no content": ("{'role': 'user'}", "it returned {'role': 'user'}"),
-    "content that is no text": ("{'role': 'user', 'content': 3}", "it returned"),
+    "one message": ("{'role': 'user', 'content': '1'}", r"must return a list of messages, .* return \[message\]"),
+    "an unknown role": ("[{'role': 'teacher', 'content': '1'}]", "answered as 'teacher', which is none of system"),
+    "no content": ("[{'role': 'user'}]", "it returned {'role': 'user'}"),
+    "content that is no text": ("[{'role': 'user', 'content': 3}]", "it returned"),
 }
 ENVIRONMENT = """
 from rollouts.envs.base import Env

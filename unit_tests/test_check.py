@@ -21,6 +21,7 @@ from algs import is_algorithm, list_algorithms
 from algs.base import Metrics
 from algs.check.checker import Result, check, run
 from algs.grpo import GRPO
+from algs.gspo import GSPO
 from algs.ppo import PPO
 from algs.terms import KL
 from core.cli import run_guarded
@@ -57,6 +58,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("ppo", {"value_clip": 0.2, "bootstrap_truncated": True}),
     ("ppo", {"dual_clip": 3.0, **KL_IN_REWARD}),
     ("rloo", KL_IN_REWARD),
+    ("rloo", {"credit": "turn", **KL_IN_REWARD}),
+    ("grpo", {"credit": "turn", "turn_discount": 0.5, "scale_rewards": "group", "dynamic_sampling": True}),
+    ("gspo", {"credit": "turn", "form": "token"}),
+    ("reinforce_pp", {"credit": "turn", "baseline": True, **KL_IN_REWARD}),
+    ("ppo", {"credit": "turn", "turn_discount": 0.9, "bootstrap_truncated": True, **KL_IN_REWARD}),
     ("sft", {"dft": True}),
     ("dpo", {"form": "hinge", "beta": 2.0}),
     ("dpo", {"form": "ipo", "length_norm": True}),
@@ -182,14 +188,14 @@ def unplanted(tmp_path_factory) -> list[Result]:
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_what_an_author_may_get_wrong_is_named_with_its_numbers(name, tmp_path, capsys, unplanted):
-    assert [r.status for r in unplanted] == ["ok"] * 8
+    assert [r.status for r in unplanted] == ["ok"] * 9
     old, new, said = PLANTED[name]
     assert run([str(copy_of_grpo(tmp_path, old, new))]) == 1
     lines = capsys.readouterr().out.splitlines()
     failed = {line[1]: line for line in lines if "FAILED" in line and line.startswith("(")}
     for letter, numbers in said.items():
         assert re.search(numbers, failed[letter]), failed
-    assert lines[-1].startswith(f"{len(failed)} of 8 FAILED: ({next(iter(failed))})")
+    assert lines[-1].startswith(f"{len(failed)} of 9 FAILED: ({next(iter(failed))})")
 
 
 def test_a_right_backward_and_what_is_detached_on_purpose_are_borne(tmp_path):
@@ -296,13 +302,56 @@ def test_a_failure_that_counts_as_a_reward_of_zero_is_told_as_that():
     assert re.search(r"is \S+ instead of \S+ without them: a failure counts as a reward of 0", e.detail)
 
 
+class LengthOfSamples(GRPO):
+    """Its reward falls with what a sample holds, context included."""
+
+    def compute_advantages(self, groups: list[list[Sample]]) -> list[list[Sample]]:
+        return super().compute_advantages(
+            [[replace(s, reward=(s.reward or 0.0) - 0.01 * len(s.token_ids)) for s in g] for g in groups]
+        )
+
+
+class SplitsEpisodes(GSPO):
+    """It compares sequences, and does not say that it needs them whole."""
+
+    @property
+    def whole_episodes(self) -> bool:
+        return False
+
+
+class PlaceInSequence(GRPO):
+    """It trains less on a token, the more there are before it in its sequence."""
+
+    @property
+    def whole_episodes(self) -> bool:
+        return True
+
+    def loss(self, policy: Policy, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
+        loss, metrics = super().loss(policy, tokens)
+        same = tokens.seq_ids[:, None] == tokens.seq_ids
+        return loss * 0.9 ** same.tril().sum(1), metrics
+
+
+@pytest.mark.parametrize(
+    ("cls", "said"),
+    [
+        (LengthOfSamples, r"episodes cut after every turn: .* is \S+ instead of \S+ with one sample per episode"),
+        (SplitsEpisodes, "MissingColumn: tokens.seq_ids is not there: .* seq_ids come with whole_episodes"),
+        (PlaceInSequence, r"episodes .* is \S+ instead of \S+ with one sample per episode"),
+    ],
+)
+def test_what_changes_when_an_episode_is_cut_is_caught(cls, said):
+    [j] = [r for r in check(cls) if r.letter == "j"]
+    assert j.status == "FAILED" and re.search(said, j.detail), j
+
+
 def test_the_command_line_says_it_all_within_ten_seconds():
     command = [sys.executable, "-m", "algs.check", "grpo", "clip_high=0.3", "kl.coef=0.1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     head, *lines, last = done.stdout.splitlines()
     assert head == "GRPO, a policy gradient"
-    assert [line[:13] for line in lines] == [f"({letter}) ok       " for letter in "abcdefgh"]
+    assert [line[:13] for line in lines] == [f"({letter}) ok       " for letter in "abcdefghj"]
     seconds = re.fullmatch(r"all obligations hold \((.*) s\)", last)
     assert seconds and float(seconds[1]) < 10
 
@@ -361,6 +410,27 @@ def every_learnt_token_has_its_share_and_nothing_else_has(packing: ModuleType) -
     failed = a_sample(failure="timeout")
     weights = packing.token_weights([[a_sample(), short], [failed]], "token", horizon=1)
     assert weights == [1 / 3, 1 / 3, 0.0]
+
+
+def an_episode_is_one_sequence(packing: ModuleType) -> None:
+    branches = [a_sample(episode=0, action_mask=[t == chosen for t in range(5)]) for chosen in (2, 4)]
+    weights = packing.token_weights([branches, [a_sample()]], "sequence", horizon=1)
+    assert weights == [1 / 4, 1 / 4, 1 / 4]
+
+
+def branches_are_in_order_of_time(episodes: ModuleType) -> None:
+    masks = [[t == chosen for t in range(5)] for chosen in (4, 2)]
+    later, first = (a_sample(episode=0, action_mask=m, turn_numbers=(n,)) for m, n in zip(masks, (1, 0), strict=True))
+    [joined] = episodes.join_episodes([later, first]).samples
+    assert joined.token_ids[joined.action_mask].tolist() == [12, 14]
+
+
+def a_turn_has_no_part_in_its_baseline(credit: ModuleType) -> None:
+    def last_advantage(last: float) -> float:
+        returns = [torch.tensor([1.0, last]).numpy(), torch.tensor([2.0, 3.0]).numpy()]
+        return float(credit.turn_advantages(returns, leave_one_out=True)[0][-1])
+
+    assert last_advantage(7.0) - last_advantage(5.0) == pytest.approx(2.0)
 
 
 def a_group_is_scaled_by_its_own_spread(credit: ModuleType) -> None:
@@ -458,8 +528,19 @@ BUGS: dict[str, Bug] = {
     ),
     "the deviation of the whole batch": (
         "algs.credit",
-        [("factor = 1 / reward_std(rewards)", "factor = 1 / batch_std")],
+        [("factor = 1 / std", "factor = 1 / batch_std")],
         a_group_is_scaled_by_its_own_spread,
+    ),
+    "samples counted as sequences": (
+        "data_feeds.packing", [("    numbers = number_episodes(group)\n", "    numbers = list(range(len(group)))\n")],
+        an_episode_is_one_sequence,
+    ),
+    "branches in the order of the group": (
+        "core.episodes", [("sorted(pieces, key=lambda piece: piece.number)", "pieces")], branches_are_in_order_of_time
+    ),
+    "a turn in its own baseline": (
+        "algs.credit", [("leave_one_out=leave_one_out)\n    rows", "leave_one_out=False)\n    rows")],
+        a_turn_has_no_part_in_its_baseline,
     ),
     "a failed sample counted as zero": (
         "algs.credit", [("[r for r in rewards if r is not None]", "[r or 0.0 for r in rewards]")],

@@ -32,6 +32,7 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "checkpoint.keep": (3, {"checkpoint.every": 1}),
     "data.eval_rows": (5, {"data.eval": "x.parquet"}),
     "rollout.max_turns": (2, {"rollout.env": "calculator"}),
+    "alg.credit": ("turn", {"rollout.env": "calculator", "rollout.max_turns": 2}),
     "trainer.betas": ([0.9, 0.95], {}),
     "trainer.eps": (1e-6, {}),
     "trainer.share_prefixes": ("auto", {}),
@@ -148,6 +149,8 @@ VARIED = "def score(prompt, messages):\n    return {'correct': float(sum(map(ord
 def test_our_recipes_set_no_hyper_parameter_that_nothing_reads(name, recipe, tmp_path):
     (tmp_path / "varied.py").write_text(VARIED)
     changes = {"alg": ALGORITHMS[name], "steps": 1, "updates_per_step": 2, "reward.fn": str(tmp_path / "varied.py")}
+    if "credit" in ALGORITHMS[name]:
+        changes |= UNUSED["alg.credit"][1]
     code, err = run_here(main_rl, "--config", recipe(changes))
     assert code == 0, err
 
@@ -185,6 +188,8 @@ ELSEWHERE = {
     "trainer.zero_stage": "trainers/deepspeed.py",
     "trainer.deepspeed": "trainers/deepspeed.py",
     "rollout.restarts": "driver/rl_setup.py",
+    "rollout.agent.file": "rollouts/registry.py",
+    "rollout.agent.command": "rollouts/registry.py",
     "push_to": "driver/push.py",
     "capture.grad_norm_times": "capture/triggers.py",
     "tracking.samples_every": "driver/session.py",
@@ -225,5 +230,5 @@ def test_every_key_of_the_schema_is_read_by_a_run_or_has_a_reader_by_name(recipe
     keys = {key for cls in SCHEMA for key, owner, name in list_keys(cls) if (owner, name) not in reads}
     assert sorted(keys - {*ELSEWHERE}) == []
     for key, file in ELSEWHERE.items():
-        read = rf"\b(cfg|rollout|trainer|tracking|settings)\.{key.rpartition('.')[2]}\b"
+        read = rf"\b(cfg|rollout|agent|trainer|tracking|settings)\.{key.rpartition('.')[2]}\b"
         assert re.search(read, (ROOT / file).read_text(encoding="utf-8")), f"{file} does not read {key}"

@@ -20,6 +20,7 @@ from core.workers import Local
 from data_feeds.feed import load_groups, load_prompts
 from data_feeds.packing import plan_update
 from data_feeds.template_args import make_tokenizer
+from data_feeds.tool_parsing import make_parser
 from driver.checkpoint import is_due
 from driver.early_stop import EarlyStop
 from driver.load_recipe import Loaded, load_recipe
@@ -63,6 +64,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollout.max_new_tokens": (9, {}),
     "rollout.stop": (["7"], {}),
     "rollout.stop_token_ids": ([9], {}),
+    "rollout.tool_parser": ("hermes", {}),
     "rollout.tensor_parallel_size": (2, {"backend": "ray", "rollout.engine": "vllm"}),
     "rollout.enforce_eager": (True, {}),
     "rollout.gpu_memory_utilization": (0.5, {}),
@@ -134,13 +136,14 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "test_metrics.py": ("reward.max_failed_fraction",),
     "test_vllm_adapter.py": ("rollout.kv_cache_gib", "model.lora.alpha"),
     "test_episode.py": ("rollout.max_turns",),
+    "test_agents.py": ("rollout.agent.file", "rollout.agent.command"),
     "test_recipes.py": ("epochs",),
     "test_supervised.py": ("precompute_ref_logp",),
 }
 """Keys whose effect is seen in a run or in a part that this file does not make; the test file that shows it."""
 SECTIONS = {
     *("checkpoint", "model", "model.lora", "data", "trainer", "reward", "rollout", "weight_sync", "stop_when"),
-    *("capture", "tracking"),
+    *("capture", "tracking", "rollout.agent"),
 }
 
 
@@ -202,6 +205,7 @@ def rl_footprint(loaded: Loaded[RLConfig]) -> dict[str, Any]:
         "files": [rollouts.engine_spec.path, rollouts.env_spec.path, rollouts.transports],
         "rewards": rollouts.reward_functions,
         "reward": weigh_parts(cfg.reward, PARTS, "train"),
+        "parser": vars(make_parser(cfg.rollout.tool_parser, tokenizer)).keys(),
         "stops": (stops.token_ids, stops.strings and stops.strings.strings),
         "schedule": make_schedule(cfg),
         "prompts": [(p.source, tokenizer.render(p.messages)) for p in drawn],

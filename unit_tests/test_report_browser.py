@@ -140,6 +140,32 @@ def test_all_samples_are_loaded_from_beside_the_page(browser, tmp_path):
     browser.wait_for("document.body.textContent.includes('step-r0-0.js is not beside this page')")
 
 
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"properties": {"a": {}}}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": HOSTILE[0]}}}
+TURNS = [
+    {"role": "assistant", "content": "", "tool_calls": [CALL], "tokens": 9, "reward": 0.25},
+    {"role": "tool", "content": HOSTILE[1], "tool_call_id": "1"},
+    {"role": "assistant", "content": "7", "reasoning": "easy", "tokens": 2},
+]
+
+
+def test_the_turns_of_an_episode_are_shown_one_by_one(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=1, groups=1, size=2, words=3)
+    rewrite_sample(run, 0, 0, turns=TURNS, tools=[TOOL], counts={"tool_calls": 1.0})
+    page = tmp_path / "page.html"
+    write_page([run], page, samples=8, everything=False)
+    browser.open(page, "#samples/r0/0")
+    browser.wait_for("document.querySelectorAll('.turn').length == 3")
+    turns = browser.ask("[...document.querySelectorAll('.turn .text')].map((e) => e.textContent)")
+    assert turns == [f'add({{"a":{json.dumps(HOSTILE[0])}}})', HOSTILE[1], "(easy)\n7"]
+    facts = browser.ask("[...document.querySelectorAll('.turn .hint')].map((e) => e.textContent)")
+    assert facts == ["assistant · 9 tokens · earned 0.25", "tool", "assistant · 2 tokens"]
+    assert browser.ask("document.querySelector('.prompt').textContent").startswith("may calladd(a) Add.")
+    assert "tool calls 1" in browser.ask("document.querySelector('.sample footer').textContent")
+    assert browser.ask("document.querySelectorAll('pre.completion').length") == 1, "the other sample is text as before"
+    assert browser.ask("document.title") != "hacked"
+
+
 def test_a_bar_of_the_histogram_keeps_the_groups_that_have_such_a_sample(browser, tmp_path):
     run = make_run(tmp_path / "made", steps=1, groups=6, size=8, words=5)
     rewrite_sample(run, 0, 17, reward=7.25)

@@ -237,7 +237,7 @@ class Talkative(Env):
         self.turns = 0
     async def step(self, reply):
         self.turns += 1
-        return {"role": "user", "content": "9"} if self.turns == 1 else None
+        return [{"role": "user", "content": "9"}] if self.turns == 1 else None
     def scores(self):
         return {"turns": float(self.turns)}
 '''

@@ -13,10 +13,10 @@ import main_rl
 from core.errors import RunStopped
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.hf import HfEngine
-from rollouts.episode import run_episode
+from rollouts.episode import EpisodeRules, run_episode
 from rollouts.stops import Stops, StopStrings
 from unit_tests.examples import run_here
-from unit_tests.test_episode import PROMPT, Scripted, Words
+from unit_tests.test_episode import PROMPT, Scripted, Tool, Words
 
 PIECES = ["a", "b", "ab", "ba", "abc", "c", "é", "ab\n", "\n", "<", "/t", ">", " "]
 BYTES = [bytes([n]) for n in (0xC3, 0xA9, 0xE2, 0x82, 0xAC)]
@@ -124,31 +124,26 @@ def test_the_next_turn_stands_as_the_template_writes_it_after_a_stop_string():
         return asyncio.run(
             run_episode(
                 Scripted(first, [5]),
-                lambda prompt: ToolOf3(),
+                lambda prompt: Tool(),
                 PROMPT,
                 tokenizer,
-                seed_of_turn=lambda turn: turn,
-                max_new_tokens=20,
-                max_turns=2,
-                timeout_s=60.0,
-                stops=Stops(tokenizer, ["4"], []),
+                EpisodeRules(
+                    seed_of_turn=lambda turn: turn,
+                    max_new_tokens=20,
+                    max_turns=2,
+                    timeout_s=60.0,
+                    stops=Stops(tokenizer, ["4"], []),
+                ),
             )
         )
 
-    cut_short, said = play([3, 4])
+    [one] = play([3, 4])
+    cut_short, said = one.sample, one.messages
     assert cut_short.token_ids.tolist() == [1, 2, 3, 4, 2, 9, 9, 5]
     assert cut_short.action_mask.tolist() == [False, False, True, True, False, False, False, True]
     assert said[0]["content"] == "3 4", "the reward sees the stop string"
-    whole, _ = play([3, 2])
-    assert whole.token_ids.tolist() == [1, 2, 3, 2, 9, 9, 5]
-
-
-class ToolOf3:
-    async def step(self, reply):
-        return {"role": "tool", "content": "9 9"} if reply.startswith("3") else None
-
-    def scores(self):
-        return {}
+    [whole] = play([3, 2])
+    assert whole.sample.token_ids.tolist() == [1, 2, 3, 2, 9, 9, 5]
 
 
 @pytest.mark.parametrize(("ids", "stop"), [([3, 4, 6], "eos"), ([3, 4], "length")])

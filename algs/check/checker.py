@@ -81,7 +81,7 @@ def run(argv: list[str]) -> int:
         apply_override(settings, item)
     began, cls = time.monotonic(), find_class(args.algorithm)
     results = check(cls, settings)
-    kind = "a policy gradient" if issubclass(cls, PolicyGradient) else "supervised, so (d) (f) (h) do not apply"
+    kind = "a policy gradient" if issubclass(cls, PolicyGradient) else "supervised, so (d) (f) (h) (j) do not apply"
     print(f"{cls.__name__}, {kind}", *results, sep="\n")
     failed = [f"({r.letter})" for r in results if r.status == "FAILED"]
     verdict = f"{len(failed)} of {len(results)} FAILED: {' '.join(failed)}" if failed else "all obligations hold"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from algs.base import Algorithm, PolicyGradient
 from core.arrays import DOUBLE, Floats
+from core.turns import find_runs
 from core.types import Column, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
 
 Tables = dict[str, Tensor]
@@ -77,7 +78,7 @@ def made_up_step(alg: Algorithm) -> MadeUpStep:
     groups: list[Group] = []
     rows: dict[str, list[Tensor]] = {"logp": [], "entropy": [], "values": []}
     scored: dict[ScoredColumn, list[Tensor]] = {"prox_logp": [], "ref_logp": [], "teacher_logp": [], "values": []}
-    first = 0
+    first, is_sampled = 0, isinstance(alg, PolicyGradient)
     for g, rewards in enumerate(STEP[get_kind(alg)]):
         groups.append([])
         for reward in rewards:
@@ -91,7 +92,7 @@ def made_up_step(alg: Algorithm) -> MadeUpStep:
             columns["values"] = values
             for name, column in columns.items():
                 scored[name].append(column)
-            made = _make_sample(draw, rollout, group=g, first=first, reward=reward)
+            made = _make_sample(draw, rollout, group=g, first=first, reward=reward, turns=is_sampled)
             groups[-1].append(_with_prompt_of(groups[-1][0], made) if groups[-1] else made)
             rows["logp"].append(now)
             rows["entropy"].append(2 * torch.rand(n, generator=draw, dtype=torch.float64))
@@ -107,7 +108,9 @@ def _with_columns(s: Sample, tables: dict[ScoredColumn, Tensor]) -> Sample:
     return replace(s, columns={name: table.numpy()[s.token_ids] for name, table in tables.items()})
 
 
-def _make_sample(draw: torch.Generator, rollout: Tensor, *, group: int, first: int, reward: float) -> Sample:
+def _make_sample(
+    draw: torch.Generator, rollout: Tensor, *, group: int, first: int, reward: float, turns: bool
+) -> Sample:
     n = len(rollout)
     prompt = int(torch.randint(1, 4, (1,), generator=draw))
     chosen = (torch.rand(n, generator=draw) < 0.8).tolist()
@@ -120,6 +123,7 @@ def _make_sample(draw: torch.Generator, rollout: Tensor, *, group: int, first: i
         rollout_logp=[x if m else 0.0 for x, m in zip(rollout.tolist(), mask, strict=True)],
         versions=[0 if m else -1 for m in mask],
         reward=reward,
+        turn_rewards=[0.25 * (-1) ** k * (k + 1) for k in range(len(find_runs(np.array(mask)) if turns else ()))],
     )
 
 

@@ -137,6 +137,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "kl.place: reward": {"kl.coef": 0.1, "kl.estimator": "auto", "kl.place": "reward"},
     "overlong.mode: penalty": {"overlong.mode": "penalty", "overlong.max_tokens": 8, "overlong.buffer": 6},
     "overlong.mode: filter": {"overlong.mode": "filter"},
+    "credit: turn": {"credit": "turn", "turn_discount": 0.5},
 }
 """Settings of every policy gradient that `compute_advantages` must use: a new one easily forgets them."""
 
@@ -150,6 +151,7 @@ def list_modes(alg: Algorithm) -> list[tuple[dict[str, Any], Algorithm]]:
     if isinstance(alg, PolicyGradient):
         tries += [
             *SHARED.values(),
+            {"credit": "episode", "turn_discount": 1.0},
             *({**one, "correction.level": "none"} for one in tries if not with_settings(alg, one)),
         ]
     return [(mode, other) for mode in tries if (other := with_settings(alg, mode)) is not None]

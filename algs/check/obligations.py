@@ -3,7 +3,7 @@
     python -m algs.check grpo                          a module of this folder
     python -m algs.check my_loss.py temper=0.5         a file, with hyper-parameters
 
-(d) (f) (h) apply to policy gradients, (i) to algorithms that train on given rows (conversations, pairs, unpaired
+(d) (f) (h) (j) apply to policy gradients, (i) to algorithms that train on given rows (conversations, pairs, unpaired
 rows), and the others to all. All numbers are float64, and the micro-batches are the real ones of
 data_feeds/packing.py. Exit code 0: all hold, 1: one fails, 2: a mistake in the file, the name or a hyper-parameter.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch import Tensor
 from algs.base import Algorithm, PolicyGradient
 from algs.check import fixtures, instruments
 from algs.check.bandit import learns_a_bandit
+from algs.check.cuts import SPLITS as BRANCHED_SPLITS
+from algs.check.cuts import cut_in_alternation, may_be_cut_into_samples
+from algs.check.declared import reads_what_it_declares
 from algs.check.fixtures import MadeUpStep, Tables
 from algs.check.instruments import with_settings
 from algs.check.update import (
@@ -43,7 +46,6 @@ from algs.check.update import (
     update_on_groups,
     with_totals,
 )
-from core.reads import record_reads
 from core.types import Batch, LossNorm, Sample
 
 STEP, BEND = 1e-4, 1e-3
@@ -57,21 +59,23 @@ class NotApplicable(Exception):
 def does_not_depend_on_the_split(alg: Algorithm) -> str:
     """Compare the gradient of the whole step with those of several splits into micro-batches and ranks."""
     step, worst = fixtures.made_up_step(alg), 0.0
+    branched = [cut_in_alternation(g) for g in step.groups] if isinstance(alg, PolicyGradient) else []
     norms = [norm for norm in get_args(LossNorm) if norm != alg.loss_norm]
     others = [other for norm in norms if (other := with_settings(alg, {"loss_norm": norm})) is not None]
-    trials = [(alg, False, SPLITS), (alg, True, SPLITS), *((other, True, SPLITS[1:2]) for other in others)]
-    for this, stale, splits in trials:
-        whole = update_on_groups(this, step, step.groups, stale=stale).gradient
+    groups = step.groups
+    trials = [(alg, False, groups, SPLITS), (alg, True, groups, SPLITS)]
+    trials += [(other, True, groups, SPLITS[1:2]) for other in others]
+    trials += [(alg, True, branched, BRANCHED_SPLITS)] if branched else []
+    for this, stale, groups, splits in trials:
+        whole = update_on_groups(this, step, groups, stale=stale).gradient
         for seed, split in enumerate(splits):
-            got = update_on_groups(
-                this, step, fixtures.shuffle_groups(step.groups, seed), stale=stale, split=split
-            ).gradient
+            got = update_on_groups(this, step, fixtures.shuffle_groups(groups, seed), stale=stale, split=split).gradient
             if said := describe_difference(step, got, whole):
                 raise ObligationFailed(
                     f"{describe_updates(stale)}, loss_norm {this.loss_norm}, {split}: {said} in one piece"
                 )
             worst = max(worst, find_largest_difference(got, whole)[0] / (max_abs(whole) or 1.0))
-    ways = f"{sum(len(splits) for _, _, splits in trials)} splits and orders, {1 + len(others)} loss norms"
+    ways = f"{sum(len(splits) for *_, splits in trials)} splits and orders, {1 + len(others)} loss norms"
     return f"{ways}, at most {worst:.0e} of the gradient apart"
 
 
@@ -227,64 +231,6 @@ def expect_no_effect_of_failures(alg: Algorithm, step: MadeUpStep, *, stale: boo
         raise ObligationFailed(f"failed samples: {said} without them{hint}")
 
 
-def reads_what_it_declares(alg: Algorithm) -> str:
-    """Check that every hyper-parameter of the algorithm's own file is read; list those without a visible effect."""
-    step, declared = fixtures.made_up_step(alg), instruments.list_own_fields(alg)
-    to_try = {name for name in declared if instruments.list_variants(alg, {}, name)}
-    read, effective = set[str](), set[str]()
-    for mode, variant in instruments.list_modes(alg):
-        before = collect_outputs(variant, step, read)
-        for name in to_try - effective:
-            if any(
-                output_differs(other, step, read, before=before) for other in instruments.list_variants(alg, mode, name)
-            ):
-                effective.add(name)
-        if read >= declared.keys() and effective >= to_try:
-            break
-    if unread := [name for name in declared if name not in read]:
-        raise ObligationFailed(f"never read: {', '.join(unread)}")
-    without = [name for name in declared if name in to_try - effective] + find_ignored_settings(alg, step)
-    note = f"; note: no effect seen of {', '.join(without)}" if without else ""
-    return (", ".join(declared) or "it declares none of its own") + note
-
-
-def collect_outputs(alg: Algorithm, step: MadeUpStep, reads: set[str]) -> list[Any]:
-    """Return everything that the algorithm computes on the made-up step, for comparison; record what it reads."""
-    alg = record_reads(alg, reads)
-    outputs: list[Any] = [
-        alg.required_columns,
-        alg.needs_entropy,
-        alg.frozen_models,
-        alg.value_lr,
-        [alg.accept_group(g) for g in step.groups],
-    ]
-    for stale in (False, True):
-        got = update_on_groups(alg, step, step.groups, stale=stale)
-        outputs += [got.loss, *(g.tolist() for g in got.gradient.values())]
-    return outputs
-
-
-def output_differs(alg: Algorithm, step: MadeUpStep, reads: set[str], *, before: list[Any]) -> bool:
-    """Tell whether the algorithm computes something else than `before`; an exception counts as a difference."""
-    try:
-        return collect_outputs(alg, step, reads) != before
-    except Exception:  # a border: a value that the author did not think of, and it mattered
-        return True
-
-
-def find_ignored_settings(alg: Algorithm, step: MadeUpStep) -> list[str]:
-    """List the settings of every policy gradient that change nothing in this one."""
-    plain = with_settings(alg, instruments.PLAIN) if isinstance(alg, PolicyGradient) else None
-    if plain is None:
-        return []
-    before = update_on_groups(plain, step, step.groups, stale=True)
-    others = [(name, with_settings(plain, mode)) for name, mode in instruments.SHARED.items()]
-    after = [
-        (name, update_on_groups(other, step, step.groups, stale=True)) for name, other in others if other is not None
-    ]
-    return [name for name, got in after if not describe_any_difference(step, got, before)]
-
-
 def clips_on_the_right_side(alg: Algorithm) -> str:
     """Halve each clip bound; only gradients on its side of ratio 1 may change, and one that pushes outwards must."""
     if not {"clip_low", "clip_high"} <= type(alg).model_fields.keys():
@@ -340,9 +286,10 @@ OBLIGATIONS: list[tuple[str, str, Callable[[Algorithm], str]]] = [
     ("g", "every hyper-parameter is read", reads_what_it_declares),
     ("h", "clip_low and clip_high bind on their own side", clips_on_the_right_side),
     ("i", "the gradient points to what the rows prefer", prefers_what_the_rows_prefer),
+    ("j", "an episode may be cut into several samples", may_be_cut_into_samples),
 ]
 APPLICABLE: dict[fixtures.Kind, str] = {
-    "policy gradient": "abcdefgh",
+    "policy gradient": "abcdefghj",
     "conversations": "abcegi",
     "pairs": "abcegi",
     "unpaired": "abcegi",

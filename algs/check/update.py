@@ -87,6 +87,7 @@ def make_plan(alg: Algorithm, groups: list[Group], *, split: Split = WHOLE, hori
         padded=split.padded,
         share_prefixes=split.shared,
         whole_groups=whole,
+        whole_episodes=alg.whole_episodes,
     )
 
 

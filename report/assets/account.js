@@ -1,7 +1,7 @@
 // Time, tokens and staleness: what a step spent, by parts that add up.
 
 const look = { share: false };
-const ACTIVITIES = ["wait_for_data", "generate", "logp", "advantages", "train", "sync", "evaluate", "log", "checkpoint", "check", "reward", "save", "restart"];
+const ACTIVITIES = ["wait_for_data", "generate", "logp", "advantages", "train", "sync", "evaluate", "log", "checkpoint", "check", "reward", "save", "restart", "environment"];
 
 /** What takes time has one color on every device; waiting has none. */
 function activityColor(name) {

@@ -103,10 +103,41 @@ function rewardChip(reward, data) {
 
 function siblingsOf(run, step, group) {
   return [
-    el("div", { class: "prompt" }, group.prompt.map((message) => el("div", null, el("span", { class: "role" }, message.role), el("span", { class: "text" }, message.content))), group.answer !== "" && el("div", null, el("span", { class: "role" }, "answer"), el("span", { class: "text" }, group.answer))),
+    el("div", { class: "prompt" }, (group.tools || []).map(toolLine), group.prompt.map(messageLine), group.answer !== "" && el("div", null, el("span", { class: "role" }, "answer"), el("span", { class: "text" }, group.answer))),
     group.samples.length < group.size && el("p", { class: "hint" }, `${group.samples.length} of the group's ${group.size} samples`),
     el("div", { class: "siblings" }, group.samples.map((sample) => sampleCard(run, step, group, sample))),
   ];
+}
+
+/** A tool that the policy may call: its name, its arguments and what it does. */
+function toolLine(tool) {
+  const { name, description, parameters } = tool.function;
+  const args = Object.keys((parameters && parameters.properties) || {}).join(", ");
+  return el("div", null, el("span", { class: "role" }, "may call"), el("span", { class: "text" }, `${name}(${args}) ${description || ""}`));
+}
+
+/** What a message says: its reasoning, its text and its tool calls. */
+function messageText(message) {
+  const calls = (message.tool_calls || []).map((call) => `${call.function.name}(${JSON.stringify(call.function.arguments)})`);
+  return [message.reasoning && `(${message.reasoning})`, message.content, ...calls].filter((part) => part).join("\n");
+}
+
+const messageLine = (message) => el("div", null, el("span", { class: "role" }, message.role), el("span", { class: "text" }, messageText(message)));
+
+/** The turns of an episode, one below the other; the policy's with its tokens and what it earned. */
+function turnsOf(sample) {
+  return el(
+    "div",
+    { class: "completion turns" },
+    sample.turns.map((turn) =>
+      el(
+        "div",
+        { class: turn.role === "assistant" ? "turn policy" : "turn", "data-role": turn.role },
+        el("div", { class: "hint" }, turn.role, isNumber(turn.tokens) && [" · ", number(turn.tokens), " tokens"], isNumber(turn.reward) && [" · earned ", number(turn.reward)]),
+        el("div", { class: "text" }, messageText(turn)),
+      ),
+    ),
+  );
 }
 
 function sampleCard(run, step, group, sample) {
@@ -114,6 +145,7 @@ function sampleCard(run, step, group, sample) {
   const captured = about && about.kept.some(([g, s]) => g === group.group && s === sample.sample);
   const facts = [
     ...Object.entries(sample.reward_parts || {}).map(([name, value]) => [name, number(value)]),
+    ...Object.entries(sample.counts || {}).map(([name, value]) => [name.replaceAll("_", " "), number(value)]),
     ["advantage", number(sample.advantage)],
     ["tokens", number(sample.new_tokens)],
     ["ended by", sample.stop],
@@ -124,7 +156,7 @@ function sampleCard(run, step, group, sample) {
     { class: "sample", "data-group": String(group.group), "data-sample": String(sample.sample) },
     el("header", null, el("span", { class: "reward" }, "reward ", number(sample.reward)), captured && el("button", { onclick: () => go(`microscope/${run.key}/${step}/${group.group}/${sample.sample}`) }, "tokens")),
     sample.failure && el("p", { class: "failure" }, sample.failure),
-    el("pre", { class: "completion" }, sample.completion === null ? "(not decoded)" : sample.completion),
+    sample.turns ? turnsOf(sample) : el("pre", { class: "completion" }, sample.completion === null ? "(not decoded)" : sample.completion),
     el("footer", null, facts.map(([name, value]) => el("span", null, `${name} `, value))),
   );
 }

@@ -10,7 +10,9 @@ import operator
 from collections.abc import Callable
 from typing import ClassVar
 
-from core.types import Message, Prompt
+from core.messages import Message
+from core.types import Prompt
+from data_feeds.tool_parsing import ParsedReply
 from rollouts.envs.base import Env
 
 
@@ -27,13 +29,13 @@ class Calculator(Env):
         super().__init__(prompt)
         self.calls = 0
 
-    async def step(self, reply: str) -> Message | None:
-        question = reply.strip()
+    async def step(self, reply: ParsedReply) -> list[Message] | None:
+        question = reply.message["content"].strip()
         if not question.endswith("= ?"):
             return None
         self.calls += 1
         expression = question.removesuffix("= ?").splitlines()[-1]
-        return {"role": "user", "content": self.compute(expression)}
+        return [{"role": "user", "content": self.compute(expression)}]
 
     def compute(self, expression: str) -> str:
         """Return the value as text, or "error: ..." for anything but whole numbers, + - and *."""

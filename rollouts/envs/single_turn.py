@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from core.types import Message
+from core.messages import Message
+from data_feeds.tool_parsing import ParsedReply
 from rollouts.envs.base import Env
 
 
 class SingleTurn(Env):
     """Environment that ends the episode after the first reply."""
 
-    async def step(self, reply: str) -> Message | None:
+    async def step(self, reply: ParsedReply) -> list[Message] | None:
         return None

@@ -1,0 +1,54 @@
+"""Messages of a conversation, tools included: the form in which rows, environments, agents and rewards exchange them.
+
+OpenAI's form, with two differences: the arguments of a call are an object and not JSON text, and `content` is text.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that a message may have."""
+
+
+class FunctionCall(TypedDict):
+    """Function that is called, with its arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class ToolCall(TypedDict):
+    """One call of a reply."""
+
+    id: str
+    """Name of the call, which the message with its result repeats as `tool_call_id`."""
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Message(TypedDict):
+    """Turn of a conversation."""
+
+    role: str
+    """One of ROLES."""
+    content: str
+    """Text of the turn; "" where a reply has tool calls and says nothing else."""
+    tool_calls: NotRequired[list[ToolCall]]
+    """Calls of an assistant's turn, in their order; never an empty list."""
+    tool_call_id: NotRequired[str]
+    """Call that a turn of the role `tool` answers."""
+    name: NotRequired[str]
+    """Who speaks, or the function whose result a turn of the role `tool` holds."""
+    reasoning: NotRequired[str]
+    """What an assistant thought before it spoke."""
+
+
+ToolSpec = dict[str, Any]
+"""Tool in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}, where `parameters`
+is a JSON schema of an object."""
+
+
+def name_of_tool(tool: ToolSpec) -> str:
+    """Return the name by which a reply calls a tool."""
+    return tool["function"]["name"]

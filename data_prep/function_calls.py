@@ -1,0 +1,157 @@
+"""Function calls, generated: a question about two numbers, three tools of which one answers it, and the answer.
+
+    python -m data_prep.function_calls --out data/tools --train 400 --eval 200
+
+writes train.jsonl and eval.jsonl with the columns messages, tools, answer and call (the call that is wanted);
+`--sft N` adds sft.jsonl, whose rows are whole conversations: question, call, the tool's result, answer.
+`--wrong-share 0.6` makes that teacher careless: in so many rows it calls another tool, or writes one digit of an
+argument wrongly, and then believes the result. A model that learns from it is right about as often, everywhere alike,
+with the right call as its mode: a policy that reinforcement learning can sharpen at once.
+
+It needs a model whose template writes tools: `python -m data_prep.tiny_model --tools`. The environment is number_tools,
+the reward function_calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.messages import Message, ToolSpec
+from data_prep.script import run_script, whole
+from rollouts.envs.number_tools import TOOLS
+from rollouts.tools.functions import make_spec
+
+WORDS = {"add": ("sum", "total"), "sub": ("gap", "minus"), "max": ("top", "most"), "min": ("low", "least")}
+"""How a question asks for each tool."""
+OFFERED = 3
+"""Tools of a row."""
+SMALLEST, LARGEST = 10, 99
+
+Problem = tuple[str, str, int, int]
+"""Tool, word, and the two numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Call of a tool with two numbers."""
+
+    tool: str
+    a: int
+    b: int
+
+    @property
+    def result(self) -> str:
+        return str(TOOLS[self.tool](self.a, self.b))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the call as a reply makes it."""
+        return {"name": self.tool, "arguments": {"a": self.a, "b": self.b}}
+
+
+def make(*, train: int, held_out: int, sft: int = 0, wrong_share: float = 0.0, seed: int = 0) -> dict[str, list[Any]]:
+    """Draw the splits "eval", "train" and "sft" (in this order, so that eval depends on the seed alone).
+
+    No two rows share a question. Raises ValueError when there are not so many.
+    """
+    rng = random.Random(seed)
+    problems = _draw(held_out + train + sft, rng)
+    splits = {"eval": problems[:held_out], "train": problems[held_out : held_out + train]}
+    splits["sft"] = problems[held_out + train :]
+    specs = {name: make_spec(function) for name, function in TOOLS.items()}
+    rows = {
+        split: [_make_row(f"tools/{split}/{i}", p, specs, random.Random(f"{seed}/{p}")) for i, p in enumerate(ps)]
+        for split, ps in splits.items()
+    }
+    return rows | {"sft": [_teach(row, wrong_share, rng) for row in rows["sft"]]}
+
+
+def _draw(count: int, rng: random.Random) -> list[Problem]:
+    numbers = LARGEST - SMALLEST + 1
+    there_are = sum(map(len, WORDS.values())) * numbers**2
+    if count > there_are:
+        raise ValueError(f"{count} questions were asked for, there are {there_are}")
+    drawn: dict[Problem, None] = {}
+    while len(drawn) < count:
+        tool = rng.choice(list(WORDS))
+        numbers_drawn = (rng.randint(SMALLEST, LARGEST), rng.randint(SMALLEST, LARGEST))
+        drawn.setdefault((tool, rng.choice(WORDS[tool]), *numbers_drawn))
+    return list(drawn)
+
+
+def _make_row(row_id: str, problem: Problem, specs: dict[str, ToolSpec], rng: random.Random) -> dict[str, Any]:
+    tool, word, a, b = problem
+    offered = [tool, *rng.sample([name for name in TOOLS if name != tool], OFFERED - 1)]
+    rng.shuffle(offered)
+    call = Call(tool=tool, a=a, b=b)
+    return {
+        "id": row_id,
+        "messages": [{"role": "user", "content": f"{word} {a} {b}"}],
+        "tools": [specs[name] for name in offered],
+        "answer": call.result,
+        "call": call.as_dict(),
+    }
+
+
+def _teach(row: dict[str, Any], wrong_share: float, rng: random.Random) -> dict[str, Any]:
+    """Return the row with the teacher's turns, and the result of the call that it makes."""
+    wanted = row["call"]
+    call = Call(tool=wanted["name"], **wanted["arguments"])
+    if rng.random() < wrong_share:
+        call = _spoil(call, [spec["function"]["name"] for spec in row["tools"]], rng)
+    answers: list[Message] = [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "call_0", "type": "function", "function": call.as_dict()}],  # pyright: ignore
+        },
+        {"role": "tool", "content": call.result, "tool_call_id": "call_0", "name": call.tool},
+        {"role": "assistant", "content": call.result},
+    ]
+    return row | {"messages": [*row["messages"], *answers]}
+
+
+def _spoil(call: Call, offered: list[str], rng: random.Random) -> Call:
+    """Return another call: of another tool that is offered, or with one wrong digit."""
+    if rng.random() < 0.5:
+        return Call(tool=rng.choice([name for name in offered if name != call.tool]), a=call.a, b=call.b)
+    digits = list(f"{call.a}{call.b}")
+    at = rng.randrange(len(digits))
+    first = at % 2 == 0
+    digits[at] = rng.choice([d for d in "123456789" + "0" * (not first) if d != digits[at]])
+    return Call(tool=call.tool, a=int("".join(digits[:2])), b=int("".join(digits[2:])))
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write one object per line; the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"{path}: {len(rows)} rows")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.function_calls", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for eval, train and sft files")
+    parser.add_argument("--train", type=whole(0), default=400, help="questions for RL (default %(default)s)")
+    parser.add_argument("--eval", type=whole(0), default=200, help="held-out questions (default %(default)s)")
+    parser.add_argument("--sft", type=whole(0), default=0, help="conversations for SFT (default none)")
+    parser.add_argument("--wrong-share", type=float, default=0.0, help="share of SFT rows with a wrong call")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    if not 0 <= args.wrong_share <= 1:
+        parser.error(f"--wrong-share {args.wrong_share}: give a share between 0 and 1")
+    try:
+        splits = make(train=args.train, held_out=args.eval, sft=args.sft, wrong_share=args.wrong_share, seed=args.seed)
+    except ValueError as error:
+        parser.error(str(error))
+    for split, rows in splits.items():
+        if rows:
+            write_jsonl(args.out / f"{split}.jsonl", rows)
+
+
+if __name__ == "__main__":
+    run_script(main)

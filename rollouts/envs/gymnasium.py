@@ -1,0 +1,163 @@
+"""Any environment of gymnasium whose actions and observations are text or numbers.
+
+The row says which: its column `gym` is the environment's id ("FrozenLake-v1"), `gym_args` its arguments and `gym_seed`
+the seed of its reset. All episodes of a row begin alike. The policy reads the observation as text, and its action is
+the last number (or the last numbers, or all of the text) of its reply. An action that cannot be read is answered with
+one sentence; it costs a turn, and no step.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from core.errors import UserError, name_error
+from core.messages import Message
+from core.types import Prompt
+from data_feeds.tool_parsing import ParsedReply
+from rollouts.envs.base import Env
+
+NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+DIGITS = 4
+"""Decimals of a number in an observation."""
+
+
+class BadAction(Exception):
+    """Error of a reply that holds no action of the environment. The message is the answer."""
+
+
+class Gymnasium(Env):
+    """Environment of gymnasium as a conversation; its scores are `return`, `steps` and `invalid_actions`."""
+
+    def __init__(self, prompt: Prompt):
+        super().__init__(prompt)
+        self.gym: Any = None
+        self.earned: list[float] = []
+        """What each reply earned."""
+        self.steps = self.invalid = 0
+
+    async def open(self) -> list[Message]:
+        """Make and reset the environment; show its first observation and its actions."""
+        self.gym = make_gym(self.prompt)
+        first, _ = self.gym.reset(seed=self.prompt.extra.get("gym_seed", 0))
+        actions = describe_actions(self.gym.action_space)
+        return [_say(f"observation: {write_value(first, self.gym.observation_space)}\nactions: {actions}")]
+
+    async def step(self, reply: ParsedReply) -> list[Message] | None:
+        """Take the action of a reply."""
+        try:
+            action = read_action(reply.message["content"], self.gym.action_space)
+        except BadAction as error:
+            self.invalid += 1
+            self.earned.append(0.0)
+            return [_say(f"error: {error}")]
+        seen, reward, terminated, truncated, _ = self.gym.step(action)
+        self.steps += 1
+        self.earned.append(float(reward))
+        if terminated or truncated:
+            return None
+        return [_say(f"observation: {write_value(seen, self.gym.observation_space)}\nreward: {reward:g}")]
+
+    def scores(self) -> dict[str, float]:
+        return {"return": sum(self.earned), "steps": float(self.steps), "invalid_actions": float(self.invalid)}
+
+    def turn_scores(self, player: int) -> list[dict[str, float]]:
+        """Return the reward of every step."""
+        return [{"return": reward} for reward in self.earned]
+
+    async def close(self) -> None:
+        """Close the environment."""
+        if self.gym is not None:
+            self.gym.close()
+
+
+def make_gym(prompt: Prompt) -> Any:
+    """Return the environment that a row names. Raises UserError where it names none, or none that there is."""
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise UserError(
+            "rollout.env=gymnasium: the package gymnasium is not installed: pip install -c constraints.txt gymnasium"
+        ) from error
+    name, args = prompt.extra.get("gym"), prompt.extra.get("gym_args") or {}
+    if not isinstance(name, str) or not isinstance(args, dict):
+        raise UserError(
+            f"rollout.env=gymnasium: the row {prompt.id} must name an environment in its column gym (and its arguments "
+            f"as an object in gym_args), found {name!r:.60} and {args!r:.60}"
+        )
+    try:
+        return gymnasium.make(name, **args)
+    except (gymnasium.error.Error, TypeError) as error:
+        raise UserError(f"rollout.env=gymnasium: the row {prompt.id}: {name}: {name_error(error)}") from error
+
+
+def describe_actions(space: Any) -> str:
+    """Return what an action is, in words. Raises UserError for a space that is neither text nor numbers."""
+    match type(space).__name__:
+        case "Discrete":
+            return f"a whole number from {space.start} to {space.start + space.n - 1}"
+        case "MultiDiscrete" | "MultiBinary":
+            return f"{_count_numbers(space)} whole numbers, each below {_bounds_of(space)}"
+        case "Box":
+            return f"{_count_numbers(space)} numbers from {write_value(space.low)} to {write_value(space.high)}"
+        case "Text":
+            return f"a text of at most {space.max_length} characters"
+        case other:
+            raise UserError(f"rollout.env=gymnasium: actions of the kind {other} are neither text nor numbers")
+
+
+def read_action(reply: str, space: Any) -> Any:
+    """Return the action in a reply. Raises BadAction where there is none of the space."""
+    kind = type(space).__name__
+    if kind == "Text":
+        action: Any = reply.strip()
+    else:
+        wanted = 1 if kind == "Discrete" else _count_numbers(space)
+        numbers = NUMBER.findall(reply)[-wanted:]
+        if len(numbers) < wanted:
+            raise BadAction(f"the action is {describe_actions(space)}, found {len(numbers)} numbers")
+        if kind == "Box":
+            action = np.array([float(n) for n in numbers], dtype=space.dtype).reshape(space.shape)
+        else:
+            try:
+                whole = [int(n) for n in numbers]
+            except ValueError as error:
+                raise BadAction(f"the action is {describe_actions(space)}, found {', '.join(numbers)}") from error
+            action = np.int64(whole[0]) if kind == "Discrete" else np.array(whole, dtype=space.dtype)
+            if kind != "Discrete":
+                action = action.reshape(space.shape)
+    if not space.contains(action):
+        raise BadAction(f"the action is {describe_actions(space)}, found {write_value(action)}")
+    return action
+
+
+def write_value(value: Any, space: Any = None) -> str:
+    """Return an observation as text: numbers in order, parts of a Dict or Tuple by name.
+
+    >>> write_value(np.array([0.5, -1.23456])), write_value({"at": 3, "wind": np.array([1.0])})
+    ('0.5 -1.2346', 'at: 3, wind: 1')
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {write_value(part)}" for name, part in value.items())
+    if isinstance(value, tuple):
+        return "; ".join(write_value(part) for part in value)
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuf":
+        raise UserError(f"rollout.env=gymnasium: observations of {space} are neither text nor numbers")
+    return " ".join(f"{round(float(x), DIGITS):g}" for x in array.reshape(-1))
+
+
+def _count_numbers(space: Any) -> int:
+    return int(np.prod(space.shape))
+
+
+def _bounds_of(space: Any) -> str:
+    return write_value(getattr(space, "nvec", 2))
+
+
+def _say(text: str) -> Message:
+    return {"role": "user", "content": text}

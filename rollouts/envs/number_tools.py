@@ -1,0 +1,61 @@
+"""Tools on two numbers, of which each row offers some; the generated task of data_prep/function_calls.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from core.messages import name_of_tool
+from rollouts.tools.env import ToolEnv
+from rollouts.tools.functions import Tool, make_tool
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: first number
+        b: second number
+    """
+    return a + b
+
+
+def sub(a: int, b: int) -> int:
+    """Subtract the second number from the first.
+
+    Args:
+        a: first number
+        b: second number
+    """
+    return a - b
+
+
+def max(a: int, b: int) -> int:
+    """Return the larger number.
+
+    Args:
+        a: first number
+        b: second number
+    """
+    return a if a > b else b
+
+
+def min(a: int, b: int) -> int:
+    """Return the smaller number.
+
+    Args:
+        a: first number
+        b: second number
+    """
+    return a if a < b else b
+
+
+TOOLS: dict[str, Callable[[int, int], int]] = {"add": add, "sub": sub, "max": max, "min": min}
+
+
+class NumberTools(ToolEnv):
+    """Environment that runs those of TOOLS which the row's column `tools` describes."""
+
+    def find_tools(self) -> Sequence[Tool]:
+        """Return the tools that the row offers."""
+        offered = {name_of_tool(spec) for spec in self.prompt.tools}
+        return [make_tool(function) for name, function in TOOLS.items() if name in offered]

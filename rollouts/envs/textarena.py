@@ -1,0 +1,95 @@
+"""Games of TextArena. The policy plays every side: each player has a conversation, and a sample, of its own.
+
+The row says which: its column `game` is the game's id ("TicTacToe-v0"), `players` their number (2 unless it says
+otherwise) and `game_seed` the seed of its reset. All episodes of a row begin alike.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from core.errors import UserError, name_error
+from core.messages import Message
+from core.types import Prompt
+from data_feeds.tool_parsing import ParsedReply
+from rollouts.envs.base import Env
+
+
+class TextArena(Env):
+    """Game of TextArena; a player's scores are `return`, `invalid_move` and `finished`.
+
+    A game that is not over when turns or tokens run out has no winner: every player's `return` is 0, and `finished` 0.
+    """
+
+    def __init__(self, prompt: Prompt):
+        super().__init__(prompt)
+        self.game: Any = None
+        self.rewards: dict[int, float] = {}
+        self.told: dict[int, dict[str, Any]] = {}
+        self._random = random.Random(0).getstate()
+
+    async def open(self) -> list[Message]:
+        """Begin the game; show the first player its rules."""
+        name, players, seed = (self.prompt.extra.get(key) for key in ("game", "players", "game_seed"))
+        if not isinstance(name, str):
+            raise UserError(
+                f"rollout.env=textarena: the row {self.prompt.id} must name a game in its column game, found "
+                f"{name!r:.60}"
+            )
+        with self._own_random():
+            self.game = make_game(name, self.prompt.id)
+            self.game.reset(num_players=players or 2, seed=seed or 0)
+            return self._show_next_player()
+
+    async def step(self, reply: ParsedReply) -> list[Message] | None:
+        """Make the move of a reply; show the player who is next what has happened."""
+        with self._own_random():
+            done, _ = self.game.step(action=reply.message["content"])
+            if done:
+                rewards, self.told = self.game.close()
+                self.rewards = {int(player): float(reward) for player, reward in (rewards or {}).items()}
+                return None
+            return self._show_next_player()
+
+    def scores_of(self, player: int) -> dict[str, float]:
+        return {
+            "return": self.rewards.get(player, 0.0),
+            "invalid_move": float(bool(self.told.get(player, {}).get("invalid_move"))),
+            "finished": float(bool(self.told)),
+        }
+
+    def _show_next_player(self) -> list[Message]:
+        """Return what the next player has not seen yet; its own moves are in its conversation already."""
+        state = self.game.state
+        self.player = int(state.current_player_id)
+        seen = state.get_current_player_observation()
+        news = [text for sender, text, kind in seen if not (sender == self.player and kind.name == "PLAYER_ACTION")]
+        return [{"role": "user", "content": "\n".join(news) or "It is your turn."}]
+
+    @contextmanager
+    def _own_random(self) -> Generator[None]:
+        """Run the body with this game's random numbers: the library draws from Python's, which all games share."""
+        outside = random.getstate()
+        random.setstate(self._random)
+        try:
+            yield
+        finally:
+            self._random = random.getstate()
+            random.setstate(outside)
+
+
+def make_game(name: str, row: str) -> Any:
+    """Return a game. Raises UserError where there is none of the name."""
+    try:
+        import textarena
+    except ImportError as error:
+        raise UserError(
+            "rollout.env=textarena: the package textarena is not installed: pip install -c constraints.txt textarena"
+        ) from error
+    try:
+        return textarena.make(env_id=name)
+    except Exception as error:  # a border: the library raises ValueError, or what a game's data lacks
+        raise UserError(f"rollout.env=textarena: the row {row}: {name}: {name_error(error)}") from error

@@ -1,0 +1,46 @@
+"""Game of one or two turns: take a coin, or pay for a look into a box and then say what it showed.
+
+The prompt says what the coin is worth, in tenths. In the first turn the reply `a` takes it, and the game is over; `b`
+costs a tenth and opens the box, which shows one letter, the row's answer. In the second turn a reply of that letter
+earns eight tenths. Any other reply earns nothing and ends the game. Each turn earns at once, and the best policy is
+known: take what is worth more than seven tenths, else open the box. data_prep/treasure.py makes rows.
+"""
+
+from __future__ import annotations
+
+from core.messages import Message
+from core.types import Prompt
+from data_feeds.tool_parsing import ParsedReply
+from rollouts.envs.base import Env
+
+TAKE, OPEN = "a", "b"
+FEE, PRIZE = 0.1, 0.8
+
+
+class Treasure(Env):
+    """Treasure of one row."""
+
+    def __init__(self, prompt: Prompt):
+        super().__init__(prompt)
+        self.coin = int(prompt.messages[-1]["content"]) / 10
+        self.earned: list[float] = []
+
+    async def step(self, reply: ParsedReply) -> list[Message] | None:
+        move, first = reply.message["content"], not self.earned
+        if first and move == OPEN:
+            self.earned.append(-FEE)
+            return [{"role": "user", "content": self.prompt.answer}]
+        wins = {TAKE: self.coin} if first else {self.prompt.answer: PRIZE}
+        self.earned.append(wins.get(move, 0.0))
+        return None
+
+    def scores(self) -> dict[str, float]:
+        return {"earned": sum(self.earned)}
+
+    def turn_scores(self, player: int) -> list[dict[str, float]]:
+        return [{"earned": value} for value in self.earned]
+
+
+def best_return(coin: float) -> float:
+    """Return what the best policy earns, where the coin is worth so much."""
+    return max(coin, PRIZE - FEE)

@@ -1,0 +1,173 @@
+"""Servers of the Model Context Protocol as a source of tools: started as a process (stdio), or reached over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from core.deadlines import MCP_START_TIMEOUT_S
+from core.errors import UserError, name_error
+from core.messages import Message
+from rollouts.tools.calls import ToolFailed, ToolUnavailable
+from rollouts.tools.env import ToolEnv, check_names
+from rollouts.tools.functions import Tool
+
+
+class McpEnv(ToolEnv):
+    """Environment whose tools are those of a server, besides its own. A reply without a call ends the episode.
+
+    A server that dies is answered with one sentence per call. One that cannot be started fails the sample.
+    """
+
+    server: ClassVar[str | Sequence[str]]
+    """Address of a server (http://...), or the command that starts one."""
+    server_env: ClassVar[Mapping[str, str]] = {}
+    """Environment variables of the command, besides the usual ones (PATH, HOME, USER, ...)."""
+    shared: ClassVar[bool] = False
+    """False: every episode has a connection, and with a command a process, of its own. True: episodes that run at the
+    same time in one engine's process share them; right for tools that keep nothing from call to call."""
+
+    async def open(self) -> list[Message]:
+        """Connect to the server, and show its tools to the policy. Raises ToolUnavailable."""
+        self._connection = await (_share(type(self)) if self.shared else _connect(type(self)))
+        self.tools = [*type(self).tools, *(tool.spec for tool in self._connection.tools)]
+        check_names([spec["function"]["name"] for spec in self.tools], type(self).__qualname__)
+        return []
+
+    def find_tools(self) -> Sequence[Tool]:
+        """Return the tools of this class and of the server."""
+        return [*super().find_tools(), *self._connection.tools]
+
+    async def close(self) -> None:
+        """Let go of the connection."""
+        if "_connection" in self.__dict__:
+            await (_unshare(type(self)) if self.shared else self._connection.close())
+
+
+class McpConnection:
+    """Connection to a server. A task of its own holds it, since the library closes it only where it was opened."""
+
+    def __init__(self, server: str | Sequence[str], env: Mapping[str, str]) -> None:
+        self.server, self.env = server, env
+        self.name = server if isinstance(server, str) else " ".join(server)
+        self.tools: list[Tool] = []
+        self._opened, self._closing = asyncio.Event(), asyncio.Event()
+        self._client: Any = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Connect and list the tools. Raises ToolUnavailable, and UserError where the library is missing."""
+        client = _make_client(self.server, self.env)
+        self._task = asyncio.create_task(self._hold(client))
+        opened = asyncio.create_task(self._opened.wait())
+        try:
+            await asyncio.wait({self._task, opened}, timeout=MCP_START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if self._opened.is_set():
+                return
+            why = "it does not respond"
+            if self._task.done() and (error := self._task.exception()):
+                why = name_error(_find_cause(error))
+            raise ToolUnavailable(f"the MCP server {self.name} cannot be used: {why}")
+        finally:
+            opened.cancel()
+            if not self._opened.is_set():
+                self._task.cancel()
+
+    async def close(self) -> None:
+        """Close the connection; a server that was started ends, or is killed."""
+        self._closing.set()
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def _hold(self, client: Any) -> None:
+        async with client as self._client:
+            cursor: str | None = None
+            while True:
+                page = await self._client.list_tools(cursor=cursor)
+                self.tools += [self._make_tool(found) for found in page.tools]
+                cursor = page.next_cursor
+                if cursor is None:
+                    break
+            self._opened.set()
+            await self._closing.wait()
+
+    def _make_tool(self, found: Any) -> Tool:
+        described = {"name": found.name, "description": found.description or "", "parameters": found.input_schema}
+        return Tool(spec={"type": "function", "function": described}, call=self._make_call(found.name))
+
+    def _make_call(self, name: str) -> Callable[..., Any]:
+        async def call(**arguments: Any) -> str:
+            try:
+                result = await self._client.call_tool(name, arguments)
+            except Exception as error:  # the border to the server: the library raises its own errors and its streams'
+                raise ToolFailed(f"the MCP server did not answer {name}: {name_error(_find_cause(error))}") from error
+            text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+            if result.is_error:
+                raise ToolFailed(text)
+            return text
+
+        return call
+
+
+@dataclass
+class _Shared:
+    """Connection of several episodes, and their number."""
+
+    connecting: asyncio.Future[McpConnection]
+    users: int = 0
+
+
+_SHARED: dict[type[McpEnv], _Shared] = {}
+
+
+async def _connect(of: type[McpEnv]) -> McpConnection:
+    connection = McpConnection(of.server, of.server_env)
+    await connection.open()
+    return connection
+
+
+async def _share(of: type[McpEnv]) -> McpConnection:
+    """Return the connection of the episodes that run now; the first one opens it."""
+    shared = _SHARED.get(of)
+    if shared is None:
+        shared = _SHARED[of] = _Shared(asyncio.ensure_future(_connect(of)))
+    shared.users += 1
+    try:
+        return await asyncio.shield(shared.connecting)
+    except BaseException:
+        await _unshare(of)
+        raise
+
+
+async def _unshare(of: type[McpEnv]) -> None:
+    """Leave a shared connection; the last one closes it."""
+    shared = _SHARED[of]
+    shared.users -= 1
+    if shared.users:
+        return
+    del _SHARED[of]
+    if not shared.connecting.done():
+        shared.connecting.cancel()
+    elif not shared.connecting.cancelled() and shared.connecting.exception() is None:
+        await shared.connecting.result().close()
+
+
+def _make_client(server: str | Sequence[str], env: Mapping[str, str]) -> Any:
+    try:
+        from mcp import Client, StdioServerParameters
+    except ImportError as error:
+        raise UserError(
+            "an environment uses an MCP server, and the package mcp is not installed: pip install mcp"
+        ) from error
+    if isinstance(server, str):
+        return Client(server)
+    return Client(StdioServerParameters(command=server[0], args=[*server[1:]], env=dict(env)))
+
+
+def _find_cause(error: BaseException) -> BaseException:
+    """Return the first error of a group of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,112 @@
+"""What one player of an episode has seen and said: its tokens, which are only appended, and its messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, get_args
+
+import numpy as np
+
+from core.errors import RunStopped
+from core.messages import Message, ToolSpec
+from core.types import Prompt, Sample, Stop
+from rollouts.engines.base import Completion, CompletionStop
+
+LOGP_ROUNDING = 1e-4
+"""Largest log-probability that is taken for 0."""
+LARGEST_ID = 2**31 - 1
+"""Largest token id that a Sample holds."""
+
+
+class Tokenizer(Protocol):
+    """Interface of a tokenizer to an episode; see data_feeds/tokenizer.py."""
+
+    def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
+    def render_turns(self, reply: Message, answers: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
+    def decode(self, ids: list[int]) -> str: ...
+
+
+@dataclass
+class Transcript:
+    """Episode so far, as one player sees it."""
+
+    prompt: Prompt
+    """Its messages and tools are those that the player was shown."""
+    left: int
+    """Tokens that may still follow the prompt."""
+    ids: list[int] = field(default_factory=list[int])
+    action_mask: list[bool] = field(default_factory=list[bool])
+    logp: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    said: list[Message] = field(default_factory=list[Message])
+    """Messages after the prompt."""
+    turns: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Tokens [begin, end) of every reply."""
+    last_ids: list[int] = field(default_factory=list[int])
+    """Tokens of the last reply."""
+    stop: Stop = "eos"
+
+    def append_given(self, ids: list[int]) -> None:
+        self._append(ids, [0.0] * len(ids), [-1] * len(ids), sampled=False)
+
+    def append_sampled(self, done: Completion) -> None:
+        self.turns.append((len(self.ids), len(self.ids) + len(done.token_ids)))
+        self.last_ids = done.token_ids
+        self.left -= len(done.token_ids)
+        self._append(done.token_ids, done.logp, done.versions, sampled=True)
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """Tokens from the first sampled one on, those of the environment included."""
+        return self.ids[self.action_mask.index(True) :] if any(self.action_mask) else []
+
+    @property
+    def is_one_text(self) -> bool:
+        """True if the player said one text, so that the decoded tokens show all of it."""
+        return not self.said or (len(self.said) == 1 and {*self.said[0]} == {"role", "content"})
+
+    def make_sample(
+        self, tokenizer: Tokenizer, parts: dict[str, float], counts: dict[str, float], failure: str
+    ) -> Sample:
+        """Return the sample, with the scores of the environment or the reason why there are none."""
+        return Sample(
+            prompt=self.prompt,
+            token_ids=np.array(self.ids, dtype=np.int32),
+            action_mask=np.array(self.action_mask, dtype=np.bool_),
+            rollout_logp=np.array(self.logp, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32),
+            stop=self.stop,
+            reward_parts=parts,
+            failure=failure,
+            completion=tokenizer.decode(self.completion_ids),
+            turns=tuple(self.turns) if len(self.turns) > 1 else (),
+            transcript=[] if self.is_one_text else self.said,
+            counts=counts,
+        )
+
+    def _append(self, ids: list[int], logp: list[float], versions: list[int], *, sampled: bool) -> None:
+        self.ids = self.ids + ids  # a new list: the engine may still hold the old one
+        self.action_mask += [sampled] * len(ids)
+        self.logp += logp
+        self.versions += versions
+
+
+def check_completion(done: Completion, *, max_new_tokens: int) -> None:
+    """Raise RunStopped for a completion that no engine may return: it would be trained on as if it were one."""
+    n = len(done.token_ids)
+    wrong = None
+    if {len(done.logp), len(done.versions)} != {n}:
+        wrong = f"{n} tokens with {len(done.logp)} log-probabilities and {len(done.versions)} versions"
+    elif not 1 <= n <= max_new_tokens:
+        wrong = f"{n} tokens where 1 to {max_new_tokens} were asked for"
+    elif any(not math.isfinite(logp) or logp > LOGP_ROUNDING for logp in done.logp):
+        bad = next(logp for logp in done.logp if not math.isfinite(logp) or logp > LOGP_ROUNDING)
+        wrong = f"the log-probability {bad}, where a finite number up to 0 is possible"
+    elif any(not isinstance(t, int) or not 0 <= t <= LARGEST_ID for t in done.token_ids):
+        wrong = f"the token ids {done.token_ids[:8]}, where integers from 0 to {LARGEST_ID} are possible"
+    elif done.stop not in get_args(CompletionStop):
+        wrong = f"the stop reason {done.stop!r}, where {' or '.join(get_args(CompletionStop))} is possible"
+    if wrong:
+        raise RunStopped(f"the engine (rollout.engine) returned {wrong}: correct its generate()")
