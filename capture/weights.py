@@ -122,13 +122,19 @@ def load_adapter(trainer: LocalTrainer, folder: Path, *, key: str) -> None:
         parameter.copy_(saved[name])
 
 
-@torch.no_grad()
 def load_checkpoint(capsule: Capsule, folder: Path) -> LocalTrainer:
-    """Return a trainer with the weights of a checkpoint, of the local trainer or of DeepSpeed's ranks."""
+    """Return a trainer with the weights of a checkpoint."""
     trainer = make_trainer(capsule)
+    read_checkpoint_weights(trainer, folder)
+    return trainer
+
+
+@torch.no_grad()
+def read_checkpoint_weights(trainer: LocalTrainer, folder: Path) -> None:
+    """Give a trainer the weights of a checkpoint, of the local trainer or of DeepSpeed's ranks."""
     if (folder / "policy" / "state.pt").is_file():
         trainer.policy.load_state(folder / "policy")
-        return trainer
+        return
     from trainers.deepspeed import read_sharded_weights
 
     saved = read_sharded_weights(folder / "policy")
@@ -137,7 +143,6 @@ def load_checkpoint(capsule: Capsule, folder: Path) -> LocalTrainer:
             if name not in saved or saved[name].shape != parameter.shape:
                 raise UserError(f"the checkpoint {folder} does not hold {name} of the run's model")
             parameter.copy_(saved[name])
-    return trainer
 
 
 def take_fingerprints(trainer: LocalTrainer) -> Fingerprints:
