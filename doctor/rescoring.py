@@ -149,9 +149,9 @@ def try_old_weights(bench: Bench, samples: Sequence[Sample], before: Gap, old: W
 def try_other_ids(bench: Bench, samples: Sequence[Sample]) -> Iterator[Trial]:
     """Score other ids of the same text, where there are some: of the prompt, and of prompt and reply."""
     variants = {
-        "the prompt's": (partial(encode_again, bench), None),
-        "the prompt's, with the tokenizer's own special tokens,": (partial(encode_again, bench, adds=True), None),
-        "the prompt's and the reply's": (partial(encode_again, bench), partial(encode_again, bench)),
+        "the text of the prompt": (partial(encode_again, bench), None),
+        "the prompt, with the tokenizer's own special tokens,": (partial(encode_again, bench, adds=True), None),
+        "the text of prompt and reply": (partial(encode_again, bench), partial(encode_again, bench)),
     }
     for what, (of_prompt, of_reply) in variants.items():
         pairs = [(sample, with_other_ids(sample, of_prompt, of_reply)) for sample in samples]
@@ -160,10 +160,10 @@ def try_other_ids(bench: Bench, samples: Sequence[Sample]) -> Iterator[Trial]:
             continue
         yield Trial(
             toggle=Toggle.TOKENISED_AGAIN,
-            change=f"scored with {what} text tokenised again, in {len(kept)} of {len(samples)} sequences",
+            change=f"{len(kept)} of {len(samples)} sequences were scored with {what} tokenised again",
             before=measure_gap(bench.score([old for old, _ in kept])),
             after=measure_gap(bench.score([new for _, new in kept])),
-            means=f"the engine tokenises {what} text again, and its ids are not those that it was given",
+            means=f"the engine tokenises {what} again, and uses other ids than the trainer",
         )
 
 

@@ -112,5 +112,5 @@ def _name_closing(facts: Facts, trials: Sequence[Trial]) -> Verdict:
     if facts.fingerprint is not None and cause is Toggle.WEIGHTS:
         said += f"; its fingerprint says so too: {facts.fingerprint}"
     if others := list(dict.fromkeys(str(trial.toggle) for trial in closing if trial.toggle is not cause)):
-        said += f"; {' and '.join(others)} close it too, but say less"
+        said += f"; it also closes with {' and '.join(others)}, which says less"
     return Verdict(kind="cause", sentence=said, cause=cause)

@@ -17,6 +17,7 @@ from data_prep.tiny_model import CHARACTERS, CHAT_TEMPLATE, END, PAD, ROLES, UNK
 from doctor.__main__ import main
 from doctor.bench import Bench
 from doctor.examine import Examined, Sampling, examine
+from doctor.gap import Gap
 from doctor.recipe_checks import check_recipe
 from doctor.setup_checks import (
     check_disk,
@@ -28,7 +29,8 @@ from doctor.setup_checks import (
     read_pins,
 )
 from doctor.target import find_target
-from doctor.trials import Toggle
+from doctor.trials import Toggle, Trial
+from doctor.verdict import Facts, decide
 from driver.explain import estimate_memory
 from driver.rl_setup import prepare
 from rollouts.engines.base import EngineConfig
@@ -148,7 +150,7 @@ def test_a_planted_cause_is_named_and_no_other_toggle_closes_the_gap(ask, engine
     ("engine", "said"),
     [
         ("ids_of_text", "the ids that the engine returns are not those that it sampled"),
-        ("prompt_of_text", "the engine tokenises the prompt's, with the tokenizer's own special tokens, text again"),
+        ("prompt_of_text", "the engine tokenises the prompt, with the tokenizer's own special tokens, again"),
     ],
 )
 def test_text_that_is_tokenised_again_is_named(ask, pairs_path, engine, said):
@@ -179,6 +181,47 @@ def test_two_mistakes_are_not_taken_for_one_of_them(ask):
     assert (found.verdict.kind, found.verdict.cause) == ("unknown", None)
     assert "no single toggle closes the gap; the largest part goes where" in found.verdict.sentence
     assert closing(found) == set()
+
+
+def a_gap(mean: float) -> Gap:
+    return Gap(mean=mean, p99=mean, largest=mean, kl=0.0, tokens=64)
+
+
+def some_facts(**changes: object) -> Facts:
+    usual = {"bound": 0.002, "first": a_gap(1e-6), "second": a_gap(1e-6), "moved": 0.1, "changed": 0, "sequences": 4}
+    return Facts(**usual | {"fingerprint": None, "surprise": 0.0, "sigmas": 0.0} | changes)
+
+
+def a_trial(toggle: Toggle, after: float, before: float = 0.3) -> Trial:
+    return Trial(toggle=toggle, change=f"{toggle} off", before=a_gap(before), after=a_gap(after), means="so it is")
+
+
+def test_the_first_toggle_that_closes_the_gap_is_the_cause():
+    trials = [a_trial(Toggle.DTYPE, 0.2), a_trial(Toggle.WEIGHTS, 1e-3), a_trial(Toggle.WEIGHTS, 1e-5)]
+    found = decide(
+        some_facts(second=a_gap(0.3)), [*trials, a_trial(Toggle.PREFIX_CACHE, 1e-6)], temperature=1.0, fitted=None
+    )
+    assert found.cause is Toggle.WEIGHTS
+    said = (
+        "cause: so it is: gap 0.3 nats -> 1e-05 nats (weights off); it also closes with prefix cache, which says less"
+    )
+    assert found.sentence == said
+
+
+def test_a_small_gap_that_becomes_a_little_smaller_is_not_closed():
+    assert not a_trial(Toggle.BATCH, 0.0019, before=0.0021).closes(0.002)
+    assert a_trial(Toggle.BATCH, 0.0007, before=0.0021).closes(0.002)
+    assert not a_trial(Toggle.BATCH, 1e-6, before=1e-4).closes(0.002), "there was no gap"
+
+
+def test_what_was_measured_before_any_toggle_may_be_the_cause():
+    lost = decide(some_facts(first=a_gap(0.3)), [], temperature=1.0, fitted=None)
+    assert lost.cause is Toggle.WEIGHTS and "the first sync of the weights was lost" in lost.sentence
+    other = decide(some_facts(fingerprint="rank 0 did not load a"), [], temperature=1.0, fitted=None)
+    assert other.cause is Toggle.WEIGHTS and "rank 0 did not load a" in other.sentence
+    drawn = decide(some_facts(surprise=-0.2, sigmas=-9.0), [], temperature=1.0, fitted=0.7)
+    assert drawn.cause is Toggle.TEMPERATURE and "0.2 nats less surprising" in drawn.sentence
+    assert decide(some_facts(), [], temperature=1.0, fitted=None).kind == "none"
 
 
 def test_the_rounding_of_bfloat16_is_named_where_it_is_asked_for(ask):
