@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from algs.base import Algorithm
 from capture.weights import read_checkpoint_weights
 from configs.schema import RLConfig
+from core.arrays import Floats
 from core.clock import ActivityTimer
 from core.errors import UserError
 from core.phases import ENGINE_ACTIVITIES
-from core.types import Batch, Policy, Prompt, Sample, make_sample
+from core.types import Batch, Policy, Prompt, Sample, ScoredColumn, make_sample
 from data_feeds.packing import plan_update
 from data_feeds.tokenizer import ChatTokenizer
 from doctor.target import Target
@@ -171,6 +172,7 @@ class Bench:
             share_prefixes=layout.shares_prefixes,
         )
         [batches] = plan.batches()
+        scored: list[dict[ScoredColumn, Floats]]
         if compute is None:
             scored = self.trainer.compute_columns(batches, frozenset({"prox_logp"}))
         else:

@@ -121,8 +121,8 @@ async def _examine(target: Target, prepared: Prepared, sampling: Sampling, say: 
 async def run_trials(bench: Bench, samples: list[Sample], gap: Gap, old: Weights) -> AsyncIterator[Trial]:
     """Yield every trial, what says most first: the first that closes the gap names the cause.
 
-    Scores of the same tokens come before new samples, and those before another engine. A request for every token would
-    miss a stale cache that is asked for whole prompts, so it comes after the trial without a cache.
+    Scores of the same tokens come before new samples, and those before another engine. Requests for single tokens are
+    made of that engine, so they say something only where it has not closed the gap by itself.
     """
     yield try_temperatures(bench, samples, gap)
     for trial in try_dtypes(bench, samples, gap):
@@ -132,8 +132,10 @@ async def run_trials(bench: Bench, samples: list[Sample], gap: Gap, old: Weights
         yield trial
     yield await try_batch_of_one(bench, samples)
     yield await try_pushed_again(bench, gap)
-    yield await try_cold_cache(bench, gap, old)
-    yield await try_token_by_token(bench, samples)
+    cold = await try_cold_cache(bench, gap, old)
+    yield cold
+    if not cold.closes(bench.bound):
+        yield await try_token_by_token(bench, samples)
     async for trial in try_float32(bench, gap):
         yield trial
 

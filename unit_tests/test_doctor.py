@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from string import ascii_lowercase
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def tokenizer_of_pairs() -> PreTrainedTokenizerFast:
     from tokenizers.processors import TemplateProcessing
 
     specials = [PAD, END, UNKNOWN, BEGIN, *(f"<|{role}|>" for role in ROLES)]
-    merges = [(a, b) for a in "abcdefghijklm" for b in "nopqrstuvwxyz"]
+    merges = [(a, b) for a in ascii_lowercase for b in ascii_lowercase]
     words = [*specials, *CHARACTERS, *("".join(pair) for pair in merges)]
     vocabulary = {word: i for i, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=UNKNOWN))
@@ -112,7 +113,7 @@ def tokenizer_of_pairs() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def ask(recipe, tmp_path, sharp_path) -> Callable[..., Examined]:
     """Let the doctor compare an engine with the trainer; return what it found."""
-    rows = [{"prompt": question, "answer": "0"} for question in QUESTIONS]
+    rows = [{"messages": question, "answer": "0"} for question in QUESTIONS]
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -133,11 +134,17 @@ def closing(found: Examined) -> set[Toggle]:
     ("engine", "cause", "said"),
     [
         ("colder", Toggle.TEMPERATURE, "the engine samples at temperature 0.7 and the trainer scores at 1: gap"),
-        ("rounded_head", Toggle.DTYPE, "the engine computes its head in bfloat16 and the trainer in float32"),
-        ("stale_weights", Toggle.WEIGHTS, "the engine still samples from the weights before the last sync"),
-        ("sees_padding", Toggle.BATCH, "depend on the other requests of the batch"),
-        ("stale_prefixes", Toggle.PREFIX_CACHE, "prefix cache returns what is not of the current weights"),
+        *(
+            pytest.param(*planted, marks=pytest.mark.slow)
+            for planted in [
+                ("rounded_head", Toggle.DTYPE, "the engine computes its head in bfloat16 and the trainer in float32"),
+                ("stale_weights", Toggle.WEIGHTS, "the engine still samples from the weights before the last sync"),
+                ("sees_padding", Toggle.BATCH, "depend on the other requests of the batch"),
+                ("stale_prefixes", Toggle.PREFIX_CACHE, "prefix cache returns what is not of the current weights"),
+            ]
+        ),
     ],
+    ids=lambda given: given if str(given).isidentifier() else "",
 )
 def test_a_planted_cause_is_named_and_no_other_toggle_closes_the_gap(ask, engine, cause, said):
     found = ask(str(PLANTED / f"{engine}.py"))
@@ -146,6 +153,7 @@ def test_a_planted_cause_is_named_and_no_other_toggle_closes_the_gap(ask, engine
     assert closing(found) == {cause}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
@@ -160,6 +168,7 @@ def test_text_that_is_tokenised_again_is_named(ask, pairs_path, engine, said):
     assert closing(found) == {Toggle.TOKENISED_AGAIN}
 
 
+@pytest.mark.slow
 def test_tokens_that_are_drawn_at_another_temperature_than_their_log_probabilities_say_are_found(ask):
     found = ask(str(PLANTED / "colder_in_secret.py"))
     assert found.facts.second.mean < 1e-4 and found.facts.sigmas < -6
@@ -176,6 +185,7 @@ def test_an_engine_without_a_mistake_has_no_mismatch(ask, pairs_path):
     assert found.facts.changed > 8, "ids that text would not have are no mismatch"
 
 
+@pytest.mark.slow
 def test_two_mistakes_are_not_taken_for_one_of_them(ask):
     found = ask(str(PLANTED / "two_mistakes.py"))
     assert (found.verdict.kind, found.verdict.cause) == ("unknown", None)
@@ -210,7 +220,7 @@ def test_the_first_toggle_that_closes_the_gap_is_the_cause():
 
 def test_a_small_gap_that_becomes_a_little_smaller_is_not_closed():
     assert not a_trial(Toggle.BATCH, 0.0019, before=0.0021).closes(0.002)
-    assert a_trial(Toggle.BATCH, 0.0007, before=0.0021).closes(0.002)
+    assert a_trial(Toggle.BATCH, 0.0006, before=0.0021).closes(0.002)
     assert not a_trial(Toggle.BATCH, 1e-6, before=1e-4).closes(0.002), "there was no gap"
 
 
@@ -224,6 +234,7 @@ def test_what_was_measured_before_any_toggle_may_be_the_cause():
     assert decide(some_facts(), [], temperature=1.0, fitted=None).kind == "none"
 
 
+@pytest.mark.slow
 def test_the_rounding_of_bfloat16_is_named_where_it_is_asked_for(ask):
     usual = ask(**{"model.dtype": "bfloat16"})
     assert usual.verdict.kind == "none" and usual.facts.second.mean > 1e-3
@@ -231,6 +242,7 @@ def test_the_rounding_of_bfloat16_is_named_where_it_is_asked_for(ask):
     assert "round differently in model.dtype=bfloat16" in found.verdict.sentence
 
 
+@pytest.mark.slow
 def test_an_adapter_is_moved_and_sent_like_weights(ask):
     found = ask(str(PLANTED / "stale_weights.py"), **{"model.lora": {"r": 4}})
     assert found.verdict.cause is Toggle.WEIGHTS, found.verdict.sentence
@@ -257,7 +269,7 @@ def test_every_mistake_of_a_recipe_is_shown(recipe, tmp_path, capsys):
     reward = tmp_path / "broken.py"
     reward.write_text("def score(prompt, messages):\n    raise RuntimeError('no sandbox')\n")
     data = tmp_path / "rows.jsonl"
-    data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "", "answer": "2"}\n')
+    data.write_text('{"messages": "1+1=", "answer": "2"}\n{"messages": "", "answer": "2"}\n')
     changes = {"reward.fn": str(reward), "save_to": "models", "device": "cuda"}
     path = recipe({**changes, "data.train": str(data), "data.max_invalid_fraction": 0.9, "data.eval": "nowhere.jsonl"})
     (tmp_path / "models").mkdir()
@@ -324,6 +336,7 @@ def test_shared_memory_is_looked_at_where_there_are_processes(recipe, tmp_path):
     assert check_shared_memory(several, tmp_path).level == "ok"
 
 
+@pytest.mark.slow
 def test_the_weights_of_the_trainer_are_moved_until_old_ones_can_be_told_apart(ask):
     """And the move is as large as the bound asks for, no smaller."""
     close, far = ask(bound=1e-3), ask(bound=1e-2)

@@ -15,8 +15,11 @@ class StalePrefixEngine(HfEngine):
         super().__init__(config)
         self.prefixes: dict[tuple[int, ...], DynamicCache] = {}
 
-    @torch.no_grad()
     async def generate(self, token_ids, *, max_new_tokens, seed):
+        with torch.no_grad():
+            return self._continue(token_ids, max_new_tokens, seed)
+
+    def _continue(self, token_ids, max_new_tokens, seed):
         uniform, cache = np.random.default_rng(seed), self._read_prefix(token_ids)
         ids, logp = [], []
         while len(ids) < max_new_tokens and not (ids and ids[-1] in self.stop):
