@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from driver.load_recipe import Loaded
     from driver.rl_run import Run
     from driver.run_result import RunResult
-    from driver.session import Session
 
 
 async def train(run: Run) -> None:
@@ -42,18 +41,9 @@ async def train(run: Run) -> None:
 def main() -> int:
     args = parse_arguments("main_rl.py", "Train a policy by reinforcement learning.")
     from configs.schema import RLConfig
-    from driver.explain import explain
-    from driver.load_recipe import load_recipe
-    from driver.sweep import combine_overrides, run_sweep
+    from driver.program import run_program
 
-    if len(combinations := combine_overrides(args.overrides)) > 1:
-        return run_sweep(__file__, RLConfig, args.config, combinations, only_explain=args.explain)
-    loaded = load_recipe(RLConfig, args.config, args.overrides)
-    if args.explain:
-        print(explain(loaded))
-        return 0
-    launch(loaded)
-    return 0
+    return run_program(__file__, RLConfig, args, launch)
 
 
 def run(config: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunResult:
@@ -71,19 +61,10 @@ def run(config: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunRe
 
 def launch(loaded: Loaded[RLConfig]) -> RunResult:
     """Prepare and run; where a process dies and the recipe says so, resume."""
-    from driver.on_failure import run_with_resumes
+    from driver.program import launch_run
     from driver.rl_setup import prepare, start
-    from driver.session import run_session
 
-    def attempt(loaded: Loaded[RLConfig]) -> RunResult:
-        prepared = prepare(loaded)
-
-        async def body(session: Session) -> None:
-            await train(await start(prepared, session))
-
-        return run_session(prepared.loaded.cfg, body)
-
-    return run_with_resumes(attempt, loaded)
+    return launch_run(loaded, prepare, start, train)
 
 
 if __name__ == "__main__":

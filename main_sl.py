@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from configs.schema import SLConfig
     from driver.load_recipe import Loaded
     from driver.run_result import RunResult
-    from driver.session import Session
     from driver.sl_run import Run
 
 
@@ -35,18 +34,9 @@ async def train(run: Run) -> None:
 def main() -> int:
     args = parse_arguments("main_sl.py", "Train a model on given text.")
     from configs.schema import SLConfig
-    from driver.explain import explain
-    from driver.load_recipe import load_recipe
-    from driver.sweep import combine_overrides, run_sweep
+    from driver.program import run_program
 
-    if len(combinations := combine_overrides(args.overrides)) > 1:
-        return run_sweep(__file__, SLConfig, args.config, combinations, only_explain=args.explain)
-    loaded = load_recipe(SLConfig, args.config, args.overrides)
-    if args.explain:
-        print(explain(loaded))
-        return 0
-    launch(loaded)
-    return 0
+    return run_program(__file__, SLConfig, args, launch)
 
 
 def run(config: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunResult:
@@ -64,19 +54,10 @@ def run(config: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunRe
 
 def launch(loaded: Loaded[SLConfig]) -> RunResult:
     """Prepare and run; where a process dies and the recipe says so, resume."""
-    from driver.on_failure import run_with_resumes
-    from driver.session import run_session
+    from driver.program import launch_run
     from driver.sl_run import prepare, start
 
-    def attempt(loaded: Loaded[SLConfig]) -> RunResult:
-        prepared = prepare(loaded)
-
-        async def body(session: Session) -> None:
-            await train(await start(prepared, session))
-
-        return run_session(prepared.loaded.cfg, body)
-
-    return run_with_resumes(attempt, loaded)
+    return launch_run(loaded, prepare, start, train)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ framework masks, corrects, weights and reduces; an algorithm says what one token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
@@ -257,6 +258,20 @@ def check_per_token(alg: Algorithm, returned: Any, tokens: Tokens) -> tuple[Tens
     if not loss.is_floating_point():
         raise UserError(f"{who}: the loss has dtype {loss.dtype}, expected the float32 of policy.logp")
     return loss, metrics
+
+
+@torch.no_grad()
+def sum_totals(
+    alg: Algorithm, seen: Iterable[tuple[Policy, Tokens]], add_up: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Return the algorithm's totals over the micro-batches of an update and all ranks; nothing where it has none.
+
+    seen: is not read where it has none. add_up: sums a tensor over the ranks; all call it in the same order.
+    """
+    if type(alg).totals is Algorithm.totals:
+        return {}
+    partial = [alg.totals(policy, tokens) for policy, tokens in seen]
+    return {name: add_up(torch.stack([p[name] for p in partial]).sum(0)) for name in sorted(partial[0])}
 
 
 def with_prox(policy: Policy, tokens: Tokens) -> Tokens:

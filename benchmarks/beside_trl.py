@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """One comparison."""
+    """Comparison of one of our trainers with TRL's."""
 
     module: str
     """Our side, as `python -m` takes it, with --ours TASK."""

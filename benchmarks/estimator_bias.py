@@ -156,7 +156,7 @@ def logit_gradient(logits: Tensor, alg: Algorithm, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """All relative to the length of the gradient that is meant."""
+    """Measurements, all relative to the length of the gradient that is meant."""
 
     bias: float
     error: float

@@ -99,7 +99,7 @@ class Row:
 
 
 class Reached(Exception):
-    """Good enough."""
+    """End of a run that is good enough."""
 
 
 def quietly(run: Any) -> None:

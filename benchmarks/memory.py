@@ -33,7 +33,7 @@ SEQUENCE = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measure one step, in a process of its own."""
+    """Measurement of one step, made in a process of its own."""
 
     peak_mib: float
     seconds: float

@@ -7,26 +7,12 @@ mean reward and the mean number of sampled tokens of each step.
 from __future__ import annotations
 
 import json
-import sys
-import time
-from itertools import pairwise
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
-
-
-class Watch(TrainerCallback):
-    """Seconds from the end of one step to the end of the next, generation included."""
-
-    def __init__(self):
-        self.ends = []
-
-    def on_train_begin(self, args, state, control, **_):
-        self.ends.append(time.perf_counter())
-
-    on_step_end = on_train_begin
+from trl_shared import Watch, make_settings, read_task
 
 
 def correct(completions, answer, **_):
@@ -34,40 +20,23 @@ def correct(completions, answer, **_):
 
 
 def main() -> None:
-    with open(sys.argv[1]) as file:
-        task = json.load(file)
-    torch.set_num_threads(task["threads"])
-    rows = [row for step in task["steps"] for row in step]
-    samples = len(task["steps"][0]) * task["group_size"]
+    task = read_task()
+    steps = task["steps"]
     config = GRPOConfig(
-        output_dir=task["scratch"],
-        per_device_train_batch_size=task["trl_batch"],
-        gradient_accumulation_steps=samples // task["trl_batch"],  # one generation, then one update, in each step
+        # one generation, then one update, in each step
+        **make_settings(task, rows=len(steps[0]) * task["group_size"], steps=len(steps)),
         num_generations=task["group_size"],
         max_completion_length=task["new_tokens"],
-        max_steps=len(task["steps"]),
         shuffle_dataset=False,
         temperature=1.0,
         beta=0.0,
-        learning_rate=task["lr"],
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        optim="adamw_torch_fused",
-        bf16=False,  # no autocast: the weights have the dtype of the task already
-        use_cpu=True,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
     watch = Watch()
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(task["model"], dtype=getattr(torch, task["dtype"])),
         reward_funcs=correct,
         args=config,
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=Dataset.from_list([row for step in steps for row in step]),
         processing_class=AutoTokenizer.from_pretrained(task["model"]),
         callbacks=[watch],
     )
@@ -76,7 +45,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "seconds": [after - before for before, after in pairwise(watch.ends)],
+                "seconds": watch.measure_steps()[0],
                 "rewards": [entry["reward"] for entry in logged],
                 "lengths": [entry["completions/mean_length"] for entry in logged],
             }

@@ -12,7 +12,6 @@ A folder without capsule.json was left by a run that was killed, and is never re
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,15 +23,17 @@ from core.errors import UserError, first_line, writing
 from core.loading import FileSpec, hash_file
 from core.row_layout import RowLayout
 from core.types import Group
+from core.whole_files import flush_folder, flush_path, measure_sizes, write_whole
 from data_feeds.packing import Plan
 
 FORMAT = 1
 ALGORITHM = "algorithm.py"
+INCOMPLETE = "the capsule is incomplete, and will not be read"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What recomputing needs to know of the run, the same for all its steps."""
+    """Facts of the run that recomputing needs, the same for all its steps."""
 
     alg: dict[str, Any]
     """The algorithm's settings."""
@@ -49,7 +50,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateFacts:
-    """One update of the step."""
+    """Facts of one update of the step."""
 
     samples: list[int]
     """Numbers of its trained samples in the step."""
@@ -87,7 +88,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capsule:
-    """A complete capsule on disk."""
+    """Complete capsule on disk."""
 
     folder: Path
     manifest: Manifest
@@ -129,20 +130,16 @@ def write_capsule(
     folder: Path, manifest: Manifest, captured: list[CapturedSample], of_updates: list[list[Group]]
 ) -> None:
     """Write a capsule; it exists when this returns, and not before."""
-    with writing(folder, meaning="the capsule is incomplete, and will not be read"):
+    with writing(folder, meaning=INCOMPLETE):
         folder.mkdir(parents=True, exist_ok=True)
         write_captured(folder, captured)
         write_batch(folder, in_order(of_updates))
         if not manifest.run.alg_file.in_package:
             shutil.copyfile(manifest.run.alg_file.path, folder / ALGORITHM)
-        sizes = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
-        for name in sizes:
-            _flush(folder / name)
-        partial = folder / f"{MANIFEST}.partial"
-        partial.write_text(json.dumps(asdict(manifest) | {"sizes": sizes}) + "\n", encoding="utf-8")
-        _flush(partial)
-        os.replace(partial, folder / MANIFEST)
-        _flush(folder)
+        flush_folder(folder)
+        facts = asdict(manifest) | {"sizes": measure_sizes(folder)}
+        write_whole(folder / MANIFEST, json.dumps(facts) + "\n", meaning=INCOMPLETE)
+        flush_path(folder)
 
 
 def read_capsule(folder: Path) -> Capsule:
@@ -180,11 +177,3 @@ def _describe_lack(folder: Path) -> str:
     if steps := captured_steps(home):
         return f"name one of the {len(steps)} in {home / CAPSULES}, such as step_{steps[-1]:05d}"
     return f"it has no {MANIFEST}; a run keeps capsules with capture.every"
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

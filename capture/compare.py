@@ -7,13 +7,17 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from capture.gradient import Computed, Gradient, inner
+
+OPPOSITE, ONE_SILENT = 1, 2
+"""A token that one of two losses makes likelier and the other less likely; one that only one of them leaves alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One loss beside the run's own."""
+    """Comparison of a loss with the run's own."""
 
     name: str
     loss: float
@@ -43,21 +47,29 @@ def compare_losses(name: str, one: Computed, own: Computed, of_kl: Gradient) -> 
         for layer, names in group_by_layer(list(one.gradient)).items()
         if (cosine := compute_cosine(pick(one.gradient, names), pick(own.gradient, names))) is not None
     }
-    counted = one.trained | own.trained
-    signs = np.sign(one.slopes)[counted], np.sign(own.slopes)[counted]
+    judged = judge_tokens(one, own)[one.trained | own.trained]
     return Comparison(
         name=name,
         loss=one.loss,
         grad_norm=one.grad_norm,
         cosine=compute_cosine(one.gradient, own.gradient),
         layers=dict(sorted(layers.items(), key=lambda item: item[1])),
-        opposite=float((signs[0] * signs[1] < 0).mean()),
-        one_silent=float(((signs[0] == 0) != (signs[1] == 0)).mean()),
+        opposite=float((judged == OPPOSITE).mean()),
+        one_silent=float((judged == ONE_SILENT).mean()),
         silent=float((one.slopes[one.trained] == 0).mean()),
-        clipped=one.clipped,
+        clipped=one.clipped_share,
         kl_change=change_per_step(one.gradient, of_kl),
         metrics=one.metrics,
     )
+
+
+def judge_tokens(one: Computed, own: Computed) -> NDArray[np.int8]:
+    """Return for every token whether two losses disagree on it: OPPOSITE, ONE_SILENT, or 0."""
+    signs = np.sign(one.slopes), np.sign(own.slopes)
+    judged = np.zeros(len(one.slopes), dtype=np.int8)
+    judged[(signs[0] == 0) != (signs[1] == 0)] = ONE_SILENT
+    judged[signs[0] * signs[1] < 0] = OPPOSITE
+    return judged
 
 
 def compute_cosine(one: Gradient, other: Gradient) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from algs.base import Algorithm, Metrics, check_per_token
 from algs.ops import k2
-from capture.record import lay_out_columns
 from core.arrays import Floats
 from core.errors import UserError
 from core.types import Batch, Group, Policy, Tokens
@@ -29,7 +28,7 @@ Gradient = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """One loss on one update."""
+    """Numbers of one loss on one update."""
 
     loss: float
     """Averaged as train/loss is."""
@@ -41,8 +40,13 @@ class Computed:
     not trained on."""
     trained: NDArray[np.bool_]
     """Whether each of these tokens is trained on."""
-    clipped: float | None
-    """Share of the trained tokens that the loss says it clipped, capped or masked; None where it does not say."""
+    clipped: Floats | None
+    """1 at each of these tokens that the loss says it clipped, capped or masked, else 0; None where it does not say."""
+
+    @property
+    def clipped_share(self) -> float | None:
+        """Share of the trained tokens that are clipped; None where the loss does not say."""
+        return None if self.clipped is None else float(self.clipped[self.trained].astype(np.float64).mean())
 
 
 class Distance(Algorithm):
@@ -61,31 +65,32 @@ def compute_update(trainer: LocalTrainer, alg: Algorithm, plan: Plan, groups: li
     """
     trainer.alg = alg
     meter = Meter()
-    slopes: list[list[dict[str, NDArray[Any]]]] = []
-    clipped: list[Tensor | None] = []
+    columns: list[list[dict[str, Floats]]] = []
     for batches in plan.batches():
-        slopes.append([])
+        columns.append([])
         for batch in trainer.with_totals(batches):
             slope, marks = _add_gradient(trainer, alg, batch, meter)
-            slopes[-1].append({"slope": slope.cpu().numpy()})
-            clipped.append(marks)
+            found = {"slope": slope} if marks is None else {"slope": slope, "clipped": marks}
+            columns[-1].append({name: values.cpu().numpy() for name, values in found.items()})
     learner = trainer.policy
     assert isinstance(learner, TorchLearner)
     gradient = take_gradient(learner)
     metrics = meter.compute_means(lambda values: values)
-    known = [marks for marks in clipped if marks is not None]
-    laid = lay_out_columns(plan, slopes, fill=0.0)
+    laid = plan.lay_out(columns, fill=0.0)
     samples = [s for g in groups for s in g]
+
+    def join(name: str) -> Floats:
+        zeros = [np.zeros(len(s.token_ids), np.float32) for s in samples]  # of samples without a trained token
+        return np.concatenate([laid.get(id(s), {}).get(name, zero) for s, zero in zip(samples, zeros, strict=True)])
+
     return Computed(
         loss=metrics["loss"],
         metrics=metrics,
         gradient=gradient,
         grad_norm=float(nn.utils.get_total_norm(list(gradient.values()))),
-        slopes=np.concatenate(
-            [laid[id(s)]["slope"] if id(s) in laid else np.zeros(len(s.token_ids), np.float32) for s in samples]
-        ),
+        slopes=join("slope"),
         trained=np.concatenate([s.loss_mask for s in samples]),
-        clipped=float(torch.cat(known).mean()) if known else None,
+        clipped=join("clipped") if any("clipped" in batch for rank in columns for batch in rank) else None,
     )
 
 

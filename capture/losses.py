@@ -25,7 +25,7 @@ LABEL = r"[\w.+-]{1,60}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedLoss:
-    """An algorithm with its settings, under a name for the log."""
+    """Algorithm with its settings, under a name for the log."""
 
     name: str
     spec: FileSpec

@@ -10,7 +10,7 @@ BROKEN = "\ufffd"
 
 
 class PieceDecoder:
-    """Decode tokens one by one so that the pieces joined are the text; each id is decoded once."""
+    """Decoder of tokens, one by one so that the pieces joined are the text; each id is decoded once."""
 
     def __init__(self, tokenizer: Any):
         """tokenizer: of Hugging Face."""

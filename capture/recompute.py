@@ -14,6 +14,7 @@ from capture.capsule import Capsule, RunFacts, read_capsule
 from capture.compare import Comparison, compare_losses
 from capture.gradient import Distance, Gradient, compute_update
 from capture.losses import NamedLoss, credit_groups, parse_losses
+from capture.token_maps import TokenMaps, describe_tokens, read_update
 from capture.weights import load_trainer
 from core.errors import UserError
 from core.types import Group
@@ -30,7 +31,7 @@ OWN = "run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a replay found."""
+    """Findings of a replay."""
 
     capsule: str
     step: int
@@ -51,14 +52,17 @@ class Replay:
     """Policy that the KL is taken to."""
     losses: list[Comparison]
     """The run's own first."""
+    maps: TokenMaps | None = None
+    """Numbers of every token, where they were asked for."""
 
     @property
     def is_reproduced(self) -> bool | None:
         return None if self.difference is None else self.difference <= self.tolerance
 
     def to_json(self) -> dict[str, Any]:
-        """Return what was found, with null for numbers that are not finite: JSON has none."""
-        return replace_non_finite(asdict(self) | {"reproduced": self.is_reproduced})
+        """Return what was found without the maps, with null for numbers that are not finite: JSON has none."""
+        facts = asdict(replace(self, maps=None)) | {"reproduced": self.is_reproduced}
+        return replace_non_finite({name: value for name, value in facts.items() if name != "maps"})
 
 
 def replace_non_finite(value: Any) -> Any:
@@ -80,10 +84,12 @@ def replay(
     model: str | None = None,
     update: int = 0,
     tolerance: float | None = None,
+    with_maps: bool = False,
 ) -> Replay:
     """Compute a captured update under the run's loss and the given ones. Raises UserError for what the user must fix.
 
-    model: folder with the weights, where the capsule has none. tolerance: see TOLERANCE.
+    model: folder with the weights, where the capsule has none. tolerance: see TOLERANCE. with_maps: keep the numbers
+    of every token.
     """
     capsule = read_capsule(folder)
     run, facts = capsule.manifest.run, capsule.manifest.updates
@@ -99,13 +105,14 @@ def replay(
         plan = plan_again(capsule, trainer, own, groups)
     first = compute_update(trainer, own, plan, groups)
     of_kl, anchor = differentiate_kl(trainer, own, plan, groups)
-    rows = [compare_losses(OWN, first, first, of_kl)]
+    rows, tokens = [compare_losses(OWN, first, first, of_kl)], [describe_tokens(OWN, first, first)]
     for loss in others:
         credited = capsule.groups_of(
             update, credit_groups(loss, capsule.groups, stale=run.updates_per_step > 1)
         )  # over the whole step, as in a run
         again = compute_update(trainer, loss.alg, plan_again(capsule, trainer, loss.alg, credited), credited)
         rows.append(compare_losses(loss.name, again, first, of_kl))
+        tokens.append(describe_tokens(loss.name, again, first))
     recorded = facts[update]
     return Replay(
         capsule=str(folder),
@@ -121,6 +128,7 @@ def replay(
         tolerance=choose_tolerance(run, trainer.device) if tolerance is None else tolerance,
         kl_anchor=anchor,
         losses=rows,
+        maps=TokenMaps(samples=read_update(capsule, update), losses=tokens) if with_maps else None,
     )
 
 

@@ -12,6 +12,7 @@ from capture.batch_file import in_order
 from capture.capsule import UpdateFacts
 from capture.pieces import PieceDecoder
 from capture.tokens import CapturedSample, FloatArray, TokenColumn
+from core.arrays import Floats
 from core.types import Group, Sample
 from data_feeds.packing import Plan
 from trainers.step_record import RecordedUpdate
@@ -20,35 +21,14 @@ Recorded = Sequence[Sequence[RecordedUpdate]]
 """[rank][update]"""
 
 
-def lay_out_columns(
-    plan: Plan, of_ranks: Sequence[Sequence[dict[str, NDArray[Any]]]], *, fill: float
-) -> dict[int, dict[str, NDArray[Any]]]:
-    """Return columns of trained tokens over the whole of each sample, by id() of the sample.
-
-    of_ranks: [rank][micro-batch][column], [M] each, as `plan` splits them. fill: value of a token that is not trained
-    on.
-    """
-    done: dict[int, dict[str, NDArray[Any]]] = {}
-    for rank_bins, rank_columns in zip(plan.bins, of_ranks, strict=True):
-        for chosen, columns in zip(rank_bins, rank_columns, strict=True):
-            first = 0
-            for s in (plan.samples[i] for i in chosen):
-                mask, after = s.loss_mask, first + s.n_trained
-                own = {name: np.full(len(mask), fill, dtype=values.dtype) for name, values in columns.items()}
-                for name, values in columns.items():
-                    own[name][mask] = values[first:after]
-                done[id(s)], first = own, after
-    return done
-
-
 def capture_samples(
     step: int, of_updates: list[list[Group]], plans: list[Plan], recorded: Recorded, decoder: PieceDecoder
 ) -> list[CapturedSample]:
     """Return all samples of the step, in the order of its groups, with what the trainer kept of their tokens."""
-    columns: dict[int, dict[str, NDArray[Any]]] = {}
+    columns: dict[int, dict[str, Floats]] = {}
     for u, plan in enumerate(plans):
         if all(u < len(rank) and len(rank[u].tokens) == len(plan.bins[r]) for r, rank in enumerate(recorded)):
-            columns |= lay_out_columns(plan, [rank[u].tokens for rank in recorded], fill=float("nan"))
+            columns |= plan.lay_out([rank[u].tokens for rank in recorded], fill=float("nan"))
     names = next(iter(columns.values())).keys() if columns else ()
     return [
         CapturedSample(

@@ -1,6 +1,6 @@
 """Compute a captured step again, with its own loss and with others:
 
-    python -m capture.replay runs/RUN/capsules/step_00010 --alg grpo --alg my_loss.py [--model FOLDER]
+    python -m capture.replay runs/RUN/capsules/step_00010 --alg grpo --alg my_loss.py [--model FOLDER] [--page FILE]
 
 The first row is the run's own loss: its loss and the norm of its gradient are compared with the recorded ones. Every
 other loss sees the same samples, credits them itself, and is compared with the first.
@@ -37,6 +37,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--update", type=int, default=0, metavar="N", help="update of the step, from 0 (default: 0)")
     parser.add_argument("--tolerance", type=float, help="largest relative difference that counts as reproduced")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page too, with a map of every token")
     return parser.parse_args(argv)
 
 
@@ -45,8 +46,19 @@ def main(argv: Sequence[str]) -> int:
     from capture.recompute import replay
     from capture.table import describe_replay
 
-    found = replay(args.capsule, read_losses(args.alg), model=args.model, update=args.update, tolerance=args.tolerance)
+    found = replay(
+        args.capsule,
+        read_losses(args.alg),
+        model=args.model,
+        update=args.update,
+        tolerance=args.tolerance,
+        with_maps=args.page is not None,
+    )
     print(json.dumps(found.to_json(), indent=1) if args.json else describe_replay(found))
+    if args.page is not None:
+        from report.replay_page import write_replay_page
+
+        print(write_replay_page(found, args.page), file=sys.stderr if args.json else sys.stdout)
     return 1 if found.is_reproduced is False else 0
 
 

@@ -84,6 +84,11 @@ def read_captured(run_folder: Path, step: int) -> list[CapturedSample]:
     folder = capsule_folder(run_folder, step)
     if not (folder / MANIFEST).is_file():
         raise UserError(f"{run_folder} has no complete capsule of step {step}: there is no {folder / MANIFEST}")
+    return read_capsule_samples(folder, step)
+
+
+def read_capsule_samples(folder: Path, step: int) -> list[CapturedSample]:
+    """Return the samples in the folder of a complete capsule. Raises UserError for a damaged one."""
     try:
         return _read_samples(folder, step)
     except UNREADABLE as error:

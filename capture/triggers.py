@@ -13,7 +13,7 @@ HISTORY, LEAST = 20, 5
 
 
 class Triggers:
-    """The events of one run; it remembers the norms of the steps before."""
+    """Events of one run; it remembers the norms of the steps before."""
 
     def __init__(self, cfg: CaptureConfig):
         self.cfg = cfg

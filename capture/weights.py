@@ -20,13 +20,14 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import UserError, first_line
 from modeling.export import exported_tensors
 from trainers.local import LocalTrainer
+from trainers.saved_policy import load_policy
 
 Fingerprints = Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A place that may hold the weights."""
+    """Place that may hold the weights."""
 
     name: str
     load: Callable[[], LocalTrainer]
@@ -123,26 +124,10 @@ def load_adapter(trainer: LocalTrainer, folder: Path, *, key: str) -> None:
 
 
 def load_checkpoint(capsule: Capsule, folder: Path) -> LocalTrainer:
-    """Return a trainer with the weights of a checkpoint."""
+    """Return a trainer with the weights of a checkpoint, of the local trainer or of DeepSpeed's ranks."""
     trainer = make_trainer(capsule)
-    read_checkpoint_weights(trainer, folder)
+    load_policy(trainer.model, folder)
     return trainer
-
-
-@torch.no_grad()
-def read_checkpoint_weights(trainer: LocalTrainer, folder: Path) -> None:
-    """Give a trainer the weights of a checkpoint, of the local trainer or of DeepSpeed's ranks."""
-    if (folder / "policy" / "state.pt").is_file():
-        trainer.policy.load_state(folder / "policy")
-        return
-    from trainers.deepspeed import read_sharded_weights
-
-    saved = read_sharded_weights(folder / "policy")
-    for name, parameter in trainer.model.named_parameters():
-        if parameter.requires_grad:
-            if name not in saved or saved[name].shape != parameter.shape:
-                raise UserError(f"the checkpoint {folder} does not hold {name} of the run's model")
-            parameter.copy_(saved[name])
 
 
 def take_fingerprints(trainer: LocalTrainer) -> Fingerprints:

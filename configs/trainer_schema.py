@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from core.metrics import EVAL_LOSS, METRICS, find_metric
+from core.metrics import EVAL_LOSS, METRICS, TRAIN, find_metric
 from core.strict_model import LearningRate, StrictModel
 
 
@@ -189,7 +189,7 @@ def refuse_best(checkpoint: CheckpointConfig, *, eval_every: int) -> str | None:
         return None
     if not every:
         return "the run makes no checkpoint: set checkpoint.every"
-    if find_metric(name) is None and not name.startswith("train/"):  # a loss of the user's may log any name there
+    if find_metric(name) is None and not name.startswith(TRAIN):  # a loss of the user's may log any name there
         close = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1)
         return "there is no such metric" + (
             f" (did you mean {close[0]!r}?)" if close else "; see docs/reference/metrics.md"

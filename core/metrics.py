@@ -97,6 +97,8 @@ _declare("data/<source>/rows", "rows", "rows drawn from a source of a mixture so
 DATA_EPOCH = "data/{}/epoch"
 _declare("data/<source>/epoch", "", "rows drawn from a source so far, divided by the rows that it has", ALL)
 
+TRAIN = "train/"
+"""Beginning of the names of a loss's own metrics in the log."""
 TRAIN_LOSS = _declare("train/loss", "", "loss, averaged with the token weights over micro-batches and ranks", ALL)
 TRAIN_TOKENS = _declare("train/tokens", "tokens", "tokens of the step that are trained on", ALL)
 TRAIN_LR = _declare("train/lr", "", "learning rate of the step's last update", ALL)
@@ -149,8 +151,12 @@ CLIP_FRACTIONS = (
     _declare("train/clip_frac_low", "fraction", "tokens whose gradient the lower clip bound removed", _CLIPPED),
 )
 CLIP_FRACTION = _declare("train/clip_frac", "fraction", "tokens whose ratio was clipped", "gmpo")
-_declare("train/capped", "fraction", "tokens whose importance weight reached max_weight", "cispo")
-_declare("train/masked", "fraction", "tokens that the divergence bound masked", "dppo")
+CAPPED = _declare("train/capped", "fraction", "tokens whose importance weight reached max_weight", "cispo")
+MASKED = _declare("train/masked", "fraction", "tokens that the divergence bound masked", "dppo")
+SILENCED = (*CLIP_FRACTIONS, CLIP_FRACTION, MASKED)
+"""Fractions of the trained tokens whose gradient is removed."""
+CUT = (*SILENCED, CAPPED)
+"""Fractions of the tokens that a loss clips, caps or masks."""
 _declare("train/gate", "", "mean derivative of the sigmoid gate; 1 on policy", "sapo")
 _declare("train/teacher_kl", "nats", "estimate of KL(pi || teacher) on the sampled tokens", "opd")
 _declare("train/ess", "fraction", "effective sample size of the update", "p3o, p4o")
@@ -194,6 +200,8 @@ EVAL_PAIR_ACCURACY = _declare("eval/pair/<metric>", "", "train/pair/<metric> on 
 _declare("eval/kto/<metric>", "", "train/kto/<metric> on data.eval", "kto")
 _declare("eval/reward/<part>", "", "reward/<part> on data.eval", RL)
 _declare("eval/rollout/failed", "samples", "samples of data.eval without a reward", RL)
+VERSION = "version"
+_declare("eval/version", "steps", "steps that the evaluated weights have behind them", RL)
 PASS_AT = "pass@{}"
 _declare(
     "eval/pass@<k>",

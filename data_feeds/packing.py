@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from core.types import Batch, Group, LossNorm, Sample, ScoredColumn, Tokens
 from data_feeds.bin_packing import pack_into_bins
 from data_feeds.prefix_bins import count_shared, pack_families
 from data_feeds.prefix_tree import lay_out_row
+
+C = TypeVar("C", bound=str)
 
 
 def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[float]:
@@ -187,16 +189,24 @@ class Plan:
 
         scored: [rank][micro-batch][column], each [M].
         """
-        done: dict[int, Sample] = {}
-        for rank_bins, rank_scored in zip(self.bins, scored, strict=True):
-            for chosen, columns in zip(rank_bins, rank_scored, strict=True):
+        laid = self.lay_out(scored, fill=0.0)
+        return {id(s): replace(s, columns=s.columns | laid[id(s)]) for s in self.samples if id(s) in laid}
+
+    def lay_out(self, columns: Sequence[Sequence[Mapping[C, Floats]]], *, fill: float) -> dict[int, dict[C, Floats]]:
+        """Return columns of trained tokens over the whole of each sample, by id() of the sample.
+
+        columns: [rank][micro-batch][column], each [M]. fill: value of a token that is not trained on.
+        """
+        done: dict[int, dict[C, Floats]] = {}
+        for rank_bins, of_rank in zip(self.bins, columns, strict=True):
+            for chosen, of_batch in zip(rank_bins, of_rank, strict=True):
                 first = 0
                 for s in (self.samples[i] for i in chosen):
-                    filled = {name: np.zeros(len(s.token_ids), dtype=s.float_dtype) for name in columns}
                     mask, after = s.loss_mask, first + s.n_trained
-                    for name, values in columns.items():
-                        filled[name][mask] = values[first:after]
-                    done[id(s)], first = replace(s, columns=s.columns | filled), after
+                    own = {name: np.full(len(mask), fill, dtype=s.float_dtype) for name in of_batch}
+                    for name, values in of_batch.items():
+                        own[name][mask] = values[first:after]
+                    done[id(s)], first = own, after
         return done
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from algs.base import Algorithm
-from capture.weights import read_checkpoint_weights
 from configs.schema import RLConfig
 from core.arrays import Floats
 from core.clock import ActivityTimer
@@ -29,6 +28,7 @@ from modeling.forward import forward, layout_for
 from rollouts.engines.base import Completion, Engine, EngineLacks
 from rollouts.episode import check_completion, make_seed
 from trainers.local import LocalTrainer, TorchLearner
+from trainers.saved_policy import load_policy
 from weight_sync.base import ExportScope, Probe
 from weight_sync.fingerprint import describe_difference
 from weight_sync.publisher import LocalWeightSync
@@ -77,7 +77,7 @@ class Bench:
             self.cfg.model, self.cfg.trainer, Algorithm(), temperature=self.cfg.rollout.temperature, total_updates=1
         )
         if target.checkpoint is not None:
-            read_checkpoint_weights(self.trainer, target.checkpoint)
+            load_policy(self.trainer.model, target.checkpoint)
         learner = self.trainer.policy
         assert isinstance(learner, TorchLearner)
         self.parameters = learner.parameters

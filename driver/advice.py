@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
 from core import metrics as names
+from core.run_summary import Warned
 
 WINDOW = 5
 """Steps that make a mean. One step says nothing."""
@@ -25,7 +26,7 @@ Line = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the rules must know of the recipe; in supervised runs the defaults."""
+    """Settings of the recipe that the rules read; in supervised runs the defaults."""
 
     group_size: int = 1
     updates_per_step: int = 1
@@ -173,8 +174,8 @@ class Adviser:
     first: list[Line] = field(default_factory=list)
     last: deque[Line] = field(default_factory=lambda: deque(maxlen=LONG))
     n: int = 0
-    given: dict[str, str] = field(default_factory=dict)
-    """Rule -> what it said."""
+    given: dict[str, Warned] = field(default_factory=dict[str, Warned])
+    """Rule -> its warning."""
 
     def read_line(self, line: Line) -> list[tuple[str, str]]:
         """Take the line of a step; return the rules that speak for the first time, with their sentences."""
@@ -188,7 +189,7 @@ class Adviser:
         new: list[tuple[str, str]] = []
         for name, rule in rules.items():
             if name not in self.given and (text := rule(history, self.settings)) is not None:
-                self.given[name] = text
+                self.given[name] = Warned(step=int(line[names.STEP_NUMBER]), rule=name, text=text)
                 new.append((name, text))
         return new
 

@@ -17,20 +17,20 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from core.errors import RunStopped, UserError, first_line, writing
 from core.metrics import EVAL_LOSS
+from core.whole_files import PARTIAL, flush_folder, flush_path, measure_sizes
 from core.workers import Workers
 from trainers.checkpoint_state import rank_file
 from trainers.trainer import Trainer
 
 COMPLETE = "COMPLETE"
 PROGRESS = "progress.json"
-PARTIAL = ".partial"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ async def write_checkpoint(home: Path, trainers: Workers[Trainer], state: RunSta
         shutil.rmtree(partial, ignore_errors=True)  # it may be what filled the disk
         raise
     os.replace(partial, final)
-    _flush_path(home)
+    flush_path(home)
     return final
 
 
@@ -92,14 +92,9 @@ async def _write_partial(partial: Path, trainers: Workers[Trainer], state: RunSt
         )
     with writing(partial, meaning="the checkpoints before it are complete"):
         (partial / PROGRESS).write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
-        _flush_folder(partial)
+        flush_folder(partial)
         (partial / COMPLETE).write_text(json.dumps(measure_sizes(partial), indent=1) + "\n", encoding="utf-8")
-        _flush_folder(partial)
-
-
-def measure_sizes(folder: Path) -> dict[str, int]:
-    """Return the bytes of every file below `folder`, by its path there."""
-    return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(_walk(folder)) if p.is_file()}
+        flush_folder(partial)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
@@ -192,27 +187,6 @@ def _set_link(link: Path, checkpoint: Checkpoint) -> None:
     new.unlink(missing_ok=True)
     new.symlink_to(checkpoint.folder.name)
     os.replace(new, link)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Write everything below `folder` to the disk, folders last."""
-    for path in [*_walk(folder), folder]:
-        _flush_path(path)
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for path in folder.iterdir():
-        if path.is_dir():
-            yield from _walk(path)
-        yield path
-
-
-def _flush_path(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def is_due(steps_done: int, *, every: int, steps: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from configs.eval_schema import EvalConfig
-from core.errors import RunStopped, writing
+from core.errors import RunStopped
 from core.phases import Milestone, Phase
 from core.types import Prompt
+from core.whole_files import write_whole
 from core.workers import gather_fail_fast
 from data_feeds.eval_sets import PromptSet
 from driver.eval_display import EvalDisplay, format_table
 from driver.session import Session
-from evaluation.generations import Generation, PartWriter, describe_group, join_parts, read_generations
+from evaluation.generations import Generation, PartWriter, describe_group, join_parts
 from evaluation.table import RESULTS, GradedPrompt, TableRow, choose_ks, make_table, measure_prompt
 from rollouts.generation import GroupRequests
 
@@ -39,7 +39,7 @@ class EvalRun:
     done: dict[tuple[str, int], list[Generation]]
     """Samples that an earlier run has made."""
     merged: Path | None = None
-    """Model with its adapter, which engines may load until all is sampled."""
+    """Model with its adapter, or of a checkpoint, which engines may load until all is sampled."""
 
     @property
     def ks(self) -> list[int]:
@@ -87,9 +87,8 @@ class EvalRun:
     def report(self) -> list[TableRow]:
         """Write all samples and the results; show the table. Raises RunStopped where too many samples failed."""
         order = {one.name: i for i, one in enumerate(self.sets)}
-        folder = self.session.folder.path
         with self.session.clock.phase(Phase.SAVE):
-            rows = read_generations([join_parts(folder, order)])
+            rows = join_parts(self.session.folder.path, order)
             self._check_failures(rows)
             by = [*([OF_SET] if len(self.sets) > 1 else []), *self.cfg.data.by]
             groups: dict[tuple[str, int], list[Generation]] = {}
@@ -120,15 +119,11 @@ class EvalRun:
             "truncated_fraction": sum(row.stop == "length" for row in rows) / len(rows),
             "tokens_mean": sum(row.tokens for row in rows) / len(rows),
         }
-        path = self.session.folder.path / RESULTS
-        partial = path.with_name(f"{RESULTS}.partial")
-        with writing(path):
-            partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-            os.replace(partial, path)
+        write_whole(self.session.folder.path / RESULTS, json.dumps(facts, indent=1) + "\n")
 
 
 def remove_merged(folder: Path | None) -> None:
-    """Remove the model with its adapter, if there is one."""
+    """Remove the model that was made for this evaluation, if there is one."""
     if folder is not None and folder.exists():
         shutil.rmtree(folder)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from algs import find_algorithm
 from capture.losses import with_length_limit
-from configs.load import apply_override, read_recipe, read_yaml, validate
+from configs.load import apply_override, has_key, read_recipe, read_yaml, validate
 from configs.renamed import find_renamed
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
@@ -50,14 +50,14 @@ def load_config_of_run(cls: type[C], file: Path, overrides: Sequence[str]) -> Lo
 
 def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | None) -> Loaded[C]:
     """Validate the keys of a recipe. given: those that the user has set; None does not ask whether they are read."""
-    if renamed := find_renamed(raw, supervised=not issubclass(cls, RLConfig)):
-        old, new = renamed
-        raise UserError(f"{old} was renamed: write {new}")
+    is_rl = issubclass(cls, RLConfig)
+    refuse_renamed(raw, is_rl=is_rl, is_known=lambda key: key.startswith("alg."))
     cfg: C = validate(cls, raw, prefix="")
     if cfg.ray_address is not None:
         parse_address(cfg.ray_address)
     load_trackers(cfg.trackers)
     spec, alg_class = find_algorithm(cfg.alg)
+    refuse_renamed(raw, is_rl=is_rl, is_known=lambda key: has_key(alg_class, key.split(".")[1:]))
     alg = validate(alg_class, cfg.alg, prefix="alg.")
     if isinstance(cfg, RLConfig):
         alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
@@ -65,3 +65,10 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
     if given is not None:
         check_keys(cfg, alg, given)
     return Loaded(cfg=cfg.model_copy(update={"alg": alg.model_dump()}), alg_spec=spec, given=given or frozenset())
+
+
+def refuse_renamed(raw: Mapping[str, Any], *, is_rl: bool, is_known: Callable[[str], bool]) -> None:
+    """Raise UserError for a key of an earlier version."""
+    if renamed := find_renamed(raw, supervised=not is_rl, is_known=is_known):
+        old, new = renamed
+        raise UserError(f"{old} was renamed: write {new}")

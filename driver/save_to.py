@@ -12,7 +12,7 @@ from typing import Any
 from algs.base import Algorithm
 from configs.schema import RunConfig
 from core.errors import UserError, writing
-from driver.checkpoint import PARTIAL
+from core.whole_files import PARTIAL
 
 MARKER = "feynrl.json"
 """File in every model folder that a run has saved; a folder without it is never replaced."""

@@ -32,7 +32,7 @@ from driver.early_stop import EarlyStop
 from driver.push import push_model
 from driver.resume import bitwise_only_changes, changed_package_files
 from driver.run_folder import RunFolder
-from driver.run_result import RunResult, name_end
+from driver.run_result import RunResult, make_result, name_end
 from driver.sample_text import make_record, write_sample
 from driver.save_to import save_in_one_step
 from driver.time_account import describe_shares
@@ -207,9 +207,9 @@ class Session:
     def show_outcome(self) -> None:
         """Show the held-out results before and after, where the time went, and the run folder."""
         before, after = self.facts.get("before", {}), self.facts.get("after", {})
-        shown = [n for n in before if n in after and n != names.REWARD_STD and (n != names.ROLLOUT_FAILED or after[n])]
-        if shown:
-            rows = [(name, f"{before[name]:.3f}", f"{after[name]:.3f}") for name in shown]
+        hidden = {names.REWARD_STD, names.VERSION, *([] if after.get(names.ROLLOUT_FAILED) else [names.ROLLOUT_FAILED])}
+        rows = [(n, f"{before[n]:.3f}", f"{after[n]:.3f}") for n in before if n in after and n not in hidden]
+        if rows:
             self.console.show_table("on held-out data", rows, ("", "before", "after"))
         if devices := self.facts.get("devices"):
             for line in (*describe_shares(devices), self.facts["bottleneck"]):
@@ -231,9 +231,9 @@ class Session:
     def write_summary(self, exit_reason: str) -> None:
         """Write summary.json; where that fails, say why: the reason of the end must not be lost for it."""
         try:
-            self.folder.write_summary(
-                exit_reason=exit_reason, seconds=self.clock.get_totals(), reached=self.clock.reached, **self.facts
-            )
+            times = {"seconds": self.clock.get_totals(), "reached": self.clock.reached}
+            warned = [*self.adviser.given.values()]
+            self.folder.write_summary(exit_reason=exit_reason, **times, warnings=warned, **self.facts)
         except RunStopped as error:
             self.console.say(f"{error}")
 
@@ -256,7 +256,6 @@ class Session:
             path = str(model) if model.is_dir() else None
             with self.clock.phase(Phase.CLOSE):
                 self.facts["trackers"] = self.trackers.finish(Outcome(exit_reason=name_end(end), model=path))
-            self.facts["advice"] = self.adviser.given
 
     async def close(self) -> None:
         try:
@@ -299,8 +298,13 @@ async def run_body(session: Session, body: Callable[[Session], Awaitable[None]],
             await session.close()
 
 
-def run_session(cfg: RunConfig | EvalConfig, body: Callable[[Session], Awaitable[None]]) -> RunResult:
-    """Run `body` to its end, Ctrl-C, SIGTERM or an error; always write a summary and end all processes."""
+def run_session(
+    cfg: RunConfig | EvalConfig, body: Callable[[Session], Awaitable[None]], checkpoint: Checkpoint | None = None
+) -> RunResult:
+    """Run `body` to its end, Ctrl-C, SIGTERM or an error; always write a summary and end all processes.
+
+    checkpoint: the one that the run resumes, whose trackers go on.
+    """
     clock = Clock()
     clock.reach(Milestone.CHECKED)
     keep_freed_memory()  # every step makes arrays of about the same sizes
@@ -313,7 +317,7 @@ def run_session(cfg: RunConfig | EvalConfig, body: Callable[[Session], Awaitable
         folder=folder,
         clock=clock,
         console=console,
-        trackers=make_trackers(cfg, folder.path, console.say),
+        trackers=make_trackers(cfg, folder.path, console.say, checkpoint),
         adviser=Adviser(make_settings(cfg), cfg.n_steps),
         early_stop=EarlyStop(cfg.stop_when if is_training else None),
     )
@@ -339,12 +343,4 @@ def run_session(cfg: RunConfig | EvalConfig, body: Callable[[Session], Awaitable
             console.say(unwritten)
         session.write_summary(reason)
         end_on_signals()  # as before the run
-    return RunResult(
-        exit_reason=reason,
-        folder=folder.path,
-        model=folder.path / "model",
-        steps_done=session.facts.get("steps_done", 0),
-        metrics=session.logged,
-        before=session.facts.get("before", {}),
-        after=session.facts.get("after", {}),
-    )
+    return make_result(reason, folder.path, session.facts, session.logged)

@@ -20,6 +20,7 @@ from configs.schema import RunConfig
 from core import metrics as names
 from core.errors import UserError, writing
 from core.signals import EXIT_CODE
+from core.whole_files import write_whole
 from driver.explain import explain
 from driver.load_recipe import load_recipe
 
@@ -78,7 +79,7 @@ def split_values(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweptRun:
-    """One finished run of a sweep."""
+    """Finished run of a sweep."""
 
     overrides: list[str]
     """Those that differ between the runs."""
@@ -172,7 +173,7 @@ def _write_table(file: Path, done: list[SweptRun]) -> None:
     ]
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write_whole(file, json.dumps(rows, indent=1) + "\n")
 
 
 def show_table(done: list[SweptRun]) -> None:

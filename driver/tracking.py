@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -17,35 +16,36 @@ from configs.schema import RunConfig
 from configs.tracking_schema import TrackingConfig
 from core.secrets import hide_secrets, hide_settings
 from core.types import Group
-from driver.checkpoint import find_checkpoint
+from driver.checkpoint import Checkpoint
 from driver.devices import count_gpus
+from driver.git_state import describe_git
 from driver.resume import flatten_settings
 from driver.run_folder import list_packages
 from driver.sample_files import make_sample_record
+from driver.sample_text import join_messages
 from trackers import load_trackers
 from trackers.base import TrackedRun
 from trackers.hub import Trackers, find_previous
 
-CLONE = Path(__file__).resolve().parent.parent
 GPU_FILES = Path("/proc/driver/nvidia/gpus")
 
 
-def make_trackers(cfg: RunConfig | EvalConfig, folder: Path, say: Callable[[str], None]) -> Trackers:
+def make_trackers(
+    cfg: RunConfig | EvalConfig, folder: Path, say: Callable[[str], None], checkpoint: Checkpoint | None = None
+) -> Trackers:
     """Return the trackers that the recipe names, to be started; those of the run that is resumed will go on.
 
-    An evaluation has none: its results are files of their own.
+    checkpoint: the one that is resumed. An evaluation has no trackers: its results are files of their own.
     """
     names, settings = (
         ([], TrackingConfig.model_validate({})) if isinstance(cfg, EvalConfig) else (cfg.trackers, cfg.tracking)
     )
-    resumes = None if isinstance(cfg, EvalConfig) else cfg.resume
     classes = load_trackers(names)
-    checkpoint = None if resumes is None else find_checkpoint(resumes, say=lambda _: None)
     run = TrackedRun(
         name=folder.name,
         folder=folder,
         config=flatten_settings(hide_settings(cfg.model_dump(mode="json"))),
-        facts=describe_machine() | describe_git(CLONE) if set(names) - {"jsonl"} else {},
+        facts=describe_machine() | describe_git() if set(names) - {"jsonl"} else {},
         settings=settings,
         first_step=0 if checkpoint is None else checkpoint.state.steps_done,
         previous=None,
@@ -78,27 +78,6 @@ def describe_gpus() -> str:
     return ", ".join(line.partition(":")[2].strip() for line in lines if line.startswith("Model"))
 
 
-def describe_git(clone: Path) -> dict[str, str]:
-    """Return commit, branch and whether files differ from it; nothing where this is no clone, or git is missing."""
-    commit = _ask_git(clone, "rev-parse", "HEAD")
-    if commit is None:
-        return {}
-    changed = _ask_git(clone, "status", "--porcelain", "--untracked-files=no")
-    return {
-        "git.commit": commit,
-        "git.branch": _ask_git(clone, "rev-parse", "--abbrev-ref", "HEAD") or "",
-        "git.changed_files": str(len((changed or "").splitlines())),
-    }
-
-
-def _ask_git(clone: Path, *question: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(clone), *question], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
 def make_sample_rows(step: int, groups: list[Group], n: int) -> list[dict[str, Any]]:
     """Return the first n samples as rows of a table: strings and numbers only."""
     first = islice(((i, s) for i, group in enumerate(groups) for s in group), n)
@@ -107,7 +86,7 @@ def make_sample_rows(step: int, groups: list[Group], n: int) -> list[dict[str, A
         {
             "step": step,
             "group": record["group"],
-            "prompt": "\n".join(f"{message['role']}: {message['content']}" for message in record["prompt"]),
+            "prompt": join_messages(record["prompt"]),
             "completion": record["completion"],
             "reward": record["reward"],
             "advantage": record["advantage"],

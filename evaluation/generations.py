@@ -46,7 +46,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One sample; a row of the file."""
+    """Sample of an evaluation; a row of the file."""
 
     set: str
     """Name of the data set."""
@@ -171,9 +171,10 @@ def read_generations(paths: Sequence[Path]) -> list[Generation]:
     return rows
 
 
-def join_parts(run_folder: Path, order: dict[str, int]) -> Path:
-    """Write all samples into one file, in the order of the data sets, and remove the parts."""
+def join_parts(run_folder: Path, order: dict[str, int]) -> list[Generation]:
+    """Write all samples into one file, in the order of the data sets, and remove the parts; return the samples."""
     rows = read_generations(list_parts(run_folder))
-    write_generations(run_folder / WHOLE, sorted(rows, key=lambda row: (order[row.set], row.index, row.sample)))
+    rows.sort(key=lambda row: (order[row.set], row.index, row.sample))
+    write_generations(run_folder / WHOLE, rows)
     shutil.rmtree(run_folder / PARTS)
-    return run_folder / WHOLE
+    return rows

@@ -32,7 +32,7 @@ class GradedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRow:
-    """One row of the results."""
+    """Row of the results."""
 
     column: str
     """Column that the prompts of the row share; "" for all prompts."""

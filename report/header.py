@@ -8,6 +8,7 @@ from typing import Any
 from core import metrics as names
 from core.metrics import PHASE_MEANINGS, find_metric
 from core.phases import ENGINE_ACTIVITIES, IDLE, REST, TRAINER_ACTIVITIES, Activity, time_metric
+from core.run_summary import GitState, Warned
 from report.run_files import RunRecord
 
 NOT_ENDED = "no summary.json: the run goes on, or was killed"
@@ -49,7 +50,7 @@ def list_facts(run: RunRecord, flat: dict[str, str]) -> dict[str, str]:
         "backend": flat.get("backend", ""),
         "seed": flat.get("seed", ""),
         "time": f"{seconds:.1f} s" if isinstance(seconds, int | float) else "",
-        "git": describe_git(find_git(summary)),
+        "git": describe_git(summary.get("git")),
         "resumed": str((summary.get("resumed") or {}).get("checkpoint", "")),
         "bottleneck": str(summary.get("bottleneck", "")),
     }
@@ -59,32 +60,27 @@ def _times(groups: str, size: str) -> str:
     return f"{groups} groups x {size}" if groups and size else ""
 
 
-def find_git(summary: dict[str, Any]) -> Any:
-    """Return what the summary says of git: under `git`, or in keys that begin with `git.`."""
-    return summary.get("git") or {k.removeprefix("git."): v for k, v in summary.items() if k.startswith("git.")} or None
+def describe_git(state: GitState | str | None) -> str:
+    """Return the state of the code in one line; nothing for a run that did not write it.
 
-
-def describe_git(state: Any) -> str:
-    """Return the git state of summary.json in one line, whatever its form.
-
-    >>> describe_git({"commit": "abc", "dirty": True})
-    'commit abc, dirty True'
-    >>> describe_git(None)
-    ''
+    >>> describe_git({"commit": "0a1b2c", "branch": "main", "changed_files": 2})
+    '0a1b2c on main, 2 files changed'
     """
-    if isinstance(state, dict):
-        return ", ".join(f"{key} {_as_text(value)}" for key, value in state.items() if value not in (None, "", []))
-    return "" if state is None else _as_text(state)
+    if not isinstance(state, dict):
+        return state or ""
+    changed = state["changed_files"]
+    return f"{state['commit']} on {state['branch']}, {changed} file{'' if changed == 1 else 's'} changed"
 
 
 def list_warnings(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the warnings and advice that the run left in its summary, and what its log tells."""
-    advice = run.summary.get("advice") or {}
+    """Return the warnings that the run left in its summary, and what its log tells."""
+    given: list[Warned | str] = [
+        *run.summary.get("warnings", []),
+        *run.summary.get("advice", {}).values(),  # so runs of earlier versions wrote them
+    ]
     found: list[dict[str, Any]] = [
-        {"step": one.get("step"), "text": str(one.get("text") or one.get("message") or _as_text(one))}
-        if isinstance(one, dict)
-        else {"step": None, "text": str(one)}
-        for one in (*(run.summary.get("warnings") or []), *(advice.values() if isinstance(advice, dict) else advice))
+        {"step": None, "text": one} if isinstance(one, str) else {"step": one["step"], "text": one["text"]}
+        for one in given
     ]
     if skipped := sum(line.get(names.TRAIN_SKIPPED, 0.0) for line in run.metrics):
         found.append({"step": None, "text": f"{skipped:g} updates were skipped, because a gradient was not finite"})

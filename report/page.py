@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,17 @@ from typing import Any
 from core import metrics as names
 from core.errors import UserError
 from report import captured
-from report.embed import data_element, pack, policy, to_json
+from report.assemble import UPLOT, join_scripts, make_html, save_page
+from report.embed import data_element, pack
 from report.header import describe_metrics, describe_run, describe_time
 from report.run_files import RunRecord, is_unfinished, read_run, read_samples
 from report.step_data import make_step, make_whole_step
 from report.token_account import PARTS, account_tokens
 
-HERE = Path(__file__).parent
-UPLOT = HERE / "vendor" / "uplot"
-SCRIPTS = ("dom", "data", "stacked", "curves", "account", "histogram", "samples", "microscope", "overview", "main")
+SCRIPTS = (
+    *("dom", "blocks", "data", "stacked", "curves", "account", "histogram", "samples", "tokens", "microscope"),
+    *("overview", "main"),
+)
 """Files of assets/, in the order in which they are put together; each may use what those before it define."""
 LARGE = 50_000_000
 """Bytes beyond which a page opens slowly, so that a smaller selection is advised."""
@@ -62,13 +63,15 @@ def write_page(folders: list[Path], out: Path, *, samples: int, everything: bool
         "tokens": PARTS,
         "files": beside.folder.name if beside else None,
     }
-    text = render(head, blocks)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror or error}") from error
-    notes.append(f"page: {out} ({len(text) / 1e6:.1f} MB)")
+    text = make_html(
+        title=", ".join(run["name"] for run in descriptions),
+        head=head,
+        blocks=blocks,
+        script=assemble_script(),
+        style=(UPLOT / "uPlot.min.css").read_text(),
+        files_beside=beside is not None,
+    )
+    notes.append(save_page(out, text, key="--out"))
     if beside:
         notes.append(f"all samples: {beside.folder} ({beside.files} files; keep them beside the page)")
     if len(text) > LARGE:
@@ -135,28 +138,6 @@ def to_columns(run: RunRecord, accounts: dict[int, dict[str, float]]) -> dict[st
     }
 
 
-def render(head: dict[str, Any], blocks: list[str]) -> str:
-    """Return the page's text."""
-    script = assemble_script()
-    title = ", ".join(run["name"] for run in head["runs"])
-    style = (UPLOT / "uPlot.min.css").read_text() + "".join(
-        (HERE / "assets" / name).read_text() for name in ("style.css", "samples.css")
-    )
-    filled = {
-        "POLICY": html.escape(policy(script, files_beside=head["files"] is not None)),
-        "TITLE": html.escape(title),
-        "STYLE": style,
-        "HEAD": to_json(head),
-        "BLOCKS": "".join(blocks),
-        "SCRIPT": script,
-    }
-    pieces = (HERE / "assets" / "page.html").read_text().split("@@")
-    return "".join(filled[piece] if i % 2 else piece for i, piece in enumerate(pieces))
-
-
 def assemble_script() -> str:
-    """Return uPlot and our own files as one script; ours share one scope that nothing else sees."""
-    own = "\n".join((HERE / "assets" / f"{name}.js").read_text() for name in SCRIPTS)
-    script = f'{(UPLOT / "uPlot.iife.min.js").read_text()}\n(() => {{\n"use strict";\n{own}\n}})();\n'
-    assert "</script" not in script.lower() and "<!--" not in script
-    return script
+    """Return uPlot and our own files as one script."""
+    return join_scripts(SCRIPTS, library=(UPLOT / "uPlot.iife.min.js").read_text())

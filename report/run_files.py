@@ -25,7 +25,7 @@ STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What a run folder says of its run."""
+    """Contents of a run folder, its samples excepted."""
 
     folder: Path
     config: dict[str, Any]

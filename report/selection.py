@@ -13,7 +13,7 @@ SHARE_OF_A_GROUP = 4
 
 
 class Scored(Protocol):
-    """What the choice needs to know of a sample."""
+    """Interface of a sample to the choice."""
 
     @property
     def group(self) -> int: ...
@@ -23,7 +23,7 @@ class Scored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A sample's group and reward."""
+    """Group and reward of a sample."""
 
     group: int
     reward: float | None
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """A group that is kept, with those of its samples that are."""
+    """Group that is kept, with those of its samples that are."""
 
     group: int
     why: str

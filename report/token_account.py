@@ -15,14 +15,12 @@ PARTS = {
     "rejected": "in groups that the algorithm rejected, or in samples without a reward",
 }
 """Parts that add up to all generated tokens, in the order of the page."""
-CLIPS = ("train/clip_frac_high", "train/clip_frac_low", "train/clip_frac", "train/masked")
-"""Fractions of the trained tokens whose gradient is removed. Each has the tokens' weights in it."""
 
 
 def account_tokens(line: dict[str, float], rows: Sequence[Row]) -> dict[str, float]:
     """Split the generated tokens of a step into PARTS; an empty result where the log does not say.
 
-    A fraction of the log may be over weighted tokens, so `clipped` is exact only where all tokens weigh the same.
+    A fraction of the log has the tokens' weights in it, so `clipped` is exact only where all tokens weigh the same.
     """
     if names.ROLLOUT_TOKENS not in line or names.TRAIN_TOKENS not in line:
         return {}
@@ -33,7 +31,7 @@ def account_tokens(line: dict[str, float], rows: Sequence[Row]) -> dict[str, flo
     trained = min(line[names.TRAIN_TOKENS], kept)
     silent = sum(row.get("new_tokens") or 0 for row in rows if row.get("advantage") == 0 and not row.get("failure"))
     no_signal = min(float(silent), trained)
-    clipped = min(trained * sum(line.get(name, 0.0) for name in CLIPS), trained - no_signal)
+    clipped = min(trained * sum(line.get(name, 0.0) for name in names.SILENCED), trained - no_signal)
     return {
         "contributing": trained - no_signal - clipped,
         "clipped": clipped,

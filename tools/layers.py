@@ -22,7 +22,7 @@ LAYERS = (
 )
 """From the ground up: a file imports from its own layer and from those before it."""
 BESIDE = ("data_prep", "report", "tools", "benchmarks")
-"""Programs of their own. Nothing imports them but each other and the tests."""
+"""Programs of their own. Nothing imports them but each other, the tests, and capture/replay.py, a program too."""
 HOMES = {
     "ray": ("core/ray_cluster.py", "core/ray_actor.py", "core/private_ray.py"),
     "deepspeed": ("trainers/deepspeed.py",),

@@ -16,7 +16,7 @@ from configs.tracking_schema import TrackingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a resumed run needs to continue the tracker's run. It stands in trackers.json, so it holds no secret."""
+    """Name of a run in its tracker, by which a resumed run continues it; in trackers.json, so it holds no secret."""
 
     id: str
     """The tracker's own name of the run."""
@@ -26,7 +26,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of a run when it starts."""
+    """Description of a run for its trackers, when it starts."""
 
     name: str
     folder: Path
@@ -43,7 +43,7 @@ class TrackedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended."""
+    """End of a run."""
 
     exit_reason: str
     """As in summary.json: done, interrupted, stopped: ..., error: ..."""
@@ -63,6 +63,8 @@ class Tracker(Protocol):
     """Packages that it imports."""
     install: ClassVar[str] = "install it"
     """How to install them, as a clause of a sentence."""
+    farewell: str = ""
+    """Sentence that the run says after `finish`, such as where the data is; `finish` may set it."""
 
     @classmethod
     def refuse(cls, settings: TrackingConfig) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from core.deadlines import TRACKER_FINISH_TIMEOUT_S
-from core.errors import RunStopped, UserError, first_line, writing
+from core.errors import RunStopped, UserError, first_line
+from core.whole_files import write_whole
 from trackers.base import Identity, Outcome, TrackedRun, Tracker
 from trackers.feeder import Feeder
 from trackers.jsonl import FILE, Jsonl
@@ -87,12 +87,8 @@ class Trackers:
         """Write the tracker's own name of the run into trackers.json."""
         with self._lock:
             self._identities[name] = identity
-            path = self.folder / IDENTITIES
-            partial = path.with_name(f"{path.name}.partial")
-            with writing(path):
-                text = json.dumps({name: asdict(one) for name, one in self._identities.items()}, indent=1)
-                partial.write_text(text + "\n", encoding="utf-8")
-                os.replace(partial, path)
+            text = json.dumps({name: asdict(one) for name, one in self._identities.items()}, indent=1)
+            write_whole(self.folder / IDENTITIES, text + "\n")
 
 
 def find_previous(run_folder: Path) -> dict[str, Identity]:

@@ -30,7 +30,7 @@ QUIET = {
 
 
 class Mlflow(Tracker):
-    """One run of an experiment."""
+    """Tracker that writes one run of an experiment."""
 
     packages: ClassVar = ("mlflow",)
     install: ClassVar = "run `make install`"

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from algs.base import Algorithm, check_per_token
+from algs.base import Algorithm, check_per_token, sum_totals
+from core.metrics import SHADOW
 from core.types import Policy, Tokens
 from trainers.meter import Meter
 
@@ -38,14 +39,16 @@ class ShadowMeter:
             return
         for name, alg in self.shadows.items():
             own = [(as_needed_by(alg, policy), tokens[name]) for policy, tokens in seen]
-            for policy, tokens in with_totals(alg, own, add_up):
+            totals = sum_totals(alg, own, add_up)
+            for policy, plain in own:
+                tokens = plain.replace(totals=totals)
                 loss, metrics = check_per_token(alg, alg.objective(policy, tokens), tokens)
                 self.totals[name].add(tokens, {"loss": loss, **metrics})
 
     def compute_means(self, add_up: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the means over all ranks, as `shadow/<name>/<metric>`."""
+        """Return the means over all ranks, under SHADOW, `<name>/<metric>`."""
         return {
-            f"shadow/{name}/{metric}": value
+            f"{SHADOW}{name}/{metric}": value
             for name, meter in self.totals.items()
             for metric, value in meter.compute_means(add_up).items()
             if metric != "tokens"  # they are those of the loss that trains
@@ -55,14 +58,3 @@ class ShadowMeter:
 def as_needed_by(alg: Algorithm, policy: Policy) -> Policy:
     """Return the policy as a trainer with this algorithm would compute it: with the entropy only where it is needed."""
     return policy if alg.needs_entropy else Policy(logp=policy.logp)
-
-
-def with_totals(
-    alg: Algorithm, seen: list[tuple[Policy, Tokens]], add_up: Callable[[Tensor], Tensor]
-) -> list[tuple[Policy, Tokens]]:
-    """Return the tokens with the algorithm's sums over the whole update and all ranks."""
-    if type(alg).totals is Algorithm.totals:
-        return seen
-    partial = [alg.totals(policy, tokens) for policy, tokens in seen]
-    totals = {name: add_up(torch.stack([p[name] for p in partial]).sum(0)) for name in sorted(partial[0])}
-    return [(policy, tokens.replace(totals=totals)) for policy, tokens in seen]

@@ -14,16 +14,17 @@ from torch import Tensor
 from algs.base import Metrics, with_prox
 from algs.ops import importance_ratio, k3
 from core.arrays import Floats
+from core.metrics import CUT, TRAIN
 from core.types import Policy, Tokens
 from weight_sync.base import ExportScope
 
-CLIP_METRICS = ("clip_frac_high", "clip_frac_low", "clip_frac", "masked", "capped")
-"""Metrics of a loss that are 1 where it clips, caps or masks a token, and 0 elsewhere."""
+CLIP_METRICS = tuple(name.removeprefix(TRAIN) for name in CUT)
+"""Metrics of a loss, as it names them, that are 1 where it clips, caps or masks a token, and 0 elsewhere."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RecordedUpdate:
-    """One update on one rank."""
+    """Record of one update on one rank."""
 
     fingerprints: dict[ExportScope, dict[str, int]]
     """Checksums of the weights before the update, by tensor; on the first rank only."""

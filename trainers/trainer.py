@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from algs.base import Algorithm, Metrics, check_per_token
+from algs.base import Algorithm, Metrics, check_per_token, sum_totals
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.arrays import Floats
 from core.clock import ActivityTimer
@@ -331,10 +331,5 @@ class Trainer:
     def with_totals(self, micro_batches: list[Batch]) -> list[Batch]:
         """Return the batches on this device, with the algorithm's sums over the whole update and all ranks."""
         batches = [b.to(self.device) for b in micro_batches]
-        if type(self.alg).totals is Algorithm.totals:
-            return batches
-        partial = [self.alg.totals(self.forward(b), b.tokens) for b in batches]
-        totals = {
-            name: self.sum_over_ranks(torch.stack([p[name] for p in partial]).sum(0)) for name in sorted(partial[0])
-        }
+        totals = sum_totals(self.alg, ((self.forward(b), b.tokens) for b in batches), self.sum_over_ranks)
         return [replace(b, tokens=b.tokens.replace(totals=totals)) for b in batches]

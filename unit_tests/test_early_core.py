@@ -15,8 +15,10 @@ import psutil
 import pytest
 
 from core.errors import ProcessDied
+from core.guardian import MARK
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm import VllmEngine
+from rollouts.engines.vllm_support.sockets import VARIABLE
 from unit_tests.test_vllm_engine import PROMPT, save
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -68,6 +70,36 @@ def test_the_death_of_a_process_is_noticed_and_the_others_end(victim: str, ranks
 
     _, alive = psutil.wait_procs(asyncio.run(body()), timeout=15)
     assert not alive
+
+
+OUTSIDE = """
+import asyncio, os, tempfile
+from pathlib import Path
+from rollouts.engines.base import EngineConfig
+from rollouts.engines.vllm import VllmEngine
+
+async def main():
+    engine = VllmEngine(EngineConfig(model_path={model!r}, dtype="float32", temperature=1.0, max_model_len=256,
+                                     stop_token_ids=(), kv_cache_gib=0.1))
+    print(*(path for path in Path(tempfile.gettempdir()).rglob("*") if path.is_socket()))
+    await engine.close()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_an_engine_outside_of_a_run_leaves_no_sockets(tmp_path: Path, tmp_path_factory) -> None:
+    save("qwen2-tied", tmp_path, seed=0)
+    (tmp_path / "outside.py").write_text(OUTSIDE.format(model=str(tmp_path)))
+    own = tmp_path_factory.mktemp("t")  # a socket's path is short
+    environment = {name: value for name, value in os.environ.items() if name not in (MARK, VARIABLE)}
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": str(own)}
+    command = [sys.executable, str(tmp_path / "outside.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    there = done.stdout.split()
+    assert len(there) >= 2 and {Path(path).parent.parent for path in there} == {own}, done.stdout
+    assert [path for path in own.rglob("*") if path.is_socket() or path.name.startswith("vllm-")] == []
 
 
 @pytest.fixture

@@ -191,10 +191,10 @@ def test_parts_become_one_file_in_order_and_nothing_is_lost(tmp_path):
     again.flush()
     again.flush()
     assert [p.name for p in list_parts(tmp_path / "again")] == [f"part_0000{i}.parquet" for i in range(3)]
-    whole = join_parts(tmp_path / "again", {"b": 0, "a": 1})
-    assert whole.name == WHOLE and not (tmp_path / "again" / "generations").exists()
+    rows, whole = join_parts(tmp_path / "again", {"b": 0, "a": 1}), tmp_path / "again" / WHOLE
+    assert whole.is_file() and not (tmp_path / "again" / "generations").exists()
     wanted = [a_row(of, i, s) for of, i in [("b", 0), ("b", 1), ("b", 2), ("a", 0), ("a", 1)] for s in range(2)]
-    assert read_generations([whole]) == wanted
+    assert read_generations([whole]) == rows == wanted
     assert pq.read_table(whole).column("reward").null_count == 4
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import main_sl
 import report.__main__ as program
 from benchmarks.report_page import make_run
+from core.run_summary import GitState
+from driver.git_state import read_git_state
 from report.embed import to_json, unpack
 from report.page import UPLOT, assemble_script, write_page
 from report.run_files import read_run
@@ -20,6 +24,7 @@ from report.selection import Entry, choose_samples
 from report.token_account import PARTS, account_tokens
 from unit_tests.examples import run_here
 
+ROOT = Path(__file__).parent.parent
 HOSTILE = (
     "<img src=x onerror=\"document.title='hacked'\">",
     "</script><script>document.title='hacked'</script>",
@@ -217,6 +222,28 @@ def test_warnings_come_from_the_summary_and_the_log(run, tmp_path):
     assert head["warnings"][0] == {"step": 1, "text": "low"} and head["exit_reason"] == "stopped: x"
     assert texts[1] == "half of them" and "2 updates were skipped" in texts[2]
     assert "1 samples have no reward" in texts[3]
+
+
+def test_the_code_and_the_warnings_of_a_real_run_are_in_its_summary_and_on_the_page(recipe, tmp_path):
+    result = main_sl.run(recipe({"steps": 3, "trainer.warmup_updates": 3}, kind="sl"))
+    summary = json.loads((result.folder / "summary.json").read_text())
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    state: GitState = summary["git"]
+    assert state["commit"] == commit and state["branch"] and state["changed_files"] >= 0
+    [warned] = summary["warnings"]
+    assert warned["step"] == 2 and warned["rule"] == "warmup_at_end" and "still warming up" in warned["text"]
+    [head] = json.loads(page_of([result.folder], tmp_path).scripts["head"])["runs"]
+    assert dict(head["facts"])["git"].startswith(f"{commit} on {state['branch']}, {state['changed_files']} file")
+    assert head["warnings"] == [{"step": 2, "text": warned["text"]}]
+
+
+def test_code_that_is_no_clone_says_so(run, tmp_path):
+    state = read_git_state(tmp_path)
+    assert isinstance(state, str) and state.startswith("unknown: fatal: not a git repository")
+    (run / "summary.json").write_text(json.dumps({"git": state}))
+    [head] = json.loads(page_of([run], tmp_path).scripts["head"])["runs"]
+    assert dict(head["facts"])["git"] == state
 
 
 entries = st.lists(

@@ -27,6 +27,7 @@ from modeling.lora import name_lora_targets
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_local import LocalVllmEngine
+from rollouts.engines.vllm_support.sockets import VARIABLE
 from weight_sync.base import Bucket, Sent
 from weight_sync.broadcast import WeightReceiver, WeightSender
 from weight_sync.chunks import ChunkWriter
@@ -614,7 +615,7 @@ def test_every_family_follows_the_trainer_over_gloo(family: str, tensor_parallel
 
 
 @pytest.mark.verify
-def test_nothing_outlives_a_killed_engine(tmp_path: Path) -> None:
+def test_nothing_outlives_a_killed_engine(tmp_path: Path, tmp_path_factory) -> None:
     save("qwen2-tied", tmp_path, seed=0)
     script = f"""
         import sys, time
@@ -627,7 +628,8 @@ def test_nothing_outlives_a_killed_engine(tmp_path: Path) -> None:
             time.sleep(600)
     """
     (tmp_path / "engine.py").write_text(textwrap.dedent(script))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    sockets = tmp_path_factory.mktemp("s")  # nobody removes them after a kill
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), VARIABLE: str(sockets)}
     command = [sys.executable, str(tmp_path / "engine.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as actor:
         assert actor.stdout is not None

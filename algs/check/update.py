@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from algs.base import Algorithm, assign_advantages
+from algs.base import Algorithm, assign_advantages, sum_totals
 from algs.check import fixtures
 from algs.check.fixtures import MadeUpStep, Tables
 from core.types import Batch, Group, Policy, ScoredColumn
@@ -90,13 +90,9 @@ def make_plan(alg: Algorithm, groups: list[Group], *, split: Split = WHOLE, hori
     )
 
 
-@torch.no_grad()
 def with_totals(alg: Algorithm, batches: list[Batch], tables: Tables) -> list[Batch]:
-    """Add the algorithm's totals to every micro-batch, summed as trainers/trainer.py does."""
-    if type(alg).totals is Algorithm.totals:
-        return batches
-    parts = [alg.totals(make_policy(alg, b, tables), b.tokens) for b in batches]
-    totals = {name: torch.stack([p[name] for p in parts]).sum(0) for name in parts[0]}
+    """Add the algorithm's totals to every micro-batch, summed as in training."""
+    totals = sum_totals(alg, ((make_policy(alg, b, tables), b.tokens) for b in batches), lambda values: values)
     return [replace(b, tokens=b.tokens.replace(totals=totals)) for b in batches]
 
 

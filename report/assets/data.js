@@ -1,31 +1,12 @@
-// The data of the page: the head at once, everything else as gzipped blocks that are decoded when asked for.
+// The runs of the page, and the files beside it.
 
-const HEAD = JSON.parse(document.getElementById("head").textContent);
 const RUNS = HEAD.runs;
 RUNS.forEach((run, i) => {
   run.color = color(i);
   run.shown = true;
 });
 const runOf = (key) => RUNS.find((run) => run.key === key);
-const blocks = new Map();
 const arriving = new Map();
-
-async function decode(base64) {
-  const text = atob(base64);
-  const bytes = new Uint8Array(text.length);
-  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).json();
-}
-
-/** The content of a block of this page; null where there is none of this name. */
-function block(name) {
-  if (!blocks.has(name)) {
-    const node = document.getElementById(name);
-    blocks.set(name, node ? decode(node.textContent) : Promise.resolve(null));
-  }
-  return blocks.get(name);
-}
 
 /** Load a file beside the page by a script element, which works without a server. It takes the place of the block. */
 function loadBeside(name) {

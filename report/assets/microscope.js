@@ -7,19 +7,12 @@ const COLUMNS = {
   rollout_logp: ["negative", 0, "log-probability by the engine, when it was sampled"],
   logp_difference: ["signed", 0, "log-probability by the trainer minus that by the engine"],
   ratio: ["signed", 1, "policy ratio; 1 is on policy"],
-  clipped: ["positive", 0, "1 where the loss has no gradient though the advantage is not 0"],
+  clipped: ["positive", 0, "1 where the loss says that it clipped, capped or masked the token"],
   entropy: ["positive", 0, "entropy of the policy at the token, in nats"],
   kl: ["positive", 0, "estimate of the divergence from the reference at the token, in nats"],
   loss: ["signed", 0, "the token's own loss, before its weight"],
 };
 const lens = { column: "advantage" };
-
-function floats(base64) {
-  const text = atob(base64);
-  const bytes = new Uint8Array(text.length);
-  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
-  return new Float32Array(bytes.buffer);
-}
 
 async function showMicroscope(host, [key, step, group, sample] = []) {
   const run = runOf(key) || RUNS.find((one) => one.captured.length);
@@ -59,22 +52,10 @@ async function showMicroscope(host, [key, step, group, sample] = []) {
   again();
 }
 
-/** How strongly each token is coloured, -1 to 1, NaN where it is not trained on; and the value of 1. */
-function strengths(name, values) {
-  const known = [...values].filter(Number.isFinite);
-  const [kind, middle] = COLUMNS[name] || [known.some((x) => x < 0) ? "signed" : "positive", 0];
-  const away = known.map((x) => Math.abs(x - middle)).sort((a, b) => a - b);
-  const full = away[Math.floor(0.98 * (away.length - 1))] || away[away.length - 1] || 1; // two in a hundred may lie beyond
-  const sign = kind === "negative" ? -1 : 1;
-  return { kind, middle, full, of: [...values].map((x) => Math.max(-1, Math.min(1, (sign * (x - middle)) / full))) };
-}
-
-const tint = (x) => (Number.isFinite(x) ? `rgb(${x < 0 ? "64 120 214" : "226 96 40"} / ${(0.85 * Math.abs(x)).toFixed(3)})` : "");
-
 function tokensView(one) {
   const columns = Object.fromEntries(Object.entries(one.columns).map(([name, packed]) => [name, floats(packed)]));
   const values = columns[lens.column];
-  const scale = strengths(lens.column, values);
+  const scale = strengths(COLUMNS[lens.column] || [values.some((x) => x < 0) ? "signed" : "positive", 0], values);
   const details = el("div", { class: "token-details" });
   let pinned = false;
   const tell = (i) => fill(details, tokenDetails(one.pieces, columns, i));
@@ -103,12 +84,6 @@ function tokensView(one) {
     colorScale(scale),
     el("div", { class: "two wide-left" }, el("div", { class: "tokens" }, tokens), el("div", null, details, columnTable(columns))),
   ];
-}
-
-function colorScale({ kind, middle, full }) {
-  const stops = kind === "signed" ? [-1, -0.5, 0, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1];
-  const sign = kind === "negative" ? -1 : 1;
-  return el("div", { class: "scale" }, stops.map((x) => el("span", { style: { background: tint(x) } }, format(Number((middle + sign * x * full).toPrecision(3))))), el("span", { class: "token untrained" }, "not trained on"));
 }
 
 function tokenDetails(pieces, columns, i) {

@@ -1,0 +1,66 @@
+"""What main_rl.py and main_sl.py do around their loops: read the recipe, explain it or sweep over it, run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from configs.schema import RunConfig
+from driver.load_recipe import Loaded, load_recipe
+
+if TYPE_CHECKING:
+    from driver.checkpoint import Checkpoint
+    from driver.run_result import RunResult
+    from driver.session import Session
+
+C = TypeVar("C", bound=RunConfig)
+R = TypeVar("R")
+
+
+class Prepared(Protocol):
+    """Checked recipe, with what its program has read for it."""
+
+    @property
+    def loaded(self) -> Loaded[Any]: ...
+    @property
+    def checkpoint(self) -> Checkpoint | None: ...
+
+
+P = TypeVar("P", bound=Prepared)
+
+
+def run_program(file: str, cls: type[C], args: argparse.Namespace, launch: Callable[[Loaded[C]], RunResult]) -> int:
+    """Do what the command line asks for; return the exit code. file: the program, for the runs of a sweep."""
+    from driver.explain import explain
+    from driver.sweep import combine_overrides, run_sweep
+
+    if len(combinations := combine_overrides(args.overrides)) > 1:
+        return run_sweep(file, cls, args.config, combinations, only_explain=args.explain)
+    loaded = load_recipe(cls, args.config, args.overrides)
+    if args.explain:
+        print(explain(loaded))
+        return 0
+    launch(loaded)
+    return 0
+
+
+def launch_run(
+    loaded: Loaded[C],
+    prepare: Callable[[Loaded[C]], P],
+    start: Callable[[P, Session], Awaitable[R]],
+    train: Callable[[R], Awaitable[None]],
+) -> RunResult:
+    """Prepare, start and train; where a process dies and the recipe says so, again from the newest checkpoint."""
+    from driver.on_failure import run_with_resumes
+    from driver.session import run_session
+
+    def attempt(loaded: Loaded[C]) -> RunResult:
+        prepared = prepare(loaded)
+
+        async def body(session: Session) -> None:
+            await train(await start(prepared, session))
+
+        return run_session(prepared.loaded.cfg, body, prepared.checkpoint)
+
+    return run_with_resumes(attempt, loaded)
