@@ -1,4 +1,4 @@
-"""Keeps capsules while a run trains."""
+"""Keeps capsules while a run trains: what the trainers recorded of a step is written beside the loop."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ class Recorder:
         self.triggers = Triggers(cfg)
         self.kept_by_events = 0
         self.resumed_from = resumed_from
+        self._writing: asyncio.Task[None] | None = None
+        """The last capsule, until it is written."""
 
     @asynccontextmanager
     async def recording(
@@ -77,6 +79,7 @@ class Recorder:
                 reason = f"non_finite: the run stopped: {stopped}"
                 try:
                     await self._keep(step, reason, of_updates, plans, recording.metrics)
+                    await self.finish()
                 except RunStopped as another:  # the run ends for the first of the two reasons
                     self.say(f"WARNING: the step could not be kept: {another}")
             raise
@@ -111,8 +114,18 @@ class Recorder:
                 captured = capture_samples(step, of_updates, plans, recorded, self.decoder)
                 write_capsule(folder, manifest, captured, of_updates)
 
-        await asyncio.to_thread(write)
-        self.say(f"step {step} is kept in {folder} ({reason})")
+        async def write_beside() -> None:
+            await asyncio.to_thread(write)
+            self.say(f"step {step} is kept in {folder} ({reason})")
+
+        await self.finish()  # one at a time: each holds its step in memory
+        self._writing = asyncio.create_task(write_beside())
+
+    async def finish(self) -> None:
+        """Wait until the last capsule is written. Raises RunStopped where it could not be."""
+        last, self._writing = self._writing, None
+        if last is not None:
+            await last
 
     def _find_checkpoint(self, step: int) -> str | None:
         """Return the checkpoint with the weights before a step."""

@@ -20,6 +20,7 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import UserError, first_line
 from modeling.export import exported_tensors
 from trainers.local import LocalTrainer
+from trainers.saved_policy import load_policy
 
 Fingerprints = Mapping[str, Mapping[str, int]]
 
@@ -122,21 +123,10 @@ def load_adapter(trainer: LocalTrainer, folder: Path, *, key: str) -> None:
         parameter.copy_(saved[name])
 
 
-@torch.no_grad()
 def load_checkpoint(capsule: Capsule, folder: Path) -> LocalTrainer:
     """Return a trainer with the weights of a checkpoint, of the local trainer or of DeepSpeed's ranks."""
     trainer = make_trainer(capsule)
-    if (folder / "policy" / "state.pt").is_file():
-        trainer.policy.load_state(folder / "policy")
-        return trainer
-    from trainers.deepspeed import read_sharded_weights
-
-    saved = read_sharded_weights(folder / "policy")
-    for name, parameter in trainer.model.named_parameters():
-        if parameter.requires_grad:
-            if name not in saved or saved[name].shape != parameter.shape:
-                raise UserError(f"the checkpoint {folder} does not hold {name} of the run's model")
-            parameter.copy_(saved[name])
+    load_policy(trainer.model, folder)
     return trainer
 
 

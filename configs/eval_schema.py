@@ -18,7 +18,8 @@ class EvalModelConfig(StrictModel):
     """Keys of `model` in an evaluation."""
 
     path: str
-    """Hugging Face folder, such as the `model` of a run folder, or name on the hub."""
+    """Hugging Face folder, such as the `model` of a run folder, or name on the hub; or a checkpoint of a run
+    (`checkpoints/step_00010`), whose weights are written as a model first."""
     adapter: str | None = None
     """Folder of a LoRA adapter in PEFT's format, to be merged into the model; unset evaluates the model as it is."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 RENAMED: dict[str, str] = {
@@ -46,22 +46,29 @@ ADDED_IN_RL: dict[str, Any] = {
 """New keys of RL runs, likewise."""
 
 
-def find_renamed(raw: Mapping[str, Any], *, supervised: bool) -> tuple[str, str] | None:
+def find_renamed(
+    raw: Mapping[str, Any], *, supervised: bool, is_known: Callable[[str], bool]
+) -> tuple[str, str] | None:
     """Return the first old key of a recipe and the key and value that replace it, as `key: value`; None if all are new.
 
-    >>> find_renamed({"rollout": {"update": "drain"}}, supervised=False)
+    is_known: tells whether a dotted key is one of today's; an algorithm of the user's may have any.
+
+    >>> find_renamed({"rollout": {"update": "drain"}}, supervised=False, is_known=lambda key: False)
     ('rollout.update', 'weight_sync.requests: wait')
     """
     for old, new in _get_renamed_keys(supervised).items():
         value = _look_up(raw, old.split("."))
-        if value is not _MISSING:
+        if value is not _MISSING and not is_known(old):
             return old, f"{new}: {_format_value(_translate_value(new, value))}"
     return None
 
 
-def translate_settings(settings: Mapping[str, Any], *, supervised: bool) -> dict[str, Any]:
-    """Return a checkpoint's settings, by dotted key, under today's keys and values."""
-    table = _get_renamed_keys(supervised)
+def translate_settings(settings: Mapping[str, Any], *, supervised: bool, known: Collection[str] = ()) -> dict[str, Any]:
+    """Return a checkpoint's settings, by dotted key, under today's keys and values.
+
+    known: keys of the run that is compared with them, which mean themselves.
+    """
+    table = {old: new for old, new in _get_renamed_keys(supervised).items() if old not in known}
     translated: dict[str, Any] = {}
     for key, value in settings.items():
         if not supervised and key in REMOVED_IN_RL:

@@ -200,6 +200,8 @@ EVAL_PAIR_ACCURACY = _declare("eval/pair/<metric>", "", "train/pair/<metric> on 
 _declare("eval/kto/<metric>", "", "train/kto/<metric> on data.eval", "kto")
 _declare("eval/reward/<part>", "", "reward/<part> on data.eval", RL)
 _declare("eval/rollout/failed", "samples", "samples of data.eval without a reward", RL)
+VERSION = "version"
+_declare("eval/version", "steps", "steps that the evaluated weights have behind them", RL)
 PASS_AT = "pass@{}"
 _declare(
     "eval/pass@<k>",

@@ -39,7 +39,7 @@ class EvalRun:
     done: dict[tuple[str, int], list[Generation]]
     """Samples that an earlier run has made."""
     merged: Path | None = None
-    """Model with its adapter, which engines may load until all is sampled."""
+    """Model with its adapter, or of a checkpoint, which engines may load until all is sampled."""
 
     @property
     def ks(self) -> list[int]:
@@ -123,7 +123,7 @@ class EvalRun:
 
 
 def remove_merged(folder: Path | None) -> None:
-    """Remove the model with its adapter, if there is one."""
+    """Remove the model that was made for this evaluation, if there is one."""
     if folder is not None and folder.exists():
         shutil.rmtree(folder)
 

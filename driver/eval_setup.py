@@ -20,11 +20,12 @@ from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from driver.check_engine import check_engine
 from driver.check_models import check_policy, check_room
+from driver.checkpoint_model import CheckpointModel, find_checkpoint_model, write_checkpoint_model
 from driver.devices import count_gpus, uses_gpus
 from driver.eval_resume import Resumed, collect_eval_settings, find_samples
 from driver.eval_run import EvalRun, remove_merged
 from driver.rl_setup import watch_engines
-from driver.rollout_factory import RolloutPlan, plan_engines, start_rollouts
+from driver.rollout_factory import RolloutPlan, check_rewards, plan_engines, start_rollouts
 from driver.session import Session
 from evaluation.generations import PartWriter, copy_parts
 from modeling.hf_config import check_model_folder, meta_model
@@ -37,7 +38,7 @@ from rollouts.stops import check_stops
 SETTINGS = "evaluation.json"
 """File of a run folder that says how its samples were made."""
 MERGED = "merged_model"
-"""Folder of the model with its adapter, while the engines load it."""
+"""Folder of the model with its adapter, or of a checkpoint's, while the engines load it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,8 @@ class PreparedEval:
     plan: RolloutPlan
     settings: dict[str, Any]
     resumed: Resumed | None
+    checkpoint: CheckpointModel | None
+    """The checkpoint that `model.path` names, if it names one."""
 
 
 def load_eval_recipe(path: str, overrides: list[str]) -> EvalConfig:
@@ -68,7 +71,9 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     """Check the recipe against model, data and code; raise UserError for what the user must fix."""
     if lacking := check_eval_devices(cfg):
         raise UserError(lacking)
-    trusts = cfg.model.trust_remote_code
+    trusts, given = cfg.model.trust_remote_code, cfg
+    if (checkpoint := find_checkpoint_model(cfg.model.path)) is not None:
+        cfg = with_base(cfg, checkpoint)
     if os.path.isfile(Path(cfg.model.path) / ADAPTER_CONFIG):  # unlike is_file, False for a name that is too long
         raise UserError(
             f"model.path={cfg.model.path} is an adapter without its model: name it in model.adapter, and in model.path "
@@ -80,7 +85,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     check_room(cfg)
     model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts)
     plan = plan_engines(cfg, model)
-    plan.reward_functions.load()
+    check_rewards(cfg, plan)
     load_env_class(plan.env_spec)
     tokenizer = make_tokenizer(model, cfg.data)
     check_template_args(tokenizer, cfg.data)
@@ -90,9 +95,26 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
         load_engine_class(plan.engine_spec).check_own_code(meta, path=cfg.model.path)
     sets = load_sets(cfg, tokenizer)
     code = {**plan.reward_functions.files, "rollout.env": plan.env_spec, "rollout.engine": plan.engine_spec}
-    settings = collect_eval_settings(cfg, code)
+    settings = collect_eval_settings(given, code)
     resumed = None if cfg.resume is None else find_samples(cfg.resume, read_settings(cfg.resume), settings, sets)
-    return PreparedEval(cfg=cfg, tokenizer=tokenizer, sets=sets, plan=plan, settings=settings, resumed=resumed)
+    return PreparedEval(
+        cfg=cfg,
+        tokenizer=tokenizer,
+        sets=sets,
+        plan=plan,
+        settings=settings,
+        resumed=resumed,
+        checkpoint=checkpoint,
+    )
+
+
+def with_base(cfg: EvalConfig, checkpoint: CheckpointModel) -> EvalConfig:
+    """Return the recipe with the model that a checkpoint's run began with, whose config and tokenizer it shares."""
+    if cfg.model.adapter is not None:
+        raise UserError(
+            f"model.path={cfg.model.path} is a checkpoint, and its adapter is in it: leave model.adapter out"
+        )
+    return cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": checkpoint.base})})
 
 
 def check_eval_devices(cfg: EvalConfig) -> str | None:
@@ -121,11 +143,11 @@ async def start_eval(prepared: PreparedEval, session: Session) -> EvalRun:
     for one in prepared.sets:
         if one.invalid.rows:
             session.console.say(f"{one.name}: {one.invalid.rows} rows are invalid and not evaluated: {one.invalid}")
-    merged = None if cfg.model.adapter is None else folder / MERGED
+    merged = folder / MERGED if cfg.model.adapter is not None or prepared.checkpoint is not None else None
     try:
         with session.clock.phase(Phase.START):
-            if merged is not None and cfg.model.adapter is not None:
-                merge_adapter(cfg.model, cfg.model.adapter, merged)
+            if merged is not None:
+                write_merged(prepared, merged)
                 plan = replace(plan, engine=replace(plan.engine, model_path=str(merged)))
             session.engines = await start_rollouts(session.cluster, cfg, plan)
     except BaseException:
@@ -138,6 +160,15 @@ async def start_eval(prepared: PreparedEval, session: Session) -> EvalRun:
     return EvalRun(
         cfg=cfg, sets=prepared.sets, requests=requests, session=session, writer=writer, done=done, merged=merged
     )
+
+
+def write_merged(prepared: PreparedEval, folder: Path) -> None:
+    """Write the model that engines load in place of `model.path`: with its adapter, or of a checkpoint."""
+    model = prepared.cfg.model
+    if prepared.checkpoint is not None:
+        write_checkpoint_model(prepared.checkpoint, folder, trust_remote_code=model.trust_remote_code)
+    elif model.adapter is not None:
+        merge_adapter(model, model.adapter, folder)
 
 
 def read_settings(folder: str) -> dict[str, Any]:

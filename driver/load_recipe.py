@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from algs import find_algorithm
 from capture.losses import with_length_limit
-from configs.load import apply_override, read_recipe, validate
+from configs.load import apply_override, has_key, read_recipe, validate
 from configs.renamed import find_renamed
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
@@ -36,18 +36,25 @@ def load_recipe(cls: type[C], recipe: str | Mapping[str, Any], overrides: Sequen
     raw = read_recipe(recipe)
     for item in overrides:
         apply_override(raw, item)
-    if renamed := find_renamed(raw, supervised=not issubclass(cls, RLConfig)):
-        old, new = renamed
-        raise UserError(f"{old} was renamed: write {new}")
+    is_rl = issubclass(cls, RLConfig)
+    refuse_renamed(raw, is_rl=is_rl, is_known=lambda key: key.startswith("alg."))
     given = list_given(raw)
     cfg: C = validate(cls, raw, prefix="")
     if cfg.ray_address is not None:
         parse_address(cfg.ray_address)
     load_trackers(cfg.trackers)
     spec, alg_class = find_algorithm(cfg.alg)
+    refuse_renamed(raw, is_rl=is_rl, is_known=lambda key: has_key(alg_class, key.split(".")[1:]))
     alg = validate(alg_class, cfg.alg, prefix="alg.")
     if isinstance(cfg, RLConfig):
         alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
         check_engine(cfg)
     check_keys(cfg, alg, given)
     return Loaded(cfg=cfg.model_copy(update={"alg": alg.model_dump()}), alg_spec=spec, given=given)
+
+
+def refuse_renamed(raw: Mapping[str, Any], *, is_rl: bool, is_known: Callable[[str], bool]) -> None:
+    """Raise UserError for a key of an earlier version."""
+    if renamed := find_renamed(raw, supervised=not is_rl, is_known=is_known):
+        old, new = renamed
+        raise UserError(f"{old} was renamed: write {new}")

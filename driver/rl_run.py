@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from algs.base import PolicyGradient, assign_advantages, check_advantages
@@ -15,17 +15,17 @@ from core.errors import ProcessDied, RunStopped
 from core.phases import Milestone, Phase
 from core.row_layout import RowLayout
 from core.types import Group, Prompt, ScoredColumn
-from core.workers import Workers, gather_fail_fast
+from core.workers import Workers
 from data_feeds.feed import Feed
 from data_feeds.packing import Plan, plan_update
 from data_feeds.tokenizer import ChatTokenizer
 from driver.checkpoint import RunState
 from driver.dead_knobs import HyperParameterCheck
+from driver.held_out import HeldOut, Measured
 from driver.rollout_metrics import (
     check_failures,
     measure_drawn,
     measure_groups,
-    measure_passes,
     measure_staleness,
     name_train_metrics,
 )
@@ -49,7 +49,7 @@ class Run:
     cfg: RLConfig
     alg: PolicyGradient
     prompts: Feed[Prompt]
-    held_out: Feed[Prompt] | None
+    held_out: HeldOut | None
     tokenizer: ChatTokenizer
     trainers: Workers[Trainer]
     weights: WeightSync
@@ -66,8 +66,10 @@ class Run:
     time: TimeBreakdown
     shadows: Shadows | None = None
     recorder: Recorder | None = None
-    evaluated: tuple[int, dict[str, float]] | None = None
-    """Steps done at the last evaluation, and what it measured."""
+    evaluated: Measured | None = None
+    """The last evaluation."""
+    unlogged: dict[str, float] = field(default_factory=dict[str, float])
+    """What an evaluation beside training measured, for the line of the step in which it ended."""
     hyper_parameters: HyperParameterCheck = field(default_factory=lambda: HyperParameterCheck(frozenset(), set()))
 
     def remaining_steps(self) -> Iterator[int]:
@@ -199,24 +201,39 @@ class Run:
         kl = train_metrics.get(names.MISMATCH_KL)  # absent where no update of the step was made
         if not self.buffer.schedule.needs_sync(steps_done, version=self.buffer.version, kl=kl):
             return {}
+        if self.held_out is not None:
+            await self._end_evaluation(self.held_out)
         return await self.sync_weights(steps_done)
 
     async def log(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
         """Write the step's samples and metrics."""
         with self.session.clock.phase(Phase.LOG):
             measured = measure_groups(groups, self.prompts.mixed) | metrics
-            await self.session.folder.samples.write(step, groups)
             self.session.show_samples(step, groups, every=self.cfg.show_samples)
             measured |= await self.time.start_lap()
         measured[names.ROLLOUT_GROUP_RETRIES] = float(self.generation.n_retries)
         measured[names.ROLLOUT_RESTARTS] = float(self.engines.n_restarts)
         self.session.log(step, measured)
+        with self.session.clock.phase(Phase.LOG):  # last: the thread that writes them takes this one's time
+            await self.session.folder.samples.write(step, groups)
 
     async def evaluate_if_due(self, steps_done: int) -> dict[str, float]:
-        """Evaluate after every `eval_every` steps."""
-        every = self.cfg.eval_every
-        is_due = every and steps_done % every == 0
-        return await self.evaluate(f"after step {steps_done}") if is_due else {}
+        """Evaluate after every `eval_every` steps; return what was measured since the last step.
+
+        In overlap that may be an evaluation that ran beside training, of the weights before the last sync.
+        """
+        held_out, every = self.held_out, self.cfg.eval_every
+        if held_out is None:
+            return {}
+        if self.session.checkpoint_is_due(steps_done):
+            await self._end_evaluation(held_out)  # a resumed run could not make it again
+        logged, self.unlogged = self.unlogged, {}
+        if not every or steps_done % every:
+            return logged
+        if not held_out.may_run_beside(steps_done):
+            return await self.evaluate(f"after step {steps_done}")
+        held_out.begin(f"after step {steps_done}")
+        return logged
 
     async def evaluate(self, when: str) -> dict[str, float]:
         """Measure the reward on the held-out prompts, `eval_samples` each at the run's temperature.
@@ -227,23 +244,47 @@ class Run:
             return {}
         if self.session.is_over and self.buffer.version < self.steps_done:
             await self.sync_weights(self.steps_done)  # stop_when may end a run between two weight syncs
-        if self.evaluated is None or self.evaluated[0] != self.steps_done:
-            self.evaluated = self.steps_done, await self._measure(self.held_out)
-        shown = self.session.facts[when] = self.evaluated[1]
-        n = len(self.held_out.all())
-        self.session.console.say(f"{when}: held-out reward {shown[names.REWARD_MEAN]:.3f} over {n} prompts")
-        return {names.EVAL.format(name): value for name, value in shown.items()}
+        if self.evaluated is None or self.evaluated.version != self.buffer.version:
+            self.evaluated = await self._measure(self.held_out, when)
+        found = self._report(replace(self.evaluated, when=when))
+        if 0 < self.first_step == self.steps_done and self.held_out.may_run_beside(self.first_step):
+            self.unlogged = found  # it began beside the run that is resumed, and did not end there
+        return found
 
-    async def _measure(self, held_out: Feed[Prompt]) -> dict[str, float]:
-        """Sample the held-out prompts; return reward, its parts, failures and pass@k."""
+    async def _measure(self, held_out: HeldOut, when: str) -> Measured:
+        """Evaluate while the trainers wait; again after a sync, where an engine was restarted with newer weights."""
+        for _ in range(2):
+            with self.session.clock.phase(Phase.EVALUATE):
+                found = held_out.measure(await self._while_trainers_wait(held_out.sample()), when)
+            if found is not None:
+                return found
+            await self.sync_weights(self.steps_done)
+        raise RunStopped(
+            "the engines (rollout.engine) said after a weight sync that they sampled tokens of several versions: "
+            "correct the versions that generate() returns"
+        )
+
+    async def _end_evaluation(self, held_out: HeldOut) -> None:
+        """Wait for the evaluation beside training, if there is one, and keep its numbers for the log."""
+        if held_out.pending is None:
+            return
         with self.session.clock.phase(Phase.EVALUATE):
-            size, prompts = self.cfg.eval_samples, held_out.all()
-            calls = (self.generation.generate_group(-1 - i, prompt, size) for i, prompt in enumerate(prompts))
-            groups = await self._while_trainers_wait(gather_fail_fast(calls))
-        check_failures(groups, max_failed_fraction=self.cfg.reward.max_failed_fraction)
-        measured = measure_groups(groups)
-        shown = {k: v for k, v in measured.items() if k.startswith("reward/") or k == names.ROLLOUT_FAILED}
-        return shown | measure_passes(groups, pass_reward=self.cfg.eval_pass_reward)
+            found = await held_out.end()
+        if found is None:
+            self.session.console.say(
+                f"the evaluation {held_out.when} is left out: an engine was restarted, and its weights are newer"
+            )
+        else:
+            self.evaluated = found
+            self.unlogged = self._report(found)
+
+    def _report(self, found: Measured) -> dict[str, float]:
+        """Show what an evaluation found; return it under the names of the log."""
+        assert self.held_out is not None
+        shown = self.session.facts[found.when] = found.metrics
+        n = len(self.held_out.prompts)
+        self.session.console.say(f"{found.when}: held-out reward {shown[names.REWARD_MEAN]:.3f} over {n} prompts")
+        return {names.EVAL.format(name): value for name, value in shown.items()}
 
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
         """Write a checkpoint after every `checkpoint.every` steps."""
@@ -256,6 +297,8 @@ class Run:
         """Write the trained model, and where the time went."""
         await self.session.folder.samples.flush()
         await self.session.save_model(self.trainers, self.tokenizer, self.alg)
+        if self.recorder is not None:
+            await self.recorder.finish()
         devices = await self.time.read_totals()
         self.session.facts["devices"] = devices
         self.session.facts["bottleneck"] = name_bottleneck(devices, max_staleness=self.cfg.max_staleness)

@@ -29,12 +29,13 @@ from driver.checkpoint import Checkpoint
 from driver.dead_knobs import HyperParameterCheck
 from driver.devices import check_devices, uses_gpus
 from driver.engine_timers import EngineTimers
+from driver.held_out import HeldOut
 from driver.load_recipe import Loaded
 from driver.own_code import check_own_code
 from driver.push import check_push
 from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rl_run import Run
-from driver.rollout_factory import RolloutPlan, plan_rollouts, start_rollouts
+from driver.rollout_factory import RolloutPlan, check_rewards, plan_rollouts, start_rollouts
 from driver.save_to import check_output_folders
 from driver.session import Session
 from driver.shadows import Shadows, load_shadows
@@ -93,7 +94,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_room(cfg)
     shadows = load_shadows(cfg, alg)
     rollouts = plan_rollouts(cfg)
-    rollouts.reward_functions.load()
+    check_rewards(cfg, rollouts)
     load_env_class(rollouts.env_spec)
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)
@@ -143,11 +144,15 @@ async def start(prepared: Prepared, session: Session) -> Run:
     if len(probe) < 2:
         raise UserError("data.train: the first prompt has fewer than two tokens")
     availability = watch_engines(cfg, engines, session)
+    generation = make_generation(prepared, session, engines, availability, first_step)
+    held_out = None
+    if prepared.held_out is not None:
+        held_out = HeldOut(cfg, prepared.held_out.all(), generation)
     return Run(
         cfg=cfg,
         alg=prepared.alg,
         prompts=feed,
-        held_out=prepared.held_out,
+        held_out=held_out,
         tokenizer=prepared.tokenizer,
         trainers=trainers,
         weights=make_weight_sync(
@@ -165,7 +170,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
         hyper_parameters=prepared.hyper_parameters,
         first_step=first_step,
         steps_done=first_step,
-        generation=make_generation(prepared, session, engines, availability, first_step),
+        generation=generation,
         layout=layout,
         time=await TimeBreakdown.start(session.clock, trainers=trainers, engines=EngineTimers(engines, availability)),
         shadows=make_shadows(prepared, session),

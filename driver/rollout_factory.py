@@ -93,6 +93,13 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
     )
 
 
+def check_rewards(cfg: RLConfig | EvalConfig, plan: RolloutPlan) -> None:
+    """Raise UserError for a reward whose settings do not fit, or that cannot work on this machine."""
+    plan.reward_functions.load()
+    if cfg.ray_address is None:  # else the engines' machines do, in `prepare`
+        plan.reward_functions.check(cfg.reward.timeout_s)
+
+
 def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, ...]:
     """Return the transport, and what a synchronous run may fall back to; from GPU to GPU where both ends can."""
     if (chosen := cfg.weight_sync.transport) != "auto":

@@ -207,9 +207,9 @@ class Session:
     def show_outcome(self) -> None:
         """Show the held-out results before and after, where the time went, and the run folder."""
         before, after = self.facts.get("before", {}), self.facts.get("after", {})
-        shown = [n for n in before if n in after and n != names.REWARD_STD and (n != names.ROLLOUT_FAILED or after[n])]
-        if shown:
-            rows = [(name, f"{before[name]:.3f}", f"{after[name]:.3f}") for name in shown]
+        hidden = {names.REWARD_STD, names.VERSION, *([] if after.get(names.ROLLOUT_FAILED) else [names.ROLLOUT_FAILED])}
+        rows = [(n, f"{before[n]:.3f}", f"{after[n]:.3f}") for n in before if n in after and n not in hidden]
+        if rows:
             self.console.show_table("on held-out data", rows, ("", "before", "after"))
         if devices := self.facts.get("devices"):
             for line in (*describe_shares(devices), self.facts["bottleneck"]):

@@ -78,8 +78,17 @@ def check_model_folder(path: str, *, key: str = "model.path", trust_remote_code:
             "whole model"
         )
     elif not (folder / "config.json").is_file():
-        raise ModelUnreadable(f"{key}={path} has no config.json: it is not a Hugging Face model folder")
+        raise ModelUnreadable(f"{key}={path} has no config.json: {_name_other_folder(folder)}")
     read_config(path, key=key, trust_remote_code=trust_remote_code)
+
+
+def _name_other_folder(folder: Path) -> str:
+    """Say what a folder without a model is, and which one to name."""
+    if (folder / "progress.json").is_file():
+        return "it is a checkpoint: `resume` continues its run, and main_eval.py evaluates it; else name a model folder"
+    if (folder / "model" / "config.json").is_file():
+        return f"it is a run folder: name {folder / 'model'}"
+    return "it is not a Hugging Face model folder"
 
 
 def max_positions(path: str, *, trust_remote_code: bool = False) -> int | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from core.clock import with_timeout
 from core.deadlines import GROUP_TIMEOUT_GRACE_S
@@ -15,6 +16,8 @@ from core.workers import Workers
 from rollouts.availability import ENGINE_GROUP, EngineAvailability
 from rollouts.buffer import FinishedGroup, ReplayBuffer
 from rollouts.worker import RolloutWorker
+
+T = TypeVar("T")
 
 
 class GroupRequests:
@@ -120,13 +123,15 @@ class Generation(GroupRequests):
         super().__init__(workers, timeout_s=timeout_s, engines=engines, on_group=on_group)
         self.draw_prompt, self.accept_group, self.buffer = draw_prompt, accept_group, buffer
         self.group_size, self.on_finished = group_size, on_finished
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self._of_run: asyncio.TaskGroup | None = None
 
     @asynccontextmanager
     async def running_in_background(self) -> AsyncGenerator[None]:
         """Generate while the body runs. An error on either side ends the other."""
         try:
             async with asyncio.TaskGroup() as tasks:
+                self._of_run = tasks
                 starting = tasks.create_task(self._start_groups(tasks))
                 yield
                 for task in (starting, *self.tasks):  # a resumed run of fewer steps does not need all of them
@@ -134,12 +139,20 @@ class Generation(GroupRequests):
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
+    def start_beside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run `work` beside the body of `running_in_background`, whose end cancels it. Its error ends the body."""
+        assert self._of_run is not None, "nothing runs in the background"
+        return self._keep(self._of_run.create_task(work))
+
     async def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             ticket = await self.buffer.reserve_ticket()
-            task = tasks.create_task(self._generate_into_buffer(ticket))
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
+            self._keep(tasks.create_task(self._generate_into_buffer(ticket)))
+
+    def _keep(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
 
     async def _generate_into_buffer(self, ticket: int) -> None:
         now = asyncio.get_running_loop().time  # not the wall clock in a simulator

@@ -1,7 +1,7 @@
 """Talk with a trained model: python -m tools.chat MODEL
 
-MODEL is a run folder, a model or adapter folder, or a name on the hub. See tools/speaker.py. One line is one turn; /new
-begins a new conversation, and /quit or Ctrl-D ends.
+MODEL is a run, model, adapter or checkpoint folder, or a name on the hub. See tools/speaker.py. One line is one turn;
+/new begins a new conversation, and /quit or Ctrl-D ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Let a trained model write: python -m tools.generate MODEL --prompt "1+1=" [--n 4]
 
-MODEL is a run folder, a model or adapter folder, or a name on the hub. See tools/speaker.py.
+MODEL is a run, model, adapter or checkpoint folder, or a name on the hub. See tools/speaker.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.n < 1:
         raise UserError(f"--n={args.n} must be 1 or more")
+    if args.temperature == 0 and args.n > 1:
+        raise UserError(f"--temperature=0 makes the {args.n} replies of a prompt equal: leave --n out")
     speaker = open_speaker(args)
     seeds = [args.seed + i for i in range(args.n)]
     for prompt in args.prompt:

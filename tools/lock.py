@@ -53,7 +53,7 @@ def lock(pyproject: dict[str, Any], installed: Installed) -> tuple[str, list[str
     never, later = set(ours["never"]), set(ours["later"])
     run = [*project["dependencies"], *extras["cpu"]]
     standard = [*run, *extras["trackers"]]
-    test = [*standard, *extras["test"], *extras["dev"]]
+    test = [*standard, *extras["tensorboard"], *extras["lm-eval"], *extras["test"], *extras["dev"]]
     found = {
         "run": installed.closure(run, without=never | later),
         "standard": installed.closure(standard, without=never),

@@ -1,19 +1,21 @@
 """A trained model that writes: for tools/generate.py and tools/chat.py.
 
-MODEL is a run folder, a model folder, an adapter, or a name on the hub. Chat template, system prompt, stop strings and
-temperature are those of the run that saved the model, where its config.yaml can be found.
+MODEL is a run folder, a model folder, an adapter, a checkpoint of a run, or a name on the hub. Chat template, system
+prompt, stop strings and temperature are those of the run that saved the model, where its config.yaml can be found.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import yaml
@@ -21,6 +23,8 @@ import yaml
 from core.cli import run_guarded
 from core.errors import UserError, quote
 
+PROGRESS = "progress.json"
+"""File of a checkpoint."""
 LONGEST = 1024
 """Tokens of a reply, where no run says how many."""
 
@@ -41,11 +45,13 @@ class Found:
         return (self.recipe.get(section) or {}).get(key, default)
 
 
-def find_model(name: str) -> Found:
-    """Find a model and its run. Raises UserError where there is none."""
+def find_model(name: str, *, trust_remote_code: bool = False) -> Found:
+    """Find a model and its run; write that of a checkpoint into a temporary folder. Raises UserError for none."""
     from driver.save_to import MARKER
 
     path = Path(name)
+    if (path / PROGRESS).is_file():
+        return _unpack_checkpoint(name, trust_remote_code=trust_remote_code)
     if (path / "config.yaml").is_file():
         if not (path / "model").is_dir():
             raise UserError(f"{quote(name)} is a run folder without model/: the run has not saved its model")
@@ -57,6 +63,19 @@ def find_model(name: str) -> Found:
     if os.sep in name and name.count("/") != 1:
         raise UserError(f"{quote(name)}: there is no such folder")
     return Found(folder=name, base=name, recipe={})
+
+
+def _unpack_checkpoint(name: str, *, trust_remote_code: bool) -> Found:
+    from data_feeds.tokenizer import ChatTokenizer
+    from driver.checkpoint_model import find_checkpoint_model, write_checkpoint_model
+
+    checkpoint = find_checkpoint_model(name)
+    assert checkpoint is not None, "there is a progress.json"
+    temporary = TemporaryDirectory(prefix="feynrl-checkpoint-")
+    atexit.register(temporary.cleanup)
+    write_checkpoint_model(checkpoint, Path(temporary.name), trust_remote_code=trust_remote_code)
+    ChatTokenizer(checkpoint.base, "plain", trust_remote_code=trust_remote_code).save(Path(temporary.name))
+    return _in_folder(Path(temporary.name), _read_recipe(checkpoint.run))
 
 
 def _read_recipe(run: Path) -> dict[str, Any]:
@@ -141,8 +160,10 @@ class Speaker:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that both programs have."""
-    parser.add_argument("model", metavar="MODEL", help="a run folder, a model or adapter folder, or a name on the hub")
-    parser.add_argument("--temperature", type=float, help="default: that of the run, or 1")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a run, model, adapter or checkpoint folder, or a name on the hub"
+    )
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default: that of the run, or 1)")
     parser.add_argument("--max-new-tokens", type=int, help=f"default: that of the run, or {LONGEST}")
     parser.add_argument("--system", help="system turn (default: that of the run)")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
@@ -151,12 +172,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def open_speaker(args: argparse.Namespace) -> Speaker:
     """Load the model that the arguments name. Raises UserError for what cannot be."""
-    if args.temperature is not None and not 0.01 <= args.temperature <= 100:
-        raise UserError(f"--temperature={args.temperature:g} must be from 0.01 to 100")
+    if args.temperature and not 0.01 <= args.temperature <= 100:
+        raise UserError(f"--temperature={args.temperature:g} must be 0, which is greedy, or from 0.01 to 100")
     if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens={args.max_new_tokens} must be 1 or more")
     return Speaker(
-        find_model(args.model),
+        find_model(args.model, trust_remote_code=args.trust_remote_code),
         temperature=args.temperature,
         max_new_tokens=args.max_new_tokens,
         system=args.system,

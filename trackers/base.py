@@ -63,6 +63,8 @@ class Tracker(Protocol):
     """Packages that it imports."""
     install: ClassVar[str] = "install it"
     """How to install them, as a clause of a sentence."""
+    farewell: str = ""
+    """Sentence that the run says after `finish`, such as where the data is; `finish` may set it."""
 
     @classmethod
     def refuse(cls, settings: TrackingConfig) -> str | None:

@@ -83,6 +83,8 @@ class Feeder:
             self._thread.start()
         if self.dropped:
             self._thread.join(TRACKER_ABANDON_TIMEOUT_S)
+        elif self.tracker.farewell:
+            said.append(self.tracker.farewell)
         if lost := self.offered - self.delivered:
             said.append(f"{self.name}: {lost} of {self.offered} steps were not delivered")
         return said

@@ -14,7 +14,7 @@ class Tensorboard(Tracker):
     """Writer of one event file. A resumed run adds one to the folder of the run that it resumes."""
 
     packages: ClassVar = ("tensorboard",)
-    install: ClassVar = "run `.venv/bin/pip install tensorboard`"
+    install: ClassVar = "run `.venv/bin/pip install -c constraints.txt tensorboard`"
 
     def start(self, run: TrackedRun) -> Identity | None:
         from torch.utils.tensorboard import SummaryWriter

@@ -43,6 +43,7 @@ class Wandb(Tracker):
         import wandb
 
         self.wandb: Any = wandb  # half typed
+        self.offline = choose_mode(run.settings) == "offline"
         settings, project = run.settings, run.settings.wandb_project or os.environ.get("WANDB_PROJECT") or "feynrl"
         where = f"{settings.wandb_entity or os.environ.get('WANDB_ENTITY') or ''}/{project}"
         previous = run.previous.id if run.previous is not None and run.previous.where == where else None
@@ -80,6 +81,8 @@ class Wandb(Tracker):
 
     def finish(self, outcome: Outcome) -> None:
         self.run.summary.update({"exit_reason": outcome.exit_reason, "model": outcome.model})
+        if self.offline:
+            self.farewell = f"wandb: offline; `wandb sync {Path(self.run.dir).parent}` sends this run"
         self.run.finish(exit_code=int(outcome.status != "finished"))
         self.wandb.teardown()  # its process ends here, and not with the processes of the run
 

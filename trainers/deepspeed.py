@@ -169,6 +169,13 @@ def read_sharded_weights(folder: Path) -> dict[str, Tensor]:
         )
 
 
+def read_whole_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the weights that `save_state` wrote with ZeRO-0, which shards nothing."""
+    [file] = folder.glob("*model_states.pt")
+    with reading(file, classes=classes_in_checkpoints()):
+        return torch.load(file, map_location="cpu", weights_only=True)["module"]
+
+
 def classes_in_checkpoints() -> list[type]:
     """Return the classes of DeepSpeed's own whose objects are in its files: settings and places, no code."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler

@@ -119,7 +119,10 @@ class Step:
 
     def train(self, groups: list[Group]) -> dict[str, float]:
         async def go() -> dict[str, float]:
-            return await self.run.train(self.run.compute_advantages(await self.run.add_columns(groups)))
+            measured = await self.run.train(self.run.compute_advantages(await self.run.add_columns(groups)))
+            if self.run.recorder is not None:
+                await self.run.recorder.finish()  # a run does not wait for it until the next one
+            return measured
 
         return asyncio.run(go())
 

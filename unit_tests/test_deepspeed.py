@@ -17,7 +17,9 @@ from data_feeds.packing import micro_batches, plan_update
 from driver.scoring import add_columns
 from driver.trainer_factory import TrainerPlan, build_trainer
 from modeling.head import choose_chunk
+from modeling.load import load_model
 from trainers.deepspeed import DeepSpeedTrainer
+from trainers.saved_policy import load_policy
 from trainers.trainer import Trainer
 from unit_tests.examples import Malicious, a_changed, families, fill_batch, some_answers, some_groups, with_values
 from unit_tests.test_forward import random_model
@@ -365,6 +367,7 @@ def test_what_is_frozen_is_in_no_checkpoint(ranks, tiny_path, tmp_path, stage):
         await workers.build_workers(head_only, plan)
         await workers.scatter(Trainer.step, shards)
         await workers.call_all(Trainer.save_state, tmp_path)
+        saved = (await workers.call_all(Trainer.flatten_weights))[0]
         want, weights = (
             (await workers.scatter(Trainer.step, shards))[0],
             (await workers.call_all(Trainer.flatten_weights))[0],
@@ -373,8 +376,14 @@ def test_what_is_frozen_is_in_no_checkpoint(ranks, tiny_path, tmp_path, stage):
         await workers.call_all(Trainer.load_state, tmp_path)
         assert (await workers.scatter(Trainer.step, shards))[0] == want
         assert torch.equal((await workers.call_all(Trainer.flatten_weights))[0], weights)
+        return saved
 
-    asyncio.run(go())
+    saved = asyncio.run(go())
+    alone = load_model(tiny_path, dtype=plan.model.dtype, attention="sdpa")
+    for name, parameter in alone.named_parameters():
+        parameter.requires_grad_(".layers.1." in name)
+    load_policy(alone, tmp_path)
+    assert torch.equal(torch.cat([p.detach().flatten().float() for p in alone.parameters()]), saved), "in one process"
     fits = torch.load(tmp_path / "rank_0.pt", weights_only=True)["fits"]["model"]
     assert fits and all(name.startswith("policy.model.layers.1.") for name in fits)
     [model, *_] = (tmp_path / "policy").glob("*model_states.pt")

@@ -109,6 +109,38 @@ def test_an_evaluation_says_what_the_training_run_said(recipe, eval_recipe, tmp_
         check_by_hand(row["metrics"], samples_of(folder_of(tmp_path, model)))
 
 
+def test_in_overlap_evaluations_run_beside_training_and_say_what_their_checkpoints_say(
+    recipe, eval_recipe, tmp_path, sums, one_thread
+):
+    """Each number is of one version, and stands in the line of the step before whose sync it ended."""
+    (tmp_path / "digits.py").write_text(DIGITS)
+    held_out = {"data.eval": str(sums / "eval.parquet"), "eval_every": 2, "eval_samples": 4, "eval_pass_reward": 0.5}
+    own = {"reward.fn": str(tmp_path / "digits.py"), "steps": 6, "trainer.lr": 1e-2, "max_staleness": 1}
+    path = recipe(held_out | own | {"checkpoint": {"every": 2, "keep": 9}})
+    assert run_here(main_rl, "--config", path, "name=train") == (0, "")
+    trained = folder_of(tmp_path, "train")
+    logged = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    evaluated = {row["step"]: row for row in logged if "eval/version" in row}
+    assert {step: row["eval/version"] for step, row in evaluated.items()} == {2: 2, 4: 4, 5: 6}
+    assert len({row["eval/reward/mean"] for row in evaluated.values()}) == 3, "the model changes"
+    facts = json.loads((trained / "summary.json").read_text())
+    assert facts["after step 2"]["reward/mean"] == evaluated[2]["eval/reward/mean"]
+
+    for version, row in ((2, evaluated[2]), (6, evaluated[5])):
+        checkpoint = trained / "checkpoints" / f"step_{version:05d}"
+        name = f"of_{version}"
+        assert run_here(main_eval, "--config", eval_recipe(), f"name={name}", f"model.path={checkpoint}") == (0, "")
+        found = results_of(folder_of(tmp_path, name))["table"][0]["metrics"]
+        assert found["mean"]["value"] == pytest.approx(row["eval/reward/mean"], abs=1e-12)
+        assert found["pass@4"]["value"] == pytest.approx(row["eval/pass@4"], abs=1e-12)
+        assert not (folder_of(tmp_path, name) / "merged_model").exists()
+    resume = f"resume={trained / 'checkpoints/step_00002'}"
+    assert run_here(main_rl, "--config", path, "name=resumed", resume, "steps=4") == (0, "")
+    rows = [json.loads(x) for x in (folder_of(tmp_path, "resumed") / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("eval/version") for row in rows] == [2, 4]
+    assert rows[0]["eval/reward/mean"] == evaluated[2]["eval/reward/mean"], "it was not lost"
+
+
 def test_sets_and_columns_get_rows_and_samples_do_not_depend_on_other_sets(eval_recipe, tmp_path, capsys, one_thread):
     for name, levels in (("a", "123"), ("b", "31")):
         rows = [{"messages": f"{i}+1=", "answer": str(i + 1), "level": int(level)} for i, level in enumerate(levels)]
@@ -238,25 +270,32 @@ def test_an_evaluation_killed_in_the_middle_and_resumed_has_the_same_table(eval_
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_adapter_is_its_merged_model_and_greedy_is_the_same_in_vllm(recipe, eval_recipe, tmp_path, one_thread):
+def test_an_adapter_is_its_merged_model_and_greedy_is_the_same_in_vllm_on_two_ranks(
+    recipe, eval_recipe, tmp_path, one_thread
+):
+    """And the last checkpoint is the model of the end."""
     lora = {"r": 4, "merge_on_save": True}
-    path = recipe({"model.lora": lora, "trainer.lr": 3e-2, "steps": 3}, kind="sl")
+    path = recipe({"model.lora": lora, "trainer.lr": 3e-2, "steps": 3, "checkpoint.every": 3}, kind="sl")
     assert run_here(main_sl, "--config", path, "name=lora") == (0, "")
     merged = folder_of(tmp_path, "lora") / "model"
     greedy = {"engine": "hf", "temperature": 0, "max_new_tokens": 8, "kv_cache_gib": 0.1}
     config = eval_recipe(samples=1, rollout=greedy)
+    checkpoint = folder_of(tmp_path, "lora") / "checkpoints" / "last"
     cases = {
         "base": [],
         "merged": [f"model.path={merged}"],
         "adapter": [f"model.adapter={merged / 'adapter'}"],
-        "vllm": [f"model.path={merged}", "rollout.engine=vllm"],
+        "checkpoint": [f"model.path={checkpoint}"],
+        "vllm": [f"model.path={merged}", "rollout.engine=vllm", "backend=ray", "rollout.tensor_parallel_size=2"],
     }
     texts = {}
     for name, overrides in cases.items():
         assert run_here(main_eval, "--config", config, f"name={name}", *overrides) == (0, "")
         texts[name] = [row["completion"] for row in samples_of(folder_of(tmp_path, name))]
-    assert texts["merged"] == texts["adapter"] == texts["vllm"] != texts["base"]
+    assert texts["merged"] == texts["adapter"] == texts["checkpoint"] == texts["vllm"] != texts["base"]
     assert not (folder_of(tmp_path, "adapter") / "merged_model").exists()
+    code, err = run_here(main_eval, "--config", config, f"model.path={checkpoint}", f"model.adapter={merged}")
+    assert code == 2 and "is a checkpoint, and its adapter is in it" in err
     code, err = run_here(main_eval, "--config", config, f"model.path={merged / 'adapter'}")
     assert code == 2 and "name it in model.adapter" in err
 

@@ -84,6 +84,28 @@ def test_a_key_of_an_earlier_version_is_refused_with_its_new_name(recipe, kind):
             load_recipe(RLConfig if kind == "rl" else SLConfig, recipe({key: value}, kind=kind), [])
 
 
+OWN_SCALE = """
+from algs.grpo import GRPO
+class Mine(GRPO):
+    scale: float = 1.0
+    def loss(self, policy, tokens):
+        loss, metrics = super().loss(policy, tokens)
+        return self.scale * loss, metrics
+"""
+
+
+def test_an_algorithm_of_the_users_may_have_a_key_that_ours_once_had(recipe, tmp_path):
+    """It is loaded, and its checkpoint's settings are compared under that name."""
+    (tmp_path / "mine.py").write_text(OWN_SCALE)
+    mine = {"alg": {"file": str(tmp_path / "mine.py"), "scale": 2.0}}
+    loaded = load_recipe(RLConfig, recipe(mine), [])
+    assert loaded.cfg.alg["scale"] == 2.0
+    now = flatten_settings(loaded.cfg.model_dump(mode="json"))
+    assert translate_settings(now, supervised=False, known=now.keys()) == now
+    with pytest.raises(UserError, match=r"alg\.drop_dead_groups was renamed"):
+        load_recipe(RLConfig, recipe({**mine, "alg.drop_dead_groups": True}), [])
+
+
 def test_every_renamed_key_is_tried():
     assert OLD_RL.keys() | OLD_SL.keys() == RENAMED.keys() | RENAMED_IN_SUPERVISED.keys()
 

@@ -33,9 +33,10 @@ def written_by(name: str, **settings) -> list[str]:
 
 
 def test_a_run_and_its_model_folder_write_the_same(recipe, tmp_path, tiny_path):
-    folder = trained(recipe, tmp_path, "whole", {"data.system_prompt": "be brief"})
+    folder = trained(recipe, tmp_path, "whole", {"data.system_prompt": "be brief", "checkpoint.every": 1})
     by_run = written_by(str(folder))
     assert by_run == written_by(str(folder / "model"))
+    assert by_run == written_by(str(folder / "checkpoints" / "step_00001")), "system prompt included"
     assert by_run != written_by(str(folder), system="be long"), "the run's system prompt is used"
     copy = shutil.copytree(folder / "model", tmp_path / "copy")
     (copy / "feynrl.json").unlink()
@@ -46,13 +47,15 @@ def test_a_run_and_its_model_folder_write_the_same(recipe, tmp_path, tiny_path):
 def test_an_adapter_is_merged_into_its_model(recipe, tmp_path, tiny_path):
     """Two runs that are the same: one saves its adapter alone, the other the whole model with it merged in."""
     merged = trained(recipe, tmp_path, "merged", {"model.lora": {"r": 4, "merge_on_save": True}})
-    alone = trained(recipe, tmp_path, "alone", {"model.lora": {"r": 4}})
+    alone = trained(recipe, tmp_path, "alone", {"model.lora": {"r": 4}, "checkpoint.every": 1})
     assert not (alone / "model" / "config.json").exists()
-    speakers = [Speaker(find_model(name)) for name in (str(merged), str(alone), tiny_path)]
+    checkpoint = str(alone / "checkpoints" / "last")
+    speakers = [Speaker(find_model(name)) for name in (str(merged), str(alone), checkpoint, tiny_path)]
     ids = torch.tensor([speakers[0].tokenizer.render(ASK)])
     with torch.no_grad():
-        whole, apart, before = (speaker.engine.model(ids).logits for speaker in speakers)
+        whole, apart, saved, before = (speaker.engine.model(ids).logits for speaker in speakers)
     torch.testing.assert_close(whole, apart, atol=1e-4, rtol=1e-4)
+    assert torch.equal(whole, saved), "a checkpoint is the model that the run would have saved"
     assert (apart - before).abs().max() > 1e-2
 
 
@@ -86,5 +89,20 @@ def test_what_is_no_model_is_refused(tmp_path, recipe):
         find_model(str(tmp_path / "empty"))
     with pytest.raises(UserError, match="no such folder"):
         find_model("/nowhere/model")
-    with pytest.raises(UserError, match="--temperature"):
-        generate.main([str(tmp_path), "--prompt", "a", "--temperature", "0"])
+    for bad in ("0.001", "-1"):
+        with pytest.raises(UserError, match=r"--temperature=.* must be 0, which is greedy, or from"):
+            generate.main([str(tmp_path), "--prompt", "a", "--temperature", bad])
+    with pytest.raises(UserError, match="--temperature=0 makes the 2 replies of a prompt equal"):
+        generate.main([str(tmp_path), "--prompt", "a", "--temperature", "0", "--n", "2"])
+
+
+def test_at_temperature_0_the_most_probable_tokens_are_written(tiny_path, capsys):
+    generate.main([tiny_path, "--prompt", "1+1=", "--temperature", "0", "--seed", "7", "--max-new-tokens", "6"])
+    said = capsys.readouterr().out.removesuffix("\n")
+    speaker = Speaker(find_model(tiny_path))
+    ids = speaker.tokenizer.render(ASK)
+    start = len(ids)
+    with torch.no_grad():
+        while len(ids) < start + 6 and (len(ids) == start or ids[-1] not in speaker.tokenizer.stop_token_ids):
+            ids.append(int(speaker.engine.model(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert said == speaker.tokenizer.decode(ids[start:]) != ""

@@ -397,7 +397,7 @@ def check_tensorboard(folder: Path, lines: list[dict[str, float]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_every_metric_of_a_run_and_of_its_continuation_is_in_each_tracker(recipe, tmp_path, server, monkeypatch):
+def test_every_metric_of_a_run_and_of_its_continuation_is_in_each_tracker(recipe, tmp_path, server, monkeypatch, capfd):
     """And no password that these trackers read is in a file that the run has made."""
     address, _, _ = server
     for name, value in SECRETS.items():
@@ -420,7 +420,10 @@ def test_every_metric_of_a_run_and_of_its_continuation_is_in_each_tracker(recipe
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     check_mlflow(address, folders, lines)
     check_wandb(folders, lines)
+    out = capfd.readouterr().out
     for folder in folders:
+        [offline] = folder.glob("wandb/offline-run-*")
+        assert f"`wandb sync {offline}` sends this run" in out
         summary = json.loads((folder / "summary.json").read_text())
         assert all(one == {"steps": 2, "delivered": 2} for one in summary["trackers"].values())
         assert len(summary["trackers"]) == len(changes["trackers"]) - 1
@@ -483,3 +486,25 @@ def check_local_store(tmp_path: Path, folder: Path) -> None:
     for name in lines[0]:
         got = {one.step: one.value for one in client.get_metric_history(run_id, name)}
         assert got == {int(line["step"]): line[name] for line in lines}, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_wandb_server_that_cannot_be_reached_costs_one_warning(recipe, tmp_path):
+    """Online, and nothing listens at its address: the run goes on, and ends in time."""
+    with socket.socket() as bound:  # nobody else gets the port, and nobody listens at it
+        bound.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+        env |= {"WANDB_BASE_URL": address, "WANDB_API_KEY": SECRETS["WANDB_API_KEY"], "OMP_NUM_THREADS": "1"}
+        changes = {"trackers": ["jsonl", "wandb"], "tracking.wandb_mode": "online", "steps": 6, "name": "unreachable"}
+        command = [sys.executable, "main_rl.py", "--config", recipe(changes)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    [folder] = runs_of(tmp_path, "unreachable")
+    assert len(lines_of(folder)) == 6
+    about = [line for line in (done.stdout + done.stderr).splitlines() if "wandb" in line]
+    counted = json.loads((folder / "summary.json").read_text())["trackers"]["wandb"]
+    assert counted == {"steps": 6, "delivered": 0}
+    assert len([line for line in about if "failed and gets nothing more" in line or "did not take" in line]) == 1, about
+    assert about[-1].endswith("wandb: 6 of 6 steps were not delivered") and len(about) == 2, about

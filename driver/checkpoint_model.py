@@ -1,0 +1,73 @@
+"""A checkpoint as a model: the weights that a run had after some steps, in Hugging Face format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.renamed import translate_settings
+from configs.trainer_schema import LoraConfig
+from core.errors import UserError, writing
+from driver.checkpoint import PROGRESS, read_checkpoint
+from modeling.export import exported_tensors, save_exported
+from modeling.load import load_model
+from trainers.saved_policy import load_policy
+from weight_sync.base import ExportScope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointModel:
+    """What a checkpoint says of its model."""
+
+    folder: Path
+    run: Path
+    """Run folder that it lies in."""
+    base: str
+    """`model.path` of the run: config, tokenizer and frozen weights are there."""
+    dtype: str
+    lora: LoraConfig | None
+
+
+def find_checkpoint_model(path: str) -> CheckpointModel | None:
+    """Return what a path says if it is a checkpoint; None for anything else. Raises UserError for a damaged one."""
+    if not os.path.isfile(Path(path) / PROGRESS):
+        return None
+    checkpoint = read_checkpoint(Path(path))
+    if checkpoint is None:
+        raise UserError(f"{path} is a checkpoint that was not finished: name another one, or a model folder of the run")
+    then = checkpoint.state.recipe["settings"]
+    settings = translate_settings(then, supervised="groups_per_step" not in then)
+    if settings.get("alg.name") == "reward_model":
+        raise UserError(f"{path} is of a reward model, which scores text and writes none: name a run with a policy")
+    lora = _read_section(settings, "model.lora.")
+    return CheckpointModel(
+        folder=checkpoint.folder,
+        run=checkpoint.folder.parent.parent,
+        base=settings["model.path"],
+        dtype=settings["model.dtype"],
+        lora=LoraConfig(**lora) if lora else None,
+    )
+
+
+def write_checkpoint_model(found: CheckpointModel, folder: Path, *, trust_remote_code: bool) -> None:
+    """Write the whole model, with its adapter merged in: the one that the run would have saved then."""
+    model = load_model(
+        found.base,
+        dtype=found.dtype,
+        attention="sdpa",
+        lora=found.lora,
+        key=f"{found.folder}, model.path",
+        trust_remote_code=trust_remote_code,
+    )
+    load_policy(model, found.folder)
+    exported = exported_tensors(model)
+    scopes: list[ExportScope] = ["whole", "adapter"] if found.lora else ["whole"]
+    with writing(folder):
+        save_exported(model, folder, {scope: {t.name: t.compute() for t in exported[scope]} for scope in scopes})
+
+
+def _read_section(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
