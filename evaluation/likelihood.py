@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -44,7 +44,9 @@ class LikelihoodScorer:
     """Model that scores continuations of contexts."""
 
     def __init__(self, model: ModelConfig):
-        cfg = TrainerConfig(micro_batch_tokens=TOKENS_AT_ONCE, logits_mib=0)  # all logits: the largest is asked for
+        # all logits at once: the largest is asked for
+        settings: dict[str, Any] = {"micro_batch_tokens": TOKENS_AT_ONCE, "logits_mib": 0}
+        cfg = TrainerConfig(**settings)
         self.trainer = _ScoringTrainer(model, cfg, Algorithm(), temperature=1.0, total_updates=1)
         self.layout = self.trainer.describe_layout()
 
@@ -94,10 +96,12 @@ class _ScoringTrainer(LocalTrainer):
     """Local trainer without an optimizer and its copies of the weights."""
 
     def make_learner(self, model: nn.Module) -> Learner:
-        return _Frozen(model.requires_grad_(False).to(self.device))
+        return cast(Learner, _Frozen(model.requires_grad_(False).to(self.device)))  # nothing more is asked of it
 
 
-class _Frozen(Learner):
+class _Frozen:
+    """Model that is not trained."""
+
     def __init__(self, model: nn.Module):
         self.model = self.module = model
 

@@ -48,7 +48,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
         "generation_config": "vllm",
         # The log-probability under the distribution the token was drawn from: temperature included.
         "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": config.prefix_cache,
         "worker_extension_cls": "rollouts.engines.vllm_support.worker.WorkerMethods",
         "disable_log_stats": True,
         **({} if config.lora is None else _lora_args(config.lora)),
