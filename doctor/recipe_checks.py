@@ -180,7 +180,7 @@ def ask_reward(make_pool: Callable[[], RewardPool], prompt: Prompt) -> RewardRes
     """Return the reward of a reply that is the row's answer, from a process of its own."""
     pool = make_pool()
     try:
-        reply = {"role": "assistant", "content": prompt.answer or STAND_IN_REPLY}
+        reply: Message = {"role": "assistant", "content": prompt.answer or STAND_IN_REPLY}
         return asyncio.run(pool.compute_reward(prompt, [reply]))
     finally:
         pool.close()
