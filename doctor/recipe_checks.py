@@ -15,7 +15,7 @@ from algs import load_algorithm
 from algs.base import Algorithm
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
-from core.types import Prompt
+from core.types import Message, Prompt
 from data_feeds.feed import Feed, Which, load_groups, load_prompts
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
