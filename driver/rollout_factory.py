@@ -14,6 +14,7 @@ from core.messages import ToolSpec
 from core.ray_cluster import Cluster
 from core.workers import Local, RankInfo, Workers
 from data_feeds.template_args import make_tokenizer
+from data_feeds.tokenizer import ChatTokenizer
 from data_feeds.tool_parsing import locate_parser, make_parser
 from driver.devices import count_gpus, list_cores, share_machine, uses_gpus
 from modeling.lora import name_lora_targets
@@ -23,7 +24,7 @@ from rewards.weights import plan_rewards
 from rollouts.agents.processes import AgentProcesses, check_agent
 from rollouts.agents.task import AgentPlan
 from rollouts.availability import ENGINE_GROUP
-from rollouts.engines.base import Capabilities, EngineConfig
+from rollouts.engines.base import Capabilities, Engine, EngineConfig
 from rollouts.registry import (
     list_env_tools,
     load_engine_class,
@@ -148,12 +149,9 @@ def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, 
 
 def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     """Return a rollout worker with its engine; without `info`, everything is in this process."""
-    config = replace(plan.engine, cores=list_cores(info))
-    make_engine = load_engine_class(plan.engine_spec).begin(config)
-    tokenizer = make_tokenizer(plan.model, plan.data)
-    stops = Stops(tokenizer, plan.rollout.stop, plan.rollout.stop_token_ids)
+    engine, tokenizer, stops = build_engine(plan, replace(plan.engine, cores=list_cores(info)))
     return RolloutWorker(
-        make_engine(replace(config, stop_token_ids=stops.token_ids, stop_strings=stops.strings)),
+        engine,
         tokenizer,
         load_env_class(plan.env_spec),
         RewardPool(plan.reward_functions, plan.reward.workers, plan.reward.timeout_s),
@@ -165,6 +163,15 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         max_prompt_tokens=plan.max_prompt_tokens,
         agents=None if plan.agent is None else AgentProcesses(plan.agent),
     )
+
+
+def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatTokenizer, Stops]:
+    """Return the engine of a plan with these settings, and the tokenizer and the stops that it was made with."""
+    make_engine = load_engine_class(plan.engine_spec).begin(config)
+    tokenizer = make_tokenizer(plan.model, plan.data)
+    stops = Stops(tokenizer, plan.rollout.stop, plan.rollout.stop_token_ids)
+    engine = make_engine(replace(config, stop_token_ids=stops.token_ids, stop_strings=stops.strings))
+    return engine, tokenizer, stops
 
 
 async def start_rollouts(
