@@ -105,7 +105,8 @@ class PPO(TurnCredit):
         there, first, own = np.unique(number_turns(sample), return_index=True, return_inverse=True)
         # what a turn without a trained token earned counts with the one before it
         holders = np.searchsorted(there, np.arange(len(rewards)), side="right").clip(1) - 1
-        earned: Floats = np.bincount(holders, weights=rewards, minlength=len(there)).astype(np.float64)
+        earned = np.zeros(len(there))
+        np.add.at(earned, holders, rewards)
         earned[-1] += self._value_at_the_cut(sample)  # within the last turn, so it is not discounted
         return generalised_advantages(earned, values[first], gamma=self.turn_discount, lam=self.lam)[own]
 

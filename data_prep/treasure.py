@@ -3,7 +3,7 @@
     python -m data_prep.treasure --out data/treasure
 
 writes train.jsonl and eval.jsonl, and tells what the best policy earns on them; `--sft N` adds sft.jsonl, whose rows
-are whole games of a player who moves by chance.
+are whole games of a player who knows the best move, and in a share of his turns (`--by-chance`) makes any.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from rollouts.envs.treasure import OPEN, TAKE, best_return
 COINS = (0, 9)
 """Worth of a coin, in tenths: less and more than the box."""
 LETTERS = "ab"
+"""Moves, and what a box shows."""
 
 
-def make(*, train: int, held_out: int, sft: int = 0, seed: int = 0) -> dict[str, list[Row]]:
+def make(*, train: int, held_out: int, sft: int = 0, by_chance: float = 0.6, seed: int = 0) -> dict[str, list[Row]]:
     """Return the splits "eval" and "train", in which every game is equally frequent, and "sft"."""
     rng = random.Random(seed)
     games = [(coin, letter) for coin in COINS for letter in LETTERS]
@@ -29,18 +30,24 @@ def make(*, train: int, held_out: int, sft: int = 0, seed: int = 0) -> dict[str,
         split: [make_row(f"treasure/{split}/{i}", *games[i % len(games)]) for i in range(n)]
         for split, n in (("eval", held_out), ("train", train))
     }
-    return rows | {"sft": [play(make_row(f"treasure/sft/{i}", *rng.choice(games)), rng) for i in range(sft)]}
+    taught = [make_row(f"treasure/sft/{i}", *rng.choice(games)) for i in range(sft)]
+    return rows | {"sft": [play(row, by_chance, rng) for row in taught]}
 
 
 def make_row(name: str, coin: int, letter: str) -> Row:
     return Row(id=name, messages=[{"role": "user", "content": str(coin)}], answer=letter)
 
 
-def play(row: Row, rng: random.Random) -> Row:
-    """Return the game as it goes for a player who moves by chance."""
-    messages = [*row.messages, {"role": "assistant", "content": rng.choice([TAKE, OPEN])}]
+def play(row: Row, by_chance: float, rng: random.Random) -> Row:
+    """Return the game of a player who makes the best moves, but for a share of his turns, in which he makes any."""
+
+    def move(best: str) -> dict[str, str]:
+        return {"role": "assistant", "content": rng.choice(LETTERS) if rng.random() < by_chance else best}
+
+    coin = int(row.messages[0]["content"]) / 10
+    messages = [*row.messages, move(TAKE if best_return(coin) == coin else OPEN)]
     if messages[-1]["content"] == OPEN:
-        messages += [{"role": "user", "content": row.answer}, {"role": "assistant", "content": rng.choice(LETTERS)}]
+        messages += [{"role": "user", "content": row.answer}, move(row.answer)]
     return Row(id=row.id, messages=messages, answer=row.answer)
 
 
@@ -54,10 +61,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for eval, train and sft files")
     parser.add_argument("--train", type=whole(1), default=60, help="games for RL (default %(default)s)")
     parser.add_argument("--eval", type=whole(1), default=60, help="held-out games (default %(default)s)")
-    parser.add_argument("--sft", type=whole(0), default=0, help="games of a player by chance (default none)")
+    parser.add_argument("--sft", type=whole(0), default=0, help="whole games of a player (default none)")
+    parser.add_argument(
+        "--by-chance", type=float, default=0.6, help="share of his moves by chance (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    for split, rows in make(train=args.train, held_out=args.eval, sft=args.sft, seed=args.seed).items():
+    if not 0 <= args.by_chance <= 1:
+        parser.error(f"--by-chance {args.by_chance}: give a share between 0 and 1")
+    splits = make(train=args.train, held_out=args.eval, sft=args.sft, by_chance=args.by_chance, seed=args.seed)
+    for split, rows in splits.items():
         if rows:
             write_rows(args.out / f"{split}.jsonl", rows)
             print(f"{args.out / split}: the best policy earns {average_best(rows):.3f} per game")
