@@ -149,6 +149,7 @@ def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, 
 
 def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     """Return a rollout worker with its engine; without `info`, everything is in this process."""
+    agents = None if plan.agent is None else AgentProcesses(plan.agent)  # its file is imported while the engine starts
     engine, tokenizer, stops = build_engine(plan, replace(plan.engine, cores=list_cores(info)))
     return RolloutWorker(
         engine,
@@ -161,7 +162,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         stops=stops,
         parser=make_parser(plan.rollout.tool_parser, tokenizer),
         max_prompt_tokens=plan.max_prompt_tokens,
-        agents=None if plan.agent is None else AgentProcesses(plan.agent),
+        agents=agents,
     )
 
 
