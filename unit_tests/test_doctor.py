@@ -193,6 +193,11 @@ def test_two_mistakes_are_not_taken_for_one_of_them(ask):
     assert closing(found) == set()
 
 
+def test_an_engine_that_takes_no_weights_from_its_own_process_is_refused(ask):
+    with pytest.raises(UserError, match="remote_only.py: this engine does not run in the trainer's process, and the"):
+        ask(str(PLANTED / "remote_only.py"))
+
+
 def a_gap(mean: float) -> Gap:
     return Gap(mean=mean, p99=mean, largest=mean, kl=0.0, tokens=64)
 
