@@ -194,7 +194,7 @@ def test_two_mistakes_are_not_taken_for_one_of_them(ask):
 
 
 def test_an_engine_that_takes_no_weights_from_its_own_process_is_refused(ask):
-    with pytest.raises(UserError, match="remote_only.py: this engine does not run in the trainer's process, and the"):
+    with pytest.raises(UserError, match="this engine does not run in the trainer's process, and the doctor"):
         ask(str(PLANTED / "remote_only.py"))
 
 
