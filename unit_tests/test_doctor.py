@@ -289,6 +289,11 @@ def test_every_mistake_of_a_recipe_is_shown(recipe, tmp_path, capsys):
     assert lines[-1].startswith("set-up: 4 errors, ")
 
 
+def test_a_model_that_is_not_there_is_one_error(recipe):
+    findings, _ = check_recipe(find_target(recipe({"model.path": "models/missing"}), []).loaded, lambda _: None)
+    assert [f.check for f in findings if f.level == "error"] == ["model"]
+
+
 def test_a_check_that_only_the_program_makes_is_not_missing(recipe):
     target = find_target(recipe({"group_size": 1}), [])
     findings, prepared = check_recipe(target.loaded, lambda _: None)
