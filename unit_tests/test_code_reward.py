@@ -289,7 +289,7 @@ def serve(**broken: Any) -> Iterator[str]:
         }
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
@@ -334,6 +334,7 @@ def test_a_server_that_fails_has_judged_nothing(broken, says):
         asyncio.run(HttpSandbox(url).run(["python3", "x.py"], files={"x.py": b""}))
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_fails_the_sample():
     prompt = Prompt(id="0", messages=[], extra={"tests": TESTS})
     with serve() as url:
