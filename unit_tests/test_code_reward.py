@@ -321,12 +321,24 @@ def test_a_sandbox_over_http_runs_the_same():
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
-        ({"answer": {"status": "SandboxError", "message": "no pod"}}, "failed: no pod"),
+        (
+            {
+                "answer": {
+                    "status": "SandboxError",
+                    "message": "no pod",
+                    "run_result": {"status": "Finished", "return_code": 0},
+                }
+            },
+            "failed: no pod",
+        ),
         ({"answer": {"status": "Success", "run_result": {"status": "Error", "stderr": "x"}}}, "failed: "),
         ({"answer": {"status": "Success", "run_result": None}}, "failed: "),
         ({"answer": {"status": "Success", "run_result": {"status": "Finished"}}}, "told no exit code"),
         ({"answer": ["what"]}, "does not answer as SandboxFusion does"),
-        ({"answer": {"x": 1}, "status": 503}, "answered 503"),
+        (
+            {"answer": {"status": "Success", "run_result": {"status": "Finished", "return_code": 0}}, "status": 503},
+            "answered 503",
+        ),
     ],
 )
 def test_a_server_that_fails_has_judged_nothing(broken, says):

@@ -76,9 +76,10 @@ class Bubblewrap:
 
         time_is_one_piece: the time is for a piece of a session, so the processor's time has no limit.
         """
+        check_names(files := files or {})
         limits = limits or Limits()
         inside = [*INIT, *_drop_privileges(), *_set_limits(limits, cpu=not time_is_one_piece), *_name_python(command)]
-        starting = asyncio.create_task(self._start(inside, files or {}, limits))
+        starting = asyncio.create_task(self._start(inside, files, limits))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:  # bwrap killed halfway would leave a process that nobody knows
@@ -90,7 +91,6 @@ class Bubblewrap:
         program = shutil.which("bwrap")
         if program is None:
             raise SandboxUnavailable(MISSING)
-        check_names(files)
         status, reports = os.pipe()
         handed: list[int] = [reports]
         try:
