@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 # the fast tests share the cores, one thread each; an engine wants them all
 FAST := OMP_NUM_THREADS=1 $(PYTEST) -q -n auto --maxprocesses 8
 
-.PHONY: help install newest quickstart lint types check test verify mutants docs browser
+.PHONY: help install newest quickstart lint types check test verify mutants docs browser sandbox
 
 help:  ## what there is to make
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -68,3 +68,10 @@ browser:  ## Chromium for the tests of the run page, where this user may install
 		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
 	then echo "[browser] installed chromium"; \
 	else echo "[browser] chromium cannot be installed here: the tests of the run page in a browser will be skipped"; fi
+
+sandbox:  ## bubblewrap for code that is run (47 KB), where this user may install it; elsewhere its tests are skipped
+	@command -v bwrap >/dev/null && exit 0; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends bubblewrap >/dev/null; \
+	then echo "[sandbox] installed bubblewrap"; \
+	else echo "[sandbox] bubblewrap cannot be installed here: the tests of code that is run will be skipped"; fi

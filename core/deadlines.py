@@ -33,6 +33,11 @@ REWARD_START_TIMEOUT_S = 120.0
 VLLM_IMPORT_TIMEOUT_S = 300.0
 REWARD_EXIT_GRACE_S = 5.0
 MATH_VERIFY_TIMEOUT_S = 2
+SANDBOX_POLL_S = 0.1
+SANDBOX_EXIT_GRACE_S = 10.0
+SANDBOX_CHECK_TIMEOUT_S = 30.0
+SANDBOX_HTTP_GRACE_S = 60.0
+SANDBOX_MARGIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +85,31 @@ TABLE = (
         waits_for="math-verify: reading or comparing one answer (`reward.fn: math_verify`)",
         length=_seconds(MATH_VERIFY_TIMEOUT_S),
         after_it="the completion counts as wrong",
+    ),
+    Deadline(
+        waits_for="the next look at the memory and the files of code in the sandbox",
+        length=_seconds(SANDBOX_POLL_S),
+        after_it="it looks again, or kills the sandbox",
+    ),
+    Deadline(
+        waits_for="a sandbox that was killed",
+        length=_seconds(SANDBOX_EXIT_GRACE_S),
+        after_it="the sample has no reward",
+    ),
+    Deadline(
+        waits_for="the sandbox's first process, before a run that needs it",
+        length=_seconds(SANDBOX_CHECK_TIMEOUT_S),
+        after_it="the run is refused",
+    ),
+    Deadline(
+        waits_for="the tests of one sample's code (`reward.fn: code`)",
+        length=f"`reward.settings.timeout_s`, at most `reward.timeout_s` - {_seconds(SANDBOX_MARGIN_S)}",
+        after_it="the sandbox is killed; tests that have not passed by then have failed",
+    ),
+    Deadline(
+        waits_for="a sandbox on another machine, beyond the time that the code has",
+        length=_seconds(SANDBOX_HTTP_GRACE_S),
+        after_it="the sample has no reward",
     ),
     Deadline(
         waits_for="a reward process that loads its file, model included",

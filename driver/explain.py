@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -111,16 +112,53 @@ def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
     return rows
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Memory that a run holds, in GiB, without activations, caches and what a process itself takes."""
+
+    parameters: int
+    """Parameters of the model, without an adapter."""
+    adapter: int
+    weights: float
+    """Weights of one trainer rank, as are the next three."""
+    gradients: float
+    optimizer: float
+    frozen: float
+    per_engine: float
+    """Weights of one rank of an engine; 0 without engines."""
+    checkpoint: float
+    """Size of one checkpoint, of all ranks."""
+    saved: float
+    """Size of the saved model."""
+
+    @property
+    def per_rank(self) -> float:
+        """GiB of one trainer rank."""
+        return self.weights + self.gradients + self.optimizer + self.frozen
+
+
 def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
-    """Estimate the memory of weights, gradients and optimizer states; activations and caches come on top."""
+    """Describe the memory of weights, gradients and optimizer states; activations and caches come on top."""
     try:
-        return estimate_memory(loaded)
+        m = estimate_memory(loaded)
     except ModelUnreadable as error:  # a recipe may name a model that is made later
         return [("memory", f"unknown: {error}")]
+    of_adapter = f", and {m.adapter:,} of the adapter, which alone are trained" if m.adapter else ""
+    rows = [
+        ("parameters", f"{m.parameters:,}{of_adapter}"),
+        (
+            "memory per rank",
+            f"about {m.per_rank:.2f} GiB: weights {m.weights:.2f}, gradients {m.gradients:.2f}, optimizer "
+            f"{m.optimizer:.2f}, frozen models {m.frozen:.2f}; activations come on top",
+        ),
+    ]
+    if isinstance(loaded.cfg, RLConfig):
+        rows.append(("memory per engine", f"about {m.per_engine:.2f} GiB of weights per rank, and its cache"))
+    return rows
 
 
-def estimate_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
-    """Return the rows of describe_memory. Raises UserError where the config of a model cannot be read."""
+def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
+    """Return what weights, gradients and optimizer states take. Raises UserError where a config cannot be read."""
     cfg: RunConfig = loaded.cfg
     trusts = cfg.model.trust_remote_code
     n = count_parameters(cfg.model.path, trust_remote_code=trusts)
@@ -135,26 +173,23 @@ def estimate_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     lora = cfg.model.lora
     adapter = 0 if lora is None else count_adapter(cfg.model.path, lora, trust_remote_code=trusts)
     critic = 0 if alg.value_lr is None else n  # the value model is as large as the policy, and has no adapter
-    present = n + adapter + critic
     in_training = (n if lora is None else adapter) + critic
     # a precomputed reference is not loaded, and that of an adapter is the policy without it
     spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.precompute_ref_logp)
     beside = [path for path in alg.frozen_models.values() if path or not spared]
     frozen = sum((count_parameters(path, key="alg", trust_remote_code=trusts) if path else n) * held for path in beside)
-    per_rank = (present * weights + in_training * (gradients + optimizer) + frozen) / GIB
-    rows = [
-        ("parameters", f"{n:,}" + (f", and {adapter:,} of the adapter, which alone are trained" if adapter else "")),
-        (
-            "memory per rank",
-            f"about {per_rank:.2f} GiB: weights {present * weights / GIB:.2f}, gradients "
-            f"{in_training * gradients / GIB:.2f}, optimizer {in_training * optimizer / GIB:.2f}, frozen models "
-            f"{frozen / GIB:.2f}; activations come on top",
-        ),
-    ]
-    if isinstance(cfg, RLConfig):
-        per_engine = n * held / cfg.rollout.tensor_parallel_size / GIB
-        rows.append(("memory per engine", f"about {per_engine:.2f} GiB of weights per rank, and its cache"))
-    return rows
+    merges = lora is None or lora.merge_on_save
+    return MemoryEstimate(
+        parameters=n,
+        adapter=adapter,
+        weights=(n + adapter + critic) * weights / GIB,
+        gradients=in_training * gradients / GIB,
+        optimizer=in_training * optimizer / GIB,
+        frozen=frozen / GIB,
+        per_engine=n * held / cfg.rollout.tensor_parallel_size / GIB if isinstance(cfg, RLConfig) else 0.0,
+        checkpoint=in_training * (4 + states) / GIB,  # float32 weights and the optimizer
+        saved=((n if merges else 0) + adapter + critic) * held / GIB,
+    )
 
 
 def count_adapter(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from algs import find_algorithm
 from capture.losses import with_length_limit
-from configs.load import apply_override, has_key, read_recipe, validate
+from configs.load import apply_override, has_key, read_recipe, read_yaml, validate
 from configs.renamed import find_renamed
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
@@ -36,9 +37,21 @@ def load_recipe(cls: type[C], recipe: str | Mapping[str, Any], overrides: Sequen
     raw = read_recipe(recipe)
     for item in overrides:
         apply_override(raw, item)
+    return _validate_all(cls, raw, given=list_given(raw))
+
+
+def load_config_of_run(cls: type[C], file: Path, overrides: Sequence[str]) -> Loaded[C]:
+    """Validate the config.yaml that a run wrote. Every key is there, so none counts as set in vain."""
+    raw = read_yaml(str(file))
+    for item in overrides:
+        apply_override(raw, item)
+    return _validate_all(cls, raw, given=None)
+
+
+def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | None) -> Loaded[C]:
+    """Validate the keys of a recipe. given: those that the user has set; None does not ask whether they are read."""
     is_rl = issubclass(cls, RLConfig)
     refuse_renamed(raw, is_rl=is_rl, is_known=lambda key: key.startswith("alg."))
-    given = list_given(raw)
     cfg: C = validate(cls, raw, prefix="")
     if cfg.ray_address is not None:
         parse_address(cfg.ray_address)
@@ -49,8 +62,9 @@ def load_recipe(cls: type[C], recipe: str | Mapping[str, Any], overrides: Sequen
     if isinstance(cfg, RLConfig):
         alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
         check_engine(cfg)
-    check_keys(cfg, alg, given)
-    return Loaded(cfg=cfg.model_copy(update={"alg": alg.model_dump()}), alg_spec=spec, given=given)
+    if given is not None:
+        check_keys(cfg, alg, given)
+    return Loaded(cfg=cfg.model_copy(update={"alg": alg.model_dump()}), alg_spec=spec, given=given or frozenset())
 
 
 def refuse_renamed(raw: Mapping[str, Any], *, is_rl: bool, is_known: Callable[[str], bool]) -> None:

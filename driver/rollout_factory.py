@@ -13,13 +13,14 @@ from core.loading import FileSpec
 from core.ray_cluster import Cluster
 from core.workers import Local, RankInfo, Workers
 from data_feeds.template_args import make_tokenizer
+from data_feeds.tokenizer import ChatTokenizer
 from driver.devices import count_gpus, list_cores, share_machine, uses_gpus
 from modeling.lora import name_lora_targets
 from rewards.pool import RewardPool
 from rewards.several import RewardPlan
 from rewards.weights import plan_rewards
 from rollouts.availability import ENGINE_GROUP
-from rollouts.engines.base import Capabilities, EngineConfig
+from rollouts.engines.base import Capabilities, Engine, EngineConfig
 from rollouts.registry import load_engine_class, load_env_class, resolve_engine, resolve_env
 from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
@@ -93,6 +94,13 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
     )
 
 
+def check_rewards(cfg: RLConfig | EvalConfig, plan: RolloutPlan) -> None:
+    """Raise UserError for a reward whose settings do not fit, or that cannot work on this machine."""
+    plan.reward_functions.load()
+    if cfg.ray_address is None:  # else the engines' machines do, in `prepare`
+        plan.reward_functions.check(cfg.reward.timeout_s)
+
+
 def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, ...]:
     """Return the transport, and what a synchronous run may fall back to; from GPU to GPU where both ends can."""
     if (chosen := cfg.weight_sync.transport) != "auto":
@@ -103,12 +111,9 @@ def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, 
 
 def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     """Return a rollout worker with its engine; without `info`, everything is in this process."""
-    config = replace(plan.engine, cores=list_cores(info))
-    make_engine = load_engine_class(plan.engine_spec).begin(config)
-    tokenizer = make_tokenizer(plan.model, plan.data)
-    stops = Stops(tokenizer, plan.rollout.stop, plan.rollout.stop_token_ids)
+    engine, tokenizer, stops = build_engine(plan, replace(plan.engine, cores=list_cores(info)))
     return RolloutWorker(
-        make_engine(replace(config, stop_token_ids=stops.token_ids, stop_strings=stops.strings)),
+        engine,
         tokenizer,
         load_env_class(plan.env_spec),
         RewardPool(plan.reward_functions, plan.reward.workers, plan.reward.timeout_s),
@@ -117,6 +122,15 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         seed=plan.seed,
         stops=stops,
     )
+
+
+def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatTokenizer, Stops]:
+    """Return the engine of a plan with these settings, and the tokenizer and the stops that it was made with."""
+    make_engine = load_engine_class(plan.engine_spec).begin(config)
+    tokenizer = make_tokenizer(plan.model, plan.data)
+    stops = Stops(tokenizer, plan.rollout.stop, plan.rollout.stop_token_ids)
+    engine = make_engine(replace(config, stop_token_ids=stops.token_ids, stop_strings=stops.strings))
+    return engine, tokenizer, stops
 
 
 async def start_rollouts(

@@ -8,7 +8,8 @@ name, and the sample's reward is their weighted sum. If a reward raises, its sam
 not trained on.
 
 `score` may take settings by name (`reward.settings` of the recipe). A function `prepare` with the same settings, if
-there is one, is called once in every worker before the first sample.
+there is one, is called once in every worker before the first sample; a function `check(deadline_s, ...)`, with
+reward.timeout_s before the settings, once before anything is started: it raises UserError for what the user must mend.
 
 Import core.types only under TYPE_CHECKING, as the rewards here do: it imports torch, which costs time and memory in
 every worker. The `prompt` of `score` has the fields of a Prompt (id, messages, answer, extra).
@@ -56,3 +57,10 @@ def prepare_reward(spec: FileSpec, settings: dict[str, Any]) -> None:
     prepare = getattr(load_module(spec), "prepare", None)
     if prepare is not None:
         prepare(**settings)
+
+
+def check_reward(spec: FileSpec, settings: dict[str, Any], deadline_s: float) -> None:
+    """Call the reward's `check`, if it has one. deadline_s: reward.timeout_s."""
+    check = getattr(load_module(spec), "check", None)
+    if check is not None:
+        check(deadline_s, **settings)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from core.loading import FileSpec
-from rewards import load_reward, prepare_reward
+from rewards import check_reward, load_reward, prepare_reward
 
 if TYPE_CHECKING:
     from core.types import Message, Prompt
@@ -64,6 +64,11 @@ class RewardPlan:
             return parts
 
         return score
+
+    def check(self, deadline_s: float) -> None:
+        """Call every function's `check`. Raises UserError. deadline_s: reward.timeout_s."""
+        for function in self.functions:
+            check_reward(function.spec, function.settings, deadline_s)
 
     def prepare(self) -> None:
         """Call every function's `prepare`."""

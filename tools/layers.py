@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     *("core", "configs", "trackers", "weight_sync", "modeling", "data_feeds", "algs", "trainers", "capture"),
-    *("rewards", "rollouts", "evaluation", "driver", "main_rl", "main_sl", "main_eval"),
+    *("rewards", "rollouts", "evaluation", "driver", "main_rl", "main_sl", "main_eval", "doctor"),
 )
 """From the ground up: a file imports from its own layer and from those before it."""
 BESIDE = ("data_prep", "report", "tools", "benchmarks")

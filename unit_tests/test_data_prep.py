@@ -16,7 +16,7 @@ from core.errors import UserError
 from data_feeds.feed import load_groups
 from data_feeds.rows import read_records as read_records_of
 from data_feeds.tokenizer import ChatTokenizer
-from data_prep import arithmetic, chats, deepscaler, gsm8k, hh_rlhf, math_sets, smollm2, tiny_model
+from data_prep import arithmetic, chats, code_tasks, deepscaler, gsm8k, hh_rlhf, math_sets, smollm2, tiny_model
 from data_prep.arithmetic import Task
 from data_prep.rows import read_records
 
@@ -373,3 +373,36 @@ def test_a_problem_without_an_answer_is_counted_and_a_wrong_file_is_named(
     with pytest.raises(SystemExit):
         math_sets.main(["amc23", "--out", str(tmp_path / "o.jsonl")])
     assert "cannot be loaded from the hub" in capsys.readouterr().err, "no test asks a model hub"
+
+
+def test_no_two_splits_share_a_tiny_function_and_no_wrong_one_passes_its_tests() -> None:
+    splits = code_tasks.make(steps=2, train=300, held_out=100, sft=176, copies=2, wrong_share=0.6)
+    words = {split: {row.messages[0]["content"] for row in rows} for split, rows in splits.items()}
+    assert {split: len(found) for split, found in words.items()} == {"eval": 100, "train": 300, "sft": 176}
+    assert len(set.union(*words.values())) == 576
+    assert splits["eval"] == code_tasks.make(steps=2, train=3, held_out=100)["eval"]
+    wrong = [row for row in splits["sft"] if row.messages[-1]["content"] != row.answer]
+    assert 0.5 < len(wrong) / len(splits["sft"]) < 0.7
+    for row in splits["sft"]:
+        assert passes(row.answer, row.extra)
+    assert not any(passes(row.messages[-1]["content"], row.extra) for row in wrong)
+
+
+def passes(code: str, extra: str) -> bool:
+    names: dict = {}
+    exec(code, names)
+    try:
+        for test in json.loads(extra)["tests"]:
+            exec(test, names)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_more_tiny_functions_than_there_are_and_an_impossible_share_are_refused(capsys, tmp_path: Path) -> None:
+    for options, said in ((["--train", "577"], "there are 576; raise --steps"), (["--wrong-share", "2"], "a share")):
+        with pytest.raises(SystemExit):
+            code_tasks.main(["--out", str(tmp_path), "--eval", "0", *options])
+        assert said in capsys.readouterr().err
+    code_tasks.main(["--out", str(tmp_path), "--steps", "1", "--train", "2", "--eval", "2", "--sft", "2", "--jsonl"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.jsonl", "sft.jsonl", "train.jsonl"]

@@ -28,6 +28,18 @@ class LocalWeightSync:
     scope: ExportScope
 
     async def publish_weights(self, version: int, engines: Sequence[int] | None = None) -> dict[str, float]:
+        sent = await self.transfer(version)
+        gap = verify_sync(
+            sent.checksums,
+            [await self.engine.read_fingerprint()],
+            expected_logp=self.trainer.probe(self.probe.token_ids),
+            probe_logp=[await self.engine.probe(self.probe.token_ids)],
+            bound=self.probe.bound,
+        )
+        return {"sync/probe_gap": gap, "sync/bytes": float(sent.nbytes)}
+
+    async def transfer(self, version: int) -> Sent:
+        """Transfer the weights without a proof."""
         sent: dict[str, int] = {}
         nbytes = 0
 
@@ -42,14 +54,7 @@ class LocalWeightSync:
         with of_trainer.measure(Activity.SYNC), of_engine.measure(Activity.SYNC):
             await self.engine.pause()
             await self.engine.load_weights(version, export_recorded())
-        gap = verify_sync(
-            sent,
-            [await self.engine.read_fingerprint()],
-            expected_logp=self.trainer.probe(self.probe.token_ids),
-            probe_logp=[await self.engine.probe(self.probe.token_ids)],
-            bound=self.probe.bound,
-        )
-        return {"sync/probe_gap": gap, "sync/bytes": float(nbytes)}
+        return Sent(checksums=sent, nbytes=nbytes)
 
 
 @dataclass(slots=True)

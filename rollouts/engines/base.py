@@ -57,6 +57,8 @@ class EngineConfig:
     """Size of the KV cache per rank, in GiB; by default what `gpu_memory_utilization` leaves (4 on a CPU)."""
     gpu_memory_utilization: float = 0.85
     enforce_eager: bool = False
+    prefix_cache: bool = True
+    """False: the keys and values of a prompt are computed for every request. The doctor asks for that."""
     starts_empty: bool = False
     """True: the first weight sync sends all weights, so they need not be loaded."""
     lora: LoraConfig | None = None

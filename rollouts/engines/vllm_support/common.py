@@ -16,7 +16,6 @@ from core.errors import RunStopped, TransportFailed, UserError
 from rollouts.engines.base import Completion, Engine, EngineConfig
 from rollouts.engines.vllm_support.architectures import has_architecture
 from rollouts.engines.vllm_support.early_core import CORES, preload_openmp
-from rollouts.engines.vllm_support.sockets import place_sockets
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
@@ -48,7 +47,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
         "generation_config": "vllm",
         # The log-probability under the distribution the token was drawn from: temperature included.
         "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": config.prefix_cache,
         "worker_extension_cls": "rollouts.engines.vllm_support.worker.WorkerMethods",
         "disable_log_stats": True,
         **({} if config.lora is None else _lora_args(config.lora)),
@@ -70,7 +69,6 @@ class VllmBase(Engine):
             prepare_cpu(config.cores, config.tensor_parallel_size)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        place_sockets()
         self._args = engine_args(config, on_cpu=on_cpu)
         self._start()
 

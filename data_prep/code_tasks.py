@@ -1,0 +1,134 @@
+"""Tiny functions to be written in Python, generated, with tests: no two files share a task.
+
+    python -m data_prep.code_tasks --out data/code --train 300 --eval 100
+
+writes train.parquet and eval.parquet; `--sft N` adds sft.parquet, whose rows end in an assistant's turn. A task is a
+sentence such as "plus 3 times 4", an answer to it "f=lambda x:(x+3)*4", and its tests, in the column `extra`, are calls
+of f (`reward.fn: code`). `--wrong-share 0.6` makes the teacher careless: in so many rows one number or one
+operation is another. A model that learns from it is right about as often as its teacher: a policy that reinforcement
+learning can sharpen at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from itertools import product
+from pathlib import Path
+
+from data_prep.rows import Row, write_rows
+from data_prep.script import run_script, whole
+
+OPERATIONS = {"plus": "+", "minus": "-", "times": "*"}
+DIGITS = range(2, 10)
+INPUTS = (0, 1, 5, 11)
+"""Arguments of the tests; no two tasks that differ in one part agree on all of them."""
+Step = tuple[str, int]
+"""Operation and number, such as ("plus", 3)."""
+
+
+def make(
+    *, steps: int, train: int, held_out: int, sft: int = 0, copies: int = 1, wrong_share: float = 0.0, seed: int = 0
+) -> dict[str, list[Row]]:
+    """Draw the splits "eval", "train" and "sft" (in this order, so that eval depends on the seed alone).
+
+    `sft` counts tasks, each with `copies` rows that differ in the teacher's errors. Raises ValueError where there are
+    not so many tasks.
+    """
+    rng = random.Random(seed)
+    tasks = list(product(product(OPERATIONS, DIGITS), repeat=steps))
+    if train + held_out + sft > len(tasks):
+        raise ValueError(f"{train + held_out + sft} tasks were asked for, there are {len(tasks)}; raise --steps")
+    rng.shuffle(tasks)
+    to_learn = [task for task in tasks[held_out + train : held_out + train + sft] for _ in range(copies)]
+    rng.shuffle(to_learn)
+    splits = {"eval": tasks[:held_out], "train": tasks[held_out : held_out + train], "sft": to_learn}
+    rows = {split: [_make_row(split, i, task) for i, task in enumerate(chosen)] for split, chosen in splits.items()}
+    taught = [_add_reply(row, task, wrong_share, rng) for row, task in zip(rows["sft"], to_learn, strict=True)]
+    return rows | {"sft": taught}
+
+
+def write_code(task: tuple[Step, ...]) -> str:
+    """Return a right answer.
+
+    >>> write_code((("plus", 3), ("times", 4)))
+    'f=lambda x:(x+3)*4'
+    """
+    code = "x"
+    for i, (operation, number) in enumerate(task):
+        code = f"({code})" if i else code
+        code += f"{OPERATIONS[operation]}{number}"
+    return f"f=lambda x:{code}"
+
+
+def write_tests(task: tuple[Step, ...]) -> list[str]:
+    """Return the tests.
+
+    >>> write_tests((("plus", 3), ("times", 4)))[1]
+    'assert f(1) == 16'
+    """
+    return [f"assert f({x}) == {compute_value(task, x)}" for x in INPUTS]
+
+
+def compute_value(task: tuple[Step, ...], x: int) -> int:
+    """Return the value of the task's function."""
+    for operation, number in task:
+        x = {"plus": x + number, "minus": x - number, "times": x * number}[operation]
+    return x
+
+
+def _make_row(split: str, i: int, task: tuple[Step, ...]) -> Row:
+    words = " ".join(f"{operation} {number}" for operation, number in task)
+    messages = [{"role": "user", "content": words}]
+    extra = json.dumps({"tests": write_tests(task)})
+    return Row(id=f"code/{split}/{i}", messages=messages, answer=write_code(task), extra=extra)
+
+
+def _add_reply(row: Row, task: tuple[Step, ...], wrong_share: float, rng: random.Random) -> Row:
+    said = task
+    if rng.random() < wrong_share:
+        at = rng.randrange(len(task))
+        operation, number = task[at]
+        if rng.random() < 0.5:
+            operation = rng.choice([other for other in OPERATIONS if other != operation])
+        else:
+            number = rng.choice([other for other in DIGITS if other != number])
+        said = (*task[:at], (operation, number), *task[at + 1 :])
+    reply = {"role": "assistant", "content": write_code(said)}
+    return Row(id=row.id, messages=[*row.messages, reply], answer=row.answer, extra=row.extra)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.code_tasks", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for eval, train and sft files")
+    parser.add_argument("--jsonl", action="store_true", help="write JSONL instead of Parquet")
+    parser.add_argument("--steps", type=whole(1), default=2, help="operations of a task (default %(default)s)")
+    parser.add_argument("--train", type=whole(0), default=300, help="tasks for RL (default %(default)s)")
+    parser.add_argument("--eval", type=whole(0), default=100, help="held-out tasks (default %(default)s)")
+    parser.add_argument("--sft", type=whole(0), default=0, help="tasks for SFT (default none)")
+    parser.add_argument("--copies", type=whole(1), default=1, help="SFT rows per task (default %(default)s)")
+    parser.add_argument("--wrong-share", type=float, default=0.0, help="share of SFT rows with one wrong part")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    if not 0 <= args.wrong_share <= 1:
+        parser.error(f"--wrong-share {args.wrong_share}: give a share between 0 and 1")
+    try:
+        splits = make(
+            steps=args.steps,
+            train=args.train,
+            held_out=args.eval,
+            sft=args.sft,
+            copies=args.copies,
+            wrong_share=args.wrong_share,
+            seed=args.seed,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    for split, rows in splits.items():
+        if rows:
+            write_rows(args.out / f"{split}{'.jsonl' if args.jsonl else '.parquet'}", rows)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,50 @@
+"""What a check of the set-up found, and how it is shown: one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from core.errors import UserError
+
+Level = Literal["ok", "warning", "error"]
+Say = Callable[[str], None]
+"""Print one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Outcome of one check."""
+
+    check: str
+    level: Level
+    found: str
+    """What was found; of a warning or an error also what to do."""
+
+    def __str__(self) -> str:
+        """
+        >>> print(Finding(check="python", level="ok", found="3.11"))
+        ok       python        3.11
+        """
+        return f"{self.level:<8} {self.check:<13} {self.found}"
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def attempt(check: str, look: Callable[[], str]) -> Finding:
+    """Return what `look` says, or as an error the sentence of the UserError that it raises."""
+    try:
+        return Finding(check=check, level="ok", found=look())
+    except UserError as error:
+        return Finding(check=check, level="error", found=str(error))
+
+
+def show_all(findings: Iterable[Finding], say: Say) -> list[Finding]:
+    """Print every finding as soon as it is there; return them all."""
+    shown: list[Finding] = []
+    for finding in findings:
+        say(str(finding))
+        shown.append(finding)
+    return shown

@@ -1,0 +1,150 @@
+"""Tests of a row's code: read from its columns, and run in a sandbox."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rewards.sandbox import Limits, Ran, Sandbox, SandboxUnavailable
+
+JUDGE = Path(__file__).parent / "sandbox" / "inside" / "unit_tests.py"
+FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+BY_SIGNAL = 128
+SHORTEST_RUN = 0.05
+"""Seconds below which another run is not begun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """Tests of one row, of one of two kinds."""
+
+    id: str
+    """Of the row, for errors."""
+    tests: tuple[str, ...] = ()
+    """Each a piece of Python that raises where the code is wrong."""
+    setup: str = ""
+    """Runs before them."""
+    pairs: tuple[tuple[str, str], ...] = ()
+    """Standard input of a program, and the output that it must have."""
+
+
+def find_code(reply: str) -> str:
+    r"""Return the last block of a reply, which need not be closed; the whole reply if it has none.
+
+    >>> find_code("First\n```python\nx = 1\n```\nor rather\n```\nx = 2\n```\nas asked")
+    'x = 2\n'
+    """
+    blocks = FENCE.findall(reply)
+    return blocks[-1] if blocks else reply
+
+
+def read_suite(row: str, extra: Mapping[str, Any]) -> Suite:
+    """Return a row's tests. Raises ValueError for a row that has none, or one that cannot be read."""
+    pairs, tests = _parse(row, "pairs", extra.get("pairs")), extra.get("tests")
+    if pairs:
+        try:
+            return Suite(id=row, pairs=tuple((str(pair["stdin"]), str(pair["stdout"])) for pair in pairs))
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{row}: pairs must be objects with stdin and stdout, found {pairs!r:.80}") from error
+    if isinstance(tests, str):
+        suite = _split_file(row, tests, extra.get("entry_point"))
+    else:
+        suite = Suite(id=row, tests=tuple(map(str, tests or ())), setup=str(extra.get("setup") or ""))
+    if not suite.tests:
+        raise ValueError(f"{row} has no tests: give it a column tests, or a column pairs")
+    for source in (suite.setup, *suite.tests):
+        _parse_python(row, source)
+    return suite
+
+
+def _parse(row: str, column: str, given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        raise ValueError(f"{row}: {column} is no JSON: {given:.80}") from error
+
+
+def _parse_python(row: str, source: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"{row}: a test is no Python: {source:.80}") from error
+
+
+def _split_file(row: str, text: str, entry_point: Any) -> Suite:
+    tree = _parse_python(row, text)
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    tests = [f"{name}()" for name in functions if name.startswith("test")]
+    if "check" in functions and entry_point:
+        tests.append(f"check({entry_point})")
+    tests += [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assert)]
+    setup = "\n".join(ast.unparse(node) for node in tree.body if not isinstance(node, ast.Assert))
+    return Suite(id=row, tests=tuple(tests), setup=setup)
+
+
+async def run_asserts(box: Sandbox, code: str, suite: Suite, limits: Limits) -> tuple[list[bool], bool]:
+    """Return which tests pass, and whether the code loads. Raises ValueError for a test that cannot be judged."""
+    nonce = secrets.token_hex(16)
+    given = {"code": code, "tests": suite.tests, "setup": suite.setup, "nonce": nonce}
+    ran = await box.run(
+        ["python3", JUDGE.name], files={JUDGE.name: JUDGE.read_bytes()}, stdin=json.dumps(given).encode(), limits=limits
+    )
+    lines = [line.removeprefix(nonce) for line in ran.stdout.decode(errors="replace").split("\n")[:-1] if nonce in line]
+    if not lines:
+        _check_judge(ran)
+        return [False] * len(suite.tests), False
+    told = json.loads(lines[-1])
+    if told["unsuited"]:
+        raise ValueError(f"{suite.id}: a test cannot be judged: {told['unsuited'][0]}")
+    passed = [not why for why in told["said"]]
+    return passed + [False] * (len(suite.tests) - len(passed)), bool(told["ran"])
+
+
+def _check_judge(ran: Ran) -> None:
+    """Raise SandboxUnavailable where the program with the tests has not begun; the code may only have killed it."""
+    if ran.killed_for is None and ran.exit_code is not None and ran.exit_code < BY_SIGNAL:
+        said = ran.stderr.decode(errors="replace").strip().splitlines()[-1:] or [""]
+        raise SandboxUnavailable(f"the tests could not be run, exit code {ran.exit_code}: {said[0][:200]}")
+
+
+async def run_pairs(
+    box: Sandbox, code: str, pairs: tuple[tuple[str, str], ...], limits: Limits, *, until: float, at_once: int
+) -> tuple[list[bool], bool]:
+    """Run the program once for each pair, until the clock shows `until`; return which agree, and whether one ended."""
+    places = asyncio.Semaphore(at_once)
+
+    async def run_one(stdin: str, expected: str) -> tuple[bool, bool]:
+        async with places:
+            left = until - time.monotonic()
+            if left < SHORTEST_RUN:
+                return False, False
+            ran = await box.run(
+                ["python3", "main.py"],
+                files={"main.py": code.encode(errors="replace")},
+                stdin=stdin.encode(),
+                limits=replace(limits, seconds=left),
+            )
+        ended = ran.exit_code == 0
+        return ended and trim_lines(ran.stdout.decode(errors="replace")) == trim_lines(expected), ended
+
+    outcomes = await asyncio.gather(*[run_one(*pair) for pair in pairs])
+    return [agrees for agrees, _ in outcomes], any(ended for _, ended in outcomes)
+
+
+def trim_lines(text: str) -> list[str]:
+    r"""Return the lines without white space at their ends, and without empty lines at the end.
+
+    >>> trim_lines("1 2 \n3\n\n") == trim_lines("1 2\n3")
+    True
+    """
+    return [line.rstrip() for line in text.rstrip().split("\n")]

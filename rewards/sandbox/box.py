@@ -1,0 +1,169 @@
+"""One sandbox while it lives: its pipes, its limits that the kernel does not watch, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from core.deadlines import SANDBOX_EXIT_GRACE_S, SANDBOX_POLL_S
+from rewards.sandbox.base import MIB, KilledFor, Limits, Ran, SandboxUnavailable
+from rewards.sandbox.usage import count_files, exceeds_memory, list_descendants
+
+CHUNK = 65536
+OUT_OF_TIME = 128 + signal.SIGXCPU
+"""Exit code of a process that has used up its time on the processor."""
+
+
+class Box:
+    """Sandbox with the processes in it, all of which end with the one that this process has started."""
+
+    def __init__(self, process: asyncio.subprocess.Process, status: int, limits: Limits) -> None:
+        """process: bwrap, with three pipes. status: pipe from which bwrap's reports are read; it is closed here."""
+        self.killed_for: KilledFor | None = None
+        self.limits = limits
+        self._process, self._status = process, status
+        self._began = time.monotonic()
+        try:
+            self._handle = os.pidfd_open(process.pid)  # an id may be another process's by the time it is killed
+        except ProcessLookupError:
+            self._handle = -1
+        self._stderr = bytearray()
+        assert process.stdin and process.stdout and process.stderr
+        self._in, self._out = process.stdin, process.stdout
+        self._tasks = [
+            asyncio.create_task(self._collect(process.stderr, self._stderr)),
+            asyncio.create_task(self._watch()),
+        ]
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    async def finish(self, stdin: bytes) -> Ran:
+        """Give the code its input, wait for its end or a limit, and return what it did."""
+        stdout = bytearray()
+        self._tasks.append(asyncio.create_task(self._collect(self._out, stdout)))
+        feeding = asyncio.create_task(self._feed(stdin))
+        try:
+            await asyncio.wait_for(self._process.wait(), max(0.0, self.limits.seconds - self.seconds))
+        except TimeoutError:
+            self.kill("time")
+        finally:
+            feeding.cancel()
+            seconds = self.seconds
+            exit_code = await self.close()
+        if self.killed_for is None and exit_code is None:
+            raise SandboxUnavailable(f"bwrap failed: {_last_line(self._stderr) or 'it was killed'}")
+        if exit_code == OUT_OF_TIME:  # by several threads, before the time on the clock is up
+            self.killed_for = self.killed_for or "time"
+        return Ran(
+            exit_code=exit_code if self.killed_for is None else None,
+            stdout=bytes(stdout),
+            stderr=bytes(self._stderr),
+            seconds=seconds,
+            killed_for=self.killed_for,
+        )
+
+    async def ask(self, line: bytes, *, seconds: float) -> bytes | None:
+        """Send one line and return the next one that comes; None where the sandbox has ended or was killed."""
+        try:
+            self._in.write(line + b"\n")
+            answer = await asyncio.wait_for(self._out.readline(), seconds)
+        except TimeoutError:
+            self.kill("time")
+            return None
+        except ValueError:  # longer than the pipe's limit
+            self.kill("output")
+            return None
+        except ConnectionError:
+            return None
+        return answer if answer.endswith(b"\n") else None
+
+    def kill(self, reason: KilledFor) -> None:
+        """Kill the sandbox; the first reason counts."""
+        if self._process.returncode is None:
+            self.killed_for = self.killed_for or reason
+            self._send_kill()
+
+    async def close(self) -> int | None:
+        """End everything in the sandbox; return the exit code of its command if it has ended by itself."""
+        if self._status < 0:
+            return None
+        self._send_kill()
+        stderr, watch, *rest = self._tasks
+        watch.cancel()
+        try:  # the pipes end with the last process that holds them
+            async with asyncio.timeout(SANDBOX_EXIT_GRACE_S):
+                await self._process.wait()
+                await asyncio.gather(stderr, *rest)
+        except TimeoutError:
+            raise SandboxUnavailable("a sandbox that was killed has not ended") from None
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self._in.close()
+            if self._handle >= 0:
+                os.close(self._handle)
+            reports, self._status = _read_rest(self._status), -1
+        return _find_exit_code(reports)
+
+    def _send_kill(self) -> None:
+        # asyncio's own kill() would ask for the exit code, which its watcher then misses
+        with suppress(ProcessLookupError):
+            if self._handle >= 0:
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    async def _feed(self, stdin: bytes) -> None:
+        with suppress(ConnectionError):  # code need not read its input
+            self._in.write(stdin)
+            await self._in.drain()
+            self._in.close()
+
+    async def _collect(self, stream: asyncio.StreamReader, into: bytearray) -> None:
+        while chunk := await stream.read(CHUNK):
+            room = self.limits.output_bytes - len(into)
+            into += chunk[:room]
+            if len(chunk) > room:
+                self.kill("output")
+
+    async def _watch(self) -> None:
+        """Kill the sandbox where all its processes together, or its files, are too many."""
+        checks: list[tuple[KilledFor, Callable[[list[int]], bool]]] = [
+            ("memory", lambda pids: exceeds_memory(pids, self.limits.memory_mib * MIB)),
+            ("files", lambda pids: count_files(pids, self.limits.disk_mib * MIB) > self.limits.files),
+        ]
+        while self.killed_for is None:
+            await asyncio.sleep(SANDBOX_POLL_S)
+            pids = list_descendants(self._process.pid)
+            for reason, is_over in checks:
+                if is_over(pids):
+                    self.kill(reason)
+
+
+def _read_rest(pipe: int) -> bytes:
+    """Return what is in a pipe now, and close it."""
+    os.set_blocking(pipe, False)
+    with open(pipe, "rb") as file:
+        return file.read() or b""
+
+
+def _find_exit_code(reports: bytes) -> int | None:
+    """
+    >>> _find_exit_code(b'{ "child-pid": 17 }\\n{ "exit-code": 3 }\\n'), _find_exit_code(b'{ "child-pid": 17 }\\n')
+    (3, None)
+    """
+    for line in reports.splitlines():
+        report = json.loads(line)
+        if "exit-code" in report:
+            return report["exit-code"]
+    return None
+
+
+def _last_line(stderr: bytes | bytearray) -> str:
+    lines = bytes(stderr).decode(errors="replace").strip().splitlines()
+    return lines[-1][:300].removeprefix("bwrap: ") if lines else ""

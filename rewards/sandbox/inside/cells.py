@@ -1,0 +1,68 @@
+"""Python that is asked piece by piece: python3 cells.py, one line {"source": ...} in, one line {"output": ...} out.
+
+Names live from one piece to the next. The output is what the piece printed, with the value of its last expression and
+the last lines of a traceback, as a notebook shows them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+import tempfile
+import traceback
+from typing import Any
+
+LONGEST_OUTPUT = 20_000
+
+
+def main() -> None:
+    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    shown, name = tempfile.mkstemp()
+    os.unlink(name)
+    os.dup2(shown, 1)
+    os.dup2(shown, 2)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for line in asked:
+        run_cell(json.loads(line)["source"], names)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        answers.write(json.dumps({"output": take_output(shown)}).encode() + b"\n")
+        answers.flush()
+
+
+def run_cell(source: str, names: dict[str, Any]) -> None:
+    """Run statements, and print the value of a last expression."""
+    try:
+        tree = ast.parse(source, "cell")
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "cell", "exec"), names)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+            if value is not None:
+                print(repr(value))
+    except BaseException as error:  # sys.exit ends a piece, and not the session
+        sys.stdout.flush()
+        own = error.__traceback__ and error.__traceback__.tb_next
+        traceback.print_exception(type(error), error, own, limit=-3)
+
+
+def take_output(handle: int) -> str:
+    """Return what was printed, its middle left out where it is long, and forget it."""
+    size = os.fstat(handle).st_size
+    if size <= LONGEST_OUTPUT:
+        text = os.pread(handle, size, 0).decode(errors="replace")
+    else:
+        half = LONGEST_OUTPUT // 2
+        first, last = os.pread(handle, half, 0), os.pread(handle, half, size - half)
+        left_out = f"\n... {size - LONGEST_OUTPUT} bytes are left out ...\n"
+        text = first.decode(errors="replace") + left_out + last.decode(errors="replace")
+    os.ftruncate(handle, 0)
+    os.lseek(handle, 0, os.SEEK_SET)
+    return text
+
+
+if __name__ == "__main__":
+    main()

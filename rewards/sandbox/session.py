@@ -1,0 +1,61 @@
+"""Python in a sandbox that remembers: one process that runs piece after piece, for a tool of an episode."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rewards.sandbox.base import Limits
+from rewards.sandbox.box import Box
+from rewards.sandbox.bubblewrap import Bubblewrap
+
+PROGRAM = Path(__file__).parent / "inside" / "cells.py"
+ENDED = {
+    "time": "it took longer than {seconds:g} s",
+    "memory": "it took more than {memory_mib} MiB of memory",
+    "files": "it made more than {files} files",
+    "output": "it printed too much",
+    None: "its process ended",
+}
+
+
+class PythonSession:
+    """Python whose names live from one piece of code to the next, until `close`.
+
+    Each piece has `limits.seconds`. One that takes longer, or reaches another limit, costs the session: the answer says
+    so, and the next piece begins a new one. Only on this machine: a server's /run_code forgets everything.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self._box: Box | None = None
+
+    async def run(self, source: str) -> str:
+        """Run one piece and return what it shows. Raises SandboxUnavailable where the sandbox fails."""
+        if self._box is None:
+            self._box = await Bubblewrap().open(
+                ["python3", PROGRAM.name],
+                files={PROGRAM.name: PROGRAM.read_bytes()},
+                limits=self.limits,
+                time_is_one_piece=True,
+            )
+        try:
+            line = await self._box.ask(json.dumps({"source": source}).encode(), seconds=self.limits.seconds)
+        except BaseException:  # cancelled: the answer would come to the next question
+            await self.close()
+            raise
+        try:
+            return str(json.loads(line or b"")["output"])
+        except (ValueError, LookupError, TypeError):  # it has ended, or code of the session wrote to its pipe
+            reason = self._box.killed_for
+            await self.close()
+        why = ENDED[reason].format(
+            seconds=self.limits.seconds, memory_mib=self.limits.memory_mib, files=self.limits.files
+        )
+        return f"error: the session was ended, because {why}; the next piece begins a new one without its names"
+
+    async def close(self) -> None:
+        """End the process, and everything that it has started."""
+        box, self._box = self._box, None
+        if box is not None:
+            await box.close()
