@@ -57,7 +57,8 @@ def load_algorithm_class(spec: FileSpec) -> type[Algorithm]:
     cls = load_class(spec, Algorithm, key="alg")
     samples = issubclass(cls, PolicyGradient)
     for old, new in RENAMED_METHODS.items():
-        if old in vars(cls):
+        field = cls.model_fields.get(old)  # of a key with that name the method would be the default
+        if old in vars(cls) or (field is not None and callable(field.default)):
             raise UserError(f"{spec.path}: {cls.__name__} defines {old}, which was renamed to {new}: rename it")
     for name in ("prepare_groups", "rows", "model_kind") if samples else ("accept_group",):
         if getattr(cls, name) is not getattr(Algorithm, name):
