@@ -1,7 +1,7 @@
 """vLLM's tool parsers, by name: what its server would read of the same reply. vLLM is imported only here, when named.
 
-They do not say when a call cannot be read, they return the text. So a text that gave no call is taken for one that cannot
-be read if it holds the mark that begins a call; or, where calls are bare JSON, if it begins as an object with a name.
+They do not say when a call cannot be read, they return the text. So a text that gave no call is taken for one that
+cannot be read if it holds the mark that begins a call; or, where calls are bare JSON, if it begins as one.
 """
 
 from __future__ import annotations
