@@ -1,13 +1,14 @@
 """vLLM's tool parsers, by name: what its server would read of the same reply. vLLM is imported only here, when named.
 
-They do not say when a call cannot be read, they return the text. So a text that holds one of a parser's marks and gave
-no call is taken for a call that cannot be read.
+They do not say when a call cannot be read, they return the text. So a text that gave no call is taken for one that
+cannot be read if it holds the mark that begins a call; or, where calls are bare JSON, if it begins as one.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,10 @@ from data_feeds.parsed_reply import ParsedReply, finish_reply, refuse_reply
 if TYPE_CHECKING:
     from data_feeds.tokenizer import ChatTokenizer
 
-MARKS = ("start", "bot_token", "bos_token")
+MARKS = ("start", "bot_token")
 """Parts of the names under which vLLM's parsers keep the text that begins a call."""
+BARE_CALL = re.compile(r"\s*\{[^{}]*\"name\"")
+"""Beginning of a call that is JSON and nothing else."""
 SHORTEST_MARK = 3
 
 
@@ -32,7 +35,9 @@ class VllmParser:
 
         self.tokenizer, self.make_parser, self.make_reasoning = tokenizer, make_parser, make_reasoning
         self.make_request: Any = ChatCompletionRequest
-        self.marks = _list_marks(make_parser(tokenizer.hf))
+        marks = _list_marks(make_parser(tokenizer.hf))
+        self.marks = list(marks.values())
+        self.is_bare = not any("start" in name for name in marks)
         if make_reasoning is not None:
             make_reasoning(tokenizer.hf)
 
@@ -59,7 +64,8 @@ class VllmParser:
         except Exception as error:  # a border: the parsers raise all kinds of errors on what a model may write
             return refuse_reply(text, f"The tool call could not be read: {first_line(error).removesuffix('.')}.")
         content = found.content or ""
-        if not calls and (content.strip() != said.strip() or any(mark in said for mark in self.marks)):
+        is_cut = content.strip() != said.strip() or any(mark in said for mark in self.marks)
+        if not calls and (is_cut or (self.is_bare and BARE_CALL.match(said))):
             return refuse_reply(text, "The tool call could not be read: it is not whole, or not in the model's form.")
         return finish_reply(ids, content=content.strip(), reasoning=reasoning.strip(), calls=calls, tools=tools)
 
@@ -91,11 +97,11 @@ def _check_name(name: str, known: list[str], kind: str, key: str) -> None:
         raise UserError(f"{key}: vLLM has no {kind} parser {quote(name)}; it has {near}")
 
 
-def _list_marks(parser: Any) -> list[str]:
-    """Return the texts that begin a call, as far as the parser's attributes tell."""
-    named = [name for name in dir(type(parser)) if any(part in name for part in MARKS)]
-    values = [getattr(parser, name, None) for name in (*named, *vars(parser)) if any(part in name for part in MARKS)]
-    return [value for value in values if isinstance(value, str) and len(value) >= SHORTEST_MARK]
+def _list_marks(parser: Any) -> dict[str, str]:
+    """Return the texts that begin a call by the names of the parser's attributes, as far as these tell."""
+    names = [name for name in (*dir(type(parser)), *vars(parser)) if any(part in name for part in MARKS)]
+    found = {name: getattr(parser, name, None) for name in names}
+    return {name: text for name, text in found.items() if isinstance(text, str) and len(text) >= SHORTEST_MARK}
 
 
 def _read_call(call: Any) -> FunctionCall:
