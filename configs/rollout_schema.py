@@ -114,6 +114,25 @@ class RewardConfig(StrictModel):
             raise ValueError(f"reward.by_source has no functions for the source {left[0]}: add it, or set reward.fns")
 
 
+class AgentConfig(StrictModel):
+    """Keys of `rollout.agent`."""
+
+    file: str | None = None
+    """Python file with a function `run(task)`, plain or async, that plays one episode and returns named numbers. Set
+    this or `command`."""
+    command: list[Annotated[str, Field(min_length=1)]] = Field([])
+    """Program with its arguments that plays one episode, in any language: the task is JSON on its standard input, the
+    numbers are one line of JSON on file descriptor 3."""
+
+    @model_validator(mode="after")
+    def is_a_file_or_a_command(self) -> AgentConfig:
+        if (self.file is None) == (not self.command):
+            raise ValueError("set file or command, and not both")
+        if self.file is not None and not self.file.endswith(".py"):
+            raise ValueError(f"file must be the path of a Python file (my_agent.py), found {self.file!r:.100}")
+        return self
+
+
 class RolloutConfig(StrictModel):
     """Keys of `rollout`."""
 
@@ -122,6 +141,9 @@ class RolloutConfig(StrictModel):
     env: str = "single_turn"
     """Environment: a module of rollouts/envs/, or the path of a Python file with one subclass of
     rollouts.envs.base.Env."""
+    agent: AgentConfig | None = None
+    """Agent instead of an environment: a program of yours that talks to the policy at an OpenAI-compatible address,
+    with any harness. One process per episode, killed after nine tenths of `timeout_s`."""
     engines: int = Field(1, ge=1)
     """Number of engines. Each has a process and a copy of the weights."""
     tensor_parallel_size: int = Field(1, ge=1)
@@ -157,6 +179,12 @@ class RolloutConfig(StrictModel):
     """Size of vLLM's KV cache on a CPU, in GiB."""
     gpu_memory_utilization: float = Field(0.85, gt=0, lt=1)
     """Fraction of a GPU's memory that vLLM may use."""
+
+    @model_validator(mode="after")
+    def an_agent_takes_the_place_of_an_environment(self) -> RolloutConfig:
+        if self.agent is not None and self.env != "single_turn":
+            raise ValueError(f"env={self.env} and agent exclude each other: leave one of them out")
+        return self
 
 
 RequestMode = Literal["keep", "wait", "abort"]

@@ -32,6 +32,8 @@ SYNC_TIMEOUT_GRACE_S = 5.0
 REWARD_START_TIMEOUT_S = 120.0
 VLLM_IMPORT_TIMEOUT_S = 300.0
 REWARD_EXIT_GRACE_S = 5.0
+AGENT_START_TIMEOUT_S = 120.0
+AGENT_END_TIMEOUT_S = 10.0
 MATH_VERIFY_TIMEOUT_S = 2
 MCP_START_TIMEOUT_S = 60.0
 SANDBOX_POLL_S = 0.1
@@ -136,6 +138,21 @@ TABLE = (
         waits_for="a reward process that is ending",
         length=_seconds(REWARD_EXIT_GRACE_S),
         after_it="it is killed",
+    ),
+    Deadline(
+        waits_for="the agent of one episode (`rollout.agent`)",
+        length="nine tenths of `rollout.timeout_s`",
+        after_it="its processes are killed and the episode has no reward",
+    ),
+    Deadline(
+        waits_for="the import of an agent's file (`rollout.agent.file`), in the process from which episodes fork",
+        length=_seconds(AGENT_START_TIMEOUT_S),
+        after_it="the run stops",
+    ),
+    Deadline(
+        waits_for="an agent's processes, which have been killed, to be gone",
+        length=_seconds(AGENT_END_TIMEOUT_S),
+        after_it="the run goes on; its guardian kills them again at the end",
     ),
     Deadline(
         waits_for="each step of a weight sync: forming the group, one bucket, loading, the probe",

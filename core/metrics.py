@@ -45,7 +45,7 @@ def _declare(name: str, unit: Unit, meaning: str, logged_by: str) -> str:
 
 
 RL, SL, ALL = "RL", "supervised", "all runs"
-_TOOLS = "RL with tools"
+_TOOLS, _AGENTS = "RL with tools", "RL with rollout.agent"
 
 STEP_NUMBER = _declare("step", "steps", "number of the step, from 0", ALL)
 TOKENS_PER_S = _declare("tokens_per_s", "tokens/s", "trained tokens per second of the whole step", ALL)
@@ -114,7 +114,26 @@ _declare(
     _TOOLS,
 )
 ROLLOUT_COUNT = "rollout/counts/{}"
-_declare("rollout/counts/<name>", "", "mean of a number that the environment counts (Env.counts)", RL)
+_declare(
+    "rollout/counts/<name>",
+    "",
+    "mean of a number that the environment counts (Env.counts); of an agent: its requests that were refused, retried, "
+    "demanded a call, or could not be appended because the chat template writes earlier turns differently",
+    RL,
+)
+ROLLOUT_REWRITTEN = _declare(
+    "rollout/rewritten_fraction",
+    "fraction",
+    "replies in the agents' requests that are not the tokens that were sampled, because the harness has rewritten, "
+    "inserted or moved them: context, and never trained on",
+    _AGENTS,
+)
+ROLLOUT_KEPT = _declare(
+    "rollout/kept_fraction",
+    "fraction",
+    "sampled tokens that are in samples; the others came after a stop string of the harness, or never reached it",
+    _AGENTS,
+)
 ROLLOUT_GROUP_RETRIES = _declare(
     "rollout/group_retries", "groups", "groups retried on another engine after a timeout (cumulative)", RL
 )

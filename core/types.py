@@ -84,7 +84,7 @@ class Sample:
     token_ids: Ids
     """[L] int32."""
     action_mask: Mask
-    """[L] bool, True where the policy chose the token."""
+    """[L] bool, True where the policy chose the token; False for a reply that an earlier branch of its episode has."""
     rollout_logp: Floats
     """[L] float32, the engine's log-probability at the sampling temperature where action_mask is True, 0 elsewhere."""
     versions: Ids

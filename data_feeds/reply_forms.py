@@ -23,8 +23,9 @@ class ReplyForm:
     """Response template of transformers."""
     arguments: tuple[str, ...] = ("arguments",)
     """Keys of a call that may hold its arguments."""
-    begins: tuple[str, ...] = ()
-    """Texts with which a header of a reply may already begin a region, such as "<think>"."""
+    begins: tuple[str, ...] | None = None
+    """Texts with which a header of a reply may already begin a region, such as "<think>". None: the template finds the
+    reply's beginning in the header by itself."""
 
 
 HERMES = ReplyForm(
@@ -60,6 +61,7 @@ LLAMA3_JSON = ReplyForm(
         },
     },
     arguments=("arguments", "parameters"),
+    begins=(),
 )
 """Llama 3: a reply that is the call and nothing else, {"name": ..., "parameters": {...}}; several with ";" between."""
 REPLY_FORMS = {"hermes": HERMES, "llama3_json": LLAMA3_JSON}

@@ -22,8 +22,8 @@ class TemplateParser:
         """only_with_tools: leave the replies to prompts without tools as they are."""
         self.tokenizer, self.form, self.only_with_tools = tokenizer, form, only_with_tools
         header = tokenizer.reply_header
-        begun = [header[header.rindex(text) :] for text in form.begins if text in header]
-        self.prefix = header if not form.begins else begun[0] if begun else ""
+        begun = [header[header.rindex(text) :] for text in form.begins or () if text in header]
+        self.prefix = header if form.begins is None else "".join(begun[:1])
         self.special: list[str] = tokenizer.hf.all_special_tokens
 
     def parse(self, ids: list[int], text: str, tools: Sequence[ToolSpec]) -> ParsedReply:

@@ -131,10 +131,6 @@ class ChatTokenizer:
 
         return self.encode(write_answers(write, self.hf.eos_token, reply, answers))
 
-    def render_turn(self, message: Message) -> list[int]:
-        """Return the ids that follow a finished reply of the policy: one answer to it, up to the next reply."""
-        return self.render_turns({"role": "assistant", "content": STAND_IN}, [message])
-
     def mask_turns(
         self, messages: list[Message], train_on: TrainOn = ("assistant",), tools: Sequence[ToolSpec] = ()
     ) -> tuple[list[int], list[bool]]:

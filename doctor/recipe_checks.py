@@ -7,6 +7,7 @@ mistakes are shown; and `prepare` has the last word, so none of its checks is mi
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -15,7 +16,7 @@ from algs import load_algorithm
 from algs.base import Algorithm
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
-from core.types import Prompt
+from core.types import Message, Prompt
 from data_feeds.feed import Feed, Which, load_groups, load_prompts
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
@@ -94,6 +95,8 @@ class Parts:
         yield attempt("folders", self.describe_folders)
         model = attempt("model", self.describe_model)
         yield model
+        if model.level == "error" and not os.path.isdir(self.cfg.model.path):
+            return  # without a folder there is no tokenizer, and without that no row can be read
         tokenizer = attempt("tokenizer", self.describe_tokenizer)
         yield tokenizer
         if model.level == tokenizer.level == "ok":
@@ -180,7 +183,7 @@ def ask_reward(make_pool: Callable[[], RewardPool], prompt: Prompt) -> RewardRes
     """Return the reward of a reply that is the row's answer, from a process of its own."""
     pool = make_pool()
     try:
-        reply = {"role": "assistant", "content": prompt.answer or STAND_IN_REPLY}
+        reply: Message = {"role": "assistant", "content": prompt.answer or STAND_IN_REPLY}
         return asyncio.run(pool.compute_reward(prompt, [reply]))
     finally:
         pool.close()

@@ -52,7 +52,9 @@ RULES = (
     ),
     Rule(
         keys=("rollout.max_turns",),
-        is_unused=lambda cfg: isinstance(cfg, RLConfig) and cfg.rollout.env == "single_turn",
+        is_unused=lambda cfg: (
+            isinstance(cfg, RLConfig) and cfg.rollout.env == "single_turn" and cfg.rollout.agent is None
+        ),
         why="rollout.env is single_turn, which ends after one reply",
     ),
     Rule(

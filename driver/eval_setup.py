@@ -18,7 +18,7 @@ from core.text_files import parse_json, read_text
 from data_feeds.eval_sets import PromptSet, load_sets
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
-from data_feeds.tool_parsing import check_parser, locate_parser
+from data_feeds.tool_parsing import check_parser
 from driver.check_engine import check_engine
 from driver.check_models import check_policy, check_room
 from driver.checkpoint_model import CheckpointModel, find_checkpoint_model, write_checkpoint_model
@@ -33,7 +33,7 @@ from modeling.hf_config import check_model_folder, meta_model
 from modeling.merge import ADAPTER_CONFIG, check_adapter, merge_adapter
 from modeling.pretrained import runs_own_code
 from rollouts.generation import GroupRequests
-from rollouts.registry import list_env_tools, load_engine_class, load_env_class
+from rollouts.registry import load_engine_class
 from rollouts.stops import check_stops
 
 SETTINGS = "evaluation.json"
@@ -87,7 +87,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts)
     plan = plan_engines(cfg, model)
     check_rewards(cfg, plan)
-    env_tools = list_env_tools(load_env_class(plan.env_spec), max_turns=cfg.rollout.max_turns)
+    env_tools = plan.load_code()
     tokenizer = make_tokenizer(model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_stops(tokenizer, cfg.rollout.stop, cfg.rollout.stop_token_ids, tokenizer.vocabulary)
@@ -97,12 +97,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     sets = load_sets(cfg, tokenizer, env_tools)
     has_tools = any(prompt.tools for one in sets for prompt in one.prompts)
     check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
-    code = {
-        **plan.reward_functions.files,
-        **{"rollout.env": plan.env_spec, "rollout.engine": plan.engine_spec},
-        "rollout.tool_parser": locate_parser(cfg.rollout.tool_parser),
-    }
-    settings = collect_eval_settings(given, code)
+    settings = collect_eval_settings(given, plan.files)
     resumed = None if cfg.resume is None else find_samples(cfg.resume, read_settings(cfg.resume), settings, sets)
     return PreparedEval(
         cfg=cfg,

@@ -31,5 +31,5 @@ def describe_git(clone: Path = CLONE) -> dict[str, str]:
 
 
 def _ask_git(clone: Path, *question: str) -> str:
-    command = ["git", "-C", str(clone), *question]
+    command = ["git", "--no-optional-locks", "-C", str(clone), *question]  # somebody may commit at this moment
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

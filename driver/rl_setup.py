@@ -24,7 +24,7 @@ from core.workers import Workers, gather_fail_fast
 from data_feeds.feed import Feed, load_prompts
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
-from data_feeds.tool_parsing import check_parser, locate_parser
+from data_feeds.tool_parsing import check_parser
 from driver.check_models import check_frozen_models, check_policy, check_room
 from driver.checkpoint import Checkpoint
 from driver.dead_knobs import HyperParameterCheck
@@ -48,7 +48,6 @@ from modeling.lora import check_lora_targets
 from rollouts.availability import EngineAvailability
 from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
 from rollouts.generation import Generation
-from rollouts.registry import list_env_tools, load_env_class
 from rollouts.stops import check_stops
 from rollouts.worker import RolloutWorker
 from trackers import check_trackers
@@ -96,7 +95,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     shadows = load_shadows(cfg, alg)
     rollouts = plan_rollouts(cfg)
     check_rewards(cfg, rollouts)
-    env_tools = list_env_tools(load_env_class(rollouts.env_spec), max_turns=cfg.rollout.max_turns)
+    env_tools = rollouts.load_code()
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_policy(cfg.model, tokenizer)
@@ -109,12 +108,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed, env_tools=env_tools)
     has_tools = any(prompt.tools for feed in (prompts, held_out) if feed is not None for prompt in feed.all())
     check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
-    code = {
-        **rollouts.reward_functions.files,
-        **{"rollout.env": rollouts.env_spec, "rollout.engine": rollouts.engine_spec},
-        "rollout.tool_parser": locate_parser(cfg.rollout.tool_parser),
-    }
-    settings = collect_settings(loaded, code)
+    settings = collect_settings(loaded, rollouts.files)
     return Prepared(
         loaded=loaded,
         alg=alg,

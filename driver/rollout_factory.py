@@ -10,6 +10,7 @@ from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.schema import RLConfig
 from configs.trainer_schema import ModelConfig
 from core.loading import FileSpec
+from core.messages import ToolSpec
 from core.ray_cluster import Cluster
 from core.workers import Local, RankInfo, Workers
 from data_feeds.template_args import make_tokenizer
@@ -20,9 +21,18 @@ from modeling.lora import name_lora_targets
 from rewards.pool import RewardPool
 from rewards.several import RewardPlan
 from rewards.weights import plan_rewards
+from rollouts.agents.processes import AgentProcesses, check_agent
+from rollouts.agents.task import AgentPlan
 from rollouts.availability import ENGINE_GROUP
 from rollouts.engines.base import Capabilities, Engine, EngineConfig
-from rollouts.registry import load_engine_class, load_env_class, resolve_engine, resolve_env
+from rollouts.registry import (
+    list_env_tools,
+    load_engine_class,
+    load_env_class,
+    resolve_agent,
+    resolve_engine,
+    resolve_env,
+)
 from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
 from weight_sync.base import TransportName
@@ -38,6 +48,7 @@ class RolloutPlan:
     reward: RewardConfig
     reward_functions: RewardPlan
     env_spec: FileSpec
+    agent: AgentPlan | None
     engine_spec: FileSpec
     engine: EngineConfig
     """Engine settings without stop tokens and cores, which the worker's process adds."""
@@ -46,6 +57,26 @@ class RolloutPlan:
     max_prompt_tokens: int
     """Largest number of tokens before a policy's first reply: data.max_prompt_tokens."""
     seed: int
+
+    @property
+    def files(self) -> dict[str, FileSpec | None]:
+        """Return every file that episodes depend on by the key that names it."""
+        return {
+            **self.reward_functions.files,
+            "rollout.env": self.env_spec,
+            "rollout.agent.file": None if self.agent is None else self.agent.file,
+            "rollout.engine": self.engine_spec,
+            "rollout.tool_parser": locate_parser(self.rollout.tool_parser),
+        }
+
+    def load_code(self) -> list[ToolSpec]:
+        """Import environment and agent, and return the tools that the environment brings.
+
+        Raises UserError where one of them cannot be used.
+        """
+        if self.agent is not None:
+            check_agent(self.agent)
+        return list_env_tools(load_env_class(self.env_spec), max_turns=self.rollout.max_turns)
 
 
 def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
@@ -92,6 +123,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
         reward=cfg.reward,
         reward_functions=plan_rewards(cfg.reward),
         env_spec=resolve_env(cfg.rollout.env),
+        agent=None if cfg.rollout.agent is None else resolve_agent(cfg.rollout.agent),
         engine_spec=engine_spec,
         engine=engine,
         transports=(),
@@ -117,6 +149,7 @@ def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, 
 
 def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     """Return a rollout worker with its engine; without `info`, everything is in this process."""
+    agents = None if plan.agent is None else AgentProcesses(plan.agent)  # its file is imported while the engine starts
     engine, tokenizer, stops = build_engine(plan, replace(plan.engine, cores=list_cores(info)))
     return RolloutWorker(
         engine,
@@ -129,6 +162,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
         stops=stops,
         parser=make_parser(plan.rollout.tool_parser, tokenizer),
         max_prompt_tokens=plan.max_prompt_tokens,
+        agents=agents,
     )
 
 

@@ -31,7 +31,9 @@ class SampleFiles:
         """Write the samples of a step beside the loop. Raises RunStopped where an earlier step's could not be."""
         path = self.folder / f"step_{step:05d}.jsonl"
         self._waiting.append(self._thread.submit(write_samples, path, groups))
-        while self._waiting and (self._waiting[0].done() or len(self._waiting) > MAX_WAITING):
+        while self._waiting and self._waiting[0].done():  # without a turn of the loop, which has other work by now
+            self._waiting.popleft().result()
+        while len(self._waiting) > MAX_WAITING:
             await self._finish_oldest()
 
     async def flush(self) -> None:
@@ -77,7 +79,7 @@ def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
         "versions": sorted(count_versions(sample)),
         "new_tokens": sample.n_sampled,
     }
-    more = {"tools": sample.prompt.tools, "turns": list_turns(sample), "counts": sample.counts}
+    more: dict[str, Any] = {"tools": sample.prompt.tools, "turns": list_turns(sample), "counts": sample.counts}
     if sample.episode is not None:
         more["episode"] = sample.episode
     return record | {name: value for name, value in more.items() if value not in ([], {})}
@@ -85,7 +87,10 @@ def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
 
 def list_turns(sample: Sample) -> list[dict[str, Any]]:
     """Return the messages after the prompt; those of the policy with their tokens, and with what each reply earned."""
-    spans, rewards = iter(sample.spans), iter(sample.turn_rewards)
+    replies = sum(message["role"] == "assistant" for message in sample.transcript)
+    before = max(0, replies - len(sample.spans))  # context: of an earlier branch, or told by a harness
+    spans = iter([None] * before + [*sample.spans])
+    rewards = iter([None] * before + [*sample.turn_rewards])
     turns: list[dict[str, Any]] = []
     for message in sample.transcript:
         turn: dict[str, Any] = {**message}

@@ -246,7 +246,10 @@ def _catch_environment_errors() -> Generator[None]:
         raise _EnvironmentFailed(last_line(error)) from error
 
 
-def make_seed(run_seed: int, ticket: int, sibling: int, turn: int) -> int:
-    """Return the seed of a request, below 2^63; it does not depend on when the request is served."""
+def make_seed(run_seed: int, ticket: int, sibling: int, turn: int | str) -> int:
+    """Return the seed of a request, below 2^63; it does not depend on when the request is served.
+
+    turn: number of the reply in its conversation, or a name for a request of an agent that has none.
+    """
     digest = hashlib.blake2b(f"{run_seed}/{ticket}/{sibling}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

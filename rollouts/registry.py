@@ -1,15 +1,19 @@
-"""Find engines and environments by name or by path."""
+"""Find engines, environments and agents by name or by path."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from types import ModuleType
 from typing import Any
 
-from core.errors import UserError
+from configs.rollout_schema import AgentConfig
+from core.errors import UserError, quote
 from core.loading import FileSpec, classes_below, load_class, resolve
 from core.messages import ToolSpec
 from data_feeds.invalid_rows import InvalidRow
 from data_feeds.tool_specs import check_tools
+from rollouts.agents.task import AgentPlan
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
 from rollouts.tools.env import ToolEnv
@@ -63,6 +67,18 @@ def list_env_tools(cls: type[Env], *, max_turns: int) -> list[ToolSpec]:
 
 def _list_hints(step: Any) -> list[Any]:
     return [hint for name, hint in getattr(step, "__annotations__", {}).items() if name != "return"]
+
+
+def resolve_agent(agent: AgentConfig) -> AgentPlan:
+    """Return the code that `rollout.agent` names. Raises UserError for a file or a program that is not there."""
+    if agent.file is not None:
+        spec = resolve(agent.file, "rollouts.agents", offers=lambda _: False, key="rollout.agent.file")
+        return AgentPlan(file=spec, folder=os.getcwd())
+    if shutil.which(agent.command[0]) is None:
+        raise UserError(
+            f"rollout.agent.command: there is no program {quote(agent.command[0])}: give its path, or install it"
+        )
+    return AgentPlan(command=tuple(agent.command), folder=os.getcwd())
 
 
 def _has_engine(module: ModuleType) -> bool:

@@ -16,9 +16,12 @@ from core.types import Group, Prompt, Sample
 from data_feeds.tool_parsing import PlainParser, ReplyParser
 from rewards.pool import RewardPool
 from rewards.weights import weigh_parts, weigh_turns
+from rollouts.agents.episode import SHARE_OF_TIMEOUT, AgentRunner
+from rollouts.agents.processes import AgentProcesses
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, Played, make_seed, run_episode
+from rollouts.session import Sampler
 from rollouts.stops import Stops
 from rollouts.transcript import Tokenizer
 
@@ -39,18 +42,22 @@ class RolloutWorker:
         stops: Stops | None = None,
         parser: ReplyParser | None = None,
         max_prompt_tokens: int | None = None,
+        agents: AgentProcesses | None = None,
     ):
+        """agents: processes of `rollout.agent`, not an environment; it needs `stops` and `max_prompt_tokens`."""
         self.engine, self.tokenizer, self.make_env, self.rewards = engine, tokenizer, make_env, rewards
         self.reward, self.rollout, self.seed, self.stops = reward, rollout, seed, stops
         self.parser, self.max_prompt_tokens = parser or PlainParser(), max_prompt_tokens
         self.timer = ActivityTimer(*ENGINE_ACTIVITIES)
+        self.agents = None if agents is None else self._make_runner(agents)
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group | None:
         """Run `size` episodes of a prompt at once; return None and cancel them after `rollout.timeout_s`.
 
-        An episode is one sample, or one for each of its players.
+        An episode is one sample, or one for each of its players, or for each branch of an agent's conversations.
         """
-        episodes = asyncio.gather(*(self._run_episode(ticket, prompt, sibling) for sibling in range(size)))
+        run = self._run_episode if self.agents is None else self._run_agent
+        episodes = asyncio.gather(*(run(ticket, prompt, sibling) for sibling in range(size)))
         samples = await with_timeout(episodes, self.rollout.timeout_s)
         return None if samples is None else [*chain.from_iterable(samples)]
 
@@ -70,6 +77,21 @@ class RolloutWorker:
         with self.timer.measure(Activity.REWARD):
             return await asyncio.gather(*map(self._reward_sample, played))
 
+    async def _run_agent(self, ticket: int, prompt: Prompt, sibling: int) -> list[Sample]:
+        assert self.agents is not None
+        with self.timer.measure(Activity.ENVIRONMENT):  # but while the engine generates for it
+            played = await self.agents.play(
+                prompt,
+                episode=sibling,
+                seed_of_turn=lambda turn: make_seed(self.seed, ticket, sibling, turn),
+            )
+        with self.timer.measure(Activity.REWARD):  # of the episode, so of each of its branches
+            first = await self._reward_sample(played[0])
+        return [
+            replace(one.sample, reward=first.reward, reward_parts=first.reward_parts, failure=first.failure)
+            for one in played
+        ]
+
     async def _reward_sample(self, played: Played) -> Sample:
         sample, prompt = played.sample, played.sample.prompt
         if sample.failure:
@@ -78,7 +100,8 @@ class RolloutWorker:
         if result.failure:
             return replace(sample, failure=result.failure)
         if twice := result.reward_parts.keys() & sample.reward_parts.keys():
-            raise UserError(f"reward and environment both return a part {min(twice)!r}: rename one of them")
+            who = "environment" if self.agents is None else "agent"
+            raise UserError(f"reward and {who} both return a part {min(twice)!r}: rename one of them")
         parts = result.reward_parts | sample.reward_parts
         return replace(
             sample,
@@ -97,7 +120,24 @@ class RolloutWorker:
         finally:
             self.timer.begin_activity(Activity.GENERATE)
 
+    def _make_runner(self, agents: AgentProcesses) -> AgentRunner:
+        assert self.stops is not None and self.max_prompt_tokens is not None
+        sampler = Sampler(
+            engine=self.engine,
+            tokenizer=self.tokenizer,
+            stops=self.stops,
+            parser=self.parser,
+            timer=self.timer,
+            temperature=self.rollout.temperature,
+            max_new_tokens=self.rollout.max_new_tokens,
+            max_turns=self.rollout.max_turns,
+            max_model_len=self.max_prompt_tokens + self.rollout.max_new_tokens,
+        )
+        return AgentRunner(agents, sampler, timeout_s=SHARE_OF_TIMEOUT * self.rollout.timeout_s)
+
     async def close(self) -> None:
-        """End the reward processes and the engine."""
+        """End the agents, the reward processes and the engine."""
+        if self.agents is not None:
+            await self.agents.close()
         self.rewards.close()
         await self.engine.close()

@@ -145,8 +145,8 @@ def test_a_broken_recipe_gets_one_sentence(name, recipe, tmp_path):
         ),
         (lambda d: file_of(d / "x.jsonl", json.dumps({"messages": CONVERSATION, "extra": "{"})), ["row 0: extra must"]),
         (
-            lambda d: file_of(d / "x.jsonl", json.dumps({"messages": [CONVERSATION[0] | {"tool_calls": [1]}]})),
-            ["row 0", "'tool_calls'"],
+            lambda d: file_of(d / "x.jsonl", json.dumps({"messages": [CONVERSATION[0] | {"function_call": 1}]})),
+            ["row 0", "'function_call'"],
         ),
     ],
 )

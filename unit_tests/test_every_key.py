@@ -136,13 +136,14 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "test_metrics.py": ("reward.max_failed_fraction",),
     "test_vllm_adapter.py": ("rollout.kv_cache_gib", "model.lora.alpha"),
     "test_episode.py": ("rollout.max_turns",),
+    "test_agents.py": ("rollout.agent.file", "rollout.agent.command"),
     "test_recipes.py": ("epochs",),
     "test_supervised.py": ("precompute_ref_logp",),
 }
 """Keys whose effect is seen in a run or in a part that this file does not make; the test file that shows it."""
 SECTIONS = {
     *("checkpoint", "model", "model.lora", "data", "trainer", "reward", "rollout", "weight_sync", "stop_when"),
-    *("capture", "tracking"),
+    *("capture", "tracking", "rollout.agent"),
 }
 
 

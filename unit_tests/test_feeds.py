@@ -131,11 +131,11 @@ def test_the_sources_of_a_mixture_are_shuffled_apart(chat, tmp_path):
 
 
 def test_a_later_turn_is_rendered_as_training_would_see_it(chat):
-    """render + reply + render_turn equals the ids of the whole conversation, up to where the policy speaks again."""
+    """render + reply + render_turns equals the ids of the whole conversation, up to where the policy speaks again."""
     conversation = [user("1+1="), assistant("2"), user("2+2="), assistant("4")]
     ids, mask = chat.mask_turns(conversation)
     played = chat.render(conversation[:1]) + chat.encode("2") + [chat.hf.eos_token_id]
-    played += chat.render_turn(conversation[2])
+    played += chat.render_turns(conversation[1], conversation[2:3])
     assert ids[: len(played)] == played
     assert mask[len(played)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,23 @@ from core.metrics import METRICS, MISMATCH_RATIO_SQ, VALUE_MOMENTS, find_metric
 from core.phases import Phase
 from core.types import Prompt, Sample, make_sample
 from driver.console import Console
+from driver.episode_metrics import measure_counts
 from driver.rollout_metrics import check_failures, measure_drawn, measure_groups, name_train_metrics
 from rollouts.buffer import FinishedGroup
-from unit_tests.examples import run_here
+from unit_tests.examples import run_here, some_groups
 from unit_tests.test_checkpoint import folder_of
 
 NEEDED: dict[str, dict[str, Any]] = {"opd": {"teacher": "somewhere"}}
 DIGITS = "def score(prompt, messages):\n    return {'digits': sum(map(str.isdigit, messages[-1]['content'])) / 8}\n"
 PAIRS = [{"messages": f"{i} plus 1", "chosen": f"{i + 1}", "rejected": "no"} for i in range(6)]
+COUNTS = dict.fromkeys(
+    [
+        *("turns", "tool_calls", "tool_seconds", "tool_errors", "tool_errors/raised", "anything"),
+        *("assistant/repeated", "assistant/rewritten", "tokens/sampled", "tokens/kept"),
+    ],
+    1.0,
+)
+"""What environments, tools and agents count; their own tests have runs that do."""
 UNPAIRED = [{"messages": f"{i} plus 1", "label": i % 2 == 0} for i in range(6)]
 
 
@@ -90,7 +100,7 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
         assert run_here(main_sl, "--config", recipe(changes, kind="sl"), f"name={name}") == (0, "")
     by_runs = {m for name in ("rl", "sl", "pairs", "unpaired") for m in metrics_of_run(folder_of(tmp_path, name))}
     assert {name for name in by_runs if find_metric(name) is None} == set()
-    everything = by_runs | logged_by_algorithms
+    everything = by_runs | logged_by_algorithms | {*measure_counts([replace(some_groups()[0][0], counts=COUNTS)])}
     assert {metric.name for metric in METRICS if not any(map(metric.matches, everything))} == set()
 
 

@@ -11,6 +11,7 @@ from configs.data_schema import PromptDataConfig, RowDataConfig
 from core.errors import UserError
 from data_feeds.feed import load_groups, load_prompts
 from data_feeds.tokenizer import ChatTokenizer
+from data_prep import tiny_model
 from unit_tests.chat_families import ADD, FAMILIES, TOOLS, WEATHER, assistant, call, load_family, result, user
 from unit_tests.examples import run_here
 
@@ -301,10 +302,10 @@ def test_a_row_of_tools_as_long_as_a_book_is_refused_before_it_is_tokenized(fami
 def test_prompts_with_tools_and_no_parser_end_the_run_before_it_starts(recipe, tmp_path, tiny_path):
     model = tmp_path / "model"
     shutil.copytree(tiny_path, model)
-    template = FAMILIES["hermes"].replace("<|im_end|>", "<|end|>")
-    (model / "chat_template.jinja").write_text(template, encoding="utf-8")
+    names = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(names + tiny_model.CHAT_TEMPLATE, encoding="utf-8")
     rows = write(tmp_path / "x.jsonl", [{"messages": "1+1=", "answer": "2", "tools": TOOLS}])
-    changes = {"data.train": rows, "model.path": str(model), "data.max_prompt_tokens": 2000}
+    changes = {"data.train": rows, "model.path": str(model)}
     code, err = run_here(main_rl, "--config", recipe(changes))
     assert code == 2 and len(err.splitlines()) == 1, err
     assert "rollout.tool_parser is unset, there are tools" in err and "hermes, llama3_json" in err, err

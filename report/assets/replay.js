@@ -9,8 +9,8 @@ const MODES = {
   slope: ["gradient", "Orange: a step against the gradient makes the token likelier; blue: less likely. All losses have the same scale."],
   judged: ["disagreement", "Blue: this loss makes the token likelier and that of the run less likely, or the other way round. Orange: one of the two leaves it alone."],
 };
-const shown = { number: null, mode: "clipped" };
 const others = FOUND.losses.slice(1);
+const shown = { number: others.flatMap((row) => HEAD.disagreements[row.name].worst.slice(0, 1)).map((one) => one.sample)[0], mode: "clipped" };
 
 function showFound(host) {
   const good = FOUND.reproduced;
@@ -19,7 +19,7 @@ function showFound(host) {
     host,
     el("h1", null, `Replay of step ${FOUND.step}, update ${FOUND.update}`),
     el("section", { class: "run" },
-      el("p", null, el("span", { class: good === false ? "badge bad" : "badge good", "data-fact": "reproduced" }, good === null ? "update skipped" : good ? "reproduced" : "not reproduced"), HEAD.verdict),
+      el("p", null, el("span", { class: good === false ? "badge bad" : "badge good", "data-fact": "reproduced" }, good === null ? "update skipped" : good ? "reproduced" : "not reproduced"), good === null ? HEAD.verdict : HEAD.verdict.slice(HEAD.verdict.indexOf(": ") + 2)),
       el("dl", null, facts.map(([label, text]) => el("div", null, el("dt", null, label), el("dd", null, text)))),
     ),
   );
@@ -61,8 +61,8 @@ function disagreementTables(samples) {
 }
 
 function tokenLine(sample, one) {
-  const near = (from, to) => sample.pieces.slice(Math.max(from, 0), to).join("");
-  const text = el("code", { class: "near", "data-token": `${one.sample}/${one.token}` }, near(one.token - 6, one.token), el("mark", null, sample.pieces[one.token]), near(one.token + 1, one.token + 4));
+  const near = (from, to) => sample.pieces.slice(Math.max(from, 0), to).join("").replaceAll("\n", "⏎");
+  const text = el("code", { class: "near", "data-token": `${one.sample}/${one.token}` }, near(one.token - 6, one.token), el("mark", null, near(one.token, one.token + 1)), near(one.token + 1, one.token + 4));
   const where = el("button", { onclick: () => showSample(one.sample) }, `group ${sample.group}, sample ${sample.sample}, token ${one.token}`);
   return [text, where, number(one.of_run), number(one.of_loss), one.judged === OPPOSITE ? "opposite" : "one silent"];
 }
@@ -115,7 +115,7 @@ async function start() {
   try {
     showFound(document.getElementById("header"));
     const samples = await block("samples");
-    fill(document.getElementById("main"), lossTable(), layerTable(), others.length > 0 && el("h3", null, "Tokens that the losses disagree on"), disagreementTables(samples), el("div", { id: "maps" }));
+    fill(document.getElementById("main"), lossTable(), layerTable(), others.length > 0 && [el("h3", null, "Tokens that the losses disagree on"), el("p", { class: "hint" }, "The numbers are derivatives of the update's loss by the token's log-probability: a step makes the token likelier where it is negative.")], disagreementTables(samples), el("div", { id: "maps" }));
     if (samples.length) await drawMaps();
     document.body.dataset.ready = String(performance.now());
   } catch (error) {

@@ -22,6 +22,7 @@ from core.errors import ProcessDied, RunStopped
 from rollouts.engines.base import Capabilities, EngineConfig
 from rollouts.engines.vllm_support.common import VllmBase, _raise_first, prepare_cpu
 from rollouts.engines.vllm_support.early_core import EarlyCore, computes_in_core
+from rollouts.engines.vllm_support.sockets import place_sockets
 from weight_sync.base import Chunk
 
 _DIED = (
@@ -70,6 +71,7 @@ class VllmEngine(VllmBase):
 
     def _start(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        place_sockets()
         core = self._core
         if core is None and not torch.cuda.is_available():
             core = EarlyCore()

@@ -53,8 +53,11 @@ def make_spec(function: Callable[..., Any]) -> ToolSpec:
 
     A first argument `self` without a type is left out.
     """
-    from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
 
     who = f"the tool {getattr(function, '__name__', function)!r}"
     try:

@@ -16,7 +16,6 @@ from core.errors import RunStopped, TransportFailed, UserError
 from rollouts.engines.base import Completion, Engine, EngineConfig
 from rollouts.engines.vllm_support.architectures import has_architecture
 from rollouts.engines.vllm_support.early_core import CORES, preload_openmp
-from rollouts.engines.vllm_support.sockets import place_sockets
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
@@ -70,7 +69,6 @@ class VllmBase(Engine):
             prepare_cpu(config.cores, config.tensor_parallel_size)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        place_sockets()
         self._args = engine_args(config, on_cpu=on_cpu)
         self._start()
 

@@ -1,0 +1,158 @@
+"""One episode of an agent: its process runs beside the gateway, and its trace becomes samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from core.messages import Message
+from core.progress import say
+from core.types import Prompt, Sample, make_sample
+from rollouts.agents.processes import AgentProcesses, AgentResult
+from rollouts.agents.task import Task
+from rollouts.episode import Played
+from rollouts.gateway import Gateway
+from rollouts.session import Sampler, Session
+from rollouts.trace import Branch, Trace
+from rollouts.transcript import Tokenizer
+from rollouts.wire import MODEL
+
+SHARE_OF_TIMEOUT = 0.9
+"""Part of `rollout.timeout_s`, the deadline of a whole group, that an agent has; the rest is for the rewards."""
+
+
+class AgentRunner:
+    """What a rollout worker needs to run agents: their processes, the endpoint that they talk to, and the sampler."""
+
+    def __init__(self, processes: AgentProcesses, sampler: Sampler, *, timeout_s: float):
+        """timeout_s: of one agent."""
+        self.processes, self.sampler, self.timeout_s = processes, sampler, timeout_s
+        self.gateway = Gateway()
+        self.said_must_call = False
+
+    async def play(self, prompt: Prompt, *, episode: int, seed_of_turn: Callable[[int | str], int]) -> list[Played]:
+        """Run one episode; return one sample per branch, all with the messages that the reward sees.
+
+        A harness that fails makes failed samples, of whatever it has asked. Raises the engine's errors.
+        """
+        session = Session(self.sampler, prompt, seed_of_turn)
+        async with self.gateway.serving(session) as base_url:
+            task = make_task(prompt, session, base_url, seed=seed_of_turn("agent"))
+            result = await self._run_agent(session, task)
+        branches = session.trace.list_branches()
+        failure = result.failure
+        if not branches:
+            failure = failure or "the agent ended without a reply of the policy"
+            branches = [_make_empty_branch(self.sampler.tokenizer.render(prompt.messages, prompt.tools))]
+        tokenizer, trace = self.sampler.tokenizer, session.trace
+        samples = [
+            make_sample_of(branch, trace, prompt, tokenizer, {} if failure else result.parts, failure)
+            for branch in branches
+        ]
+        self._say_once(session)
+        counts = count_requests(session, samples)
+        messages = cut_prompt(max(branches, key=lambda branch: branch.last).messages, trace)
+        return [
+            Played(sample=replace(sample, episode=episode, counts={} if i else counts), messages=messages)
+            for i, sample in enumerate(samples)
+        ]
+
+    def _say_once(self, session: Session) -> None:
+        if session.counts.must_call and not self.said_must_call:
+            self.said_must_call = True
+            say(
+                "rollout.agent: the harness asks for tool_choice: required, taken as auto here: to force a call is to "
+                "sample from another distribution than the one in training"
+            )
+
+    async def close(self) -> None:
+        """End the agents and the endpoint."""
+        await self.gateway.close()
+        await self.processes.close()
+
+    async def _run_agent(self, session: Session, task: Task) -> AgentResult:
+        """Return what the agent returned, or why the episode has failed. Raises the engine's errors."""
+        running = asyncio.create_task(self.processes.run(task, timeout_s=self.timeout_s))
+        try:
+            await asyncio.wait([running, session.failed], return_when=asyncio.FIRST_COMPLETED)
+            if session.failed.done():
+                return AgentResult(failure=session.failed.result())
+            return running.result()
+        finally:
+            running.cancel()
+            await asyncio.wait([running])  # until its processes are gone
+
+
+def make_task(prompt: Prompt, session: Session, base_url: str, *, seed: int) -> Task:
+    """Return what the agent sees of an episode: never the answer."""
+    return Task(
+        base_url=base_url,
+        api_key=session.key,
+        model=MODEL,
+        messages=prompt.messages,
+        tools=prompt.tools,
+        id=prompt.id,
+        source=prompt.source,
+        extra=prompt.extra,
+        max_turns=session.sampler.max_turns,
+        seed=seed,
+    )
+
+
+def make_sample_of(
+    branch: Branch, trace: Trace, prompt: Prompt, tokenizer: Tokenizer, parts: dict[str, float], failure: str
+) -> Sample:
+    """Return the sample of one branch of an episode."""
+    begin = branch.action_mask.index(True) if branch.turns else len(branch.ids)
+    return make_sample(
+        prompt=prompt,
+        token_ids=branch.ids,
+        action_mask=branch.action_mask,
+        rollout_logp=branch.logp,
+        versions=branch.versions,
+        stop=branch.stop,
+        reward_parts=parts,
+        failure=failure,
+        completion=tokenizer.decode(branch.ids[begin:]),
+        transcript=cut_prompt(branch.messages, trace),
+        turns=branch.turns,
+        turn_numbers=branch.turn_numbers,
+    )
+
+
+def cut_prompt(messages: list[Message], trace: Trace) -> list[Message]:
+    """Return a conversation without the messages of the prompt, if it begins with them."""
+    return messages[len(trace.prompt) :] if trace.holds_prompt(messages) else messages
+
+
+def count_requests(session: Session, samples: Sequence[Sample]) -> dict[str, float]:
+    """Return numbers of an episode for the log; driver/episode_metrics.py makes metrics of them."""
+    trace, counts = session.trace, session.counts
+    found = {
+        "turns": trace.n_replies,
+        "assistant/repeated": trace.n_repeated,
+        "assistant/rewritten": trace.n_rewritten,
+        "tokens/sampled": counts.sampled,
+        "tokens/kept": sum(sample.n_sampled for sample in samples),
+        "requests_refused": counts.refused,
+        "requests_retried": counts.retried,
+        "requests_demanding_a_call": counts.must_call,
+        "requests_not_appended": trace.n_not_appended,
+    }
+    return {name: float(n) for name, n in found.items()}
+
+
+def _make_empty_branch(ids: list[int]) -> Branch:
+    n = len(ids)
+    return Branch(
+        ids=ids,
+        action_mask=[False] * n,
+        logp=[0.0] * n,
+        versions=[-1] * n,
+        turns=(),
+        turn_numbers=(),
+        stop="eos",
+        messages=[],
+        last=-1,
+    )

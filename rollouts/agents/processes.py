@@ -1,0 +1,319 @@
+"""Processes of a worker's agents, one per episode, seen from the worker: started, waited for, and killed.
+
+A harness that raises, hangs, dies or returns nonsense fails its own episode, with one sentence. The process between,
+rollouts/agents/launcher.py, starts them and ends whatever they leave behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from core.deadlines import AGENT_END_TIMEOUT_S, AGENT_START_TIMEOUT_S
+from core.errors import RunStopped, UserError, shorten
+from core.secrets import HIDDEN
+from rewards.worker import call_user_code
+from rollouts.agents.task import RESULT_FD, AgentPlan, Task
+
+ROOT = Path(__file__).parent.parent.parent
+LARGEST_RESULT = 2**20
+"""Bytes that an agent may return."""
+KEPT_OF_ERRORS = 2**12
+"""Bytes of the end of a command's standard error, of which the last line is quoted."""
+LARGEST_MESSAGE = 2**16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentResult:
+    """What came of an agent's episode: named numbers or a failure, never both."""
+
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    failure: str = ""
+
+
+class AgentProcesses:
+    """Owner of the launcher of one rollout worker. `close()` ends everything."""
+
+    def __init__(self, plan: AgentPlan):
+        """Start the launcher; whether it could import the agent is read before the first episode."""
+        self.plan = plan
+        self._socket, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._launcher = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rollouts.agents.launcher", str(far_end.fileno())],
+            pass_fds=[far_end.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what a harness prints must not disturb what the run prints
+            env={**os.environ, "PYTHONPATH": path},
+            cwd=plan.folder if os.path.isdir(plan.folder) else None,  # another machine may not have it
+            start_new_session=True,  # Ctrl-C is the run's to handle
+        )
+        far_end.close()
+        file = None if plan.file is None else asdict(plan.file)
+        self._socket.send(json.dumps({"file": file, "command": list(plan.command)}).encode())
+        self._numbers = itertools.count()
+        self._ended: dict[int, asyncio.Future[int]] = {}
+        self._ready = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._opening, self._sending = asyncio.Lock(), asyncio.Lock()
+
+    async def run(self, task: Task, *, timeout_s: float) -> AgentResult:
+        """Run one episode's agent to its end, or kill it after `timeout_s`. Cancelled, it kills it too.
+
+        Raises UserError where the agent's file cannot be used.
+        """
+        given = write_task(task)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._open()
+                found = await self._run_process(given, name_endpoint(task))
+        except TimeoutError:
+            return AgentResult(failure=f"the agent has not ended after {timeout_s:g} s (see rollout.timeout_s)")
+        return AgentResult(parts=found.parts, failure=shorten(found.failure.replace(task.api_key, HIDDEN)))
+
+    async def _run_process(self, given: str, environment: dict[str, str]) -> AgentResult:
+        number = next(self._numbers)
+        ended = self._ended[number] = asyncio.get_running_loop().create_future()
+        result, errors = _Reader(LARGEST_RESULT), _Reader(None)
+        try:
+            await self._start(number, given, environment, result, errors)
+            await asyncio.wait([ended])
+            return self._read_result(result, errors, ended.result())
+        finally:
+            await self._end(number, ended)
+            result.close()
+            errors.close()
+
+    def wait_for_import(self) -> bytes:
+        """Return what the launcher says when it has imported the agent, in a program without an event loop."""
+        self._socket.settimeout(AGENT_START_TIMEOUT_S)
+        try:
+            return self._socket.recv(LARGEST_MESSAGE)
+        except TimeoutError as error:
+            raise UserError(f"rollout.agent.file: {self.plan.name} takes too long to import") from error
+        except ConnectionError:
+            return b""
+
+    def kill(self) -> None:
+        """End the launcher at once, which has no agents."""
+        self._socket.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._launcher.pid, signal.SIGKILL)
+        self._launcher.wait()
+
+    async def close(self) -> None:
+        """End all agents and the launcher."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            loop.remove_reader(self._socket)
+        self._socket.close()  # the launcher ends its agents and itself
+        try:
+            await asyncio.to_thread(self._launcher.wait, AGENT_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._launcher.pid, signal.SIGKILL)
+            self._launcher.wait()
+
+    async def _open(self) -> None:
+        """Wait until the agent's file has been imported, and listen to the launcher in this event loop."""
+        async with self._opening:
+            loop = asyncio.get_running_loop()
+            if not self._ready:
+                await self._wait_until_ready(loop)
+            if self._loop is not loop:
+                loop.add_reader(self._socket, self._read_messages)
+                self._loop = loop
+
+    async def _wait_until_ready(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            async with asyncio.timeout(AGENT_START_TIMEOUT_S):
+                given = await loop.sock_recv(self._socket, LARGEST_MESSAGE)
+        except TimeoutError as error:
+            raise UserError(f"rollout.agent.file: {self.plan.name} takes too long to import") from error
+        except ConnectionError:
+            given = b""
+        check_ready(given, self.plan)
+        self._ready = True
+
+    async def _start(
+        self, number: int, task: str, environment: dict[str, str], result: _Reader, errors: _Reader
+    ) -> None:
+        """Let the launcher start a process with the task as its input."""
+        given = os.memfd_create("task")
+        try:
+            with open(given, "w", encoding="utf-8", closefd=False) as file:
+                file.write(task)
+            os.lseek(given, 0, os.SEEK_SET)
+            message = json.dumps({"id": number, "environment": environment}).encode()
+            await self._send(message, [given, result.far_end, errors.far_end])
+        finally:
+            os.close(given)
+            result.begin()
+            errors.begin()
+
+    async def _send(self, message: bytes, handles: list[int]) -> None:
+        """Send a message to the launcher, when it takes one. Raises RunStopped where it is gone."""
+        loop = asyncio.get_running_loop()
+        async with self._sending:
+            while True:
+                try:
+                    socket.send_fds(self._socket, [message], handles)
+                    return
+                except BlockingIOError:
+                    writable = asyncio.Event()
+                    loop.add_writer(self._socket, writable.set)
+                    try:
+                        await writable.wait()
+                    finally:
+                        loop.remove_writer(self._socket)
+                except OSError as error:
+                    raise RunStopped(f"the process that starts the agents ({self.plan.name}) is gone") from error
+
+    async def _end(self, number: int, ended: asyncio.Future[int]) -> None:
+        """Return when the process of an episode, and what it has started, are gone."""
+        if not ended.done():
+            with contextlib.suppress(RunStopped, TimeoutError):
+                async with asyncio.timeout(AGENT_END_TIMEOUT_S):
+                    await self._send(json.dumps({"end": number}).encode(), [])
+                    await asyncio.wait([ended])
+        self._ended.pop(number, None)
+
+    def _read_messages(self) -> None:
+        """Take what the launcher reports."""
+        with contextlib.suppress(BlockingIOError):
+            while given := self._socket.recv(LARGEST_MESSAGE):
+                message = json.loads(given)
+                ended = self._ended.get(message["id"])
+                if ended is not None and not ended.done():
+                    ended.set_result(message["status"])
+            asyncio.get_running_loop().remove_reader(self._socket)
+            for ended in self._ended.values():  # the launcher is gone, and its agents with it
+                if not ended.done():
+                    ended.set_result(-signal.SIGKILL)
+
+    def _read_result(self, result: _Reader, errors: _Reader, status: int) -> AgentResult:
+        if result.is_too_long:
+            return AgentResult(failure=f"the agent returned more than {LARGEST_RESULT} bytes")
+        if status:
+            how = f"exited with code {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"
+            said = errors.read().decode(errors="replace").strip().splitlines()
+            return AgentResult(failure=f"the agent's process {how}" + (f": {said[-1].strip()}" if said else ""))
+        line = result.read().decode(errors="replace")
+        if self.plan.file is not None:
+            if not line:
+                return AgentResult(failure="the agent ended its process before run() had returned")
+            found = json.loads(line)
+            return AgentResult(parts=found["parts"], failure=found["failure"])
+        return read_rewards(line)
+
+
+def check_agent(plan: AgentPlan) -> None:
+    """Raise UserError where the agent's file cannot be used: it is imported in a process of its own."""
+    if plan.file is None:
+        return
+    processes = AgentProcesses(plan)
+    try:
+        check_ready(processes.wait_for_import(), plan)
+    finally:
+        processes.kill()
+
+
+def check_ready(given: bytes, plan: AgentPlan) -> None:
+    """Raise UserError unless the launcher says that it could import the agent."""
+    if not given:
+        raise UserError(f"rollout.agent.file: {plan.name} ended the process that imported it")
+    if refusal := json.loads(given).get("refusal"):
+        raise UserError(refusal)
+
+
+def write_task(task: Task) -> str:
+    """Return a task as JSON. Raises UserError for a row that cannot be written so."""
+    try:
+        return json.dumps(task.as_json())
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"row {task.id}: a column cannot be given to an agent as JSON ({error}): leave the column out of the data"
+        ) from error
+
+
+def read_rewards(line: str) -> AgentResult:
+    """Return the numbers that a command has written.
+
+    >>> read_rewards('{"solved": 1}')
+    AgentResult(parts={'solved': 1.0}, failure='')
+    """
+    try:
+        found = json.loads(line)
+    except ValueError:
+        what = f"the agent wrote {line!r:.80} to file descriptor {RESULT_FD}" if line else "the agent wrote nothing"
+        where = "" if line else f" to file descriptor {RESULT_FD}"
+        return AgentResult(failure=what + where + ', where one line such as {"solved": 1.0} is expected')
+    parts, failure = call_user_code(lambda: found, "the agent")
+    return AgentResult(parts=parts, failure=failure)
+
+
+def name_endpoint(task: Task) -> dict[str, str]:
+    """Return the environment variables by which OpenAI's clients find the policy, past any proxy."""
+    local = "127.0.0.1,localhost"
+    before = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+    no_proxy = f"{before},{local}" if before else local
+    return {
+        "OPENAI_BASE_URL": task.base_url,
+        "OPENAI_API_KEY": task.api_key,
+        "NO_PROXY": no_proxy,
+        "no_proxy": no_proxy,
+    }
+
+
+class _Reader:
+    """Pipe from an agent's process, read as it comes."""
+
+    def __init__(self, limit: int | None):
+        """limit: bytes to take; None passes them on to standard error and keeps the last ones."""
+        self.near_end, self.far_end = os.pipe()
+        os.set_blocking(self.near_end, False)
+        self.limit, self.data = limit, b""
+        self.is_too_long = False
+
+    def begin(self) -> None:
+        """Read from now on; the other end is the process's alone."""
+        os.close(self.far_end)
+        asyncio.get_running_loop().add_reader(self.near_end, self._take)
+
+    def read(self) -> bytes:
+        """Return what has come, with what waits."""
+        while self._take():
+            pass
+        return self.data
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.near_end)
+        os.close(self.near_end)
+
+    def _take(self) -> bool:
+        """Take what waits; return whether there may be more."""
+        try:
+            given = os.read(self.near_end, 2**16)
+        except BlockingIOError:
+            return False
+        if not given:
+            asyncio.get_running_loop().remove_reader(self.near_end)
+            return False
+        if self.limit is None:
+            os.write(2, given)
+            self.data = (self.data + given)[-KEPT_OF_ERRORS:]
+        elif len(self.data) + len(given) > self.limit:
+            self.is_too_long = True
+        else:
+            self.data += given
+        return True
