@@ -79,5 +79,5 @@ def test_a_tiny_model_learns_the_game_to_its_optimum(tmp_path, one_thread):
     where[1] = f"model.path={warm.model}"
     data = [f"data.train={tmp_path / 'train.jsonl'}", f"data.eval={tmp_path / 'eval.jsonl'}"]
     done = main_rl.run(str(ROOT / "configs/treasure.yaml"), [*where, *data])
-    assert done.before["reward/mean"] < 0.5
+    assert done.before["reward/mean"] < 0.6
     assert done.after["reward/mean"] > 0.8 - 0.02
