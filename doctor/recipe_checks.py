@@ -15,7 +15,7 @@ from algs import load_algorithm
 from algs.base import Algorithm
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
-from core.types import Prompt
+from core.types import Message, Prompt
 from data_feeds.feed import Feed, Which, load_groups, load_prompts
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
@@ -180,7 +180,7 @@ def ask_reward(make_pool: Callable[[], RewardPool], prompt: Prompt) -> RewardRes
     """Return the reward of a reply that is the row's answer, from a process of its own."""
     pool = make_pool()
     try:
-        reply = {"role": "assistant", "content": prompt.answer or STAND_IN_REPLY}
+        reply: Message = {"role": "assistant", "content": prompt.answer or STAND_IN_REPLY}
         return asyncio.run(pool.compute_reward(prompt, [reply]))
     finally:
         pool.close()
