@@ -74,7 +74,7 @@ def measure(recipe: Path, run_dir: Path, *overrides: str) -> tuple[Path, float]:
     """Run a recipe; return the run folder and the mean seconds of a step."""
     command = [sys.executable, "main_rl.py", "--config", str(recipe), f"run_dir={run_dir}", *overrides]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    [folder] = run_dir.iterdir()
+    [folder] = (file.parent for file in run_dir.glob("*/metrics.jsonl"))  # a tracker may keep its store there too
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
     return folder, sum(row["time/step_s"] for row in rows) / len(rows)
 

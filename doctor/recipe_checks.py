@@ -7,6 +7,7 @@ mistakes are shown; and `prepare` has the last word, so none of its checks is mi
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -94,6 +95,8 @@ class Parts:
         yield attempt("folders", self.describe_folders)
         model = attempt("model", self.describe_model)
         yield model
+        if model.level == "error" and not os.path.isdir(self.cfg.model.path):
+            return  # without a folder there is no tokenizer, and without that no row can be read
         tokenizer = attempt("tokenizer", self.describe_tokenizer)
         yield tokenizer
         if model.level == tokenizer.level == "ok":

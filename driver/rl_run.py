@@ -149,6 +149,7 @@ class Run:
             self.time.prefetch_engine_timers()
             shards = [[update[rank] for update in updates] for rank in range(len(self.trainers))]
             measured, *_ = await self.trainers.scatter(Trainer.step, shards)
+            self.time.prefetch_trainer_timers()
             self.steps_done += 1
             padding = sum(plan.padding for plan in plans) / k
             shared = sum(plan.shared for plan in plans) / k

@@ -31,7 +31,9 @@ class SampleFiles:
         """Write the samples of a step beside the loop. Raises RunStopped where an earlier step's could not be."""
         path = self.folder / f"step_{step:05d}.jsonl"
         self._waiting.append(self._thread.submit(write_samples, path, groups))
-        while self._waiting and (self._waiting[0].done() or len(self._waiting) > MAX_WAITING):
+        while self._waiting and self._waiting[0].done():  # without a turn of the loop, which has other work by now
+            self._waiting.popleft().result()
+        while len(self._waiting) > MAX_WAITING:
             await self._finish_oldest()
 
     async def flush(self) -> None:

@@ -35,6 +35,8 @@ class TimeBreakdown:
     lap_at: dict[str, Seconds]
     prefetched: asyncio.Task[list[Seconds]] | None = None
     """Request of the engines' timers for the next lap."""
+    prefetched_trainers: asyncio.Task[list[Seconds]] | None = None
+    """Request of the trainers' timers for the next lap."""
 
     @staticmethod
     async def start(clock: Clock, *, trainers: Workers[Trainer], engines: EngineTimers) -> TimeBreakdown:
@@ -46,7 +48,15 @@ class TimeBreakdown:
     def prefetch_engine_timers(self) -> None:
         """Request the engines' timers now, so that the next `start_lap` does not block on a busy engine."""
         self.prefetched = asyncio.create_task(self.engines.read())
-        self.prefetched.add_done_callback(lambda task: task.cancelled() or task.exception())  # the lap raises it
+        self.prefetched.add_done_callback(_see_error)
+
+    def prefetch_trainer_timers(self) -> None:
+        """Request the trainers' timers now, after the updates of a step; their weight sync is in the next lap.
+
+        Without this a lap would wait for them while the next groups are requested, and that time would be its own.
+        """
+        self.prefetched_trainers = asyncio.create_task(self._read_trainers())
+        self.prefetched_trainers.add_done_callback(_see_error)
 
     async def start_lap(self) -> dict[str, float]:
         """Return the mean engine's and the mean trainer rank's seconds since the last lap, and idle fractions."""
@@ -73,14 +83,24 @@ class TimeBreakdown:
         }
 
     async def _read_devices(self) -> dict[str, Seconds]:
-        prefetched, self.prefetched = self.prefetched, None
-        engines = await (prefetched or self.engines.read())
-        trainers = await self.trainers.attribute("timer").call_all(ActivityTimer.read_seconds)
+        of_engines, self.prefetched = self.prefetched, None
+        of_trainers, self.prefetched_trainers = self.prefetched_trainers, None
+        engines = await (of_engines or self.engines.read())
+        trainers = await (of_trainers or self._read_trainers())
         return {
             "driver": self.clock.get_totals(),
             **{f"trainer {i}": seconds for i, seconds in enumerate(trainers)},
             **{f"engine {i}": seconds for i, seconds in enumerate(engines)},
         }
+
+    async def _read_trainers(self) -> list[Seconds]:
+        return await self.trainers.attribute("timer").call_all(ActivityTimer.read_seconds)
+
+
+def _see_error(task: asyncio.Task[list[Seconds]]) -> None:
+    """Mark a failure as seen: the lap raises it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def subtract_seconds(now: Seconds, then: Seconds) -> Seconds:

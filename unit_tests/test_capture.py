@@ -92,7 +92,7 @@ class Step:
         parts: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
         parts |= {"cfg": cfg, "alg": alg, "trainers": Local(self.trainer), "layout": layout, "steps_done": 0}
         parts |= {"session": SimpleNamespace(clock=Clock())}
-        parts["time"] = SimpleNamespace(prefetch_engine_timers=lambda: None)
+        parts["time"] = SimpleNamespace(prefetch_engine_timers=lambda: None, prefetch_trainer_timers=lambda: None)
         parts["hyper_parameters"] = HyperParameterCheck(frozenset(), set())
         if losses:
             parts["shadows"] = Shadows(

@@ -59,5 +59,5 @@ def test_tiny_functions_are_learnt(tmp_path, monkeypatch, one_thread):
     prepare(tmp_path)
     train(main_sl, "code_tasks_sft.yaml", "backend=local")
     log = train(main_rl, "code_tasks.yaml", "data.eval=null")
-    assert log[0]["reward/correct"] < 0.5
-    assert max(line["reward/correct"] for line in log) >= 0.9
+    correct = [line["reward/correct"] for line in log]
+    assert correct[0] < 0.6 and max(correct) >= 0.9 and sum(correct[-5:]) / 5 >= 0.85, correct

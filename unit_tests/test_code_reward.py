@@ -289,7 +289,7 @@ def serve(**broken: Any) -> Iterator[str]:
         }
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
@@ -321,12 +321,24 @@ def test_a_sandbox_over_http_runs_the_same():
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
-        ({"answer": {"status": "SandboxError", "message": "no pod"}}, "failed: no pod"),
+        (
+            {
+                "answer": {
+                    "status": "SandboxError",
+                    "message": "no pod",
+                    "run_result": {"status": "Finished", "return_code": 0},
+                }
+            },
+            "failed: no pod",
+        ),
         ({"answer": {"status": "Success", "run_result": {"status": "Error", "stderr": "x"}}}, "failed: "),
         ({"answer": {"status": "Success", "run_result": None}}, "failed: "),
         ({"answer": {"status": "Success", "run_result": {"status": "Finished"}}}, "told no exit code"),
         ({"answer": ["what"]}, "does not answer as SandboxFusion does"),
-        ({"answer": {"x": 1}, "status": 503}, "answered 503"),
+        (
+            {"answer": {"status": "Success", "run_result": {"status": "Finished", "return_code": 0}}, "status": 503},
+            "answered 503",
+        ),
     ],
 )
 def test_a_server_that_fails_has_judged_nothing(broken, says):
@@ -334,6 +346,7 @@ def test_a_server_that_fails_has_judged_nothing(broken, says):
         asyncio.run(HttpSandbox(url).run(["python3", "x.py"], files={"x.py": b""}))
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_fails_the_sample():
     prompt = Prompt(id="0", messages=[], extra={"tests": TESTS})
     with serve() as url:

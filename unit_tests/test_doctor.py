@@ -193,6 +193,11 @@ def test_two_mistakes_are_not_taken_for_one_of_them(ask):
     assert closing(found) == set()
 
 
+def test_an_engine_that_takes_no_weights_from_its_own_process_is_refused(ask):
+    with pytest.raises(UserError, match="this engine does not run in the trainer's process, and the doctor"):
+        ask(str(PLANTED / "remote_only.py"))
+
+
 def a_gap(mean: float) -> Gap:
     return Gap(mean=mean, p99=mean, largest=mean, kl=0.0, tokens=64)
 
@@ -282,6 +287,11 @@ def test_every_mistake_of_a_recipe_is_shown(recipe, tmp_path, capsys):
     [warned] = [line for line in lines if line.startswith("warning") and "data.train" in line]
     assert "1 rows; data.train: " in warned and "1 empty" in warned
     assert lines[-1].startswith("set-up: 4 errors, ")
+
+
+def test_a_model_that_is_not_there_is_one_error(recipe):
+    findings, _ = check_recipe(find_target(recipe({"model.path": "models/missing"}), []).loaded, lambda _: None)
+    assert [f.check for f in findings if f.level == "error"] == ["model"]
 
 
 def test_a_check_that_only_the_program_makes_is_not_missing(recipe):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from core import guardian
 from core.errors import UserError
 from rewards.sandbox import Bubblewrap, Limits, Ran, SandboxUnavailable, check_sandbox, make_sandbox, seccomp
 from rewards.sandbox.session import PythonSession
@@ -125,27 +126,77 @@ def test_what_code_does_is_told_apart():
     assert run(f"import sys; assert sys.version_info[:3] == {sys.version_info[:3]}").exit_code == 0
 
 
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "", "a\0b"])
+def test_names_of_files_stay_in_the_folder(name):
+    with pytest.raises(ValueError, match="no name of a file"):
+        run("", files={name: b""})
+
+
 @needs_sandbox
 def test_files_are_in_the_folder_and_may_be_changed():
     source = "print(open('data/in.txt').read()); open('data/in.txt', 'w').write('new'); open('own', 'w').write('x')"
     assert run(source, files={"data/in.txt": b"given"}).stdout == b"given\n"
-    for name in ("../x", "/etc/x", "a/../../x", "", "a\0b"):
-        with pytest.raises(ValueError, match="no name of a file"):
-            run("", files={name: b""})
+
+
+HANGS = """
+import asyncio
+from rewards.sandbox import Bubblewrap, Limits
+command = ["python3", "-c", "import time; time.sleep(600)", "orphan"]
+asyncio.run(Bubblewrap().run(command, limits=Limits(seconds=600)))
+"""
+USERS = {"this user": [sys.executable], "another": ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"]}
 
 
 @needs_sandbox
-def test_a_sandbox_ends_with_the_process_that_began_it():
-    code = (
-        "import asyncio; from rewards.sandbox import Bubblewrap, Limits;"
-        "asyncio.run(Bubblewrap().run(['python3', '-c', 'import time; time.sleep(600)', 'orphan'], "
-        "limits=Limits(seconds=600)))"
-    )
-    ours = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    wait_until(lambda: len(leftovers("orphan")) >= 3)  # bwrap twice, and the code
+@pytest.mark.parametrize("user", [*USERS][: 2 if os.getuid() == 0 else 1])
+def test_a_sandbox_ends_with_the_process_that_began_it(user):
+    command = [*USERS[user], *([] if user == "this user" else [SYSTEM_PYTHON]), "-B", "-c", HANGS]
+    ours = subprocess.Popen(command, cwd=ROOT)
+    wait_until(lambda: len(leftovers("orphan")) >= 3)  # bwrap, the first process inside, and the code
     ours.kill()
     ours.wait()
     wait_until(lambda: not leftovers("orphan"))
+
+
+COLLECTS = """
+import asyncio, ctypes, os
+from rewards.sandbox import Bubblewrap, Limits
+PR_SET_CHILD_SUBREAPER = 36
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+child = "import os, time\\nif os.fork() == 0: time.sleep(600)\\nprint(1)"
+async def run():
+    for code, limits in (("1", Limits()), (child, Limits()), ("while True: pass", Limits(seconds=0.3))):
+        await Bubblewrap().run(["python3", "-c", code], limits=limits)
+    starting = asyncio.create_task(Bubblewrap().open(["sleep", "600"]))
+    await asyncio.sleep(0.001)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+asyncio.run(run())
+try:
+    print(os.waitpid(-1, os.WNOHANG))
+except ChildProcessError:
+    print("nobody is left")
+"""
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_no_process_is_left_for_others_to_collect():
+    done = subprocess.run([sys.executable, "-c", COLLECTS], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("nobody is left\n", "")
+
+
+@needs_sandbox
+def test_a_sandbox_is_among_the_processes_that_a_runs_guardian_ends(monkeypatch, tmp_path):
+    monkeypatch.setenv(guardian.MARK, str(tmp_path))
+
+    async def look() -> tuple[set[int], str]:
+        box = await Bubblewrap().open(["env"])
+        found = guardian.find_processes(tmp_path)
+        return found, (await box.finish(b"")).stdout.decode()
+
+    found, environment = asyncio.run(look())
+    assert found and guardian.MARK not in environment
 
 
 @needs_sandbox

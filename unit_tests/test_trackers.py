@@ -488,9 +488,19 @@ def check_local_store(tmp_path: Path, folder: Path) -> None:
         assert got == {int(line["step"]): line[name] for line in lines}, name
 
 
+IMPATIENT = """
+import sys
+from trackers import feeder, hub
+hub.TRACKER_FINISH_TIMEOUT_S = feeder.TRACKER_FINISH_TIMEOUT_S = 5.0
+import main_rl
+from core.cli import run_guarded
+sys.exit(run_guarded(main_rl.main))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_wandb_server_that_cannot_be_reached_costs_one_warning(recipe, tmp_path):
+def test_a_server_of_weights_and_biases_that_cannot_be_reached_costs_one_warning(recipe, tmp_path):
     """Online, and nothing listens at its address: the run goes on, and ends in time."""
     with socket.socket() as bound:  # nobody else gets the port, and nobody listens at it
         bound.bind(("127.0.0.1", 0))
@@ -498,13 +508,13 @@ def test_a_wandb_server_that_cannot_be_reached_costs_one_warning(recipe, tmp_pat
         env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
         env |= {"WANDB_BASE_URL": address, "WANDB_API_KEY": SECRETS["WANDB_API_KEY"], "OMP_NUM_THREADS": "1"}
         changes = {"trackers": ["jsonl", "wandb"], "tracking.wandb_mode": "online", "steps": 6, "name": "unreachable"}
-        command = [sys.executable, "main_rl.py", "--config", recipe(changes)]
+        command = [sys.executable, "-c", IMPATIENT, "--config", recipe(changes)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     [folder] = runs_of(tmp_path, "unreachable")
     assert len(lines_of(folder)) == 6
+    assert json.loads((folder / "summary.json").read_text())["trackers"]["wandb"] == {"steps": 6, "delivered": 0}
     about = [line for line in (done.stdout + done.stderr).splitlines() if "wandb" in line]
-    counted = json.loads((folder / "summary.json").read_text())["trackers"]["wandb"]
-    assert counted == {"steps": 6, "delivered": 0}
-    assert len([line for line in about if "failed and gets nothing more" in line or "did not take" in line]) == 1, about
-    assert about[-1].endswith("wandb: 6 of 6 steps were not delivered") and len(about) == 2, about
+    assert len(about) == 2, about
+    assert "did not take everything within 5 s" in about[0] or "failed and gets nothing more" in about[0], about
+    assert about[1].endswith("wandb: 6 of 6 steps were not delivered"), about

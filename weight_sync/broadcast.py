@@ -13,7 +13,7 @@ Example: one bucket with w = bfloat16 [2, 3] and b = float32 [4]. Tensors begin 
     uint8 [128]    w in bytes 0 to 11, b in bytes 64 to 79
     int64 [1]      0
 
-Receivers need not know the names beforehand, no process holds more than a bucket besides its own weights, and all
+Receivers need not know the names beforehand, no process holds more than two buckets besides its own weights, and all
 engines receive the same broadcast. vLLM's workers receive in rollouts/engines/vllm_support/worker.py. Afterwards
 `verify_sync` compares the checksums of sent and loaded tensors. With NCCL, vLLM's workers receive from an `NcclSender`.
 A member that fails leaves the group, so that the others fail at once. weight_sync/chunks.py needs no group.
@@ -25,6 +25,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from core.errors import TransportFailed
 from weight_sync.base import Bucket, transfer_errors
 from weight_sync.fingerprint import fingerprint
 
+T = TypeVar("T")
 _ALIGNMENT = 64
 _Header = list[tuple[str, str, list[int]]]
 
@@ -51,7 +53,7 @@ class WeightSender:
         self._store: TCPStore | None = None
         self._group: ProcessGroupGloo | None = None
         self._on_its_way: Work | None = None
-        self._flats = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._flats = [torch.empty(0, dtype=torch.uint8)] * 2  # kept: new memory is slower than the network
 
     def open(self, address: str = "127.0.0.1") -> int:
         """Listen for members at `address`, which they must be able to reach; return the port."""
@@ -102,7 +104,9 @@ class WeightSender:
             self._flats[0] = torch.empty(size, dtype=torch.uint8)
         flat = self._flats[0][:size]
         for at, (_, tensor) in zip(places, bucket, strict=True):
-            flat[at : at + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+            source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            # by numpy, in one thread: torch's threads would wait for cores that the receivers keep busy
+            flat[at : at + tensor.nbytes].numpy()[:] = source.cpu().numpy()
         self._wait_for_last()
         self._start(torch.tensor([len(text)])).wait()
         self._start(text).wait()
@@ -110,7 +114,6 @@ class WeightSender:
 
     def _send_end(self) -> None:
         self._wait_for_last()
-        self._flats = [torch.empty(0, dtype=torch.uint8)] * 2
         self._start(torch.zeros(1, dtype=torch.int64)).wait()
 
     def _wait_for_last(self) -> None:
@@ -135,24 +138,40 @@ class WeightReceiver:
             self._group: ProcessGroupGloo | None = _form_group(store, rank=rank, members=members, timeout=timeout)
 
     def receive(self) -> Iterator[Bucket]:
-        """Yield the buckets of one `send`. Each has its own storage, which a consumer may keep."""
+        """Yield the buckets of one `send`. Each has its own storage, which a consumer may keep.
+
+        While the consumer works with one, the next is on its way.
+        """
+        bucket: Bucket | None = None
         while length := int(self._receive_tensor(torch.zeros(1, dtype=torch.int64))):
             text = self._receive_tensor(torch.empty(length, dtype=torch.uint8))
             header: _Header = json.loads(bytes(text.tolist()))
             places, size = _plan_layout(header)
-            flat = self._receive_tensor(torch.empty(size, dtype=torch.uint8))
-            yield [
+            flat = torch.empty(size, dtype=torch.uint8)
+            arrives = self._leave_on_failure(self._start, flat)
+            if bucket is not None:
+                yield bucket
+            self._leave_on_failure(arrives.wait)
+            bucket = [
                 (name, flat[at : at + _count_bytes(dtype, shape)].view(getattr(torch, dtype)).view(shape))
                 for at, (name, dtype, shape) in zip(places, header, strict=True)
             ]
+        if bucket is not None:
+            yield bucket
 
     def _receive_tensor(self, tensor: Tensor) -> Tensor:
+        self._leave_on_failure(self._leave_on_failure(self._start, tensor).wait)
+        return tensor
+
+    def _start(self, tensor: Tensor) -> Work:
+        if self._group is None:
+            raise ConnectionError("this member has left the group")
+        return _start_broadcast(self._group, tensor)
+
+    def _leave_on_failure(self, act: Callable[..., T], *args: Tensor) -> T:
         try:
             with transfer_errors("gloo"):
-                if self._group is None:
-                    raise ConnectionError("this member has left the group")
-                _start_broadcast(self._group, tensor).wait()
-                return tensor
+                return act(*args)
         except TransportFailed:
             self._group = None
             raise

@@ -10,6 +10,7 @@ from core.clock import ActivityTimer
 from core.errors import CallFailed, ProcessDied, TransportFailed
 from core.phases import Activity
 from core.ray_cluster import Remote
+from core.workers import gather_fail_fast
 from weight_sync.base import Bucket, ExportScope, ExportsWeights, Probe, ReceivesWeights, Sent
 from weight_sync.fingerprint import fingerprint, verify_sync
 from weight_sync.transports import SyncEndpoints, Transport
@@ -88,13 +89,18 @@ class RemoteWeightSync:
             # pause first: draining can take minutes, and the broadcast's own timeout is short
             await patient.call_all(ReceivesWeights.pause)
             sent = await self._transfer(version, ends, patient)
-            expected, *_ = await ends.trainers.call_all(ExportsWeights.probe, ids)
-            loaded = await ends.engines.call_all(ReceivesWeights.read_fingerprint)
+            (expected, *_), loaded, probed = await gather_fail_fast(
+                [
+                    ends.trainers.call_all(ExportsWeights.probe, ids),
+                    ends.engines.call_all(ReceivesWeights.read_fingerprint),
+                    ends.engines.call_all(ReceivesWeights.probe, ids),
+                ]
+            )
             gap = verify_sync(
                 sent.checksums,
                 loaded,
                 expected_logp=expected,
-                probe_logp=await ends.engines.call_all(ReceivesWeights.probe, ids),
+                probe_logp=probed,
                 bound=self.probe.bound,
                 engines=ranks,
             )

@@ -23,7 +23,7 @@ class Limits:
     """Bounds of one run. What reaches one is refused by the kernel, or the whole sandbox is killed."""
 
     seconds: float = 10.0
-    """Time on the clock, the start of the sandbox included, and of the processor for each process."""
+    """Time on the clock, and of the processor for each process."""
     memory_mib: int = 512
     """Memory of all processes together; none of them may reserve more for itself."""
     disk_mib: int = 64

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from core.deadlines import SANDBOX_EXIT_GRACE_S, SANDBOX_POLL_S
+from core.deadlines import SANDBOX_CHECK_TIMEOUT_S, SANDBOX_EXIT_GRACE_S, SANDBOX_POLL_S
 from rewards.sandbox.base import MIB, KilledFor, Limits, Ran, SandboxUnavailable
 from rewards.sandbox.usage import count_files, exceeds_memory, list_descendants
 
@@ -27,11 +27,10 @@ class Box:
         self.killed_for: KilledFor | None = None
         self.limits = limits
         self._process, self._status = process, status
+        self._reports = b""
         self._began = time.monotonic()
-        try:
-            self._handle = os.pidfd_open(process.pid)  # an id may be another process's by the time it is killed
-        except ProcessLookupError:
-            self._handle = -1
+        self._inside: int | None = None
+        """Handle of the first process inside, with which all others end; an id could be another's when it is used."""
         self._stderr = bytearray()
         assert process.stdin and process.stdout and process.stderr
         self._in, self._out = process.stdin, process.stdout
@@ -39,6 +38,32 @@ class Box:
             asyncio.create_task(self._collect(process.stderr, self._stderr)),
             asyncio.create_task(self._watch()),
         ]
+
+    async def begin(self) -> None:
+        """Wait until there is a process inside, which can be killed, or bwrap has ended."""
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        os.set_blocking(self._status, False)
+        loop.add_reader(self._status, ready.set)
+        try:
+            async with asyncio.timeout(SANDBOX_CHECK_TIMEOUT_S):
+                while b"\n" not in self._reports:
+                    await ready.wait()
+                    ready.clear()
+                    with suppress(BlockingIOError):
+                        piece = os.read(self._status, CHUNK)
+                        if not piece:
+                            break
+                        self._reports += piece
+        except TimeoutError:
+            await self.close()
+            raise SandboxUnavailable(f"bwrap has not begun within {SANDBOX_CHECK_TIMEOUT_S:g} s") from None
+        finally:
+            loop.remove_reader(self._status)
+        if (pid := _find(self._reports, "child-pid")) is not None:
+            with suppress(ProcessLookupError):
+                self._inside = os.pidfd_open(pid)
+        self._began = time.monotonic()
 
     @property
     def seconds(self) -> float:
@@ -94,6 +119,7 @@ class Box:
         """End everything in the sandbox; return the exit code of its command if it has ended by itself."""
         if self._status < 0:
             return None
+        status, self._status = self._status, -1
         self._send_kill()
         stderr, watch, *rest = self._tasks
         watch.cancel()
@@ -102,21 +128,24 @@ class Box:
                 await self._process.wait()
                 await asyncio.gather(stderr, *rest)
         except TimeoutError:
+            self._process.kill()
             raise SandboxUnavailable("a sandbox that was killed has not ended") from None
         finally:
             for task in self._tasks:
                 task.cancel()
             self._in.close()
-            if self._handle >= 0:
-                os.close(self._handle)
-            reports, self._status = _read_rest(self._status), -1
-        return _find_exit_code(reports)
+            if self._inside is not None:
+                os.close(self._inside)
+            reports = self._reports + _read_rest(status)
+        return _find(reports, "exit-code")
 
     def _send_kill(self) -> None:
-        # asyncio's own kill() would ask for the exit code, which its watcher then misses
+        """Kill the first process inside, and so all; bwrap sees it, and ends by itself with nothing left to collect."""
         with suppress(ProcessLookupError):
-            if self._handle >= 0:
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            if self._inside is not None:
+                signal.pidfd_send_signal(self._inside, signal.SIGKILL)
+            elif self._process.returncode is None:
+                os.kill(self._process.pid, signal.SIGKILL)
 
     async def _feed(self, stdin: bytes) -> None:
         with suppress(ConnectionError):  # code need not read its input
@@ -152,15 +181,15 @@ def _read_rest(pipe: int) -> bytes:
         return file.read() or b""
 
 
-def _find_exit_code(reports: bytes) -> int | None:
+def _find(reports: bytes, what: str) -> int | None:
     """
-    >>> _find_exit_code(b'{ "child-pid": 17 }\\n{ "exit-code": 3 }\\n'), _find_exit_code(b'{ "child-pid": 17 }\\n')
-    (3, None)
+    >>> _find(b'{ "child-pid": 17 }\\n{ "exit-code": 3 }\\n', "exit-code")
+    3
     """
     for line in reports.splitlines():
         report = json.loads(line)
-        if "exit-code" in report:
-            return report["exit-code"]
+        if what in report:
+            return report[what]
     return None
 
 

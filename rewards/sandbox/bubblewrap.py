@@ -14,9 +14,11 @@ import secrets
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from core.deadlines import SANDBOX_CHECK_TIMEOUT_S
+from core.guardian import MARK
 from rewards.sandbox.base import MIB, Limits, Ran, SandboxUnavailable, check_names
 from rewards.sandbox.box import Box
 from rewards.sandbox.seccomp import make_filter
@@ -30,6 +32,10 @@ USER_IDS = range(61184, 65520)
 """User ids that no account has (systemd lends them to services); root takes one by chance for each run."""
 _BASE: str = getattr(sys, "_base_executable", sys.executable)
 """The Python that a virtual environment was made from."""
+INIT = ("sh", "-c", '"$@"; exit $?', "sh")
+"""First process inside, with which all others end, and which bwrap collects. (bwrap's own would outlive bwrap and be a
+zombie then, until somebody collects it, which in a container often nobody does.) It has bwrap's user, or else bwrap's
+death could not kill it."""
 MISSING = (
     "bubblewrap, the sandbox for code, is not installed: `apt install bubblewrap` (or `make sandbox`) installs it; "
     "code is never run without a sandbox"
@@ -70,12 +76,21 @@ class Bubblewrap:
 
         time_is_one_piece: the time is for a piece of a session, so the processor's time has no limit.
         """
+        check_names(files := files or {})
+        limits = limits or Limits()
+        inside = [*INIT, *_drop_privileges(), *_set_limits(limits, cpu=not time_is_one_piece), *_name_python(command)]
+        starting = asyncio.create_task(self._start(inside, files, limits))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:  # bwrap killed halfway would leave a process that nobody knows
+            with suppress(SandboxUnavailable):
+                await (await starting).close()
+            raise
+
+    async def _start(self, inside: Sequence[str], files: Mapping[str, bytes], limits: Limits) -> Box:
         program = shutil.which("bwrap")
         if program is None:
             raise SandboxUnavailable(MISSING)
-        files, limits = files or {}, limits or Limits()
-        check_names(files)
-        set_limits = _set_limits(limits, cpu=not time_is_one_piece)
         status, reports = os.pipe()
         handed: list[int] = [reports]
         try:
@@ -84,12 +99,12 @@ class Bubblewrap:
             handed += contents.values()
             process = await asyncio.create_subprocess_exec(
                 *[program, *_walls(limits), *_contents(contents, limits), "--json-status-fd", str(reports)],
-                *["--seccomp", str(rules), "--", *_drop_privileges(), *set_limits, *_name_python(command)],
+                *["--seccomp", str(rules), "--", *inside],
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=handed,
-                env={},  # what bwrap itself knows could be read inside
+                env={name: os.environ[name] for name in (MARK,) if name in os.environ},
                 cwd="/",
                 limit=limits.output_bytes,
             )
@@ -102,7 +117,9 @@ class Bubblewrap:
         finally:
             for handle in handed:
                 os.close(handle)
-        return Box(process, status, limits)
+        box = Box(process, status, limits)
+        await box.begin()
+        return box
 
     async def check(self) -> None:
         """Run a process that starts another. Raises SandboxUnavailable with the mend where that is not possible."""
@@ -137,7 +154,7 @@ def _walls(limits: Limits) -> list[str]:
         devices += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     devices += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev"]
     disk = ["--perms", "1777", "--size", str(limits.disk_mib * MIB), "--tmpfs", "/tmp"]
-    end = ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    end = ["--die-with-parent", "--as-pid-1", "--new-session", "--hostname", "sandbox"]
     return [*spaces, *user, *end, *system, *devices, *disk, "--perms", "0777", "--dir", WORK]
 
 

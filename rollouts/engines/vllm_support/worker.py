@@ -9,7 +9,8 @@ An adapter is loaded differently: vLLM's LoRA manager takes it from memory, unde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -58,7 +59,7 @@ class Proven(WeightTransferEngine[Any, Any]):
     def load(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
             self._trace.expect(bucket)
-            with self._trace:
+            with self._trace, _one_thread():
                 self._untouched -= self.model.load_weights(iter(bucket))
 
     def finish_weight_update(self) -> None:
@@ -90,6 +91,17 @@ class Proven(WeightTransferEngine[Any, Any]):
 
     def shutdown(self) -> None:
         pass
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    """Copy in one thread on a CPU: more would wait for cores that the sender keeps busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _forget_half_loaded(model: torch.nn.Module) -> bool:
