@@ -177,7 +177,7 @@ class Box:
 def _read_rest(pipe: int) -> bytes:
     """Return what is in a pipe now, and close it."""
     os.set_blocking(pipe, False)
-    with open(pipe, "rb") as file:
+    with os.fdopen(pipe, "rb") as file:
         return file.read() or b""
 
 

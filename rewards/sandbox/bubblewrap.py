@@ -217,7 +217,7 @@ def _python_home() -> str:
 def _in_memory(content: bytes) -> int:
     """Return the handle of a file in memory."""
     handle = os.memfd_create("sandbox")
-    with open(handle, "wb", closefd=False) as file:
+    with os.fdopen(handle, "wb", closefd=False) as file:
         file.write(content)
     os.lseek(handle, 0, os.SEEK_SET)
     return handle
