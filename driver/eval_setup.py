@@ -26,7 +26,7 @@ from driver.devices import count_gpus, uses_gpus
 from driver.eval_resume import Resumed, collect_eval_settings, find_samples
 from driver.eval_run import EvalRun, remove_merged
 from driver.rl_setup import watch_engines
-from driver.rollout_factory import RolloutPlan, check_rewards, plan_engines, start_rollouts
+from driver.rollout_factory import RolloutPlan, check_reward_and_env, plan_engines, start_rollouts
 from driver.session import Session
 from evaluation.generations import PartWriter, copy_parts
 from modeling.hf_config import check_model_folder, meta_model
@@ -86,7 +86,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     check_room(cfg)
     model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts)
     plan = plan_engines(cfg, model)
-    check_rewards(cfg, plan)
+    check_reward_and_env(cfg, plan)
     env_tools = plan.load_code()
     tokenizer = make_tokenizer(model, cfg.data)
     check_template_args(tokenizer, cfg.data)

@@ -36,7 +36,7 @@ from driver.own_code import check_own_code
 from driver.push import check_push
 from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rl_run import Run
-from driver.rollout_factory import RolloutPlan, check_rewards, plan_rollouts, start_rollouts
+from driver.rollout_factory import RolloutPlan, check_reward_and_env, plan_rollouts, start_rollouts
 from driver.save_to import check_output_folders
 from driver.session import Session
 from driver.shadows import Shadows, load_shadows
@@ -94,7 +94,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_room(cfg)
     shadows = load_shadows(cfg, alg)
     rollouts = plan_rollouts(cfg)
-    check_rewards(cfg, rollouts)
+    check_reward_and_env(cfg, rollouts)
     env_tools = rollouts.load_code()
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)

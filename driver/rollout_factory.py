@@ -132,11 +132,12 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
     )
 
 
-def check_rewards(cfg: RLConfig | EvalConfig, plan: RolloutPlan) -> None:
-    """Raise UserError for a reward whose settings do not fit, or that cannot work on this machine."""
+def check_reward_and_env(cfg: RLConfig | EvalConfig, plan: RolloutPlan) -> None:
+    """Raise UserError for a reward whose settings do not fit, and for what cannot work on this machine."""
     plan.reward_functions.load()
-    if cfg.ray_address is None:  # else the engines' machines do, in `prepare`
+    if cfg.ray_address is None:  # else it is the engines' machines that need it
         plan.reward_functions.check(cfg.reward.timeout_s)
+        load_env_class(plan.env_spec).check()
 
 
 def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, ...]:

@@ -27,6 +27,11 @@ class Env(ABC):
     def __init__(self, prompt: Prompt):
         self.prompt = prompt
 
+    @classmethod
+    def check(cls) -> None:
+        """Raise UserError where this environment cannot work on this machine; called once before a run."""
+        return
+
     async def open(self) -> list[Message]:
         """Get ready, and return the messages that follow the prompt before the first reply."""
         return []
