@@ -31,7 +31,7 @@ WORDS = {"add": ("sum", "total"), "sub": ("gap", "minus"), "max": ("top", "most"
 OFFERED = 3
 """Tools of a row."""
 SMALLEST, LARGEST = 10, 99
-OTHER_TOOL = 0.35
+OTHER_TOOL = 0.5
 """Share of the wrong calls that call another tool; the others have a wrong digit."""
 
 Problem = tuple[str, str, int, int]
