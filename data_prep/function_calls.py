@@ -31,6 +31,8 @@ WORDS = {"add": ("sum", "total"), "sub": ("gap", "minus"), "max": ("top", "most"
 OFFERED = 3
 """Tools of a row."""
 SMALLEST, LARGEST = 10, 99
+OTHER_TOOL = 0.35
+"""Share of the wrong calls that call another tool; the others have a wrong digit."""
 
 Problem = tuple[str, str, int, int]
 """Tool, word, and the two numbers."""
@@ -117,7 +119,7 @@ def _teach(row: dict[str, Any], wrong_share: float, rng: random.Random) -> dict[
 
 def _spoil(call: Call, offered: list[str], rng: random.Random) -> Call:
     """Return another call: of another tool that is offered, or with one wrong digit."""
-    if rng.random() < 0.5:
+    if rng.random() < OTHER_TOOL:
         return Call(tool=rng.choice([name for name in offered if name != call.tool]), a=call.a, b=call.b)
     digits = list(f"{call.a}{call.b}")
     at = rng.randrange(len(digits))

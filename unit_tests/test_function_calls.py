@@ -100,10 +100,10 @@ def json_of(message) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_tiny_model_learns_to_call_tools(tmp_path):
-    """From a teacher who is right in three rows of ten to nine of ten: recipe, environment, reward and data."""
+    """From a teacher who is right in one row of four to nine of ten: recipe, environment, reward and data."""
     model, data = str(tmp_path / "model"), str(tmp_path / "data")
     tiny_model.main(["--out", model, "--tools", "--hidden-size", "128", "--heads", "4", "--max-length", "128"])
-    function_calls.main(["--out", data, "--train", "400", "--eval", "100", "--sft", "8000", "--wrong-share", "0.7"])
+    function_calls.main(["--out", data, "--train", "400", "--eval", "200", "--sft", "8000", "--wrong-share", "0.76"])
     warm, runs = f"save_to={tmp_path / 'warm'}", f"run_dir={tmp_path / 'runs'}"
     sft = str(ROOT / "configs/tools_quickstart_sft.yaml")
     given = [f"model.path={model}", f"data.train={data}/sft.jsonl", "backend=local", warm, runs]
