@@ -85,7 +85,7 @@ class Bench:
 
     def _make_requests(self, prepared: Prepared, sequences: int) -> list[Request]:
         prompts = [prepared.prompts.draw(i) for i in range(-(-sequences // SIBLINGS))]
-        ids = [self.tokenizer.render(prompt.messages) for prompt in prompts]
+        ids = [self.tokenizer.render(prompt.messages, prompt.tools) for prompt in prompts]
         seeds = [make_seed(self.cfg.seed, i // SIBLINGS, i % SIBLINGS, 0) for i in range(sequences)]
         return [Request(prompt_ids=ids[i // SIBLINGS], seed=seed) for i, seed in enumerate(seeds)]
 
