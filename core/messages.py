@@ -19,7 +19,7 @@ class FunctionCall(TypedDict):
 
 
 class ToolCall(TypedDict):
-    """One call of a reply."""
+    """Call of a tool in a reply."""
 
     id: str
     """Name of the call, which the message with its result repeats as `tool_call_id`."""

@@ -45,7 +45,7 @@ class Reader:
 
     @cached_property
     def left_out(self) -> LeftOutCheck:
-        """What remembers which shapes of rows the template writes whole."""
+        """Memory of which shapes of rows the template writes whole."""
         return LeftOutCheck(self.tokenizer)
 
     def make_prompt(self, record: Record) -> Draft[Prompt]:

@@ -43,7 +43,7 @@ Weights = list[Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How much is sampled, and what is no mismatch."""
+    """Amount that is sampled, and the gap that is no mismatch."""
 
     sequences: int
     tokens: int
@@ -53,7 +53,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to sample."""
+    """Request for a sequence of tokens."""
 
     prompt_ids: list[int]
     seed: int

@@ -49,7 +49,7 @@ SMALLEST_SIZE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """All that was measured, and what it means."""
+    """Measurements, and what they mean."""
 
     verdict: Verdict
     facts: Facts

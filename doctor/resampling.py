@@ -85,7 +85,7 @@ async def try_cold_cache(bench: Bench, before: Gap, old: Weights) -> Trial:
 
 
 async def try_float32(bench: Bench, before: Gap) -> AsyncIterator[Trial]:
-    """Where the recipe computes in bfloat16, let another engine and the trainer compute in float32."""
+    """Let another engine and the trainer compute in float32, where the recipe computes in bfloat16."""
     if bench.cfg.model.dtype == "float32":
         return
     await bench.engine.close()

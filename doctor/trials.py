@@ -13,7 +13,7 @@ CLOSED_SHARE = 1 / 3
 
 
 class Toggle(StrEnum):
-    """What may be different between engine and trainer. Every cause has one of these names."""
+    """Things that may differ between engine and trainer. Every cause has one of these names."""
 
     TEMPERATURE = "temperature"
     DTYPE = "dtype"
@@ -25,7 +25,7 @@ class Toggle(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One change, and the gap of the same requests without it and with it."""
+    """Change, and the gap of the same requests without it and with it."""
 
     toggle: Toggle
     change: str

@@ -15,7 +15,7 @@ MOST_SIGMAS = 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What was measured before anything was changed."""
+    """Measurements before anything was changed."""
 
     bound: float
     """Mean difference in nats up to which there is no mismatch."""

@@ -20,7 +20,7 @@ from weight_sync.base import ExportScope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointModel:
-    """What a checkpoint says of its model."""
+    """Description of a checkpoint's model."""
 
     folder: Path
     run: Path

@@ -20,7 +20,7 @@ from rollouts.generation import Generation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What an evaluation found."""
+    """Findings of an evaluation."""
 
     when: str
     """Such as `after step 10`."""

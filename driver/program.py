@@ -31,7 +31,7 @@ P = TypeVar("P", bound=Prepared)
 
 
 def run_program(file: str, cls: type[C], args: argparse.Namespace, launch: Callable[[Loaded[C]], RunResult]) -> int:
-    """Do what the command line asks for; return the exit code. file: the program, for the runs of a sweep."""
+    """Run what the command line asks for; return the exit code. file: the program, for the runs of a sweep."""
     from driver.explain import explain
     from driver.sweep import combine_overrides, run_sweep
 

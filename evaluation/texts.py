@@ -16,7 +16,7 @@ from rollouts.stops import Stops, StopTokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """What to continue, and how far."""
+    """Request to continue a text, and how far."""
 
     context: list[int]
     max_new_tokens: int

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedReward:
-    """One of several functions."""
+    """Function among several, with its name."""
 
     name: str
     spec: FileSpec

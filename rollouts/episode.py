@@ -28,7 +28,7 @@ Entering = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRules:
-    """What bounds an episode, and what reads and ends its replies."""
+    """Bounds of an episode, and what reads and ends its replies."""
 
     seed_of_turn: Callable[[int], int]
     """Sampling seed of a turn."""
@@ -50,7 +50,7 @@ class EpisodeRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """One player's part of an episode, without its reward."""
+    """Player's part of an episode, without its reward."""
 
     sample: Sample
     messages: list[Message]

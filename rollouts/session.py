@@ -32,7 +32,7 @@ MAX_REFUSED = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """What samples the replies of all episodes of a worker, and how."""
+    """Engine and settings that sample the replies of all episodes of a worker."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -48,7 +48,7 @@ class Sampler:
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """One request, with those that repeat it because its answer did not arrive."""
+    """Request, with those that repeat it because its answer did not arrive."""
 
     task: asyncio.Task[tuple[Answer, Node]]
     listeners: int = 0
@@ -58,7 +58,7 @@ class _Call:
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What the requests of an episode ask for that the policy's own conversation would not have."""
+    """Counts of what the requests of an episode ask for that the policy's own conversation would not have."""
 
     refused: int = 0
     must_call: int = 0

@@ -25,7 +25,7 @@ from rollouts.engines.base import Completion
 
 
 class Renderer(Protocol):
-    """What of a tokenizer a trace needs; see data_feeds/tokenizer.py."""
+    """Methods of a tokenizer that a trace needs; see data_feeds/tokenizer.py."""
 
     def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
     def render_turns(self, reply: Message, answers: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
@@ -37,7 +37,7 @@ class CannotContinue(Exception):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Node:
-    """One reply of the policy, with the messages and tokens that came before it since its parent's reply."""
+    """Reply of the policy, with the messages and tokens that came before it since its parent's reply."""
 
     parent: Node | None
     tools: list[ToolSpec]

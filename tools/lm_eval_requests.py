@@ -28,7 +28,7 @@ OF_SAMPLING = ("top_p", "top_k", "min_p", "typical_p")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One text that is asked for."""
+    """Text that is asked for."""
 
     context: str
     ends: tuple[str, ...]

@@ -23,7 +23,7 @@ SHARE_OF_TIMEOUT = 0.9
 
 
 class AgentRunner:
-    """What a rollout worker needs to run agents: their processes, the endpoint that they talk to, and the sampler."""
+    """Parts that a rollout worker needs to run agents: its processes, the endpoint they talk to, and the sampler."""
 
     def __init__(self, processes: AgentProcesses, sampler: Sampler, *, timeout_s: float):
         """timeout_s: of one agent."""

@@ -104,7 +104,7 @@ class Launcher:
                 return
 
     def _take_message(self) -> bool:
-        """Do what the next message says; return whether there was one."""
+        """Obey the next message; return whether there was one."""
         given, handles, _, _ = socket.recv_fds(self.worker, LARGEST_MESSAGE, 3)
         if not given:
             return False

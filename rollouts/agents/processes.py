@@ -34,7 +34,7 @@ LARGEST_MESSAGE = 2**16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """What came of an agent's episode: named numbers or a failure, never both."""
+    """Outcome of an agent's episode: named numbers or a failure, never both."""
 
     parts: dict[str, float] = field(default_factory=dict[str, float])
     failure: str = ""

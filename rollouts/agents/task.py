@@ -14,7 +14,7 @@ RESULT_FD = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One episode, as an agent sees it. The answer of the row is not in it: that is for the reward."""
+    """Episode, as an agent sees it. The answer of the row is not in it: that is for the reward."""
 
     base_url: str
     """OpenAI-compatible endpoint of this episode."""
