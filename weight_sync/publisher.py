@@ -10,7 +10,6 @@ from core.clock import ActivityTimer
 from core.errors import CallFailed, ProcessDied, TransportFailed
 from core.phases import Activity
 from core.ray_cluster import Remote
-from core.workers import gather_fail_fast
 from weight_sync.base import Bucket, ExportScope, ExportsWeights, Probe, ReceivesWeights, Sent
 from weight_sync.fingerprint import fingerprint, verify_sync
 from weight_sync.transports import SyncEndpoints, Transport
@@ -89,13 +88,10 @@ class RemoteWeightSync:
             # pause first: draining can take minutes, and the broadcast's own timeout is short
             await patient.call_all(ReceivesWeights.pause)
             sent = await self._transfer(version, ends, patient)
-            (expected, *_), loaded, probed = await gather_fail_fast(
-                [
-                    ends.trainers.call_all(ExportsWeights.probe, ids),
-                    ends.engines.call_all(ReceivesWeights.read_fingerprint),
-                    ends.engines.call_all(ReceivesWeights.probe, ids),
-                ]
-            )
+            loaded = await ends.engines.call_all(ReceivesWeights.read_fingerprint)
+            # one after the other: on shared cores two forward passes at once take longer than both
+            (expected, *_) = await ends.trainers.call_all(ExportsWeights.probe, ids)
+            probed = await ends.engines.call_all(ReceivesWeights.probe, ids)
             gap = verify_sync(
                 sent.checksums,
                 loaded,
