@@ -33,6 +33,10 @@ HEALTH = "health"
 MAX_CALLS = 1_000_000
 """Calls that an actor runs at a time. Ray queues further ones, and a weight sync would wait behind groups."""
 DIED = "its process died; its log is in logs/ of the run folder (with ray_address in Ray's session folder)"
+NO_MEMORY = (
+    "Ray ended its process because the machine's memory was nearly used up: lower trainer.micro_batch_tokens or "
+    "rollout.kv_cache_gib, or end other programs"
+)
 T = TypeVar("T")
 W_co = TypeVar("W_co", covariant=True)
 S = TypeVar("S")
@@ -154,7 +158,7 @@ class Remote(Workers[W_co]):
         Raises UserError and RunStopped as the worker did, and any other of its errors with both tracebacks.
         Raises CallFailed on timeout or a broken collective, and ProcessDied.
         """
-        from ray.exceptions import RayActorError, RayError, RayTaskError
+        from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
         phase = str(args[0]) if what == "call" else what
         who = f"{self.name} {rank} ({phase})"
@@ -182,6 +186,8 @@ class Remote(Workers[W_co]):
             raise CallFailed(f"{who} did not answer within {self.timeout_s:g} seconds ({self.timeout_key})") from error
         except RayActorError as error:
             raise ProcessDied(f"{who}: {DIED}", worker=(self.name, rank)) from error
+        except OutOfMemoryError as error:
+            raise ProcessDied(f"{who}: {NO_MEMORY}", worker=(self.name, rank)) from error
         except RayError as error:
             raise CallFailed(f"{who} failed: {first_line(error)}") from error
         self.started.add(rank)
@@ -189,7 +195,7 @@ class Remote(Workers[W_co]):
 
     async def check_health(self, rank: int) -> tuple[bool, str]:
         """Return whether the process lives, and a clause that says what it does or what became of it."""
-        from ray.exceptions import RayActorError
+        from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
         who, phase = f"{self.name} {rank}", self.last_called.get(rank, "start")
         try:
@@ -197,6 +203,10 @@ class Remote(Workers[W_co]):
                 activity = await self.actors[rank].describe_activity.options(concurrency_group=HEALTH).remote()
         except RayActorError:
             return False, f"{who} ({phase}): {DIED}"
+        except OutOfMemoryError:
+            return False, f"{who} ({phase}): {NO_MEMORY}"
+        except RayError as error:
+            return False, f"{who} ({phase}): it cannot be reached: {first_line(error)}"
         except TimeoutError:
             if rank not in self.started:
                 return (

@@ -92,6 +92,24 @@ def test_the_rank_that_sleeps_or_is_stopped_is_named_and_not_the_one_that_notice
     assert not any(is_running(pid) for pid in pids), "not even the stopped one"
 
 
+def test_a_process_that_ray_ends_for_lack_of_memory_is_named_with_the_reason(monkeypatch):
+    """Ray's memory monitor ends what runs as long as more than the threshold is used."""
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.001")
+    cluster = Cluster(None)
+    try:
+        with pytest.raises(ProcessDied, match=r"^trainer 0 \(\w+\): Ray ended its process because the machine"):
+            asyncio.run(cluster.spawn("trainer", 1, Sleeps, resources=Resources(threads=1), timeout_s=60))
+    finally:
+        cluster.close()
+
+
+class Sleeps:
+    """Worker that takes long to build."""
+
+    def __init__(self, place):
+        time.sleep(60)
+
+
 STOPS = """
 import os, signal
 from rollouts.engines.hf import HfEngine
