@@ -105,7 +105,7 @@ class Duel(Env):
     async def step(self, reply):
         self.replies += 1
         self.player = self.replies % 2
-        return [{"role": "user", "content": "next"}] if self.replies < 4 else None
+        return [{"role": "user", "content": "5"}] if self.replies < 4 else None
 
     def scores_of(self, player):
         return {"won": float(player)}
@@ -118,7 +118,7 @@ class Yes:
 
 def test_an_episode_numbers_its_players_and_files_keep_the_number(tmp_path):
     rules = EpisodeRules(seed_of_turn=lambda turn: turn, max_new_tokens=20, max_turns=9, timeout_s=60.0)
-    prompt = Prompt(id="p", messages=[{"role": "user", "content": "go"}])
+    prompt = Prompt(id="p", messages=[{"role": "user", "content": "2"}])
     played = asyncio.run(run_episode(Yes(), Duel, prompt, Words(), rules))
     samples = [one.sample for one in played]
     assert [(s.player, s.reward_parts["won"], len(s.turns)) for s in samples] == [(0, 0.0, 2), (1, 1.0, 2)]
