@@ -202,7 +202,7 @@ def make_sample(
         others["excluded"] = to_column(others["excluded"], BOOLS)
     if "turns" in others:
         others["turns"] = tuple((begin, end) for begin, end in others["turns"])
-    for name in others.keys() & {"turn_rewards", "turn_numbers"}:
+    for name in others.keys() & {"turn_rewards", "turn_numbers", "pictures"}:
         others[name] = tuple(others[name])
     if "columns" in others:
         others["columns"] = {name: to_column(values, dtype) for name, values in others["columns"].items()}
