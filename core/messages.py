@@ -5,7 +5,10 @@ OpenAI's form, with two differences: the arguments of a call are an object and n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, NotRequired, TypedDict
+
+from core.pictures import Picture
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message may have."""
@@ -27,6 +30,23 @@ class ToolCall(TypedDict):
     function: FunctionCall
 
 
+class TextPart(TypedDict):
+    """Text between pictures."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(TypedDict):
+    """Picture in a message."""
+
+    type: Literal["image"]
+    image: Picture
+
+
+Part = TextPart | ImagePart
+
+
 class Message(TypedDict):
     """Turn of a conversation."""
 
@@ -34,6 +54,8 @@ class Message(TypedDict):
     """One of ROLES."""
     content: str
     """Text of the turn; "" where a reply has tool calls and says nothing else."""
+    parts: NotRequired[list[Part]]
+    """Text and pictures in their order, where the turn has pictures; `content` is the text of these parts, joined."""
     tool_calls: NotRequired[list[ToolCall]]
     """Calls of an assistant's turn, in their order; never an empty list."""
     tool_call_id: NotRequired[str]
@@ -52,3 +74,8 @@ is a JSON schema of an object."""
 def name_of_tool(tool: ToolSpec) -> str:
     """Return the name by which a reply calls a tool."""
     return tool["function"]["name"]
+
+
+def find_pictures(messages: Iterable[Message]) -> list[Picture]:
+    """Return the pictures of a conversation, in their order."""
+    return [part["image"] for m in messages for part in m.get("parts", []) if part["type"] == "image"]

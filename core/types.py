@@ -37,6 +37,7 @@ from core.arrays import (
 from core.messages import ROLES as ROLES  # where users look for it
 from core.messages import Message as Message
 from core.messages import ToolSpec as ToolSpec
+from core.pictures import Picture, PlacedPicture, check_places
 from core.turns import Spans, check_turns, find_runs
 
 LossNorm = Literal["token", "sequence", "sequence_sum", "constant", "prompt"]
@@ -46,7 +47,6 @@ ScoredColumn = Literal["prox_logp", "ref_logp", "teacher_logp", "values"]
 """Per-token quantity that the trainer can compute before the advantages."""
 Column = ScoredColumn | Literal["returns", "reference_point"]
 """Per-token quantity that the trainer computes, or that compute_advantages adds."""
-
 
 Rows = Literal["conversations", "pairs", "unpaired"]
 """Kind of a supervised row: a conversation, a chosen and a rejected completion, or a completion with a label."""
@@ -120,6 +120,10 @@ class Sample:
     """Part of `reward` that each turn earned; what they leave of it came with the last turn. Empty: all came then."""
     turn_numbers: tuple[int, ...] = ()
     """Number of each turn in its episode, by time. Empty: the samples of an episode followed one another."""
+    player: int = 0
+    """Side that the policy played, in a game in which it plays several; see core.episodes.split_players."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Pictures that its tokens stand for, in the order of the tokens."""
 
     def __post_init__(self) -> None:
         n, floats = len(self.token_ids), self.float_dtype
@@ -133,6 +137,8 @@ class Sample:
             check_column("advantage", self.advantage, floats, n)
         if self.excluded is not None:
             check_column("excluded", self.excluded, BOOLS, n)
+        if self.pictures:
+            check_places(self.pictures, n)
         if self.turns or self.turn_rewards or self.turn_numbers:
             check_turns(self.spans, self.turn_rewards, self.turn_numbers, self.action_mask)
 
@@ -196,7 +202,7 @@ def make_sample(
         others["excluded"] = to_column(others["excluded"], BOOLS)
     if "turns" in others:
         others["turns"] = tuple((begin, end) for begin, end in others["turns"])
-    for name in others.keys() & {"turn_rewards", "turn_numbers"}:
+    for name in others.keys() & {"turn_rewards", "turn_numbers", "pictures"}:
         others[name] = tuple(others[name])
     if "columns" in others:
         others["columns"] = {name: to_column(values, dtype) for name, values in others["columns"].items()}
@@ -310,6 +316,13 @@ class Batch:
     labels: Tensor
     """[M] int64, ids of these next tokens."""
     tokens: Tokens
+    pictures: tuple[Picture, ...] = ()
+    """Pictures that the input tokens stand for, in their order; one that sequences share is there once."""
+    rope_ids: Tensor | None = None
+    """[3, T] int64, positions by time, row and column, for families whose positions have three axes (M-RoPE)."""
+    media: dict[str, Tensor] = field(default_factory=dict)
+    """What the model's vision part reads, by the names of its forward(): `pixel_values`, `image_grid_thw`, ... It is
+    made of `pictures` in the process that computes the forward pass."""
     shadows: dict[str, Tokens] = field(default_factory=dict)
     """The same tokens as other losses see them, by the name of the loss; see the key `shadow`."""
 

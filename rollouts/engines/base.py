@@ -8,13 +8,15 @@ would call them is refused before the start, because `capabilities` says what th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 from torch import nn
 
 from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
+from core.pictures import PlacedPicture
+from core.support import Support
 from rollouts.stops import StopStrings
 from weight_sync.base import Bucket, Chunk, ReceivesWeights
 
@@ -46,6 +48,8 @@ class EngineConfig:
     """Tokens that end a completion. The model's own generation config is ignored."""
     stop_strings: StopStrings | None = None
     """Texts that end a completion with the token that completes one of them: `find_end` says where."""
+    support: Support = field(default_factory=Support)
+    """Tokens that may be sampled."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     trust_remote_code: bool = False
     """Whether code that comes with the model may run."""
@@ -84,6 +88,10 @@ class Capabilities:
     """True if the engine loads weights in chunks (`begin_chunks`, `load_chunk`): transports direct and disk."""
     adapter: bool = False
     """True if the engine can sample with a LoRA adapter beside the weights."""
+    pictures: bool = False
+    """True if prompts may hold pictures."""
+    support: bool = False
+    """True if the engine samples from `EngineConfig.support` only, and its log-probabilities are those of that set."""
     stop_strings: bool = False
     """True if a completion ends where `EngineConfig.stop_strings` says."""
     in_process: str = ""
@@ -119,8 +127,13 @@ class Engine(ReceivesWeights, Protocol):
         """Raise UserError where the engine cannot run a model whose class came with it; it is on the meta device."""
         return
 
-    async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
-        """Sample one continuation of `token_ids` at the run's temperature."""
+    async def generate(
+        self, token_ids: list[int], *, max_new_tokens: int, seed: int, pictures: Sequence[PlacedPicture] = ()
+    ) -> Completion:
+        """Sample one continuation of `token_ids` at the run's temperature.
+
+        pictures: what spans of `token_ids` stand for; given to engines with the capability `pictures` only.
+        """
         ...
 
     async def close(self) -> None:

@@ -1,0 +1,97 @@
+"""Pictures in messages and samples: the bytes of a file as they came, named by their hash."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from core.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
+"""Colour modes that become RGB without a colour profile."""
+LARGEST_SIDE = 8192
+"""Pixels of the longest side that is taken."""
+
+
+class PictureRefused(ValueError):
+    """Reason why bytes cannot be used as a picture: one clause that follows the name of the row or the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Picture that has been opened once; `read_picture` makes it."""
+
+    data: bytes = field(repr=False)
+    """The file: PNG, JPEG, WebP, BMP or GIF with one frame."""
+    width: int
+    height: int
+    """Size in pixels."""
+    hash: str
+    """SHA-256 of `data`, in hexadecimal: its name everywhere."""
+
+    def open(self) -> Image:
+        """Return the picture in RGB, transparent parts on white."""
+        return _decode(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPicture:
+    """Picture with the tokens of a sample that stand for it."""
+
+    picture: Picture
+    begin: int
+    end: int
+    """Span [begin, end) of the tokens into which the processor turned one placeholder."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of the tokens, for families whose positions have three axes (M-RoPE): rows * columns tokens."""
+
+
+def read_picture(data: bytes) -> Picture:
+    """Decode a picture's file once, and return it. Raises PictureRefused for what cannot be used."""
+    image = _decode(data)
+    return Picture(data, image.width, image.height, hashlib.sha256(data).hexdigest())
+
+
+def _decode(data: bytes) -> Image:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            if max(image.size) > LARGEST_SIDE:
+                raise PictureRefused(f"the picture has {image.width} x {image.height} pixels, over {LARGEST_SIDE}")
+            if getattr(image, "n_frames", 1) > 1:
+                raise PictureRefused(f"the picture has {image.n_frames} frames, and one is expected")  # pyright: ignore
+            if image.mode not in MODES:
+                raise PictureRefused(f"the picture has the colour mode {image.mode}: convert it to RGB")
+            image.load()
+            if image.mode == "RGB":
+                return image.copy()
+            clear = image.convert("RGBA")
+            white = Image.new("RGBA", clear.size, "white")
+            return Image.alpha_composite(white, clear).convert("RGB")
+    except UnidentifiedImageError as error:
+        raise PictureRefused("the picture is in no known format") from error
+    except Image.DecompressionBombError as error:
+        raise PictureRefused("the picture has too many pixels") from error
+    except (OSError, SyntaxError, ValueError) as error:
+        if isinstance(error, PictureRefused):
+            raise
+        raise PictureRefused(f"the picture is damaged ({error})") from error
+
+
+def check_places(places: Sequence[PlacedPicture], length: int) -> None:
+    """Raise UserError unless the spans are in order, without overlap, within `length` tokens."""
+    end = 0
+    for place in places:
+        if not end <= place.begin < place.end <= length:
+            raise UserError(
+                f"pictures of a Sample must have spans [begin, end) in order within its {length} tokens; found "
+                f"{[(p.begin, p.end) for p in places]!r:.80}"
+            )
+        end = place.end
