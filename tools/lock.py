@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import sysconfig
 import tomllib
 from collections.abc import Collection, Iterable
 from importlib.metadata import distributions
@@ -72,7 +73,9 @@ class Installed:
     """The packages beside us, and what each asks for."""
 
     def __init__(self) -> None:
-        self._all = {canonicalize_name(one.metadata["Name"]): one for one in distributions()}
+        # not all of sys.path: setuptools, once imported, adds the copies that it carries to it
+        here = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+        self._all = {canonicalize_name(one.metadata["Name"]): one for one in distributions(path=here)}
         self.wrong: set[str] = set()
 
     def version(self, name: str) -> str:

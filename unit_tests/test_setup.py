@@ -164,6 +164,17 @@ def test_a_package_that_is_missing_or_does_not_fit_is_named() -> None:
     assert "setuptools" not in installed.closure(["torch"], without={"setuptools"})
 
 
+def test_a_copy_that_another_package_carries_is_not_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importing setuptools puts its own copies, typing_extensions among them, at the end of sys.path."""
+    metadata = tmp_path / "packaging-1.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: packaging\nVersion: 1.0\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert tool("lock").Installed().version("packaging") != "1.0"
+
+
 def test_for_a_gpu_what_we_ask_for_keeps_its_version_and_vllm_chooses_the_rest(installer: ModuleType) -> None:
     pins = installer.pinned(ROOT, "test")
     run, test = (installer.for_a_gpu(ROOT, wanted) for wanted in ("run", "test"))
