@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError
 
@@ -83,6 +85,52 @@ def _decode(data: bytes) -> Image:
         if isinstance(error, PictureRefused):
             raise
         raise PictureRefused(f"the picture is damaged ({error})") from error
+
+
+def write_data_uri(picture: Picture) -> str:
+    """Return a picture as text, with the type of its file."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(picture.data)) as image:
+        kind = Image.MIME[image.format or "PNG"]
+    return f"data:{kind};base64,{base64.b64encode(picture.data).decode()}"
+
+
+def read_data_uri(text: str) -> Picture:
+    """Return the picture of a data URI. Raises PictureRefused."""
+    head, comma, body = text.partition(",")
+    if not head.startswith("data:") or not head.endswith(";base64") or not comma:
+        raise PictureRefused("the picture must be a data URI, data:image/png;base64,...")
+    try:
+        return read_picture(base64.b64decode(body, validate=True))
+    except binascii.Error as error:
+        raise PictureRefused("the data URI of the picture is not base64") from error
+
+
+def list_written(length: int, pictures: Sequence[PlacedPicture]) -> list[int]:
+    """Return the places of the tokens after the first that are text: those that a policy could have chosen.
+
+    >>> list_written(6, [PlacedPicture(None, 2, 4)])
+    [1, 4, 5]
+    """
+    seen = {i for place in pictures for i in range(place.begin, place.end)}
+    return [i for i in range(1, length) if i not in seen]
+
+
+def describe_picture(value: Any) -> dict[str, Any]:
+    """Return what JSON holds of a picture in a message: its name and size. It is a `default` of json.dumps."""
+    if not isinstance(value, Picture):
+        raise TypeError(f"{type(value).__name__} is nothing that JSON holds")
+    return {"sha256": value.hash, "width": value.width, "height": value.height}
+
+
+def as_argument(pictures: Sequence[PlacedPicture]) -> dict[str, Any]:
+    """Return the argument `pictures` of a call; nothing where there are none, so that code for text need not have it.
+
+    >>> as_argument([])
+    {}
+    """
+    return {"pictures": pictures} if pictures else {}
 
 
 def check_places(places: Sequence[PlacedPicture], length: int) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
-from core.errors import UserError
+from core.errors import UserError, quote
+from modeling.hf_config import read_config
+from modeling.pictures import needs_pictures
 from rollouts.registry import load_engine_class, resolve_engine
 
 
@@ -36,3 +38,17 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
             f"weight_sync.lora is adapter, and {name} does not sample with an adapter beside the weights: set "
             "rollout.engine to vllm, or weight_sync.lora to merged"
         )
+
+
+def check_pictures(cfg: RLConfig | EvalConfig) -> None:
+    """Raise UserError where the model sees pictures, and the engine does not."""
+    path, trusts = cfg.model.path, cfg.model.trust_remote_code
+    if not needs_pictures(path, trust_remote_code=trusts):
+        return
+    engine = load_engine_class(resolve_engine(cfg.rollout.engine))
+    if not engine.capabilities.pictures:
+        raise UserError(
+            f"model.path={quote(path)} is a model that sees pictures, and rollout.engine={cfg.rollout.engine} takes "
+            "none: set rollout.engine to vllm or hf"
+        )
+    engine.check_family(read_config(path, trust_remote_code=trusts).model_type, path=path)

@@ -19,7 +19,7 @@ from data_feeds.eval_sets import PromptSet, load_sets
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from data_feeds.tool_parsing import check_parser
-from driver.check_engine import check_engine
+from driver.check_engine import check_engine, check_pictures
 from driver.check_models import check_policy, check_room
 from driver.checkpoint_model import CheckpointModel, find_checkpoint_model, write_checkpoint_model
 from driver.devices import count_gpus, uses_gpus
@@ -84,6 +84,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     if cfg.model.adapter is not None:
         check_adapter(cfg.model.adapter, key="model.adapter")
     check_room(cfg)
+    check_pictures(cfg)
     model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts)
     plan = plan_engines(cfg, model)
     check_reward_and_env(cfg, plan)

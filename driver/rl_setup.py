@@ -25,6 +25,7 @@ from data_feeds.feed import Feed, load_prompts
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from data_feeds.tool_parsing import check_parser
+from driver.check_engine import check_pictures
 from driver.check_models import check_frozen_models, check_policy, check_room
 from driver.checkpoint import Checkpoint
 from driver.dead_knobs import HyperParameterCheck
@@ -42,7 +43,7 @@ from driver.session import Session
 from driver.shadows import Shadows, load_shadows
 from driver.time_account import TimeBreakdown
 from driver.trainer_factory import plan_trainer, start_trainers
-from driver.weight_sync_factory import make_weight_sync
+from driver.weight_sync_factory import make_probe, make_weight_sync
 from modeling.hf_config import check_model_folder
 from modeling.lora import check_lora_targets
 from rollouts.availability import EngineAvailability
@@ -52,9 +53,6 @@ from rollouts.stops import check_stops
 from rollouts.worker import RolloutWorker
 from trackers import check_trackers
 from trainers.trainer import Trainer
-
-PROBE_TOKENS = 64
-"""Length of the prompt that proves a weight sync."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +90,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
     check_lora_targets(cfg.model)
     check_room(cfg)
+    check_pictures(cfg)
     shadows = load_shadows(cfg, alg)
     rollouts = plan_rollouts(cfg)
     check_reward_and_env(cfg, rollouts)
@@ -137,11 +136,8 @@ async def start(prepared: Prepared, session: Session) -> Run:
     with session.clock.phase(Phase.START):
         trainers, engines = await start_workers(prepared, session, plan)
         layout = await trainers.call_one(0, Trainer.describe_layout)
-    first = feed.all()[0]
-    probe = prepared.tokenizer.render(first.messages, first.tools)[:PROBE_TOKENS]
+    probe = make_probe(cfg, prepared.tokenizer, feed.all())
     first_step = await session.resume(trainers, prepared.checkpoint, prepared.settings)
-    if len(probe) < 2:
-        raise UserError("data.train: the first prompt has fewer than two tokens")
     availability = watch_engines(cfg, engines, session)
     generation = make_generation(prepared, session, engines, availability, first_step)
     held_out = None

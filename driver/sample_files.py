@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import writing
+from core.pictures import describe_picture
 from core.types import Group, Sample
 from driver.rollout_metrics import count_versions
 
@@ -60,7 +61,7 @@ def write_samples(path: Path, groups: list[Group]) -> None:
     with writing(path, meaning="the steps before are logged"), path.open("w", encoding="utf-8") as file:
         for ticket, group in enumerate(groups):
             for sample in group:
-                file.write(json.dumps(make_sample_record(sample, ticket)) + "\n")
+                file.write(json.dumps(make_sample_record(sample, ticket), default=describe_picture) + "\n")
 
 
 def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:

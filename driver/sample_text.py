@@ -57,10 +57,17 @@ def write_message(message: Mapping[str, Any]) -> str:
     calls = [call["function"] for call in message.get("tool_calls", [])]
     said = [
         f"({message['reasoning']})" if message.get("reasoning") else "",
-        message["content"],
+        _write_content(message),
         *(f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls),
     ]
     return f"{message['role']}: " + "\n".join(filter(None, said))
+
+
+def _write_content(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, with a mark for every picture."""
+    if "parts" not in message:
+        return message["content"]
+    return "".join(part["text"] if part["type"] == "text" else "[picture]" for part in message["parts"])
 
 
 def _write_completion(record: dict[str, Any]) -> list[str]:

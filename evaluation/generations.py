@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from core.episodes import join_episodes
 from core.errors import UserError, first_line, writing
+from core.pictures import describe_picture
 from core.types import Group
 from evaluation.answers import find_final_answer
 
@@ -82,7 +83,7 @@ def describe_group(group: Group, *, of_set: str, index: int) -> list[Generation]
             index=index,
             sample=n,
             id=sample.prompt.id,
-            prompt=json.dumps(sample.prompt.messages),
+            prompt=json.dumps(sample.prompt.messages, default=describe_picture),
             answer=sample.prompt.answer,
             extra=json.dumps(sample.prompt.extra, default=str),
             completion=sample.completion or "",

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from core.blocking import Unblocked
 from core.errors import RunStopped, UserError
 from core.messages import Message, ToolSpec, name_of_tool
+from core.pictures import as_argument
 from core.types import Prompt, Sample
 from data_feeds.tool_parsing import ParsedReply, PlainParser, ReplyParser
 from rewards.worker import call_user_code, last_line
@@ -134,7 +135,7 @@ class _Episode:
             script.stop = "length"
             return None
         script.said += given
-        script.append_given(observed)
+        script.append_given(self.tokenizer, observed, given)
         return script
 
     def _begin_seat(self, env: Env, given: list[Message]) -> Transcript:
@@ -150,12 +151,13 @@ class _Episode:
                 "environment adds to it (tools, first messages): raise data.max_prompt_tokens"
             )
         script = self.seats[env.player] = Transcript(shown, self.rules.max_new_tokens)
-        script.append_given(ids)
+        script.append_given(self.tokenizer, ids, shown.messages)
         return script
 
     async def _ask_policy(self, script: Transcript, turn: int) -> ParsedReply:
         seed = self.rules.seed_of_turn(turn)
-        done = await self.engine.generate(script.ids, max_new_tokens=script.left, seed=seed)
+        seen = as_argument(script.pictures)
+        done = await self.engine.generate(script.ids, max_new_tokens=script.left, seed=seed, **seen)
         check_completion(done, max_new_tokens=script.left)
         if self.rules.stops is not None:
             self.rules.stops.check_completion(done.token_ids, done.stop)

@@ -7,7 +7,7 @@ needs values. Each is updated by its own gradient, and an update counts as made 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from core.arrays import Floats
 from core.clock import ActivityTimer
 from core.errors import RunStopped, UserError, writing
 from core.phases import TRAINER_ACTIVITIES, Activity
+from core.pictures import PlacedPicture, list_written
 from core.reads import record_reads
 from core.row_layout import RowLayout
 from core.types import Batch, Policy, Prompt, ScoredColumn, make_sample
@@ -242,15 +243,17 @@ class Trainer:
         return compute_values(critic.module, batch, layout=self.layout, model=critic.model)
 
     @torch.no_grad()
-    def probe(self, token_ids: list[int]) -> list[float]:
-        """Return the log-probability, at temperature 1, of token_ids[1:] given what is before each."""
+    def probe(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> list[float]:
+        """Return the log-probability, at temperature 1, of each token of text after the first, given what is before."""
         n = len(token_ids)
+        written = set(list_written(n, pictures))
         text = make_sample(
             prompt=Prompt(id="probe", messages=[]),
             token_ids=token_ids,
-            action_mask=[True] * n,
+            action_mask=[i in written for i in range(n)],
             rollout_logp=[0.0] * n,
             versions=[-1] * n,
+            pictures=tuple(pictures),
         )
         with self.timer.measure(Activity.SYNC):
             return self.forward(pack([text], [0.0]).to(self.device), temperature=1.0).logp.tolist()

@@ -26,7 +26,7 @@ from driver.early_stop import EarlyStop
 from driver.load_recipe import Loaded, load_recipe
 from driver.rl_setup import make_schedule
 from driver.rollout_factory import plan_rollouts
-from driver.weight_sync_factory import make_weight_sync
+from driver.weight_sync_factory import make_probe, make_weight_sync
 from rewards.weights import weigh_parts
 from rollouts.stops import Stops
 from trainers.deepspeed import deepspeed_config
@@ -193,7 +193,7 @@ def rl_footprint(loaded: Loaded[RLConfig]) -> dict[str, Any]:
         cfg,
         Local(SimpleNamespace(timer=None)),
         Local(SimpleNamespace(timer=None, engine=None)),
-        [1, 2],
+        make_probe(cfg, tokenizer, feed.all()),
         rollouts=rollouts,
         say=print,
         facts={},

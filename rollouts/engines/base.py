@@ -127,6 +127,11 @@ class Engine(ReceivesWeights, Protocol):
         """Raise UserError where the engine cannot run a model whose class came with it; it is on the meta device."""
         return
 
+    @classmethod
+    def check_family(cls, family: str, *, path: str) -> None:
+        """Raise UserError where the engine cannot run a model that sees pictures here; family: its `model_type`."""
+        return
+
     async def generate(
         self, token_ids: list[int], *, max_new_tokens: int, seed: int, pictures: Sequence[PlacedPicture] = ()
     ) -> Completion:
