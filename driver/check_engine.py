@@ -5,7 +5,11 @@ from __future__ import annotations
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
 from core.errors import UserError
+from core.support import Support
+from data_feeds.tokenizer import ChatTokenizer
+from rollouts.allowed_tokens import find_support
 from rollouts.registry import load_engine_class, resolve_engine
+from rollouts.stops import Stops, check_stops
 
 
 def check_engine(cfg: RLConfig | EvalConfig) -> None:
@@ -36,3 +40,18 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
             f"weight_sync.lora is adapter, and {name} does not sample with an adapter beside the weights: set "
             "rollout.engine to vllm, or weight_sync.lora to merged"
         )
+
+
+def check_sampling(cfg: RLConfig | EvalConfig, tokenizer: ChatTokenizer) -> Support:
+    """Return the tokens that may be sampled. Raises UserError for a stop or an allowed token that can never come up."""
+    rollout = cfg.rollout
+    check_stops(tokenizer, rollout.stop, rollout.stop_token_ids, tokenizer.vocabulary)
+    stops = Stops(tokenizer, rollout.stop, rollout.stop_token_ids)
+    support = find_support(tokenizer, rollout.allowed_tokens, stops.token_ids)
+    if not support.is_everything and not load_engine_class(resolve_engine(rollout.engine)).capabilities.support:
+        why = "rollout.allowed_tokens is set" if rollout.allowed_tokens else "the model reads pictures"
+        raise UserError(
+            f"{why}, and rollout.engine={rollout.engine} samples from all tokens: restrict it to "
+            "EngineConfig.support, as in rollouts/engines/hf.py, and say so in its capabilities"
+        )
+    return support

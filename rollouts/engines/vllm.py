@@ -41,6 +41,7 @@ class VllmEngine(VllmBase):
         nccl=True,
         chunks=True,
         adapter=True,
+        support=True,
         stop_strings=True,
         in_process="vllm_local",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from torch import nn
 from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped, TransportFailed, UserError
+from core.support import Support
 from rollouts.engines.base import Completion, Engine, EngineConfig
 from rollouts.engines.vllm_support.architectures import has_architecture
 from rollouts.engines.vllm_support.early_core import CORES, preload_openmp
@@ -60,7 +62,7 @@ class VllmBase(Engine):
     def __init__(self, config: EngineConfig) -> None:
         self._temperature = config.temperature
         self._stop_token_ids = list(config.stop_token_ids)
-        self._stop_strings = config.stop_strings
+        self._stop_strings, self._support = config.stop_strings, config.support
         self._timeout_s = config.timeout_s
         self._request_mode: RequestMode = config.requests
         self._lora = config.lora
@@ -139,6 +141,7 @@ class VllmBase(Engine):
                 ignore_eos=True,  # the caller's stop tokens are complete
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY if strings is None else RequestOutputKind.CUMULATIVE,
+                **_support_params(self._support),
             ),
             ends,
         )
@@ -244,6 +247,16 @@ def _lora_args(lora: LoraConfig) -> dict[str, Any]:
     rank = next(rank for rank in LORA_RANKS if rank >= lora.r)
     targets = [name.rpartition(".")[2] for name in lora.targets]
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
+
+
+def _support_params(support: Support) -> dict[str, Any]:
+    """Return what of vLLM's SamplingParams restricts sampling. The log-probabilities that it returns come later.
+
+    It masks before it divides by the temperature; a bias of -inf bans exactly. On GPUs it holds 1024 ids of each kind.
+    """
+    if support.allowed is not None:
+        return {"allowed_token_ids": list(support.allowed)}
+    return {"logit_bias": dict.fromkeys(support.banned, -math.inf)} if support.banned else {}
 
 
 def _raise_first(failures: list[str]) -> None:
