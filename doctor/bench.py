@@ -78,7 +78,12 @@ class Bench:
         self.requests = self._make_requests(prepared, sampling.sequences)
         torch.manual_seed(self.cfg.seed)
         self.trainer = LocalTrainer(
-            self.cfg.model, self.cfg.trainer, Algorithm(), temperature=self.cfg.rollout.temperature, total_updates=1
+            self.cfg.model,
+            self.cfg.trainer,
+            Algorithm(),
+            temperature=self.cfg.rollout.temperature,
+            support=prepared.support,
+            total_updates=1,
         )
         if target.checkpoint is not None:
             load_policy(self.trainer.model, target.checkpoint)
@@ -211,6 +216,7 @@ class Bench:
             temperature=temperature or self.cfg.rollout.temperature,
             entropy=entropy,
             logits_mib=self.cfg.trainer.logits_mib if in_chunks else 0,
+            support=self.trainer.support,
         )
 
 

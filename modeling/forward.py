@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from core.support import EVERY_TOKEN, Support
 from core.types import Batch, Policy
 from modeling.attention import BY_SEQUENCE, can_share_prefixes
 from modeling.head import choose_chunk, score_in_chunks
@@ -51,13 +52,17 @@ def forward(
     temperature: float,
     entropy: bool = False,
     logits_mib: int = 0,
+    support: Support = EVERY_TOKEN,
 ) -> Policy:
     """Compute log-probability (and entropy) of every trained token, [M] float32, with gradient if gradients are on.
 
     module: the callable (DeepSpeed's engine, or the model itself). model: the Hugging Face causal LM inside it.
     log-softmax is in float32, at the sampling temperature: the engine divides its logits by it, so this does too.
     logits_mib: memory for logits, above which they are computed in chunks; 0 computes all at once.
+    support: tokens over which the softmax is taken: those that the engine samples from. SFT and preferences train on
+    given text and take all. Raises RunStopped for a trained token outside of it.
     """
+    support.check_labels(batch.labels)
     (row, column), inputs = _lay_out(model, batch, layout)
     at = row[batch.at], column[batch.at]
     size = choose_chunk(model, len(batch.labels), logits_mib)
@@ -65,10 +70,12 @@ def forward(
         with _head_only_at(model, *at):
             logits = module(**inputs, use_cache=False).logits  # [1, M, V]
         # squeeze, not [0]: the gradient of an index would be a copy as large as all logits
-        return compute_token_logp(logits.squeeze(0), batch.labels, temperature=temperature, entropy=entropy)
+        return compute_token_logp(
+            logits.squeeze(0), batch.labels, temperature=temperature, entropy=entropy, support=support
+        )
 
     def score(logits: Tensor, labels: Tensor) -> Tensor:
-        return torch.stack([x for x in _compute_chunk(logits, labels, temperature, entropy) if x is not None])
+        return torch.stack([x for x in _compute_chunk(logits, labels, temperature, entropy, support) if x is not None])
 
     logp, *rest = score_in_chunks(module, model, inputs, at, batch.labels, score, size)
     return Policy(logp=logp, entropy=rest[0] if entropy else None)
@@ -87,11 +94,13 @@ def compute_values(module: nn.Module, batch: Batch, *, layout: Layout, model: nn
     return values[row[batch.at], column[batch.at], 0].float()
 
 
-def compute_token_logp(logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool) -> Policy:
+def compute_token_logp(
+    logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool, support: Support = EVERY_TOKEN
+) -> Policy:
     """Compute log-softmax of [M, V] logits at [M] labels, in float32; in chunks, to keep no float32 copy of all."""
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
     parts = [
-        checkpoint(_compute_chunk, chunk, chosen, temperature, entropy, use_reentrant=False)
+        checkpoint(_compute_chunk, chunk, chosen, temperature, entropy, support, use_reentrant=False)
         for chunk, chosen in zip(logits.split(size), labels.split(size), strict=True)
     ]
     return Policy(
@@ -100,10 +109,12 @@ def compute_token_logp(logits: Tensor, labels: Tensor, *, temperature: float, en
     )
 
 
-def _compute_chunk(logits: Tensor, labels: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    logits = logits.float() / temperature  # [m, V]
+def _compute_chunk(
+    logits: Tensor, labels: Tensor, temperature: float, entropy: bool, support: Support
+) -> tuple[Tensor, Tensor | None]:
+    logits = support.restrict(logits, temperature)  # [m, A]
     norm = logits.logsumexp(-1)  # [m]
-    logp = logits.gather(-1, labels[:, None])[:, 0] - norm
+    logp = logits.gather(-1, support.to_columns(labels)[:, None])[:, 0] - norm
     return logp, norm - (torch.softmax(logits, -1) * logits).sum(-1) if entropy else None
 
 

@@ -26,6 +26,7 @@ from core.phases import TRAINER_ACTIVITIES, Activity
 from core.pictures import PlacedPicture, list_written
 from core.reads import record_reads
 from core.row_layout import RowLayout
+from core.support import EVERY_TOKEN, Support
 from core.types import Batch, Policy, Prompt, ScoredColumn, make_sample
 from data_feeds.packing import pack
 from modeling.attention import can_share_prefixes
@@ -61,9 +62,11 @@ class Trainer:
         total_updates: int,
         sources: tuple[str, ...] = (),
         shadows: Mapping[str, Algorithm] = MappingProxyType({}),
+        support: Support = EVERY_TOKEN,
         has_ref_logp: bool = False,
     ):
         self.device, self.cfg, self.temperature, self.sources = device, cfg, temperature, sources
+        self.support = support
         self.settings_read: set[str] = set()
         """Hyper-parameters that this process has read, by dotted name; see driver/dead_knobs.py."""
         self.alg = record_reads(alg, self.settings_read, everywhere=True)
@@ -237,7 +240,9 @@ class Trainer:
         model = self.frozen[column]
         layout = layout_for(self.cfg.layout, model)
         mib = self.cfg.logits_mib
-        return forward(model, model, batch, layout=layout, logits_mib=mib, temperature=self.temperature).logp
+        return forward(
+            model, model, batch, layout=layout, logits_mib=mib, temperature=self.temperature, support=self.support
+        ).logp
 
     def _compute_values(self, critic: Learner, batch: Batch) -> Tensor:
         return compute_values(critic.module, batch, layout=self.layout, model=critic.model)
@@ -256,10 +261,11 @@ class Trainer:
             pictures=tuple(pictures),
         )
         with self.timer.measure(Activity.SYNC):
-            return self.forward(pack([text], [0.0]).to(self.device), temperature=1.0).logp.tolist()
+            batch = pack([text], [0.0]).to(self.device)
+            return self.forward(batch, temperature=1.0, support=EVERY_TOKEN).logp.tolist()
 
-    def forward(self, batch: Batch, *, temperature: float | None = None) -> Policy:
-        """Run the model in training, with gradient."""
+    def forward(self, batch: Batch, *, temperature: float | None = None, support: Support | None = None) -> Policy:
+        """Run the model in training, with gradient; at the run's temperature and over its support unless given."""
         return forward(
             self.policy.module,
             self.model,
@@ -268,6 +274,7 @@ class Trainer:
             temperature=temperature or self.temperature,
             entropy=self.alg.needs_entropy,
             logits_mib=self.cfg.logits_mib,
+            support=self.support if support is None else support,
         )
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:

@@ -28,6 +28,7 @@ from driver.rl_setup import make_schedule
 from driver.rollout_factory import plan_rollouts
 from driver.weight_sync_factory import make_probe, make_weight_sync
 from rewards.weights import weigh_parts
+from rollouts.allowed_tokens import find_support
 from rollouts.stops import Stops
 from trainers.deepspeed import deepspeed_config
 from trainers.optimizer import make_lr_schedule, make_optimizer
@@ -61,6 +62,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollout.engine": ("vllm", {}),
     "rollout.env": ("calculator", {}),
     "rollout.temperature": (0.5, {}),
+    "rollout.allowed_tokens": (["1", "2"], {}),
     "rollout.max_new_tokens": (9, {}),
     "rollout.stop": (["7"], {}),
     "rollout.stop_token_ids": ([9], {}),
@@ -206,6 +208,7 @@ def rl_footprint(loaded: Loaded[RLConfig]) -> dict[str, Any]:
         "rewards": rollouts.reward_functions,
         "reward": weigh_parts(cfg.reward, PARTS, "train"),
         "parser": vars(make_parser(cfg.rollout.tool_parser, tokenizer)).keys(),
+        "support": find_support(tokenizer, cfg.rollout.allowed_tokens, stops.token_ids),
         "stops": (stops.token_ids, stops.strings and stops.strings.strings),
         "schedule": make_schedule(cfg),
         "prompts": [(p.source, tokenizer.render(p.messages)) for p in drawn],

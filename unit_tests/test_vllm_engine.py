@@ -23,6 +23,7 @@ from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
 from core.buckets import split_into_buckets
 from core.errors import RunStopped, TransportFailed
+from core.support import EVERY_TOKEN, Support
 from modeling.lora import name_lora_targets
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
@@ -108,6 +109,27 @@ async def sample(
     return await asyncio.gather(*[engine.generate(PROMPT, max_new_tokens=max_new_tokens, seed=seed) for seed in seeds])
 
 
+async def check_support(engine: VllmEngine | LocalVllmEngine, model: PreTrainedModel) -> None:
+    """Ban the tokens that the model loves most after the prompt; or allow forty of them, among them the least loved."""
+    with torch.no_grad():
+        order = model(torch.tensor([PROMPT])).logits[0, -1].argsort(descending=True).tolist()
+    assert {c.token_ids[0] for c in await sample(engine, range(20), 1)} & {*order[:100]}, "it loves them"
+    for support in (Support(banned=tuple(sorted(order[:100]))), Support(allowed=tuple(sorted(order[200:240])))):
+        outside = torch.tensor(support.find_outside(range(VOCABULARY)))
+        for temperature in (TEMPERATURE, 0.0):
+            engine._support, engine._temperature = support, temperature
+            for c in await sample(engine, range(12)):
+                assert not support.find_outside(c.token_ids)
+                ids = torch.tensor([PROMPT + c.token_ids])
+                with torch.no_grad():
+                    scores = model(ids).logits[0, len(PROMPT) - 1 : -1] / (temperature or 1.0)
+                scores[:, outside] = -torch.inf
+                ours = scores.log_softmax(-1).gather(-1, ids[0, len(PROMPT) :, None])[:, 0]
+                assert gap(ours.tolist(), c.logp) < BOUND
+                assert temperature or scores.argmax(-1).tolist() == c.token_ids
+    engine._support, engine._temperature = EVERY_TOKEN, TEMPERATURE
+
+
 async def in_thread(call: Any, *args: Any, **kwargs: Any) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, lambda: call(*args, **kwargs))
 
@@ -177,6 +199,8 @@ def test_in_process_engine_follows_the_trainer(family: str, tmp_path: Path) -> N
             assert last == (c.stop == "eos")
             assert last or len(c.token_ids) == 4
         assert {c.stop for c in completions} == {"eos", "length"}
+        if family == "qwen2-tied":
+            await check_support(engine, old)
         await engine.close()
 
     asyncio.run(body())
@@ -305,6 +329,16 @@ def test_a_seed_decides_a_completion_whatever_else_runs(lab: Lab) -> None:
         alone = (await lab.engine.generate(PROMPT, max_new_tokens=24, seed=3)).token_ids
         assert together[3] == alone
         assert len(set(map(tuple, together))) == len(together)
+
+    lab.run(body())
+
+
+def test_it_samples_from_its_support_and_says_the_probabilities_of_that(lab: Lab) -> None:
+    """At once in one engine: requests of another support, which vLLM must not mix up, cannot be there."""
+
+    async def body() -> None:
+        await lab.publish(10, lab.model)
+        await check_support(lab.engine, lab.model)
 
     lab.run(body())
 

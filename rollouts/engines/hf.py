@@ -1,7 +1,7 @@
 """Plain transformers as an engine: for `backend: local`, for debugging, and to test the vLLM engine against.
 
-It has its own copy of the weights and a KV cache. It samples from softmax(logits / temperature), and at temperature 0
-takes the most probable token. It ignores the model's generation config.
+It has its own copy of the weights and a KV cache. It samples from softmax(logits / temperature) over the tokens that
+may be chosen, and at temperature 0 takes the most probable token. It ignores the model's generation config.
 
 It yields to the event loop after every token, so that weights can be loaded during generation. The KV cache of running
 requests is then recomputed from all their tokens and pictures.
@@ -40,7 +40,7 @@ class HfEngine(Engine):
     ends. Requests that come meanwhile wait for the next batch.
     """
 
-    capabilities = Capabilities(broadcast=True, chunks=True, pictures=True, stop_strings=True)
+    capabilities = Capabilities(broadcast=True, chunks=True, pictures=True, support=True, stop_strings=True)
     max_batch = 256
 
     def __init__(self, config: EngineConfig) -> None:
@@ -56,7 +56,7 @@ class HfEngine(Engine):
         sees = needs_pictures(config.model_path, trust_remote_code=trusts)
         self.processor = PictureProcessor(config.model_path, trust_remote_code=trusts) if sees else None
         self.temperature, self.stop = config.temperature, set(config.stop_token_ids)
-        self.stop_strings = config.stop_strings
+        self.stop_strings, self.support = config.stop_strings, config.support
         self.timeout_s, self.request_mode = config.timeout_s, config.requests
         self.version = -1
         self.n_updates = 0
@@ -146,9 +146,9 @@ class HfEngine(Engine):
             logits_to_keep=1,
             **rows.media,
         )
-        logp = (out.logits[:, -1].float() / (self.temperature or 1.0)).log_softmax(-1)  # [B, V]
-        chosen = self._draw_tokens(logp, live) if self.temperature else logp.argmax(-1)  # [B]
-        chosen_logp = logp.gather(-1, chosen[:, None])[:, 0].tolist()
+        logp = self.support.restrict(out.logits[:, -1], self.temperature or 1.0).log_softmax(-1)  # [B, A]
+        columns = self._draw_tokens(logp, live) if self.temperature else logp.argmax(-1)  # [B]
+        chosen, chosen_logp = self.support.to_ids(columns), logp.gather(-1, columns[:, None])[:, 0].tolist()
         stay = []
         for i, (request, token) in enumerate(zip(live, chosen.tolist(), strict=True)):
             request.new_ids.append(token)
@@ -173,7 +173,7 @@ class HfEngine(Engine):
         return strings is not None and strings.find_end(request.new_ids, start=len(request.new_ids) - 1) is not None
 
     def _draw_tokens(self, logp: Tensor, live: list[EngineRequest]) -> Tensor:
-        """Invert the cumulative distribution at one uniform number per request, [B, V] -> [B]."""
+        """Invert the cumulative distribution at one uniform number per request, [B, A] -> [B]."""
         cumulative = logp.double().exp().cumsum(-1)
         at = torch.tensor([r.uniform.random() for r in live], dtype=torch.float64, device=self.device)
         return torch.searchsorted(cumulative, (at * cumulative[:, -1])[:, None], right=True)[:, 0].clamp(

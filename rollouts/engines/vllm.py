@@ -42,6 +42,7 @@ class VllmEngine(VllmBase):
         chunks=True,
         adapter=True,
         pictures=True,
+        support=True,
         stop_strings=True,
         in_process="vllm_local",
     )

@@ -21,7 +21,7 @@ class LocalVllmEngine(VllmBase):
     Requests made in the same turn of the event loop run as one batch, during which the process does nothing else.
     """
 
-    capabilities = Capabilities(adapter=True, pictures=True, stop_strings=True)
+    capabilities = Capabilities(adapter=True, pictures=True, support=True, stop_strings=True)
 
     def _start(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

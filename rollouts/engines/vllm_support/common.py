@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped, TransportFailed, UserError
 from core.pictures import PlacedPicture, list_written
+from core.support import Support
 from modeling.pictures import PictureProcessor, needs_pictures
 from rollouts.engines.base import Completion, Engine, EngineConfig
 from rollouts.engines.vllm_support.architectures import has_architecture
@@ -65,7 +67,7 @@ class VllmBase(Engine):
     def __init__(self, config: EngineConfig) -> None:
         self._temperature = config.temperature
         self._stop_token_ids = list(config.stop_token_ids)
-        self._stop_strings = config.stop_strings
+        self._stop_strings, self._support = config.stop_strings, config.support
         self._timeout_s = config.timeout_s
         self._request_mode: RequestMode = config.requests
         self._lora = config.lora
@@ -164,6 +166,7 @@ class VllmBase(Engine):
                 ignore_eos=True,  # the caller's stop tokens are complete
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY if strings is None else RequestOutputKind.CUMULATIVE,
+                **_support_params(self._support),
             ),
             ends,
         )
@@ -285,6 +288,16 @@ def _lora_args(lora: LoraConfig) -> dict[str, Any]:
     rank = next(rank for rank in LORA_RANKS if rank >= lora.r)
     targets = [name.rpartition(".")[2] for name in lora.targets]
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
+
+
+def _support_params(support: Support) -> dict[str, Any]:
+    """Return what of vLLM's SamplingParams restricts sampling. The log-probabilities that it returns come later.
+
+    It masks before it divides by the temperature; a bias of -inf bans exactly. On GPUs it holds 1024 ids of each kind.
+    """
+    if support.allowed is not None:
+        return {"allowed_token_ids": list(support.allowed)}
+    return {"logit_bias": dict.fromkeys(support.banned, -math.inf)} if support.banned else {}
 
 
 def _raise_first(failures: list[str]) -> None:
