@@ -15,6 +15,7 @@ from core.errors import RunStopped, UserError
 from core.messages import Message, ToolSpec, name_of_tool
 from core.pictures import as_argument
 from core.types import Prompt, Sample
+from data_feeds.picture_text import PicturesDoNotFit
 from data_feeds.tool_parsing import ParsedReply, PlainParser, ReplyParser
 from rewards.worker import call_user_code, last_line
 from rollouts.answers import check_answers, check_turn_scores
@@ -107,7 +108,10 @@ class _Episode:
         """
         env = self._get_env()
         for turn in range(self.rules.max_turns):
-            script = self._continue_seat(env, given)
+            try:
+                script = self._continue_seat(env, given)
+            except PicturesDoNotFit as error:
+                raise _EnvironmentFailed(str(error)) from error
             if script is None:
                 return
             reply = await self._ask_policy(script, turn)
