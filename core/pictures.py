@@ -58,6 +58,11 @@ def read_picture(data: bytes) -> Picture:
     return Picture(data, image.width, image.height, hashlib.sha256(data).hexdigest())
 
 
+def describe_picture(picture: Picture) -> dict[str, str | int]:
+    """Return a picture as files and other programs read it: its name and size, and never its bytes."""
+    return {"type": "image", "sha256": picture.hash, "width": picture.width, "height": picture.height}
+
+
 def _decode(data: bytes) -> Image:
     from PIL import Image, UnidentifiedImageError
 
