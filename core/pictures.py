@@ -60,6 +60,11 @@ def read_picture(data: bytes) -> Picture:
     return Picture(data, image.width, image.height, hashlib.sha256(data).hexdigest())
 
 
+def describe_picture(picture: Picture) -> dict[str, str | int]:
+    """Return a picture as files and other programs read it: its name and size, and never its bytes."""
+    return {"type": "image", "sha256": picture.hash, "width": picture.width, "height": picture.height}
+
+
 def _decode(data: bytes) -> Image:
     from PIL import Image, UnidentifiedImageError
 
@@ -115,13 +120,6 @@ def list_written(length: int, pictures: Sequence[PlacedPicture]) -> list[int]:
     """
     seen = {i for place in pictures for i in range(place.begin, place.end)}
     return [i for i in range(1, length) if i not in seen]
-
-
-def describe_picture(value: Any) -> dict[str, Any]:
-    """Return what JSON holds of a picture in a message: its name and size. It is a `default` of json.dumps."""
-    if not isinstance(value, Picture):
-        raise TypeError(f"{type(value).__name__} is nothing that JSON holds")
-    return {"sha256": value.hash, "width": value.width, "height": value.height}
 
 
 def as_argument(pictures: Sequence[PlacedPicture]) -> dict[str, Any]:
