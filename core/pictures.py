@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 from collections.abc import Sequence
@@ -99,17 +98,6 @@ def write_data_uri(picture: Picture) -> str:
     with Image.open(io.BytesIO(picture.data)) as image:
         kind = Image.MIME[image.format or "PNG"]
     return f"data:{kind};base64,{base64.b64encode(picture.data).decode()}"
-
-
-def read_data_uri(text: str) -> Picture:
-    """Return the picture of a data URI. Raises PictureRefused."""
-    head, comma, body = text.partition(",")
-    if not head.startswith("data:") or not head.endswith(";base64") or not comma:
-        raise PictureRefused("the picture must be a data URI, data:image/png;base64,...")
-    try:
-        return read_picture(base64.b64decode(body, validate=True))
-    except binascii.Error as error:
-        raise PictureRefused("the data URI of the picture is not base64") from error
 
 
 def list_written(length: int, pictures: Sequence[PlacedPicture]) -> list[int]:

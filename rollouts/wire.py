@@ -13,7 +13,8 @@ from typing import Any
 
 from core.errors import quote
 from core.messages import ROLES, Message, Part, ToolCall, ToolSpec
-from core.pictures import PictureRefused, read_data_uri
+from core.pictures import PictureRefused, read_picture
+from data_feeds.read_pictures import read_data_uri
 from data_feeds.values import holds_lone_surrogate
 
 MODEL = "policy"
@@ -183,8 +184,10 @@ def _read_part(part: Any, where: str) -> Part:
     url = url.get("url") if isinstance(url, dict) else url
     if not isinstance(url, str):
         raise Refused(f"{where} must be a part of type text or image_url: the policy sees nothing else", param=where)
+    if not url.startswith("data:"):
+        raise Refused(f"{where}: a picture by its address is not fetched: send it as a data URI", param=where)
     try:
-        return {"type": "image", "image": read_data_uri(url)}
+        return {"type": "image", "image": read_picture(read_data_uri(url))}
     except PictureRefused as refusal:
         raise Refused(f"{where}: {refusal}", param=where) from refusal
 
