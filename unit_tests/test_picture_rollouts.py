@@ -28,7 +28,7 @@ from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, run_episode
 from rollouts.transcript import find_places
 from rollouts.wire import Refused, read_ask
-from unit_tests.seeing import as_sample, draw, gap_of_sample, load_plain, make_seeing, plain_logp, say
+from unit_tests.plain_vision import as_sample, draw, gap_of_sample, load_plain, make_seeing, plain_logp, say
 from weight_sync.fingerprint import verify_sync
 
 TEMPERATURE = 0.7
