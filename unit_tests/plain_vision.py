@@ -72,8 +72,11 @@ def plain_logp(
     media = {}
     if pictures:
         images = [place.picture.open() for place in pictures]
-        media = dict(AutoImageProcessor.from_pretrained(path)(images=[images], return_tensors="pt"))
+        grouped = images if model.config.model_type.startswith("qwen") else [images]
+        media = dict(AutoImageProcessor.from_pretrained(path)(images=grouped, return_tensors="pt"))
     tokens = torch.tensor([[*ids]])
+    if "image_grid_thw" in media:  # transformers makes the positions of such families of it
+        media["mm_token_type_ids"] = (tokens == model.config.image_token_id).int()
     logits = model(input_ids=tokens, **media).logits[0] / temperature
     logits[:, list(banned)] = -torch.inf
     scores = logits.log_softmax(-1)

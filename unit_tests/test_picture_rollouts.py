@@ -12,23 +12,29 @@ from transformers import PreTrainedModel
 
 from configs.schema import RLConfig
 from core.errors import RunStopped, UserError
-from core.pictures import PlacedPicture, write_data_uri
+from core.messages import Message
+from core.pictures import Picture, PlacedPicture, as_argument, list_written, write_data_uri
 from core.support import Support
 from core.types import Prompt
 from data_feeds.tokenizer import ChatTokenizer
 from driver.check_engine import check_pictures
 from driver.load_recipe import load_recipe
 from driver.weight_sync_factory import make_probe
-from rollouts.agents.task import Task
+from modeling.pictures import PictureProcessor
+from rollouts.agents.task import Task, write_content
 from rollouts.answers import check_answers
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.hf import HfEngine
 from rollouts.engines.vllm_support.pictures import check_prompt, collapse_pictures, make_prompt
 from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, run_episode
+from rollouts.session import Request
+from rollouts.trace import Branch
 from rollouts.transcript import find_places
-from rollouts.wire import Refused, read_ask
+from rollouts.wire import Ask, Refused, read_ask
+from unit_tests import seeing
 from unit_tests.plain_vision import as_sample, draw, gap_of_sample, load_plain, make_seeing, plain_logp, say
+from unit_tests.scripted_policy import Policy, check_exact, make_session
 from weight_sync.fingerprint import verify_sync
 
 TEMPERATURE = 0.7
@@ -96,7 +102,7 @@ def test_a_batch_of_rows_with_and_without_pictures_is_scored_as_by_plain_transfo
     async def go() -> list[Completion]:
         return await asyncio.gather(
             *(
-                engine.generate(ids, max_new_tokens=12, seed=i, **({"pictures": places} if places else {}))
+                engine.generate(ids, max_new_tokens=12, seed=i, **as_argument(places))
                 for i, (ids, places) in enumerate(prompts)
             )
         )
@@ -108,6 +114,55 @@ def test_a_batch_of_rows_with_and_without_pictures_is_scored_as_by_plain_transfo
             others = tuple(replace(place, picture=draw(9)) for place in places)
             blind = replace(sample, pictures=others)
             assert gap_of_sample(model, path, blind, TEMPERATURE, banned_of(tokenizer)) > 100 * BOUND
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+def test_other_families_too_with_their_positions_and_tiles(family, tmp_path):
+    path = seeing.save_model(tmp_path, family)
+    model, processor = load_plain(path), PictureProcessor(path)
+    banned = sorted(processor.placeholder_ids)
+
+    def write(*parts: str | Picture) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+        ids: list[int] = []
+        places: list[PlacedPicture] = []
+        for part in parts:
+            if isinstance(part, str):
+                ids += processor.tokenizer.encode(part, add_special_tokens=False)
+                continue
+            made = processor.process(part)
+            ids.append(seeing.START)
+            places.append(PlacedPicture(part, len(ids), len(ids) + len(made.ids), made.grid))
+            ids += [*made.ids, seeing.END]
+        return ids, tuple(places)
+
+    prompts = [
+        write("what is ", draw(1, 24, 40), " and what ", draw(2, 16, 16)),
+        write("nothing to see"),
+        write(draw(3, 48, 32), "is this"),
+    ]
+    config = EngineConfig(
+        model_path=path,
+        dtype="float32",
+        temperature=TEMPERATURE,
+        max_model_len=256,
+        stop_token_ids=[seeing.FIRST, seeing.FIRST + 1],
+        support=Support(banned=tuple(banned)),
+    )
+    engine = HfEngine(config)
+
+    async def go() -> list[Completion]:
+        return await asyncio.gather(
+            *(
+                engine.generate(ids, max_new_tokens=12, seed=i, **as_argument(places))
+                for i, (ids, places) in enumerate(prompts)
+            )
+        )
+
+    for (ids, places), done in zip(prompts, asyncio.run(go()), strict=True):
+        assert gap_of_sample(model, path, as_sample(ids, places, done), TEMPERATURE, banned) < BOUND
+    ids, places = prompts[0]
+    want = plain_logp(model, path, ids, places)[[i - 1 for i in list_written(len(ids), places)]].tolist()
+    assert asyncio.run(engine.probe(ids, pictures=places)) == pytest.approx(want, abs=BOUND)
 
 
 def test_new_vision_weights_are_used_at_once_in_running_requests(path, tokenizer, model):
@@ -140,7 +195,7 @@ def test_the_probe_sees_a_vision_tower_with_old_weights(path, tokenizer, model):
     """An engine that keeps what it computed of a picture gets all weights, and is caught."""
     ids, places = read(tokenizer, LOOKS)
     new = with_other_vision(path)
-    written = [i for i in range(1, len(ids)) if not any(p.begin <= i < p.end for p in places)]
+    written = list_written(len(ids), places)
     want = {m: plain_logp(m, path, ids, places)[[i - 1 for i in written]].tolist() for m in (model, new)}
 
     def publish(engine: HfEngine) -> None:
@@ -280,3 +335,38 @@ def test_an_agent_gets_pictures_as_data_uris_and_may_send_them_back():
         body = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
         with pytest.raises(Refused, match=r"messages\[0\]\.content\[0\]: (the|a) "):
             read_ask({"model": "policy", "messages": [body]}, temperature=1.0)
+
+
+class Seeing(Policy):
+    """Scripted policy that notes which pictures it is shown."""
+
+    async def generate(self, token_ids, *, max_new_tokens, seed, pictures=()):
+        self.seen = [*getattr(self, "seen", []), pictures]
+        return await super().generate(token_ids, max_new_tokens=max_new_tokens, seed=seed)
+
+
+def test_pictures_of_an_agents_requests_are_in_its_samples(tokenizer, tiny_path):
+    policy = Seeing(tokenizer, ["two", "three"])
+
+    async def go() -> list[Branch]:
+        session = make_session(policy, Prompt(id="p", messages=LOOKS))
+        said: list[Message] = [*LOOKS]
+        for n in range(2):
+            ask = read_ask({"model": "policy", "messages": [*map(write_content, said)]}, temperature=1.0)
+            async with session.answering(Request(ask=ask, digest=str(n))) as answer:
+                said += [answer.message, say("user", "and ", draw(7, 90, 30))]
+        return session.trace.list_branches()
+
+    [branch] = asyncio.run(go())
+    check_exact([branch], policy.log)
+    assert [place.picture for place in branch.pictures] == [draw(1), draw(7, 90, 30)]
+    assert branch.pictures == tokenizer.place(branch.ids, [draw(1), draw(7, 90, 30)])
+    assert policy.seen == [branch.pictures[:1], branch.pictures]
+
+    async def ask_a_blind_one() -> None:
+        session = make_session(Policy(ChatTokenizer(tiny_path, "plain"), ["no"]))
+        async with session.answering(Request(ask=Ask(messages=LOOKS, tools=[]), digest="")):
+            pass
+
+    with pytest.raises(Refused, match="sees no pictures"):
+        asyncio.run(ask_a_blind_one())
