@@ -76,9 +76,7 @@ def _draw_all(tasks: tuple[str, ...], count: int, side: int, rng: random.Random)
                 drawn[drawing.picture.hash] = drawing
                 break
         else:
-            raise ValueError(
-                f"after {i} pictures, {TRIES} more of {tasks[i % len(tasks)]} were none new: ask for fewer"
-            )
+            raise ValueError(f"after {i} pictures, {TRIES} of {tasks[i % len(tasks)]} are not new: ask for fewer")
     return list(drawn.values())
 
 

@@ -61,10 +61,10 @@ def test_no_two_pictures_are_alike_and_eval_depends_on_the_seed_alone():
 
 
 def test_where_there_are_not_so_many_pictures_it_is_said(monkeypatch):
-    monkeypatch.setattr(drawings, "BARS_END", 4)  # four bars of four heights, in any order
+    monkeypatch.setattr(drawings, "BARS_END", 4)  # four bars of four heights: 576 pictures
     assert len(rows_of(("bars",), train=12)["train"]) == 12
-    with pytest.raises(ValueError, match="100 of bars are not new: ask for less"):
-        rows_of(("bars",), train=25)
+    with pytest.raises(ValueError, match="100 of bars are not new: ask for fewer"):
+        rows_of(("bars",), train=577)
 
 
 def test_the_shapes_are_as_many_and_as_coloured_as_the_answer_says():
