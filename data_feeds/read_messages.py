@@ -8,7 +8,7 @@ from typing import Any
 from core.errors import UserError, quote
 from core.messages import ROLES, Message, Part, ToolCall
 from data_feeds.invalid_rows import InvalidRow
-from data_feeds.read_pictures import IMAGE_TYPES, SOURCES, Placeholders
+from data_feeds.read_pictures import IMAGE_TYPES, SOURCES, Placeholders, is_absent
 
 REASONING = ("reasoning", "reasoning_content")
 """Names under which data sets write what an assistant thought."""
@@ -126,7 +126,7 @@ def _read_part(part: Any, where: str, places: Placeholders) -> Part:
         if part.get("text") is not None:
             raise InvalidRow("bad_messages", f"a part of a content must be text or a picture, found {part!r:.60}")
         return places.read_part(part)
-    if kind != "text" or not isinstance(part.get("text"), str) or any(part.get(key) is not None for key in SOURCES):
+    if kind != "text" or not isinstance(part.get("text"), str) or any(not is_absent(part.get(key)) for key in SOURCES):
         raise InvalidRow("bad_messages", f"a part of a content must be {{type: text, text}}, found {part!r:.60}")
     return {"type": "text", "text": part["text"]}
 

@@ -40,7 +40,7 @@ class PictureReader:
 
     def read_all(self, given: Any, column: str) -> list[Picture]:
         """Return the pictures of a column, which holds one or a list. Raises InvalidRow for what is none."""
-        if given is None:
+        if is_absent(given):
             return []
         return [self.read(one, column) for one in (given if isinstance(given, list) else [given])]
 
@@ -84,6 +84,11 @@ class PictureReader:
                 f"{self.max_pixels_key}={self.max_pixels}"
             )
         return self.kept.setdefault(picture.hash, picture)
+
+
+def is_absent(given: Any) -> bool:
+    """Tell whether there is no picture: columnar files write every key, such as {bytes: null, path: null}."""
+    return given is None or (isinstance(given, dict) and all(value is None for value in given.values()))
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -136,7 +141,7 @@ class Placeholders:
 
     def read_part(self, part: dict[str, Any]) -> ImagePart:
         """Return a part of a message with its picture."""
-        given = {name: value for name, value in part.items() if name in SOURCES and value is not None}
+        given = {name: value for name, value in part.items() if name in SOURCES and not is_absent(value)}
         if len(given) > 1:
             raise InvalidRow("bad_picture", f"a part has several pictures: {', '.join(sorted(given))}")
         if given:
