@@ -58,6 +58,13 @@ def read_picture(data: bytes) -> Picture:
     return Picture(data, image.width, image.height, hashlib.sha256(data).hexdigest())
 
 
+def encode_picture(image: Image) -> Picture:
+    """Return an image that was drawn as a picture, in PNG."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return read_picture(file.getvalue())
+
+
 def _decode(data: bytes) -> Image:
     from PIL import Image, UnidentifiedImageError
 
