@@ -1,4 +1,4 @@
-"""Actions as tokens: each number of an action is one of a few equal bins, and each bin is a token: `<act_0>`, `<act_1>`.
+"""Actions as tokens: each number of an action is one of a few equal bins, each bin a token: `<act_0>`, `<act_1>`, ...
 
 A policy of language says them like words; `rollout.allowed_tokens` keeps it from saying anything else. A tokenizer must
 have them as tokens of their own, and not as special ones, which are left out of decoded text.

@@ -209,9 +209,7 @@ def _count_bins(space: Any, bins: int) -> list[int]:
         case "Box" if np.isfinite(space.low).all() and np.isfinite(space.high).all():
             return [bins] * _count_numbers(space)
         case "Box":
-            raise UserError(
-                "rollout.env=gymnasium: gym_bins are of no use for a Box without bounds: leave gym_bins out"
-            )
+            raise UserError("rollout.env=gymnasium: a Box without bounds has no bins: leave gym_bins out")
         case other:
             raise UserError(f"rollout.env=gymnasium: actions of the kind {other} are no numbers: leave gym_bins out")
 
