@@ -55,7 +55,8 @@ def find_bins(values: ArrayLike, low: ArrayLike, high: ArrayLike, n: int) -> lis
     >>> find_bins([-1.0, 0.0, 0.99, 7.0], -1.0, 1.0, 4)
     [0, 2, 3, 3]
     """
-    share = (np.asarray(values, np.float64) - low) / (np.asarray(high, np.float64) - low)
+    lowest = np.asarray(low, np.float64)
+    share = (np.asarray(values, np.float64) - lowest) / (np.asarray(high, np.float64) - lowest)
     return np.clip(np.floor(share * n), 0, n - 1).astype(int).reshape(-1).tolist()
 
 
