@@ -171,8 +171,9 @@ def read_capsule(folder: Path) -> Capsule:
 def _parse_manifest(raw: dict[str, Any]) -> Manifest:
     run = dict(raw.pop("run"))
     run |= {"alg_file": FileSpec(**run["alg_file"]), "layout": RowLayout(**run["layout"])}
-    if (support := run.get("support")) is not None:
-        run["support"] = Support(**{k: v if v is None else tuple(v) for k, v in support.items()})
+    if (given := run.get("support")) is not None:
+        allowed = given["allowed"]
+        run["support"] = Support(allowed=None if allowed is None else tuple(allowed), banned=tuple(given["banned"]))
     updates = [UpdateFacts(**u) for u in raw.pop("updates")]
     return Manifest(run=RunFacts(**run), updates=updates, **raw)
 

@@ -66,6 +66,13 @@ def describe_picture(picture: Picture) -> dict[str, str | int]:
     return {"type": "image", "sha256": picture.hash, "width": picture.width, "height": picture.height}
 
 
+def encode_picture(image: Image) -> Picture:
+    """Return an image that was drawn as a picture, in PNG."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return read_picture(file.getvalue())
+
+
 def _decode(data: bytes) -> Image:
     from PIL import Image, UnidentifiedImageError
 
