@@ -15,8 +15,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.rows import Row, write_rows
-from data_prep.script import check_form, run_script, whole
+from data_prep.rows import Row, write_splits
+from data_prep.script import check_form, run_script, share, whole
 
 COMMUTATIVE = "+*"
 
@@ -107,13 +107,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--eval", type=whole(0), default=200, help="held-out problems (default %(default)s)")
     parser.add_argument("--sft", type=whole(0), default=0, help="problems for SFT (default none)")
     parser.add_argument("--copies", type=whole(1), default=1, help="SFT rows per problem (default %(default)s)")
-    parser.add_argument("--wrong-share", type=float, default=0.0, help="share of SFT rows with one wrong digit")
+    parser.add_argument("--wrong-share", type=share, default=0.0, help="share of SFT rows with one wrong digit")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if not args.ops or set(args.ops) - set("+-*"):
         parser.error(f"--ops {args.ops!r}: give some of + - *")
-    if not 0 <= args.wrong_share <= 1:
-        parser.error(f"--wrong-share {args.wrong_share}: give a share between 0 and 1")
     task = Task(ops=args.ops, largest=args.max, padded=args.padded, prompt_form=args.prompt_form)
     check_form(parser, args.prompt_form, "a", "op", "b")
     try:
@@ -128,9 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     except ValueError as error:
         parser.error(str(error))
-    for split, rows in splits.items():
-        if rows:
-            write_rows(args.out / f"{split}{'.jsonl' if args.jsonl else '.parquet'}", rows)
+    write_splits(args.out, splits, jsonl=args.jsonl)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import random
 from itertools import product
 from pathlib import Path
 
-from data_prep.rows import Row, write_rows
-from data_prep.script import run_script, whole
+from data_prep.rows import Row, write_splits
+from data_prep.script import run_script, share, whole
 
 OPERATIONS = {"plus": "+", "minus": "-", "times": "*"}
 DIGITS = range(2, 10)
@@ -108,11 +108,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--eval", type=whole(0), default=100, help="held-out tasks (default %(default)s)")
     parser.add_argument("--sft", type=whole(0), default=0, help="tasks for SFT (default none)")
     parser.add_argument("--copies", type=whole(1), default=1, help="SFT rows per task (default %(default)s)")
-    parser.add_argument("--wrong-share", type=float, default=0.0, help="share of SFT rows with one wrong part")
+    parser.add_argument("--wrong-share", type=share, default=0.0, help="share of SFT rows with one wrong part")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if not 0 <= args.wrong_share <= 1:
-        parser.error(f"--wrong-share {args.wrong_share}: give a share between 0 and 1")
     try:
         splits = make(
             steps=args.steps,
@@ -125,9 +123,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     except ValueError as error:
         parser.error(str(error))
-    for split, rows in splits.items():
-        if rows:
-            write_rows(args.out / f"{split}{'.jsonl' if args.jsonl else '.parquet'}", rows)
+    write_splits(args.out, splits, jsonl=args.jsonl)
 
 
 if __name__ == "__main__":

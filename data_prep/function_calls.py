@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from core.messages import Message, ToolSpec
-from data_prep.script import run_script, whole
+from data_prep.rows import write_splits
+from data_prep.script import run_script, share, whole
 from rollouts.envs.number_tools import TOOLS
 from rollouts.tools.functions import make_spec
 
@@ -141,18 +142,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--train", type=whole(0), default=400, help="questions for RL (default %(default)s)")
     parser.add_argument("--eval", type=whole(0), default=200, help="held-out questions (default %(default)s)")
     parser.add_argument("--sft", type=whole(0), default=0, help="conversations for SFT (default none)")
-    parser.add_argument("--wrong-share", type=float, default=0.0, help="share of SFT rows with a wrong call")
+    parser.add_argument("--wrong-share", type=share, default=0.0, help="share of SFT rows with a wrong call")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if not 0 <= args.wrong_share <= 1:
-        parser.error(f"--wrong-share {args.wrong_share}: give a share between 0 and 1")
     try:
         splits = make(train=args.train, held_out=args.eval, sft=args.sft, wrong_share=args.wrong_share, seed=args.seed)
     except ValueError as error:
         parser.error(str(error))
-    for split, rows in splits.items():
-        if rows:
-            write_jsonl(args.out / f"{split}.jsonl", rows)
+    write_splits(args.out, splits, jsonl=True, write=write_jsonl)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import argparse
 import gzip
 import json
 import zlib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ import pyarrow.parquet as pq
 
 from core.errors import UserError, first_line
 from core.hub import describe_hub, prepare_hub
-from core.messages import Message
+from core.messages import Message, find_pictures
 from core.text_files import decode_text, parse_json, read_bytes
 from data_feeds.invalid_rows import InvalidRow, InvalidRows, filter_rows
 from data_feeds.values import holds_lone_surrogate
+from data_prep.written_turns import embed_picture, save_beside, turn_type, write_turn
 
 Record = dict[str, Any]
 """One row in its original form."""
@@ -30,7 +31,7 @@ class Row:
     id: str
     """Unique in its file ("gsm8k/train/17")."""
     messages: list[Message]
-    """Chat turns; one for SFT ends in an assistant's turn."""
+    """Chat turns, with pictures as parts; one for SFT ends in an assistant's turn."""
     answer: str
     """Ground truth for the reward; the policy never sees it."""
     chosen: str | None = None
@@ -45,7 +46,7 @@ class Row:
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),
-        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("messages", pa.list_(turn_type(calls=False, pictures=False))),
         ("answer", pa.string()),
         ("chosen", pa.string()),
         ("rejected", pa.string()),
@@ -55,38 +56,47 @@ SCHEMA = pa.schema(
 )
 OPTIONAL = ("chosen", "rejected", "tools", "extra")
 """Written only where some row has them."""
-FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
-CALL = pa.struct([("id", pa.string()), ("type", pa.string()), ("function", FUNCTION)])
-TURN = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(CALL))])
-"""Turn of rows of which some hold calls; Parquet gives every object all keys, so arguments are JSON text."""
+
+
+def write_splits(
+    out: Path,
+    splits: Mapping[str, list[Any]],
+    *,
+    jsonl: bool = False,
+    write: Callable[[Path, list[Any]], None] | None = None,
+) -> None:
+    """Write every split that has rows into the folder `out`, as a file of its name.
+
+    write: what writes one file; None: write_rows.
+    """
+    for split, rows in splits.items():
+        if rows:
+            (write or write_rows)(out / f"{split}{'.jsonl' if jsonl else '.parquet'}", rows)
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
-    """Write Parquet, or JSONL when the name ends so; the folder is made."""
-    written = [n for n in SCHEMA.names if n not in OPTIONAL or any(getattr(row, n) is not None for row in rows)]
-    plain = [{name: asdict(row)[name] for name in written} for row in rows]
-    has_calls = any("tool_calls" in turn for row in rows for turn in row.messages)
-    for row in plain if has_calls else []:
-        row["messages"] = list(map(_write_turn, row["messages"]))
+    """Write Parquet, or JSONL when the name ends so; the folder is made.
+
+    Pictures become part of a Parquet file, and files in a folder beside a JSONL file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".jsonl":
+    names = [n for n in SCHEMA.names if n not in OPTIONAL or any(getattr(row, n) is not None for row in rows)]
+    pictures = any(find_pictures(row.messages) for row in rows)
+    calls = any("tool_calls" in turn for row in rows for turn in row.messages)
+    is_jsonl = path.suffix == ".jsonl"
+    save = save_beside(path) if is_jsonl else embed_picture
+    plain: list[Record] = []
+    for row in rows:
+        messages = [write_turn(turn, save, as_parts=pictures and not is_jsonl) for turn in row.messages]
+        plain.append({name: getattr(row, name) for name in names} | {"messages": messages})
+    if is_jsonl:
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in plain), encoding="utf-8")
     else:
-        schema = pa.schema([SCHEMA.field(name) for name in written])
-        if has_calls:
-            schema = schema.set(schema.get_field_index("messages"), pa.field("messages", pa.list_(TURN)))
+        schema = pa.schema([SCHEMA.field(name) for name in names])
+        typed = pa.field("messages", pa.list_(turn_type(calls=calls, pictures=pictures)))
+        schema = schema.set(schema.get_field_index("messages"), typed)
         pq.write_table(pa.Table.from_pylist(plain, schema=schema), path)
     print(f"{path}: {len(rows)} rows")
-
-
-def _write_turn(turn: dict[str, Any]) -> dict[str, Any]:
-    """Return a turn whose calls have their arguments as JSON text."""
-    if "tool_calls" not in turn:
-        return turn
-    functions = [call["function"] for call in turn["tool_calls"]]
-    written = [{**one, "arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
-    calls = [{**call, "function": function} for call, function in zip(turn["tool_calls"], written, strict=True)]
-    return {**turn, "tool_calls": calls}
 
 
 def read_records(path: Path) -> list[Record]:

@@ -39,6 +39,17 @@ def whole(at_least: int) -> Callable[[str], int]:
     return parse
 
 
+def share(text: str) -> float:
+    """Return an argument that is a share. Raises ArgumentTypeError for anything but a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"give a share between 0 and 1, found {text!r:.60}")
+    return value
+
+
 def check_form(parser: argparse.ArgumentParser, form: str, *places: str) -> None:
     """End the program for a --prompt-form with other places to fill than these."""
     try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from data_prep.script import run_script, whole
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -26,6 +26,18 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+# Content is text, or a list of parts.
+PICTURE_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message.role + '|>' }}"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
+    "{% if message.role == 'assistant' %}{{ '<|end|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+PICTURE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+"""What Idefics3 has in its vocabulary; its processor writes all but the last around and for a picture."""
 # Tools come first, each as name(arguments); a call is written as @name{...};
 TOOL_TEMPLATE = (
     "{% if tools %}{{ '<|system|>' }}{% for tool in tools %}"
@@ -57,15 +69,17 @@ RESPONSE_TEMPLATE = {
 """How transformers reads such a reply; it is saved with the tokenizer."""
 
 
-def make_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
+def make_tokenizer(*, tools: bool = False, pictures: bool = False) -> PreTrainedTokenizerFast:
     """Make a tokenizer with one token per character and one per role; anything beyond ASCII is unknown.
 
     tools: with a template that writes tools and calls, and a response template that reads calls.
+    pictures: with the tokens of Idefics3, and a template that writes pictures.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    specials = [PAD, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
+    added = [*(f"<|{role}|>" for role in ROLES), *(PICTURE_TOKENS if pictures else ())]
+    specials = [PAD, END, UNKNOWN, *added]
     vocabulary = {token: i for i, token in enumerate([*specials, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -76,8 +90,8 @@ def make_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
         pad_token=PAD,
         eos_token=END,
         unk_token=UNKNOWN,
-        additional_special_tokens=[f"<|{role}|>" for role in ROLES],
-        chat_template=TOOL_TEMPLATE if tools else CHAT_TEMPLATE,
+        additional_special_tokens=added,
+        chat_template=TOOL_TEMPLATE if tools else PICTURE_TEMPLATE if pictures else CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         **more,
     )
@@ -95,8 +109,7 @@ def make(
 ) -> None:
     """Save model, tokenizer, chat template and generation config under `out`; the same seed makes the same bytes."""
     import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = make_tokenizer(tools=tools)
     torch.manual_seed(seed)
@@ -114,13 +127,21 @@ def make(
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)
+    save_model(model, tokenizer, out)
+    print(f"{out}: a random Llama of {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Save model, tokenizer, chat template and generation config under `out`."""
+    from transformers import GenerationConfig
+    from transformers.utils import logging
+
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
     logging.disable_progress_bar()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    print(f"{out}: a random Llama of {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -12,8 +12,8 @@ import argparse
 import random
 from pathlib import Path
 
-from data_prep.rows import Row, write_rows
-from data_prep.script import run_script, whole
+from data_prep.rows import Row, write_splits
+from data_prep.script import run_script, share, whole
 from rollouts.envs.treasure import OPEN, TAKE, best_return
 
 COINS = (0, 9)
@@ -63,16 +63,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--eval", type=whole(1), default=60, help="held-out games (default %(default)s)")
     parser.add_argument("--sft", type=whole(0), default=0, help="whole games of a player (default none)")
     parser.add_argument(
-        "--by-chance", type=float, default=0.6, help="share of his moves by chance (default %(default)s)"
+        "--by-chance", type=share, default=0.6, help="share of his moves by chance (default %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if not 0 <= args.by_chance <= 1:
-        parser.error(f"--by-chance {args.by_chance}: give a share between 0 and 1")
     splits = make(train=args.train, held_out=args.eval, sft=args.sft, by_chance=args.by_chance, seed=args.seed)
+    write_splits(args.out, splits, jsonl=True)
     for split, rows in splits.items():
         if rows:
-            write_rows(args.out / f"{split}.jsonl", rows)
             print(f"{args.out / split}: the best policy earns {average_best(rows):.3f} per game")
 
 

@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 
 from core.episodes import join_episodes
 from core.errors import UserError, first_line, writing
-from core.types import Group
+from core.messages import describe_messages
+from core.types import Group, Prompt
 from evaluation.answers import find_final_answer
 
 PARTS, WHOLE = "generations", "generations.parquet"
@@ -74,6 +75,11 @@ class Generation:
     """Tokens that the policy sampled."""
 
 
+def write_prompt(prompt: Prompt) -> str:
+    """Return the messages of a prompt as a generation holds them."""
+    return json.dumps(describe_messages(prompt.messages))
+
+
 def describe_group(group: Group, *, of_set: str, index: int) -> list[Generation]:
     """Return the rows of a group, one per episode."""
     return [
@@ -82,7 +88,7 @@ def describe_group(group: Group, *, of_set: str, index: int) -> list[Generation]
             index=index,
             sample=n,
             id=sample.prompt.id,
-            prompt=json.dumps(sample.prompt.messages),
+            prompt=write_prompt(sample.prompt),
             answer=sample.prompt.answer,
             extra=json.dumps(sample.prompt.extra, default=str),
             completion=sample.completion or "",

@@ -130,6 +130,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "test_template_args.py": ("data.template_args",),
     "test_feeds.py": ("data.train.split", "data.max_invalid_fraction", "data.eval"),
     "test_shared_training.py": ("trainer.gradient_checkpointing",),
+    "test_picture_rows.py": ("data.max_picture_pixels",),
     "test_head.py": ("trainer.logits_mib",),
     "test_deepspeed.py": ("trainer.layout",),
     "test_step.py": ("trainer.max_skipped_updates",),

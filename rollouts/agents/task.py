@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from core.loading import FileSpec
-from core.messages import Message, ToolSpec
+from core.messages import Message, ToolSpec, describe_messages
 
 RESULT_FD = 3
 """File descriptor on which a command returns its rewards, as one line of JSON."""
@@ -37,8 +37,9 @@ class Task:
     """Seed for what the agent draws itself; the same in a run that is repeated."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the task as a command reads it."""
-        return asdict(self)
+        """Return the task as a command reads it; pictures are described."""
+        as_it_is = {f.name: getattr(self, f.name) for f in fields(self)}
+        return as_it_is | {"messages": describe_messages(self.messages)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,148 @@
+"""Little pictures, drawn by chance, each with a question and its answer."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from core.pictures import Picture, read_picture
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageDraw import ImageDraw
+
+COLOURS = {"red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 80, 220), "black": (0, 0, 0)}
+SHAPES = ("square", "circle", "triangle")
+MOST = 4
+"""Shapes of a picture in which they are counted."""
+CELLS = 4
+"""Rows and columns of the cells in which they lie."""
+ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
+NUMBERS = range(10, 100)
+BARS_END = 10
+"""Height of the highest bar that there can be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """Picture with a question about it."""
+
+    task: str
+    picture: Picture
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Kind of drawing."""
+
+    question: str
+    answers: tuple[str, ...]
+    """All that there can be, each equally frequent; who does not look at the picture is right in one of so many."""
+    draw: Callable[[ImageDraw, int, str, random.Random], None]
+    """Draws a picture of some side to which the given answer is right."""
+
+
+def draw(name: str, side: int, rng: random.Random) -> Drawing:
+    """Draw a picture of one of the TASKS, `side` pixels wide and high."""
+    from PIL import Image, ImageDraw
+
+    task = TASKS[name]
+    answer = rng.choice(task.answers)
+    image = Image.new("RGB", (side, side), "white")
+    task.draw(ImageDraw.Draw(image), side, answer, rng)
+    return Drawing(task=name, picture=_encode(image), question=task.question, answer=answer)
+
+
+def pick_other(drawing: Drawing, rng: random.Random) -> str:
+    """Pick a wrong answer."""
+    return rng.choice([answer for answer in TASKS[drawing.task].answers if answer != drawing.answer])
+
+
+def _encode(image: Image) -> Picture:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return read_picture(file.getvalue())
+
+
+def _draw_count(on: ImageDraw, side: int, answer: str, rng: random.Random) -> None:
+    """Draw shapes of one kind and colour, each in a cell of its own."""
+    count, colour = answer.split()
+    shape, cell = rng.choice(SHAPES), side / CELLS
+    for place in rng.sample(range(CELLS * CELLS), int(count)):
+        _draw_shape(on, shape, colour, cell * (place % CELLS), cell * (place // CELLS), cell, rng)
+
+
+def _draw_colour(on: ImageDraw, side: int, answer: str, rng: random.Random) -> None:
+    """Draw a circle of the colour that is asked for, and other shapes of other colours."""
+    others = rng.sample([colour for colour in COLOURS if colour != answer], 2)
+    drawn = [("circle", answer), ("square", others[0]), ("triangle", others[1])]
+    for place, (shape, colour) in zip(rng.sample(range(4), 3), drawn, strict=True):
+        _draw_shape(on, shape, colour, side / 2 * (place % 2), side / 2 * (place // 2), side / 2, rng)
+
+
+def _draw_position(on: ImageDraw, side: int, answer: str, rng: random.Random) -> None:
+    """Draw one shape, in the part of the picture that the answer names."""
+    row, column = answer.split()
+    cell = side / 3
+    shape, colour = rng.choice(SHAPES), rng.choice(list(COLOURS))
+    _draw_shape(on, shape, colour, cell * COLUMNS.index(column), cell * ROWS.index(row), cell, rng)
+
+
+def _draw_number(on: ImageDraw, side: int, answer: str, rng: random.Random) -> None:
+    """Draw the number's digits, with some room for chance in place and size."""
+    from PIL import ImageFont
+
+    font = ImageFont.load_default(size=side * rng.uniform(0.45, 0.6))
+    left, top, right, bottom = on.textbbox((0, 0), answer, font=font)
+    x, y = rng.uniform(0, side - (right - left)), rng.uniform(0, side - (bottom - top))
+    on.text((x - left, y - top), answer, font=font, fill=COLOURS[rng.choice(list(COLOURS))])
+
+
+def _draw_bars(on: ImageDraw, side: int, answer: str, rng: random.Random) -> None:
+    """Draw a bar of each colour, the answer's the highest, in any order."""
+    heights = sorted(rng.sample(range(1, BARS_END + 1), len(COLOURS)))
+    others = rng.sample([colour for colour in COLOURS if colour != answer], len(COLOURS) - 1)
+    bars = list(zip([*others, answer], heights, strict=True))
+    rng.shuffle(bars)
+    width, unit = side / len(bars), (side - 2) / BARS_END
+    on.line((0, side - 1, side, side - 1), fill="black")
+    for i, (colour, height) in enumerate(bars):
+        box = (width * i + 2, side - 1 - unit * height, width * (i + 1) - 2, side - 2)
+        on.rectangle(box, fill=COLOURS[colour])
+
+
+def _draw_shape(on: ImageDraw, shape: str, colour: str, x: float, y: float, cell: float, rng: random.Random) -> None:
+    """Draw a shape into the cell whose upper left corner is (x, y), at a place and of a size by chance."""
+    size = cell * rng.uniform(0.55, 0.8)
+    farthest = max(1.0, cell - size - 1)  # a pixel remains free on each side, so that neighbours do not touch
+    x, y = x + rng.uniform(1, farthest), y + rng.uniform(1, farthest)
+    box, fill = (x, y, x + size, y + size), COLOURS[colour]
+    if shape == "circle":
+        on.ellipse(box, fill=fill)
+    elif shape == "square":
+        on.rectangle(box, fill=fill)
+    else:
+        on.polygon([(x, y + size), (x + size, y + size), (x + size / 2, y)], fill=fill)
+
+
+TASKS = {
+    "count": Task(
+        question="how many?",
+        answers=tuple(f"{n} {colour}" for n, colour in product(range(1, MOST + 1), COLOURS)),
+        draw=_draw_count,
+    ),
+    "colour": Task(question="colour of the circle?", answers=tuple(COLOURS), draw=_draw_colour),
+    "position": Task(
+        question="where?",
+        answers=tuple(f"{row} {column}" for row, column in product(ROWS, COLUMNS)),
+        draw=_draw_position,
+    ),
+    "number": Task(question="which number?", answers=tuple(map(str, NUMBERS)), draw=_draw_number),
+    "bars": Task(question="which bar is highest?", answers=tuple(COLOURS), draw=_draw_bars),
+}

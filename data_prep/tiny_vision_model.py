@@ -1,0 +1,155 @@
+"""A tiny random Idefics3: a model that sees, in a folder that transformers and vLLM load.
+
+python -m data_prep.tiny_vision_model --out models/tiny_vision
+
+Its pictures are scaled to one square, which becomes a few tokens. Text is read by characters, as in tiny_model.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_prep.script import run_script, whole
+from data_prep.tiny_model import make_tokenizer, save_model
+
+if TYPE_CHECKING:
+    from transformers import Idefics3Config, Idefics3Processor, PreTrainedTokenizerFast
+
+HEAD = 32
+"""Size of a head: vLLM's attention on a CPU takes no smaller one."""
+SCALE = 2
+"""The features of SCALE x SCALE patches become one token."""
+MEAN = STD = [0.5, 0.5, 0.5]
+"""Colours from 0 to 1 become numbers from -1 to 1."""
+
+
+def make(
+    out: Path,
+    *,
+    hidden_size: int = 64,
+    layers: int = 2,
+    vision_layers: int = 2,
+    side: int = 56,
+    patch: int = 14,
+    max_length: int = 256,
+    seed: int = 0,
+) -> None:
+    """Save model, processor, tokenizer, chat template and generation config; the same seed makes the same bytes.
+
+    side: of the square, in pixels, to which pictures are scaled; patch: side of the parts that it is cut into.
+    """
+    import torch
+    from transformers import Idefics3ForConditionalGeneration
+
+    tokenizer = make_tokenizer(pictures=True)
+    config = make_config(
+        tokenizer,
+        hidden_size=hidden_size,
+        layers=layers,
+        vision_layers=vision_layers,
+        side=side,
+        patch=patch,
+        max_length=max_length,
+    )
+    torch.manual_seed(seed)
+    model = Idefics3ForConditionalGeneration(config)
+    tokens = (side // patch // SCALE) ** 2
+    save_model(model, tokenizer, out)
+    make_processor(tokenizer, side=side, tokens=tokens).save_pretrained(out)
+    print(
+        f"{out}: a random Idefics3 of {model.num_parameters():,} parameters, {len(tokenizer)} tokens; a picture is "
+        f"{tokens} tokens of {side // patch * side // patch // tokens} patches"
+    )
+
+
+def make_config(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    hidden_size: int,
+    layers: int,
+    vision_layers: int,
+    side: int,
+    patch: int,
+    max_length: int,
+) -> Idefics3Config:
+    """Make the config of a model whose two parts are equally wide."""
+    from transformers import Idefics3Config
+
+    shape = {
+        "hidden_size": hidden_size,
+        "num_attention_heads": hidden_size // HEAD,
+        "initializer_range": 0.05,  # the usual 0.02 is for wide models; a narrow one learns more slowly from it
+    }
+    text = {
+        "model_type": "llama",
+        "vocab_size": len(tokenizer),
+        "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": hidden_size // HEAD,
+        "max_position_embeddings": max_length,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision = {
+        "image_size": side,
+        "patch_size": patch,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": vision_layers,
+    }
+    return Idefics3Config(
+        text_config=shape | text,
+        vision_config=shape | vision,
+        scale_factor=SCALE,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def make_processor(tokenizer: PreTrainedTokenizerFast, *, side: int, tokens: int) -> Idefics3Processor:
+    """Make the processor that turns a picture of any size into one square and `tokens` tokens, with PIL alone."""
+    from transformers import Idefics3ImageProcessorPil, Idefics3Processor
+
+    pictures = Idefics3ImageProcessorPil(
+        do_image_splitting=False,
+        size={"longest_edge": side},
+        max_image_size={"longest_edge": side},
+        image_mean=MEAN,
+        image_std=STD,
+    )
+    return Idefics3Processor(pictures, tokenizer, image_seq_len=tokens, chat_template=tokenizer.chat_template)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.tiny_vision_model", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--hidden-size", type=whole(1), default=64, help="a multiple of 32 (default %(default)s)")
+    parser.add_argument("--layers", type=whole(1), default=2, help="of the language model (default %(default)s)")
+    parser.add_argument("--vision-layers", type=whole(1), default=2, help="default %(default)s")
+    parser.add_argument("--side", type=whole(1), default=56, help="of a picture, in pixels (default %(default)s)")
+    parser.add_argument("--patch", type=whole(1), default=14, help="side of a patch (default %(default)s)")
+    parser.add_argument("--max-length", type=whole(1), default=256, help="positions (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    if args.hidden_size % HEAD:
+        parser.error(f"--hidden-size {args.hidden_size}: give a multiple of {HEAD}, the size of a head")
+    if args.side % (SCALE * args.patch):
+        parser.error(f"--side {args.side}: give a multiple of {SCALE} x --patch, which is {SCALE * args.patch}")
+    make(
+        args.out,
+        hidden_size=args.hidden_size,
+        layers=args.layers,
+        vision_layers=args.vision_layers,
+        side=args.side,
+        patch=args.patch,
+        max_length=args.max_length,
+        seed=args.seed,
+    )
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,148 @@
+"""Visual tasks, generated: drawn pictures with a question and an answer; no two rows have the same picture.
+
+    python -m data_prep.visual --out data/visual --tasks count,position --train 1000 --eval 200
+
+writes train.parquet and eval.parquet; `--sft N` adds sft.parquet, whose rows end in an assistant's turn, and
+`--pairs N` pairs.parquet, with a right reply (chosen) and a wrong one (rejected). The tasks: `count` (how many shapes
+of which colour: "3 red"), `colour` (of the circle among three shapes), `position` ("top left"), `number` (a number of
+two digits), `bars` (the colour of the highest bar of a chart).
+
+`--wrong-share 0.6` makes the teacher careless: in so many rows of sft.parquet the answer is another one. A model that
+learns from it is right about as often, with the right answer as its mode: a policy that reinforcement learning can
+sharpen at once.
+
+Two controls show whether a model looks at the pictures: `--pictures shuffled` gives every row the picture of another
+row of its split, and `--pictures none` writes rows of text alone. From either, no model can do better than chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+from core.messages import Message
+from data_prep.drawings import TASKS, Drawing, draw, pick_other
+from data_prep.rows import Row, write_splits
+from data_prep.script import run_script, share, whole
+
+PICTURES = ("own", "shuffled", "none")
+TRIES = 100
+"""Draws for a picture that is not there yet, before it is said that there are not so many."""
+
+
+def make(
+    *,
+    tasks: tuple[str, ...],
+    train: int,
+    held_out: int,
+    sft: int = 0,
+    pairs: int = 0,
+    wrong_share: float = 0.0,
+    pictures: str = "own",
+    side: int = 56,
+    seed: int = 0,
+) -> dict[str, list[Row]]:
+    """Draw the splits "eval", "train", "sft" and "pairs" (in this order, so that eval depends on the seed alone).
+
+    The tasks follow one another in each split. pictures: one of PICTURES. Raises ValueError where there are not so many
+    pictures that differ.
+    """
+    rng = random.Random(seed)
+    drawings = _draw_all(tasks, held_out + train + sft + pairs, side, rng)
+    splits: dict[str, list[Drawing]] = {}
+    for split, count in (("eval", held_out), ("train", train), ("sft", sft), ("pairs", pairs)):
+        splits[split], drawings = drawings[:count], drawings[count:]
+    rows: dict[str, list[Row]] = {}
+    for split, drawn in splits.items():
+        seen = _exchange_pictures(drawn, rng) if pictures == "shuffled" else drawn
+        rows[split] = [_make_row(split, i, d, with_picture=pictures != "none") for i, d in enumerate(seen)]
+    rows["sft"] = [_teach(row, d, wrong_share, rng) for row, d in zip(rows["sft"], splits["sft"], strict=True)]
+    rows["pairs"] = [
+        replace(row, chosen=d.answer, rejected=pick_other(d, rng))
+        for row, d in zip(rows["pairs"], splits["pairs"], strict=True)
+    ]
+    return rows
+
+
+def _draw_all(tasks: tuple[str, ...], count: int, side: int, rng: random.Random) -> list[Drawing]:
+    drawn: dict[str, Drawing] = {}
+    for i in range(count):
+        for _ in range(TRIES):
+            drawing = draw(tasks[i % len(tasks)], side, rng)
+            if drawing.picture.hash not in drawn:
+                drawn[drawing.picture.hash] = drawing
+                break
+        else:
+            raise ValueError(f"after {i} pictures, {TRIES} of {tasks[i % len(tasks)]} are not new: ask for fewer")
+    return list(drawn.values())
+
+
+def _exchange_pictures(drawings: list[Drawing], rng: random.Random) -> list[Drawing]:
+    """Give every drawing the picture of another one of its task, where there is another."""
+    exchanged = list(drawings)
+    for task in {d.task for d in drawings}:
+        places = [i for i, d in enumerate(drawings) if d.task == task]
+        rng.shuffle(places)
+        for i, other in zip(places, [*places[1:], *places[:1]], strict=True):
+            exchanged[i] = replace(drawings[i], picture=drawings[other].picture)
+    return exchanged
+
+
+def _make_row(split: str, i: int, drawing: Drawing, *, with_picture: bool) -> Row:
+    asked: Message = {"role": "user", "content": drawing.question}
+    if with_picture:
+        asked["parts"] = [{"type": "image", "image": drawing.picture}, {"type": "text", "text": drawing.question}]
+    extra = json.dumps({"task": drawing.task})
+    return Row(id=f"visual/{split}/{i}", messages=[asked], answer=drawing.answer, extra=extra)
+
+
+def _teach(row: Row, drawing: Drawing, wrong_share: float, rng: random.Random) -> Row:
+    said = pick_other(drawing, rng) if rng.random() < wrong_share else drawing.answer
+    return replace(row, messages=[*row.messages, {"role": "assistant", "content": said}])
+
+
+def _list_tasks(text: str) -> tuple[str, ...]:
+    tasks = tuple(text.split(","))
+    if unknown := [task for task in tasks if task not in TASKS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r:.60} is none of {', '.join(TASKS)}")
+    return tasks
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.visual", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for eval, train, sft and pairs files")
+    parser.add_argument("--jsonl", action="store_true", help="write JSONL, and pictures beside it, instead of Parquet")
+    parser.add_argument(
+        "--tasks", type=_list_tasks, default=("count",), help=f"some of {','.join(TASKS)} (default count)"
+    )
+    parser.add_argument("--train", type=whole(0), default=1000, help="rows for RL (default %(default)s)")
+    parser.add_argument("--eval", type=whole(0), default=200, help="held-out rows (default %(default)s)")
+    parser.add_argument("--sft", type=whole(0), default=0, help="rows for SFT (default none)")
+    parser.add_argument("--pairs", type=whole(0), default=0, help="rows for DPO (default none)")
+    parser.add_argument("--wrong-share", type=share, default=0.0, help="share of SFT rows with a wrong answer")
+    parser.add_argument("--pictures", choices=PICTURES, default="own", help="default %(default)s; others are controls")
+    parser.add_argument("--side", type=whole(28), default=56, help="of a picture, in pixels (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    try:
+        splits = make(
+            tasks=args.tasks,
+            train=args.train,
+            held_out=args.eval,
+            sft=args.sft,
+            pairs=args.pairs,
+            wrong_share=args.wrong_share,
+            pictures=args.pictures,
+            side=args.side,
+            seed=args.seed,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    write_splits(args.out, splits, jsonl=args.jsonl)
+
+
+if __name__ == "__main__":
+    run_script(main)

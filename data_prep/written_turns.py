@@ -1,0 +1,76 @@
+"""Turns of a conversation as the files of data sets hold them: calls of tools, and pictures."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from core.messages import Message
+from core.pictures import Picture
+
+FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
+CALL = pa.struct([("id", pa.string()), ("type", pa.string()), ("function", FUNCTION)])
+"""Call of a tool; Parquet gives every object all keys, so arguments are JSON text."""
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+PART = pa.struct([("type", pa.string()), ("text", pa.string()), ("image", IMAGE)])
+"""Part of a content; a picture has the form of an Image column of Hugging Face datasets."""
+Save = Callable[[Picture], Any]
+"""Returns what stands in the file for a picture."""
+
+
+def turn_type(*, calls: bool, pictures: bool) -> pa.DataType:
+    """Return the Arrow type of turns of which some hold calls, and some pictures."""
+    fields: list[tuple[str, pa.DataType]] = [("role", pa.string())]
+    fields.append(("content", pa.list_(PART) if pictures else pa.string()))
+    if calls:
+        fields.append(("tool_calls", pa.list_(CALL)))
+    return pa.struct(fields)
+
+
+def write_turn(turn: Message, save: Save, *, as_parts: bool = False) -> dict[str, Any]:
+    """Return a turn whose content is text or parts, and whose calls have their arguments as JSON text.
+
+    as_parts: write text as a part too, where all contents must have one type.
+    """
+    written: dict[str, Any] = {key: value for key, value in turn.items() if key != "parts"}
+    if "parts" in turn:
+        written["content"] = [
+            part if part["type"] == "text" else {"type": "image", "image": save(part["image"])}
+            for part in turn["parts"]
+        ]
+    elif as_parts:
+        written["content"] = [{"type": "text", "text": turn["content"]}]
+    if "tool_calls" in turn:
+        functions = [call["function"] for call in turn["tool_calls"]]
+        texts = [{**one, "arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
+        written["tool_calls"] = [
+            {**call, "function": function} for call, function in zip(turn["tool_calls"], texts, strict=True)
+        ]
+    return written
+
+
+def embed_picture(picture: Picture) -> dict[str, Any]:
+    """Return a picture's value in a column of Parquet."""
+    return {"bytes": picture.data, "path": None}
+
+
+def save_beside(file: Path) -> Save:
+    """Return what saves a picture into a folder beside `file`, under its hash, and returns its path from there."""
+    from PIL import Image
+
+    folder = file.with_name(f"{file.stem}_pictures")
+
+    def save(picture: Picture) -> str:
+        with Image.open(io.BytesIO(picture.data)) as image:
+            kind = (image.format or "png").lower()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{picture.hash[:16]}.{kind}"
+        path.write_bytes(picture.data)
+        return str(path.relative_to(file.parent))
+
+    return save
