@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
@@ -21,11 +22,15 @@ from transformers import (
 )
 
 from core.pictures import Picture, PlacedPicture, read_picture
-from core.types import Batch, Group, Prompt, Sample, make_sample
+from core.types import Group, Prompt, Sample, make_sample
 from modeling.pictures import PictureProcessor
 from modeling.vision import VISION_FAMILIES
 
 FAMILIES = sorted(VISION_FAMILIES)
+FAST = ("idefics3", "qwen2_5_vl")
+"""One family of each kind, for the fast tests."""
+MARKED = [pytest.param(f, marks=[] if f in FAST else pytest.mark.slow) for f in FAMILIES]
+"""All families, for parametrize."""
 WITH_GRIDS = [family for family in FAMILIES if family.startswith("qwen")]
 CHARACTERS = "\n abcdefghijklmnopqrstuvwxyz0123456789"
 MARKS = ["<pad>", "<end>", "<unk>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -209,15 +214,3 @@ def plain_logp(model: nn.Module, processor: PictureProcessor, sample: Sample, te
     trained = [t for t, yes in enumerate(sample.loss_mask) if yes]
     logp = logits.double().log_softmax(-1)
     return torch.stack([logp[t - 1, sample.token_ids[t]] for t in trained])
-
-
-def load_media(model: nn.Module, path: str):
-    """A function that fills batches for a model."""
-    from modeling.media import MediaLoader
-
-    loader = MediaLoader(model, path, device="cpu")
-
-    def load(batch: Batch) -> Batch:
-        return loader.load(batch)
-
-    return load

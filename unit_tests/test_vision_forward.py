@@ -24,6 +24,7 @@ from modeling.pictures import PictureProcessor
 from unit_tests.examples import families
 from unit_tests.seeing import (
     FAMILIES,
+    MARKED,
     WITH_GRIDS,
     draw_picture,
     join_parts,
@@ -37,9 +38,6 @@ from unit_tests.seeing import (
 from unit_tests.test_shared_prefixes import check_alike, gradient, laid_out
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-FAST = ("idefics3", "qwen2_5_vl")
-"""Families of which there is one of each kind in the fast tests."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class Seeing:
         return forward(model, model, ready, layout=layout, temperature=0.7, logits_mib=mib).logp
 
 
-@pytest.fixture(scope="module", params=[pytest.param(f, marks=[] if f in FAST else pytest.mark.slow) for f in FAMILIES])
+@pytest.fixture(scope="module", params=MARKED)
 def seeing(request, tmp_path_factory) -> Seeing:
     path = save_model(tmp_path_factory.mktemp(request.param), request.param)
     loader = MediaLoader(make_model(request.param), path, device="cpu")
