@@ -192,7 +192,7 @@ class Bench:
             scored = self.trainer.compute_columns(batches, frozenset({"prox_logp"}))
         else:
             with torch.no_grad():
-                on_device = (batch.to(self.trainer.device) for batch in batches)
+                on_device = map(self.trainer.media.load, batches)
                 scored = [{"prox_logp": compute(batch).logp.cpu().numpy()} for batch in on_device]
         filled = plan.with_columns([scored])
         return [filled[id(sample)] for sample in samples]

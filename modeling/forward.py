@@ -31,7 +31,8 @@ def layout_for(setting: Literal["auto", "padded", "packed"], model: nn.Module) -
     Code that came with a model may drop the boundaries on the way to the kernel, so it gets padded rows.
     """
     if setting == "auto":
-        takes_borders = model.config._attn_implementation in TAKE_BORDERS and not runs_own_code(model)
+        kernel = model.config.get_text_config()._attn_implementation
+        takes_borders = kernel in TAKE_BORDERS and not runs_own_code(model)
         return "packed" if takes_borders else "padded"
     return setting
 
@@ -119,19 +120,35 @@ def _compute_chunk(
 
 
 def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-    """Return the place of every flat position in the model's rows, ([T] row, [T] column), and the model's inputs."""
+    """Return the place of every flat position in the model's rows, ([T] row, [T] column), and the model's inputs.
+
+    The pictures' tokens come in the same order in both layouts, row by row, and so does what `media` holds of them.
+    """
+    if batch.pictures and not batch.media:
+        raise ValueError("a batch with pictures has no media: modeling/media.py makes them")
+    rope = batch.rope_ids
     if layout == "padded":
         # No mask: the padding is on the right, and no token attends to its right.
         if (batch.parents >= 0).any():
             raise ValueError("rows that share prefixes cannot be padded: set trainer.share_prefixes=off")
         n_rows, width = len(batch.parents), int(batch.position_ids.max()) + 1
-        padded = batch.input_ids.new_zeros(n_rows, width)
-        padded[batch.segment_ids, batch.position_ids] = batch.input_ids
-        return (batch.segment_ids, batch.position_ids), {"input_ids": padded}
+        inputs = {"input_ids": batch.input_ids.new_full((n_rows, width), choose_padding(model))}
+        inputs["input_ids"][batch.segment_ids, batch.position_ids] = batch.input_ids
+        if rope is not None:
+            inputs["position_ids"] = rope.new_zeros(3, n_rows, width)
+            inputs["position_ids"][:, batch.segment_ids, batch.position_ids] = rope
+        return (batch.segment_ids, batch.position_ids), inputs | batch.media
     row = torch.zeros_like(batch.segment_ids)
     column = torch.arange(len(row), device=row.device)
     inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-    return (row, column), inputs | _sequence_boundaries(model, batch)
+    if rope is not None:  # [4, 1, T]: a mask is made of the first, and positions are the rest
+        inputs["position_ids"] = torch.cat([inputs["position_ids"], rope])[:, None]
+    return (row, column), inputs | batch.media | _sequence_boundaries(model, batch)
+
+
+def choose_padding(model: nn.Module) -> int:
+    """Return a token id that stands for no picture."""
+    return 1 if getattr(model.config, "image_token_id", None) == 0 else 0
 
 
 def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:

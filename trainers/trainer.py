@@ -33,6 +33,8 @@ from modeling.attention import can_share_prefixes
 from modeling.export import saved_scopes
 from modeling.forward import compute_values, forward, layout_for
 from modeling.load import load_model, load_scalar_model
+from modeling.media import MediaLoader
+from modeling.vision import freeze_tower
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint_state import Counters, RankState, load_state, save_state
 from trainers.learner import Learner
@@ -86,10 +88,15 @@ class Trainer:
             policy = load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing)
         else:
             policy = load_model(model.path, **kind, gradient_checkpointing=checkpointing, lora=model.lora)
+        if cfg.vision == "frozen" and model.lora is None:
+            freeze_tower(policy)
         self.policy = self.make_learner(policy)
         self.critic: Learner | None = None
         if alg.value_lr is not None:
-            self.critic = self.make_learner(load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing))
+            critic = load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing)
+            if cfg.vision == "frozen":
+                freeze_tower(critic)
+            self.critic = self.make_learner(critic)
         self.frozen = {
             column: load_model(path or model.path, **kind, key=f"alg, the model of {column}")
             .requires_grad_(False)
@@ -99,6 +106,7 @@ class Trainer:
             if path or not (has_ref_logp or model.lora)
         }
         self.model = self.policy.model
+        self.media = MediaLoader(self.model, model.path, device=device, trust_remote_code=model.trust_remote_code)
         self.layout = layout_for(cfg.layout, self.model)
         self.lr_schedule = make_lr_schedule(cfg, total_updates)
         self.updates_done = self.skipped_in_a_row = 0
@@ -225,7 +233,7 @@ class Trainer:
     ) -> list[dict[ScoredColumn, Floats]]:
         """Return the columns that an algorithm requires, under the current weights: arrays [M], per micro-batch."""
         with self.timer.measure(Activity.LOGP):
-            batches = [batch.to(self.device) for batch in micro_batches]
+            batches = map(self.media.load, micro_batches)
             return [{c: self._compute_column(b, c).cpu().numpy() for c in sorted(columns)} for b in batches]
 
     def _compute_column(self, batch: Batch, column: ScoredColumn) -> Tensor:
@@ -261,7 +269,7 @@ class Trainer:
             pictures=tuple(pictures),
         )
         with self.timer.measure(Activity.SYNC):
-            batch = pack([text], [0.0]).to(self.device)
+            batch = self.media.load(pack([text], [0.0]))
             return self.forward(batch, temperature=1.0, support=EVERY_TOKEN).logp.tolist()
 
     def forward(self, batch: Batch, *, temperature: float | None = None, support: Support | None = None) -> Policy:
@@ -338,9 +346,13 @@ class Trainer:
             },
         )
 
-    @torch.no_grad()
-    def with_totals(self, micro_batches: list[Batch]) -> list[Batch]:
-        """Return the batches on this device, with the algorithm's sums over the whole update and all ranks."""
-        batches = [b.to(self.device) for b in micro_batches]
-        totals = sum_totals(self.alg, ((self.forward(b), b.tokens) for b in batches), self.sum_over_ranks)
-        return [replace(b, tokens=b.tokens.replace(totals=totals)) for b in batches]
+    def with_totals(self, micro_batches: list[Batch]) -> Generator[Batch]:
+        """Yield the batches on this device, with the algorithm's sums over the whole update and all ranks.
+
+        One after another, because the pixels of a whole update may take more memory than its tokens.
+        """
+        with torch.no_grad():
+            seen = ((self.forward(batch), batch.tokens) for batch in map(self.media.load, micro_batches))
+            totals = sum_totals(self.alg, seen, self.sum_over_ranks)
+        for batch in map(self.media.load, micro_batches):
+            yield replace(batch, tokens=batch.tokens.replace(totals=totals))

@@ -36,6 +36,8 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.betas": ([0.9, 0.95], {}),
     "trainer.eps": (1e-6, {}),
     "trainer.share_prefixes": ("auto", {}),
+    "trainer.vision": ("frozen", {"model.path": "models/made_later"}),
+    "model.lora.vision": (True, {"model.path": "models/made_later"}),
 }
 DEAD = {"trainer.betas": {"trainer.optimizer": "sgd"}, "trainer.eps": {"trainer.optimizer": "sgd"}} | {
     "trainer.share_prefixes": {"trainer.layout": "padded"}

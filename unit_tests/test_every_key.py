@@ -128,6 +128,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
         *("model.lora.r", "model.lora.targets", "model.lora.rslora", "model.lora.dora"),
         *("model.lora.merge_on_save",),
     ),
+    "test_vision_training.py": ("trainer.vision", "model.lora.vision"),
     "test_template_args.py": ("data.template_args",),
     "test_feeds.py": ("data.train.split", "data.max_invalid_fraction", "data.eval"),
     "test_shared_training.py": ("trainer.gradient_checkpointing",),
