@@ -23,11 +23,11 @@ from core.arrays import Floats
 from core.clock import ActivityTimer
 from core.errors import RunStopped, UserError, writing
 from core.phases import TRAINER_ACTIVITIES, Activity
-from core.pictures import PlacedPicture, list_written
+from core.pictures import PlacedPicture
 from core.reads import record_reads
 from core.row_layout import RowLayout
 from core.support import EVERY_TOKEN, Support
-from core.types import Batch, Policy, Prompt, ScoredColumn, make_sample
+from core.types import Batch, Policy, ScoredColumn
 from data_feeds.packing import pack
 from modeling.attention import can_share_prefixes
 from modeling.export import saved_scopes
@@ -40,6 +40,7 @@ from trainers.checkpoint_state import Counters, RankState, load_state, save_stat
 from trainers.learner import Learner
 from trainers.meter import Meter
 from trainers.optimizer import make_lr_schedule
+from trainers.probe import make_probe_sample
 from trainers.shadows import ShadowMeter
 from trainers.step_record import RecordedUpdate, StepRecord
 from weight_sync.base import Bucket, ExportScope
@@ -258,18 +259,8 @@ class Trainer:
     @torch.no_grad()
     def probe(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> list[float]:
         """Return the log-probability, at temperature 1, of each token of text after the first, given what is before."""
-        n = len(token_ids)
-        written = set(list_written(n, pictures))
-        text = make_sample(
-            prompt=Prompt(id="probe", messages=[]),
-            token_ids=token_ids,
-            action_mask=[i in written for i in range(n)],
-            rollout_logp=[0.0] * n,
-            versions=[-1] * n,
-            pictures=tuple(pictures),
-        )
         with self.timer.measure(Activity.SYNC):
-            batch = self.media.load(pack([text], [0.0]))
+            batch = self.media.load(pack([make_probe_sample(token_ids, pictures)], [0.0]))
             return self.forward(batch, temperature=1.0, support=EVERY_TOKEN).logp.tolist()
 
     def forward(self, batch: Batch, *, temperature: float | None = None, support: Support | None = None) -> Policy:

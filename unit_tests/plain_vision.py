@@ -19,9 +19,9 @@ from data_prep import tiny_vision_model
 from rollouts.engines.base import Completion
 
 
-def make_seeing(folder: Path) -> str:
+def make_seeing(folder: Path, *, max_length: int = 256) -> str:
     """Save a random Idefics3 that a look at another picture moves by far; return its path."""
-    tiny_vision_model.make(folder, layers=1, vision_layers=1)
+    tiny_vision_model.make(folder, layers=1, vision_layers=1, max_length=max_length)
     model = load_plain(str(folder))
     torch.manual_seed(3)
     with torch.no_grad():

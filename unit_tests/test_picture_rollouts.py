@@ -10,12 +10,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from algs.sft import SFT
 from configs.schema import RLConfig
+from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.clock import ActivityTimer
 from core.errors import RunStopped, UserError
 from core.messages import Message
+from core.phases import ENGINE_ACTIVITIES
 from core.pictures import Picture, PlacedPicture, as_argument, list_written, write_data_uri
 from core.support import Support
 from core.types import Prompt
+from data_feeds.packing import pack
 from data_feeds.tokenizer import ChatTokenizer
 from driver.check_engine import check_pictures
 from driver.load_recipe import load_recipe
@@ -32,10 +37,13 @@ from rollouts.session import Request
 from rollouts.trace import Branch
 from rollouts.transcript import find_places
 from rollouts.wire import Ask, Refused, read_ask
+from trainers.local import LocalTrainer
 from unit_tests import seeing
 from unit_tests.plain_vision import as_sample, draw, gap_of_sample, load_plain, make_seeing, plain_logp, say
 from unit_tests.scripted_policy import Policy, check_exact, make_session
+from weight_sync.base import Probe
 from weight_sync.fingerprint import verify_sync
+from weight_sync.publisher import LocalWeightSync
 
 TEMPERATURE = 0.7
 BOUND = 1e-4
@@ -211,6 +219,35 @@ def test_the_probe_sees_a_vision_tower_with_old_weights(path, tokenizer, model):
     seeing.get_image_features = lambda *_, **__: features
     with pytest.raises(RunStopped, match="log-probabilities of the probe"):
         publish(stale)
+
+
+def test_trainer_and_engine_agree_on_pictures_before_and_after_a_sync_of_the_vision_tower(path, tokenizer):
+    ids, places = read(tokenizer, COMPARES)
+    banned = Support(banned=tuple(banned_of(tokenizer)))
+    trainer = LocalTrainer(
+        ModelConfig(path=path, dtype="float32", attention="sdpa"),
+        TrainerConfig(lr=0.01),
+        SFT(),
+        temperature=TEMPERATURE,
+        total_updates=1,
+        support=banned,
+    )
+    engine = engine_of(path, tokenizer)
+    timers = trainer.timer, ActivityTimer(*ENGINE_ACTIVITIES)
+    sync = LocalWeightSync(trainer, engine, timers, Probe(token_ids=ids, bound=BOUND, pictures=places), 10_000, "whole")
+    probed = []
+    for version in range(2):
+        told = asyncio.run(sync.publish_weights(version))
+        assert told["sync/probe_gap"] < 1e-5
+        done = asyncio.run(engine.generate(ids, max_new_tokens=12, seed=version, pictures=places))
+        sample = as_sample(ids, places, done)
+        [scored] = trainer.compute_columns([pack([sample], [1.0])], frozenset({"prox_logp"}))
+        assert scored["prox_logp"].tolist() == pytest.approx(done.logp, abs=1e-5)
+        probed.append(asyncio.run(engine.probe(ids, pictures=places)))
+        with torch.no_grad():
+            for parameter in trainer.model.model.vision_model.parameters():
+                parameter.mul_(1.5)
+    assert probed[0] != pytest.approx(probed[1], abs=100 * BOUND)
 
 
 class Shows(Env):

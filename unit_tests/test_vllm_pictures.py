@@ -39,7 +39,7 @@ class Seeing:
     """The model's folder, its prompts, and what plain transformers says of them."""
 
     def __init__(self, folder: Path):
-        self.path = make_seeing(folder)
+        self.path = make_seeing(folder, max_length=1024)
         self.tokenizer = ChatTokenizer(self.path, "chat")
         assert self.tokenizer.pictures is not None
         self.banned = sorted(self.tokenizer.pictures.placeholder_ids)
@@ -54,7 +54,7 @@ class Seeing:
             model_path=self.path,
             dtype="float32",
             temperature=TEMPERATURE,
-            max_model_len=256,
+            max_model_len=1024,
             stop_token_ids=[],
             support=Support(banned=tuple(self.banned)),
             kv_cache_gib=0.1,
@@ -151,8 +151,8 @@ def test_running_requests_are_computed_again_with_new_vision_weights(tmp_path: P
             engine.join_broadcast(address="127.0.0.1", port=port, first_rank=1, members=2),
         )
         await publish(0, seeing.old)
-        running = asyncio.create_task(seeing.sample(engine, n=150))
-        await asyncio.sleep(0.3)
+        running = asyncio.create_task(seeing.sample(engine, n=600))
+        await seeing.sample(engine, n=8)  # the others have begun by then
         await publish(1, seeing.new)
         for (ids, places), done in zip(seeing.prompts, await running, strict=True):
             for version, model in ((0, seeing.old), (1, seeing.new)):
