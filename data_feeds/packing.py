@@ -93,7 +93,7 @@ def pack(
     """
     row = lay_out_row(make_keys(samples), families)
     ends = [count_inputs(s) + 1 for s in samples]
-    learnt = [s.loss_mask[1:end] for s, end in zip(samples, ends, strict=True)]  # entry t is about token t + 1
+    learnt = [s.loss_mask[1:end] for s, end in zip(samples, ends, strict=True)]  # entry t: token t + 1
     chosen = np.flatnonzero(np.concatenate(learnt))  # among the inputs of all samples, end to end
     counts = [np.count_nonzero(mask) for mask in learnt]
 
