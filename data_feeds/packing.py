@@ -93,7 +93,7 @@ def pack(
     """
     row = lay_out_row(make_keys(samples), families)
     ends = [count_inputs(s) + 1 for s in samples]
-    learnt = [s.loss_mask[1:end] for s, end in zip(samples, ends, strict=True)]  # entry t is about token t + 1
+    learnt = [s.loss_mask[1:end] for s, end in zip(samples, ends, strict=True)]  # entry t: token t + 1
     chosen = np.flatnonzero(np.concatenate(learnt))  # among the inputs of all samples, end to end
     counts = [np.count_nonzero(mask) for mask in learnt]
 
@@ -110,19 +110,11 @@ def pack(
     if all_credited(samples):
         columns["advantage"] = floats([s.advantage for s in samples if s.advantage is not None])
 
-    def per_token(per_sample: Sequence[int]) -> Tensor:
-        return ints(np.repeat(per_sample, counts))
-
-    if groups is not None:
-        columns["group_ids"] = per_token(number_anew(groups))
-    if has_seq_ids:
-        columns["seq_ids"] = per_token(number_anew(range(len(samples)) if episodes is None else episodes))
-    if sources:
-        columns["source_ids"] = per_token([sources.index(s.prompt.source) for s in samples])
-    pictures = order_pictures(samples, row.places)
-    ids, rope_ids = fill_row(samples, row.places, len(row.input_ids)) if pictures else (None, None)
+    numbers = number_samples(samples, groups, episodes, has_seq_ids=has_seq_ids, sources=sources)
+    columns |= {name: ints(np.repeat(of_samples, counts)) for name, of_samples in numbers.items()}
+    input_ids, rope_ids = fill_row(samples, row)
     return Batch(
-        input_ids=torch.from_numpy(row.input_ids) if ids is None else ids,
+        input_ids=input_ids,
         position_ids=torch.from_numpy(row.position_ids),
         segment_ids=torch.from_numpy(row.segment_ids),
         parents=torch.from_numpy(row.parents),
@@ -133,9 +125,28 @@ def pack(
             rollout_logp=floats([s.rollout_logp for s in samples]),
             **columns,
         ),
-        pictures=pictures,
+        pictures=order_pictures(samples, row.places),
         rope_ids=rope_ids,
     )
+
+
+def number_samples(
+    samples: list[Sample],
+    groups: list[int] | None,
+    episodes: Sequence[int] | None,
+    *,
+    has_seq_ids: bool,
+    sources: Sequence[str],
+) -> dict[str, list[int]]:
+    """Return the numbers of each sample that its tokens get, by the name of their column."""
+    found: dict[str, list[int]] = {}
+    if groups is not None:
+        found["group_ids"] = number_anew(groups)
+    if has_seq_ids:
+        found["seq_ids"] = number_anew(range(len(samples)) if episodes is None else episodes)
+    if sources:
+        found["source_ids"] = [sources.index(s.prompt.source) for s in samples]
+    return found
 
 
 def number_anew(given: Sequence[Hashable]) -> list[int]:

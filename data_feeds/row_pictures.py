@@ -17,6 +17,7 @@ from core.arrays import Ids
 from core.pictures import Picture, PlacedPicture
 from core.rope_positions import find_rope_ids
 from core.types import Sample
+from data_feeds.prefix_tree import Row
 
 Ints = NDArray[np.int64]
 
@@ -67,17 +68,17 @@ def check_untrained(samples: Sequence[Sample]) -> None:
                 raise ValueError(f"the sample of {sample.prompt.id!r} trains on the tokens of a picture")
 
 
-def fill_row(samples: Sequence[Sample], places: Sequence[Ints], length: int) -> tuple[Tensor, Tensor | None]:
-    """Return the token ids [T] of a row with pictures, and its positions [3, T] where these have grids.
-
-    places: of each sample, where its input tokens lie in the row.
-    """
-    has_grids = any(place.grid is not None for s in samples for place in list_inputs(s))
-    ids, rope = np.empty(length, dtype=np.int64), np.empty((3, length), dtype=np.int64)
-    for sample, where in zip(samples, places, strict=True):
+def fill_row(samples: Sequence[Sample], row: Row) -> tuple[Tensor, Tensor | None]:
+    """Return the token ids [T] of a row laid out by keys, and its positions [3, T] where pictures have grids."""
+    pictures = [list_inputs(s) for s in samples]
+    if not any(pictures):
+        return torch.from_numpy(row.input_ids), None  # the keys are the ids
+    has_grids = any(place.grid is not None for places in pictures for place in places)
+    ids, rope = np.empty_like(row.input_ids), np.empty((3, len(row.input_ids)), dtype=np.int64)
+    for sample, own, where in zip(samples, pictures, row.places, strict=True):
         ids[where] = sample.token_ids[: len(where)]
         if has_grids:
-            rope[:, where] = find_rope_ids(len(where), list_inputs(sample))
+            rope[:, where] = find_rope_ids(len(where), own)
     return torch.from_numpy(ids), torch.from_numpy(rope) if has_grids else None
 
 

@@ -187,6 +187,7 @@ ELSEWHERE = {
     # key: the file that reads it, where no run in one process does
     "ray_address": "driver/session.py",
     "max_resumes": "driver/on_failure.py",
+    "model.lora.vision": "modeling/lora.py",
     "trainer.zero_stage": "trainers/deepspeed.py",
     "trainer.deepspeed": "trainers/deepspeed.py",
     "rollout.restarts": "driver/rl_setup.py",
@@ -232,5 +233,5 @@ def test_every_key_of_the_schema_is_read_by_a_run_or_has_a_reader_by_name(recipe
     keys = {key for cls in SCHEMA for key, owner, name in list_keys(cls) if (owner, name) not in reads}
     assert sorted(keys - {*ELSEWHERE}) == []
     for key, file in ELSEWHERE.items():
-        read = rf"\b(cfg|rollout|agent|trainer|tracking|settings)\.{key.rpartition('.')[2]}\b"
+        read = rf"\b(cfg|rollout|agent|trainer|tracking|settings|lora)\.{key.rpartition('.')[2]}\b"
         assert re.search(read, (ROOT / file).read_text(encoding="utf-8")), f"{file} does not read {key}"

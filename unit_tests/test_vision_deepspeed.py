@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from driver.trainer_factory import build_trainer
 from modeling.load import load_model
 from modeling.pictures import PictureProcessor
 from trainers.trainer import Trainer
-from unit_tests.seeing import save_model, seeing_groups
+from unit_tests.seeing import Reply, join_parts, save_model, seeing_groups, some_text
 from unit_tests.test_deepspeed import SGD, Nothing, plan_of, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -35,14 +36,18 @@ def two():
 def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, vision):
     """Somewhere one rank has pictures where the other has text alone, and gathers the tower's weights all the same."""
     path = save_model(tmp_path / "model", family)
-    groups = seeing_groups(PictureProcessor(path))
+    processor = PictureProcessor(path)
+    groups = seeing_groups(processor)
+    most, rng = max(len(s.token_ids) for g in groups for s in g), random.Random(0)
+    long = [some_text(rng, 4), Reply(some_text(rng, most - 6))]  # no room for a picture beside it
+    groups.append([join_parts(processor, long, group=3)])
     how = {"attention": "auto", "layout": "packed", "vision": vision}
     want, metrics = asyncio.run(run(None, plan_of(path, **SGD, **how), groups, max_tokens=10_000))
-    rows = zip(*micro_batches(groups, "token", 110, ranks=2, padded=False, share_prefixes=True), strict=True)
-    assert any(bool(one.pictures) != bool(other.pictures) for one, other in rows)
+    rows = zip(*micro_batches(groups, "token", most, ranks=2, padded=False, share_prefixes=True), strict=True)
+    assert any(bool(one.pictures) != bool(other.pictures) for one, other in rows), "or nothing is seen here"
     small = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
     plan = plan_of(path, **SGD, **how, zero_stage=stage, ranks=2, gradient_checkpointing=stage == 3, deepspeed=small)
-    got, got_metrics = asyncio.run(run(two, plan, groups, max_tokens=110))
+    got, got_metrics = asyncio.run(run(two, plan, groups, max_tokens=most))
     start = build_trainer(None, plan_of(path, **SGD, **how)).flatten_weights()
     assert (got - want).norm() < 1e-4 * (want - start).norm()
     assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
