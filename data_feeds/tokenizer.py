@@ -59,10 +59,9 @@ class ChatTokenizer:
         self.who, self.template, self.template_args = f"{key}={path}", template, dict(template_args or {})
         self.pictures = self._load_pictures(path, key, trust_remote_code)
         if template == "chat" and not self.hf.chat_template:
-            mend = (
-                "add one to its processor" if self.pictures else "set data.template=plain, or add one to its tokenizer"
-            )
-            raise UserError(f"{key}={path} has no chat template: {mend}")
+            if self.pictures is not None:
+                raise UserError(f"{key}={path} has no chat template: add one to its processor")
+            raise UserError(f"{key}={path} has no chat template: set data.template=plain, or add one to its tokenizer")
         if self.hf.eos_token_id is None:
             raise UserError(f"{key}={path}: its tokenizer has no end-of-sequence token")
         more_ends = _eos_of_generation_config(path, key, trust_remote_code=trust_remote_code)

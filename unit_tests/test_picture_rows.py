@@ -24,7 +24,7 @@ from data_feeds.feed import load_groups, load_prompts
 from data_feeds.tokenizer import ChatTokenizer
 from driver.sample_files import make_sample_record
 from driver.sample_text import write_message
-from evaluation.generations import write_prompt
+from evaluation.generations import describe_group, hash_row
 from rewards import resolve_reward
 from rewards.pool import RewardPool
 from rewards.several import one_reward
@@ -296,7 +296,8 @@ def test_files_and_other_programs_get_the_hash_and_never_the_bytes(chat, tmp_pat
         TEXT | {"text": "Seen."},
     ]
     assert write_message(record["turns"][1]) == f"tool: [picture 28 x 28, {picture.hash[:8]}] Seen."
-    assert json.loads(write_prompt(sample.prompt)) == described
+    [written] = describe_group([sample], sample.prompt, of_set="x", index=0)
+    assert json.loads(written.prompt) == described and written.row == hash_row(sample.prompt)
     task = Task(base_url="", api_key="", model="", messages=sample.prompt.messages)
     assert json.loads(write_task(task))["messages"] == described
     write_batch(tmp_path, [[played, replace(sample, pictures=())]])
