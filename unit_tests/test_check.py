@@ -530,7 +530,7 @@ BUGS: dict[str, Bug] = {
         the_logp_is_that_of_the_next_token_at_the_temperature,
     ),
     "the logits of another temperature": (
-        "modeling.forward", [("logits = logits.float() / temperature", "logits = logits.float()")],
+        "modeling.forward", [("support.restrict(logits, temperature)", "support.restrict(logits, 1.0)")],
         the_logp_is_that_of_the_next_token_at_the_temperature,
     ),
     "a denominator that counts padding": (
