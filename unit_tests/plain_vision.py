@@ -16,7 +16,9 @@ from core.messages import Message, Part
 from core.pictures import Picture, PlacedPicture, read_picture
 from core.types import Prompt, Sample, make_sample
 from data_prep import tiny_vision_model
+from modeling.pictures import PictureProcessor
 from rollouts.engines.base import Completion
+from unit_tests.seeing import END, START
 
 
 def make_seeing(folder: Path, *, max_length: int = 256) -> str:
@@ -103,3 +105,26 @@ def as_sample(prompt: Sequence[int], pictures: Sequence[PlacedPicture], done: Co
         versions=[-1] * given + done.versions,
         pictures=tuple(pictures),
     )
+
+
+PARTS = [
+    ("what is ", draw(1, 24, 40), " and what ", draw(2, 16, 16)),
+    ("nothing to see",),
+    (draw(3, 48, 32), "is this"),
+]
+"""Prompts for `write_ids`."""
+
+
+def write_ids(processor: PictureProcessor, *parts: str | Picture) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+    """Return the tokens of a prompt for a model of unit_tests/seeing.py, and the places of its pictures."""
+    ids: list[int] = []
+    places: list[PlacedPicture] = []
+    for part in parts:
+        if isinstance(part, str):
+            ids += processor.tokenizer.encode(part, add_special_tokens=False)
+            continue
+        made = processor.process(part)
+        ids.append(START)
+        places.append(PlacedPicture(part, len(ids), len(ids) + len(made.ids), made.grid))
+        ids += [*made.ids, END]
+    return ids, tuple(places)

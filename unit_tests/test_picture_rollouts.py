@@ -17,7 +17,7 @@ from core.clock import ActivityTimer
 from core.errors import RunStopped, UserError
 from core.messages import Message
 from core.phases import ENGINE_ACTIVITIES
-from core.pictures import Picture, PlacedPicture, as_argument, list_written, write_data_uri
+from core.pictures import PlacedPicture, as_argument, list_written, write_data_uri
 from core.support import Support
 from core.types import Prompt
 from data_feeds.packing import pack
@@ -30,6 +30,7 @@ from rollouts.agents.task import Task, write_content
 from rollouts.answers import check_answers
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.hf import HfEngine
+from rollouts.engines.vllm_support import common
 from rollouts.engines.vllm_support.pictures import check_prompt, collapse_pictures, make_prompt
 from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, run_episode
@@ -39,7 +40,17 @@ from rollouts.transcript import find_places
 from rollouts.wire import Ask, Refused, read_ask
 from trainers.local import LocalTrainer
 from unit_tests import seeing
-from unit_tests.plain_vision import as_sample, draw, gap_of_sample, load_plain, make_seeing, plain_logp, say
+from unit_tests.plain_vision import (
+    PARTS,
+    as_sample,
+    draw,
+    gap_of_sample,
+    load_plain,
+    make_seeing,
+    plain_logp,
+    say,
+    write_ids,
+)
 from unit_tests.scripted_policy import Policy, check_exact, make_session
 from weight_sync.base import Probe
 from weight_sync.fingerprint import verify_sync
@@ -130,24 +141,7 @@ def test_other_families_too_with_their_positions_and_tiles(family, tmp_path):
     model, processor = load_plain(path), PictureProcessor(path)
     banned = sorted(processor.placeholder_ids)
 
-    def write(*parts: str | Picture) -> tuple[list[int], tuple[PlacedPicture, ...]]:
-        ids: list[int] = []
-        places: list[PlacedPicture] = []
-        for part in parts:
-            if isinstance(part, str):
-                ids += processor.tokenizer.encode(part, add_special_tokens=False)
-                continue
-            made = processor.process(part)
-            ids.append(seeing.START)
-            places.append(PlacedPicture(part, len(ids), len(ids) + len(made.ids), made.grid))
-            ids += [*made.ids, seeing.END]
-        return ids, tuple(places)
-
-    prompts = [
-        write("what is ", draw(1, 24, 40), " and what ", draw(2, 16, 16)),
-        write("nothing to see"),
-        write(draw(3, 48, 32), "is this"),
-    ]
+    prompts = [write_ids(processor, *parts) for parts in PARTS]
     config = EngineConfig(
         model_path=path,
         dtype="float32",
@@ -338,6 +332,18 @@ def test_an_engine_without_pictures_is_refused_before_the_start(path, tiny_path,
         check_pictures(blind)
     for fine in ({"model.path": path}, {"rollout.engine": str(file)}):
         check_pictures(load_recipe(RLConfig, recipe(fine), []).cfg)
+
+
+def test_a_family_is_refused_where_vllm_lacks_a_package_for_it(path, recipe, monkeypatch):
+    cfg = load_recipe(RLConfig, recipe({"model.path": path, "rollout.engine": "vllm"}), []).cfg
+    monkeypatch.setattr(common, "find_spec", lambda name: None)
+    check_pictures(cfg)  # an Idefics3, which needs none
+    with pytest.raises(UserError, match=r"qwen3_vl model, which vLLM loads only with torchvision: .*engine=hf"):
+        common.VllmBase.check_family("qwen3_vl", path=path)
+    with pytest.raises(UserError, match="only with torchvision and num2words"):
+        common.VllmBase.check_family("smolvlm", path=path)
+    monkeypatch.setattr(common, "find_spec", lambda name: name)
+    common.VllmBase.check_family("smolvlm", path=path)
 
 
 def test_a_prompt_is_collapsed_to_one_token_per_picture_and_expanded_again(tokenizer):

@@ -25,6 +25,11 @@ from rollouts.engines.vllm_support.pictures import check_prompt, make_prompt
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
+PACKAGES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("torchvision",)),
+    "smolvlm": ("torchvision", "num2words"),
+}
+"""Packages without which vLLM loads no model of a family that sees."""
 ADAPTER_ID = 1
 """Id of the adapter, as in vllm_support/worker.py, which cannot be imported before vLLM's environment is set."""
 _UNPUBLISHED = -1
@@ -96,11 +101,11 @@ class VllmBase(Engine):
 
     @classmethod
     def check_family(cls, family: str, *, path: str) -> None:
-        """Raise UserError where vLLM's own model of the family needs torchvision, and it is not there."""
-        if family.startswith("qwen") and find_spec("torchvision") is None:
+        """Raise UserError where vLLM's own model of the family needs a package that is not there."""
+        if lacking := [name for name in PACKAGES.get(family, ()) if find_spec(name) is None]:
             raise UserError(
-                f"model.path={path} is a {family} model, which vLLM loads only with torchvision: install the "
-                "torchvision of this torch, or set rollout.engine=hf"
+                f"model.path={path} is a {family} model, which vLLM loads only with {' and '.join(lacking)}: install "
+                "what is missing (the torchvision that was built for this torch), or set rollout.engine=hf"
             )
 
     def _start(self) -> None:
