@@ -420,21 +420,21 @@ def test_what_an_update_cuts_off_is_asked_again_from_its_tokens(lab: Lab, monkey
     assert c.versions == [9] * 8 and gap_of_samples(lab.model, [c]) < BOUND
 
 
-SETTINGS: dict[str, Any] = {"model_path": "", "temperature": 1.0, "max_model_len": 64, "stop_token_ids": STOP}
+SETTINGS: dict[str, Any] = {"temperature": 1.0, "max_model_len": 64, "stop_token_ids": STOP}
 
 
 class Scripted(VllmEngine):
     """Without vLLM's processes: each request gets the next of these answers."""
 
-    def __init__(self, update: RequestMode, *answers: tuple[list[int], str]) -> None:
+    def __init__(self, path: str, update: RequestMode, *answers: tuple[list[int], str]) -> None:
         self.answers, self.asked = list(answers), []
-        super().__init__(EngineConfig(requests=update, **SETTINGS))
+        super().__init__(EngineConfig(model_path=path, requests=update, **SETTINGS))
 
     def _start(self) -> None:
         pass
 
-    async def _request(self, token_ids: list[int], params: Any, ends: Any = None) -> Any:
-        self.asked.append((token_ids, params.max_tokens, params.seed))
+    async def _request(self, prompt: dict[str, Any], params: Any, ends: Any = None) -> Any:
+        self.asked.append((prompt["prompt_token_ids"], params.max_tokens, params.seed))
         ids, reason = self.answers.pop(0)
         said = {
             "token_ids": ids,
@@ -455,9 +455,9 @@ class Scripted(VllmEngine):
     ],
 )
 def test_nothing_is_lost_or_doubled_where_a_request_is_cut(
-    answers: list[tuple[list[int], str]], versions: list[int], stop: str
+    answers: list[tuple[list[int], str]], versions: list[int], stop: str, tiny_path: str
 ) -> None:
-    engine = Scripted("abort", *answers)
+    engine = Scripted(tiny_path, "abort", *answers)
     c = asyncio.run(engine.generate([50, 51], max_new_tokens=4, seed=7))
     ids = [token for part, _ in answers for token in part]
     assert c == Completion(token_ids=ids, logp=[-t / 10 for t in ids], versions=versions, stop=stop)
@@ -470,9 +470,9 @@ def test_nothing_is_lost_or_doubled_where_a_request_is_cut(
 
 
 @pytest.mark.parametrize("update", ["keep", "wait"])
-def test_an_abort_that_is_not_ours_stops_the_run(update: RequestMode) -> None:
+def test_an_abort_that_is_not_ours_stops_the_run(update: RequestMode, tiny_path: str) -> None:
     with pytest.raises(RunStopped, match="ended a request with 'abort'"):
-        asyncio.run(Scripted(update, ([40], "abort")).generate([50], max_new_tokens=4, seed=7))
+        asyncio.run(Scripted(tiny_path, update, ([40], "abort")).generate([50], max_new_tokens=4, seed=7))
 
 
 class SlowToPause(VllmEngine):
@@ -487,9 +487,10 @@ class SlowToPause(VllmEngine):
         self.paused.append(mode)
 
 
-def test_a_drain_may_take_longer_than_a_step_of_an_update() -> None:
+def test_a_drain_may_take_longer_than_a_step_of_an_update(tiny_path: str) -> None:
     drain, *others = (
-        SlowToPause(EngineConfig(requests=u, timeout_s=0.1, **SETTINGS)) for u in ("wait", "keep", "abort")
+        SlowToPause(EngineConfig(model_path=tiny_path, requests=u, timeout_s=0.1, **SETTINGS))
+        for u in ("wait", "keep", "abort")
     )
     asyncio.run(drain.pause())
     assert drain.paused == ["wait"]
