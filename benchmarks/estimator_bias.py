@@ -17,6 +17,7 @@ from algs.check.cuts import cut_after_every_turn
 from benchmarks.toy_task import Source, Target, Toy, logp_of, played, reward_gradient
 from core.arrays import DOUBLE
 from core.episodes import number_episodes
+from core.support import Support
 from core.types import Batch, Column, Group, Policy, Prompt, Sample, make_sample
 from data_feeds.packing import number_anew, pack, token_weights
 
@@ -48,7 +49,7 @@ class Setting:
 def samples_of(alg: Algorithm, setting: Setting) -> list[Sample]:
     """Return every completion as its source would send it, with the columns that the trainer would compute."""
     toy, source = setting.toy, setting.source
-    pi, mu, ref = (logits.log_softmax(-1) for logits in (toy.pi, toy.mu, toy.ref))
+    pi, mu, ref = (toy.log_softmax(logits) for logits in (toy.pi, toy.mu, toy.ref))
     rollout = pi if source == "pi" else mu
     scored: dict[Column, Tensor] = {
         "prox_logp": mu if source == "stale" else pi,
@@ -138,8 +139,9 @@ def step_gradients(toy: Toy, alg: Algorithm, steps: list[list[Group]]) -> Tensor
         batch = pack([s for _, s in rows], weights, episodes=episodes, dtype=torch.float64)
         step_of = torch.tensor([i for i, s in rows for _ in range(s.n_trained)])  # [M]
         prefix = prefixes_of(toy, batch)[batch.at]  # [M]
+        by_token = -logit_gradient(toy.pi[prefix], alg, batch, toy.support)
         by_step = toy.pi.new_zeros(len(credited), *toy.pi.shape)
-        parts.append(by_step.index_put((step_of, prefix), -logit_gradient(toy.pi[prefix], alg, batch), accumulate=True))
+        parts.append(by_step.index_put((step_of, prefix), by_token, accumulate=True))
     return torch.cat(parts)
 
 
@@ -152,12 +154,12 @@ def prefixes_of(toy: Toy, batch: Batch) -> Tensor:
     return prefix
 
 
-def logit_gradient(logits: Tensor, alg: Algorithm, batch: Batch) -> Tensor:
+def logit_gradient(logits: Tensor, alg: Algorithm, batch: Batch, support: Support) -> Tensor:
     """Compute the gradient of the batch's loss with respect to the logits of each trained token, [M, V]."""
     logits = logits.requires_grad_()
-    logp = logits.log_softmax(-1)
+    logp = support.restrict(logits, 1.0).log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1) if alg.needs_entropy else None
-    policy = Policy(logp=logp.gather(-1, batch.labels[:, None])[:, 0], entropy=entropy)
+    policy = Policy(logp=logp.gather(-1, support.to_columns(batch.labels)[:, None])[:, 0], entropy=entropy)
     with torch.no_grad():
         tokens = batch.tokens.replace(totals=alg.totals(policy, batch.tokens))
     loss, _ = alg.objective(policy, tokens)

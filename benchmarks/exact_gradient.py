@@ -44,6 +44,7 @@ from benchmarks.toy_task import (
     truncated_likelihood_gradient,
 )
 from benchmarks.two_turns import PerTurnIndex, compute_values, discounted_gradient, make_game
+from core.support import Support
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +235,21 @@ def turns(game: Toy, smaller: Toy) -> list[Table]:
     ]
 
 
+def support_sets(restricted: Toy) -> list[Table]:
+    """Compare estimators of a policy that may choose some of the tokens only, as with `rollout.allowed_tokens`."""
+    at, idle = Setting(toy=restricted), replace(restricted, rewards=torch.zeros_like(restricted.rewards))
+    engine = replace(at, source="engine")
+    token = Setting(toy=replace(idle, values=torch.zeros_like(idle.values)), group=1, target=token_kl_gradient)
+    entropy = replace(token, target=entropy_gradient)
+    title = "Three tokens of five may be chosen"
+    return [
+        Table(f"{title}, on-policy", at, PLAIN, unbiased=[use(RLOO), use(GRPO), use(CISPO)]),
+        Table(f"{title}, samples of mu", engine, PLAIN, unbiased=[use(RLOO, correction=PRODUCT)]),
+        Table(f"{title}, KL(pi || ref)", token, unbiased=[use(RLOO, kl={"coef": 1, "estimator": "unbiased"})]),
+        Table(f"{title}, entropy", entropy, unbiased=[use(RLOO, entropy_coef=1)]),
+    ]
+
+
 def drawn(toy: Toy) -> list[Table]:
     one, many = Setting(toy=toy, group=8, draws=2000), Setting(toy=toy, draws=1000, groups=16)
     divided = [use(GRPO, scale_rewards="group")]
@@ -256,6 +272,7 @@ def listed(vocab: int = 4) -> list[Table]:
         *sequence_kls(idle),
         *larger_groups(short, binary),
         *turns(make_game(vocab - 1), make_game(2)),
+        *support_sets(make_toy(vocab=5, longest=2, support=Support(allowed=(1, 3, 4)))),
     ]
 
 

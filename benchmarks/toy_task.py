@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from core.support import EVERY_TOKEN, Support
 
 Source = Literal["pi", "engine", "stale"]
 """Who sampled. pi: the policy that learns. engine: mu, while the trainer's policy was pi when the step began. stale:
@@ -36,14 +39,33 @@ class Toy:
     """Lengths of the turns of each completion; empty: each is one turn."""
     turn_rewards: tuple[tuple[float, ...], ...] = ()
     """What each turn of a completion earned."""
+    support: Support = EVERY_TOKEN
+    """Tokens that the policies may choose; completions hold no others."""
+
+    @cached_property
+    def choices(self) -> list[int]:
+        """Tokens that may be chosen, one by one."""
+        vocab = self.pi.shape[-1]
+        return [v for v in range(vocab) if not self.support.find_outside([v])]
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """Return logits [..., V] minus the logarithm of the sum over the tokens that may be chosen."""
+        return logits - logits[..., self.choices].logsumexp(-1, keepdim=True)
 
 
-def make_toy(*, vocab: int = 4, longest: int = 3, ends: bool = False, levels: int = 5) -> Toy:
-    """Random and fixed. With `ends`, token 0 ends a completion; rewards are one of `levels` from 0 to 1."""
+def make_toy(
+    *, vocab: int = 4, longest: int = 3, ends: bool = False, levels: int = 5, support: Support = EVERY_TOKEN
+) -> Toy:
+    """Random and fixed. With `ends`, token 0 ends a completion; rewards are one of `levels` from 0 to 1.
+
+    Every policy would choose a token outside of `support` more often than all in it.
+    """
     random = torch.Generator().manual_seed(0)
-    prefixes = [p for n in range(longest) for p in product(range(vocab), repeat=n) if not (ends and 0 in p)]
+    outside = support.find_outside(range(vocab))
+    choices = [v for v in range(vocab) if v not in outside]
+    prefixes = [p for n in range(longest) for p in product(choices, repeat=n) if not (ends and 0 in p)]
     number = {p: n for n, p in enumerate(prefixes)}
-    completions = [(*p, v) for p in prefixes for v in range(vocab) if (*p, v) not in number]
+    completions = [(*p, v) for p in prefixes for v in choices if (*p, v) not in number]
     takes = torch.zeros(len(completions), len(prefixes), vocab, dtype=torch.float64)
     for c, completion in enumerate(completions):
         for t, v in enumerate(completion):
@@ -53,6 +75,7 @@ def make_toy(*, vocab: int = 4, longest: int = 3, ends: bool = False, levels: in
         return logits + far * torch.randn(len(prefixes), vocab, generator=random, dtype=torch.float64)
 
     pi = near(0.0, 1.0)
+    pi[:, outside] += 5.0
     toy = Toy(
         completions=completions,
         following=torch.tensor([[number.get((*p, v), 0) for v in range(vocab)] for p in prefixes]),
@@ -62,13 +85,14 @@ def make_toy(*, vocab: int = 4, longest: int = 3, ends: bool = False, levels: in
         ref=near(pi, 0.5),
         rewards=torch.randint(levels, (len(completions),), generator=random).double() / (levels - 1),
         values=torch.zeros(len(prefixes), dtype=torch.float64),
+        support=support,
     )
     return replace(toy, values=reach(toy, pi, toy.rewards) / reach(toy, pi))
 
 
 def logp_of(toy: Toy, logits: Tensor) -> Tensor:
     """Compute the log-probability of every completion, [C]."""
-    return torch.einsum("cnv,nv->c", toy.takes, logits.log_softmax(-1))
+    return torch.einsum("cnv,nv->c", toy.takes, toy.log_softmax(logits))
 
 
 def reach(toy: Toy, logits: Tensor, worth: Tensor | float = 1.0) -> Tensor:
@@ -106,12 +130,12 @@ def sequence_kl_gradient(toy: Toy, source: Source) -> Tensor:
 
 
 def gradient_by_token(toy: Toy, source: Source, of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Compute the gradient of `of`(log pi, log ref), [N, V] -> [N], per prefix.
+    """Compute the gradient of `of`(log pi, log ref), [N, A] -> [N], per prefix, over the tokens that may be chosen.
 
     The distribution of prefixes is the sampler's, without gradient.
     """
-    through, ref = reach(toy, played(toy, source)), toy.ref.log_softmax(-1)
-    return slope(lambda pi: through @ of(pi.log_softmax(-1), ref), toy.pi)
+    through, ref = reach(toy, played(toy, source)), toy.log_softmax(toy.ref)[:, toy.choices]
+    return slope(lambda pi: through @ of(toy.log_softmax(pi)[:, toy.choices], ref), toy.pi)
 
 
 def token_kl_gradient(toy: Toy, source: Source) -> Tensor:

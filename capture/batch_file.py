@@ -7,14 +7,22 @@ Arrays of all samples are end to end, in the order of the groups. One that a sam
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from capture.picture_files import (
+    describe_places,
+    read_pictures,
+    restore_messages,
+    restore_places,
+    write_pictures,
+)
 from core.arrays import BOOLS, INTS, SINGLE
+from core.messages import describe_messages
 from core.types import Column, Group, Prompt, Sample, make_sample
 
 ARRAYS, RECORDS = "batch.npz", "batch.jsonl"
@@ -52,17 +60,19 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
             arrays[f"has/{name}"] = there
             filled = [np.zeros(n, dtype) if v is None else v for v, n in zip(values, arrays["lengths"], strict=True)]
             arrays[name] = np.concatenate(filled).astype(dtype, copy=False)
+    write_pictures(folder, samples)
     np.savez(folder / ARRAYS, **arrays)  # pyright: ignore[reportArgumentType]
     with (folder / RECORDS).open("w", encoding="utf-8") as file:
         for s in samples:
             record = {
-                "prompt": asdict(s.prompt),
+                "prompt": describe_prompt(s.prompt),
                 "stop": s.stop,
                 "reward": s.reward,
                 "reward_parts": s.reward_parts,
                 "failure": s.failure,
                 "completion": s.completion,
-                "transcript": s.transcript,
+                "transcript": describe_messages(s.transcript),
+                "pictures": describe_places(s.pictures),
                 "counts": s.counts,
                 "episode": s.episode,
                 "turns": s.turns,
@@ -73,6 +83,12 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
             file.write(json.dumps(record, default=str) + "\n")  # `extra` may hold anything that a data set holds
 
 
+def describe_prompt(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt as JSON, its pictures by name."""
+    as_it_is = {f.name: getattr(prompt, f.name) for f in fields(prompt)}
+    return as_it_is | {"messages": describe_messages(prompt.messages)}
+
+
 def read_batch(folder: Path) -> list[Group]:
     """Return what `write_batch` wrote."""
     records = [json.loads(line) for line in (folder / RECORDS).read_text(encoding="utf-8").splitlines()]
@@ -80,6 +96,11 @@ def read_batch(folder: Path) -> list[Group]:
         arrays = {name: found[name] for name in found.files}
     ends = np.cumsum(arrays["lengths"])[:-1]
     parts = {name: np.split(a, ends) for name, a in arrays.items() if len(a) == int(arrays["lengths"].sum())}
+    pictures = read_pictures(folder)
+    for record in records:
+        record["prompt"]["messages"] = restore_messages(record["prompt"]["messages"], pictures)
+        record["transcript"] = restore_messages(record["transcript"], pictures)
+        record["pictures"] = restore_places(record.get("pictures", ()), pictures)  # capsules of earlier versions
     samples = [_read_sample(i, record, parts, arrays) for i, record in enumerate(records)]
     rest = iter(samples)
     groups = [[next(rest) for _ in range(int(n))] for n in arrays["group_sizes"]]

@@ -22,6 +22,7 @@ from capture.tokens import CAPSULES, MANIFEST, UNREADABLE, CapturedSample, captu
 from core.errors import UserError, first_line, writing
 from core.loading import FileSpec, hash_file
 from core.row_layout import RowLayout
+from core.support import EVERY_TOKEN, Support
 from core.types import Group
 from core.whole_files import flush_folder, flush_path, measure_sizes, write_whole
 from data_feeds.packing import Plan
@@ -46,6 +47,8 @@ class RunFacts:
     updates_per_step: int
     layout: RowLayout
     on_cpu: bool
+    support: Support = EVERY_TOKEN
+    """Tokens over which the softmax is taken; all in capsules of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +171,9 @@ def read_capsule(folder: Path) -> Capsule:
 def _parse_manifest(raw: dict[str, Any]) -> Manifest:
     run = dict(raw.pop("run"))
     run |= {"alg_file": FileSpec(**run["alg_file"]), "layout": RowLayout(**run["layout"])}
+    if (given := run.get("support")) is not None:
+        allowed = given["allowed"]
+        run["support"] = Support(allowed=None if allowed is None else tuple(allowed), banned=tuple(given["banned"]))
     updates = [UpdateFacts(**u) for u in raw.pop("updates")]
     return Manifest(run=RunFacts(**run), updates=updates, **raw)
 

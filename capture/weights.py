@@ -90,7 +90,9 @@ def make_trainer(capsule: Capsule, path: str | None = None) -> LocalTrainer:
         given["attention"] = "auto"
     settings: dict[str, Any] = run.trainer | {"ranks": 1, "deepspeed": {}}
     cfg = TrainerConfig(**settings)
-    return LocalTrainer(ModelConfig(**given), cfg, Algorithm(), temperature=run.temperature, total_updates=1)
+    return LocalTrainer(
+        ModelConfig(**given), cfg, Algorithm(), temperature=run.temperature, support=run.support, total_updates=1
+    )
 
 
 def load_folder(capsule: Capsule, folder: str, *, key: str) -> LocalTrainer:

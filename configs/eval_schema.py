@@ -10,7 +10,7 @@ from configs.data_schema import COLUMNS, SourceConfig, TemplateConfig
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from core.strict_model import Seconds, StrictModel
 
-OF_PROMPTS = ("id", "messages", "tools", "answer")
+OF_PROMPTS = ("id", "messages", "tools", "answer", "image", "images")
 """Columns of a prompt that go by our names."""
 
 
@@ -38,7 +38,8 @@ class EvalSetConfig(StrictModel):
     split: str = "train"
     """Split of a Hugging Face data set."""
     columns: dict[str, str] = Field({})
-    """Mapping from our column names (id, messages, tools, answer) to those of the data set, where they differ."""
+    """Mapping from our column names (id, messages, tools, answer, image, images) to those of the data set, where they
+    differ."""
     rows: int | None = Field(None, ge=1)
     """Largest number of rows to use; unset uses all."""
     samples: int | None = Field(None, ge=1)

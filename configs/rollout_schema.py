@@ -154,7 +154,12 @@ class RolloutConfig(StrictModel):
     run."""
     temperature: float = Field(1.0, ge=0.01, le=100)
     """Sampling temperature. top-p, top-k and min-p are not offered: they renormalise the sampling distribution on a
-    subset of the vocabulary, and the trainer's log-probabilities would silently be those of another policy."""
+    subset of the vocabulary that changes from token to token, and the trainer's log-probabilities would silently be
+    those of another policy. `allowed_tokens` restricts sampling exactly."""
+    allowed_tokens: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=1000)
+    """Texts of the only tokens that may be sampled, besides those that end a reply: action tokens, the letters of
+    choices. Each must be one token. Sampling and the trainer's softmax are restricted to the same set, so
+    log-probabilities, entropies and KL terms are those of the restricted policy. Unset: all tokens."""
     max_new_tokens: int = Field(256, ge=1)
     """Token budget of one episode, over all its turns, the environment's turns included."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field([])

@@ -233,6 +233,8 @@ class RLConfig(RunConfig):
             return "and vLLM has no DoRA: set model.lora.dora to false"
         if lora.r > 512:
             return f"and vLLM takes ranks up to 512: lower model.lora.r={lora.r}"
+        if lora.vision:
+            return "and vLLM adapts language parts only: set model.lora.vision to false"
         return None
 
     @property

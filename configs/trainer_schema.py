@@ -24,6 +24,8 @@ class LoraConfig(StrictModel):
     """Rank-stabilised scaling (https://arxiv.org/abs/2312.03732)."""
     dora: bool = False
     """Train the length of each column separately from its direction (DoRA, https://arxiv.org/abs/2402.09353)."""
+    vision: bool = False
+    """Adapt the vision tower and its connector too, in a model that reads pictures; else the language part alone."""
     merge_on_save: bool = False
     """Save the whole model with the adapter merged in, and the adapter in `adapter/` below it. Otherwise only the
     adapter is saved, in PEFT's format."""
@@ -86,14 +88,18 @@ class TrainerConfig(StrictModel):
     max_grad_norm: float = Field(1.0, ge=0)
     """Largest norm of an update's gradient; 0 does not clip. The logged norm is the one before clipping."""
     micro_batch_tokens: int = Field(16_384, ge=1)
-    """Largest number of tokens in one forward pass; shared ones count once. It affects memory only: the gradient does
-    not depend on it."""
+    """Largest number of tokens in one forward pass, those of pictures included; shared ones count once. It affects
+    memory only: the gradient does not depend on it."""
     logits_mib: int = Field(1024, ge=0)
     """Memory for logits and their gradient, in MiB. Where those of a micro-batch take more, they are computed in chunks
     that fit, and a second time in the backward pass. It affects memory and speed only. The gradient of the head's
     weight comes on top, in float32. 0: always all at once."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
+    vision: Literal["train", "frozen"] = "train"
+    """What a model that reads pictures learns. frozen: its vision tower keeps its weights; the connector, which turns
+    the tower's features into embeddings of tokens, and the language part are trained. With model.lora neither is, and
+    this key is about a value model."""
     layout: Literal["auto", "padded", "packed"] = "auto"
     """Layout of a micro-batch in the forward pass. packed: all sequences in one row. padded: each in its own row. auto:
     packed where the kernel gets the sequence boundaries (flash attention, and attention: auto for the model families of

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal, NotRequired, TypedDict
 
-from core.pictures import Picture
+from core.pictures import Picture, describe_picture
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message may have."""
@@ -79,3 +79,18 @@ def name_of_tool(tool: ToolSpec) -> str:
 def find_pictures(messages: Iterable[Message]) -> list[Picture]:
     """Return the pictures of a conversation, in their order."""
     return [part["image"] for m in messages for part in m.get("parts", []) if part["type"] == "image"]
+
+
+def describe_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """Return messages as files and other programs read them: a picture by its hash and size, without its bytes."""
+    return [describe_message(message) for message in messages]
+
+
+def describe_message(message: Message) -> dict[str, Any]:
+    """Return one message as `describe_messages` does."""
+    described: dict[str, Any] = {**message}
+    if "parts" in message:
+        described["parts"] = [
+            describe_picture(part["image"]) if part["type"] == "image" else part for part in message["parts"]
+        ]
+    return described

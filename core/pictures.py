@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from core.errors import UserError
+import numpy as np
+
+from core.errors import UserError, name_error
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -58,31 +61,80 @@ def read_picture(data: bytes) -> Picture:
     return Picture(data, image.width, image.height, hashlib.sha256(data).hexdigest())
 
 
+def describe_picture(picture: Picture) -> dict[str, str | int]:
+    """Return a picture as files and other programs read it: its name and size, and never its bytes."""
+    return {"type": "image", "sha256": picture.hash, "width": picture.width, "height": picture.height}
+
+
+def encode_picture(image: Image) -> Picture:
+    """Return an image that was drawn as a picture, in PNG."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return read_picture(file.getvalue())
+
+
 def _decode(data: bytes) -> Image:
     from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(data)) as image:
-            if max(image.size) > LARGEST_SIDE:
-                raise PictureRefused(f"the picture has {image.width} x {image.height} pixels, over {LARGEST_SIDE}")
-            if getattr(image, "n_frames", 1) > 1:
-                raise PictureRefused(f"the picture has {image.n_frames} frames, and one is expected")  # pyright: ignore
-            if image.mode not in MODES:
-                raise PictureRefused(f"the picture has the colour mode {image.mode}: convert it to RGB")
-            image.load()
-            if image.mode == "RGB":
-                return image.copy()
-            clear = image.convert("RGBA")
-            white = Image.new("RGBA", clear.size, "white")
-            return Image.alpha_composite(white, clear).convert("RGB")
+            return _convert(image)
+    except PictureRefused:
+        raise
     except UnidentifiedImageError as error:
         raise PictureRefused("the picture is in no known format") from error
     except Image.DecompressionBombError as error:
         raise PictureRefused("the picture has too many pixels") from error
-    except (OSError, SyntaxError, ValueError) as error:
-        if isinstance(error, PictureRefused):
-            raise
-        raise PictureRefused(f"the picture is damaged ({error})") from error
+    except Exception as error:  # a border: a broken file can make the library raise anything
+        raise PictureRefused(f"the picture is damaged ({name_error(error)})") from error
+
+
+def _convert(image: Image) -> Image:
+    """Return an opened picture in RGB, upright, transparent parts on white."""
+    from PIL import Image, ImageOps
+
+    if max(image.size) > LARGEST_SIDE:
+        raise PictureRefused(f"the picture has {image.width} x {image.height} pixels, over {LARGEST_SIDE}")
+    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a camera's JPEG with a preview
+        raise PictureRefused(f"the picture has {image.n_frames} frames, and one is expected")  # pyright: ignore
+    if image.mode not in MODES:
+        raise PictureRefused(f"the picture has the colour mode {image.mode}: convert it to RGB")
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode == "I;16":  # grey in 16 bits
+        return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8)).convert("RGB")
+    if upright.mode == "RGB" and "transparency" not in upright.info:
+        return upright.copy()
+    clear = upright.convert("RGBA")
+    white = Image.new("RGBA", clear.size, "white")
+    return Image.alpha_composite(white, clear).convert("RGB")
+
+
+def write_data_uri(picture: Picture) -> str:
+    """Return a picture as text, with the type of its file."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(picture.data)) as image:
+        kind = Image.MIME[image.format or "PNG"]
+    return f"data:{kind};base64,{base64.b64encode(picture.data).decode()}"
+
+
+def list_written(length: int, pictures: Sequence[PlacedPicture]) -> list[int]:
+    """Return the places of the tokens after the first that are text: those that a policy could have chosen.
+
+    >>> list_written(6, [PlacedPicture(None, 2, 4)])
+    [1, 4, 5]
+    """
+    seen = {i for place in pictures for i in range(place.begin, place.end)}
+    return [i for i in range(1, length) if i not in seen]
+
+
+def as_argument(pictures: Sequence[PlacedPicture]) -> dict[str, Any]:
+    """Return the argument `pictures` of a call; nothing where there are none, so that code for text need not have it.
+
+    >>> as_argument([])
+    {}
+    """
+    return {"pictures": pictures} if pictures else {}
 
 
 def check_places(places: Sequence[PlacedPicture], length: int) -> None:

@@ -19,8 +19,9 @@ LABELS = {"true": True, "false": False, "1": True, "0": False}
 def read_csv(text: str, source: SourceConfig, key: str) -> list[dict[str, Any]]:
     """Return the rows of a CSV file, whose first row names the columns.
 
-    A cell of messages, chosen or rejected that is JSON of turns is read as these turns; any other cell is text. A label
-    is true, false, 1 or 0. Raises UserError, beginning with `key`, for a file of another form.
+    A cell of messages, chosen or rejected that is JSON of turns is read as these turns, and a cell of images that is
+    JSON of texts as these; any other cell is text. A label is true, false, 1 or 0. Raises UserError, beginning with
+    `key`, for a file of another form.
     """
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a cell may be a whole document
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
@@ -48,6 +49,9 @@ def _make_row(names: list[str], cells: list[str], source: SourceConfig, where: s
         name = source.columns.get(ours, ours)
         if row.get(name):
             row[name] = _read_turns(row[name])
+    images = source.columns.get("images", "images")
+    if row.get(images):
+        row[images] = _read_texts(row[images])
     label = source.columns.get("label", "label")
     if row.get(label):
         row[label] = LABELS.get(row[label].strip().lower(), row[label])
@@ -64,3 +68,12 @@ def _read_turns(cell: str) -> Any:
         return cell
     is_turns = isinstance(turns, list) and turns and all(isinstance(t, dict) and "role" in t for t in turns)
     return turns if is_turns else cell
+
+
+def _read_texts(cell: str) -> Any:
+    """Return the texts of a cell that is JSON of a list of them; else the text itself."""
+    try:
+        texts = json.loads(cell) if cell.lstrip().startswith("[") else None
+    except (ValueError, RecursionError):
+        return cell
+    return texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else cell

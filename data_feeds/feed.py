@@ -204,7 +204,13 @@ def read_source(
     limit: int | None,
 ) -> tuple[list[Any], InvalidRows]:
     """Return the valid rows of a source, at most `limit`. Raises UserError where too few are valid."""
-    records = read_records(config, key=key, needed=row_type.needed, known=row_type.known)
+    records = read_records(
+        config,
+        key=key,
+        needed=row_type.needed,
+        known=row_type.known,
+        max_picture_pixels=data.max_picture_pixels,
+    )
     outcomes = finish_drafts(
         (row_type.draft(reader, record) for record in records),
         reader.tokenizer.encode_pieces,

@@ -8,6 +8,7 @@ from typing import Any
 from core.errors import UserError
 from core.messages import Message, ToolSpec
 from data_feeds.continuation import TemplateRefuses
+from data_feeds.picture_text import with_text
 from data_feeds.tokenizer import ChatTokenizer
 
 Shape = tuple[Any, ...]
@@ -43,7 +44,7 @@ class LeftOutCheck:
             if self._is_same(until, [*before, fewer], tools):
                 which = "tool_calls" if len(calls) == 1 else f"call {i + 1} of {len(calls)} of one reply"
                 self._refuse(where, which, "leave such rows out")
-        if calls and message["content"].strip() and self._is_same(until, [*before, {**message, "content": ""}], tools):
+        if calls and message["content"].strip() and self._is_same(until, [*before, with_text(message, "")], tools):
             self._refuse(where, "the content of a turn that has tool_calls", "empty that content")
         if "reasoning" in message and self._is_same(until, [*before, _without(message, "reasoning")], tools):
             self._refuse(where, "reasoning", "remove it, or write it into the content")

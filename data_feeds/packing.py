@@ -18,6 +18,7 @@ from core.types import Batch, Group, LossNorm, Sample, ScoredColumn, Tokens
 from data_feeds.bin_packing import TooLarge, pack_into_bins
 from data_feeds.prefix_bins import count_shared, pack_families
 from data_feeds.prefix_tree import lay_out_row
+from data_feeds.row_pictures import check_untrained, count_inputs, fill_row, make_keys, order_pictures
 
 C = TypeVar("C", bound=str)
 
@@ -90,8 +91,9 @@ def pack(
     A Sample is token-aligned (entry t is about token t), a Batch is input-aligned: position t predicts token t+1. The
     shift happens here and nowhere else, and so does the choice of the trained tokens: values of others never get out.
     """
-    row = lay_out_row([s.token_ids[:-1] for s in samples], families)
-    learnt = [s.loss_mask[1:] for s in samples]  # by input position: entry t is about token t + 1
+    row = lay_out_row(make_keys(samples), families)
+    ends = [count_inputs(s) + 1 for s in samples]
+    learnt = [s.loss_mask[1:end] for s, end in zip(samples, ends, strict=True)]  # entry t: token t + 1
     chosen = np.flatnonzero(np.concatenate(learnt))  # among the inputs of all samples, end to end
     counts = [np.count_nonzero(mask) for mask in learnt]
 
@@ -99,7 +101,7 @@ def pack(
         return torch.from_numpy(values.astype(np.int64, copy=False))
 
     def select(per_sample: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        return np.concatenate([values[1:] for values in per_sample])[chosen]
+        return np.concatenate([values[1:end] for values, end in zip(per_sample, ends, strict=True)])[chosen]
 
     def floats(per_sample: list[Floats]) -> Tensor:
         return torch.from_numpy(select(per_sample)).to(dtype)
@@ -108,17 +110,11 @@ def pack(
     if all_credited(samples):
         columns["advantage"] = floats([s.advantage for s in samples if s.advantage is not None])
 
-    def per_token(per_sample: Sequence[int]) -> Tensor:
-        return ints(np.repeat(per_sample, counts))
-
-    if groups is not None:
-        columns["group_ids"] = per_token(number_anew(groups))
-    if has_seq_ids:
-        columns["seq_ids"] = per_token(number_anew(range(len(samples)) if episodes is None else episodes))
-    if sources:
-        columns["source_ids"] = per_token([sources.index(s.prompt.source) for s in samples])
+    numbers = number_samples(samples, groups, episodes, has_seq_ids=has_seq_ids, sources=sources)
+    columns |= {name: ints(np.repeat(of_samples, counts)) for name, of_samples in numbers.items()}
+    input_ids, rope_ids = fill_row(samples, row)
     return Batch(
-        input_ids=torch.from_numpy(row.input_ids),
+        input_ids=input_ids,
         position_ids=torch.from_numpy(row.position_ids),
         segment_ids=torch.from_numpy(row.segment_ids),
         parents=torch.from_numpy(row.parents),
@@ -129,7 +125,28 @@ def pack(
             rollout_logp=floats([s.rollout_logp for s in samples]),
             **columns,
         ),
+        pictures=order_pictures(samples, row.places),
+        rope_ids=rope_ids,
     )
+
+
+def number_samples(
+    samples: list[Sample],
+    groups: list[int] | None,
+    episodes: Sequence[int] | None,
+    *,
+    has_seq_ids: bool,
+    sources: Sequence[str],
+) -> dict[str, list[int]]:
+    """Return the numbers of each sample that its tokens get, by the name of their column."""
+    found: dict[str, list[int]] = {}
+    if groups is not None:
+        found["group_ids"] = number_anew(groups)
+    if has_seq_ids:
+        found["seq_ids"] = number_anew(range(len(samples)) if episodes is None else episodes)
+    if sources:
+        found["source_ids"] = [sources.index(s.prompt.source) for s in samples]
+    return found
 
 
 def number_anew(given: Sequence[Hashable]) -> list[int]:
@@ -188,7 +205,7 @@ class Plan:
         """Fraction of the samples' input tokens that a common beginning saves; 0 where nothing is shared."""
         if self.families is None:
             return 0.0
-        return count_shared([s.token_ids[:-1] for s in self.samples], self.families, self.bins)
+        return count_shared(make_keys(self.samples), self.families, self.bins)
 
     def batches(self, dtype: torch.dtype = torch.float32) -> list[list[Batch]]:
         """Return the batches, [rank][micro-batch]."""
@@ -261,6 +278,9 @@ def plan_update(
     The split affects memory and speed only: weights are computed before it. share_prefixes: samples of a group share
     their common beginnings, and a micro-batch counts those once. whole_episodes: the samples of an episode are in one
     micro-batch.
+
+    A picture counts with its tokens. The vision part computes a fixed number of patches for each of them, so its memory
+    grows with the tokens too, and the budget bounds both; a shared picture is computed once, as its tokens are.
     """
     if padded and share_prefixes:
         raise ValueError("padded rows share no prefixes")
@@ -270,6 +290,7 @@ def plan_update(
     ]
     kept = [(row, w) for row, w in zip(numbered, weights, strict=True) if row[2].n_trained]
     samples, families = [s for (_, _, s), _ in kept], [g for (g, _, _), _ in kept]
+    check_untrained(samples)
     episodes = number_anew([episode for (_, episode, _), _ in kept])
     are_single = len({*episodes}) == len(episodes)
     # what is in one micro-batch: whole groups, whole episodes, or single samples

@@ -10,6 +10,7 @@ import numpy as np
 from core.types import Sample
 from data_feeds.bin_packing import estimate_cost, pack_into_bins
 from data_feeds.prefix_tree import Ids, gather_families, sort_by_prefix
+from data_feeds.row_pictures import make_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ def pack_families(
 def _sort_families(samples: Sequence[Sample], families: Sequence[int]) -> list[_Family]:
     done: list[_Family] = []
     for chosen in gather_families(range(len(samples)), families):
-        ids = [np.asarray(samples[i].token_ids[:-1], dtype=np.int64) for i in chosen]
+        ids = [np.asarray(key, dtype=np.int64) for key in make_keys([samples[i] for i in chosen])]
         order, shared = sort_by_prefix(ids)
         in_order = [chosen[n] for n in order]
         done.append(

@@ -6,22 +6,37 @@ import json
 from typing import Any
 
 from core.errors import UserError, quote
-from core.messages import ROLES, Message, ToolCall
+from core.messages import ROLES, Message, Part, ToolCall
 from data_feeds.invalid_rows import InvalidRow
+from data_feeds.read_pictures import IMAGE_TYPES, SOURCES, Placeholders, is_absent
 
 REASONING = ("reasoning", "reasoning_content")
 """Names under which data sets write what an assistant thought."""
 FIELDS = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONING}
 
 
-def read_messages(given: Any, column: str, where: str, *, text_is: str, fills_gaps: bool) -> list[Message]:
+def read_messages(
+    given: Any,
+    column: str,
+    where: str,
+    *,
+    text_is: str,
+    fills_gaps: bool,
+    places: Placeholders,
+    is_reply: bool = False,
+) -> list[Message]:
     """Return the messages of a column; plain text is one turn of the role `text_is`.
 
     fills_gaps: whether the file fills in null where an object lacks a key that another row's has.
+    places: the row's own pictures; those of a user's plain text stand before it.
+    is_reply: whether the column may be the answer to other messages, which have the pictures.
     Raises InvalidRow for anything but a list of messages, and UserError for content that would silently be lost.
     """
     if isinstance(given, str):
         given = [{"role": text_is, "content": given}]
+        if text_is == "user" and places.all:
+            text = {"type": "text", "text": given[0]["content"]}
+            given[0]["content"] = [*({"type": "image"} for _ in places.all), text]
     if not isinstance(given, list) or not given or not all(map(_is_message, given)):
         raise InvalidRow(
             "bad_messages", f"{column} must be text or a list of {{role, content}} texts, found {given!r:.60}"
@@ -39,8 +54,9 @@ def read_messages(given: Any, column: str, where: str, *, text_is: str, fills_ga
     messages: list[Message] = []
     for turn in given:
         made = sum(len(m.get("tool_calls", [])) for m in messages)
-        messages.append(_read_message(turn, where, made=made, fills_gaps=fills_gaps))
+        messages.append(_read_message(turn, where, places, made=made, fills_gaps=fills_gaps))
     _check_results(messages)
+    places.check_all_taken(is_reply=is_reply)
     return messages
 
 
@@ -51,9 +67,14 @@ def _is_message(turn: Any) -> bool:
     return isinstance(content, str | list) or (content is None and bool(turn.get("tool_calls")))
 
 
-def _read_message(turn: dict[str, Any], where: str, *, made: int, fills_gaps: bool) -> Message:
+def _read_message(turn: dict[str, Any], where: str, places: Placeholders, *, made: int, fills_gaps: bool) -> Message:
     """Return one message; `made` calls were made before it."""
-    message: Message = {"role": turn["role"], "content": _read_content(turn.get("content"), where)}
+    parts = _read_content(turn.get("content"), where, places)
+    message: Message = {"role": turn["role"], "content": "".join(p["text"] for p in parts if p["type"] == "text")}
+    if any(part["type"] == "image" for part in parts):
+        message["parts"] = parts
+        if turn["role"] == "assistant":
+            raise InvalidRow("bad_picture", "a turn of assistant holds a picture, and the policy writes text alone")
     if calls := turn.get("tool_calls"):
         if not isinstance(calls, list):
             raise InvalidRow("bad_messages", f"tool_calls must be a list of calls, found {calls!r:.60}")
@@ -82,24 +103,32 @@ def _read_name(turn: dict[str, Any], field: str) -> str | None:
     return given
 
 
-def _read_content(content: Any, where: str) -> str:
-    """Return the text of a message: given as text, as parts, or not at all beside tool calls."""
+def _read_content(content: Any, where: str, places: Placeholders) -> list[Part]:
+    """Return the parts of a message: given as text, as parts, or not at all beside tool calls."""
     if content is None:
-        return ""
+        return []
     if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise UserError(
-                f"{where}: a message holds a part of the type {quote(kind)}, and only parts of text can be read: leave "
-                "such rows out"
-            )
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRow("bad_messages", f"a part of a content must be {{type: text, text}}, found {part!r:.60}")
-        texts.append(part["text"])
-    return "".join(texts)
+        return [{"type": "text", "text": content}]
+    return [_read_part(part, where, places) for part in content]
+
+
+def _read_part(part: Any, where: str, places: Placeholders) -> Part:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", *IMAGE_TYPES) and isinstance(kind, str):
+        raise UserError(
+            f"{where}: a message holds a part of the type {quote(kind)}, and only parts of text and pictures can be "
+            "read: leave such rows out"
+        )
+    if kind in IMAGE_TYPES:
+        known = {"type", "text", *SOURCES}
+        if lost := {key for key, value in part.items() if key not in known and value is not None}:
+            raise UserError(f"{where}: a picture holds {min(lost)!r}, which is not read: remove it")
+        if part.get("text") is not None:
+            raise InvalidRow("bad_messages", f"a part of a content must be text or a picture, found {part!r:.60}")
+        return places.read_part(part)
+    if kind != "text" or not isinstance(part.get("text"), str) or any(not is_absent(part.get(key)) for key in SOURCES):
+        raise InvalidRow("bad_messages", f"a part of a content must be {{type: text, text}}, found {part!r:.60}")
+    return {"type": "text", "text": part["text"]}
 
 
 def _read_call(call: Any, n: int, fills_gaps: bool) -> ToolCall:

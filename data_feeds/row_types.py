@@ -13,15 +13,16 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from core.errors import UserError
-from core.messages import Message, ToolSpec, name_of_tool
+from core.messages import Message, ToolSpec, find_pictures, name_of_tool
 from core.types import Group, Prompt, Rows, Sample
 from data_feeds.continuation import TemplateRefuses, TemplateRewrites
 from data_feeds.drafts import Draft
 from data_feeds.invalid_rows import InvalidRow
 from data_feeds.left_out import LeftOutCheck
-from data_feeds.rows import Record
+from data_feeds.picture_text import PicturesDoNotFit
+from data_feeds.rows import PICTURES, Record
 from data_feeds.tokenizer import ChatTokenizer, join_encoded
-from data_feeds.turns import TrainOn
+from data_feeds.turns import TrainOn, count_written
 
 Written = TypeVar("Written")
 
@@ -56,17 +57,18 @@ class Reader:
                 "ends_in_reply",
                 "it ends with an assistant turn, so its answer would be in the prompt: remove that turn",
             )
-        if not any(m["content"].strip() for m in messages):
+        if not any(m["content"].strip() or "parts" in m for m in messages):
             raise InvalidRow("empty", "all its messages are empty")
         prompt = self._build_prompt(record, self._with_system(messages))
         tools = [*prompt.tools, *self.env_tools]
-        self._check_size(prompt.messages, tools)
+        self._check_size(record, prompt.messages, tools)
         text = self._apply_template(
             record, lambda: self.tokenizer.render_text(prompt.messages, reply_next=True, tools=tools)
         )
         self._check_written(record, prompt.messages, tools)
         [(ids, _)] = yield [(text, False)]
         self._check_length(len(ids))
+        self._apply_template(record, lambda: self.tokenizer.place(ids, find_pictures(prompt.messages)))
         return prompt
 
     def make_conversation(self, record: Record) -> Draft[Group]:
@@ -129,15 +131,21 @@ class Reader:
         self, record: Record, prompt: Prompt, messages: list[Message], train_on: TrainOn, reward: float | None = None
     ) -> Draft[Sample]:
         tools = prompt.tools
-        self._check_size(messages, tools)
+        self._check_size(record, messages, tools)
+        seen = find_pictures(messages[: count_written(messages, train_on)])
         pieces = self._apply_template(record, lambda: self.tokenizer.split_turns(messages, train_on, tools))
         self._check_written(record, messages, tools)
         ids, mask = join_encoded((yield pieces))
         self._check_length(len(ids))
+        places = self._apply_template(record, lambda: self.tokenizer.place(ids, seen))
+        chosen = np.array(mask, dtype=np.bool_)
+        for place in places:
+            chosen[place.begin : place.end] = False  # no policy writes them
         return Sample(
             prompt=prompt,
             token_ids=np.array(ids, dtype=np.int32),
-            action_mask=np.array(mask, dtype=np.bool_),
+            action_mask=chosen,
+            pictures=places,
             rollout_logp=np.zeros(len(ids), dtype=np.float32),
             versions=np.full(len(ids), -1, dtype=np.int32),
             reward=reward,
@@ -154,17 +162,18 @@ class Reader:
     def _apply_template(self, record: Record, write: Callable[[], Written]) -> Written:
         try:
             return write()
+        except PicturesDoNotFit as misfit:
+            raise InvalidRow("bad_picture", str(misfit)) from misfit
         except TemplateRefuses as refusal:
             raise InvalidRow("bad_messages", f"the chat template refuses it: {refusal}") from refusal
         except TemplateRewrites as rewrites:
             raise UserError(f"{record.where}: {rewrites}") from rewrites
 
-    def _check_size(self, messages: list[Message], tools: list[ToolSpec]) -> None:
+    def _check_size(self, record: Record, messages: list[Message], tools: list[ToolSpec]) -> None:
         """Refuse a conversation of megabytes before all of it is tokenized, which would take minutes."""
-        try:
-            at_least = self.tokenizer.bound_tokens(messages, limit=self.max_tokens, tools=tools)
-        except TemplateRefuses as refusal:
-            raise InvalidRow("bad_messages", f"the chat template refuses it: {refusal}") from refusal
+        at_least = self._apply_template(
+            record, lambda: self.tokenizer.bound_tokens(messages, limit=self.max_tokens, tools=tools)
+        )
         if at_least is not None:
             raise InvalidRow("too_long", f"{at_least} tokens and more, over {self.max_tokens_key}={self.max_tokens}")
 
@@ -178,7 +187,7 @@ def _join_reply(record: Record, column: str, asked: list[Message] | None) -> lis
 
     The column holds that reply as text, the turns that follow `asked`, or all turns, beginning with `asked`.
     """
-    turns = record.get_messages(column, text_is="assistant")
+    turns = record.get_messages(column, text_is="assistant", is_reply=asked is not None)
     begins_with_asked = asked is None or (len(turns) > len(asked) and turns[: len(asked)] == asked)
     if not begins_with_asked and turns[0]["role"] != "assistant":
         raise InvalidRow(
@@ -228,7 +237,7 @@ class RowType:
     @property
     def known(self) -> tuple[str, ...]:
         """Columns that are read by our names; a row's other columns are its prompt's `extra`."""
-        return tuple(dict.fromkeys(("id", "messages", "tools", "answer", *self.needed)))
+        return tuple(dict.fromkeys(("id", "messages", "tools", "answer", *PICTURES, *self.needed)))
 
 
 ROW_TYPES: dict[Rows | Literal["prompts"], RowType] = {

@@ -17,10 +17,13 @@ from core.text_files import describe_format, parse_json, read_packed_text, read_
 from data_feeds.csv_rows import read_csv
 from data_feeds.invalid_rows import InvalidRow
 from data_feeds.read_messages import read_messages
+from data_feeds.read_pictures import PictureReader, Placeholders
 from data_feeds.tool_specs import read_tools
 from data_feeds.values import holds_lone_surrogate, to_text
 
 HUB = "hub:"
+PICTURES = ("image", "images")
+"""Columns with the row's pictures: one, or a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class Record:
     """All other columns, under their own names."""
     flaw: InvalidRow | None = None
     """Why the row cannot be used, whatever it is for."""
+    reader: PictureReader
+    """Reader of its pictures."""
     fills_gaps: bool = False
     """Whether the file fills in null where an object lacks a key that another row's has, as columnar formats do."""
 
@@ -55,20 +60,38 @@ class Record:
             raise InvalidRow("missing_column", f"it has no {column}")
         return self.columns[column]
 
-    def get_messages(self, column: str, *, text_is: str) -> list[Message]:
+    def get_messages(self, column: str, *, text_is: str, is_reply: bool = False) -> list[Message]:
         """Return the messages in a column; plain text is one turn of the role `text_is`.
 
+        is_reply: whether the column may be the answer to other messages, which have the row's pictures.
         Raises InvalidRow for anything but a list of messages, and UserError for content that would silently be lost.
         """
-        given = self.get_column(column)
-        return read_messages(given, column, self.where, text_is=text_is, fills_gaps=self.fills_gaps)
+        return read_messages(
+            self.get_column(column),
+            column,
+            self.where,
+            text_is=text_is,
+            fills_gaps=self.fills_gaps,
+            places=self._get_places(),
+            is_reply=is_reply,
+        )
+
+    def _get_places(self) -> Placeholders:
+        """Return the pictures of the row's own columns."""
+        there = [name for name in PICTURES if name in self.columns]
+        if len(there) > 1:
+            raise InvalidRow("bad_picture", f"it has {' and '.join(there)}: keep one of them")
+        column = there[0] if there else PICTURES[-1]
+        return Placeholders(self.reader, self.reader.read_all(self.columns.get(column), column), column)
 
     def get_tools(self) -> list[ToolSpec]:
         """Return the tools of the row. Raises InvalidRow for what is not a list of tools."""
         return read_tools(self.columns.get("tools"), fills_gaps=self.fills_gaps)
 
 
-def read_records(source: SourceConfig, *, key: str, needed: Iterable[str], known: Iterable[str]) -> list[Record]:
+def read_records(
+    source: SourceConfig, *, key: str, needed: Iterable[str], known: Iterable[str], max_picture_pixels: int = 2**24
+) -> list[Record]:
     """Read every row of a source. Raises UserError, beginning with `key`, if the source as a whole is wrong.
 
     needed: columns that at least one row must have. known: all columns that are read by our names.
@@ -88,13 +111,25 @@ def read_records(source: SourceConfig, *, key: str, needed: Iterable[str], known
                 f"({{{ours}: ...}})"
             )
     fills_gaps = not source.path.removesuffix(".gz").endswith((".jsonl", ".csv"))
-    records = [_make_record(row, i, names, f"{key}, row {i}", fills_gaps) for i, row in enumerate(rows)]
+    reader = PictureReader(
+        folder=_find_folder(source.path), max_pixels=max_picture_pixels, max_pixels_key="data.max_picture_pixels"
+    )
+    records = [_make_record(row, i, names, f"{key}, row {i}", reader, fills_gaps) for i, row in enumerate(rows)]
     if len({record.id for record in records}) < len(records):
         raise UserError(f"{key}: ids must be unique, and some are not: give every row an id of its own")
     return records
 
 
-def _make_record(row: dict[str, Any], i: int, names: dict[str, str], where: str, fills_gaps: bool) -> Record:
+def _find_folder(path: str) -> Path | None:
+    """Return the folder from which a source's relative paths go out; None for a name on the hub."""
+    if path.startswith(HUB):
+        return None
+    return Path(path) if os.path.isdir(path) else Path(path).parent
+
+
+def _make_record(
+    row: dict[str, Any], i: int, names: dict[str, str], where: str, reader: PictureReader, fills_gaps: bool
+) -> Record:
     columns = {ours: row[theirs] for ours, theirs in names.items() if row.get(theirs) is not None}
     extra = {k: v for k, v in row.items() if k not in names.values() and k != "extra"}
     nested = row.get("extra") or {}
@@ -109,7 +144,7 @@ def _make_record(row: dict[str, Any], i: int, names: dict[str, str], where: str,
             raise InvalidRow("bad_text", 'a text holds half of a character (such as "\\ud800"): write it again')
     except InvalidRow as found:
         row_id, flaw = str(i), found
-    return Record(id=row_id, where=where, columns=columns, extra=extra, flaw=flaw, fills_gaps=fills_gaps)
+    return Record(id=row_id, where=where, columns=columns, extra=extra, reader=reader, flaw=flaw, fills_gaps=fills_gaps)
 
 
 def _read_rows(source: SourceConfig, key: str) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from core.messages import Message
@@ -21,9 +21,14 @@ def find_reasoning_name(template: str) -> str | None:
     return next((name for name in REASONING_NAMES if re.search(rf"\b{name}\b", template)), None)
 
 
-def to_template_messages(messages: Sequence[Message], template: str) -> Sequence[Mapping[str, Any]]:
-    """Return messages as the template reads them."""
-    if not any("reasoning" in message for message in messages):
+def to_template_messages(
+    messages: Sequence[Message], template: str, in_parts: Collection[str] = ()
+) -> Sequence[Mapping[str, Any]]:
+    """Return messages as the template reads them.
+
+    in_parts: roles whose text is given as a list of parts; a turn with pictures always is.
+    """
+    if not any("reasoning" in m or "parts" in m or m["role"] in in_parts for m in messages):
         return messages
     name = find_reasoning_name(template)
     given: list[dict[str, Any]] = []
@@ -31,8 +36,16 @@ def to_template_messages(messages: Sequence[Message], template: str) -> Sequence
         fields: dict[str, Any] = {**message}
         if (reasoning := fields.pop("reasoning", None)) is not None and name is not None:
             fields[name] = reasoning
+        if fields.pop("parts", None) or message["role"] in in_parts:
+            fields["content"] = list_parts(message)
         given.append(fields)
     return given
+
+
+def list_parts(message: Message) -> list[dict[str, Any]]:
+    """Return the content of a message as parts, of which pictures have no data."""
+    parts = message.get("parts") or [{"type": "text", "text": message["content"]}]
+    return [{"type": "image"} if part["type"] == "image" else {**part} for part in parts]
 
 
 def count_characters(messages: Sequence[Message], tools: Sequence[Any] = ()) -> int:

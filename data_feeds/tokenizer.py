@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from core.errors import UserError, first_line, name_error
 from core.hub import describe_hub, prepare_hub
-from core.messages import Message, ToolSpec
+from core.messages import ROLES, Message, ToolSpec, find_pictures
+from core.pictures import Picture, PlacedPicture
 from data_feeds.continuation import STAND_IN, TemplateRefuses, write_answers
+from data_feeds.picture_text import check_texts, count_tokens, insert_pictures, place_pictures
 from data_feeds.template_messages import count_characters, to_template_messages
 from data_feeds.turns import Piece, TrainOn, split_turns
+from modeling.pictures import PictureProcessor, needs_pictures
 from modeling.pretrained import load_pretrained, refuse_own_code
 
 CHARS_PER_TOKEN = 8
@@ -53,13 +56,26 @@ class ChatTokenizer:
                 raise UserError(refusal) from error
             more = "" if is_folder else f"; {describe_hub()}"
             raise UserError(f"{key}={path}: its tokenizer cannot be loaded: {name_error(error)}{more}") from error
-        self.template, self.template_args = template, dict(template_args or {})
+        self.who, self.template, self.template_args = f"{key}={path}", template, dict(template_args or {})
+        self.pictures = self._load_pictures(path, key, trust_remote_code)
         if template == "chat" and not self.hf.chat_template:
+            if self.pictures is not None:
+                raise UserError(f"{key}={path} has no chat template: add one to its processor")
             raise UserError(f"{key}={path} has no chat template: set data.template=plain, or add one to its tokenizer")
         if self.hf.eos_token_id is None:
             raise UserError(f"{key}={path}: its tokenizer has no end-of-sequence token")
         more_ends = _eos_of_generation_config(path, key, trust_remote_code=trust_remote_code)
         self.stop_token_ids = sorted({self.hf.eos_token_id, *more_ends})
+
+    def _load_pictures(self, path: str, key: str, trust_remote_code: bool) -> PictureProcessor | None:
+        """Return the processor of a model that sees pictures, whose chat template comes before the tokenizer's."""
+        if os.path.isdir(path) and not (Path(path) / "config.json").is_file():  # a tokenizer alone
+            return None
+        if not needs_pictures(path, key=key, trust_remote_code=trust_remote_code):
+            return None
+        pictures = PictureProcessor(path, key=key, trust_remote_code=trust_remote_code, tokenizer=self.hf)
+        self.hf.chat_template = pictures.chat_template or self.hf.chat_template
+        return pictures
 
     @property
     def written_ids(self) -> frozenset[int]:
@@ -106,6 +122,9 @@ class ChatTokenizer:
         The tokens of a beginning are those of the whole text but near the cut. So twice the limit, with room for the
         longest token at the cut, leaves no doubt. None for a text that is short, or may be short enough.
         """
+        pictures = find_pictures(messages)
+        if self.pictures is not None and (seen := count_tokens(self.pictures, pictures)) > limit:
+            return seen
         surely = 2 * limit + 4 * self._longest_token
         size = CHARS_PER_TOKEN * surely
         if count_characters(messages, tools) + CHARS_PER_TOKEN * len(messages) <= size:
@@ -124,6 +143,7 @@ class ChatTokenizer:
         where the template does not let them follow the tokens of the reply.
         """
         if self.template == "plain":
+            self._check_pictures(answers, ())
             return self.encode("".join(m["content"] for m in answers))
 
         def write(messages: list[Message], reply_next: bool) -> str:
@@ -174,24 +194,81 @@ class ChatTokenizer:
 
     def save(self, folder: Path) -> None:
         self.hf.save_pretrained(folder)
+        if self.pictures is not None:
+            self.pictures.save(folder)
+
+    def place(self, ids: Sequence[int], pictures: Sequence[Picture], begin: int = 0) -> tuple[PlacedPicture, ...]:
+        """Return the tokens that stand for each picture, in order, from `begin` on.
+
+        Raises PicturesDoNotFit where other pictures stand there, more or fewer.
+        """
+        if self.pictures is None:
+            if pictures:
+                raise self._refuse_pictures()
+            return ()
+        return place_pictures(self.pictures, ids, pictures, begin)
+
+    def _check_pictures(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Picture]:
+        """Return the pictures of a conversation. Raises UserError where they, or its texts, cannot be written."""
+        pictures = find_pictures(messages)
+        if self.pictures is None and pictures:
+            raise self._refuse_pictures()
+        if self.pictures is not None:
+            if pictures and self.template == "plain":
+                raise UserError("data.template=plain writes no pictures: set data.template=chat")
+            check_texts(self.pictures, messages, tools)
+        return pictures
+
+    def _refuse_pictures(self) -> UserError:
+        return UserError(
+            f"{self.who} is a language model, which sees no pictures, and a message holds one: take a model that sees, "
+            "or rows without pictures"
+        )
+
+    @cached_property
+    def _roles_in_parts(self) -> frozenset[str]:
+        """Roles whose text the template of a model that sees writes only where it is given as a list of parts."""
+        if self.pictures is None:
+            return frozenset()
+        return frozenset(role for role in ROLES if self._drops_text_of(role))
+
+    def _drops_text_of(self, role: str) -> bool:
+        said: Message = {"role": role, "content": STAND_IN}
+        asked: Message = {"role": "user", "content": "."}
+        trial = {"user": [said], "assistant": [asked, said], "tool": [asked, said]}.get(role, [said, asked])
+        written = [self._try_template(trial, in_parts) for in_parts in ((), ROLES)]
+        return STAND_IN not in written[0] and STAND_IN in written[1]
+
+    def _try_template(self, messages: list[Message], in_parts: Collection[str]) -> str:
+        try:
+            return self._apply_template(messages, in_parts, reply_next=False, tools=())
+        except TemplateRefuses:
+            return ""
 
     def render_text(self, messages: list[Message], *, reply_next: bool, tools: Sequence[ToolSpec] = ()) -> str:
         """Return a conversation as text; reply_next: with the header of the policy's next turn."""
-        if self.template == "chat":
-            from jinja2.exceptions import TemplateError
+        pictures = self._check_pictures(messages, tools)
+        if self.template == "plain":
+            return "".join(m["content"] + (self.hf.eos_token if m["role"] == "assistant" else "") for m in messages)
+        text = self._apply_template(messages, self._roles_in_parts, reply_next=reply_next, tools=tools)
+        return text if self.pictures is None else insert_pictures(self.pictures, text, pictures)
 
-            given = list(tools) or None
-            try:
-                return self.hf.apply_chat_template(
-                    to_template_messages(messages, self.hf.get_chat_template(tools=given)),
-                    tools=given,
-                    tokenize=False,
-                    add_generation_prompt=reply_next,
-                    **self.template_args,
-                )
-            except TemplateError as error:
-                raise TemplateRefuses(first_line(error)) from error
-        return "".join(m["content"] + (self.hf.eos_token if m["role"] == "assistant" else "") for m in messages)
+    def _apply_template(
+        self, messages: list[Message], in_parts: Collection[str], *, reply_next: bool, tools: Sequence[ToolSpec]
+    ) -> str:
+        from jinja2.exceptions import TemplateError
+
+        given = list(tools) or None
+        try:
+            return self.hf.apply_chat_template(
+                to_template_messages(messages, self.hf.get_chat_template(tools=given), in_parts),
+                tools=given,
+                tokenize=False,
+                add_generation_prompt=reply_next,
+                **self.template_args,
+            )
+        except TemplateError as error:
+            raise TemplateRefuses(first_line(error)) from error
 
 
 def join_encoded(parts: list[Encoded]) -> Encoded:

@@ -11,6 +11,7 @@ from typing import Literal
 from core.errors import UserError
 from core.messages import Message
 from data_feeds.continuation import STAND_IN, TemplateRewrites, Write
+from data_feeds.picture_text import with_text
 
 TrainOn = Literal["everything", "last_reply"] | Sequence[str]
 """Part of a conversation that is trained on: everything, its last reply, or the turns of these roles."""
@@ -71,7 +72,7 @@ class _Cut:
 
     def _find_span(self, turn: int) -> range:
         until = self.messages[: turn + 1]
-        blank: Message = {**until[-1], "content": STAND_IN}
+        blank = with_text(until[-1], STAND_IN)
         header, _, tail = self.write([*until[:-1], blank], False).rpartition(STAND_IN)
         whole = self.write(until, False)
         _check_appends(header, whole)
@@ -116,6 +117,11 @@ def _find_turns(messages: list[Message], train_on: TrainOn) -> set[int]:
     if train_on == "last_reply":
         return {*_find_replies(messages)[-1:]}
     return {i for i, m in enumerate(messages) if m["role"] in train_on}
+
+
+def count_written(messages: list[Message], train_on: TrainOn) -> int:
+    """Return how many messages the pieces of a conversation hold: up to its last reply, or a later trained turn."""
+    return 1 + max([*_find_replies(messages), *_find_turns(messages, train_on)], default=-1)
 
 
 def _check_appends(*longer: str) -> None:

@@ -16,6 +16,7 @@ from core.arrays import Floats
 from core.clock import ActivityTimer
 from core.errors import UserError
 from core.phases import ENGINE_ACTIVITIES
+from core.pictures import PlacedPicture, as_argument
 from core.types import Batch, Policy, Prompt, Sample, ScoredColumn, make_sample
 from data_feeds.packing import plan_update
 from data_feeds.tokenizer import ChatTokenizer
@@ -27,6 +28,7 @@ from driver.weight_sync_factory import TOLERANCE
 from modeling.forward import forward, layout_for
 from rollouts.engines.base import Completion, Engine, EngineLacks
 from rollouts.episode import check_completion, make_seed
+from rollouts.transcript import find_places
 from trainers.local import LocalTrainer, TorchLearner
 from trainers.saved_policy import load_policy
 from weight_sync.base import ExportScope, Probe
@@ -57,6 +59,8 @@ class Request:
 
     prompt_ids: list[int]
     seed: int
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Pictures of the prompt."""
 
 
 class Bench:
@@ -74,7 +78,12 @@ class Bench:
         self.requests = self._make_requests(prepared, sampling.sequences)
         torch.manual_seed(self.cfg.seed)
         self.trainer = LocalTrainer(
-            self.cfg.model, self.cfg.trainer, Algorithm(), temperature=self.cfg.rollout.temperature, total_updates=1
+            self.cfg.model,
+            self.cfg.trainer,
+            Algorithm(),
+            temperature=self.cfg.rollout.temperature,
+            support=prepared.support,
+            total_updates=1,
         )
         if target.checkpoint is not None:
             load_policy(self.trainer.model, target.checkpoint)
@@ -86,8 +95,12 @@ class Bench:
     def _make_requests(self, prepared: Prepared, sequences: int) -> list[Request]:
         prompts = [prepared.prompts.draw(i) for i in range(-(-sequences // SIBLINGS))]
         ids = [self.tokenizer.render(prompt.messages, prompt.tools) for prompt in prompts]
+        pictures = [find_places(self.tokenizer, i, p.messages) for i, p in zip(ids, prompts, strict=True)]
         seeds = [make_seed(self.cfg.seed, i // SIBLINGS, i % SIBLINGS, 0) for i in range(sequences)]
-        return [Request(prompt_ids=ids[i // SIBLINGS], seed=seed) for i, seed in enumerate(seeds)]
+        return [
+            Request(prompt_ids=ids[i // SIBLINGS], seed=seed, pictures=pictures[i // SIBLINGS])
+            for i, seed in enumerate(seeds)
+        ]
 
     # --- weights
 
@@ -136,7 +149,7 @@ class Bench:
             done = await asyncio.gather(*(self._generate(request) for request in requests))
         else:
             done = [await self._generate(request) for request in requests]
-        return [as_sample(r.prompt_ids, [d]) for r, d in zip(requests, done, strict=True)]
+        return [as_sample(r, [d]) for r, d in zip(requests, done, strict=True)]
 
     async def sample_by_token(self, requests: Sequence[Request], *, tokens: int) -> list[Sample]:
         """Let the engine sample all requests at once, but each token in a request of its own."""
@@ -147,17 +160,19 @@ class Bench:
                 Request(
                     prompt_ids=requests[i].prompt_ids + [t for part in done[i] for t in part.token_ids],
                     seed=make_seed(requests[i].seed, turn, 0, 0),
+                    pictures=requests[i].pictures,
                 )
                 for i in live
             ]
             parts = await asyncio.gather(*(self._generate(step, max_new_tokens=1) for step in steps))
             for i, part in zip(live, parts, strict=True):
                 done[i].append(part)
-        return [as_sample(r.prompt_ids, parts) for r, parts in zip(requests, done, strict=True)]
+        return [as_sample(r, parts) for r, parts in zip(requests, done, strict=True)]
 
     async def _generate(self, request: Request, max_new_tokens: int | None = None) -> Completion:
         tokens = max_new_tokens or self.max_new_tokens
-        done = await self.engine.generate(request.prompt_ids, max_new_tokens=tokens, seed=request.seed)
+        seen = as_argument(request.pictures)
+        done = await self.engine.generate(request.prompt_ids, max_new_tokens=tokens, seed=request.seed, **seen)
         check_completion(done, max_new_tokens=tokens)
         return done
 
@@ -177,7 +192,7 @@ class Bench:
             scored = self.trainer.compute_columns(batches, frozenset({"prox_logp"}))
         else:
             with torch.no_grad():
-                on_device = (batch.to(self.trainer.device) for batch in batches)
+                on_device = map(self.trainer.media.load, batches)
                 scored = [{"prox_logp": compute(batch).logp.cpu().numpy()} for batch in on_device]
         filled = plan.with_columns([scored])
         return [filled[id(sample)] for sample in samples]
@@ -201,6 +216,7 @@ class Bench:
             temperature=temperature or self.cfg.rollout.temperature,
             entropy=entropy,
             logits_mib=self.cfg.trainer.logits_mib if in_chunks else 0,
+            support=self.trainer.support,
         )
 
 
@@ -215,14 +231,15 @@ def in_one_process(cfg: RLConfig) -> RLConfig:
     return cfg.model_copy(update=changes)
 
 
-def as_sample(prompt_ids: list[int], parts: Sequence[Completion]) -> Sample:
+def as_sample(request: Request, parts: Sequence[Completion]) -> Sample:
     """Return a prompt with its completion, which may have come in parts, as training sees it."""
     ids = [token for part in parts for token in part.token_ids]
-    given, n = len(prompt_ids), len(ids)
+    given, n = len(request.prompt_ids), len(ids)
     return make_sample(
         prompt=Prompt(id="doctor", messages=[]),
-        token_ids=[*prompt_ids, *ids],
+        token_ids=[*request.prompt_ids, *ids],
         action_mask=[False] * given + [True] * n,
         rollout_logp=[0.0] * given + [logp for part in parts for logp in part.logp],
         versions=[-1] * given + [version for part in parts for version in part.versions],
+        pictures=request.pictures,
     )

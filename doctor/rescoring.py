@@ -183,7 +183,12 @@ def with_other_ids(
     of_prompt: Callable[[list[int]], list[int]],
     of_reply: Callable[[list[int]], list[int]] | None,
 ) -> Sample | None:
-    """Return the sample with other ids; None where the reply has another number of them, so that nothing compares."""
+    """Return the sample with other ids; None where the reply has another number of them, so that nothing compares.
+
+    Nothing is said of a sample with pictures either: their places are among its own tokens.
+    """
+    if sample.pictures:
+        return None
     given = int(np.argmax(sample.action_mask))
     prompt, reply = sample.token_ids[:given].tolist(), sample.token_ids[given:].tolist()
     new_prompt = of_prompt(prompt)

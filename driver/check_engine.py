@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
-from core.errors import UserError
+from core.errors import UserError, quote
+from core.support import Support
+from data_feeds.tokenizer import ChatTokenizer
+from modeling.hf_config import read_config
+from modeling.pictures import needs_pictures
+from rollouts.allowed_tokens import find_support
 from rollouts.registry import load_engine_class, resolve_engine
+from rollouts.stops import Stops, check_stops
 
 
 def check_engine(cfg: RLConfig | EvalConfig) -> None:
@@ -36,3 +42,32 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
             f"weight_sync.lora is adapter, and {name} does not sample with an adapter beside the weights: set "
             "rollout.engine to vllm, or weight_sync.lora to merged"
         )
+
+
+def check_pictures(cfg: RLConfig | EvalConfig) -> None:
+    """Raise UserError where the model sees pictures, and the engine does not."""
+    path, trusts = cfg.model.path, cfg.model.trust_remote_code
+    if not needs_pictures(path, trust_remote_code=trusts):
+        return
+    engine = load_engine_class(resolve_engine(cfg.rollout.engine))
+    if not engine.capabilities.pictures:
+        raise UserError(
+            f"model.path={quote(path)} is a model that sees pictures, and rollout.engine={cfg.rollout.engine} takes "
+            "none: set rollout.engine to vllm or hf"
+        )
+    engine.check_family(read_config(path, trust_remote_code=trusts).model_type, path=path)
+
+
+def check_sampling(cfg: RLConfig | EvalConfig, tokenizer: ChatTokenizer) -> Support:
+    """Return the tokens that may be sampled. Raises UserError for a stop or an allowed token that can never come up."""
+    rollout = cfg.rollout
+    check_stops(tokenizer, rollout.stop, rollout.stop_token_ids, tokenizer.vocabulary)
+    stops = Stops(tokenizer, rollout.stop, rollout.stop_token_ids)
+    support = find_support(tokenizer, rollout.allowed_tokens, stops.token_ids)
+    if not support.is_everything and not load_engine_class(resolve_engine(rollout.engine)).capabilities.support:
+        why = "rollout.allowed_tokens is set" if rollout.allowed_tokens else "the model reads pictures"
+        raise UserError(
+            f"{why}, and rollout.engine={rollout.engine} samples from all tokens: restrict it to "
+            "EngineConfig.support, as in rollouts/engines/hf.py, and say so in its capabilities"
+        )
+    return support

@@ -36,6 +36,18 @@ class Rule:
     why: str
 
 
+def _is_text_model(cfg: RunConfig) -> bool:
+    """Tell whether the model is known to read no pictures; a recipe may name one that is made later."""
+    from modeling.hf_config import ModelUnreadable, read_config
+    from modeling.vision import VISION_FAMILIES
+
+    try:
+        config = read_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    except ModelUnreadable:
+        return False
+    return config.model_type not in VISION_FAMILIES
+
+
 RULES = (
     Rule(keys=("max_resumes",), is_unused=lambda cfg: cfg.on_failure == "stop", why="on_failure is stop"),
     Rule(keys=("checkpoint.keep",), is_unused=lambda cfg: not cfg.checkpoint.every, why="checkpoint.every is 0"),
@@ -49,6 +61,11 @@ RULES = (
         keys=("trainer.share_prefixes",),
         is_unused=lambda cfg: cfg.trainer.layout == "padded",
         why="trainer.layout is padded, and only packed rows share",
+    ),
+    Rule(
+        keys=("trainer.vision", "model.lora.vision"),
+        is_unused=_is_text_model,
+        why="model.path is a text model",
     ),
     Rule(
         keys=("rollout.max_turns",),
@@ -66,6 +83,7 @@ RULES = (
     ),
 )
 """Every rule. A test has a recipe for each key here."""
+RULE_OF_VISION = "with model.lora the vision part is frozen anyway, but for adapters of model.lora.vision"
 RULE_OF_TRAIN_ON = "this algorithm trains on the last reply of each row, whatever data.train_on is"
 
 
@@ -80,6 +98,8 @@ def check_keys(cfg: RunConfig, alg: Algorithm, given: frozenset[str]) -> None:
                 raise UserError(f"{key} is set and would not be read, because {rule.why}: leave it out")
     if isinstance(cfg, SLConfig) and alg.rows != "conversations" and is_given("data.train_on", given):
         raise UserError(f"data.train_on is set and would not be read: {RULE_OF_TRAIN_ON}: leave it out")
+    if cfg.model.lora is not None and alg.value_lr is None and is_given("trainer.vision", given):
+        raise UserError(f"trainer.vision is set and would not be read, because {RULE_OF_VISION}: leave it out")
     _check_sources(cfg)
 
 

@@ -19,7 +19,7 @@ from data_feeds.eval_sets import PromptSet, load_sets
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from data_feeds.tool_parsing import check_parser
-from driver.check_engine import check_engine
+from driver.check_engine import check_engine, check_pictures, check_sampling
 from driver.check_models import check_policy, check_room
 from driver.checkpoint_model import CheckpointModel, find_checkpoint_model, write_checkpoint_model
 from driver.devices import count_gpus, uses_gpus
@@ -34,7 +34,6 @@ from modeling.merge import ADAPTER_CONFIG, check_adapter, merge_adapter
 from modeling.pretrained import runs_own_code
 from rollouts.generation import GroupRequests
 from rollouts.registry import load_engine_class
-from rollouts.stops import check_stops
 
 SETTINGS = "evaluation.json"
 """File of a run folder that says how its samples were made."""
@@ -84,13 +83,14 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     if cfg.model.adapter is not None:
         check_adapter(cfg.model.adapter, key="model.adapter")
     check_room(cfg)
+    check_pictures(cfg)
     model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts)
     plan = plan_engines(cfg, model)
     check_reward_and_env(cfg, plan)
     env_tools = plan.load_code()
     tokenizer = make_tokenizer(model, cfg.data)
     check_template_args(tokenizer, cfg.data)
-    check_stops(tokenizer, cfg.rollout.stop, cfg.rollout.stop_token_ids, tokenizer.vocabulary)
+    check_sampling(cfg, tokenizer)
     check_policy(model, tokenizer)
     if trusts and runs_own_code(meta := meta_model(cfg.model.path, trust_remote_code=True)):
         load_engine_class(plan.engine_spec).check_own_code(meta, path=cfg.model.path)

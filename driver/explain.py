@@ -12,6 +12,7 @@ from algs import load_algorithm
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig
 from driver.devices import check_devices, count_gpus, uses_gpus
+from driver.explain_vision import describe_vision, measure_vision
 from driver.load_recipe import Loaded
 from modeling.hf_config import ModelUnreadable, check_model_folder, meta_model
 
@@ -146,6 +147,7 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     of_adapter = f", and {m.adapter:,} of the adapter, which alone are trained" if m.adapter else ""
     rows = [
         ("parameters", f"{m.parameters:,}{of_adapter}"),
+        *describe_vision(loaded.cfg, parameters=m.parameters),
         (
             "memory per rank",
             f"about {m.per_rank:.2f} GiB: weights {m.weights:.2f}, gradients {m.gradients:.2f}, optimizer "
@@ -173,7 +175,8 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
     lora = cfg.model.lora
     adapter = 0 if lora is None else count_adapter(cfg.model.path, lora, trust_remote_code=trusts)
     critic = 0 if alg.value_lr is None else n  # the value model is as large as the policy, and has no adapter
-    in_training = (n if lora is None else adapter) + critic
+    tower = count_frozen_tower(cfg)
+    in_training = (n - tower if lora is None else adapter) + max(0, critic - tower)
     # a precomputed reference is not loaded, and that of an adapter is the policy without it
     spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.precompute_ref_logp)
     beside = [path for path in alg.frozen_models.values() if path or not spared]
@@ -190,6 +193,14 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
         checkpoint=in_training * (4 + states) / GIB,  # float32 weights and the optimizer
         saved=((n if merges else 0) + adapter + critic) * held / GIB,
     )
+
+
+def count_frozen_tower(cfg: RunConfig) -> int:
+    """Count the parameters that trainer.vision takes out of training."""
+    if cfg.trainer.vision == "train":
+        return 0
+    part = measure_vision(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    return 0 if part is None else part.tower
 
 
 def count_adapter(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> int:

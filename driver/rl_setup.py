@@ -19,12 +19,14 @@ from core.phases import Milestone, Phase
 from core.ray_cluster import Remote
 from core.reads import record_reads
 from core.row_layout import RowLayout
+from core.support import Support
 from core.types import Prompt
 from core.workers import Workers, gather_fail_fast
 from data_feeds.feed import Feed, load_prompts
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from data_feeds.tool_parsing import check_parser
+from driver.check_engine import check_pictures, check_sampling
 from driver.check_models import check_frozen_models, check_policy, check_room
 from driver.checkpoint import Checkpoint
 from driver.dead_knobs import HyperParameterCheck
@@ -42,19 +44,15 @@ from driver.session import Session
 from driver.shadows import Shadows, load_shadows
 from driver.time_account import TimeBreakdown
 from driver.trainer_factory import plan_trainer, start_trainers
-from driver.weight_sync_factory import make_weight_sync
+from driver.weight_sync_factory import make_probe, make_weight_sync
 from modeling.hf_config import check_model_folder
 from modeling.lora import check_lora_targets
 from rollouts.availability import EngineAvailability
 from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
 from rollouts.generation import Generation
-from rollouts.stops import check_stops
 from rollouts.worker import RolloutWorker
 from trackers import check_trackers
 from trainers.trainer import Trainer
-
-PROBE_TOKENS = 64
-"""Length of the prompt that proves a weight sync."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +65,8 @@ class Prepared:
     prompts: Feed[Prompt]
     held_out: Feed[Prompt] | None
     rollouts: RolloutPlan
+    support: Support
+    """Tokens that the policy may choose."""
     shadows: list[NamedLoss]
     settings: dict[str, Any]
     hyper_parameters: HyperParameterCheck
@@ -92,6 +92,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
     check_lora_targets(cfg.model)
     check_room(cfg)
+    check_pictures(cfg)
     shadows = load_shadows(cfg, alg)
     rollouts = plan_rollouts(cfg)
     check_reward_and_env(cfg, rollouts)
@@ -99,7 +100,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_policy(cfg.model, tokenizer)
-    check_stops(tokenizer, cfg.rollout.stop, cfg.rollout.stop_token_ids, tokenizer.vocabulary)
+    support = check_sampling(cfg, tokenizer)
     check_frozen_models(alg, tokenizer, cfg.model)
     check_own_code(cfg)
     prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools)
@@ -116,6 +117,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         prompts=prompts,
         held_out=held_out,
         rollouts=rollouts,
+        support=support,
         shadows=shadows,
         settings=settings,
         hyper_parameters=HyperParameterCheck(loaded.given, reads),
@@ -133,15 +135,13 @@ async def start(prepared: Prepared, session: Session) -> Run:
         temperature=cfg.rollout.temperature,
         total_updates=cfg.total_updates,
         shadows=prepared.shadows,
+        support=prepared.support,
     )
     with session.clock.phase(Phase.START):
         trainers, engines = await start_workers(prepared, session, plan)
         layout = await trainers.call_one(0, Trainer.describe_layout)
-    first = feed.all()[0]
-    probe = prepared.tokenizer.render(first.messages, first.tools)[:PROBE_TOKENS]
+    probe = make_probe(cfg, prepared.tokenizer, feed.all())
     first_step = await session.resume(trainers, prepared.checkpoint, prepared.settings)
-    if len(probe) < 2:
-        raise UserError("data.train: the first prompt has fewer than two tokens")
     availability = watch_engines(cfg, engines, session)
     generation = make_generation(prepared, session, engines, availability, first_step)
     held_out = None
@@ -233,6 +233,7 @@ def make_recorder(
             model=cfg.model.model_dump(),
             trainer=cfg.trainer.model_dump(),
             temperature=rollout.temperature,
+            support=prepared.support,
             max_new_tokens=rollout.max_new_tokens,
             updates_per_step=cfg.updates_per_step,
             layout=layout,

@@ -23,6 +23,7 @@ from rewards.several import RewardPlan
 from rewards.weights import plan_rewards
 from rollouts.agents.processes import AgentProcesses, check_agent
 from rollouts.agents.task import AgentPlan
+from rollouts.allowed_tokens import find_support
 from rollouts.availability import ENGINE_GROUP
 from rollouts.engines.base import Capabilities, Engine, EngineConfig
 from rollouts.registry import (
@@ -51,7 +52,7 @@ class RolloutPlan:
     agent: AgentPlan | None
     engine_spec: FileSpec
     engine: EngineConfig
-    """Engine settings without stop tokens and cores, which the worker's process adds."""
+    """Engine settings without stop tokens, support and cores, which the worker's process adds."""
     transports: tuple[TransportName, ...]
     """Transports of weights; in a synchronous run the next one replaces one that fails."""
     max_prompt_tokens: int
@@ -172,7 +173,8 @@ def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatT
     make_engine = load_engine_class(plan.engine_spec).begin(config)
     tokenizer = make_tokenizer(plan.model, plan.data)
     stops = Stops(tokenizer, plan.rollout.stop, plan.rollout.stop_token_ids)
-    engine = make_engine(replace(config, stop_token_ids=stops.token_ids, stop_strings=stops.strings))
+    support = find_support(tokenizer, plan.rollout.allowed_tokens, stops.token_ids)
+    engine = make_engine(replace(config, stop_token_ids=stops.token_ids, stop_strings=stops.strings, support=support))
     return engine, tokenizer, stops
 
 

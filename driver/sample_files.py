@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import writing
+from core.messages import describe_message, describe_messages
 from core.types import Group, Sample
 from driver.rollout_metrics import count_versions
 
@@ -68,7 +69,7 @@ def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
     record = {
         "group": group,
         "id": sample.prompt.id,
-        "prompt": sample.prompt.messages,
+        "prompt": describe_messages(sample.prompt.messages),
         "answer": sample.prompt.answer,
         "completion": sample.completion,
         "stop": sample.stop,
@@ -95,7 +96,7 @@ def list_turns(sample: Sample) -> list[dict[str, Any]]:
     rewards = iter([None] * before + [*sample.turn_rewards])
     turns: list[dict[str, Any]] = []
     for message in sample.transcript:
-        turn: dict[str, Any] = {**message}
+        turn = describe_message(message)
         if message["role"] == "assistant" and (span := next(spans, None)) is not None:
             turn["tokens"] = span[1] - span[0]
             if (reward := next(rewards, None)) is not None:

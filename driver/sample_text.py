@@ -57,10 +57,27 @@ def write_message(message: Mapping[str, Any]) -> str:
     calls = [call["function"] for call in message.get("tool_calls", [])]
     said = [
         f"({message['reasoning']})" if message.get("reasoning") else "",
-        message["content"],
+        write_content(message),
         *(f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls),
     ]
     return f"{message['role']}: " + "\n".join(filter(None, said))
+
+
+def write_content(message: Mapping[str, Any]) -> str:
+    """Return the content of a message as text, in which a picture is its size and the beginning of its hash.
+
+    >>> picture = {"type": "image", "sha256": "3fa985b71c", "width": 56, "height": 40}
+    >>> write_content({"content": "How many?", "parts": [picture, {"type": "text", "text": "How many?"}]})
+    '[picture 56 x 40, 3fa985b7] How many?'
+    """
+    if "parts" not in message:
+        return message["content"]
+    return " ".join(
+        part["text"]
+        if part["type"] == "text"
+        else f"[picture {part['width']} x {part['height']}, {part['sha256'][:8]}]"
+        for part in message["parts"]
+    )
 
 
 def _write_completion(record: dict[str, Any]) -> list[str]:

@@ -44,5 +44,9 @@ class PrecomputedReference:
 
 
 def hash_sample(sample: Sample) -> str:
-    """Hash tokens and loss mask: ids of rows may repeat between training and held-out data."""
-    return hashlib.sha256(sample.token_ids.tobytes() + sample.loss_mask.tobytes()).hexdigest()
+    """Hash tokens, loss mask and pictures: ids of rows may repeat between training and held-out data.
+
+    Other pictures may have the same tokens.
+    """
+    seen = "".join(f" {place.begin} {place.picture.hash}" for place in sample.pictures)
+    return hashlib.sha256(sample.token_ids.tobytes() + sample.loss_mask.tobytes() + seen.encode()).hexdigest()

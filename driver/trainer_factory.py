@@ -13,6 +13,7 @@ from configs.schema import RunConfig
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.loading import FileSpec
 from core.ray_cluster import Cluster
+from core.support import EVERY_TOKEN, Support
 from core.workers import Local, RankInfo, Workers
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class TrainerPlan:
     sources: tuple[str, ...] = ()
     shadows: dict[str, tuple[FileSpec, dict[str, Any]]] = field(default_factory=dict)
     """File and settings of each shadow loss, by its name."""
+    support: Support = EVERY_TOKEN
     has_ref_logp: bool = False
     timeout_s: float = 1800.0
     """Deadline of the ranks' collectives."""
@@ -56,6 +58,7 @@ def build_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
         "total_updates": plan.total_updates,
         "sources": plan.sources,
         "shadows": {name: load_algorithm(spec, given) for name, (spec, given) in plan.shadows.items()},
+        "support": plan.support,
         "has_ref_logp": plan.has_ref_logp,
     }
     if info is None:
@@ -82,6 +85,7 @@ def plan_trainer(
     total_updates: int,
     sources: tuple[str, ...] = (),
     shadows: Sequence[NamedLoss] = (),
+    support: Support = EVERY_TOKEN,
     has_ref_logp: bool = False,
 ) -> TrainerPlan:
     return TrainerPlan(
@@ -94,6 +98,7 @@ def plan_trainer(
         seed=cfg.seed,
         sources=sources,
         shadows={shadow.name: (shadow.spec, shadow.settings) for shadow in shadows},
+        support=support,
         has_ref_logp=has_ref_logp,
         timeout_s=cfg.timeout_s,
     )

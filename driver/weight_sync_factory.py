@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from configs.schema import RLConfig
 from core.clock import ActivityTimer
 from core.deadlines import SYNC_TIMEOUT_GRACE_S
+from core.errors import UserError
+from core.messages import find_pictures
 from core.ray_cluster import Remote
+from core.types import Prompt
 from core.workers import Local, Workers
+from data_feeds.tokenizer import ChatTokenizer
 from driver.rollout_factory import RolloutPlan
+from rollouts.transcript import find_places
 from rollouts.worker import RolloutWorker
 from trainers.trainer import Trainer
 from weight_sync.base import ExportScope, Probe, ReceivesWeights, TransportName, WeightSync
@@ -21,13 +26,36 @@ from weight_sync.transports import BroadcastTransport, ChunkedTransport, SyncEnd
 
 TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
 """Default of weight_sync.probe_tolerance by model.dtype, in nats."""
+PROBE_TOKENS = 64
+"""Length of the prompt that proves a weight sync; after its first picture, where it has one."""
+
+
+def make_probe(cfg: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[Prompt]) -> Probe:
+    """Make the probe from the first prompt, of those with pictures if there are some.
+
+    Raises UserError where it has fewer than two tokens.
+    """
+    prompt = prompts[0]
+    if tokenizer.pictures is not None:
+        prompt = next((p for p in prompts if find_pictures(p.messages)), prompt)
+    ids = tokenizer.render(prompt.messages, prompt.tools)
+    if len(ids) < 2:
+        raise UserError("data.train: the first prompt has fewer than two tokens")
+    places = find_places(tokenizer, ids, prompt.messages)
+    end = PROBE_TOKENS + (places[0].end if places else 0)
+    end = min([end, *(place.begin for place in places if place.end > end)])  # a picture is never cut
+    return Probe(
+        token_ids=ids[:end],
+        bound=cfg.weight_sync.probe_tolerance or TOLERANCE[cfg.model.dtype],
+        pictures=tuple(place for place in places if place.end <= end),
+    )
 
 
 def make_weight_sync(
     cfg: RLConfig,
     trainers: Workers[Trainer],
     workers: Workers[RolloutWorker],
-    probe_ids: list[int],
+    probe: Probe,
     *,
     rollouts: RolloutPlan,
     say: Callable[[str], None],
@@ -39,7 +67,6 @@ def make_weight_sync(
     say: prints a warning when another transport is used. facts: gets the name of the last one. folder: the run folder,
     which holds the files of the disk transport during a sync.
     """
-    probe = Probe(token_ids=probe_ids, bound=cfg.weight_sync.probe_tolerance or TOLERANCE[cfg.model.dtype])
     max_bytes = cfg.weight_sync.bucket_mib * 2**20
     scope: ExportScope = "adapter" if cfg.weight_sync.lora == "adapter" else "whole"
     if isinstance(trainers, Local) and isinstance(workers, Local):

@@ -28,12 +28,32 @@ def find_final_answer(reply: str) -> str:
     return plain.replace(",", "") if NUMBER.fullmatch(plain) else plain
 
 
+def list_boxes(text: str) -> list[str]:
+    r"""Return what the closed boxes of a text hold, without those inside of others.
+
+    >>> list_boxes(r"first \boxed{3}, then \boxed{\frac{1}{2}}, and \boxed{open")
+    ['3', '\\frac{1}{2}']
+    """
+    found: list[str] = []
+    after = 0
+    for box in BOX.finditer(text):
+        if box.start() >= after and (content := _read_box(text, box.end())) is not None:
+            found.append(content)
+            after = box.end() + len(content)
+    return found
+
+
 def _last_box(reply: str) -> str | None:
     """Return what the last closed box holds."""
-    for start in reversed([box.end() for box in BOX.finditer(reply)]):
-        depth = 1
-        for at in range(start, len(reply)):
-            depth += {"{": 1, "}": -1}.get(reply[at], 0)
-            if depth == 0:
-                return reply[start:at]
+    boxes = (_read_box(reply, box.end()) for box in reversed([*BOX.finditer(reply)]))
+    return next((content for content in boxes if content is not None), None)
+
+
+def _read_box(text: str, start: int) -> str | None:
+    """Return what stands from `start` to the brace that closes the box; None where there is none."""
+    depth = 1
+    for at in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if depth == 0:
+            return text[start:at]
     return None

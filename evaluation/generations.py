@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from core.episodes import join_episodes
 from core.errors import UserError, first_line, writing
+from core.messages import describe_messages
 from core.types import Group, Prompt
 from core.whole_files import replacing
 from evaluation.answers import find_final_answer
@@ -87,7 +88,7 @@ def describe_group(group: Group, prompt: Prompt, *, of_set: str, index: int) -> 
             index=index,
             sample=n,
             id=sample.prompt.id,
-            prompt=json.dumps(sample.prompt.messages),
+            prompt=json.dumps(describe_messages(sample.prompt.messages)),
             row=digest,
             answer=sample.prompt.answer,
             extra=json.dumps(sample.prompt.extra, default=str),
@@ -105,7 +106,7 @@ def describe_group(group: Group, prompt: Prompt, *, of_set: str, index: int) -> 
 
 def hash_row(prompt: Prompt) -> str:
     """Hash all that decides on the samples and rewards of a row: messages, tools, answer and other columns."""
-    row = [prompt.messages, prompt.tools, prompt.answer, prompt.extra]
+    row = [describe_messages(prompt.messages), prompt.tools, prompt.answer, prompt.extra]
     return hashlib.sha256(json.dumps(row, default=str).encode()).hexdigest()
 
 

@@ -13,6 +13,9 @@ Attention is the only place where tokens of a sequence meet, so hidden states an
 by itself: the gradient of the prompt's keys adds up over the replies, which is what sharing means. On a CPU torch's own
 scaled_dot_product_attention runs on each segment, or on a run of equal ones at once; on a GPU see attention_varlen.py.
 No other kernel and no padding is needed. The name in transformers is BY_SEQUENCE.
+
+In a vision-language model this is the attention of the language part alone. The patches of a picture see each other in
+both directions, so the vision tower keeps torch's kernel, and this one refuses a layer that is not causal.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from modeling.attention_varlen import attend_varlen, fits_varlen
 from modeling.segments import Run, Segments
+from modeling.vision import VISION_FAMILIES
 
 BY_SEQUENCE = "sdpa_by_sequence"
 
@@ -33,25 +37,37 @@ FAMILIES = frozenset(
 )
 """Model families whose layers all pass segments and window to the kernel, and in which tokens meet nowhere else: no
 linear attention, and no experts whose auxiliary loss would count a shared token once. All are tested."""
+LANGUAGE_PARTS = FAMILIES | {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
+"""Families that a language part may be of, in models of VISION_FAMILIES. Their own are tested within these."""
 
 
 def attend_by_sequence_if_able(model: nn.Module) -> None:
-    """Use this kernel in place of torch's, in transformers' own models of FAMILIES; do nothing for other models."""
+    """Use this kernel in place of torch's, in models of transformers' own layers that are tested with it.
+
+    Does nothing for other models.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
     config: Any = model.config
-    ours = type(model).__module__.startswith("transformers.")
-    if ours and config.model_type in FAMILIES and config._attn_implementation == "sdpa":
+    ours = type(model).__module__.startswith(("transformers.", "modeling."))
+    if ours and _is_tested(config) and config.get_text_config()._attn_implementation == "sdpa":
         AttentionInterface.register(BY_SEQUENCE, attend_by_sequence)
         AttentionMaskInterface.register(BY_SEQUENCE, flash_attention_mask)  # no mask, unless a caller brings one
-        model.set_attn_implementation(BY_SEQUENCE)
+        sees = config.model_type in VISION_FAMILIES
+        model.set_attn_implementation({"text_config": BY_SEQUENCE, "vision_config": "sdpa"} if sees else BY_SEQUENCE)
 
 
 def can_share_prefixes(model: nn.Module) -> bool:
     """Tell whether packed rows of this model may hold shared beginnings."""
     config: Any = model.config
-    return config._attn_implementation == BY_SEQUENCE and config.model_type in FAMILIES
+    return config.get_text_config()._attn_implementation == BY_SEQUENCE and _is_tested(config)
+
+
+def _is_tested(config: Any) -> bool:
+    if config.model_type in VISION_FAMILIES:
+        return config.get_text_config().model_type in LANGUAGE_PARTS
+    return config.model_type in FAMILIES
 
 
 def attend_by_sequence(
@@ -64,13 +80,17 @@ def attend_by_sequence(
     scaling: float | None = None,
     sliding_window: int | None = None,
     segments: Segments | None = None,
+    is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention: [B, H, T, D] queries, [B, Hkv, T, D] keys and values -> [B, T, H, D].
 
     This is the attention interface of transformers. Without segments each of the B rows is one sequence, padded on the
-    right. A window is exact: a token sees the last `sliding_window` tokens of its sequence, itself included.
+    right. A window is exact: a token sees the last `sliding_window` tokens of its sequence, itself included. Raises
+    ValueError for a layer that is not causal: it would be computed as one that is.
     """
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ValueError(f"attention {BY_SEQUENCE} is causal, and {type(module).__name__} is not")
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         raise ValueError(f"attention {BY_SEQUENCE} is for training: it takes neither a mask nor a cache")
     if segments is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from core.support import EVERY_TOKEN, Support
 from core.types import Batch, Policy
 from modeling.attention import BY_SEQUENCE, can_share_prefixes
 from modeling.head import choose_chunk, score_in_chunks
@@ -30,7 +31,8 @@ def layout_for(setting: Literal["auto", "padded", "packed"], model: nn.Module) -
     Code that came with a model may drop the boundaries on the way to the kernel, so it gets padded rows.
     """
     if setting == "auto":
-        takes_borders = model.config._attn_implementation in TAKE_BORDERS and not runs_own_code(model)
+        kernel = model.config.get_text_config()._attn_implementation
+        takes_borders = kernel in TAKE_BORDERS and not runs_own_code(model)
         return "packed" if takes_borders else "padded"
     return setting
 
@@ -51,13 +53,17 @@ def forward(
     temperature: float,
     entropy: bool = False,
     logits_mib: int = 0,
+    support: Support = EVERY_TOKEN,
 ) -> Policy:
     """Compute log-probability (and entropy) of every trained token, [M] float32, with gradient if gradients are on.
 
     module: the callable (DeepSpeed's engine, or the model itself). model: the Hugging Face causal LM inside it.
     log-softmax is in float32, at the sampling temperature: the engine divides its logits by it, so this does too.
     logits_mib: memory for logits, above which they are computed in chunks; 0 computes all at once.
+    support: tokens over which the softmax is taken: those that the engine samples from. SFT and preferences train on
+    given text and take all. Raises RunStopped for a trained token outside of it.
     """
+    support.check_labels(batch.labels)
     (row, column), inputs = _lay_out(model, batch, layout)
     at = row[batch.at], column[batch.at]
     size = choose_chunk(model, len(batch.labels), logits_mib)
@@ -65,10 +71,12 @@ def forward(
         with _head_only_at(model, *at):
             logits = module(**inputs, use_cache=False).logits  # [1, M, V]
         # squeeze, not [0]: the gradient of an index would be a copy as large as all logits
-        return compute_token_logp(logits.squeeze(0), batch.labels, temperature=temperature, entropy=entropy)
+        return compute_token_logp(
+            logits.squeeze(0), batch.labels, temperature=temperature, entropy=entropy, support=support
+        )
 
     def score(logits: Tensor, labels: Tensor) -> Tensor:
-        return torch.stack([x for x in _compute_chunk(logits, labels, temperature, entropy) if x is not None])
+        return torch.stack([x for x in _compute_chunk(logits, labels, temperature, entropy, support) if x is not None])
 
     logp, *rest = score_in_chunks(module, model, inputs, at, batch.labels, score, size)
     return Policy(logp=logp, entropy=rest[0] if entropy else None)
@@ -87,11 +95,13 @@ def compute_values(module: nn.Module, batch: Batch, *, layout: Layout, model: nn
     return values[row[batch.at], column[batch.at], 0].float()
 
 
-def compute_token_logp(logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool) -> Policy:
+def compute_token_logp(
+    logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool, support: Support = EVERY_TOKEN
+) -> Policy:
     """Compute log-softmax of [M, V] logits at [M] labels, in float32; in chunks, to keep no float32 copy of all."""
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
     parts = [
-        checkpoint(_compute_chunk, chunk, chosen, temperature, entropy, use_reentrant=False)
+        checkpoint(_compute_chunk, chunk, chosen, temperature, entropy, support, use_reentrant=False)
         for chunk, chosen in zip(logits.split(size), labels.split(size), strict=True)
     ]
     return Policy(
@@ -100,27 +110,45 @@ def compute_token_logp(logits: Tensor, labels: Tensor, *, temperature: float, en
     )
 
 
-def _compute_chunk(logits: Tensor, labels: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    logits = logits.float() / temperature  # [m, V]
+def _compute_chunk(
+    logits: Tensor, labels: Tensor, temperature: float, entropy: bool, support: Support
+) -> tuple[Tensor, Tensor | None]:
+    logits = support.restrict(logits, temperature)  # [m, A]
     norm = logits.logsumexp(-1)  # [m]
-    logp = logits.gather(-1, labels[:, None])[:, 0] - norm
+    logp = logits.gather(-1, support.to_columns(labels)[:, None])[:, 0] - norm
     return logp, norm - (torch.softmax(logits, -1) * logits).sum(-1) if entropy else None
 
 
 def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-    """Return the place of every flat position in the model's rows, ([T] row, [T] column), and the model's inputs."""
+    """Return the place of every flat position in the model's rows, ([T] row, [T] column), and the model's inputs.
+
+    The pictures' tokens come in the same order in both layouts, row by row, and so does what `media` holds of them.
+    """
+    if batch.pictures and not batch.media:
+        raise ValueError("a batch with pictures has no media: modeling/media.py makes them")
+    rope = batch.rope_ids
     if layout == "padded":
         # No mask: the padding is on the right, and no token attends to its right.
         if (batch.parents >= 0).any():
             raise ValueError("rows that share prefixes cannot be padded: set trainer.share_prefixes=off")
         n_rows, width = len(batch.parents), int(batch.position_ids.max()) + 1
-        padded = batch.input_ids.new_zeros(n_rows, width)
-        padded[batch.segment_ids, batch.position_ids] = batch.input_ids
-        return (batch.segment_ids, batch.position_ids), {"input_ids": padded}
+        inputs = {"input_ids": batch.input_ids.new_full((n_rows, width), choose_padding(model))}
+        inputs["input_ids"][batch.segment_ids, batch.position_ids] = batch.input_ids
+        if rope is not None:
+            inputs["position_ids"] = rope.new_zeros(3, n_rows, width)
+            inputs["position_ids"][:, batch.segment_ids, batch.position_ids] = rope
+        return (batch.segment_ids, batch.position_ids), inputs | batch.media
     row = torch.zeros_like(batch.segment_ids)
     column = torch.arange(len(row), device=row.device)
     inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-    return (row, column), inputs | _sequence_boundaries(model, batch)
+    if rope is not None:  # [4, 1, T]: a mask is made of the first, and positions are the rest
+        inputs["position_ids"] = torch.cat([inputs["position_ids"], rope])[:, None]
+    return (row, column), inputs | batch.media | _sequence_boundaries(model, batch)
+
+
+def choose_padding(model: nn.Module) -> int:
+    """Return a token id that stands for no picture."""
+    return 1 if getattr(model.config, "image_token_id", None) == 0 else 0
 
 
 def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from core.collector import without_collector
 from core.errors import UserError, name_error, quote
 from core.hub import describe_hub, prepare_hub
 from modeling.pretrained import build_from_config, load_pretrained, refuse_own_code
+from modeling.vision import choose_class
 
 LOCAL = ("models", "runs", "data")
 """First parts of a path that name folders of this clone, and no owner on the hub."""
@@ -49,12 +50,11 @@ def read_config(path: str, *, key: str = "model.path", trust_remote_code: bool =
 
 def meta_model(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> nn.Module:
     """Return the model on the meta device, without memory for weights. Raises UserError with the reason."""
-    from transformers import AutoModelForCausalLM
-
     config = read_config(path, key=key, trust_remote_code=trust_remote_code)
+    auto = choose_class(config, path=path, key=key)
     try:
         with torch.device("meta"):
-            return build_from_config(AutoModelForCausalLM, config, trust_remote_code=trust_remote_code)
+            return build_from_config(auto, config, trust_remote_code=trust_remote_code)
     except Exception as error:  # a border, as above: the numbers of the config may not fit together
         raise ModelUnreadable(
             f"{key}={quote(path)}: its config.json makes no causal language model ({name_error(error)}): take "

@@ -1,4 +1,4 @@
-"""Load a causal LM for training."""
+"""Load a language model for training; one that reads pictures, too, where its family is known."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from core.errors import UserError, first_line
 from modeling.attention import attend_by_sequence_if_able
 from modeling.hf_config import read_config
 from modeling.pretrained import load_pretrained, refuse_own_code
+from modeling.vision import choose_class, find_vision
+from modeling.vision_scalar import register_scalar_classes, with_scalar_head
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 NEW_HEADS, OLD_HEADS = "score.", "lm_head."
@@ -29,15 +31,13 @@ def load_model(
     key: str = "model.path",
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load a Hugging Face causal LM on the CPU, without dropout (two forward passes of one policy must agree).
+    """Load a Hugging Face language model on the CPU, without dropout (two passes of one policy must agree).
 
     With `lora` it has a new adapter, and everything else is frozen. Raises UserError, beginning with `key`, where it
     cannot be loaded or its files do not hold exactly the tensors of its config.
     """
-    from transformers import AutoModelForCausalLM
-
     model = _load_pretrained(
-        AutoModelForCausalLM,
+        choose_class(read_config(path, key=key, trust_remote_code=trust_remote_code), path=path, key=key),
         path,
         dtype,
         attention,
@@ -68,14 +68,18 @@ def load_scalar_model(
     from transformers import AutoModelForSequenceClassification
 
     is_new = not _is_scalar(path, trust_remote_code=trust_remote_code)
-    model = _load_pretrained(
-        AutoModelForSequenceClassification,
-        *(path, dtype, attention, gradient_checkpointing),
-        key=key,
-        new_head=is_new,
-        num_labels=1,
-        trust_remote_code=trust_remote_code,
-    )
+    kind: dict[str, Any] = {"key": key, "trust_remote_code": trust_remote_code}
+    if is_new and find_vision(read_config(path, **kind), path=path, key=key) is not None:
+        whole = load_model(
+            path, dtype=dtype, attention=attention, gradient_checkpointing=gradient_checkpointing, **kind
+        )
+        model: Any = with_scalar_head(whole).train()
+    else:
+        register_scalar_classes()
+        settings: dict[str, Any] = {"new_head": is_new, "num_labels": 1}
+        model = _load_pretrained(
+            AutoModelForSequenceClassification, path, dtype, attention, gradient_checkpointing, **kind, **settings
+        )
     if not hasattr(model, "score"):
         raise UserError(
             f"{key}={path} comes with code whose sequence classifier has no linear layer named score, from which "
@@ -84,7 +88,8 @@ def load_scalar_model(
     if is_new:
         nn.init.zeros_(model.score.weight)
     # A sequence classifier needs it to find the last token; values are read elsewhere, see forward.compute_values.
-    model.config.pad_token_id = model.config.pad_token_id or 0
+    config = model.config.get_text_config()
+    config.pad_token_id = config.pad_token_id or 0
     return model
 
 
@@ -93,15 +98,17 @@ def check_weights(path: str, *, key: str = "model.path", trust_remote_code: bool
 
     Only names and shapes are read, in a fraction of a second. A name on the hub is checked when it is loaded.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     if not Path(path).is_dir():
         return
+    auto = choose_class(read_config(path, key=key, trust_remote_code=trust_remote_code), path=path, key=key)
     settings: dict[str, Any] = {"key": key, "trust_remote_code": trust_remote_code, "device_map": "meta"}
     if _is_scalar(path, trust_remote_code=trust_remote_code):
+        register_scalar_classes()
         _read_pretrained(AutoModelForSequenceClassification, path, num_labels=1, **settings)
     else:
-        _read_pretrained(AutoModelForCausalLM, path, **settings)
+        _read_pretrained(auto, path, **settings)
 
 
 def _is_scalar(path: str, *, trust_remote_code: bool) -> bool:
@@ -124,12 +131,17 @@ def _load_pretrained(
     **settings: Any,
 ) -> nn.Module:
     if attention != "auto":
-        settings["attn_implementation"] = attention
+        trusts = settings["trust_remote_code"]
+        sees = find_vision(read_config(path, key=key, trust_remote_code=trusts), path=path, key=key) is not None
+        # flash attention takes the borders of a packed row, which are not those of the pictures' patches
+        split = sees and attention == "flash_attention_2"
+        settings["attn_implementation"] = {"text_config": attention, "vision_config": "sdpa"} if split else attention
     model = _read_pretrained(auto, path, key=key, new_head=new_head, dtype=DTYPES[dtype], **settings)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    if any(getattr(model.config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "hidden_dropout")):
+    parts = [model.config, *(getattr(model.config, name) for name in model.config.sub_configs)]
+    if any(getattr(c, name, 0.0) for c in parts for name in ("attention_dropout", "attn_pdrop", "hidden_dropout")):
         raise UserError(f"{key}={path} has dropout in its config.json: set it to 0")
     if attention == "auto":
         attend_by_sequence_if_able(model)

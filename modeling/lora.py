@@ -6,7 +6,8 @@ https://arxiv.org/abs/2402.09353.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from configs.trainer_schema import LoraConfig, ModelConfig
 from core.errors import UserError
 from modeling.hf_config import meta_model
+from modeling.vision import is_below, parts_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -36,7 +38,8 @@ def with_adapter(model: nn.Module, lora: LoraConfig, *, path: str) -> PeftModel:
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=0.0,
-        target_modules=lora.targets if lora.targets == "all-linear" else check_targets(model, lora.targets, path=path),
+        target_modules=lora.targets if lora.targets == "all-linear" else check_targets(model, lora, path=path),
+        exclude_modules=_exclude_vision(model, lora),
         use_rslora=lora.rslora,
         use_dora=lora.dora,
     )
@@ -46,21 +49,36 @@ def with_adapter(model: nn.Module, lora: LoraConfig, *, path: str) -> PeftModel:
     return wrapped.train()
 
 
-def check_targets(model: nn.Module, targets: list[str], *, path: str) -> list[str]:
+def check_targets(model: nn.Module, lora: LoraConfig, *, path: str) -> list[str]:
     """Return the names as given; raise UserError unless each names linear layers below the head."""
-    matched = {t: [m for name, m in model.named_modules() if f".{name}".endswith(f".{t}")] for t in targets}
-    for target, modules in matched.items():
-        if not modules or not all(_may_adapt(model, m) for m in modules):
+    targets = [] if lora.targets == "all-linear" else lora.targets
+    reach = modules_in_reach(model, lora)
+    for target in targets:
+        matched = [m for name, m in reach if f".{name}".endswith(f".{target}")]
+        if not matched or not all(_may_adapt(model, m) for m in matched):
             raise UserError(
                 f"model.lora.targets names {target!r}, which is no linear layer below the head of model.path={path}: "
-                f"take some of {', '.join(linear_names(model))}, or all-linear"
+                f"take some of {', '.join(linear_names(model, lora))}, or all-linear"
             )
     return targets
 
 
-def linear_names(model: nn.Module) -> list[str]:
-    """Return the last parts of the names of all linear layers below the head."""
-    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _may_adapt(model, module)})
+def modules_in_reach(model: nn.Module, lora: LoraConfig) -> list[tuple[str, nn.Module]]:
+    """Return the modules that may get an adapter, with their names: those of the language part, or all."""
+    parts = parts_of(model)
+    everywhere = parts is None or lora.vision
+    return [(name, m) for name, m in model.named_modules() if everywhere or is_below(name, parts.language)]
+
+
+def linear_names(model: nn.Module, lora: LoraConfig) -> list[str]:
+    """Return the last parts of the names of all linear layers in reach below the head."""
+    return sorted({name.rpartition(".")[2] for name, m in modules_in_reach(model, lora) if _may_adapt(model, m)})
+
+
+def _exclude_vision(model: nn.Module, lora: LoraConfig) -> str | None:
+    """Return PEFT's pattern of the modules out of reach; None where there are none."""
+    parts = parts_of(model)
+    return None if parts is None or lora.vision else rf"(?!{re.escape(parts.language)}\.).*"
 
 
 def check_lora_targets(model: ModelConfig) -> None:
@@ -68,14 +86,14 @@ def check_lora_targets(model: ModelConfig) -> None:
     if model.lora is None:
         return
     empty_model = meta_model(model.path, trust_remote_code=model.trust_remote_code)
-    if model.lora.targets != "all-linear":
-        check_targets(empty_model, model.lora.targets, path=model.path)
+    check_targets(empty_model, model.lora, path=model.path)
     _check_rank(empty_model, model.lora)
 
 
 def _check_rank(model: nn.Module, lora: LoraConfig) -> None:
-    targets = linear_names(model) if lora.targets == "all-linear" else lora.targets
-    adapted = [m for name, m in model.named_modules() if _may_adapt(model, m) and f".{name}".endswith(_dotted(targets))]
+    targets = linear_names(model, lora) if lora.targets == "all-linear" else lora.targets
+    reach = modules_in_reach(model, lora)
+    adapted: list[Any] = [m for name, m in reach if _may_adapt(model, m) and f".{name}".endswith(_dotted(targets))]
     width = min(min(m.weight.shape) for m in adapted)
     if lora.r > width:
         raise UserError(
@@ -92,7 +110,8 @@ def name_lora_targets(lora: LoraConfig, path: str, *, trust_remote_code: bool = 
     """Return the settings with "all-linear" replaced by the names of the layers."""
     if lora.targets != "all-linear":
         return lora
-    return lora.model_copy(update={"targets": linear_names(meta_model(path, trust_remote_code=trust_remote_code))})
+    names = linear_names(meta_model(path, trust_remote_code=trust_remote_code), lora)
+    return lora.model_copy(update={"targets": names})
 
 
 def _may_adapt(model: nn.Module, module: nn.Module) -> bool:

@@ -25,18 +25,25 @@ def score(
 
     from algs.reward_model import append_scored_token
     from core import types
+    from core.messages import find_pictures
     from data_feeds.packing import pack
     from modeling.forward import compute_values
 
-    net, tokenizer = load_once(model, template, trust_remote_code)
-    ids, mask = tokenizer.mask_turns([*prompt.messages, *messages], tools=prompt.tools)
+    net, tokenizer, media = load_once(model, template, trust_remote_code)
+    turns = [*prompt.messages, *messages]
+    ids, mask = tokenizer.mask_turns(turns, tools=prompt.tools)
     nothing = [0.0] * len(ids)
     whole = types.Prompt(id=prompt.id, messages=[])
     sample = types.make_sample(
-        prompt=whole, token_ids=ids, action_mask=mask, rollout_logp=nothing, versions=[-1] * len(ids)
+        prompt=whole,
+        token_ids=ids,
+        action_mask=mask,
+        rollout_logp=nothing,
+        versions=[-1] * len(ids),
+        pictures=tokenizer.place(ids, find_pictures(turns)),
     )
     with torch.no_grad():
-        batch = pack([append_scored_token(sample)], [0.0])
+        batch = media.load(pack([append_scored_token(sample)], [0.0]))
         return {"reward": float(compute_values(net, batch, layout="padded", model=net))}
 
 
@@ -45,12 +52,14 @@ def prepare(*, model: str, template: Template = "chat", trust_remote_code: bool 
 
 
 @lru_cache(maxsize=1)
-def load_once(model: str, template: Template, trust_remote_code: bool) -> tuple[Any, Any]:
+def load_once(model: str, template: Template, trust_remote_code: bool) -> tuple[Any, Any, Any]:
     from data_feeds.tokenizer import ChatTokenizer
     from modeling.hf_config import check_model_folder
     from modeling.load import load_scalar_model
+    from modeling.media import MediaLoader
 
     given: dict[str, Any] = {"key": "reward.settings.model", "trust_remote_code": trust_remote_code}
     check_model_folder(model, **given)
     net = load_scalar_model(model, dtype="float32", attention="auto", **given).eval()
-    return net, ChatTokenizer(model, template, **given)
+    media = MediaLoader(net, model, device="cpu", trust_remote_code=trust_remote_code)
+    return net, ChatTokenizer(model, template, **given), media

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from core.messages import ROLES, Message
+from core.pictures import Picture
 from rewards.worker import call_user_code, last_line
 
 FIELDS = {*Message.__required_keys__, *Message.__optional_keys__}
@@ -53,5 +54,25 @@ def _check_message(answer: Any, who: str) -> None:
         raise TypeError(f"{who} returned a message with {strange[0]!r:.60}, which no message has: {answer!r:.80}")
     if not isinstance(answer["content"], str):
         raise TypeError(f"{who} must return messages whose content is text, it returned {answer!r:.80}")
+    if "parts" in answer:
+        _check_parts(answer, who)
     if answer["role"] not in ROLES:
         raise TypeError(f"{who} answered as {answer['role']!r}, which is none of {', '.join(ROLES)}")
+
+
+def _check_parts(answer: dict[str, Any], who: str) -> None:
+    """Raise TypeError for parts that are no text and pictures, or whose text is not the message's."""
+    parts, texts = answer["parts"], list[str]()
+    if not isinstance(parts, list):
+        raise TypeError(f"{who} must return messages whose parts are a list, it returned {parts!r:.80}")
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind != "image" or not isinstance(part.get("image"), Picture):
+            raise TypeError(
+                f"{who} returned the part {part!r:.80}: a part is {{type: text, text}} or {{type: image, image}} with "
+                "a picture of core.pictures.read_picture"
+            )
+    if "".join(texts) != answer["content"]:
+        raise TypeError(f"{who} returned a message whose content is not the text of its parts: {answer!r:.80}")

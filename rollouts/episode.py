@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 from core.blocking import Unblocked
 from core.errors import RunStopped, UserError
 from core.messages import Message, ToolSpec, name_of_tool
+from core.pictures import as_argument
 from core.types import Prompt, Sample
+from data_feeds.picture_text import PicturesDoNotFit
 from data_feeds.tool_parsing import ParsedReply, PlainParser, ReplyParser, rename_taken
 from rewards.worker import call_user_code, last_line
 from rollouts.answers import check_answers, check_turn_scores
@@ -106,7 +108,10 @@ class _Episode:
         """
         env = self._get_env()
         for turn in range(self.rules.max_turns):
-            script = self._continue_seat(env, given)
+            try:
+                script = self._continue_seat(env, given)
+            except PicturesDoNotFit as error:
+                raise _EnvironmentFailed(str(error)) from error
             if script is None:
                 return
             reply = await self._ask_policy(script, turn)
@@ -134,7 +139,7 @@ class _Episode:
             script.stop = "length"
             return None
         script.said += given
-        script.append_given(observed)
+        script.append_given(self.tokenizer, observed, given)
         return script
 
     def _begin_seat(self, env: Env, given: list[Message]) -> Transcript:
@@ -150,12 +155,13 @@ class _Episode:
                 "environment adds to it (tools, first messages): raise data.max_prompt_tokens"
             )
         script = self.seats[env.player] = Transcript(shown, self.rules.max_new_tokens)
-        script.append_given(ids)
+        script.append_given(self.tokenizer, ids, shown.messages)
         return script
 
     async def _ask_policy(self, script: Transcript, turn: int) -> ParsedReply:
         seed = self.rules.seed_of_turn(turn)
-        done = await self.engine.generate(script.ids, max_new_tokens=script.left, seed=seed)
+        seen = as_argument(script.pictures)
+        done = await self.engine.generate(script.ids, max_new_tokens=script.left, seed=seed, **seen)
         check_completion(done, max_new_tokens=script.left)
         if self.rules.stops is not None:
             self.rules.stops.check_completion(done.token_ids, done.stop)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from core.clock import ActivityTimer
-from core.messages import Message
+from core.messages import Message, find_pictures
 from core.phases import Activity
+from core.pictures import as_argument
 from core.types import Prompt, Stop
 from data_feeds.continuation import TemplateRefuses
 from data_feeds.tool_parsing import PlainParser, ReplyParser, rename_taken
@@ -167,6 +168,8 @@ class Session:
                 "calls of tools: set that key in the recipe, or leave tools out",
                 param="tools",
             )
+        if getattr(self.sampler.tokenizer, "pictures", None) is None and find_pictures(ask.messages):
+            raise Refused("the policy is a language model, which sees no pictures: leave them out", param="messages")
         try:
             planned = self.trace.plan_reply(ask.messages, ask.tools)
         except CannotContinue as error:
@@ -227,7 +230,9 @@ class Session:
         sampler = self.sampler
         seed = self.seed_of_turn(self._choose_seed(planned))
         with sampler.timer.measure(Activity.GENERATE):
-            done = await sampler.engine.generate(planned.context, max_new_tokens=max_new_tokens, seed=seed)
+            done = await sampler.engine.generate(
+                planned.context, max_new_tokens=max_new_tokens, seed=seed, **as_argument(planned.pictures)
+            )
         check_completion(done, max_new_tokens=max_new_tokens)
         sampler.stops.check_completion(done.token_ids, done.stop)
         self.counts.sampled += len(done.token_ids)

@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from core.messages import Message, ToolSpec
+from core.pictures import PlacedPicture
 from core.types import Stop
 from data_feeds.continuation import TemplateRefuses, TemplateRewrites
 from rollouts.engines.base import Completion
+from rollouts.transcript import PlacesPictures, find_places
 
 
-class Renderer(Protocol):
+class Renderer(PlacesPictures, Protocol):
     """Methods of a tokenizer that a trace needs; see data_feeds/tokenizer.py."""
 
     def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
@@ -44,6 +46,8 @@ class Node:
     """Tools of the branch."""
     told: list[Message]
     given: list[int]
+    pictures: tuple[PlacedPicture, ...]
+    """Pictures of all tokens before the reply."""
     reply: Message
     done: Completion
     number: int
@@ -81,6 +85,8 @@ class Planned:
     """Tokens since the parent's reply."""
     context: list[int]
     """All tokens that the engine gets."""
+    pictures: tuple[PlacedPicture, ...]
+    """Pictures that some of these stand for."""
     depth: int
     """Number of the assistant's messages after those of the prompt."""
 
@@ -101,6 +107,7 @@ class Branch:
     messages: list[Message]
     last: int
     """Number of its last reply."""
+    pictures: tuple[PlacedPicture, ...]
 
 
 class Trace:
@@ -144,6 +151,7 @@ class Trace:
                 told=messages,
                 given=given,
                 context=given,
+                pictures=find_places(self.tokenizer, given, messages),
                 depth=self._count_replies(messages),
             )
         return planned
@@ -155,6 +163,7 @@ class Trace:
             tools=planned.tools,
             told=planned.told,
             given=planned.given,
+            pictures=planned.pictures,
             reply=reply,
             done=done,
             number=self.n_replies,
@@ -209,18 +218,21 @@ class Trace:
         """Return a request that continues `parent`; None where the template does not only append."""
         path = parent.list_path()
         at = sum(len(node.told) + 1 for node in path)
+        before = [i for node in path for i in (*node.given, *node.done.token_ids)]
         try:
             answers = self.tokenizer.render_turns(parent.reply, messages[at:], parent.tools)
+            given = self.close_turn(parent.done.token_ids) + answers
+            pictures = find_places(self.tokenizer, before + given, messages[at:], len(before))
         except (TemplateRewrites, TemplateRefuses):  # what the template refuses in the whole, the full render says
             self.n_not_appended += 1
             return None
-        given = self.close_turn(parent.done.token_ids) + answers
         return Planned(
             parent=parent,
             tools=parent.tools,
             told=messages[at:],
             given=given,
-            context=[i for node in path for i in (*node.given, *node.done.token_ids)] + given,
+            context=before + given,
+            pictures=parent.pictures + pictures,
             depth=self._count_replies(messages),
         )
 
@@ -288,4 +300,5 @@ def _make_branch(leaf: Node, seen: set[int]) -> Branch:
         stop=leaf.refused or leaf.done.stop,
         messages=[message for node in path for message in (*node.told, node.reply)],
         last=leaf.number,
+        pictures=leaf.pictures,
     )

@@ -10,7 +10,8 @@ from typing import Protocol, get_args
 import numpy as np
 
 from core.errors import RunStopped
-from core.messages import Message, ToolSpec
+from core.messages import Message, ToolSpec, find_pictures
+from core.pictures import Picture, PlacedPicture
 from core.types import Prompt, Sample, Stop
 from rollouts.engines.base import Completion, CompletionStop
 
@@ -20,12 +21,31 @@ LARGEST_ID = 2**31 - 1
 """Largest token id that a Sample holds."""
 
 
-class Tokenizer(Protocol):
+class PlacesPictures(Protocol):
+    """Interface of a tokenizer to `find_places`."""
+
+    def place(self, ids: list[int], pictures: Sequence[Picture], begin: int = 0) -> tuple[PlacedPicture, ...]: ...
+
+
+class Tokenizer(PlacesPictures, Protocol):
     """Interface of a tokenizer to an episode; see data_feeds/tokenizer.py."""
 
     def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
     def render_turns(self, reply: Message, answers: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
     def decode(self, ids: list[int]) -> str: ...
+
+
+def find_places(
+    tokenizer: PlacesPictures, ids: list[int], messages: Sequence[Message], begin: int = 0
+) -> tuple[PlacedPicture, ...]:
+    """Return the pictures of messages whose tokens are those of `ids` from `begin` on, with their spans.
+
+    A tokenizer of a vision model is asked where there are none too: text could hold the token that stands for one.
+    """
+    pictures = find_pictures(messages)
+    if not pictures and getattr(tokenizer, "pictures", None) is None:
+        return ()
+    return tokenizer.place(ids, pictures, begin=begin)
 
 
 @dataclass
@@ -47,9 +67,13 @@ class Transcript:
     last_ids: list[int] = field(default_factory=list[int])
     """Tokens of the last reply."""
     stop: Stop = "eos"
+    pictures: tuple[PlacedPicture, ...] = ()
 
-    def append_given(self, ids: list[int]) -> None:
+    def append_given(self, tokenizer: Tokenizer, ids: list[int], messages: Sequence[Message]) -> None:
+        """Append what the player is shown: messages, and the tokens in which they end."""
+        begin = len(self.ids)
         self._append(ids, [0.0] * len(ids), [-1] * len(ids), sampled=False)
+        self.pictures += find_places(tokenizer, self.ids, messages, begin)
 
     def append_sampled(self, done: Completion) -> None:
         self.turns.append((len(self.ids), len(self.ids) + len(done.token_ids)))
@@ -84,6 +108,7 @@ class Transcript:
             turns=tuple(self.turns) if len(self.turns) > 1 else (),
             transcript=[] if self.is_one_text else self.said,
             counts=counts,
+            pictures=self.pictures,
         )
 
     def _append(self, ids: list[int], logp: list[float], versions: list[int], *, sampled: bool) -> None:

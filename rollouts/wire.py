@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.errors import quote
-from core.messages import ROLES, Message, ToolCall, ToolSpec
+from core.messages import ROLES, Message, Part, ToolCall, ToolSpec
+from core.pictures import PictureRefused, read_picture
+from data_feeds.read_pictures import read_data_uri
 from data_feeds.values import holds_lone_surrogate
 
 MODEL = "policy"
@@ -145,7 +147,11 @@ def read_message(given: Any, where: str) -> Message:
     """Return a message of a request. Raises Refused for what no chat template could be shown."""
     if not isinstance(given, dict) or given.get("role") not in ROLES:
         raise Refused(f"{where} must be an object whose role is one of {', '.join(ROLES)}", param=where)
-    message: Message = {"role": given["role"], "content": _read_content(given.get("content"), where)}
+    parts = _read_content(given.get("content"), where)
+    text = "".join(part["text"] for part in parts if part["type"] == "text")
+    message: Message = {"role": given["role"], "content": text}
+    if any(part["type"] == "image" for part in parts):
+        message["parts"] = parts
     for name, value in given.items():
         if name in ("role", "content") or value in (None, [], ""):
             continue
@@ -162,14 +168,28 @@ def read_message(given: Any, where: str) -> Message:
     return message
 
 
-def _read_content(content: Any, where: str) -> str:
+def _read_content(content: Any, where: str) -> list[Part]:
     if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list):
-        texts = [p["text"] for p in content if isinstance(p, dict) and p.get("type") == "text" and "text" in p]
-        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
-            return "".join(texts)
-    raise Refused(f"{where}.content must be text, or a list of parts of type text: the policy sees nothing else")
+        return [{"type": "text", "text": content or ""}]
+    if not isinstance(content, list):
+        raise Refused(f"{where}.content must be text, or a list of parts: the policy sees nothing else")
+    return [_read_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+
+
+def _read_part(part: Any, where: str) -> Part:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    url = part.get("image_url") if kind == "image_url" else None
+    url = url.get("url") if isinstance(url, dict) else url
+    if not isinstance(url, str):
+        raise Refused(f"{where} must be a part of type text or image_url: the policy sees nothing else", param=where)
+    if not url.startswith("data:"):
+        raise Refused(f"{where}: a picture by its address is not fetched: send it as a data URI", param=where)
+    try:
+        return {"type": "image", "image": read_picture(read_data_uri(url))}
+    except PictureRefused as refusal:
+        raise Refused(f"{where}: {refusal}", param=where) from refusal
 
 
 def _read_call(given: Any, where: str) -> ToolCall:

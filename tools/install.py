@@ -32,7 +32,8 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 SETS = ("run", "standard", "test")
 """Each holds the ones before it."""
-EXTRAS = {"run": [], "standard": ["trackers"], "test": ["trackers", "tensorboard", "lm-eval", "test", "dev"]}
+TESTED = ("trackers", "tensorboard", "lm-eval", "gymnasium", "test", "dev")
+EXTRAS = {"run": (), "standard": TESTED[:1], "test": TESTED}
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 MEDIA = ("torchvision", "torchaudio", "torchcodec")
 """vLLM asks for these; a build that does not match torch's breaks every import of vLLM and transformers."""

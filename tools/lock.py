@@ -54,7 +54,8 @@ def lock(pyproject: dict[str, Any], installed: Installed) -> tuple[str, list[str
     never, later = set(ours["never"]), set(ours["later"])
     run = [*project["dependencies"], *extras["cpu"]]
     standard = [*run, *extras["trackers"]]
-    test = [*standard, *extras["tensorboard"], *extras["lm-eval"], *extras["test"], *extras["dev"]]
+    beside = ("tensorboard", "lm-eval", "gymnasium", "test", "dev")
+    test = [*standard, *(one for name in beside for one in extras[name])]
     found = {
         "run": installed.closure(run, without=never | later),
         "standard": installed.closure(standard, without=never),

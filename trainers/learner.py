@@ -9,6 +9,7 @@ from typing import NotRequired, Protocol, TypedDict
 from torch import Tensor, nn
 
 from algs.base import Algorithm
+from core.support import Support
 from weight_sync.base import Bucket, ExportScope
 
 
@@ -53,5 +54,7 @@ class TrainerSettings(TypedDict):
     """Data sets whose losses are logged separately."""
     shadows: NotRequired[dict[str, Algorithm]]
     """Losses that are measured beside the one that trains, by name."""
+    support: NotRequired[Support]
+    """Tokens that the engine samples from, over which the softmax is taken. Unset: all."""
     has_ref_logp: NotRequired[bool]
     """True: reference log-probabilities were computed before training, so no reference model is loaded."""

@@ -7,7 +7,7 @@ needs values. Each is updated by its own gradient, and an update counts as made 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,19 +23,24 @@ from core.arrays import Floats
 from core.clock import ActivityTimer
 from core.errors import RunStopped, UserError, writing
 from core.phases import TRAINER_ACTIVITIES, Activity
+from core.pictures import PlacedPicture
 from core.reads import record_reads
 from core.row_layout import RowLayout
-from core.types import Batch, Policy, Prompt, ScoredColumn, make_sample
+from core.support import EVERY_TOKEN, Support
+from core.types import Batch, Policy, ScoredColumn
 from data_feeds.packing import pack
 from modeling.attention import can_share_prefixes
 from modeling.export import saved_scopes
 from modeling.forward import compute_values, forward, layout_for
 from modeling.load import load_model, load_scalar_model
+from modeling.media import MediaLoader
+from modeling.vision import freeze_tower
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint_state import Counters, RankState, load_state, save_state
 from trainers.learner import Learner
 from trainers.meter import Meter
 from trainers.optimizer import make_lr_schedule
+from trainers.probe import make_probe_sample
 from trainers.shadows import ShadowMeter
 from trainers.step_record import RecordedUpdate, StepRecord
 from weight_sync.base import Bucket, ExportScope
@@ -60,9 +65,11 @@ class Trainer:
         total_updates: int,
         sources: tuple[str, ...] = (),
         shadows: Mapping[str, Algorithm] = MappingProxyType({}),
+        support: Support = EVERY_TOKEN,
         has_ref_logp: bool = False,
     ):
         self.device, self.cfg, self.temperature, self.sources = device, cfg, temperature, sources
+        self.support = support
         self.settings_read: set[str] = set()
         """Hyper-parameters that this process has read, by dotted name; see driver/dead_knobs.py."""
         self.alg = record_reads(alg, self.settings_read, everywhere=True)
@@ -82,10 +89,15 @@ class Trainer:
             policy = load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing)
         else:
             policy = load_model(model.path, **kind, gradient_checkpointing=checkpointing, lora=model.lora)
+        if cfg.vision == "frozen" and model.lora is None:
+            freeze_tower(policy)
         self.policy = self.make_learner(policy)
         self.critic: Learner | None = None
         if alg.value_lr is not None:
-            self.critic = self.make_learner(load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing))
+            critic = load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing)
+            if cfg.vision == "frozen":
+                freeze_tower(critic)
+            self.critic = self.make_learner(critic)
         self.frozen = {
             column: load_model(path or model.path, **kind, key=f"alg, the model of {column}")
             .requires_grad_(False)
@@ -95,6 +107,7 @@ class Trainer:
             if path or not (has_ref_logp or model.lora)
         }
         self.model = self.policy.model
+        self.media = MediaLoader(self.model, model.path, device=device, trust_remote_code=model.trust_remote_code)
         self.layout = layout_for(cfg.layout, self.model)
         self.lr_schedule = make_lr_schedule(cfg, total_updates)
         self.updates_done = self.skipped_in_a_row = 0
@@ -221,7 +234,7 @@ class Trainer:
     ) -> list[dict[ScoredColumn, Floats]]:
         """Return the columns that an algorithm requires, under the current weights: arrays [M], per micro-batch."""
         with self.timer.measure(Activity.LOGP):
-            batches = [batch.to(self.device) for batch in micro_batches]
+            batches = map(self.media.load, micro_batches)
             return [{c: self._compute_column(b, c).cpu().numpy() for c in sorted(columns)} for b in batches]
 
     def _compute_column(self, batch: Batch, column: ScoredColumn) -> Tensor:
@@ -236,27 +249,22 @@ class Trainer:
         model = self.frozen[column]
         layout = layout_for(self.cfg.layout, model)
         mib = self.cfg.logits_mib
-        return forward(model, model, batch, layout=layout, logits_mib=mib, temperature=self.temperature).logp
+        return forward(
+            model, model, batch, layout=layout, logits_mib=mib, temperature=self.temperature, support=self.support
+        ).logp
 
     def _compute_values(self, critic: Learner, batch: Batch) -> Tensor:
         return compute_values(critic.module, batch, layout=self.layout, model=critic.model)
 
     @torch.no_grad()
-    def probe(self, token_ids: list[int]) -> list[float]:
-        """Return the log-probability, at temperature 1, of token_ids[1:] given what is before each."""
-        n = len(token_ids)
-        text = make_sample(
-            prompt=Prompt(id="probe", messages=[]),
-            token_ids=token_ids,
-            action_mask=[True] * n,
-            rollout_logp=[0.0] * n,
-            versions=[-1] * n,
-        )
+    def probe(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> list[float]:
+        """Return the log-probability, at temperature 1, of each token of text after the first, given what is before."""
         with self.timer.measure(Activity.SYNC):
-            return self.forward(pack([text], [0.0]).to(self.device), temperature=1.0).logp.tolist()
+            batch = self.media.load(pack([make_probe_sample(token_ids, pictures)], [0.0]))
+            return self.forward(batch, temperature=1.0, support=EVERY_TOKEN).logp.tolist()
 
-    def forward(self, batch: Batch, *, temperature: float | None = None) -> Policy:
-        """Run the model in training, with gradient."""
+    def forward(self, batch: Batch, *, temperature: float | None = None, support: Support | None = None) -> Policy:
+        """Run the model in training, with gradient; at the run's temperature and over its support unless given."""
         return forward(
             self.policy.module,
             self.model,
@@ -265,6 +273,7 @@ class Trainer:
             temperature=temperature or self.temperature,
             entropy=self.alg.needs_entropy,
             logits_mib=self.cfg.logits_mib,
+            support=self.support if support is None else support,
         )
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
@@ -328,9 +337,13 @@ class Trainer:
             },
         )
 
-    @torch.no_grad()
-    def with_totals(self, micro_batches: list[Batch]) -> list[Batch]:
-        """Return the batches on this device, with the algorithm's sums over the whole update and all ranks."""
-        batches = [b.to(self.device) for b in micro_batches]
-        totals = sum_totals(self.alg, ((self.forward(b), b.tokens) for b in batches), self.sum_over_ranks)
-        return [replace(b, tokens=b.tokens.replace(totals=totals)) for b in batches]
+    def with_totals(self, micro_batches: list[Batch]) -> Generator[Batch]:
+        """Yield the batches on this device, with the algorithm's sums over the whole update and all ranks.
+
+        One after another, because the pixels of a whole update may take more memory than its tokens.
+        """
+        with torch.no_grad():
+            seen = ((self.forward(batch), batch.tokens) for batch in map(self.media.load, micro_batches))
+            totals = sum_totals(self.alg, seen, self.sum_over_ranks)
+        for batch in map(self.media.load, micro_batches):
+            yield replace(batch, tokens=batch.tokens.replace(totals=totals))

@@ -505,7 +505,7 @@ def the_logp_is_that_of_the_next_token_at_the_temperature(forward: ModuleType) -
 
 
 Bug = tuple[str, list[tuple[str, str]], Callable[[ModuleType], None]]
-LEARNT = "learnt = [s.loss_mask[1:] for s in samples]"
+LEARNT = "learnt = [s.loss_mask[1:end] for s, end in zip(samples, ends, strict=True)]"
 ALL = "learnt = [np.ones(len(s.action_mask) - 1, dtype=bool) for s in samples]"
 WEIGHED = "np.repeat(torch.tensor(weights, dtype=dtype).numpy(), counts)"
 MASKED = "np.repeat(weights, counts) * np.concatenate([s.loss_mask[1:] for s in samples])"
@@ -530,7 +530,7 @@ BUGS: dict[str, Bug] = {
         the_logp_is_that_of_the_next_token_at_the_temperature,
     ),
     "the logits of another temperature": (
-        "modeling.forward", [("logits = logits.float() / temperature", "logits = logits.float()")],
+        "modeling.forward", [("support.restrict(logits, temperature)", "support.restrict(logits, 1.0)")],
         the_logp_is_that_of_the_next_token_at_the_temperature,
     ),
     "a denominator that counts padding": (

@@ -36,6 +36,8 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.betas": ([0.9, 0.95], {}),
     "trainer.eps": (1e-6, {}),
     "trainer.share_prefixes": ("auto", {}),
+    "trainer.vision": ("frozen", {"model.path": "models/made_later"}),
+    "model.lora.vision": (True, {"model.path": "models/made_later"}),
 }
 DEAD = {"trainer.betas": {"trainer.optimizer": "sgd"}, "trainer.eps": {"trainer.optimizer": "sgd"}} | {
     "trainer.share_prefixes": {"trainer.layout": "padded"}
@@ -185,6 +187,7 @@ ELSEWHERE = {
     # key: the file that reads it, where no run in one process does
     "ray_address": "driver/session.py",
     "max_resumes": "driver/on_failure.py",
+    "model.lora.vision": "modeling/lora.py",
     "trainer.zero_stage": "trainers/deepspeed.py",
     "trainer.deepspeed": "trainers/deepspeed.py",
     "rollout.restarts": "driver/rl_setup.py",
@@ -230,5 +233,5 @@ def test_every_key_of_the_schema_is_read_by_a_run_or_has_a_reader_by_name(recipe
     keys = {key for cls in SCHEMA for key, owner, name in list_keys(cls) if (owner, name) not in reads}
     assert sorted(keys - {*ELSEWHERE}) == []
     for key, file in ELSEWHERE.items():
-        read = rf"\b(cfg|rollout|agent|trainer|tracking|settings)\.{key.rpartition('.')[2]}\b"
+        read = rf"\b(cfg|rollout|agent|trainer|tracking|settings|lora)\.{key.rpartition('.')[2]}\b"
         assert re.search(read, (ROOT / file).read_text(encoding="utf-8")), f"{file} does not read {key}"

@@ -26,8 +26,9 @@ from driver.early_stop import EarlyStop
 from driver.load_recipe import Loaded, load_recipe
 from driver.rl_setup import make_schedule
 from driver.rollout_factory import plan_rollouts
-from driver.weight_sync_factory import make_weight_sync
+from driver.weight_sync_factory import make_probe, make_weight_sync
 from rewards.weights import weigh_parts
+from rollouts.allowed_tokens import find_support
 from rollouts.stops import Stops
 from trainers.deepspeed import deepspeed_config
 from trainers.optimizer import make_lr_schedule, make_optimizer
@@ -61,6 +62,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollout.engine": ("vllm", {}),
     "rollout.env": ("calculator", {}),
     "rollout.temperature": (0.5, {}),
+    "rollout.allowed_tokens": (["1", "2"], {}),
     "rollout.max_new_tokens": (9, {}),
     "rollout.stop": (["7"], {}),
     "rollout.stop_token_ids": ([9], {}),
@@ -126,9 +128,11 @@ SHOWN: dict[str, tuple[str, ...]] = {
         *("model.lora.r", "model.lora.targets", "model.lora.rslora", "model.lora.dora"),
         *("model.lora.merge_on_save",),
     ),
+    "test_vision_training.py": ("trainer.vision", "model.lora.vision"),
     "test_template_args.py": ("data.template_args",),
     "test_feeds.py": ("data.train.split", "data.max_invalid_fraction", "data.eval"),
     "test_shared_training.py": ("trainer.gradient_checkpointing",),
+    "test_picture_rows.py": ("data.max_picture_pixels",),
     "test_head.py": ("trainer.logits_mib",),
     "test_deepspeed.py": ("trainer.layout",),
     "test_step.py": ("trainer.max_skipped_updates",),
@@ -193,7 +197,7 @@ def rl_footprint(loaded: Loaded[RLConfig]) -> dict[str, Any]:
         cfg,
         Local(SimpleNamespace(timer=None)),
         Local(SimpleNamespace(timer=None, engine=None)),
-        [1, 2],
+        make_probe(cfg, tokenizer, feed.all()),
         rollouts=rollouts,
         say=print,
         facts={},
@@ -206,6 +210,7 @@ def rl_footprint(loaded: Loaded[RLConfig]) -> dict[str, Any]:
         "rewards": rollouts.reward_functions,
         "reward": weigh_parts(cfg.reward, PARTS, "train"),
         "parser": vars(make_parser(cfg.rollout.tool_parser, tokenizer)).keys(),
+        "support": find_support(tokenizer, cfg.rollout.allowed_tokens, stops.token_ids),
         "stops": (stops.token_ids, stops.strings and stops.strings.strings),
         "schedule": make_schedule(cfg),
         "prompts": [(p.source, tokenizer.render(p.messages)) for p in drawn],

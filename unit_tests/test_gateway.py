@@ -351,7 +351,12 @@ REFUSED = {
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         400,
-        "messages[0].content must be text",
+        "messages[0].content[0]: a picture by its address is not fetched",
+    ),
+    "sound": (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+        400,
+        "messages[0].content[0] must be a part of type text or image_url",
     ),
     "arguments": (
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}, USER]},

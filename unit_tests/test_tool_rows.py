@@ -138,9 +138,9 @@ def test_parts_of_text_are_one_text_and_other_parts_are_refused(families, tmp_pa
     path = write(tmp_path / "x.jsonl", [{"messages": [{"role": "user", "content": parts}]}])
     [prompt] = prompts(families["hermes"], path).all()
     assert prompt.messages == [user("What is 1+2?")]
-    image = [*parts, {"type": "image", "image": "x.png"}]
-    path = write(tmp_path / "x.jsonl", [{"messages": [{"role": "user", "content": image}]}])
-    with pytest.raises(UserError, match=r"row 0: a message holds a part of the type image, and only parts of text"):
+    video = [*parts, {"type": "video", "video": "x.mp4"}]
+    path = write(tmp_path / "x.jsonl", [{"messages": [{"role": "user", "content": video}]}])
+    with pytest.raises(UserError, match=r"row 0: a message holds a part of the type video, and only parts of text"):
         prompts(families["hermes"], path)
 
 

@@ -18,9 +18,10 @@ from data_feeds.packing import micro_batches
 from driver.load_recipe import load_recipe
 from driver.rollout_factory import build_worker, plan_rollouts
 from driver.trainer_factory import build_trainer, plan_trainer
-from driver.weight_sync_factory import make_weight_sync
+from driver.weight_sync_factory import TOLERANCE, make_weight_sync
 from trainers.trainer import Trainer
 from unit_tests.examples import some_groups
+from weight_sync.base import Probe
 from weight_sync.publisher import RemoteWeightSync
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -152,7 +153,7 @@ def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(
                 cfg_of(**changes),
                 trainers,
                 engines,
-                PROBE,
+                Probe(token_ids=PROBE, bound=TOLERANCE["float32"]),
                 rollouts=plan_rollouts(cfg_of(**changes)),
                 say=said.append,
                 facts=facts,

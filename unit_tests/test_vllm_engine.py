@@ -23,6 +23,7 @@ from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
 from core.buckets import split_into_buckets
 from core.errors import RunStopped, TransportFailed
+from core.support import EVERY_TOKEN, Support
 from modeling.lora import name_lora_targets
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
@@ -108,6 +109,27 @@ async def sample(
     return await asyncio.gather(*[engine.generate(PROMPT, max_new_tokens=max_new_tokens, seed=seed) for seed in seeds])
 
 
+async def check_support(engine: VllmEngine | LocalVllmEngine, model: PreTrainedModel) -> None:
+    """Ban the tokens that the model loves most after the prompt; or allow forty of them, among them the least loved."""
+    with torch.no_grad():
+        order = model(torch.tensor([PROMPT])).logits[0, -1].argsort(descending=True).tolist()
+    assert {c.token_ids[0] for c in await sample(engine, range(20), 1)} & {*order[:100]}, "it loves them"
+    for support in (Support(banned=tuple(sorted(order[:100]))), Support(allowed=tuple(sorted(order[200:240])))):
+        outside = torch.tensor(support.find_outside(range(VOCABULARY)))
+        for temperature in (TEMPERATURE, 0.0):
+            engine._support, engine._temperature = support, temperature
+            for c in await sample(engine, range(12)):
+                assert not support.find_outside(c.token_ids)
+                ids = torch.tensor([PROMPT + c.token_ids])
+                with torch.no_grad():
+                    scores = model(ids).logits[0, len(PROMPT) - 1 : -1] / (temperature or 1.0)
+                scores[:, outside] = -torch.inf
+                ours = scores.log_softmax(-1).gather(-1, ids[0, len(PROMPT) :, None])[:, 0]
+                assert gap(ours.tolist(), c.logp) < BOUND
+                assert temperature or scores.argmax(-1).tolist() == c.token_ids
+    engine._support, engine._temperature = EVERY_TOKEN, TEMPERATURE
+
+
 async def in_thread(call: Any, *args: Any, **kwargs: Any) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, lambda: call(*args, **kwargs))
 
@@ -177,6 +199,8 @@ def test_in_process_engine_follows_the_trainer(family: str, tmp_path: Path) -> N
             assert last == (c.stop == "eos")
             assert last or len(c.token_ids) == 4
         assert {c.stop for c in completions} == {"eos", "length"}
+        if family == "qwen2-tied":
+            await check_support(engine, old)
         await engine.close()
 
     asyncio.run(body())
@@ -309,6 +333,16 @@ def test_a_seed_decides_a_completion_whatever_else_runs(lab: Lab) -> None:
     lab.run(body())
 
 
+def test_it_samples_from_its_support_and_says_the_probabilities_of_that(lab: Lab) -> None:
+    """At once in one engine: requests of another support, which vLLM must not mix up, cannot be there."""
+
+    async def body() -> None:
+        await lab.publish(10, lab.model)
+        await check_support(lab.engine, lab.model)
+
+    lab.run(body())
+
+
 def test_more_prompts_than_one_batch_holds_are_all_answered(lab: Lab) -> None:
     prompts = [[(31 * i + j) % VOCABULARY for j in range(150)] for i in range(40)]  # 6000 tokens; a batch has 2048
 
@@ -386,21 +420,21 @@ def test_what_an_update_cuts_off_is_asked_again_from_its_tokens(lab: Lab, monkey
     assert c.versions == [9] * 8 and gap_of_samples(lab.model, [c]) < BOUND
 
 
-SETTINGS: dict[str, Any] = {"model_path": "", "temperature": 1.0, "max_model_len": 64, "stop_token_ids": STOP}
+SETTINGS: dict[str, Any] = {"temperature": 1.0, "max_model_len": 64, "stop_token_ids": STOP}
 
 
 class Scripted(VllmEngine):
     """Without vLLM's processes: each request gets the next of these answers."""
 
-    def __init__(self, update: RequestMode, *answers: tuple[list[int], str]) -> None:
+    def __init__(self, path: str, update: RequestMode, *answers: tuple[list[int], str]) -> None:
         self.answers, self.asked = list(answers), []
-        super().__init__(EngineConfig(requests=update, **SETTINGS))
+        super().__init__(EngineConfig(model_path=path, requests=update, **SETTINGS))
 
     def _start(self) -> None:
         pass
 
-    async def _request(self, token_ids: list[int], params: Any, ends: Any = None) -> Any:
-        self.asked.append((token_ids, params.max_tokens, params.seed))
+    async def _request(self, prompt: dict[str, Any], params: Any, ends: Any = None) -> Any:
+        self.asked.append((prompt["prompt_token_ids"], params.max_tokens, params.seed))
         ids, reason = self.answers.pop(0)
         said = {
             "token_ids": ids,
@@ -421,9 +455,9 @@ class Scripted(VllmEngine):
     ],
 )
 def test_nothing_is_lost_or_doubled_where_a_request_is_cut(
-    answers: list[tuple[list[int], str]], versions: list[int], stop: str
+    answers: list[tuple[list[int], str]], versions: list[int], stop: str, tiny_path: str
 ) -> None:
-    engine = Scripted("abort", *answers)
+    engine = Scripted(tiny_path, "abort", *answers)
     c = asyncio.run(engine.generate([50, 51], max_new_tokens=4, seed=7))
     ids = [token for part, _ in answers for token in part]
     assert c == Completion(token_ids=ids, logp=[-t / 10 for t in ids], versions=versions, stop=stop)
@@ -436,9 +470,9 @@ def test_nothing_is_lost_or_doubled_where_a_request_is_cut(
 
 
 @pytest.mark.parametrize("update", ["keep", "wait"])
-def test_an_abort_that_is_not_ours_stops_the_run(update: RequestMode) -> None:
+def test_an_abort_that_is_not_ours_stops_the_run(update: RequestMode, tiny_path: str) -> None:
     with pytest.raises(RunStopped, match="ended a request with 'abort'"):
-        asyncio.run(Scripted(update, ([40], "abort")).generate([50], max_new_tokens=4, seed=7))
+        asyncio.run(Scripted(tiny_path, update, ([40], "abort")).generate([50], max_new_tokens=4, seed=7))
 
 
 class SlowToPause(VllmEngine):
@@ -453,9 +487,10 @@ class SlowToPause(VllmEngine):
         self.paused.append(mode)
 
 
-def test_a_drain_may_take_longer_than_a_step_of_an_update() -> None:
+def test_a_drain_may_take_longer_than_a_step_of_an_update(tiny_path: str) -> None:
     drain, *others = (
-        SlowToPause(EngineConfig(requests=u, timeout_s=0.1, **SETTINGS)) for u in ("wait", "keep", "abort")
+        SlowToPause(EngineConfig(model_path=tiny_path, requests=u, timeout_s=0.1, **SETTINGS))
+        for u in ("wait", "keep", "abort")
     )
     asyncio.run(drain.pause())
     assert drain.paused == ["wait"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from safetensors import SafetensorError
 from torch import Tensor
 
 from core.errors import TransportFailed, first_line
+from core.pictures import PlacedPicture, as_argument
 
 Bucket = list[tuple[str, Tensor]]
 """Named full tensors that travel together."""
@@ -38,6 +39,13 @@ class Probe:
     token_ids: list[int]
     bound: float
     """Largest mean absolute difference, in nats."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Pictures of the prompt, so that a vision part with old weights, or old features of it, is seen."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Arguments of the methods `probe` besides the tokens."""
+        return as_argument(self.pictures)
 
 
 class WeightSync(Protocol):
@@ -59,8 +67,8 @@ class ExportsWeights(Protocol):
         """Yield every tensor once, whole, in buckets of at most `max_bytes` (one tensor at least)."""
         ...
 
-    def probe(self, token_ids: list[int]) -> list[float]:
-        """Return the log-probability, at temperature 1, of token_ids[1:] given what is before each."""
+    def probe(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> list[float]:
+        """Return the log-probability, at temperature 1, of each token of text after the first, given what is before."""
         ...
 
 
@@ -100,8 +108,11 @@ class ReceivesWeights(Protocol):
         """Return one mapping per tensor-parallel rank: checksums of what that rank's last update loaded."""
         ...
 
-    async def probe(self, token_ids: list[int]) -> list[float]:
-        """Return the log-probability, at temperature 1, of token_ids[1:] given what is before each; float32."""
+    async def probe(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> list[float]:
+        """Return the log-probability, at temperature 1, of each token of text after the first, given what is before.
+
+        pictures: what spans of `token_ids` stand for; given only where there are some. float32.
+        """
         ...
 
 

@@ -32,8 +32,8 @@ class LocalWeightSync:
         gap = verify_sync(
             sent.checksums,
             [await self.engine.read_fingerprint()],
-            expected_logp=self.trainer.probe(self.probe.token_ids),
-            probe_logp=[await self.engine.probe(self.probe.token_ids)],
+            expected_logp=self.trainer.probe(self.probe.token_ids, **self.probe.settings),
+            probe_logp=[await self.engine.probe(self.probe.token_ids, **self.probe.settings)],
             bound=self.probe.bound,
         )
         return {"sync/probe_gap": gap, "sync/bytes": float(sent.nbytes)}
@@ -82,7 +82,8 @@ class RemoteWeightSync:
             raise type(error)(f"in the sync of version {version}, {error}") from error
 
     async def _publish(self, version: int, ranks: Sequence[int]) -> dict[str, float]:
-        ends, ids, patient = self.ends.only(ranks), self.probe.token_ids, self.engines.only(ranks)
+        ends, ids, more = self.ends.only(ranks), self.probe.token_ids, self.probe.settings
+        patient = self.engines.only(ranks)
         try:
             await ends.engine_timers.call_all(ActivityTimer.begin_activity, Activity.SYNC)
             # pause first: draining can take minutes, and the broadcast's own timeout is short
@@ -90,8 +91,8 @@ class RemoteWeightSync:
             sent = await self._transfer(version, ends, patient)
             loaded = await ends.engines.call_all(ReceivesWeights.read_fingerprint)
             # one after the other: on shared cores two forward passes at once take longer than both
-            (expected, *_) = await ends.trainers.call_all(ExportsWeights.probe, ids)
-            probed = await ends.engines.call_all(ReceivesWeights.probe, ids)
+            (expected, *_) = await ends.trainers.call_all(ExportsWeights.probe, ids, **more)
+            probed = await ends.engines.call_all(ReceivesWeights.probe, ids, **more)
             gap = verify_sync(
                 sent.checksums,
                 loaded,

@@ -15,7 +15,7 @@ from rollouts.episode import Played
 from rollouts.gateway import Gateway
 from rollouts.session import Sampler, Session
 from rollouts.trace import Branch, Trace
-from rollouts.transcript import Tokenizer
+from rollouts.transcript import Tokenizer, find_places
 from rollouts.wire import MODEL
 
 SHARE_OF_TIMEOUT = 0.9
@@ -44,7 +44,7 @@ class AgentRunner:
         failure = result.failure
         if not branches:
             failure = failure or "the agent ended without a reply of the policy"
-            branches = [_make_empty_branch(self.sampler.tokenizer.render(prompt.messages, prompt.tools))]
+            branches = [_make_empty_branch(self.sampler.tokenizer, prompt)]
         tokenizer, trace = self.sampler.tokenizer, session.trace
         samples = [
             make_sample_of(branch, trace, prompt, tokenizer, {} if failure else result.parts, failure)
@@ -118,6 +118,7 @@ def make_sample_of(
         transcript=cut_prompt(branch.messages, trace),
         turns=branch.turns,
         turn_numbers=branch.turn_numbers,
+        pictures=branch.pictures,
     )
 
 
@@ -143,7 +144,8 @@ def count_requests(session: Session, samples: Sequence[Sample]) -> dict[str, flo
     return {name: float(n) for name, n in found.items()}
 
 
-def _make_empty_branch(ids: list[int]) -> Branch:
+def _make_empty_branch(tokenizer: Tokenizer, prompt: Prompt) -> Branch:
+    ids = tokenizer.render(prompt.messages, prompt.tools)
     n = len(ids)
     return Branch(
         ids=ids,
@@ -155,4 +157,5 @@ def _make_empty_branch(ids: list[int]) -> Branch:
         stop="eos",
         messages=[],
         last=-1,
+        pictures=find_places(tokenizer, ids, prompt.messages),
     )

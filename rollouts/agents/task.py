@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from core.loading import FileSpec
 from core.messages import Message, ToolSpec
+from core.pictures import write_data_uri
 
 RESULT_FD = 3
 """File descriptor on which a command returns its rewards, as one line of JSON."""
@@ -38,7 +39,18 @@ class Task:
 
     def as_json(self) -> dict[str, Any]:
         """Return the task as a command reads it."""
-        return asdict(self)
+        return asdict(replace(self, messages=[])) | {"messages": [*map(write_content, self.messages)]}
+
+
+def write_content(message: Message) -> dict[str, Any]:
+    """Return a message in OpenAI's form, with its pictures as data URIs."""
+    if "parts" not in message:
+        return {**message}
+    content = [
+        {"type": "image_url", "image_url": {"url": write_data_uri(part["image"])}} if part["type"] == "image" else part
+        for part in message["parts"]
+    ]
+    return {**{name: value for name, value in message.items() if name != "parts"}, "content": content}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

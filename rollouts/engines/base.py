@@ -8,7 +8,7 @@ would call them is refused before the start, because `capabilities` says what th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
 from core.pictures import PlacedPicture
-from core.support import Support
+from core.support import EVERY_TOKEN, Support
 from rollouts.stops import StopStrings
 from weight_sync.base import Bucket, Chunk, ReceivesWeights
 
@@ -48,7 +48,7 @@ class EngineConfig:
     """Tokens that end a completion. The model's own generation config is ignored."""
     stop_strings: StopStrings | None = None
     """Texts that end a completion with the token that completes one of them: `find_end` says where."""
-    support: Support = field(default_factory=Support)
+    support: Support = EVERY_TOKEN
     """Tokens that may be sampled."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     trust_remote_code: bool = False
@@ -125,6 +125,11 @@ class Engine(ReceivesWeights, Protocol):
     @classmethod
     def check_own_code(cls, model: nn.Module, *, path: str) -> None:
         """Raise UserError where the engine cannot run a model whose class came with it; it is on the meta device."""
+        return
+
+    @classmethod
+    def check_family(cls, family: str, *, path: str) -> None:
+        """Raise UserError where the engine cannot run a model that sees pictures here; family: its `model_type`."""
         return
 
     async def generate(

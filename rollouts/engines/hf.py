@@ -1,18 +1,17 @@
 """Plain transformers as an engine: for `backend: local`, for debugging, and to test the vLLM engine against.
 
-It has its own copy of the weights and a KV cache. It samples from softmax(logits / temperature), and at temperature 0
-takes the most probable token. It ignores the model's generation config.
+It has its own copy of the weights and a KV cache. It samples from softmax(logits / temperature) over the tokens that
+may be chosen, and at temperature 0 takes the most probable token. It ignores the model's generation config.
 
 It yields to the event loop after every token, so that weights can be loaded during generation. The KV cache of running
-requests is then recomputed from all their tokens.
+requests is then recomputed from all their tokens and pictures.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -22,7 +21,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from core.errors import RunStopped, UserError
+from core.pictures import PlacedPicture, list_written
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
+from rollouts.engines.hf_support.rows import EngineRequest, Rows, make_rows
 from weight_sync.base import Bucket, Chunk
 from weight_sync.broadcast import WeightReceiver
 from weight_sync.chunks import read_chunk
@@ -32,33 +33,6 @@ PARAMETERS = ("input_ids", "attention_mask", "position_ids", "past_key_values", 
 """Names by which a model's forward() is called."""
 
 
-@dataclass(slots=True)
-class _Request:
-    token_ids: list[int]
-    max_new_tokens: int
-    uniform: np.random.Generator
-    """Random numbers, one per token; a request's tokens do not depend on the rest of its batch."""
-    done: asyncio.Future[Completion]
-    new_ids: list[int] = field(default_factory=list)
-    logp: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    @property
-    def so_far(self) -> list[int]:
-        return self.token_ids + self.new_ids
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Inputs of the next forward pass over the live requests."""
-
-    ids: Tensor
-    """[B, L] int64, tokens that are not in the cache yet."""
-    mask: Tensor
-    """[B, all] int64, 0 where a row is padded, on its left."""
-    cache: DynamicCache
-
-
 class HfEngine(Engine):
     """Batched generation with transformers, in the caller's process.
 
@@ -66,24 +40,28 @@ class HfEngine(Engine):
     ends. Requests that come meanwhile wait for the next batch.
     """
 
-    capabilities = Capabilities(broadcast=True, chunks=True, stop_strings=True)
+    capabilities = Capabilities(broadcast=True, chunks=True, pictures=True, support=True, stop_strings=True)
     max_batch = 256
 
     def __init__(self, config: EngineConfig) -> None:
         from modeling.load import load_model
+        from modeling.pictures import PictureProcessor, needs_pictures
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         model = load_model(
             config.model_path, dtype=config.dtype, attention="sdpa", trust_remote_code=config.trust_remote_code
         )
         self.model = model.eval().to(self.device)
+        trusts = config.trust_remote_code
+        sees = needs_pictures(config.model_path, trust_remote_code=trusts)
+        self.processor = PictureProcessor(config.model_path, trust_remote_code=trusts) if sees else None
         self.temperature, self.stop = config.temperature, set(config.stop_token_ids)
-        self.stop_strings = config.stop_strings
+        self.stop_strings, self.support = config.stop_strings, config.support
         self.timeout_s, self.request_mode = config.timeout_s, config.requests
         self.version = -1
         self.n_updates = 0
         self.loaded: dict[str, int] = {}
-        self.waiting: list[_Request] = []
+        self.waiting: list[EngineRequest] = []
         self.running: asyncio.Task[None] | None = None
         self.paused = False
         self.chunks: list[Bucket] | None = None
@@ -100,9 +78,11 @@ class HfEngine(Engine):
                 "generates: add it, as the models of transformers do"
             )
 
-    async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
+    async def generate(
+        self, token_ids: list[int], *, max_new_tokens: int, seed: int, pictures: Sequence[PlacedPicture] = ()
+    ) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.waiting.append(_Request(token_ids, max_new_tokens, np.random.default_rng(seed), future))
+        self.waiting.append(EngineRequest(token_ids, pictures, max_new_tokens, np.random.default_rng(seed), future))
         for _ in range(3):  # let other callers add their requests first
             await asyncio.sleep(0)
         self._start_batch()
@@ -116,22 +96,22 @@ class HfEngine(Engine):
             self.running = asyncio.create_task(self._run_batch(batch))
             self.running.add_done_callback(partial(self._finish_batch, batch))
 
-    async def _run_batch(self, batch: list[_Request]) -> None:
+    async def _run_batch(self, batch: list[EngineRequest]) -> None:
         """Generate all of `batch`, token by token; with weight_sync.requests=abort, until the next update."""
         live = sorted(batch, key=lambda r: len(r.so_far))
         while live:
-            n_updates, rows = self.n_updates, self._make_rows(live)
+            n_updates, rows = self.n_updates, self._make_rows([(r.so_far, r.pictures) for r in live])
             while live and n_updates == self.n_updates:
                 live = self._sample_tokens(rows, live)
                 await asyncio.sleep(0)
             if self.request_mode == "abort":
                 return
 
-    def _finish_batch(self, batch: list[_Request], run: asyncio.Task[None]) -> None:
+    def _finish_batch(self, batch: list[EngineRequest], run: asyncio.Task[None]) -> None:
         """Return completions to the callers, in order of request; put aborted requests first in the queue."""
         self.running = None
         error = None if run.cancelled() else run.exception()
-        cut_off: list[_Request] = []
+        cut_off: list[EngineRequest] = []
         for request in batch:
             if request.done.done():
                 continue
@@ -150,31 +130,25 @@ class HfEngine(Engine):
             # after the callers' tasks: their next requests join the same batch
             asyncio.get_running_loop().call_soon(self._start_batch)
 
-    def _make_rows(self, live: list[_Request]) -> _Rows:
-        """Return inputs with all tokens so far and an empty cache."""
-        width = max(len(r.so_far) for r in live)
-        pads = [width - len(r.so_far) for r in live]
-        return _Rows(
-            ids=self._make_tensor([[0] * pad + r.so_far for pad, r in zip(pads, live, strict=True)]),
-            mask=self._make_tensor([[0] * pad + [1] * (width - pad) for pad in pads]),
-            cache=DynamicCache(config=self.model.config),
-        )
+    def _make_rows(self, live: Sequence[tuple[list[int], Sequence[PlacedPicture]]]) -> Rows:
+        """Return inputs with all these tokens and pictures and an empty cache."""
+        return make_rows(live, DynamicCache(config=self.model.config), self.processor, self.device)
 
     @torch.no_grad()  # here and not around the loop: between two tokens other tasks run, which may want gradients
-    def _sample_tokens(self, rows: _Rows, live: list[_Request]) -> list[_Request]:
+    def _sample_tokens(self, rows: Rows, live: list[EngineRequest]) -> list[EngineRequest]:
         """Sample one token for each of `live`; return the unfinished requests, and prepare their rows."""
-        positions = (rows.mask.cumsum(-1) - 1).clamp(min=0)[:, -rows.ids.shape[1] :]
         out = self.model(
             input_ids=rows.ids,
             attention_mask=rows.mask,
-            position_ids=positions,
+            position_ids=rows.positions,
             past_key_values=rows.cache,
             use_cache=True,
             logits_to_keep=1,
+            **rows.media,
         )
-        logp = (out.logits[:, -1].float() / (self.temperature or 1.0)).log_softmax(-1)  # [B, V]
-        chosen = self._draw_tokens(logp, live) if self.temperature else logp.argmax(-1)  # [B]
-        chosen_logp = logp.gather(-1, chosen[:, None])[:, 0].tolist()
+        logp = self.support.restrict(out.logits[:, -1], self.temperature or 1.0).log_softmax(-1)  # [B, A]
+        columns = self._draw_tokens(logp, live) if self.temperature else logp.argmax(-1)  # [B]
+        chosen, chosen_logp = self.support.to_ids(columns), logp.gather(-1, columns[:, None])[:, 0].tolist()
         stay = []
         for i, (request, token) in enumerate(zip(live, chosen.tolist(), strict=True)):
             request.new_ids.append(token)
@@ -182,38 +156,37 @@ class HfEngine(Engine):
             request.versions.append(self.version)
             if self._stop_reason(request) is None and not request.done.done():
                 stay.append(i)
-        rows.ids, rows.mask = chosen[:, None], torch.cat([rows.mask, rows.mask.new_ones(len(live), 1)], -1)
+        rows.append_tokens(chosen)
         if 0 < len(stay) < len(live):
-            at = torch.tensor(stay, device=self.device)
-            rows.ids, rows.mask = rows.ids[at], rows.mask[at]
-            rows.cache.batch_select_indices(at)
+            rows.keep_rows(torch.tensor(stay, device=self.device))
         return [live[i] for i in stay]
 
-    def _stop_reason(self, request: _Request) -> Literal["eos", "length"] | None:
+    def _stop_reason(self, request: EngineRequest) -> Literal["eos", "length"] | None:
         """Return why a request is finished; None if it is not."""
         n = len(request.new_ids)
         if n and (request.new_ids[-1] in self.stop or self._ends_in_stop_string(request)):
             return "eos"
         return "length" if n == request.max_new_tokens else None
 
-    def _ends_in_stop_string(self, request: _Request) -> bool:
+    def _ends_in_stop_string(self, request: EngineRequest) -> bool:
         strings = self.stop_strings
         return strings is not None and strings.find_end(request.new_ids, start=len(request.new_ids) - 1) is not None
 
-    def _draw_tokens(self, logp: Tensor, live: list[_Request]) -> Tensor:
-        """Invert the cumulative distribution at one uniform number per request, [B, V] -> [B]."""
+    def _draw_tokens(self, logp: Tensor, live: list[EngineRequest]) -> Tensor:
+        """Invert the cumulative distribution at one uniform number per request, [B, A] -> [B]."""
         cumulative = logp.double().exp().cumsum(-1)
         at = torch.tensor([r.uniform.random() for r in live], dtype=torch.float64, device=self.device)
         return torch.searchsorted(cumulative, (at * cumulative[:, -1])[:, None], right=True)[:, 0].clamp(
             max=logp.shape[-1] - 1
         )
 
-    async def probe(self, token_ids: list[int]) -> list[float]:
+    async def probe(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> list[float]:
+        rows = self._make_rows([(token_ids, pictures)])
         with torch.no_grad():
-            logp = (
-                self.model(input_ids=self._make_tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)
-            )
-        return logp[:-1].gather(-1, self._make_tensor(token_ids[1:])[:, None])[:, 0].tolist()
+            out = self.model(input_ids=rows.ids, position_ids=rows.positions, use_cache=False, **rows.media)
+        at = list_written(len(token_ids), pictures)
+        logp = out.logits[0].float().log_softmax(-1)[[i - 1 for i in at]]
+        return logp.gather(-1, self._make_tensor([token_ids[i] for i in at])[:, None])[:, 0].tolist()
 
     async def pause(self) -> None:
         """Finish the running batch with `wait`; otherwise an update may come between any two tokens."""

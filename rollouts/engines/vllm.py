@@ -1,8 +1,8 @@
 """vLLM behind the `Engine` interface, in processes of its own.
 
 Weights come through vLLM's weight-transfer API (rollouts/engines/vllm_support/worker.py), or an adapter alone beside
-the model's own weights; the prefix cache is cleared with every update. vLLM is imported when an engine is made,
-after its environment is set.
+the model's own weights; the prefix cache and that of pictures are cleared with every update. vLLM is imported when an
+engine is made, after its environment is set.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class VllmEngine(VllmBase):
         nccl=True,
         chunks=True,
         adapter=True,
+        pictures=True,
+        support=True,
         stop_strings=True,
         in_process="vllm_local",
     )
@@ -130,6 +132,8 @@ class VllmEngine(VllmBase):
             await self._llm.update_weight_version(str(version))
             # Kept requests are computed again from their tokens, or old keys and values would stay in use.
             await self._llm.reset_prefix_cache(reset_running_requests=True)
+            if self._sees:
+                await self._llm.reset_encoder_cache()  # after that: what was computed of pictures, by their hashes
             await self._llm.resume_generation()
 
         async with asyncio.timeout(self._timeout_s):
@@ -141,12 +145,14 @@ class VllmEngine(VllmBase):
         self._llm.shutdown(timeout=ENGINE_SHUTDOWN_TIMEOUT_S)
         del self._llm  # its finalizer fails when it runs at the interpreter's exit
 
-    async def _request(self, token_ids: list[int], params: Any, ends: Callable[[list[int]], bool] | None = None) -> Any:
+    async def _request(
+        self, prompt: dict[str, Any], params: Any, ends: Callable[[list[int]], bool] | None = None
+    ) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         name = str(next(self._requests))
         request = self._llm.generate(
-            {"prompt_token_ids": token_ids},
+            prompt,
             params,
             request_id=name,
             lora_request=self._adapter_of_requests(),

@@ -21,7 +21,7 @@ class LocalVllmEngine(VllmBase):
     Requests made in the same turn of the event loop run as one batch, during which the process does nothing else.
     """
 
-    capabilities = Capabilities(adapter=True, stop_strings=True)
+    capabilities = Capabilities(adapter=True, pictures=True, support=True, stop_strings=True)
 
     def _start(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -33,7 +33,7 @@ class LocalVllmEngine(VllmBase):
         # vLLM sets one thread for the whole process, and replaces set_num_threads by a function that does nothing
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
-        self._waiting: list[tuple[list[int], Any, asyncio.Future[Any]]] = []
+        self._waiting: list[tuple[dict[str, Any], Any, asyncio.Future[Any]]] = []
 
     async def pause(self) -> None:
         """Return at once: while requests run nothing else does, so none is running now."""
@@ -44,14 +44,18 @@ class LocalVllmEngine(VllmBase):
         self._llm.update_weight_version(str(version))
         if not self._llm.reset_prefix_cache():
             raise RunStopped(f"vLLM did not clear its prefix cache for version {version}")
+        if self._sees:
+            self._llm.llm_engine.reset_encoder_cache()
 
     async def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
 
-    async def _request(self, token_ids: list[int], params: Any, ends: Callable[[list[int]], bool] | None = None) -> Any:
+    async def _request(
+        self, prompt: dict[str, Any], params: Any, ends: Callable[[list[int]], bool] | None = None
+    ) -> Any:
         """Return the whole answer: a batch runs to its end, and what follows a stop string is left out later."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append((token_ids, params, answer))
+        self._waiting.append((prompt, params, answer))
         if len(self._waiting) == 1:
             await asyncio.sleep(0)  # the first request runs all that follow in this turn of the event loop
             self._answer_all()
@@ -59,7 +63,7 @@ class LocalVllmEngine(VllmBase):
 
     def _answer_all(self) -> None:
         waiting, self._waiting = self._waiting, []
-        prompts = [{"prompt_token_ids": token_ids} for token_ids, _, _ in waiting]
+        prompts = [prompt for prompt, _, _ in waiting]
         params = [params for _, params, _ in waiting]
         answers = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter_of_requests())
         for (_, _, future), answer in zip(waiting, answers, strict=True):

@@ -1,9 +1,13 @@
-"""Any environment of gymnasium whose actions and observations are text or numbers.
+"""Any environment of gymnasium whose actions are text or numbers, and whose observations are, or are pictures.
 
 The row says which: its column `gym` is the environment's id ("FrozenLake-v1"), `gym_args` its arguments and `gym_seed`
 the seed of its reset. All episodes of a row begin alike. The policy reads the observation as text, and its action is
 the last number (or the last numbers, or all of the text) of its reply. An action that cannot be read is answered with
 one sentence; it costs a turn, and no step.
+
+With `gym_observe: picture` the policy sees what the environment renders (rgb_array) instead of the observation. With
+`gym_bins: N` it acts by action tokens: each number of a Box is one of N equal bins, `<act_0>` to `<act_N-1>`, and a
+choice of n is one of the first n tokens; see core/action_tokens.py.
 """
 
 from __future__ import annotations
@@ -13,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from core.action_tokens import NotActions, find_centres, list_action_tokens, read_action_tokens
 from core.errors import UserError, name_error
-from core.messages import Message
+from core.messages import Message, Part
+from core.pictures import encode_picture
 from core.types import Prompt
 from data_feeds.tool_parsing import ParsedReply
 from rollouts.envs.base import Env
@@ -22,6 +28,8 @@ from rollouts.envs.base import Env
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 DIGITS = 4
 """Decimals of a number in an observation."""
+MOST_BINS = 1000
+"""Bins of a number of an action."""
 
 
 class BadAction(Exception):
@@ -34,21 +42,25 @@ class Gymnasium(Env):
     def __init__(self, prompt: Prompt):
         super().__init__(prompt)
         self.gym: Any = None
+        self.sees, self.bins = read_form(prompt)
         self.earned: list[float] = []
         """What each reply earned."""
         self.steps = self.invalid = 0
 
     async def open(self) -> list[Message]:
         """Make and reset the environment; show its first observation and its actions."""
-        self.gym = make_gym(self.prompt)
+        self.gym = make_gym(self.prompt, sees=self.sees)
         first, _ = self.gym.reset(seed=self.prompt.extra.get("gym_seed", 0))
-        actions = describe_actions(self.gym.action_space)
-        return [_say(f"observation: {write_value(first, self.gym.observation_space)}\nactions: {actions}")]
+        actions = describe_actions(self.gym.action_space, self.bins)
+        if not self.sees:
+            return [_say(f"observation: {write_value(first, self.gym.observation_space)}\nactions: {actions}")]
+        # a policy that can say action tokens only need not be told
+        return [self._show("" if self.bins else f"actions: {actions}")]
 
     async def step(self, reply: ParsedReply) -> list[Message] | None:
         """Take the action of a reply."""
         try:
-            action = read_action(reply.message["content"], self.gym.action_space)
+            action = read_action(reply.message["content"], self.gym.action_space, self.bins)
         except BadAction as error:
             self.invalid += 1
             self.earned.append(0.0)
@@ -58,6 +70,8 @@ class Gymnasium(Env):
         self.earned.append(float(reward))
         if terminated or truncated:
             return None
+        if self.sees:
+            return [self._show("")]
         return [_say(f"observation: {write_value(seen, self.gym.observation_space)}\nreward: {reward:g}")]
 
     def scores(self) -> dict[str, float]:
@@ -67,14 +81,43 @@ class Gymnasium(Env):
         """Return the reward of every step."""
         return [{"return": reward} for reward in self.earned]
 
+    def _show(self, text: str) -> Message:
+        """Return what the environment looks like now, with some text."""
+        from PIL import Image
+
+        frame = self.gym.render()
+        if not isinstance(frame, np.ndarray) or frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[-1] != 3:
+            raise UserError(
+                f"rollout.env=gymnasium: the row {self.prompt.id}: {self.prompt.extra['gym']} renders no picture "
+                "(rgb_array): leave gym_observe out"
+            )
+        parts: list[Part] = [{"type": "image", "image": encode_picture(Image.fromarray(frame))}]
+        if text:
+            parts.append({"type": "text", "text": text})
+        return {"role": "user", "content": text, "parts": parts}
+
     async def close(self) -> None:
         """Close the environment."""
         if self.gym is not None:
             self.gym.close()
 
 
-def make_gym(prompt: Prompt) -> Any:
-    """Return the environment that a row names. Raises UserError where it names none, or none that there is."""
+def read_form(prompt: Prompt) -> tuple[bool, int]:
+    """Return whether a row's policy sees pictures, and how many bins its actions have; 0 where they are text."""
+    observe, bins = prompt.extra.get("gym_observe") or "text", prompt.extra.get("gym_bins") or 0
+    if observe not in ("text", "picture") or type(bins) is not int or not 0 <= bins <= MOST_BINS:
+        raise UserError(
+            f"rollout.env=gymnasium: the row {prompt.id} may have gym_observe: text or picture, and gym_bins: 1 to "
+            f"{MOST_BINS}, found {observe!r:.60} and {bins!r:.60}"
+        )
+    return observe == "picture", bins
+
+
+def make_gym(prompt: Prompt, *, sees: bool = False) -> Any:
+    """Return the environment that a row names, one that renders if the policy `sees`.
+
+    Raises UserError where it names none, or none that there is.
+    """
     try:
         import gymnasium
     except ImportError as error:
@@ -88,13 +131,17 @@ def make_gym(prompt: Prompt) -> Any:
             f"as an object in gym_args), found {name!r:.60} and {args!r:.60}"
         )
     try:
-        return gymnasium.make(name, **args)
+        return gymnasium.make(name, **args, **({"render_mode": "rgb_array"} if sees else {}))
     except (gymnasium.error.Error, TypeError) as error:
         raise UserError(f"rollout.env=gymnasium: the row {prompt.id}: {name}: {name_error(error)}") from error
 
 
-def describe_actions(space: Any) -> str:
+def describe_actions(space: Any, bins: int = 0) -> str:
     """Return what an action is, in words. Raises UserError for a space that is neither text nor numbers."""
+    if bins:
+        most = _count_bins(space, bins)
+        *_, last = list_action_tokens(int(max(most)))
+        return f"{len(most)} tokens from <act_0> to {last}"
     match type(space).__name__:
         case "Discrete":
             return f"a whole number from {space.start} to {space.start + space.n - 1}"
@@ -108,9 +155,11 @@ def describe_actions(space: Any) -> str:
             raise UserError(f"rollout.env=gymnasium: actions of the kind {other} are neither text nor numbers")
 
 
-def read_action(reply: str, space: Any) -> Any:
-    """Return the action in a reply. Raises BadAction where there is none of the space."""
+def read_action(reply: str, space: Any, bins: int = 0) -> Any:
+    """Return the action in a reply, in action tokens with `bins`. Raises BadAction where there is none of the space."""
     kind = type(space).__name__
+    if bins:
+        return _read_tokens(reply, space, bins)
     if kind == "Text":
         action: Any = reply.strip()
     else:
@@ -131,6 +180,38 @@ def read_action(reply: str, space: Any) -> Any:
     if not space.contains(action):
         raise BadAction(f"the action is {describe_actions(space)}, found {write_value(action)}")
     return action
+
+
+def _read_tokens(reply: str, space: Any, bins: int) -> Any:
+    most = _count_bins(space, bins)
+    try:
+        said = read_action_tokens(reply)
+    except NotActions as error:
+        raise BadAction(f"the action is {describe_actions(space, bins)}: {error}") from error
+    if len(said) != len(most) or any(one >= n for one, n in zip(said, most, strict=True)):
+        raise BadAction(f"the action is {describe_actions(space, bins)}, found {reply.strip()[:60]}")
+    match type(space).__name__:
+        case "Discrete":
+            return np.int64(space.start + said[0])
+        case "Box":
+            return find_centres(said, space.low, space.high, bins).astype(space.dtype).reshape(space.shape)
+        case _:
+            return (np.array(said).reshape(space.shape) + getattr(space, "start", 0)).astype(space.dtype)
+
+
+def _count_bins(space: Any, bins: int) -> list[int]:
+    """Return the number of tokens that each number of an action may be."""
+    match type(space).__name__:
+        case "Discrete":
+            return [int(space.n)]
+        case "MultiDiscrete" | "MultiBinary":
+            return np.broadcast_to(getattr(space, "nvec", 2), space.shape).reshape(-1).tolist()
+        case "Box" if np.isfinite(space.low).all() and np.isfinite(space.high).all():
+            return [bins] * _count_numbers(space)
+        case "Box":
+            raise UserError("rollout.env=gymnasium: a Box without bounds has no bins: leave gym_bins out")
+        case other:
+            raise UserError(f"rollout.env=gymnasium: actions of the kind {other} are no numbers: leave gym_bins out")
 
 
 def write_value(value: Any, space: Any = None) -> str:

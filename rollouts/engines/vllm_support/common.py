@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -13,20 +15,29 @@ from torch import nn
 from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped, TransportFailed, UserError
+from core.pictures import PlacedPicture, list_written
+from core.support import Support
+from modeling.pictures import PictureProcessor, needs_pictures
 from rollouts.engines.base import Completion, Engine, EngineConfig
 from rollouts.engines.vllm_support.architectures import has_architecture
 from rollouts.engines.vllm_support.early_core import CORES, preload_openmp
+from rollouts.engines.vllm_support.pictures import check_prompt, make_prompt
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
+PACKAGES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("torchvision",)),
+    "smolvlm": ("torchvision", "num2words"),
+}
+"""Packages without which vLLM loads no model of a family that sees."""
 ADAPTER_ID = 1
 """Id of the adapter, as in vllm_support/worker.py, which cannot be imported before vLLM's environment is set."""
 _UNPUBLISHED = -1
 """Version of tokens that were sampled before the first update."""
 
 
-def engine_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the keyword arguments of vLLM's EngineArgs."""
+def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False) -> dict[str, Any]:
+    """Return the keyword arguments of vLLM's EngineArgs. sees: the model has a vision part."""
     kv_cache_gib = 4.0 if on_cpu and config.kv_cache_gib is None else config.kv_cache_gib
     return {
         "model": config.model_path,
@@ -42,7 +53,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
         "enable_chunked_prefill": not on_cpu,
         "load_format": "dummy" if config.starts_empty else "auto",
         "use_tqdm_on_load": False,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not sees,  # vLLM's processors of pictures need it
         "trust_remote_code": config.trust_remote_code,
         "generation_config": "vllm",
         # The log-probability under the distribution the token was drawn from: temperature included.
@@ -50,6 +61,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
         "enable_prefix_caching": config.prefix_cache,
         "worker_extension_cls": "rollouts.engines.vllm_support.worker.WorkerMethods",
         "disable_log_stats": True,
+        **({"limit_mm_per_prompt": {"video": 0}} if sees else {}),
         **({} if config.lora is None else _lora_args(config.lora)),
     }
 
@@ -60,7 +72,7 @@ class VllmBase(Engine):
     def __init__(self, config: EngineConfig) -> None:
         self._temperature = config.temperature
         self._stop_token_ids = list(config.stop_token_ids)
-        self._stop_strings = config.stop_strings
+        self._stop_strings, self._support = config.stop_strings, config.support
         self._timeout_s = config.timeout_s
         self._request_mode: RequestMode = config.requests
         self._lora = config.lora
@@ -69,7 +81,12 @@ class VllmBase(Engine):
             prepare_cpu(config.cores, config.tensor_parallel_size)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        self._args = engine_args(config, on_cpu=on_cpu)
+        trusts = config.trust_remote_code
+        self._sees = needs_pictures(config.model_path, trust_remote_code=trusts)
+        self._placeholder: int | None = None
+        if self._sees:
+            self._placeholder = PictureProcessor(config.model_path, trust_remote_code=trusts).placeholder_id
+        self._args = engine_args(config, on_cpu=on_cpu, sees=self._sees)
         self._start()
 
     @classmethod
@@ -82,11 +99,22 @@ class VllmBase(Engine):
                 f"{architecture}: set rollout.engine=hf"
             )
 
+    @classmethod
+    def check_family(cls, family: str, *, path: str) -> None:
+        """Raise UserError where vLLM's own model of the family needs a package that is not there."""
+        if lacking := [name for name in PACKAGES.get(family, ()) if find_spec(name) is None]:
+            raise UserError(
+                f"model.path={path} is a {family} model, which vLLM loads only with {' and '.join(lacking)}: install "
+                "what is missing (the torchvision that was built for this torch), or set rollout.engine=hf"
+            )
+
     def _start(self) -> None:
         """Make vLLM from `self._args`."""
         raise NotImplementedError
 
-    async def generate(self, token_ids: list[int], *, max_new_tokens: int, seed: int) -> Completion:
+    async def generate(
+        self, token_ids: list[int], *, max_new_tokens: int, seed: int, pictures: Sequence[PlacedPicture] = ()
+    ) -> Completion:
         """Sample one continuation of `token_ids` at the run's temperature; it includes the token that stopped it.
 
         A request that an update aborted (weight_sync.requests: abort) is continued from the tokens already sampled.
@@ -97,7 +125,8 @@ class VllmBase(Engine):
         stop: Literal["eos", "length"] | None = None
         while stop is None:
             # a request to a paused engine waits there: this does not spin
-            output = await self._sample(token_ids, ids, max_new_tokens - len(ids), _seed_after(len(ids), seed))
+            seed_now = _seed_after(len(ids), seed)
+            output = await self._sample(token_ids, pictures, ids, max_new_tokens - len(ids), seed_now)
             start = len(ids)
             ids += output.token_ids
             logp += [at[token].logprob for token, at in zip(output.token_ids, output.logprobs, strict=True)]
@@ -110,7 +139,9 @@ class VllmBase(Engine):
             stop = self._stop_reason(output.finish_reason, ids, max_new_tokens)
         return Completion(token_ids=ids, logp=logp, versions=versions, stop=stop)
 
-    async def _sample(self, prompt: list[int], ids: list[int], max_new_tokens: int, seed: int) -> Any:
+    async def _sample(
+        self, prompt: list[int], pictures: Sequence[PlacedPicture], ids: list[int], max_new_tokens: int, seed: int
+    ) -> Any:
         """Run one request of vLLM's to its end, a stop string included; an update may abort it.
 
         ids: tokens of the completion that are sampled already.
@@ -125,8 +156,9 @@ class VllmBase(Engine):
             start, seen = seen, len(ids) + len(new)
             return strings is not None and strings.find_end([*ids, *new], start) is not None
 
-        answer = await self._request(
+        answer = await self._ask(
             prompt + ids,
+            pictures,
             SamplingParams(
                 temperature=self._temperature,
                 top_p=1.0,
@@ -139,6 +171,7 @@ class VllmBase(Engine):
                 ignore_eos=True,  # the caller's stop tokens are complete
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY if strings is None else RequestOutputKind.CUMULATIVE,
+                **_support_params(self._support),
             ),
             ends,
         )
@@ -155,13 +188,14 @@ class VllmBase(Engine):
             raise RunStopped(f"vLLM ended a request with {reason!r} instead of a completion")
         return "eos" if reason == "stop" else "length"
 
-    async def probe(self, token_ids: list[int]) -> list[float]:
-        """Return the log-probability, at temperature 1, of token_ids[1:] given what is before each; without cache."""
+    async def probe(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> list[float]:
+        """Return the log-probability, at temperature 1, of each token of text after the first; without prefix cache."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        answer = await self._request(
+        answer = await self._ask(
             token_ids,
+            pictures,
             SamplingParams(
                 temperature=1.0,
                 max_tokens=1,
@@ -171,7 +205,7 @@ class VllmBase(Engine):
                 output_kind=RequestOutputKind.FINAL_ONLY,
             ),
         )
-        return [at[token].logprob for token, at in zip(token_ids[1:], answer.prompt_logprobs[1:], strict=True)]
+        return [answer.prompt_logprobs[i][token_ids[i]].logprob for i in list_written(len(token_ids), pictures)]
 
     async def cached_tokens(self, token_ids: list[int]) -> int:
         """Return how many tokens of this prompt the prefix cache serves at the moment."""
@@ -179,7 +213,7 @@ class VllmBase(Engine):
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        return (await self._request(token_ids, params)).num_cached_tokens
+        return (await self._ask(token_ids, (), params)).num_cached_tokens
 
     async def read_fingerprint(self) -> list[Mapping[str, int]]:
         """Return, per tensor-parallel rank, the checksums of what the last update's weight loaders wrote."""
@@ -227,7 +261,22 @@ class VllmBase(Engine):
 
         return LoRARequest("policy", ADAPTER_ID, "in memory")
 
-    async def _request(self, token_ids: list[int], params: Any, ends: Callable[[list[int]], bool] | None = None) -> Any:
+    async def _ask(
+        self,
+        token_ids: list[int],
+        pictures: Sequence[PlacedPicture],
+        params: Any,
+        ends: Callable[[list[int]], bool] | None = None,
+    ) -> Any:
+        """Run one request of vLLM's; raise RunStopped where it made other tokens of its pictures than we did."""
+        answer = await self._request(make_prompt(token_ids, pictures, self._placeholder), params, ends)
+        if pictures:
+            check_prompt(answer.prompt_token_ids, token_ids)
+        return answer
+
+    async def _request(
+        self, prompt: dict[str, Any], params: Any, ends: Callable[[list[int]], bool] | None = None
+    ) -> Any:
         """Run one request to its end, or until `ends` is true of the tokens that it has sampled so far."""
         raise NotImplementedError
 
@@ -244,6 +293,16 @@ def _lora_args(lora: LoraConfig) -> dict[str, Any]:
     rank = next(rank for rank in LORA_RANKS if rank >= lora.r)
     targets = [name.rpartition(".")[2] for name in lora.targets]
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
+
+
+def _support_params(support: Support) -> dict[str, Any]:
+    """Return what of vLLM's SamplingParams restricts sampling. The log-probabilities that it returns come later.
+
+    It masks before it divides by the temperature; a bias of -inf bans exactly. On GPUs it holds 1024 ids of each kind.
+    """
+    if support.allowed is not None:
+        return {"allowed_token_ids": list(support.allowed)}
+    return {"logit_bias": dict.fromkeys(support.banned, -math.inf)} if support.banned else {}
 
 
 def _raise_first(failures: list[str]) -> None:

@@ -1,0 +1,70 @@
+"""Actions as tokens: each number of an action is one of a few equal bins, each bin a token: `<act_0>`, `<act_1>`, ...
+
+A policy of language says them like words; `rollout.allowed_tokens` keeps it from saying anything else. A tokenizer must
+have them as tokens of their own, and not as special ones, which are left out of decoded text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+_TOKEN = re.compile(r"<act_(0|[1-9]\d{0,8})>")
+
+
+class NotActions(ValueError):
+    """Reason why a reply is no sequence of action tokens, in a clause."""
+
+
+def list_action_tokens(n: int) -> list[str]:
+    """Return the texts of the first `n` action tokens.
+
+    >>> list_action_tokens(3)
+    ['<act_0>', '<act_1>', '<act_2>']
+    """
+    return [f"<act_{i}>" for i in range(n)]
+
+
+def write_action_tokens(bins: Sequence[int]) -> str:
+    """Return the reply that says these bins.
+
+    >>> write_action_tokens([4, 0])
+    '<act_4><act_0>'
+    """
+    return "".join(f"<act_{i}>" for i in bins)
+
+
+def read_action_tokens(reply: str) -> list[int]:
+    """Return the bins that a reply says. Raises NotActions for any other text.
+
+    >>> read_action_tokens("<act_4><act_0> ")
+    [4, 0]
+    """
+    said = reply.strip()
+    if rest := _TOKEN.sub("", said).strip():
+        raise NotActions(f"{rest[:40]!r} is no action token such as <act_0>")
+    return [int(number) for number in _TOKEN.findall(said)]
+
+
+def find_bins(values: ArrayLike, low: ArrayLike, high: ArrayLike, n: int) -> list[int]:
+    """Return the bin of each value among `n` equal ones from low to high; what lies outside is in the nearest.
+
+    >>> find_bins([-1.0, 0.0, 0.99, 7.0], -1.0, 1.0, 4)
+    [0, 2, 3, 3]
+    """
+    lowest = np.asarray(low, np.float64)
+    share = (np.asarray(values, np.float64) - lowest) / (np.asarray(high, np.float64) - lowest)
+    return np.clip(np.floor(share * n), 0, n - 1).astype(int).reshape(-1).tolist()
+
+
+def find_centres(bins: Sequence[int], low: ArrayLike, high: ArrayLike, n: int) -> NDArray[np.float64]:
+    """Return the value in the middle of each bin, [k].
+
+    >>> find_centres([0, 3], -1.0, 1.0, 4).tolist()
+    [-0.75, 0.75]
+    """
+    low = np.asarray(low, np.float64).reshape(-1)
+    return low + (np.asarray(bins) + 0.5) / n * (np.asarray(high, np.float64).reshape(-1) - low)

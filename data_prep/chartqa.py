@@ -1,0 +1,91 @@
+"""ChartQA (https://arxiv.org/abs/2203.10244, GPL-3.0): questions about pictures of charts.
+
+    python -m data_prep.chartqa --split train --out data/chartqa/train.parquet
+    python -m data_prep.chartqa --out data/chartqa/test.parquet --from downloads/test-00000-of-00001.parquet
+
+A row of the original is {"image", "query", "label", "human_or_machine"}; the label is a list of one answer, a number or
+a few words. With --sft it is also the last turn. Who asked (human or machine) is kept, so that an evaluation can be
+split by it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from data_feeds.invalid_rows import InvalidRow, InvalidRows
+from data_feeds.read_pictures import PictureReader
+from data_feeds.values import to_text
+from data_prep.math_sets import is_parquet, read_parquet
+from data_prep.pictures import ask_about, make_reader
+from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
+from data_prep.script import check_form, run_script, whole
+
+HUB_ID = "HuggingFaceM4/ChartQA"
+PROMPT_FORM = "{question}\nAnswer with a number or a few words."
+ASKED_BY = {"0": "human", "1": "machine", "human": "human", "machine": "machine"}
+
+
+def make(
+    records: list[Record], reader: PictureReader, *, split: str, sft: bool = False, prompt_form: str = PROMPT_FORM
+) -> tuple[list[Row], InvalidRows]:
+    """Make rows from records of the original."""
+    numbered = [(f"chartqa/{split}/{i}", record) for i, record in enumerate(records)]
+    return filter_records(numbered, lambda row_id, record: _row(row_id, record, reader, sft, prompt_form))
+
+
+def _row(row_id: str, record: Record, reader: PictureReader, sft: bool, prompt_form: str) -> Row:
+    question = record.get("query")
+    if not isinstance(question, str) or not question.strip():
+        raise InvalidRow("missing_column", "it has no query")
+    if record.get("image") is None:
+        raise InvalidRow("missing_column", "it has no image")
+    answer = _find_answer(record.get("label"))
+    asked = ask_about(reader.read(record["image"], "image"), prompt_form.format(question=question.strip()))
+    by = ASKED_BY.get(str(record.get("human_or_machine")))
+    return Row(
+        id=row_id,
+        messages=[asked, {"role": "assistant", "content": answer}] if sft else [asked],
+        answer=answer,
+        extra=None if by is None else json.dumps({"asked_by": by}),
+    )
+
+
+def _find_answer(given: Any) -> str:
+    """Return the one answer of a label."""
+    listed = given if isinstance(given, list) else [] if given is None else [given]
+    texts = [to_text(one, "label", "bad_answer").strip() for one in listed]
+    if len(texts) != 1 or not texts[0]:
+        raise InvalidRow("bad_answer", f"label must hold one answer, found {given!r:.60}")
+    return texts[0]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.chartqa", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=rows_file, required=True, help="a name that ends in .parquet or .jsonl")
+    parser.add_argument("--split", default="train", choices=("train", "val", "test"), help="default %(default)s")
+    parser.add_argument("--from", type=Path, nargs="+", dest="files", default=[], help="local files instead of the hub")
+    parser.add_argument("--sft", action="store_true", help="with the answer as the last turn")
+    parser.add_argument("--prompt-form", default=PROMPT_FORM, help="with {question} in it")
+    parser.add_argument("--limit", type=whole(1), help="only so many rows")
+    args = parser.parse_args(argv)
+    check_form(parser, args.prompt_form, "question")
+
+    def made() -> tuple[list[Row], InvalidRows]:
+        records = [r for path in args.files for r in (read_parquet(path) if is_parquet(path) else read_records(path))]
+        reader = make_reader(args.files[0].parent if args.files else None)
+        return make(
+            records or read_hub(HUB_ID, args.split),
+            reader,
+            split=args.split,
+            sft=args.sft,
+            prompt_form=args.prompt_form,
+        )
+
+    convert(parser, args.out, made, limit=args.limit)
+
+
+if __name__ == "__main__":
+    run_script(main)

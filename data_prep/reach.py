@@ -1,0 +1,113 @@
+"""Pictures of an arm that is to reach a dot, generated: starts for reinforcement learning, and an expert's games.
+
+    python -m data_prep.reach --out data/reach --sft 2000
+
+writes train.parquet and eval.parquet, whose rows are starts, and sft.parquet, whose rows are whole games of an expert
+that computes the angles, and in a share of its moves (`--by-chance`) wants any. rollouts/envs/reach.py has the rules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from pathlib import Path
+
+from core.action_tokens import write_action_tokens
+from core.messages import Message
+from data_prep.rows import Row, write_splits
+from data_prep.script import run_script, share, whole
+from rollouts.envs.reach import BINS, HIGH, LINKS, LOW, SIDE, Arm, Pair, name_angles, read_angles, wrap
+
+MOVES = 3
+"""Moves of a game, at most: rollout.max_turns of its recipe."""
+DIGITS = 4
+"""Decimals of a number in a row."""
+
+
+def make(*, train: int, held_out: int, sft: int = 0, by_chance: float = 0.0, seed: int = 0) -> dict[str, list[Row]]:
+    """Return the splits "eval", "train" and "sft", in this order, so that eval depends on the seed alone."""
+    rng = random.Random(seed)
+    rows: dict[str, list[Row]] = {}
+    for split, count in (("eval", held_out), ("train", train), ("sft", sft)):
+        arms = [draw_arm(rng) for _ in range(count)]
+        games = [play(arm, by_chance, rng) if split == "sft" else [arm.show()] for arm in arms]
+        rows[split] = [
+            Row(id=f"reach/{split}/{i}", messages=game, answer="", extra=json.dumps({"arm": describe(arm)}))
+            for i, (arm, game) in enumerate(zip(arms, games, strict=True))
+        ]
+    return rows
+
+
+def draw_arm(rng: random.Random) -> Arm:
+    """Draw a posture, and a dot that the expert reaches in time and that is not reached yet."""
+    while True:
+        angles, wanted = ((rng.uniform(LOW[0], HIGH[0]), rng.uniform(LOW[1], HIGH[1])) for _ in range(2))
+        dot = Arm(angles=wanted, dot=(0.0, 0.0)).joints[-1]
+        arm = Arm(
+            angles=(round(angles[0], DIGITS), round(angles[1], DIGITS)),
+            dot=(round(dot[0], DIGITS), round(dot[1], DIGITS)),
+        )
+        if not arm.is_there and count_moves(arm) is not None:
+            return arm
+
+
+def describe(arm: Arm) -> dict[str, list[float]]:
+    return {"angles": [*arm.angles], "dot": [*arm.dot]}
+
+
+def find_angles(dot: Pair) -> Pair:
+    """Return the angles with which the tip is on the dot, or as near as the links let it be."""
+    x, y = dot[0] - SIDE / 2, dot[1] - SIDE / 2
+    upper, fore = LINKS
+    cosine = (x * x + y * y - upper * upper - fore * fore) / (2 * upper * fore)
+    elbow = math.acos(max(-1.0, min(1.0, cosine)))
+    shoulder = math.atan2(y, x) - math.atan2(fore * math.sin(elbow), upper + fore * math.cos(elbow))
+    return wrap(shoulder), elbow
+
+
+def choose(arm: Arm) -> list[int]:
+    """Return the expert's action."""
+    return name_angles(find_angles(arm.dot))
+
+
+def count_moves(arm: Arm) -> int | None:
+    """Return how many moves the expert needs; None where MOVES are too few."""
+    for n in range(1, MOVES + 1):
+        arm = arm.turn_to(read_angles(choose(arm)))
+        if arm.is_there:
+            return n
+    return None
+
+
+def play(arm: Arm, by_chance: float, rng: random.Random) -> list[Message]:
+    """Return the game of an expert that wants any angles in a share of its moves."""
+    messages = [arm.show()]
+    for _ in range(MOVES):
+        action = [rng.randrange(BINS) for _ in LOW] if rng.random() < by_chance else choose(arm)
+        messages.append({"role": "assistant", "content": write_action_tokens(action)})
+        arm = arm.turn_to(read_angles(action))
+        if arm.is_there:
+            break
+        messages.append(arm.show())
+    return messages if messages[-1]["role"] == "assistant" else messages[:-1]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.reach", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for eval, train and sft files")
+    parser.add_argument("--train", type=whole(1), default=2000, help="starts for RL (default %(default)s)")
+    parser.add_argument("--eval", type=whole(1), default=200, help="held-out starts (default %(default)s)")
+    parser.add_argument("--sft", type=whole(0), default=0, help="games of the expert (default none)")
+    parser.add_argument("--by-chance", type=share, default=0.0, help="share of its moves by chance (default none)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    write_splits(
+        args.out,
+        make(train=args.train, held_out=args.eval, sft=args.sft, by_chance=args.by_chance, seed=args.seed),
+    )
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,73 @@
+"""What pictures add to the plan of a run: the parameters that read them, and the memory of what they read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from configs.schema import RunConfig
+from modeling.hf_config import meta_model
+from modeling.vision import in_tower, in_vision, parts_of
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionPart:
+    """Sizes of the part of a model that reads pictures."""
+
+    parameters: int
+    """Parameters of tower and connector."""
+    tower: int
+    """Parameters of the tower alone."""
+    layers: int
+    """Layers of the tower."""
+    patches: int
+    """Patches that become one token."""
+    numbers: int
+    """Numbers that the model reads of each patch."""
+
+
+def measure_vision(path: str, *, trust_remote_code: bool) -> VisionPart | None:
+    """Return the sizes of a model's vision part, without allocating it; None for a text model."""
+    model = meta_model(path, trust_remote_code=trust_remote_code)
+    parts = parts_of(model)
+    if parts is None:
+        return None
+    config: Any = model.config
+    vision = config.vision_config
+    has_tiles = hasattr(config, "scale_factor")
+    side = config.scale_factor if has_tiles else vision.spatial_merge_size
+    frames = 1 if has_tiles else vision.temporal_patch_size
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    return VisionPart(
+        parameters=sum(n for name, n in sizes.items() if in_vision(name, parts)),
+        tower=sum(n for name, n in sizes.items() if in_tower(name, parts)),
+        layers=vision.num_hidden_layers if has_tiles else vision.depth,
+        patches=side**2,
+        numbers=3 * frames * vision.patch_size**2,
+    )
+
+
+def describe_vision(cfg: RunConfig, *, parameters: int) -> list[tuple[str, str]]:
+    """Describe the vision part of the model and the largest memory of pixels; nothing for a text model."""
+    part = measure_vision(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    if part is None:
+        return []
+    lora = cfg.model.lora
+    if lora is not None:
+        how = "with adapters" if lora.vision else "frozen"
+    else:
+        how = "trained" if cfg.trainer.vision == "train" else f"its tower of {part.tower:,} frozen"
+    tokens = cfg.trainer.micro_batch_tokens
+    held = 2 if cfg.model.dtype == "bfloat16" else 4
+    pixels = tokens * part.patches * part.numbers * held / MIB
+    return [
+        ("of these, vision", f"{part.parameters:,} ({part.parameters / parameters:.0%}), {how}"),
+        (
+            "pictures",
+            f"a token of a picture is {part.patches} patches; if all {tokens:,} tokens of a micro-batch are of "
+            f"pictures, {tokens * part.patches:,} patches go through the tower's {part.layers} layers, and their "
+            f"pixels take {pixels:,.0f} MiB",
+        ),
+    ]

@@ -1,0 +1,53 @@
+"""Tokens that a run may sample: `rollout.allowed_tokens`, and never the placeholders of pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from core.errors import UserError, quote
+from core.support import EVERY_TOKEN, Support
+
+
+class SupportTokenizer(Protocol):
+    """What of a tokenizer a support set needs; see data_feeds/tokenizer.py."""
+
+    stop_token_ids: list[int]
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+def find_support(tokenizer: SupportTokenizer, allowed: Sequence[str], stop_token_ids: Sequence[int]) -> Support:
+    """Return the tokens that may be sampled: all but placeholders of pictures, or those of `rollout.allowed_tokens`.
+
+    stop_token_ids: all tokens that end a reply, which are always allowed. Raises UserError for a text that is no token.
+    """
+    pictures = getattr(tokenizer, "pictures", None)
+    banned: frozenset[int] = frozenset() if pictures is None else pictures.placeholder_ids
+    if not allowed:
+        return Support(banned=tuple(sorted(banned))) if banned else EVERY_TOKEN
+    texts: dict[int, str] = {}
+    for text in allowed:
+        ids = tokenizer.encode(text)
+        if len(ids) != 1:
+            raise UserError(
+                f"rollout.allowed_tokens names {quote(text)}, which is {len(ids)} tokens of the model's tokenizer: "
+                "name single tokens, or add this text to the tokenizer as a token"
+            )
+        [token] = ids
+        if token in texts:
+            raise UserError(
+                f"rollout.allowed_tokens names {quote(text)} and {quote(texts[token])}, which are one token: leave one "
+                "of them out"
+            )
+        if token in banned:
+            raise UserError(
+                f"rollout.allowed_tokens names {quote(text)}, which stands for a picture and is never sampled: leave "
+                "it out"
+            )
+        if token in stop_token_ids:
+            raise UserError(
+                f"rollout.allowed_tokens names {quote(text)}, which ends a reply and is always allowed: leave it out"
+            )
+        texts[token] = text
+    return Support(allowed=tuple(sorted({*texts, *stop_token_ids})))

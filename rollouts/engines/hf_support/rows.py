@@ -1,0 +1,111 @@
+"""Requests of the hf engine, and the inputs of its next forward pass over them.
+
+Rows are padded on their left. What a model's vision part reads goes with the pass that fills the cache, and with no
+other: later passes have sampled tokens alone, which are never pictures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from core.pictures import PlacedPicture
+from core.rope_positions import find_rope_ids
+from modeling.pictures import PictureProcessor
+from rollouts.engines.base import Completion
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """Request that waits or runs."""
+
+    token_ids: list[int]
+    pictures: Sequence[PlacedPicture]
+    max_new_tokens: int
+    uniform: np.random.Generator
+    """Random numbers, one per token; a request's tokens do not depend on the rest of its batch."""
+    done: asyncio.Future[Completion]
+    new_ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def so_far(self) -> list[int]:
+        """Tokens of the prompt and of the completion."""
+        return self.token_ids + self.new_ids
+
+
+@dataclass(slots=True)
+class Rows:
+    """Inputs of the next forward pass over the live requests."""
+
+    ids: Tensor
+    """[B, L] int64, tokens that are not in the cache yet."""
+    mask: Tensor
+    """[B, all] int64, 0 where a row is padded, on its left."""
+    positions: Tensor
+    """[B, L] int64, or [3, B, L] in a family with M-RoPE where a row has pictures."""
+    cache: DynamicCache
+    media: dict[str, Tensor]
+    """What the vision part reads, of all rows in their order; empty once it is in the cache."""
+
+    def append_tokens(self, chosen: Tensor) -> None:
+        """Make `chosen`, [B] int64, the tokens of the next pass."""
+        last = self.positions.amax(-1) if self.positions.ndim == 2 else self.positions.amax((0, 2)).expand(3, -1)
+        self.ids, self.positions, self.media = chosen[:, None], last[..., None] + 1, {}
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(chosen), 1)], -1)
+
+    def keep_rows(self, at: Tensor) -> None:
+        """Drop the rows of finished requests; at: [kept] int64, the others."""
+        self.ids, self.mask = self.ids[at], self.mask[at]
+        self.positions = self.positions[..., at, :]
+        self.cache.batch_select_indices(at)
+
+
+def make_rows(
+    requests: Sequence[tuple[list[int], Sequence[PlacedPicture]]],
+    cache: DynamicCache,
+    processor: PictureProcessor | None,
+    device: str,
+) -> Rows:
+    """Return inputs with all tokens of the requests, for an empty cache.
+
+    requests: tokens and pictures of each. processor: that of a vision model.
+    """
+    width = max(len(ids) for ids, _ in requests)
+    pads = [width - len(ids) for ids, _ in requests]
+    pad = _find_pad(processor)
+    ids = torch.tensor([[pad] * n + ids for n, (ids, _) in zip(pads, requests, strict=True)], dtype=torch.int64)
+    mask = torch.tensor([[0] * n + [1] * (width - n) for n in pads], dtype=torch.int64)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    media: dict[str, Tensor] = {}
+    placed = [place for _, places in requests for place in places]
+    if placed:
+        assert processor is not None, "a model without a vision part is given no pictures"
+        media = processor.collate([place.picture for place in placed])
+        if any(place.grid is not None for place in placed):
+            positions = torch.stack([_spread(len(ids), pictures, width) for ids, pictures in requests], 1)
+    return Rows(
+        ids=ids.to(device),
+        mask=mask.to(device),
+        positions=positions.to(device),
+        cache=cache,
+        media={name: tensor.to(device) for name, tensor in media.items()},
+    )
+
+
+def _find_pad(processor: PictureProcessor | None) -> int:
+    """Return a token that stands for no picture."""
+    taken = frozenset() if processor is None else processor.placeholder_ids
+    return next(i for i in range(len(taken) + 1) if i not in taken)
+
+
+def _spread(length: int, pictures: Sequence[PlacedPicture], width: int) -> Tensor:
+    """Return the M-RoPE positions of one row, [3, width] int64, with zeros for its padding."""
+    return torch.nn.functional.pad(torch.from_numpy(find_rope_ids(length, pictures)), (width - length, 0))

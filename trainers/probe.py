@@ -1,0 +1,22 @@
+"""The prompt that proves a weight sync, as a trainer scores it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from core.pictures import PlacedPicture, list_written
+from core.types import Prompt, Sample, make_sample
+
+
+def make_probe_sample(token_ids: list[int], pictures: Sequence[PlacedPicture]) -> Sample:
+    """Return a sample whose forward pass scores every token of text after the first."""
+    n = len(token_ids)
+    written = set(list_written(n, pictures))
+    return make_sample(
+        prompt=Prompt(id="probe", messages=[]),
+        token_ids=token_ids,
+        action_mask=[i in written for i in range(n)],
+        rollout_logp=[0.0] * n,
+        versions=[-1] * n,
+        pictures=tuple(pictures),
+    )

@@ -1,0 +1,56 @@
+"""Real DeepSpeed with models that see: ranks with pictures and ranks without make one update, that of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from core.ray_cluster import Cluster
+from core.workers import Resources
+from data_feeds.packing import micro_batches
+from driver.trainer_factory import build_trainer
+from modeling.load import load_model
+from modeling.pictures import PictureProcessor
+from trainers.trainer import Trainer
+from unit_tests.seeing import Reply, join_parts, save_model, seeing_groups, some_text
+from unit_tests.test_deepspeed import SGD, Nothing, plan_of, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two actors, in which every case builds its trainers."""
+    cluster = Cluster(None)
+    yield {2: asyncio.run(cluster.spawn("trainer", 2, Nothing, resources=Resources(threads=1), timeout_s=120))}
+    cluster.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "stage", "vision"),
+    [("idefics3", 0, "train"), ("idefics3", 3, "train"), ("qwen2_5_vl", 2, "train"), ("qwen3_vl", 3, "frozen")],
+)
+def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, vision):
+    """Somewhere one rank has pictures where the other has text alone, and gathers the tower's weights all the same."""
+    path = save_model(tmp_path / "model", family)
+    processor = PictureProcessor(path)
+    groups = seeing_groups(processor)
+    most, rng = max(len(s.token_ids) for g in groups for s in g), random.Random(0)
+    long = [some_text(rng, 4), Reply(some_text(rng, most - 6))]  # no room for a picture beside it
+    groups.append([join_parts(processor, long, group=3)])
+    how = {"attention": "auto", "layout": "packed", "vision": vision}
+    want, metrics = asyncio.run(run(None, plan_of(path, **SGD, **how), groups, max_tokens=10_000))
+    rows = zip(*micro_batches(groups, "token", most, ranks=2, padded=False, share_prefixes=True), strict=True)
+    assert any(bool(one.pictures) != bool(other.pictures) for one, other in rows), "or nothing is seen here"
+    small = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
+    plan = plan_of(path, **SGD, **how, zero_stage=stage, ranks=2, gradient_checkpointing=stage == 3, deepspeed=small)
+    got, got_metrics = asyncio.run(run(two, plan, groups, max_tokens=most))
+    start = build_trainer(None, plan_of(path, **SGD, **how)).flatten_weights()
+    assert (got - want).norm() < 1e-4 * (want - start).norm()
+    assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    asyncio.run(two[2].call_all(Trainer.save_model, tmp_path / "saved"))
+    saved = load_model(str(tmp_path / "saved"), dtype="float32", attention="auto")
+    assert torch.equal(torch.cat([p.flatten() for p in saved.parameters()]), got)
