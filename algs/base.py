@@ -33,7 +33,7 @@ from algs.ops import importance_ratio, k3, reaches_cap, reaches_clamp
 from algs.returned import Metrics, check_per_token, check_samples
 from algs.terms import KL, Correction, Overlong
 from core.arrays import Floats
-from core.episodes import join_episodes
+from core.episodes import prepare_credit
 from core.strict_model import StrictModel
 from core.types import Group, LossNorm, Policy, Rows, Sample, ScoredColumn, Tokens
 
@@ -220,12 +220,11 @@ class PolicyGradient(Algorithm):
 def assign_advantages(alg: Algorithm, groups: list[Group]) -> list[Group]:
     """Return the groups with the algorithm's advantages; with `overlong.mode: filter`, truncated episodes excluded.
 
-    The algorithm gets every episode as one sample, so that all it counts are episodes.
+    The algorithm gets what `prepare_credit` makes of them: all that it counts are episodes of one player.
     """
     if not isinstance(alg, PolicyGradient):
         return alg.compute_advantages(groups)
-    joined = [join_episodes(group) for group in groups]
-    given = [group.samples for group in joined]
+    given, give_back = prepare_credit(groups)
     credited = alg.compute_advantages(given)
     check_samples(alg, given, credited)
     if alg.overlong.mode == "filter":
@@ -233,12 +232,12 @@ def assign_advantages(alg: Algorithm, groups: list[Group]) -> list[Group]:
             [replace(s, excluded=np.ones_like(s.action_mask)) if s.stop == "length" else s for s in group]
             for group in credited
         ]
-    return [group.split(own) for group, own in zip(joined, credited, strict=True)]
+    return give_back(credited)
 
 
 def accepts_group(alg: Algorithm, group: Group) -> bool:
-    """Tell whether the algorithm trains on this group; it is asked with every episode as one sample."""
-    return alg.accept_group(join_episodes(group).samples)
+    """Tell whether the algorithm trains on this group, with every episode as one sample: on one player's at least."""
+    return any(map(alg.accept_group, prepare_credit([group])[0]))
 
 
 @torch.no_grad()

@@ -68,6 +68,7 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
                 "turns": s.turns,
                 "turn_rewards": s.turn_rewards,
                 "turn_numbers": s.turn_numbers,
+                "player": s.player,
             }
             file.write(json.dumps(record, default=str) + "\n")  # `extra` may hold anything that a data set holds
 

@@ -89,12 +89,18 @@ class StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+DEEPEST = 32
+"""Sections above a key: far more than there are, and few enough for whatever walks through them."""
+
+
 def apply_override(raw: dict[str, Any], item: str) -> None:
     """Apply one `a.b=value` in place; the value is YAML."""
     keys, equals, value = item.partition("=")
     if not equals or not keys:
         raise UserError(f"override {item!r:.200} is not of the form key=value, such as trainer.lr=1e-5")
     *parents, last = keys.split(".")
+    if len(parents) > DEEPEST:
+        raise UserError(f"override {item!r:.200}: a key has at most {DEEPEST} sections above it, found {len(parents)}")
     node = raw
     for i, key in enumerate(parents):
         if node.get(key) is None:

@@ -6,6 +6,8 @@ share beginnings. The tokens of a reply are trained on in one of them, and are c
 
 Whatever is counted (baselines, deviations, sequences of a loss norm, ratios of sequences, metrics) counts episodes.
 So an algorithm gets every episode as one sample, whose tokens are those of its branches in order of time.
+
+In a game in which the policy plays several sides, each side has an episode of its own, and they are compared by side.
 """
 
 from __future__ import annotations
@@ -33,6 +35,19 @@ def number_episodes(group: Group) -> list[int]:
         numbers.setdefault(("alone", i) if s.episode is None else ("of", s.episode), len(numbers))
         for i, s in enumerate(group)
     ]
+
+
+def split_players(group: Group) -> list[Group]:
+    """Return the samples of each player of a group, in order of appearance. One group, where the policy has one side.
+
+    In a game in which the policy plays several sides, a reward is compared with those of the same side. A side may have
+    an advantage of its own, which no move has earned. And what the others earn in the same game depends on this side's
+    moves: in a baseline it would change the expected gradient.
+    """
+    players: dict[int, Group] = {}
+    for sample in group:
+        players.setdefault(sample.player, []).append(sample)
+    return list(players.values())
 
 
 def gather_episodes(group: Group) -> list[list[Sample]]:
@@ -81,6 +96,25 @@ def join_episodes(group: Group) -> JoinedGroup:
         for i, place in zip(own, where, strict=True):
             places[i] = place
     return JoinedGroup(samples=samples, original=group, places=places)
+
+
+def prepare_credit(groups: list[Group]) -> tuple[list[Group], Callable[[list[Group]], list[Group]]]:
+    """Return what an algorithm gets in place of these groups, and what turns its answer into theirs.
+
+    It gets every episode as one sample, and every player's samples as a group.
+    """
+    parts = [split_players(group) for group in groups]
+    joined = [join_episodes(part) for own in parts for part in own]
+
+    def give_back(credited: list[Group]) -> list[Group]:
+        rest = iter([part.split(own) for part, own in zip(joined, credited, strict=True)])
+        done: list[Group] = []
+        for group, own in zip(groups, parts, strict=True):
+            by_player = {part[0].player: iter(next(rest)) for part in own}
+            done.append([next(by_player[sample.player]) for sample in group])
+        return done
+
+    return [part.samples for part in joined], give_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,12 @@ def find_runs(mask: Mask) -> Spans:
     >>> find_runs(np.array([False, True, True, False, True]))
     ((1, 3), (4, 5))
     """
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.view(np.int8), [0]))))
-    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+    edges: list[int] = ((mask[1:] != mask[:-1]).nonzero()[0] + 1).tolist()
+    if len(mask) and mask[0]:
+        edges.insert(0, 0)
+    if len(mask) and mask[-1]:
+        edges.append(len(mask))
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 def check_turns(turns: Spans, rewards: Sequence[float], numbers: Sequence[int], action_mask: Mask) -> None:

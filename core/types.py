@@ -48,7 +48,6 @@ ScoredColumn = Literal["prox_logp", "ref_logp", "teacher_logp", "values"]
 Column = ScoredColumn | Literal["returns", "reference_point"]
 """Per-token quantity that the trainer computes, or that compute_advantages adds."""
 
-
 Rows = Literal["conversations", "pairs", "unpaired"]
 """Kind of a supervised row: a conversation, a chosen and a rejected completion, or a completion with a label."""
 
@@ -121,6 +120,8 @@ class Sample:
     """Part of `reward` that each turn earned; what they leave of it came with the last turn. Empty: all came then."""
     turn_numbers: tuple[int, ...] = ()
     """Number of each turn in its episode, by time. Empty: the samples of an episode followed one another."""
+    player: int = 0
+    """Side that the policy played, in a game in which it plays several; see core.episodes.split_players."""
     pictures: tuple[PlacedPicture, ...] = ()
     """Pictures that its tokens stand for, in the order of the tokens."""
 
@@ -201,7 +202,7 @@ def make_sample(
         others["excluded"] = to_column(others["excluded"], BOOLS)
     if "turns" in others:
         others["turns"] = tuple((begin, end) for begin, end in others["turns"])
-    for name in others.keys() & {"turn_rewards", "turn_numbers"}:
+    for name in others.keys() & {"turn_rewards", "turn_numbers", "pictures"}:
         others[name] = tuple(others[name])
     if "columns" in others:
         others["columns"] = {name: to_column(values, dtype) for name, values in others["columns"].items()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from core.errors import writing
@@ -12,16 +13,23 @@ PARTIAL = ".partial"
 """End of the name of what is being written, maybe by a run that was killed: it is never read."""
 
 
-def write_whole(path: Path, text: str, *, meaning: str = "") -> None:
-    """Write a text file under another name, flush it to the disk, and rename it.
+@contextmanager
+def replacing(path: Path, *, meaning: str = "") -> Generator[Path]:
+    """Yield another name under which the body writes a file; then flush that to the disk, and rename it.
 
     Raises RunStopped where that fails; see core.errors.writing.
     """
     partial = path.with_name(path.name + PARTIAL)
     with writing(path, meaning=meaning):
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         flush_path(partial)
         os.replace(partial, path)
+
+
+def write_whole(path: Path, text: str, *, meaning: str = "") -> None:
+    """Write a text file as `replacing` does."""
+    with replacing(path, meaning=meaning) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def flush_path(path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,7 +50,7 @@ def finish_reply(
     message: Message = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
-            ToolCall(id=_name_call(ids, n), type="function", function=call) for n, call in enumerate(calls)
+            ToolCall(id=_name_call(repr(ids), n), type="function", function=call) for n, call in enumerate(calls)
         ]
     if reasoning:
         message["reasoning"] = reasoning
@@ -63,7 +63,27 @@ def refuse_reply(text: str, problem: str) -> ParsedReply:
     return ParsedReply(message={"role": "assistant", "content": text}, problem=problem)
 
 
-def _name_call(ids: list[int], n: int) -> str:
+def rename_taken(reply: Message, before: Iterable[Message]) -> Message:
+    """Return a reply whose calls have ids that no call of the messages before it has.
+
+    A reply is named by its tokens, so one that repeats an earlier one would have its ids, and a result two calls that
+    it may answer. The new ids depend on the conversation alone.
+    """
+    calls = reply.get("tool_calls", [])
+    taken = {call["id"] for message in before for call in message.get("tool_calls", [])} if calls else set[str]()
+    if taken.isdisjoint(call["id"] for call in calls):
+        return reply
+    renamed: list[ToolCall] = []
+    for n, call in enumerate(calls):
+        new = call["id"]
+        while new in taken:
+            new = _name_call(new, n)
+        taken.add(new)
+        renamed.append({**call, "id": new})
+    return {**reply, "tool_calls": renamed}
+
+
+def _name_call(what: str, n: int) -> str:
     """Return an id for the nth call of a reply: nine letters and digits, which is what some templates ask for."""
-    digest = hashlib.blake2b(repr(ids).encode(), digest_size=3).hexdigest()
+    digest = hashlib.blake2b(what.encode(), digest_size=3).hexdigest()
     return f"{digest}{n:03d}"

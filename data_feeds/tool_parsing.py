@@ -12,6 +12,7 @@ from core.text_files import parse_json, read_text
 from data_feeds.parsed_reply import ParsedReply as ParsedReply
 from data_feeds.parsed_reply import PlainParser as PlainParser
 from data_feeds.parsed_reply import ReplyParser as ReplyParser
+from data_feeds.parsed_reply import rename_taken as rename_taken
 from data_feeds.reply_forms import REPLY_FORMS
 from data_feeds.template_parsing import TemplateParser, load_form
 

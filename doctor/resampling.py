@@ -17,10 +17,15 @@ FEW_TOKENS = 16
 """Tokens of a sequence that is sampled token by token."""
 
 
+async def measure_again(bench: Bench, n: int | None = None, *, together: bool = True) -> Gap:
+    """Sample the first n requests, or all of them, again; return how far engine and trainer are apart."""
+    return measure_gap(bench.score(await bench.sample(bench.requests[:n], together=together)))
+
+
 async def try_pushed_again(bench: Bench, before: Gap) -> Trial:
     """Send the weights once more, and sample again."""
     await bench.push_weights()
-    after = measure_gap(bench.score(await bench.sample(bench.requests)))
+    after = await measure_again(bench)
     return Trial(
         toggle=Toggle.WEIGHTS,
         change="the weights were sent once more",
@@ -33,7 +38,7 @@ async def try_pushed_again(bench: Bench, before: Gap) -> Trial:
 async def try_batch_of_one(bench: Bench, samples: Sequence[Sample]) -> Trial:
     """Sample one request at a time."""
     n = min(FEW, len(bench.requests))
-    after = measure_gap(bench.score(await bench.sample(bench.requests[:n], together=False)))
+    after = await measure_again(bench, n, together=False)
     return Trial(
         toggle=Toggle.BATCH,
         change=f"{n} sequences were sampled one after the other",
@@ -74,7 +79,7 @@ async def try_cold_cache(bench: Bench, before: Gap, old: Weights) -> Trial:
     await bench.push_weights()
     bench.set_weights(current)
     await bench.push_weights()
-    after = measure_gap(bench.score(await bench.sample(bench.requests)))
+    after = await measure_again(bench)
     return Trial(
         toggle=Toggle.PREFIX_CACHE,
         change="another engine got the same weights, without a prefix cache",

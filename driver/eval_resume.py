@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from core.errors import UserError
 from core.loading import FileSpec
 from data_feeds.eval_sets import PromptSet
 from driver.resume import flatten_settings, is_listed
-from evaluation.generations import Generation, list_files, read_generations
+from evaluation.generations import Generation, hash_row, list_files, read_generations
 from evaluation.table import RESULTS
 
 FREE = (
@@ -76,7 +75,7 @@ def find_samples(resume: str, then: dict[str, Any], now: dict[str, Any], sets: l
     prompts = {(one.name, i): prompt for one in sets for i, prompt in enumerate(one.prompts)}
     for (name, index), rows in done.items():
         prompt = prompts.get((name, index))
-        if prompt is None or json.dumps(prompt.messages) != rows[0].prompt or prompt.answer != rows[0].answer:
+        if prompt is None or hash_row(prompt) != rows[0].row:
             raise UserError(
                 f"resume={resume}: prompt {rows[0].id} of {name} is not what it was, so the file has changed: restore "
                 "it, or leave resume out to start again"

@@ -59,7 +59,7 @@ class EvalRun:
                 # the tickets of a training run's evaluation; so a data set's samples do not depend on the other sets
                 group = await self.requests.generate_group(-1 - index, prompt, one.samples)
             self.session.clock.reach(Milestone.SAMPLED)
-            rows = describe_group(group, of_set=one.name, index=index)
+            rows = describe_group(group, prompt, of_set=one.name, index=index)
             self.writer.add(rows)
             display.count(one.name, measure_prompt(grade_prompt(rows, self.cfg), self.ks))
 

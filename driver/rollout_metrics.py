@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from core import metrics as names
-from core.episodes import join_episodes
+from core.episodes import join_episodes, split_players
 from core.errors import RunStopped
 from core.types import Group, Sample
 from driver.episode_metrics import measure_counts
@@ -64,14 +64,12 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
     training signal too.
     """
     samples = [s for g in groups for s in g]
-    episodes = [join_episodes(g).samples for g in groups]  # each as one sample
-    joined = [e for g in episodes for e in g]
+    episodes = [[join_episodes(part).samples for part in split_players(g)] for g in groups]  # each as one sample
+    joined = [e for g in episodes for part in g for e in part]
     rewarded = [e for e in joined if e.reward is not None]
     rewards = [e.reward for e in rewarded if e.reward is not None]
     lengths = [e.n_sampled for e in joined]
-    zero_std = sum(
-        len({(e.reward, e.turn_rewards if by_turn else ()) for e in g if e.reward is not None}) < 2 for g in episodes
-    )
+    zero_std = sum(not any(_has_signal(part, by_turn=by_turn) for part in g) for g in episodes)
     measured = {
         names.ROLLOUT_SAMPLES: float(len(samples)),
         names.ROLLOUT_BRANCHES: len(samples) / len(joined),
@@ -98,13 +96,21 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
     return measured
 
 
+def _has_signal(episodes: Group, *, by_turn: bool) -> bool:
+    """Tell whether the rewards of a player's episodes differ."""
+    return len({(e.reward, e.turn_rewards if by_turn else ()) for e in episodes if e.reward is not None}) > 1
+
+
 def measure_passes(groups: Sequence[Group], *, pass_reward: float) -> dict[str, float]:
-    """Return pass@k, the mean over groups of one size; nothing for groups of one episode, where the mean says it."""
-    episodes = [join_episodes(group).samples for group in groups]
-    size = len(episodes[0])
-    solved = [sum(s.reward is not None and s.reward >= pass_reward for s in group) for group in episodes]
+    """Return pass@k, the mean over groups, and over the players of each; nothing where one episode is alone.
+
+    A player has fewer episodes than others where games end before its first turn: k goes up to the fewest.
+    """
+    episodes = [join_episodes(part).samples for group in groups for part in split_players(group)]
+    size = min(map(len, episodes))
+    solved = [(len(own), sum(s.reward is not None and s.reward >= pass_reward for s in own)) for own in episodes]
     ks = choose_ks(size) if size > 1 else []
-    return {names.PASS_AT.format(k): sum(pass_at_k(size, c, k) for c in solved) / len(solved) for k in ks}
+    return {names.PASS_AT.format(k): sum(pass_at_k(n, c, k) for n, c in solved) / len(solved) for k in ks}
 
 
 def measure_drawn(drawn: Sequence[FinishedGroup]) -> dict[str, float]:

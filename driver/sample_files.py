@@ -82,6 +82,8 @@ def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
     more: dict[str, Any] = {"tools": sample.prompt.tools, "turns": list_turns(sample), "counts": sample.counts}
     if sample.episode is not None:
         more["episode"] = sample.episode
+    if sample.player:
+        more["player"] = sample.player
     return record | {name: value for name, value in more.items() if value not in ([], {})}
 
 

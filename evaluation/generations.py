@@ -8,8 +8,8 @@ A part is written under another name and renamed, so an evaluation may be killed
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 
 from core.episodes import join_episodes
 from core.errors import UserError, first_line, writing
-from core.types import Group
+from core.types import Group, Prompt
+from core.whole_files import replacing
 from evaluation.answers import find_final_answer
 
 PARTS, WHOLE = "generations", "generations.parquet"
@@ -32,6 +33,7 @@ SCHEMA = pa.schema(
         ("sample", pa.int32()),
         ("id", pa.string()),
         ("prompt", pa.string()),
+        ("row", pa.string()),
         ("answer", pa.string()),
         ("extra", pa.string()),
         ("completion", pa.string()),
@@ -57,7 +59,9 @@ class Generation:
     """Number of the sample of its prompt."""
     id: str
     prompt: str
-    """Messages of the prompt, as JSON."""
+    """Messages before the first reply, as JSON: those of the row, and those with which its environment began."""
+    row: str
+    """Hash of the row of the data set."""
     answer: str
     extra: str
     """Other columns of the row, as JSON."""
@@ -74,8 +78,9 @@ class Generation:
     """Tokens that the policy sampled."""
 
 
-def describe_group(group: Group, *, of_set: str, index: int) -> list[Generation]:
-    """Return the rows of a group, one per episode."""
+def describe_group(group: Group, prompt: Prompt, *, of_set: str, index: int) -> list[Generation]:
+    """Return the rows of a group, one per episode. prompt: of the data set, to which an environment may have added."""
+    digest = hash_row(prompt)
     return [
         Generation(
             set=of_set,
@@ -83,6 +88,7 @@ def describe_group(group: Group, *, of_set: str, index: int) -> list[Generation]
             sample=n,
             id=sample.prompt.id,
             prompt=json.dumps(sample.prompt.messages),
+            row=digest,
             answer=sample.prompt.answer,
             extra=json.dumps(sample.prompt.extra, default=str),
             completion=sample.completion or "",
@@ -95,6 +101,12 @@ def describe_group(group: Group, *, of_set: str, index: int) -> list[Generation]
         )
         for n, sample in enumerate(join_episodes(group).samples)
     ]
+
+
+def hash_row(prompt: Prompt) -> str:
+    """Hash all that decides on the samples and rewards of a row: messages, tools, answer and other columns."""
+    row = [prompt.messages, prompt.tools, prompt.answer, prompt.extra]
+    return hashlib.sha256(json.dumps(row, default=str).encode()).hexdigest()
 
 
 class PartWriter:
@@ -141,20 +153,15 @@ def copy_parts(source: Path, run_folder: Path) -> None:
     with writing(home):
         home.mkdir(exist_ok=True)
         for i, part in enumerate(list_files(source)):
-            copy = home / f"part_{i:05d}.parquet"
-            partial = copy.with_name(f"{copy.name}.partial")
-            shutil.copyfile(part, partial)
-            os.replace(partial, copy)
+            with replacing(home / f"part_{i:05d}.parquet") as partial:
+                shutil.copyfile(part, partial)
 
 
 def write_generations(path: Path, rows: Iterable[Generation]) -> None:
-    """Write rows under another name, flush them to the disk and rename the file."""
-    partial = path.with_name(f"{path.name}.partial")
-    with writing(path, meaning="the samples before are kept: resume names this run folder"):
-        pq.write_table(pa.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA), partial)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+    """Write rows to a file, which is there when it is whole."""
+    table = pa.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA)
+    with replacing(path, meaning="the samples before are kept: resume names this run folder") as partial:
+        pq.write_table(table, partial)
 
 
 def read_generations(paths: Sequence[Path]) -> list[Generation]:

@@ -13,18 +13,15 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from multiprocessing import Pipe
-from pathlib import Path
 
+from core.child_process import start_module
 from core.deadlines import REWARD_EXIT_GRACE_S, REWARD_START_TIMEOUT_S
 from core.errors import UserError
 from core.types import Message, Prompt
 from rewards.several import RewardPlan
-
-ROOT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +81,7 @@ class _Worker:
         """Start the process; whether it could load the reward is read with the first sample."""
         self._socket, far_end = Pipe()
         self._ready = False
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rewards.worker", str(far_end.fileno())],
-            pass_fds=[far_end.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what a reward prints must not disturb what the run prints
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is the run's to handle; and one kill reaches what the reward started
-        )
+        self._process = start_module("rewards.worker", far_end.fileno())
         far_end.close()
 
     def compute_reward(self, prompt: Prompt, messages: list[Message], timeout_s: float) -> RewardResult:

@@ -14,7 +14,7 @@ from core.blocking import Unblocked
 from core.errors import RunStopped, UserError
 from core.messages import Message, ToolSpec, name_of_tool
 from core.types import Prompt, Sample
-from data_feeds.tool_parsing import ParsedReply, PlainParser, ReplyParser
+from data_feeds.tool_parsing import ParsedReply, PlainParser, ReplyParser, rename_taken
 from rewards.worker import call_user_code, last_line
 from rollouts.answers import check_answers, check_turn_scores
 from rollouts.engines.base import Engine
@@ -161,12 +161,14 @@ class _Episode:
             self.rules.stops.check_completion(done.token_ids, done.stop)
         script.append_sampled(done)
         script.stop = done.stop
-        reply = self._read_reply(done.token_ids, script.prompt.tools)
+        reply = self._read_reply(done.token_ids, script)
         script.said.append(reply.message)
         return reply
 
-    def _read_reply(self, ids: list[int], tools: list[ToolSpec]) -> ParsedReply:
-        return self.rules.parser.parse(ids, self.tokenizer.decode(ids), tools)
+    def _read_reply(self, ids: list[int], script: Transcript) -> ParsedReply:
+        reply = self.rules.parser.parse(ids, self.tokenizer.decode(ids), script.prompt.tools)
+        before = [*script.prompt.messages, *script.said]
+        return replace(reply, message=rename_taken(reply.message, before))
 
     async def _take_step(self, env: Env, reply: ParsedReply) -> Any:
         """Return what the environment answers, whatever that is. Raises TypeError for a step that is no coroutine."""
@@ -193,7 +195,7 @@ class _Episode:
             of_turns, uneven = check_turn_scores(partial(env.turn_scores, player), len(script.turns))
             wrong = failure or broken or unscored or uneven
             sample = script.make_sample(self.tokenizer, {} if wrong else parts, {} if played else counts, wrong)
-            played.append(Played(sample=sample, messages=script.said, turn_scores=of_turns))
+            played.append(Played(sample=replace(sample, player=player), messages=script.said, turn_scores=of_turns))
         return played
 
     async def close(self) -> str:

@@ -17,7 +17,7 @@ from core.messages import Message
 from core.phases import Activity
 from core.types import Prompt, Stop
 from data_feeds.continuation import TemplateRefuses
-from data_feeds.tool_parsing import PlainParser, ReplyParser
+from data_feeds.tool_parsing import PlainParser, ReplyParser, rename_taken
 from rollouts.engines.base import Completion, Engine
 from rollouts.stops import Stops, StopStrings
 from rollouts.trace import CannotContinue, Node, Planned, Trace
@@ -252,7 +252,7 @@ class Session:
         sampler = self.sampler
         parser = sampler.parser if ask.tools and ask.may_call else PlainParser()
         text = sampler.tokenizer.decode(done.token_ids)
-        reply = parser.parse(done.token_ids, text, ask.tools).message
+        reply = rename_taken(parser.parse(done.token_ids, text, ask.tools).message, ask.messages)
         ends = [at for s in ask.stop if (at := reply["content"].find(s)) >= 0]
         return {**reply, "content": reply["content"][: min(ends)]} if ends else reply
 

@@ -1,4 +1,4 @@
-"""Agents in whole runs, and with real harnesses: the same tokens as an environment; smolagents, branch by branch."""
+"""Agents in whole runs: the same tokens as an environment, and more samples than episodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import main_rl
 from configs.rollout_schema import AgentConfig, RewardConfig, RolloutConfig
 from core.types import Prompt, Sample, make_sample
 from data_feeds.tokenizer import ChatTokenizer
-from data_feeds.tool_parsing import make_parser
 from evaluation.generations import WHOLE
 from rewards import resolve_reward
 from rewards.pool import RewardPool
@@ -31,9 +30,8 @@ from rollouts.envs.calculator import Calculator
 from rollouts.registry import resolve_agent
 from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
-from unit_tests.chat_families import call, load_family
+from unit_tests.chat_families import call
 from unit_tests.examples import run_here
-from unit_tests.scripted_policy import Policy, say_calls
 
 
 class Asks(Calculator):
@@ -179,72 +177,6 @@ def test_a_run_with_an_agent_on_ray(recipe, tmp_path):
     code, err = run_here(main_rl, "--config", recipe(changes))
     assert code == 0, err
     check_run(tmp_path)
-
-
-SMOLAGENTS = '''
-import smolagents
-
-@smolagents.tool
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    return a + b
-
-def run(task):
-    model = smolagents.OpenAIServerModel(task.model, api_base=task.base_url, api_key=task.api_key)
-    agent = smolagents.ToolCallingAgent([add], model, max_steps=4, verbosity_level=0)
-    answer = agent.run(task.messages[-1]["content"])
-    return {"solved": float(str(answer) == "7")}
-'''
-
-
-@pytest.mark.slow
-def test_every_branch_of_smolagents_is_exact_and_trained_once(tiny_path, tmp_path):
-    pytest.importorskip("smolagents", reason="smolagents is in no set: pip install smolagents, or put it on PYTHONPATH")
-    file = tmp_path / "smol.py"
-    file.write_text(SMOLAGENTS)
-    qwen = load_family(tiny_path, tmp_path, "qwen2.5")
-    script = [
-        say_calls("", ("add", {"a": 3, "b": 4})),
-        say_calls("", ("final_answer", {"answer": "7"})),
-    ]
-    policy: Any = Policy(qwen, script)
-    policy.close = lambda: asyncio.sleep(0)
-
-    async def run() -> list[Sample]:
-        worker = RolloutWorker(
-            policy,
-            qwen,
-            Calculator,
-            RewardPool(one_reward(resolve_reward("environment"), {}), 1, 30.0),
-            reward=RewardConfig(fn="environment", weights={"solved": 1.0}),
-            rollout=RolloutConfig(max_new_tokens=2000, max_turns=8, timeout_s=100),
-            seed=5,
-            stops=Stops(qwen, [], []),
-            parser=make_parser("hermes", qwen),
-            max_prompt_tokens=40_000,
-            agents=AgentProcesses(resolve_agent(AgentConfig(file=str(file)))),
-        )
-        try:
-            prompt = Prompt(id="0", messages=[{"role": "user", "content": "3+4=?"}], answer="7")
-            return await worker.generate_group(0, prompt, 1) or []
-        finally:
-            await worker.close()
-
-    samples = asyncio.run(run())
-    assert [s.failure for s in samples] == ["", ""], "every turn is a branch: smolagents rewrites its own history"
-    assert [s.reward for s in samples] == [1.0, 1.0]
-    for sample, (context, ids) in zip(samples, policy.log, strict=True):
-        [(begin, end)] = sample.spans
-        assert sample.token_ids[:begin].tolist() == context
-        assert sample.token_ids[begin:end].tolist() == ids[: end - begin]
-        assert sample.action_mask.sum() == end - begin
-    assert samples[0].counts["requests_demanding_a_call"] == 2, "it asks for tool_choice: required"
-    assert samples[0].counts["assistant/rewritten"] == 1
 
 
 @pytest.mark.slow

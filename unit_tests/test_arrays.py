@@ -175,6 +175,7 @@ def test_bins_are_filled_by_the_rule_though_full_ones_are_set_aside():
     assert outcomes == {True, False}
 
 
+@pytest.mark.slow
 def test_the_cost_of_the_driver_is_measured_stage_by_stage(capsys):
     """What is printed, and not how fast this machine is."""
     code = driver_cost.main(["--tokens", "5000"])

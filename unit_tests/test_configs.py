@@ -197,6 +197,7 @@ def test_broken_command_lines(recipe, tmp_path):
         (["--config", file_of(tmp_path / "list.yaml", "- 1\n")], "must hold keys and values"),
         (["--config", file_of(tmp_path / "twice.yaml", "a: 1\na: 2\n")], "a is given twice"),
         (["--config", good, "steps"], "not of the form key=value"),
+        (["--config", good, "." * 5000 + "=1"], "a key has at most 32 sections above it, found 5000"),
         (["--config", good, "name.x=1"], "name is not a section"),
         (["--config", good, "trainer.lr=-1"], "trainer.lr=-1"),
     ]

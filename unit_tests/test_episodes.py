@@ -271,7 +271,7 @@ def test_metrics_count_episodes():
     assert measure_passes([cut], pass_reward=0.5) == measure_passes([group], pass_reward=0.5)
     drawn = [[FinishedGroup(ticket=0, group=g, accepted=True, seconds=1.0)] for g in (group, cut)]
     assert measure_drawn(drawn[1]) == pytest.approx(measure_drawn(drawn[0]))
-    rows = describe_group(cut, of_set="s", index=0)
+    rows = describe_group(cut, cut[0].prompt, of_set="s", index=0)
     assert [row.sample for row in rows] == [0, 1, 2] and sorted(row.tokens for row in rows) == [3, 3, 6]
     failing = [replace(s, reward=None, failure="timeout") if s.reward == 1 else s for s in cut]
     with pytest.raises(RunStopped, match="1 of 3 samples failed"):

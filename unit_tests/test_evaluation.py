@@ -13,6 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from core.errors import UserError
+from core.types import Prompt, make_sample
+from data_feeds.eval_sets import PromptSet
+from data_feeds.invalid_rows import InvalidRows
+from driver.eval_resume import find_samples
 from evaluation.answers import find_final_answer
 from evaluation.estimators import majority_at_k, pass_at_k, pass_hat_k
 from evaluation.generations import (
@@ -20,6 +24,7 @@ from evaluation.generations import (
     Generation,
     PartWriter,
     copy_parts,
+    describe_group,
     join_parts,
     list_parts,
     read_generations,
@@ -163,6 +168,7 @@ def a_row(of_set: str, index: int, sample: int) -> Generation:
         sample=sample,
         id=f"{of_set}/{index}",
         prompt="[]",
+        row="0",
         answer="7",
         extra="{}",
         completion="7 é\n",
@@ -205,3 +211,25 @@ def test_a_part_that_cannot_be_read_is_named(tmp_path: Path):
     part.write_bytes(part.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"part_00000.parquet cannot be read .* remove it, and its prompts"):
         read_generations([part])
+
+
+def test_samples_serve_again_where_the_row_is_the_same_whatever_its_environment_adds(tmp_path: Path):
+    spec = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    row = Prompt(id="s/0", messages=[{"role": "user", "content": "go"}], answer="7", extra={"level": 1}, tools=[spec])
+    shown = replace(row, messages=[*row.messages, {"role": "user", "content": "you see a door"}], tools=[spec, spec])
+    sample = make_sample(
+        prompt=shown, token_ids=[1, 2], action_mask=[False, True], rollout_logp=[0.0, -1.0], versions=[-1, 0]
+    )
+    writer = PartWriter(tmp_path, prompts_per_part=1)
+    writer.add(describe_group([sample], row, of_set="s", index=0))
+    settings: dict[str, dict] = {"settings": {}, "sha256": {}}
+
+    def find(prompt: Prompt) -> list:
+        one = PromptSet(name="s", prompts=[prompt], samples=1, invalid=InvalidRows())
+        return [*find_samples(str(tmp_path), settings, settings, [one]).done]
+
+    assert find(row) == [("s", 0)]
+    others = [{"tools": []}, {"messages": shown.messages}, {"answer": "8"}, {"extra": {"level": 2}}]
+    for change in others:
+        with pytest.raises(UserError, match="prompt s/0 of s is not what it was, so the file has changed"):
+            find(replace(row, **change))

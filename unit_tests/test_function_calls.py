@@ -97,30 +97,99 @@ def json_of(message) -> str:
     return json.dumps(message["tool_calls"][0]["function"]["arguments"], separators=(",", ":"))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_tiny_model_learns_to_call_tools(tmp_path):
-    """From a teacher who is wrong in six rows of seven to nine of ten right: recipe, environment, reward and data."""
-    model, data = str(tmp_path / "model"), str(tmp_path / "data")
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory) -> Path:
+    """A folder with the task's data, and `warm`: a model that has learnt from a teacher who errs six times of seven."""
+    folder = tmp_path_factory.mktemp("calls")
+    model, data = str(folder / "model"), str(folder / "data")
     tiny_model.main(["--out", model, "--tools", "--hidden-size", "128", "--heads", "4", "--max-length", "128"])
     function_calls.main(["--out", data, "--train", "400", "--eval", "200", "--sft", "8000", "--wrong-share", "0.85"])
-    warm, runs = f"save_to={tmp_path / 'warm'}", f"run_dir={tmp_path / 'runs'}"
+    given = [f"model.path={model}", f"data.train={data}/sft.jsonl", f"save_to={folder / 'warm'}"]
     sft = str(ROOT / "configs/tools_quickstart_sft.yaml")
-    given = [f"model.path={model}", f"data.train={data}/sft.jsonl", "backend=local", warm, runs]
-    code, err = run_here(main_sl, "--config", sft, *given)
-    assert code == 0, err
+    assert run_here(main_sl, "--config", sft, *given, "backend=local", f"run_dir={folder / 'sft'}") == (0, "")
+    return folder
+
+
+def learn(warm: Path, folder: Path, *changes: str) -> tuple[float, float, list[dict]]:
+    """Run the recipe with changes; return the held-out reward before and after it, and what its steps logged."""
+    paths = [f"model.path={warm / 'warm'}", f"data.train={warm}/data/train.jsonl", f"data.eval={warm}/data/eval.jsonl"]
     recipe = str(ROOT / "configs/tools_quickstart.yaml")
-    paths = [f"model.path={tmp_path / 'warm'}", f"data.train={data}/train.jsonl", f"data.eval={data}/eval.jsonl"]
-    code, err = run_here(main_rl, "--config", recipe, *paths, f"run_dir={tmp_path / 'rl'}")
+    code, err = run_here(main_rl, "--config", recipe, *paths, f"run_dir={folder}", *changes)
     assert code == 0, err
-    [folder] = (tmp_path / "rl").iterdir()
-    summary = json.loads((folder / "summary.json").read_text())
+    [run] = folder.iterdir()
+    summary = json.loads((run / "summary.json").read_text())
     before, after = (summary[when]["reward/mean"] for when in ("before", "after"))
-    assert before <= 0.4 and after >= 0.9, (before, after)
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    print(f"held-out reward {before:.3f} before, {after:.3f} after")
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(1 < step["rollout/turns_mean"] <= 3 for step in steps)
+    samples = [json.loads(line) for line in (run / "samples" / "step_00000.jsonl").read_text().splitlines()]
+    right = next(s for s in samples if s["reward"] == 1.0)
+    assert [turn["role"] for turn in right["turns"]][-3:] == ["assistant", "tool", "assistant"]
+    assert sum(turn.get("tokens", 0) for turn in right["turns"]) == right["new_tokens"]
+    return before, after, steps
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_tiny_model_learns_to_call_tools(warm, tmp_path):
+    """From a teacher who is wrong in six rows of seven to nine of ten right: recipe, environment, reward and data."""
+    before, after, steps = learn(warm, tmp_path)
+    assert before <= 0.4 and after >= 0.9, (before, after)
     assert steps[-1]["rollout/tool_errors"] < 0.05 and steps[-1]["time/engines/environment_s"] > 0
-    samples = [json.loads(line) for line in (folder / "samples" / "step_00000.jsonl").read_text().splitlines()]
-    taught = next(s for s in samples if s["reward"] == 1.0)
-    assert [turn["role"] for turn in taught["turns"]] == ["assistant", "tool", "assistant"]
-    assert taught["turns"][0]["tokens"] + taught["turns"][2]["tokens"] == taught["new_tokens"]
+
+
+ON_RAY = ["backend=ray", "rollout.engine=vllm", "rollout.kv_cache_gib=0.2"]
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(1800)
+def test_it_learns_the_same_on_ray_with_vllm(warm, tmp_path):
+    before, after, steps = learn(warm, tmp_path, *ON_RAY)
+    assert before <= 0.4 and after >= 0.9, (before, after)
+    assert steps[-1]["rollout/tool_errors"] < 0.05 and steps[-1]["time/engines/environment_s"] > 0
+
+
+AGENT = """
+import json
+
+import openai
+
+from rollouts.envs.number_tools import TOOLS
+
+
+async def run(task):
+    messages = list(task.messages)
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        try:
+            while True:
+                answer = await client.chat.completions.create(model=task.model, messages=messages, tools=task.tools)
+                said = answer.choices[0].message
+                messages.append(said)
+                if answer.choices[0].finish_reason != "tool_calls":
+                    return {}
+                results = [call(one.function) for one in said.tool_calls]
+                for one, result in zip(said.tool_calls, results):
+                    messages.append({"role": "tool", "tool_call_id": one.id, "content": result})
+        except openai.BadRequestError:  # turns or tokens are used up
+            return {}
+
+
+def call(function):
+    try:
+        return str(TOOLS[function.name](**json.loads(function.arguments)))
+    except (KeyError, TypeError) as error:
+        return f"Error: {error}"
+"""
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(1800)
+def test_an_agent_with_openais_client_learns_it_on_ray_with_vllm(warm, tmp_path):
+    """Real Ray, DeepSpeed, vLLM and client. The episodes of a step are processes; a third of the recipe's steps."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    agent = ["rollout.env=single_turn", f"rollout.agent={{file: {tmp_path / 'agent.py'}}}", "steps=10"]
+    before, after, steps = learn(warm, tmp_path / "runs", *ON_RAY, *agent)
+    assert before <= 0.4 and after >= before + 0.2, (before, after)
+    for step in steps:
+        assert step["rollout/failed"] == 0 and step["rollout/branches_per_episode"] == 1
+        assert step["rollout/trained_fraction"] == 1 and step["rollout/rewritten_fraction"] == 0

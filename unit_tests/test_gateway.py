@@ -13,10 +13,13 @@ import pytest
 from core.errors import RunStopped
 from core.types import Prompt
 from data_feeds.tokenizer import ChatTokenizer
+from rollouts.episode import EpisodeRules, run_episode
 from rollouts.gateway import Gateway
 from rollouts.session import Session
+from rollouts.tools.env import ToolEnv
+from rollouts.tools.functions import tool
 from unit_tests.chat_families import TOOLS, load_family
-from unit_tests.scripted_policy import PROMPT, Policy, check_exact, make_session, say_calls, spell
+from unit_tests.scripted_policy import PROMPT, Policy, check_exact, make_sampler, make_session, say_calls, spell
 
 openai = pytest.importorskip("openai", reason="OpenAI's client comes with vLLM: make install")
 
@@ -245,6 +248,49 @@ def test_seeds_of_the_main_conversation_are_those_of_an_environment(qwen):
 
     play(policy, harness)
     assert policy.seeds[:3] == [0, 1, 2] and len({*policy.seeds}) == 6, "no two replies of an episode share a seed"
+
+
+class Weather(ToolEnv):
+    @tool
+    async def weather(self, place: str) -> str:
+        """Say how it is.
+
+        Args:
+            place: where
+        """
+        return "3 degrees"
+
+
+def test_a_call_that_is_repeated_has_an_id_of_its_own_wherever_it_is_made(qwen):
+    """The reply has the same tokens each time; its results must not be taken for those of the call before."""
+    script = [say_calls("", ("weather", {"place": "Oslo"}), ("weather", {"place": "Oslo"}))] * 3 + ["Cold."]
+
+    async def harness(client):
+        messages = [dict(USER)]
+        while calls := (await ask(client, messages, tools=TOOLS)).choices[0].message.tool_calls:
+            messages += [result(call, "3 degrees") for call in calls]
+
+    [branch] = play(Policy(qwen, script), harness).trace.list_branches()
+    sampler = make_sampler(Policy(qwen, script))
+    rules = EpisodeRules(
+        seed_of_turn=lambda turn: turn,
+        max_new_tokens=2000,
+        max_turns=9,
+        timeout_s=60.0,
+        stops=sampler.stops,
+        parser=sampler.parser,
+    )
+    [played] = asyncio.run(run_episode(sampler.engine, Weather, PROMPT, qwen, rules))
+    assert not played.sample.failure, played.sample.failure
+    for messages in (branch.messages, played.messages):
+        made = [call["id"] for m in messages for call in m.get("tool_calls", [])]
+        assert len({*made}) == len(made) == 6 and all(len(one) == 9 and one.isalnum() for one in made)
+        assert [m["tool_call_id"] for m in messages if m["role"] == "tool"] == made
+    ids = [
+        [m.get("tool_calls") for m in messages if m["role"] == "assistant"]
+        for messages in (branch.messages, played.messages)
+    ]
+    assert ids[0] == ids[1], "an agent and an environment see the same conversation"
 
 
 def test_a_streamed_reply_is_the_same_reply(qwen):

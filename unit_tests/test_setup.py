@@ -147,6 +147,7 @@ def test_the_cpu_build_of_torch_is_the_version_that_is_tested(installer: ModuleT
     assert installer.required_torch(PROJECT["dependencies"] + [f"torch=={installer.pinned(ROOT, 'run')['torch']}"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PINNED, reason="only the tested versions for the CPU are pinned")
 def test_what_is_pinned_is_complete_and_is_what_is_installed() -> None:
     """The lock is what tools/lock.py makes of this environment, and no package in it misses another or a version."""

@@ -14,6 +14,7 @@ from rollouts.engines.base import Completion
 from rollouts.envs.textarena import TextArena
 from rollouts.episode import EpisodeRules, run_episode
 from rollouts.registry import load_env_class, resolve_env
+from unit_tests.other_packages import install_beside
 
 
 class Words:
@@ -50,6 +51,12 @@ class Moves:
         return Completion(token_ids=ids, logp=[-1.0] * len(ids), versions=[0] * len(ids), stop="eos")
 
 
+@pytest.fixture(scope="module")
+def textarena() -> None:
+    """The package, which is in no set: only its games need it."""
+    sys.path.append(str(install_beside("textarena")))
+
+
 def play(*moves: str, max_turns: int = 20, **extra):
     tokenizer = Words()
     engine = Moves(tokenizer, *moves)
@@ -67,14 +74,16 @@ def test_without_the_package_it_is_one_sentence(monkeypatch):
         asyncio.run(TextArena(Prompt(id="1", messages=[])).open())
 
 
+@pytest.mark.verify
+@pytest.mark.usefixtures("textarena")
 def test_both_players_of_a_game_are_samples_with_rewards_of_their_own():
-    pytest.importorskip("textarena", reason="textarena is optional (the extra envs)")
     (first, second), engine = play("[0]", "[4]", "[1]", "[8]", "[2]")
     for i, one in enumerate((first, second)):
         sample = one.sample
         assert not sample.failure, sample.failure
         assert sample.prompt.messages[0] == {"role": "system", "content": "play"}
         assert f"Player {i}" in sample.prompt.messages[1]["content"]
+        assert sample.player == i
     assert [m["content"] for m in first.messages if m["role"] == "assistant"] == ["[0]", "[1]", "[2]"]
     assert [m["content"] for m in second.messages if m["role"] == "assistant"] == ["[4]", "[8]"]
     assert first.sample.reward_parts == {"return": 1.0, "invalid_move": 0.0, "finished": 1.0}
@@ -84,8 +93,9 @@ def test_both_players_of_a_game_are_samples_with_rewards_of_their_own():
     assert first.sample.n_sampled == 3, "what the other said is not trained on"
 
 
+@pytest.mark.verify
+@pytest.mark.usefixtures("textarena")
 def test_an_invalid_move_and_an_unfinished_game_are_told():
-    pytest.importorskip("textarena", reason="textarena is optional (the extra envs)")
     [only], _ = play("I do not know", "[9]", "[99]")
     assert only.sample.reward_parts["invalid_move"] == 1.0 and only.sample.reward_parts["return"] < 0
     (first, second), _ = play("[0]", "[1]", max_turns=2)
@@ -100,8 +110,9 @@ def test_an_invalid_move_and_an_unfinished_game_are_told():
     )
 
 
+@pytest.mark.verify
+@pytest.mark.usefixtures("textarena")
 def test_games_at_the_same_time_draw_their_own_random_numbers():
-    pytest.importorskip("textarena", reason="textarena is optional (the extra envs)")
 
     def open_game(seed: int) -> str:
         prompt = Prompt(id="1", messages=[], extra={"game": "KuhnPoker-v0", "game_seed": seed})
@@ -114,7 +125,8 @@ def test_games_at_the_same_time_draw_their_own_random_numbers():
     assert random.getstate() == outside, "the process keeps its own"
 
 
+@pytest.mark.verify
+@pytest.mark.usefixtures("textarena")
 def test_a_game_that_is_not_there_is_one_sentence():
-    pytest.importorskip("textarena", reason="textarena is optional (the extra envs)")
     with pytest.raises(UserError, match="the row row: NoSuchGame-v0: "):
         play("x", game="NoSuchGame-v0")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from typing import Any, Literal
 
 import pytest
 
+import main_rl
 from core.errors import RunStopped, UserError
 from core.types import Prompt, Sample
 from data_feeds.tool_parsing import ParsedReply
+from data_prep import tiny_model
 from driver.episode_metrics import measure_counts
 from driver.sample_files import make_sample_record
 from driver.sample_text import write_sample
@@ -21,6 +24,7 @@ from rollouts.registry import list_env_tools, load_env_class, resolve_env
 from rollouts.tools.calls import ToolFailed, ToolUnavailable
 from rollouts.tools.env import ToolEnv
 from rollouts.tools.functions import make_spec, tool
+from unit_tests.examples import run_here
 from unit_tests.test_episode import PROMPT, Words, play, said
 
 AT_ONCE = 64
@@ -444,6 +448,68 @@ def test_slow_tools_do_not_hold_up_other_episodes(env, monkeypatch):
 
     played = asyncio.run(play_together())
     assert [one.messages[1]["content"] for [one] in played] == ["seen"] * AT_ONCE
+
+
+SLOW_DESK = """
+import asyncio
+
+from data_feeds.tool_parsing import ParsedReply
+from rollouts.tools.env import ToolEnv
+from rollouts.tools.functions import tool
+
+
+class SlowDesk(ToolEnv):
+    inside, most, all_here = 0, 0, asyncio.Event()
+    was_answered = False
+
+    @tool
+    async def look(self) -> str:
+        \"\"\"Look.\"\"\"
+        SlowDesk.inside += 1
+        SlowDesk.most = max(SlowDesk.most, SlowDesk.inside)
+        if SlowDesk.most == AT_ONCE:
+            SlowDesk.all_here.set()
+        await SlowDesk.all_here.wait()
+        await asyncio.sleep(1)
+        SlowDesk.inside -= 1
+        return "seen"
+
+    async def step(self, reply):
+        if self.was_answered:
+            return None
+        self.was_answered = True
+        call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
+        return await super().step(ParsedReply(message={"role": "assistant", "content": "", "tool_calls": [call]}))
+
+    def counts(self):
+        return super().counts() | {"at_once": SlowDesk.most}
+"""
+
+
+@pytest.mark.slow
+def test_the_episodes_of_a_step_on_ray_wait_for_slow_tools_together(recipe, tmp_path):
+    """A call returns a second after the last of all 64 has begun: if any two had to wait for each other, none would."""
+    tiny_model.make(tmp_path / "tools", tools=True)
+    (tmp_path / "slow_desk.py").write_text(SLOW_DESK.replace("AT_ONCE", str(AT_ONCE)))
+    changes = {
+        "backend": "ray",
+        "model.path": str(tmp_path / "tools"),
+        "steps": 1,
+        "groups_per_step": 8,
+        "group_size": AT_ONCE // 8,
+        "data.max_prompt_tokens": 48,
+        "rollout.env": str(tmp_path / "slow_desk.py"),
+        "rollout.max_turns": 2,
+        "rollout.max_new_tokens": 64,
+        "rollout.stop_token_ids": list(range(7, 103)),  # so that a random model's replies end
+    }
+    code, err = run_here(main_rl, "--config", recipe(changes))
+    assert code == 0, err
+    [run] = (tmp_path / "runs").iterdir()
+    [step] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert step["rollout/counts/at_once"] == AT_ONCE and step["rollout/tool_calls_mean"] == 1
+    assert step["rollout/tool_errors"] == 0 and step["rollout/tool_seconds_mean"] >= 1
+    assert step["time/engines/environment_s"] >= 1 and step["rollout/failed"] == 0
 
 
 OLD = """

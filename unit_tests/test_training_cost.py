@@ -22,6 +22,7 @@ runpy.run_module("benchmarks.train_throughput", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_throughput_is_measured_where_only_torch_transformers_and_pydantic_are():
     done = subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -22,10 +22,11 @@ A member that fails leaves the group, so that the others fail at once. weight_sy
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
-from typing import TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +37,6 @@ from core.errors import TransportFailed
 from weight_sync.base import Bucket, transfer_errors
 from weight_sync.fingerprint import fingerprint
 
-T = TypeVar("T")
 _ALIGNMENT = 64
 _Header = list[tuple[str, str, list[int]]]
 
@@ -83,17 +83,11 @@ class WeightSender:
         for bucket in buckets:
             sent.update(fingerprint(bucket))
             self.sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
-            self._leave_on_failure(self._send_bucket, bucket)
-        self._leave_on_failure(self._send_end)
+            with leaving_on_failure(self):
+                self._send_bucket(bucket)
+        with leaving_on_failure(self):
+            self._send_end()
         return sent
-
-    def _leave_on_failure(self, act: Callable[..., None], *args: Bucket) -> None:
-        try:
-            with transfer_errors(self.transport):
-                act(*args)
-        except TransportFailed:
-            self.leave()
-            raise
 
     def _send_bucket(self, bucket: Bucket) -> None:
         header: _Header = [(name, _dtype_name(t.dtype), list(t.shape)) for name, t in bucket]
@@ -130,12 +124,18 @@ class WeightSender:
 class WeightReceiver:
     """Receiver in an engine: one per tensor-parallel rank."""
 
+    transport = "gloo"
+
     def __init__(self, *, address: str, port: int, rank: int, members: int, timeout_s: float) -> None:
         """Join the group as `rank` of 1..members-1; returns when all have joined."""
         timeout = timedelta(seconds=timeout_s)
-        with transfer_errors("gloo"):
+        with transfer_errors(self.transport):
             store = TCPStore(address, port, is_master=False, timeout=timeout)
             self._group: ProcessGroupGloo | None = _form_group(store, rank=rank, members=members, timeout=timeout)
+
+    def leave(self) -> None:
+        """Close the connections: nobody waits for this member any longer."""
+        self._group = None
 
     def receive(self) -> Iterator[Bucket]:
         """Yield the buckets of one `send`. Each has its own storage, which a consumer may keep.
@@ -148,10 +148,12 @@ class WeightReceiver:
             header: _Header = json.loads(bytes(text.tolist()))
             places, size = _plan_layout(header)
             flat = torch.empty(size, dtype=torch.uint8)
-            arrives = self._leave_on_failure(self._start, flat)
+            with leaving_on_failure(self):
+                arrives = self._start(flat)
             if bucket is not None:
                 yield bucket
-            self._leave_on_failure(arrives.wait)
+            with leaving_on_failure(self):
+                arrives.wait()
             bucket = [
                 (name, flat[at : at + _count_bytes(dtype, shape)].view(getattr(torch, dtype)).view(shape))
                 for at, (name, dtype, shape) in zip(places, header, strict=True)
@@ -160,7 +162,8 @@ class WeightReceiver:
             yield bucket
 
     def _receive_tensor(self, tensor: Tensor) -> Tensor:
-        self._leave_on_failure(self._leave_on_failure(self._start, tensor).wait)
+        with leaving_on_failure(self):
+            self._start(tensor).wait()
         return tensor
 
     def _start(self, tensor: Tensor) -> Work:
@@ -168,13 +171,24 @@ class WeightReceiver:
             raise ConnectionError("this member has left the group")
         return _start_broadcast(self._group, tensor)
 
-    def _leave_on_failure(self, act: Callable[..., T], *args: Tensor) -> T:
-        try:
-            with transfer_errors("gloo"):
-                return act(*args)
-        except TransportFailed:
-            self._group = None
-            raise
+
+class Member(Protocol):
+    """Member of the group, which can leave it."""
+
+    transport: str
+
+    def leave(self) -> None: ...
+
+
+@contextmanager
+def leaving_on_failure(member: Member) -> Generator[None]:
+    """Run the body; a member whose transfer fails leaves the group, and TransportFailed is raised."""
+    try:
+        with transfer_errors(member.transport):
+            yield
+    except TransportFailed:
+        member.leave()
+        raise
 
 
 def _form_group(store: TCPStore, *, rank: int, members: int, timeout: timedelta) -> ProcessGroupGloo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, cast
 
 import numpy as np
@@ -63,10 +64,26 @@ def get_kind(alg: Algorithm) -> Kind:
 
 
 def made_up_step(alg: Algorithm) -> MadeUpStep:
-    """Return a step of the kind that the algorithm trains on, prepared by `prepare_groups`; always the same.
+    """Return a step of the kind that the algorithm trains on, prepared by `prepare_groups`; always the same."""
+    drawn = _draw_step(get_kind(alg))
+    groups = [
+        [_with_columns(s, drawn.scored) for s in group] for group in alg.prepare_groups([[*g] for g in drawn.groups])
+    ]
+    return MadeUpStep(groups=groups, now=drawn.now)
 
-    Ratios are mostly near 1, with some far out on both sides.
-    """
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawn:
+    """Made-up step before an algorithm has prepared it."""
+
+    groups: list[Group]
+    now: Tables
+    scored: dict[ScoredColumn, Tensor]
+
+
+@cache
+def _draw_step(kind: Kind) -> _Drawn:
+    """Draw a step. Ratios are mostly near 1, with some far out on both sides."""
     draw = torch.Generator().manual_seed(0)
 
     def draw_noise(n: int, scale: float, *, wild: int = 1, factor: float = 1.0) -> Tensor:
@@ -78,8 +95,8 @@ def made_up_step(alg: Algorithm) -> MadeUpStep:
     groups: list[Group] = []
     rows: dict[str, list[Tensor]] = {"logp": [], "entropy": [], "values": []}
     scored: dict[ScoredColumn, list[Tensor]] = {"prox_logp": [], "ref_logp": [], "teacher_logp": [], "values": []}
-    first, is_sampled = 0, isinstance(alg, PolicyGradient)
-    for g, rewards in enumerate(STEP[get_kind(alg)]):
+    first = 0
+    for g, rewards in enumerate(STEP[kind]):
         groups.append([])
         for reward in rewards:
             n = int(torch.randint(6, 15, (1,), generator=draw))
@@ -92,16 +109,18 @@ def made_up_step(alg: Algorithm) -> MadeUpStep:
             columns["values"] = values
             for name, column in columns.items():
                 scored[name].append(column)
-            made = _make_sample(draw, rollout, group=g, first=first, reward=reward, turns=is_sampled)
+            made = _make_sample(draw, rollout, group=g, first=first, reward=reward, turns=kind == "policy gradient")
             groups[-1].append(_with_prompt_of(groups[-1][0], made) if groups[-1] else made)
             rows["logp"].append(now)
             rows["entropy"].append(2 * torch.rand(n, generator=draw, dtype=torch.float64))
             rows["values"].append(values + draw_noise(n, 0.4))
             first += n
     groups[-1][-1] = replace(groups[-1][-1], stop="length")
-    tables: dict[ScoredColumn, Tensor] = {name: torch.cat(parts) for name, parts in scored.items()}
-    groups = [[_with_columns(s, tables) for s in group] for group in alg.prepare_groups(groups)]
-    return MadeUpStep(groups=groups, now={name: torch.cat(parts) for name, parts in rows.items()})
+    return _Drawn(
+        groups=groups,
+        now={name: torch.cat(parts) for name, parts in rows.items()},
+        scored={name: torch.cat(parts) for name, parts in scored.items()},
+    )
 
 
 def _with_columns(s: Sample, tables: dict[ScoredColumn, Tensor]) -> Sample:
@@ -224,10 +243,14 @@ def sample_bandit(
         {name: [0.0, float(values[arm])] for name, values in columns.items()} for arm in range(len(ARM_REWARDS))
     ]
 
-    def make_sample(g: int, arm: int) -> Sample:
-        return _make_arm(f"bandit/{g}", [0, arm], logp[arm], reward=ARM_REWARDS[arm], columns=scored[arm])
+    def make_arms(g: int) -> Group:
+        return [
+            _make_arm(f"bandit/{g}", [0, arm], logp[arm], reward=reward, columns=scored[arm])
+            for arm, reward in enumerate(ARM_REWARDS)
+        ]
 
-    return [[make_sample(g, arm) for arm in row] for g, row in enumerate(drawn.tolist())]
+    arms = map(make_arms, range(groups))
+    return [[own[arm] for arm in row] for own, row in zip(arms, drawn.tolist(), strict=True)]
 
 
 def _make_arm(prompt: str, ids: list[int], logp: float, *, reward: float, columns: dict[Column, list[float]]) -> Sample:

@@ -14,17 +14,15 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
+from core.child_process import start_module
 from core.deadlines import AGENT_END_TIMEOUT_S, AGENT_START_TIMEOUT_S
 from core.errors import RunStopped, UserError, shorten
 from core.secrets import HIDDEN
 from rewards.worker import call_user_code
 from rollouts.agents.task import RESULT_FD, AgentPlan, Task
 
-ROOT = Path(__file__).parent.parent.parent
 LARGEST_RESULT = 2**20
 """Bytes that an agent may return."""
 KEPT_OF_ERRORS = 2**12
@@ -48,16 +46,9 @@ class AgentProcesses:
         self.plan = plan
         self._socket, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._launcher = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rollouts.agents.launcher", str(far_end.fileno())],
-            pass_fds=[far_end.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what a harness prints must not disturb what the run prints
-            env={**os.environ, "PYTHONPATH": path},
-            cwd=plan.folder if os.path.isdir(plan.folder) else None,  # another machine may not have it
-            start_new_session=True,  # Ctrl-C is the run's to handle
-        )
+        # another machine may not have the agent's folder
+        folder = plan.folder if os.path.isdir(plan.folder) else None
+        self._launcher = start_module("rollouts.agents.launcher", far_end.fileno(), folder=folder)
         far_end.close()
         file = None if plan.file is None else asdict(plan.file)
         self._socket.send(json.dumps({"file": file, "command": list(plan.command)}).encode())
