@@ -13,7 +13,7 @@ from data_prep import tiny_vision_model, visual
 from unit_tests.examples import run_here
 
 ROOT = Path(__file__).parent.parent
-SIZES = ["--train", "1000", "--eval", "200", "--sft", "10000", "--wrong-share", "0.65"]
+SIZES = ["--train", "2000", "--eval", "500", "--sft", "16000", "--wrong-share", "0.72"]
 CHANCE = 1 / 16
 
 
@@ -29,8 +29,8 @@ def run(program, recipe: str, folder: Path, *given: str) -> dict:
 def made(tmp_path_factory) -> Path:
     """The model, and its data with and without the right pictures."""
     folder = tmp_path_factory.mktemp("vision")
-    tiny_vision_model.main(["--out", str(folder / "model")])
-    for pictures in visual.PICTURES:
+    tiny_vision_model.main(["--out", str(folder / "model"), "--vision-layers", "1"])
+    for pictures in ("own", "shuffled"):
         visual.main(["--out", str(folder / pictures), *SIZES, "--pictures", pictures])
     return folder
 
@@ -65,9 +65,9 @@ def test_sft_on_pictures_has_a_lower_held_out_loss_than_on_text_alone(made, tmp_
     losses = {}
     for pictures in ("own", "none"):
         data = tmp_path / pictures
-        sizes = ["--train", "0", "--eval", "0", "--sft", "6000", "--pictures", pictures]
-        visual.main(["--out", str(data / "train"), *sizes])
-        visual.main(["--out", str(data / "eval"), *sizes[:5], "200", *sizes[6:], "--seed", "1"])
+        sizes = ["--train", "0", "--eval", "0", "--pictures", pictures]
+        visual.main(["--out", str(data / "train"), *sizes, "--sft", "10000"])
+        visual.main(["--out", str(data / "eval"), *sizes, "--sft", "400", "--seed", "1"])
         given = [f"model.path={made / 'model'}", f"save_to={tmp_path / 'saved'}", "backend=local"]
         given += [f"data.train={data}/train/sft.parquet", f"data.eval={data}/eval/sft.parquet"]
         summary = run(main_sl, "vision_quickstart_sft.yaml", tmp_path / f"runs_{pictures}", *given)
@@ -83,8 +83,8 @@ def test_dpo_tells_right_from_wrong_replies_by_the_picture(made, tmp_path):
     for pictures in ("own", "shuffled"):
         data = tmp_path / pictures
         sizes = ["--train", "0", "--eval", "0", "--pictures", pictures]
-        visual.main(["--out", str(data / "train"), *sizes, "--pairs", "6000"])
-        visual.main(["--out", str(data / "eval"), *sizes, "--pairs", "200", "--seed", "1"])
+        visual.main(["--out", str(data / "train"), *sizes, "--pairs", "10000"])
+        visual.main(["--out", str(data / "eval"), *sizes, "--pairs", "400", "--seed", "1"])
         given = [f"model.path={made / 'model'}", f"save_to={tmp_path / 'saved'}", "backend=local"]
         given += ["alg={name: dpo, beta: 0.5}", f"data.train={data}/train/pairs.parquet"]
         given += [f"data.eval={data}/eval/pairs.parquet"]
