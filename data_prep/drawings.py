@@ -60,8 +60,11 @@ def draw(name: str, side: int, rng: random.Random) -> Drawing:
 
 
 def pick_other(drawing: Drawing, rng: random.Random) -> str:
-    """Pick a wrong answer."""
-    return rng.choice([answer for answer in TASKS[drawing.task].answers if answer != drawing.answer])
+    """Pick a wrong answer: of several words one is another."""
+    words = drawing.answer.split()
+    answers = [answer.split() for answer in TASKS[drawing.task].answers]
+    near = [other for other in answers if sum(a != b for a, b in zip(words, other, strict=True)) == 1]
+    return " ".join(rng.choice(near))
 
 
 def _encode(image: Image) -> Picture:
