@@ -135,7 +135,7 @@ def _move_tensors(record: Batch | Tokens, device: torch.device | str) -> dict[st
 
 @dataclass(slots=True, kw_only=True)
 class Policy:
-    """Output of one forward pass at the trained tokens. float32, with gradient."""
+    """Output of one forward pass at the trained tokens. float32 (float64 for a float64 model), with gradient."""
 
     logp: Tensor
     """[M] log-probability of each token at the sampling temperature."""

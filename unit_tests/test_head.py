@@ -52,7 +52,7 @@ def check_alike(model: nn.Module, bound: float, **how) -> None:
         if want is None:
             assert ours is None
             continue
-        assert ours.dtype == torch.float32 and ours.shape == (n_tokens,)
+        assert ours.dtype == torch.promote_types(model.dtype, torch.float32) and ours.shape == (n_tokens,)
         assert (ours - want).norm() < bound * want.norm()
     want = gradient(model, whole)
     assert (gradient(model, chunked) - want).norm() < bound * want.norm()

@@ -279,7 +279,7 @@ def test_a_language_model_refuses_rows_with_pictures(tiny_path, tmp_path, recipe
     assert code == 2 and "sees no pictures" in line and "Traceback" not in err
 
 
-def test_files_and_other_programs_get_the_hash_and_never_the_bytes(chat, tmp_path):
+def test_files_get_the_hash_and_an_agent_the_bytes(chat, tmp_path):
     path = write(
         tmp_path / "x.jsonl", [a_row(URI, messages=[*user(HOLE, TEXT), {"role": "assistant", "content": "3"}])]
     )
@@ -299,7 +299,8 @@ def test_files_and_other_programs_get_the_hash_and_never_the_bytes(chat, tmp_pat
     [written] = describe_group([sample], sample.prompt, of_set="x", index=0)
     assert json.loads(written.prompt) == described and written.row == hash_row(sample.prompt)
     task = Task(base_url="", api_key="", model="", messages=sample.prompt.messages)
-    assert json.loads(write_task(task))["messages"] == described
+    [asked, answered] = json.loads(write_task(task))["messages"]
+    assert asked["content"] == [{"type": "image_url", "image_url": {"url": URI}}, TEXT] and answered == described[1]
     write_batch(tmp_path, [[played, replace(sample, pictures=())]])
     assert read_batch(tmp_path) == [[played, replace(sample, pictures=())]]
     assert [file.name for file in (tmp_path / "pictures").iterdir()] == [picture.hash]
