@@ -229,11 +229,11 @@ async def both(engine, strings) -> tuple[list[Completion], list[Completion]]:
 
 
 @pytest.mark.slow
-def test_a_stop_string_may_lie_on_both_sides_of_a_weight_sync():
+def test_a_stop_string_may_lie_on_both_sides_of_a_weight_sync(tiny_path):
     """The update cuts the request off in the middle of the string; the rest comes from the next one, and too much."""
     from unit_tests.test_vllm_engine import Scripted
 
-    engine = Scripted("abort", ([50, 40], "abort"), ([41, 42], "stop"))
+    engine = Scripted(tiny_path, "abort", ([50, 40], "abort"), ([41, 42], "stop"))
     engine._stop_strings = StopStrings(["40 41"], lambda ids: " ".join(map(str, ids)), range(100))
     done = asyncio.run(engine.generate([7], max_new_tokens=9, seed=0))
     assert done.token_ids == [50, 40, 41] and done.versions == [1, 1, 2] and done.stop == "eos"
