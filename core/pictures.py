@@ -7,7 +7,7 @@ import hashlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -53,6 +53,22 @@ class PlacedPicture:
     """Span [begin, end) of the tokens into which the processor turned one placeholder."""
     grid: tuple[int, int] | None = None
     """Rows and columns of the tokens, for families whose positions have three axes (M-RoPE): rows * columns tokens."""
+
+
+class PictureTokens(Protocol):
+    """Interface of the processor behind a tokenizer to rollouts; see modeling/pictures.py."""
+
+    placeholder_ids: frozenset[int]
+    """Tokens that stand for pictures only."""
+
+
+class MaySee(Protocol):
+    """Interface of a tokenizer whose model may see pictures; see data_feeds/tokenizer.py."""
+
+    @property
+    def pictures(self) -> PictureTokens | None:
+        """Processor of a model that sees pictures; None for a language model."""
+        ...
 
 
 def read_picture(data: bytes) -> Picture:
