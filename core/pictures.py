@@ -28,7 +28,7 @@ class PictureRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Picture that has been opened once; `read_picture` makes it."""
+    """Picture that has been opened once; `read_picture` and `encode_picture` make it."""
 
     data: bytes = field(repr=False)
     """The file: PNG, JPEG, WebP, BMP or GIF with one frame."""
@@ -83,10 +83,12 @@ def describe_picture(picture: Picture) -> dict[str, str | int]:
 
 
 def encode_picture(image: Image) -> Picture:
-    """Return an image that was drawn as a picture, in PNG."""
+    """Return an image that was drawn as a picture, in PNG. Raises PictureRefused for what cannot be used."""
+    drawn = _convert(image)
     file = io.BytesIO()
-    image.save(file, "PNG")
-    return read_picture(file.getvalue())
+    drawn.save(file, "PNG")
+    data = file.getvalue()
+    return Picture(data, drawn.width, drawn.height, hashlib.sha256(data).hexdigest())
 
 
 def _decode(data: bytes) -> Image:
