@@ -157,6 +157,8 @@ class EvalConfig(StrictModel):
                 f"rollout.temperature=0 makes the {max(counts)} samples of a prompt equal: set samples to 1, or raise "
                 "the temperature"
             )
+        if not isinstance(self.rollout.engines, int):
+            raise ValueError("rollout.engines: in an evaluation no engine joins or leaves: write a plain number")
         if self.backend == "local" and (self.rollout.engines, self.rollout.tensor_parallel_size) != (1, 1):
             raise ValueError("backend: local is one process: set rollout.engines and rollout.tensor_parallel_size to 1")
         return self

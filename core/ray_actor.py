@@ -38,6 +38,12 @@ class Actor:
         name_shared_memory()
         use_interface_of(_node_address())
 
+    def read_node(self) -> str:
+        """Return Ray's id of this machine."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
     def find_free_address(self) -> tuple[str, int]:
         """Return the address of this machine and a free port, where other processes can meet this one."""
         address = _node_address()

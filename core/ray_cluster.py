@@ -75,14 +75,14 @@ class Remote(Workers[W_co]):
         return other
 
     def only(self, ranks: Sequence[int]) -> Remote[W_co]:
-        """Return the same workers, of which `call_all` calls these ranks."""
+        """Return the same workers, of which `call_all` calls these ranks, as long as their processes live."""
         other = copy(self)
-        other.ranks = ranks
+        other.ranks, other.actors = ranks, [*self.actors]  # an actor that comes later knows nothing of earlier calls
         return other
 
     async def build_workers(self, build: Callable[..., Any], *args: Any) -> None:
         """Build the worker of every actor: actor i holds `build(info, *args)`, with its own RankInfo."""
-        self.build, self.args = build, args
+        self.build_worker, self.args = build, args
         address, port = await attribute_failure([self], self.find_free_address(0))
         infos = [RankInfo(rank=i, size=len(self), address=address, port=port) for i in range(len(self))]
         starts = (self._call_actor(i, "build", build, info, args) for i, info in enumerate(infos))
@@ -102,7 +102,7 @@ class Remote(Workers[W_co]):
             self.actors[rank] = self.start_actor()
             address, port = await self.find_free_address(rank)
             info = RankInfo(rank=rank, size=len(self), address=address, port=port)
-            await self._call_actor(rank, "build", self.build, info, self.args)
+            await self._call_actor(rank, "build", self.build_worker, info, self.args)
         finally:
             self.restarting.discard(rank)
 
@@ -113,7 +113,11 @@ class Remote(Workers[W_co]):
     async def call_one(
         self, rank: int, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
     ) -> Any:
-        return await attribute_failure([self], self.start_one(rank, method, *args, **kwargs))
+        return await attribute_failure(self.peers_of(rank), self.start_one(rank, method, *args, **kwargs))
+
+    def peers_of(self, rank: int) -> Iterable[Remote[W_co]]:
+        """Yield the workers that may be the reason why a call to this one fails."""
+        yield self
 
     async def call_all(
         self, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
@@ -225,6 +229,9 @@ def _is_collective_failure(error: BaseException) -> bool:
     return isinstance(error, DistError | ConnectionError) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
+R = TypeVar("R", bound=Remote[Any])
+
+
 async def attribute_failure(groups: Iterable[Remote[Any]], call: Awaitable[T]) -> T:
     """Await `call`; if it fails because a process of `groups` died or is stopped, raise ProcessDied naming it."""
     from ray.exceptions import RayTaskError
@@ -288,6 +295,19 @@ class Cluster:
         self, name: str, n: int, build: Callable[..., Any], *args: Any, resources: Resources, timeout_s: float
     ) -> Remote[Any]:
         """Start `n` actors and wait until actor i has built `build(info, *args)`, with its own RankInfo."""
+        return await self.spawn_as(Remote[Any], name, n, build, *args, resources=resources, timeout_s=timeout_s)
+
+    async def spawn_as(
+        self,
+        kind: type[R],
+        name: str,
+        n: int,
+        build: Callable[..., Any],
+        *args: Any,
+        resources: Resources,
+        timeout_s: float,
+    ) -> R:
+        """Start `n` actors as workers of this kind."""
         import ray
 
         remote: Any = ray.remote
@@ -298,7 +318,7 @@ class Cluster:
             # a private cluster has processes ready; with a runtime environment each actor would wait for a new one
             runtime_env=None if self.is_private else {"env_vars": _environment()},
         )
-        workers: Remote[Any] = Remote(name, n, partial(actor.remote, resources.threads), timeout_s)
+        workers = kind(name, n, partial(actor.remote, resources.threads), timeout_s)
         self.groups.append(workers)
         await workers.build_workers(build, *args)
         return workers
@@ -308,7 +328,7 @@ class Cluster:
         import ray
 
         for group in self.groups:
-            for actor in group.actors:
+            for actor in filter(None, group.actors):
                 ray.kill(actor)
         ray.shutdown()
         if self.is_private:

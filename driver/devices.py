@@ -38,7 +38,7 @@ def share_machine(cfg: RunConfig | EvalConfig, workers: int, *, gpus: int) -> Re
 def check_devices(cfg: RunConfig) -> str | None:
     """Return what this machine lacks for the run, in one sentence; None if nothing."""
     rollout = cfg.rollout if isinstance(cfg, RLConfig) else None
-    engines = rollout.engines * rollout.tensor_parallel_size if rollout else 0
+    engines = rollout.least_engines * rollout.tensor_parallel_size if rollout else 0
     wanted = cfg.trainer.ranks + engines
     gpus, cores = count_gpus(), os.cpu_count() or 1
     if isinstance(cfg, RLConfig) and cfg.weight_sync.transport == "nccl" and not uses_gpus(cfg):

@@ -121,7 +121,7 @@ def with_base(cfg: EvalConfig, checkpoint: CheckpointModel) -> EvalConfig:
 
 def check_eval_devices(cfg: EvalConfig) -> str | None:
     """Return what this machine lacks for the evaluation, in one sentence; None if nothing."""
-    wanted, gpus, cores = cfg.rollout.engines * cfg.rollout.tensor_parallel_size, count_gpus(), os.cpu_count() or 1
+    wanted, gpus, cores = cfg.rollout.most_engines * cfg.rollout.tensor_parallel_size, count_gpus(), os.cpu_count() or 1
     if cfg.ray_address is not None:
         return None  # Ray knows what the cluster has, and waits for it no longer than timeout_s
     if cfg.device == "cuda" and not gpus:

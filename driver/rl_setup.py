@@ -14,9 +14,11 @@ from capture.losses import NamedLoss
 from capture.recorder import Recorder
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
+from core.deadlines import GROUP_TIMEOUT_GRACE_S, MEMBERSHIP_POLL_S
 from core.errors import UserError
 from core.phases import Milestone, Phase
 from core.ray_cluster import Remote
+from core.ray_seats import ElasticRemote
 from core.reads import record_reads
 from core.row_layout import RowLayout
 from core.support import Support
@@ -50,6 +52,7 @@ from modeling.lora import check_lora_targets
 from rollouts.availability import EngineAvailability
 from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
 from rollouts.generation import Generation
+from rollouts.membership import Bounds, ElasticAvailability
 from rollouts.worker import RolloutWorker
 from trackers import check_trackers
 from trainers.trainer import Trainer
@@ -267,11 +270,24 @@ async def start_workers(
 
 
 def watch_engines(cfg: RLConfig | EvalConfig, engines: Workers[RolloutWorker], session: Session) -> EngineAvailability:
-    """Return the states of the engines, which restart where they have processes of their own."""
-    restart = engines.restart if isinstance(engines, Remote) else None
-    session.availability = EngineAvailability(
-        len(engines), restart=restart, budget=cfg.rollout.restarts, say=session.console.say
-    )
+    """Return the states of the engines, which restart, or come and go, where they have processes of their own."""
+    rollout = cfg.rollout
+    if isinstance(engines, ElasticRemote):
+        bounds = Bounds(
+            least=rollout.least_engines,
+            most=rollout.most_engines,
+            few_s=cfg.timeout_s,
+            leave_s=rollout.timeout_s + GROUP_TIMEOUT_GRACE_S,
+        )
+        elastic = ElasticAvailability(bounds, engines, budget=rollout.restarts, say=session.console.say)
+        elastic.open_seats()
+        elastic.start_watch(engines.find_leaving, every_s=MEMBERSHIP_POLL_S)
+        session.availability = elastic
+    else:
+        restart = engines.restart if isinstance(engines, Remote) else None
+        session.availability = EngineAvailability(
+            len(engines), restart=restart, budget=rollout.restarts, say=session.console.say
+        )
     return session.availability
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from configs.data_schema import TemplateConfig
 from configs.eval_schema import EvalConfig
@@ -12,6 +13,7 @@ from configs.trainer_schema import ModelConfig
 from core.loading import FileSpec
 from core.messages import ToolSpec
 from core.ray_cluster import Cluster
+from core.ray_seats import ElasticRemote
 from core.workers import Local, RankInfo, Workers
 from data_feeds.template_args import make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
@@ -184,6 +186,14 @@ async def start_rollouts(
     """Start the engines; return when all can take requests."""
     if cluster is None:
         return Local(build_worker(None, plan))
-    engines = cfg.rollout.engines
-    resources = share_machine(cfg, engines, gpus=cfg.rollout.tensor_parallel_size)
-    return await cluster.spawn(ENGINE_GROUP, engines, build_worker, plan, resources=resources, timeout_s=cfg.timeout_s)
+    least, most = cfg.rollout.least_engines, cfg.rollout.most_engines
+    asked: dict[str, Any] = {
+        "resources": share_machine(cfg, least, gpus=cfg.rollout.tensor_parallel_size),
+        "timeout_s": cfg.timeout_s,
+    }
+    if least == most:
+        return await cluster.spawn(ENGINE_GROUP, least, build_worker, plan, **asked)
+    kind = ElasticRemote[RolloutWorker]
+    elastic = await cluster.spawn_as(kind, ENGINE_GROUP, least, build_worker, plan, **asked)
+    await elastic.add_seats(most - least)
+    return elastic

@@ -117,21 +117,21 @@ class ReplayBuffer:
         """Every ticket below has finished."""
         self.n_reported = 0
         """Groups at the head of `ready` that a previous step's metrics already counted."""
+        self._n_accepted = 0
+        """Accepted groups in `ready`; counted as they come and go, since there may be a hundred thousand."""
+        self._n_accepted_waiting = 0
+        """Accepted groups in `waiting`."""
         self._changed = asyncio.Event()
-
-    @property
-    def _n_accepted(self) -> int:
-        return sum(finished.accepted for finished in self.ready)
 
     @property
     def n_collected(self) -> int:
         """Accepted groups that are here, for the next step and those after it."""
-        return self._n_accepted + sum(finished.accepted for finished in self.waiting.values())
+        return self._n_accepted + self._n_accepted_waiting
 
     @property
     def _next_position(self) -> int:
         """Position of the next ticket if all started ones are accepted; it may become less, never more."""
-        waiting = len(self.waiting) if self._in_rounds else sum(g.accepted for g in self.waiting.values())
+        waiting = len(self.waiting) if self._in_rounds else self._n_accepted_waiting
         return self.position + self._n_accepted + waiting + len(self.started)
 
     @property
@@ -157,16 +157,26 @@ class ReplayBuffer:
         if finished.ticket not in self.started:
             raise RuntimeError(f"ticket {finished.ticket} was not started, or finished twice")
         self.started.remove(finished.ticket)
-        self.waiting[finished.ticket] = finished
+        self._put_waiting(finished)
         self._move_to_ready()
         self._changed.set()
+
+    def _put_waiting(self, finished: FinishedGroup) -> None:
+        self.waiting[finished.ticket] = finished
+        self._n_accepted_waiting += finished.accepted
 
     def _move_to_ready(self) -> None:
         if self._in_rounds and self.started:
             return
         while self.next_ready in self.waiting:
-            self.ready.append(self.waiting.pop(self.next_ready))
+            finished = self.waiting.pop(self.next_ready)
+            self._n_accepted_waiting -= finished.accepted
+            self._put_ready(finished)
             self.next_ready += 1
+
+    def _put_ready(self, finished: FinishedGroup) -> None:
+        self.ready.append(finished)
+        self._n_accepted += finished.accepted
 
     async def next_step_groups(self, step: int) -> tuple[list[Group], list[FinishedGroup]]:
         """Wait for the groups of a step; return them, and all groups drawn for it, rejected ones included.
@@ -180,13 +190,14 @@ class ReplayBuffer:
         assert window.start == self.position, "steps are taken one after the other"
         while self._n_accepted < len(window) and len(self.ready) - self._n_accepted < MAX_REJECTED * len(window):
             await self._wait_for_change()
-        accepted = [i for i, finished in enumerate(self.ready) if finished.accepted][: len(window)]
-        end = accepted[-1] + 1 if len(accepted) == len(window) else len(self.ready)
-        groups = [self.ready[i].group for i in accepted]
-        drawn = [self.ready[i] for i in range(self.n_reported, end)]
+        ready = [*self.ready]  # a deque is slow in its middle
+        accepted = [i for i, finished in enumerate(ready) if finished.accepted][: len(window)]
+        end = accepted[-1] + 1 if len(accepted) == len(window) else len(ready)
+        groups = [ready[i].group for i in accepted]
+        drawn = ready[self.n_reported : end]
         n_leaving = accepted[self.schedule.fresh] if len(accepted) > self.schedule.fresh else end
         for _ in range(n_leaving):
-            self.ready.popleft()
+            self._n_accepted -= self.ready.popleft().accepted
         self.n_reported = end - n_leaving
         self.position = window.start + self.schedule.fresh
         return groups, drawn
@@ -222,7 +233,8 @@ class ReplayBuffer:
         buffer = ReplayBuffer(schedule, step=step, ticket=state["ticket"])
         buffer.started, buffer.restarts = set(state["started"]), deque(state["started"])
         finished = [_group_from_state(one, draw_prompt) for one in state["finished"]]
-        buffer.waiting = {group.ticket: group for group in finished}
+        for group in finished:
+            buffer._put_waiting(group)
         buffer.next_ready = min([*buffer.started, *buffer.waiting, buffer.ticket])
         buffer._move_to_ready()
         buffer.n_reported = state["n_reported"]

@@ -191,6 +191,8 @@ ELSEWHERE = {
     "trainer.zero_stage": "trainers/deepspeed.py",
     "trainer.deepspeed": "trainers/deepspeed.py",
     "rollout.restarts": "driver/rl_setup.py",
+    "rollout.engines.min": "configs/rollout_schema.py",
+    "rollout.engines.max": "configs/rollout_schema.py",
     "rollout.agent.file": "rollouts/registry.py",
     "rollout.agent.command": "rollouts/registry.py",
     "push_to": "driver/push.py",
@@ -233,5 +235,5 @@ def test_every_key_of_the_schema_is_read_by_a_run_or_has_a_reader_by_name(recipe
     keys = {key for cls in SCHEMA for key, owner, name in list_keys(cls) if (owner, name) not in reads}
     assert sorted(keys - {*ELSEWHERE}) == []
     for key, file in ELSEWHERE.items():
-        read = rf"\b(cfg|rollout|agent|trainer|tracking|settings|lora)\.{key.rpartition('.')[2]}\b"
+        read = rf"\b(cfg|rollout|agent|trainer|tracking|settings|lora|engines)\.{key.rpartition('.')[2]}\b"
         assert re.search(read, (ROOT / file).read_text(encoding="utf-8")), f"{file} does not read {key}"

@@ -15,7 +15,8 @@ import pytest
 
 import main_rl
 from benchmarks import simulate
-from benchmarks.simulate import SimulatedEngines, SimulatedRun, Times, forecast, run_in_virtual_time, times_of
+from benchmarks.simulate import forecast, times_of
+from benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, run_in_virtual_time
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.schema import RLConfig
 from core.errors import RunStopped
@@ -205,7 +206,7 @@ class InOrderOfCompletion(ReplayBuffer):
 
     def add_group(self, drawn: FinishedGroup) -> None:
         self.started.remove(drawn.ticket)
-        self.ready.append(drawn)
+        self._put_ready(drawn)
         self._changed.set()
 
 
@@ -289,7 +290,7 @@ def test_a_buffer_is_saved_and_goes_on_where_it_was():
     schedule = Schedule(steps=9, per_step=4, max_staleness=5, sample_reuse=2)
 
     def drawn(ticket: int, accepted: bool = True) -> FinishedGroup:
-        from benchmarks.simulate import answer
+        from benchmarks.simulated_run import answer
 
         return FinishedGroup(ticket=ticket, group=[answer(ticket, 0)], accepted=accepted, seconds=1.5)
 
@@ -355,7 +356,7 @@ def test_generation_asks_the_engine_with_the_least_to_do():
         )
         async with generation.running_in_background():
             await asyncio.sleep(0.5)
-            return [generation.running[rank, 0] for rank in range(3)]
+            return [generation.engines.counts.groups[rank, 0] for rank in range(3)]
 
     assert run_in_virtual_time(body()) == [3, 2, 2]
 
