@@ -1,4 +1,4 @@
-"""Engines that join a running job and leave it: no ticket is lost or used twice, and no bound of staleness is broken."""
+"""Engines join a running job and leave it: no ticket is lost or used twice, and no bound of staleness is broken."""
 
 from __future__ import annotations
 

@@ -153,6 +153,7 @@ class Choosy(SimulatedRun):
 
     async def train(self, groups):
         await asyncio.sleep(self.times.train * 2 * self.draw.random())
+        self.steps_done += 1
         return {}
 
 
