@@ -46,13 +46,15 @@ class ElasticRemote(Remote[W_co]):
         self.restarting.add(rank)
         self.started.discard(rank)
         self._kill(rank)
-        self.actors[rank] = self.start_actor()
+        self.actors[rank] = self.start_actor(rank)
         node = await self.with_deadline(math.inf, key="")._call_actor(rank, "read_node")
         before, self.nodes[rank] = self.nodes.get(rank), node
         return node == before
 
     async def build(self, rank: int) -> None:
         """Build the worker of an actor that is placed. Raises what `build_workers` raises."""
+        await self._check_machine(rank)
+        self.seats.find_hosts()
         address, port = await self.find_free_address(rank)
         info = RankInfo(rank=rank, size=len(self), address=address, port=port)
         await self._call_actor(rank, "build", self.build_worker, info, self.args)
@@ -68,6 +70,7 @@ class ElasticRemote(Remote[W_co]):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.actors[rank].call.remote("close")
         self._kill(rank)
+        self.seats.give_up(rank)
 
     async def find_leaving(self) -> dict[int, str]:
         """Return the ranks whose machines Ray is about to lose (a preemption, `ray drain-node`), each with a clause."""
@@ -77,12 +80,12 @@ class ElasticRemote(Remote[W_co]):
 
     async def check_health(self, rank: int) -> tuple[bool, str]:
         if self.actors[rank] is None:
-            return False, f"{self.name} {rank} has left"
+            return False, f"{self.seats.name_worker(rank)} has left"
         return await super().check_health(rank)
 
     async def _call_actor(self, rank: int, what: str, *args: Any, **kwargs: Any) -> Any:
         if self.actors[rank] is None:
-            raise ProcessDied(f"{self.name} {rank} has left", worker=(self.name, rank))
+            raise ProcessDied(f"{self.seats.name_worker(rank)} has left", worker=(self.name, rank))
         return await super()._call_actor(rank, what, *args, **kwargs)
 
     def _kill(self, rank: int) -> None:

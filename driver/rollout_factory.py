@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from configs.data_schema import TemplateConfig
@@ -14,6 +15,7 @@ from core.loading import FileSpec
 from core.messages import ToolSpec
 from core.ray_cluster import Cluster
 from core.ray_seats import ElasticRemote
+from core.room import Role
 from core.workers import Local, RankInfo, Workers
 from data_feeds.template_args import make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
@@ -178,6 +180,17 @@ def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatT
     support = find_support(tokenizer, plan.rollout.allowed_tokens, stops.token_ids)
     engine = make_engine(replace(config, stop_token_ids=stops.token_ids, stop_strings=stops.strings, support=support))
     return engine, tokenizer, stops
+
+
+def plan_engine_role(cfg: RLConfig | EvalConfig, plan: RolloutPlan, run_folder: Path) -> Role:
+    """Return what the engines ask of a cluster. They may read weights or a model from files of the run folder."""
+    engines = cfg.rollout.least_engines
+    return Role(
+        name=ENGINE_GROUP,
+        n=engines,
+        resources=share_machine(cfg, engines, gpus=cfg.rollout.tensor_parallel_size),
+        needs_run_folder=plan.transports[:1] == ("disk",) or Path(plan.engine.model_path).is_relative_to(run_folder),
+    )
 
 
 async def start_rollouts(

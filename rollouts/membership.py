@@ -163,6 +163,7 @@ class ElasticAvailability(EngineAvailability):
                 self._count_process(rank)
         except UserError as refused:
             self._say(f"engine {rank} cannot join, and its seat stays empty: {refused}")
+            await self._seats.release(rank)
             return
         self._set_state(rank, EngineState.NEEDS_WEIGHTS)
         self._changed.set()
