@@ -9,8 +9,8 @@ mean and standard deviation; an engine works on --concurrent groups at a time, e
 takes the times from a run's metrics.jsonl: those of groups as they were measured, under that run's load.
 
 The last two columns are no simulation: the CPU seconds of this process per step, and their share of the step that was
-simulated. They are the driver's own seconds for schedule, requests and metrics, and those of the simulation. What the
-driver does with every token is benchmarks/driver_cost.py. A large cluster, with 100,000 groups of one sample each step:
+simulated. They are the driver's own seconds for schedule, requests and metrics, without the calls of Ray. What it does
+with every token is benchmarks/driver_cost.py. A large cluster, with 100,000 groups of one sample each step:
 
     python -m benchmarks.simulate --engines 1000 --groups-per-step 100000 --concurrent 128 --steps 4 --max-staleness 0 1
 """
@@ -42,7 +42,7 @@ class Forecast:
     staleness_mean: float
     staleness_max: int
     driver_seconds: float
-    """CPU seconds of this process per step: of the driver, and of the simulation."""
+    """CPU seconds of this process per step, but for those in which the simulation made times and answers."""
 
     @property
     def driver_share(self) -> float:
@@ -66,7 +66,7 @@ def forecast(schedule: Schedule, times: Times, *, engines: int, concurrent: int)
         waited=run.waited / run.ends[-1],
         staleness_mean=sum(run.ages) / len(run.ages),
         staleness_max=max(run.ages),
-        driver_seconds=spent / len(run.ends),
+        driver_seconds=(spent - run.weights.own_seconds) / len(run.ends),
     )
 
 

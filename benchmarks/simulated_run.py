@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Coroutine, Iterator, Sequence
+import time
+from collections.abc import Coroutine, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -83,8 +85,8 @@ class SimulatedEngines:
     held_up: float = 0.0
     """Seconds that syncs have taken so far."""
     slots: list[asyncio.Semaphore] = field(init=False)
-    busy: float = 0.0
-    """Seconds x groups at work."""
+    own_seconds: float = 0.0
+    """Real seconds in which the simulation drew times and made answers."""
 
     def __post_init__(self) -> None:
         self.slots = [asyncio.Semaphore(self.concurrent) for _ in range(self.engines)]
@@ -97,11 +99,21 @@ class SimulatedEngines:
         ticket: int = args[0]
         async with self.slots[rank]:
             version, before = self.version, self.held_up
-            await asyncio.sleep(self.times.of_group(ticket))
+            with self.simulating():
+                seconds = self.times.of_group(ticket)
+            await asyncio.sleep(seconds)
             while (more := self.held_up - before) > 0:
                 before = self.held_up
                 await asyncio.sleep(more)
-            return [answer(ticket, version)]
+            with self.simulating():
+                return [answer(ticket, version)]
+
+    @contextmanager
+    def simulating(self) -> Generator[None]:
+        """Count the CPU time of the body as the simulation's own."""
+        began = time.perf_counter()
+        yield
+        self.own_seconds += time.perf_counter() - began
 
     async def call_all(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         raise NotImplementedError
