@@ -18,7 +18,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from core.arrays import from_json, to_json
 from core.types import Group, Prompt, make_sample
@@ -91,6 +91,13 @@ class FinishedGroup:
     """Seconds from the group's start to its last reward."""
 
 
+class Waiter(NamedTuple):
+    """One who waits for a condition on the buffer."""
+
+    is_met: Callable[[], bool]
+    woken: asyncio.Future[None]
+
+
 class ReplayBuffer:
     """Queue between engines and trainer: tickets as fast as the schedule allows, groups in ticket order.
 
@@ -121,7 +128,7 @@ class ReplayBuffer:
         """Accepted groups in `ready`; counted as they come and go, since there may be a hundred thousand."""
         self._n_accepted_waiting = 0
         """Accepted groups in `waiting`."""
-        self._changed = asyncio.Event()
+        self._waiters: list[Waiter] = []
 
     @property
     def n_collected(self) -> int:
@@ -146,8 +153,7 @@ class ReplayBuffer:
         """Wait until one more group may start; return its ticket."""
         if self.restarts:
             return self.restarts.popleft()
-        while not self.schedule.may_start(self._next_position, version=self.version):
-            await self._wait_for_change()
+        await self._wait_until(lambda: self.schedule.may_start(self._next_position, version=self.version))
         self.started.add(self.ticket)
         self.ticket += 1
         return self.ticket - 1
@@ -159,7 +165,7 @@ class ReplayBuffer:
         self.started.remove(finished.ticket)
         self._put_waiting(finished)
         self._move_to_ready()
-        self._changed.set()
+        self._note_change()
 
     def _put_waiting(self, finished: FinishedGroup) -> None:
         self.waiting[finished.ticket] = finished
@@ -188,8 +194,10 @@ class ReplayBuffer:
         """
         window = self.schedule.window(step)
         assert window.start == self.position, "steps are taken one after the other"
-        while self._n_accepted < len(window) and len(self.ready) - self._n_accepted < MAX_REJECTED * len(window):
-            await self._wait_for_change()
+        most_rejected = MAX_REJECTED * len(window)
+        await self._wait_until(
+            lambda: self._n_accepted >= len(window) or len(self.ready) - self._n_accepted >= most_rejected
+        )
         ready = [*self.ready]  # a deque is slow in its middle
         accepted = [i for i, finished in enumerate(ready) if finished.accepted][: len(window)]
         end = accepted[-1] + 1 if len(accepted) == len(window) else len(ready)
@@ -205,11 +213,22 @@ class ReplayBuffer:
     def set_version(self, version: int) -> None:
         """Set the version that the engines hold."""
         self.version = version
-        self._changed.set()
+        self._note_change()
 
-    async def _wait_for_change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
+    async def _wait_until(self, is_met: Callable[[], bool]) -> None:
+        while not is_met():
+            waiter = Waiter(is_met, asyncio.get_running_loop().create_future())
+            self._waiters.append(waiter)
+            try:
+                await waiter.woken
+            finally:
+                self._waiters.remove(waiter)
+
+    def _note_change(self) -> None:
+        """Wake who can go on; most groups that finish are no reason for anybody to."""
+        for waiter in self._waiters:
+            if not waiter.woken.done() and waiter.is_met():
+                waiter.woken.set_result(None)
 
     def get_state(self) -> dict[str, Any]:
         """Return the finished groups and the started tickets, for JSON. Prompts are not included: tickets draw them."""

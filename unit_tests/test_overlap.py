@@ -208,7 +208,7 @@ class InOrderOfCompletion(ReplayBuffer):
     def add_group(self, drawn: FinishedGroup) -> None:
         self.started.remove(drawn.ticket)
         self._put_ready(drawn)
-        self._changed.set()
+        self._note_change()
 
 
 def lengths_trained_on(max_staleness: int, buffer: type[ReplayBuffer] = ReplayBuffer) -> list[float]:
