@@ -174,19 +174,25 @@ class ElasticAvailability(EngineAvailability):
             died_here = await self._seats.find_place(rank)
         except ProcessDied as death:
             self._note_death(rank, death)
+            self._spend(rank)
             return False
-        self._n_spent += died_here
-        if self._n_spent > self._budget:
-            raise ProcessDied(
-                f"engine {rank} died while its machine lives, and rollout.restarts={self._budget} were used up before",
-                worker=(ENGINE_GROUP, rank),
-            )
+        if died_here:
+            self._spend(rank)
         try:
             await self._seats.build(rank)
         except ProcessDied as death:
             self._note_death(rank, death)
             return False
         return True
+
+    def _spend(self, rank: int) -> None:
+        """Count a death that was not its machine's. Raises ProcessDied where no more are allowed."""
+        self._n_spent += 1
+        if self._n_spent > self._budget:
+            raise ProcessDied(
+                f"engine {rank} died while its machine lives, and rollout.restarts={self._budget} were used up before",
+                worker=(ENGINE_GROUP, rank),
+            )
 
     def _say_back(self, rank: int, weights: str) -> None:
         what = "is back" if rank in self._joined else "has joined"
