@@ -146,7 +146,7 @@ def answer(ticket: int, version: int) -> Sample:
     )
 
 
-@dataclass
+@dataclass(repr=False)  # asyncio writes the result of a task at its end, and nobody reads it
 class SimulatedRun:
     """Implement what main_rl.train needs of a Run, in simulated time. Keeps trained groups and the end of each step.
 
@@ -208,9 +208,13 @@ class SimulatedRun:
         self.waited += now() - start
         self.trained.append(groups)
         self.drawn += drawn
+        return groups, self.measure(step, groups, drawn)
+
+    def measure(self, step: int, groups: list[Group], drawn: list[FinishedGroup]) -> dict[str, float]:
+        """Measure what a run measures of a step's groups, and check them as it does."""
         check_failures([d.group for d in drawn], max_failed_fraction=0.0)
         staleness = measure_staleness(groups, step=step, max_staleness=self.schedule.max_staleness)
-        return groups, staleness | measure_drawn(drawn)
+        return staleness | measure_drawn(drawn)
 
     async def add_columns(self, groups: list[Group]) -> list[Group]:
         return groups

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from core.strict_model import Seconds, StrictModel
 
@@ -143,11 +143,12 @@ class EngineRange(StrictModel):
     """Largest number of engines. Those above `min` join as soon as the cluster has a place for them, at a weight sync.
     """
 
-    @model_validator(mode="after")
-    def there_is_a_range(self) -> EngineRange:
-        if self.max <= self.min:
-            raise ValueError(f"max={self.max} must be above min={self.min}: write a plain number for one that stays")
-        return self
+    @field_validator("max")
+    @classmethod
+    def there_is_a_range(cls, given: int, info: ValidationInfo) -> int:
+        if given <= info.data.get("min", 0):
+            raise ValueError(f"{given} must be above min: write a plain number (engines: {given}) for one that stays")
+        return given
 
 
 class RolloutConfig(StrictModel):
