@@ -28,6 +28,7 @@ from pathlib import Path
 import main_rl
 from benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, run_in_virtual_time
 from configs.schema import min_staleness
+from core.collector import collect_seldom
 from rollouts.buffer import Schedule
 
 
@@ -118,6 +119,7 @@ def main(argv: list[str] | None = None) -> int:
             f"error: --max-staleness {min(args.max_staleness)}, and the run's weight_sync.every={schedule.sync_every}, "
             f"sample_reuse={schedule.sample_reuse} need {least} or more"
         )
+    collect_seldom()  # as a run does
     print(f"{times}, {schedule.fresh} groups drawn a step, {args.concurrent} at a time in an engine\n")
     headings = ["engines", "trainers", "max_staleness", "s/step", "speed-up", "trainer waits", "staleness", "max"]
     headings += ["driver s", "of a step"]

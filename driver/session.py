@@ -15,6 +15,7 @@ from configs.eval_schema import EvalConfig
 from configs.schema import RunConfig, SLConfig
 from core import metrics as names
 from core.clock import Clock
+from core.collector import collect_seldom
 from core.deadlines import CLOSE_TIMEOUT_S
 from core.errors import ProcessDied, RunStopped
 from core.phases import Milestone, Phase
@@ -308,6 +309,8 @@ def run_session(
     clock = Clock()
     clock.reach(Milestone.CHECKED)
     keep_freed_memory()  # every step makes arrays of about the same sizes
+    if cfg.backend == "ray":
+        collect_seldom()
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump())
     is_training = isinstance(cfg, RunConfig)
     display = cfg.display if is_training else "auto"
