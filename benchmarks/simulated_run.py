@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import time
-from collections.abc import Coroutine, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -85,8 +83,6 @@ class SimulatedEngines:
     held_up: float = 0.0
     """Seconds that syncs have taken so far."""
     slots: list[asyncio.Semaphore] = field(init=False)
-    own_seconds: float = 0.0
-    """CPU seconds in which the simulation drew times and made answers."""
 
     def __post_init__(self) -> None:
         self.slots = [asyncio.Semaphore(self.concurrent) for _ in range(self.engines)]
@@ -99,21 +95,11 @@ class SimulatedEngines:
         ticket: int = args[0]
         async with self.slots[rank]:
             version, before = self.version, self.held_up
-            with self.simulating():
-                seconds = self.times.of_group(ticket)
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(self.times.of_group(ticket))
             while (more := self.held_up - before) > 0:
                 before = self.held_up
                 await asyncio.sleep(more)
-            with self.simulating():
-                return [answer(ticket, version)]
-
-    @contextmanager
-    def simulating(self) -> Generator[None]:
-        """Count the CPU time of the body as the simulation's own."""
-        began = time.process_time()
-        yield
-        self.own_seconds += time.process_time() - began
+            return [answer(ticket, version)]
 
     async def call_all(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         raise NotImplementedError
