@@ -30,7 +30,7 @@ from pathlib import Path
 import main_rl
 from benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, run_in_virtual_time
 from configs.schema import min_staleness
-from core.collector import collect_seldom
+from core.collector import collecting_seldom
 from rollouts.buffer import Schedule
 from rollouts.worker import RolloutWorker
 
@@ -60,7 +60,8 @@ def forecast(schedule: Schedule, times: Times, *, engines: int, concurrent: int)
         return run
 
     began = time.process_time()
-    run = run_in_virtual_time(simulate())
+    with collecting_seldom(True):  # as in a run on Ray
+        run = run_in_virtual_time(simulate())
     spent = time.process_time() - began
     half = len(run.ends) // 2
     return Forecast(
@@ -135,7 +136,6 @@ def main(argv: list[str] | None = None) -> int:
             f"error: --max-staleness {min(args.max_staleness)}, and the run's weight_sync.every={schedule.sync_every}, "
             f"sample_reuse={schedule.sample_reuse} need {least} or more"
         )
-    collect_seldom()  # as a run does
     print(f"{times}, {schedule.fresh} groups drawn a step, {args.concurrent} at a time in an engine\n")
     headings = ["engines", "trainers", "max_staleness", "s/step", "speed-up", "trainer waits", "staleness", "max"]
     headings += ["driver s", "of a step"]
