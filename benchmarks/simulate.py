@@ -9,17 +9,16 @@ mean and standard deviation; an engine works on --concurrent groups at a time, e
 takes the times from a run's metrics.jsonl: those of groups as they were measured, under that run's load.
 
 The last two columns are no simulation: the CPU seconds of this process per step, and their share of the step that was
-simulated, less what the same calls of the simulated engines take by themselves. They are the driver's own seconds for
-schedule, requests and metrics, without the calls of Ray. What it does with every token is benchmarks/driver_cost.py. A
-large cluster, with 100,000 groups of one sample in each step:
+simulated. They are an upper bound of the driver's own seconds for schedule, requests and metrics, because the simulated
+engines count too. The calls of Ray do not; what the driver does with every token is benchmarks/driver_cost.py. A large
+cluster, with 100,000 groups of one sample in each step:
 
-    python -m benchmarks.simulate --engines 1000 --groups-per-step 100000 --concurrent 128 --steps 2 --max-staleness 0 1
+    python -m benchmarks.simulate --engines 1000 --groups-per-step 100000 --concurrent 128 --steps 2 --max-staleness 0
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import json
 import sys
@@ -32,7 +31,6 @@ from benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, run_
 from configs.schema import min_staleness
 from core.collector import collecting_seldom
 from rollouts.buffer import Schedule
-from rollouts.worker import RolloutWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +44,7 @@ class Forecast:
     staleness_mean: float
     staleness_max: int
     driver_seconds: float
-    """CPU seconds of this process per step, without the simulation's own."""
+    """CPU seconds of this process per step: the driver's own, and those of the simulation."""
 
     @property
     def driver_share(self) -> float:
@@ -71,21 +69,8 @@ def forecast(schedule: Schedule, times: Times, *, engines: int, concurrent: int)
         waited=run.waited / run.ends[-1],
         staleness_mean=sum(run.ages) / len(run.ages),
         staleness_max=max(run.ages),
-        driver_seconds=(spent - measure_engines(times, engines, concurrent) * len(run.drawn)) / len(run.ends),
+        driver_seconds=spent / len(run.ends),
     )
-
-
-def measure_engines(times: Times, engines: int, concurrent: int, calls: int = 20_000) -> float:
-    """Return the CPU seconds of one call to the simulated engines, where nobody else does anything."""
-
-    async def call_all() -> None:
-        simulated = SimulatedEngines(times=times, engines=engines, concurrent=concurrent)
-        method = RolloutWorker.generate_group
-        await asyncio.gather(*(simulated.call_one(ticket % engines, method, ticket) for ticket in range(calls)))
-
-    began = time.process_time()
-    run_in_virtual_time(call_all())
-    return (time.process_time() - began) / calls
 
 
 def times_of(run_folder: Path) -> tuple[Times, Schedule]:

@@ -395,7 +395,7 @@ def test_a_group_that_takes_too_long_is_given_up_where_it_is_made():
                 given_up.append(token_ids)
                 raise
 
-    tokenizer: Any = SimpleNamespace(render=lambda messages, tools: [1, 2])
+    tokenizer: Any = SimpleNamespace(render=lambda messages, tools: [1, 2], pictures=None)
     rollout = RolloutConfig(max_new_tokens=4, timeout_s=0.05)
     rewards: Any = None  # never reached
     engine: Any = Stuck()
