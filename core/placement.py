@@ -29,7 +29,7 @@ class Seats:
         from ray.util.placement_group import placement_group
 
         self.role, self.bundle = role, bundle
-        self.group = placement_group([bundle] * role.n, strategy="PACK", name=role.name)
+        self.group = placement_group([bundle] * role.n, strategy="PACK")
         self.hosts: dict[int, str] = {}
         """Name of each rank's machine, where the cluster has more than one; see `find_hosts`."""
         self.later: dict[int, Any] = {}

@@ -51,7 +51,7 @@ class Remote(Workers[W_co]):
         self.seats, self.start_actor, self.check = seats, start_actor, check
         self.name, self.timeout_s, self.timeout_key = seats.role.name, timeout_s, "timeout_s"
         self.actors = [start_actor(rank) for rank in range(seats.role.n)]
-        self.ranks: Sequence[int] = range(len(self.actors))
+        self.ranks: Sequence[int] = range(seats.role.n)
         """Ranks that `call_all` calls."""
         self.prefix = ""
         """Path from the worker to the objects that are called, with a dot at its end."""
@@ -316,17 +316,15 @@ class Cluster:
             await self.reserve([Role(name=name, n=n, resources=resources)], timeout_s=timeout_s)
         seats = self.seats.pop(name)
         remote: Any = ray.remote
-        actor = remote(concurrency_groups={HEALTH: 1})(Actor).options(
-            num_gpus=resources.gpus,
-            num_cpus=0,
-            max_concurrency=MAX_CALLS,
-            # a private cluster has processes ready; with a runtime environment each actor would wait for a new one
-            runtime_env=None if self.is_private else {"env_vars": _environment()},
-        )
+        actor = remote(concurrency_groups={HEALTH: 1})(Actor)
+        # a private cluster has processes ready; with a runtime environment each actor would wait for a new one
+        environment = None if self.is_private else {"env_vars": _environment()}
+        options = {"num_gpus": resources.gpus, "num_cpus": 0, "max_concurrency": MAX_CALLS, "runtime_env": environment}
+        folder = "" if self.is_private else os.getcwd()
 
         def start_actor(rank: int) -> Any:
-            folder = "" if self.is_private else os.getcwd()
-            return actor.options(scheduling_strategy=seats.strategy_of(rank)).remote(resources.threads, folder)
+            seat = actor.options(**options, scheduling_strategy=seats.strategy_of(rank))
+            return seat.remote(resources.threads, folder)
 
         workers = kind(seats, start_actor, timeout_s, self.check)
         self.groups.append(workers)
