@@ -43,7 +43,7 @@ class Seats:
         if rank < self.role.n:
             return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank)
         if rank not in self.later:
-            self.later[rank] = placement_group([self.bundle], strategy="PACK", name=f"{self.role.name} {rank}")
+            self.later[rank] = placement_group([self.bundle], strategy="PACK")
         return PlacementGroupSchedulingStrategy(self.later[rank], placement_group_bundle_index=0)
 
     def give_up(self, rank: int) -> None:
