@@ -7,223 +7,30 @@ It runs main_rl's own loop with its own buffer and scheduler (rollouts/); only t
 simulated: they sleep, on an event loop whose clock jumps. A group takes a time of its own, lognormal with the given
 mean and standard deviation; an engine works on --concurrent groups at a time, each as fast as if it were alone. --run
 takes the times from a run's metrics.jsonl: those of groups as they were measured, under that run's load.
+
+The last two columns are no simulation: the CPU seconds of this process per step, and their share of the step that was
+simulated. They are an upper bound of the driver's own seconds for schedule, requests and metrics, because the simulated
+engines count too. The calls of Ray do not; what the driver does with every token is benchmarks/driver_cost.py. A large
+cluster, with 100,000 groups of one sample in each step:
+
+    python -m benchmarks.simulate --engines 1000 --groups-per-step 100000 --concurrent 128 --steps 2 --max-staleness 0
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import json
-import math
-import random
 import sys
-from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass, field, replace
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import main_rl
+from benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, run_in_virtual_time
 from configs.schema import min_staleness
-from core.types import Group, Prompt, Sample, make_sample
-from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
-from rollouts.generation import Generation
-from rollouts.worker import RolloutWorker
-
-T = TypeVar("T")
-
-
-class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Real asyncio; only its clock jumps to the next timer when nothing can run. Raises where nothing ever will."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        really_select = self._selector.select
-
-        def select(timeout: float | None) -> Any:
-            events = really_select(0)
-            if timeout is None and not events:
-                raise RuntimeError("deadlock: every task waits for another one")
-            if timeout and not events:
-                self.now += timeout
-            return events
-
-        self._selector.select = select
-
-    def time(self) -> float:
-        return self.now
-
-
-def run_in_virtual_time(coroutine: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(coroutine)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """Seconds of everything that takes time."""
-
-    group: float
-    group_std: float
-    train: float
-    """Seconds of a step's log-probabilities and updates."""
-    sync: float
-    seed: int = 0
-
-    def of_group(self, ticket: int) -> float:
-        """Lognormal with this mean and standard deviation."""
-        if self.group_std == 0:
-            return self.group
-        variance = math.log(1 + (self.group_std / self.group) ** 2)
-        draw = random.Random(f"{self.seed}/{ticket}")
-        return draw.lognormvariate(math.log(self.group) - variance / 2, variance**0.5)
-
-
-@dataclass
-class SimulatedEngines:
-    """core.workers.Workers that bring an empty answer after a while. Weights that come hold their work up."""
-
-    times: Times
-    engines: int
-    concurrent: int
-    version: int = -1
-    held_up: float = 0.0
-    """Seconds that syncs have taken so far."""
-    slots: list[asyncio.Semaphore] = field(init=False)
-    busy: float = 0.0
-    """Seconds x groups at work."""
-
-    def __post_init__(self) -> None:
-        self.slots = [asyncio.Semaphore(self.concurrent) for _ in range(self.engines)]
-
-    def __len__(self) -> int:
-        return self.engines
-
-    async def call_one(self, rank: int, method: Any, *args: Any, **kwargs: Any) -> Any:
-        assert method is RolloutWorker.generate_group
-        ticket: int = args[0]
-        async with self.slots[rank]:
-            version, before = self.version, self.held_up
-            await asyncio.sleep(self.times.of_group(ticket))
-            while (more := self.held_up - before) > 0:
-                before = self.held_up
-                await asyncio.sleep(more)
-            return [answer(ticket, version)]
-
-    async def call_all(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        raise NotImplementedError
-
-    async def scatter(self, method: Any, shards: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        raise NotImplementedError
-
-    async def check_health(self, rank: int) -> tuple[bool, str]:
-        return True, f"engine {rank} is simulated"
-
-    def attribute(self, name: str) -> Any:
-        raise NotImplementedError
-
-    async def take_weights(self, version: int) -> None:
-        self.held_up += self.times.sync
-        await asyncio.sleep(self.times.sync)
-        self.version = version
-
-
-def answer(ticket: int, version: int) -> Sample:
-    return make_sample(
-        prompt=Prompt(id=str(ticket), messages=[]),
-        token_ids=[0, 1],
-        action_mask=[False, True],
-        rollout_logp=[0.0, -1.0],
-        versions=[-1, version],
-        reward=0.0,
-    )
-
-
-@dataclass
-class SimulatedRun:
-    """Implement what main_rl.train needs of a Run, in simulated time. Keeps trained groups and the end of each step."""
-
-    schedule: Schedule
-    engines: SimulatedEngines
-    times: Times
-    timeout_s: float = math.inf
-    first_step: int = 0
-    waited: float = 0.0
-    trained: list[list[Group]] = field(default_factory=list)
-    drawn: list[FinishedGroup] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.generation = Generation(
-            self.engines,
-            draw_prompt=lambda ticket: Prompt(id=str(ticket), messages=[]),
-            accept_group=self.accept_group,
-            buffer=ReplayBuffer(self.schedule),
-            group_size=1,
-            timeout_s=self.timeout_s,
-        )
-
-    @property
-    def steps(self) -> int:
-        return self.schedule.steps
-
-    def remaining_steps(self) -> Iterator[int]:
-        return iter(range(self.first_step, self.steps))
-
-    def accept_group(self, group: Group) -> bool:
-        return True
-
-    async def sync_weights(self, version: int) -> dict[str, float]:
-        await self.engines.take_weights(version)
-        self.generation.buffer.set_version(version)
-        return {}
-
-    async def sync_weights_if_due(self, done: int, learnt: dict[str, float]) -> dict[str, float]:
-        if self.schedule.needs_sync(done, version=self.generation.buffer.version, kl=None):
-            await self.sync_weights(done)
-        return {}
-
-    async def next_groups(self, step: int) -> tuple[list[Group], dict[str, float]]:
-        now = asyncio.get_running_loop().time
-        start = now()
-        groups, drawn = await self.generation.buffer.next_step_groups(step)
-        self.waited += now() - start
-        self.trained.append(groups)
-        self.drawn += drawn
-        return groups, {}
-
-    async def add_columns(self, groups: list[Group]) -> list[Group]:
-        return groups
-
-    def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        return groups
-
-    async def train(self, groups: list[Group]) -> dict[str, float]:
-        await asyncio.sleep(self.times.train)
-        return {}
-
-    async def log(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
-        self.ends.append(asyncio.get_running_loop().time())
-
-    async def evaluate(self, when: str) -> dict[str, float]:
-        return {}
-
-    async def evaluate_if_due(self, done: int) -> dict[str, float]:
-        return {}
-
-    async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
-        return
-
-    async def save(self) -> None:
-        return
-
-    @property
-    def ages(self) -> list[int]:
-        """Return the age in steps of every group's oldest token when the group was trained on."""
-        return [
-            step - min(s.versions[-1] for s in group) for step, groups in enumerate(self.trained) for group in groups
-        ]
+from core.collector import collecting_seldom
+from rollouts.buffer import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +43,12 @@ class Forecast:
     """Share of the run that the trainer waited for data."""
     staleness_mean: float
     staleness_max: int
+    driver_seconds: float
+    """CPU seconds of this process per step: the driver's own, and those of the simulation."""
+
+    @property
+    def driver_share(self) -> float:
+        return self.driver_seconds / self.step_seconds
 
 
 def forecast(schedule: Schedule, times: Times, *, engines: int, concurrent: int) -> Forecast:
@@ -244,7 +57,10 @@ def forecast(schedule: Schedule, times: Times, *, engines: int, concurrent: int)
         await main_rl.train(run)  # pyright: ignore[reportArgumentType]
         return run
 
-    run = run_in_virtual_time(simulate())
+    began = time.process_time()
+    with collecting_seldom(True):  # as in a run on Ray
+        run = run_in_virtual_time(simulate())
+    spent = time.process_time() - began
     half = len(run.ends) // 2
     return Forecast(
         engines=engines,
@@ -253,6 +69,7 @@ def forecast(schedule: Schedule, times: Times, *, engines: int, concurrent: int)
         waited=run.waited / run.ends[-1],
         staleness_mean=sum(run.ages) / len(run.ages),
         staleness_max=max(run.ages),
+        driver_seconds=spent / len(run.ends),
     )
 
 
@@ -306,6 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     print(f"{times}, {schedule.fresh} groups drawn a step, {args.concurrent} at a time in an engine\n")
     headings = ["engines", "trainers", "max_staleness", "s/step", "speed-up", "trainer waits", "staleness", "max"]
+    headings += ["driver s", "of a step"]
     print("".join(f"{heading:>14}" for heading in headings))
     base: float | None = None
     for engines, trainers, max_staleness in itertools.product(args.engines, args.trainers, args.max_staleness):
@@ -322,6 +140,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{base / predicted.step_seconds:.2f}",
         ]
         row += [f"{predicted.waited:.0%}", f"{predicted.staleness_mean:.2f}", predicted.staleness_max]
+        row += [f"{predicted.driver_seconds:.2f}", f"{predicted.driver_share:.1%}"]
         print("".join(f"{value:>14}" for value in row))
     return 0
 

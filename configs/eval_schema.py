@@ -107,6 +107,9 @@ class EvalConfig(StrictModel):
     """Device of the engines. auto: GPUs where there are some, else the CPU. cuda: refuse to run without enough GPUs."""
     ray_address: str | None = None
     """Address (host:port) of a running Ray cluster; unset starts a private one on this machine."""
+    ship_code: bool = False
+    """With `ray_address`: send this clone's code to every machine of the cluster, which then needs none. Files of your
+    own that the recipe names must still be at the same path everywhere."""
     run_dir: str = "runs"
     """Folder in which run folders are made."""
     resume: str | None = None
@@ -157,6 +160,8 @@ class EvalConfig(StrictModel):
                 f"rollout.temperature=0 makes the {max(counts)} samples of a prompt equal: set samples to 1, or raise "
                 "the temperature"
             )
+        if not isinstance(self.rollout.engines, int):
+            raise ValueError("rollout.engines: in an evaluation no engine joins or leaves: write a plain number")
         if self.backend == "local" and (self.rollout.engines, self.rollout.tensor_parallel_size) != (1, 1):
             raise ValueError("backend: local is one process: set rollout.engines and rollout.tensor_parallel_size to 1")
         return self

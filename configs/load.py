@@ -135,7 +135,8 @@ def without_branches(found: list[Any]) -> list[Any]:
 def is_branch(part: str | int) -> bool:
     """Tell whether a part of a location is pydantic's name for a choice of a union, and no key of a recipe."""
     choices = ("list[", "dict[", "literal[")
-    return isinstance(part, str) and (part in ("str", "SourceConfig") or part.startswith(choices))
+    named = ("str", "int", "SourceConfig", "EngineRange")
+    return isinstance(part, str) and (part in named or part.startswith(choices))
 
 
 def describe_error(cls: type[BaseModel], found: Any, prefix: str) -> str:

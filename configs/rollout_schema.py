@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from core.strict_model import Seconds, StrictModel
 
@@ -133,6 +133,24 @@ class AgentConfig(StrictModel):
         return self
 
 
+class EngineRange(StrictModel):
+    """Keys of `rollout.engines`, where engines come and go."""
+
+    min: int = Field(1, ge=1)
+    """Smallest number of engines: those that are there at the start. A run with fewer goes on for `timeout_s`, then it
+    stops."""
+    max: int = Field(ge=2)
+    """Largest number of engines. Those above `min` join as soon as the cluster has a place for them, at a weight sync.
+    """
+
+    @field_validator("max")
+    @classmethod
+    def there_is_a_range(cls, given: int, info: ValidationInfo) -> int:
+        if given <= info.data.get("min", 0):
+            raise ValueError(f"{given} must be above min: write a plain number (engines: {given}) for one that stays")
+        return given
+
+
 class RolloutConfig(StrictModel):
     """Keys of `rollout`."""
 
@@ -144,14 +162,15 @@ class RolloutConfig(StrictModel):
     agent: AgentConfig | None = None
     """Agent instead of an environment: a program of yours that talks to the policy at an OpenAI-compatible address,
     with any harness. One process per episode, killed after nine tenths of `timeout_s`."""
-    engines: int = Field(1, ge=1)
-    """Number of engines. Each has a process and a copy of the weights."""
+    engines: int | EngineRange = 1
+    """Number of engines. Each has a process and a copy of the weights. {min: 1, max: 8}: engines come and go while the
+    run goes on, as machines of the cluster do."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Number of GPUs (on a CPU: processes) per engine."""
     restarts: int = Field(3, ge=0)
     """Largest number of times that an engine which died is restarted, over all engines of a run. Its unfinished groups
     are generated again, by the others or by the engine itself when it has the current weights. 0: its death ends the
-    run."""
+    run. Where engines come and go, one that died with its machine does not count."""
     temperature: float = Field(1.0, ge=0.01, le=100)
     """Sampling temperature. top-p, top-k and min-p are not offered: they renormalise the sampling distribution on a
     subset of the vocabulary that changes from token to token, and the trainer's log-probabilities would silently be
@@ -184,6 +203,22 @@ class RolloutConfig(StrictModel):
     """Size of vLLM's KV cache on a CPU, in GiB."""
     gpu_memory_utilization: float = Field(0.85, gt=0, lt=1)
     """Fraction of a GPU's memory that vLLM may use."""
+
+    @field_validator("engines")
+    @classmethod
+    def there_is_an_engine(cls, given: int | EngineRange) -> int | EngineRange:
+        if isinstance(given, int) and given < 1:
+            raise ValueError(f"{given} is not valid: at least one engine must be there")
+        return given
+
+    @property
+    def least_engines(self) -> int:
+        """Engines that are there at the start."""
+        return self.engines if isinstance(self.engines, int) else self.engines.min
+
+    @property
+    def most_engines(self) -> int:
+        return self.engines if isinstance(self.engines, int) else self.engines.max
 
     @model_validator(mode="after")
     def an_agent_takes_the_place_of_an_environment(self) -> RolloutConfig:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 ERROR_GRACE_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
 ADDRESS_CHECK_TIMEOUT_S = 10.0
+MEMBERSHIP_POLL_S = 5.0
+PLACEMENT_TIMEOUT_S = 60.0
+PLACEMENT_POLL_S = 1
 HUB_TIMEOUT_S = 5.0
 IMPORT_TIMEOUT_S = 120.0
 PROGRESS_EVERY_S = 10.0
@@ -185,9 +188,39 @@ TABLE = (
         after_it="the process is reported as stopped or stuck",
     ),
     Deadline(
+        waits_for="a place in the cluster for an engine above `rollout.engines.min`, or for one that left",
+        length="as long as the run",
+        after_it="it joins at a weight sync",
+    ),
+    Deadline(
+        waits_for="engines to be `rollout.engines.min` again, after some died or left",
+        length="`timeout_s`",
+        after_it="the run stops",
+    ),
+    Deadline(
+        waits_for="the groups of an engine whose machine is to go",
+        length=f"`rollout.timeout_s` + {_seconds(GROUP_TIMEOUT_GRACE_S)}",
+        after_it="it is ended, and the groups are generated again",
+    ),
+    Deadline(
+        waits_for="the next look which machines of the cluster are to go, where engines come and go",
+        length=_seconds(MEMBERSHIP_POLL_S),
+        after_it="it looks again",
+    ),
+    Deadline(
         waits_for="a connection to `ray_address`; then the first answer of a gRPC server; then that of the cluster",
         length=_seconds(ADDRESS_CHECK_TIMEOUT_S),
         after_it="the run is refused",
+    ),
+    Deadline(
+        waits_for="a Ray cluster that has no room yet for all trainer ranks and engines",
+        length=f"{_seconds(PLACEMENT_TIMEOUT_S)}, at most `timeout_s`",
+        after_it="the run is refused; the sentence counts what is missing",
+    ),
+    Deadline(
+        waits_for="the next look whether it has, or whether the run was ended",
+        length=_seconds(PLACEMENT_POLL_S),
+        after_it="it looks again",
     ),
     Deadline(
         waits_for="the first answer of the Hugging Face hub, where a recipe names a model or data set of it",

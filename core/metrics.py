@@ -137,6 +137,7 @@ ROLLOUT_KEPT = _declare(
 ROLLOUT_GROUP_RETRIES = _declare(
     "rollout/group_retries", "groups", "groups retried on another engine after a timeout (cumulative)", RL
 )
+ROLLOUT_ENGINES = _declare("rollout/engines", "", "engines that serve when the step ends", RL)
 ROLLOUT_RESTARTS = _declare("rollout/engine_restarts", "", "engines that died and were restarted (cumulative)", RL)
 
 DATA_ROWS = "data/{}/rows"

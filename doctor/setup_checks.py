@@ -127,7 +127,7 @@ def describe_devices(cfg: RunConfig) -> str:
     """Describe what this machine has and the recipe takes. Raises UserError where that is too much."""
     if lacking := check_devices(cfg):
         raise UserError(lacking)
-    engines = cfg.rollout.engines * cfg.rollout.tensor_parallel_size if isinstance(cfg, RLConfig) else 0
+    engines = cfg.rollout.least_engines * cfg.rollout.tensor_parallel_size if isinstance(cfg, RLConfig) else 0
     takes = "one process" if cfg.backend == "local" else f"{cfg.trainer.ranks} trainer and {engines} engine ranks"
     return f"{count_gpus()} GPUs and {os.cpu_count()} CPU cores, for {takes}"
 
@@ -151,7 +151,10 @@ def check_memory(cfg: RunConfig, estimate: MemoryEstimate, *, total_gib: float) 
     per_engine, n_engines = 0.0, 0
     if isinstance(cfg, RLConfig):
         cache = cfg.rollout.kv_cache_gib if cfg.rollout.engine.startswith("vllm") and not uses_gpus(cfg) else 0.0
-        per_engine, n_engines = estimate.per_engine + cache, cfg.rollout.engines * cfg.rollout.tensor_parallel_size
+        per_engine, n_engines = (
+            estimate.per_engine + cache,
+            cfg.rollout.least_engines * cfg.rollout.tensor_parallel_size,
+        )
     if uses_gpus(cfg) and cfg.backend == "ray":
         wanted, where = max(estimate.per_rank, per_engine), "a GPU"
     else:

@@ -23,13 +23,16 @@ class EngineTimers:
         self.last: list[dict[int, Seconds]] = [{} for _ in range(len(workers))]
         """What each engine's processes said last, by the number of deaths before them."""
 
-    async def read(self) -> list[Seconds]:
-        """Return the seconds of every engine by activity, with those that it was away."""
+    async def read(self) -> dict[int, Seconds]:
+        """Return the seconds of every engine by activity, with those that it was away, by rank.
+
+        Engines that have not joined yet are left out.
+        """
         await asyncio.gather(*(self._read_one(rank) for rank in self.engines.running()))
-        return [self._add_up(rank) for rank in range(len(self.last))]
+        return {rank: self._add_up(rank) for rank in self.engines.ever_running()}
 
     async def _read_one(self, rank: int) -> None:
-        deaths = [*self.engines.deaths]
+        deaths = self.engines.deaths
         try:
             self.last[rank][deaths[rank]] = await self.timers.call_one(rank, ActivityTimer.read_seconds)
         except ProcessDied as death:

@@ -13,7 +13,7 @@ def explain_eval(cfg: EvalConfig) -> str:
     rollout = cfg.rollout
     how = "greedy" if rollout.temperature == 0 else f"at temperature {rollout.temperature:g}"
     counts = ", ".join(f"{one.source.log_name} {cfg.count_samples(one)}" for one in cfg.data.sets)
-    where = "in this process" if cfg.backend == "local" else f"in {rollout.engines} Ray actors"
+    where = "in this process" if cfg.backend == "local" else f"in {rollout.most_engines} Ray actors"
     facts = {
         "samples per prompt": f"{counts}; {how}",
         "a sample": f"at most {cfg.data.max_prompt_tokens} prompt + {rollout.max_new_tokens} new = "

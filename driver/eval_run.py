@@ -52,7 +52,7 @@ class EvalRun:
             display.count(name, measure_prompt(grade_prompt(rows, self.cfg), self.ks), quiet=True)
         if self.done:
             self.session.console.say(f"resumed: the samples of {len(self.done)} prompts are there")
-        places = asyncio.Semaphore(self.cfg.prompts_at_once * self.cfg.rollout.engines)
+        places = asyncio.Semaphore(self.cfg.prompts_at_once * self.cfg.rollout.most_engines)
 
         async def sample(one: PromptSet, index: int, prompt: Prompt) -> None:
             async with places:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from algs import load_algorithm
+from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig
 from driver.devices import check_devices, count_gpus, uses_gpus
@@ -92,6 +93,12 @@ def describe_micro_batches(tokens: int, budget: int, ranks: int) -> str:
     return f"at most {budget:,} tokens each -> at most about {per_rank} per rank and update, on {ranks} ranks"
 
 
+def count_engines(rollout: RolloutConfig) -> str:
+    """Return the number of engines, or between which numbers they come and go."""
+    least, most = rollout.least_engines, rollout.most_engines
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
 def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
     if cfg.backend == "local":
         device = "the GPU" if count_gpus() else "the CPU"
@@ -105,9 +112,8 @@ def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
     rows = [("trainer", f"{cfg.trainer.ranks} Ray actors, DeepSpeed ZeRO-{cfg.trainer.zero_stage}, one {kind} each")]
     if isinstance(cfg, RLConfig):
         rollout = cfg.rollout
-        rows.append(
-            ("engines", f"{rollout.engines} Ray actors ({rollout.engine}), {rollout.tensor_parallel_size} {kind} each")
-        )
+        actors = f"{count_engines(rollout)} Ray actors ({rollout.engine})"
+        rows.append(("engines", f"{actors}, {rollout.tensor_parallel_size} {kind} each"))
         rows.append(("rewards", f"{cfg.reward.workers} processes beside each engine"))
     rows.append(("this machine", f"{count_gpus()} GPUs, {os.cpu_count()} CPU cores"))
     return rows

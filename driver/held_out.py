@@ -8,6 +8,7 @@ next weight sync waits for the answers, so that no number is of two versions. Th
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from configs.schema import RLConfig
@@ -73,12 +74,16 @@ class HeldOut:
         pending, self.pending = self.pending, None
         assert pending is not None
         engines = self.generation.engines
-        restarted = asyncio.create_task(engines.wait_for(engines.needing_weights))
+
+        def left_alone() -> Sequence[int]:
+            return [] if engines.serving() else engines.needing_weights()  # others that serve are asked for its groups
+
+        none_serves = asyncio.create_task(engines.wait_for(left_alone))
         try:
-            await asyncio.wait([pending, restarted], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([pending, none_serves], return_when=asyncio.FIRST_COMPLETED)
             return self.measure(pending.result(), self.when) if pending.done() else None
         finally:
-            restarted.cancel()
+            none_serves.cancel()
             pending.cancel()
 
     async def sample(self) -> list[Group]:

@@ -20,7 +20,7 @@ from driver.checkpoint import Checkpoint, find_checkpoint
 from driver.load_recipe import Loaded
 
 NOT_FOR_TRAINING = (
-    *("name", "run_dir", "save_to", "checkpoint.", "resume", "timeout_s", "device", "ray_address"),
+    *("name", "run_dir", "save_to", "checkpoint.", "resume", "timeout_s", "device", "ray_address", "ship_code"),
     *("on_failure", "max_resumes", "stop_when", "stop_when.", "push_to"),
     *("trackers", "tracking.", "display", "show_samples"),
     *("data.max_invalid_fraction", "model.lora.merge_on_save"),
@@ -32,7 +32,7 @@ NOT_FOR_TRAINING = (
 """Keys that may differ without any change of the numbers. A name that ends in a dot is a whole section."""
 BITWISE_ONLY = (
     *("trainer.micro_batch_tokens", "trainer.logits_mib", "trainer.gradient_checkpointing", "trainer.share_prefixes"),
-    *("rollout.engines", "rollout.tensor_parallel_size", "rollout.enforce_eager"),
+    *("rollout.engines", "rollout.engines.", "rollout.tensor_parallel_size", "rollout.enforce_eager"),
     *("rollout.kv_cache_gib", "rollout.gpu_memory_utilization"),
 )
 """Keys that may differ, because a run that ran out of memory must be able to continue. The gradient is the same in

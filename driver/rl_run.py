@@ -175,32 +175,33 @@ class Run:
         with self.session.clock.phase(Phase.SYNC):
             proof = None
             while proof is None:
-                proof = await self._publish(version, await self.engines.wait_for(self.engines.running))
+                proof = await self._publish(version, await self.engines.wait_for(self.engines.taking_weights))
         self.session.clock.reach(Milestone.SYNCED)
         self.buffer.set_version(version)
         return proof
 
     async def _publish(self, version: int, engines: Sequence[int]) -> dict[str, float] | None:
         """Transfer the weights to these engines; None where one of them died, and the others need another sync."""
-        deaths = [*self.engines.deaths]
+        deaths = self.engines.deaths
         try:
-            proof = await self.weights.publish_weights(version, engines)
+            with self.engines.syncing():
+                proof = await self.weights.publish_weights(version, engines)
         except ProcessDied as death:
             self.engines.report_death(death, deaths)
             return None
-        self.engines.weights_arrived(engines, version)
+        self.engines.weights_arrived(engines, version, deaths)
         return proof
 
     async def _while_trainers_wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await the engines' work. Engines that were restarted meanwhile get the weights: the trainers are idle."""
+        """Await the engines' work. Engines that were started meanwhile get the weights: the trainers are idle."""
         working = asyncio.create_task(work)
         try:
             while not working.done():
-                restarted = asyncio.create_task(self.engines.wait_for(self.engines.needing_weights))
-                await asyncio.wait([working, restarted], return_when=asyncio.FIRST_COMPLETED)
-                if restarted.done():
-                    await self._publish(self.steps_done, restarted.result())
-                restarted.cancel()
+                started = asyncio.create_task(self.engines.wait_for(self.engines.needing_weights))
+                await asyncio.wait([working, started], return_when=asyncio.FIRST_COMPLETED)
+                if started.done():
+                    await self._publish(self.steps_done, started.result())
+                started.cancel()
             return working.result()
         finally:
             working.cancel()
@@ -223,6 +224,7 @@ class Run:
             measured |= await self.time.start_lap()
         measured[names.ROLLOUT_GROUP_RETRIES] = float(self.generation.n_retries)
         measured[names.ROLLOUT_RESTARTS] = float(self.engines.n_restarts)
+        measured[names.ROLLOUT_ENGINES] = float(len(self.engines.serving()))
         self.session.log(step, measured)
         with self.session.clock.phase(Phase.LOG):  # last: the thread that writes them takes this one's time
             await self.session.folder.samples.write(step, groups)

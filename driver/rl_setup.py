@@ -14,9 +14,11 @@ from capture.losses import NamedLoss
 from capture.recorder import Recorder
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
+from core.deadlines import GROUP_TIMEOUT_GRACE_S, MEMBERSHIP_POLL_S
 from core.errors import UserError
 from core.phases import Milestone, Phase
 from core.ray_cluster import Remote
+from core.ray_seats import ElasticRemote
 from core.reads import record_reads
 from core.row_layout import RowLayout
 from core.support import Support
@@ -34,22 +36,30 @@ from driver.devices import check_devices, uses_gpus
 from driver.engine_timers import EngineTimers
 from driver.held_out import HeldOut
 from driver.load_recipe import Loaded
+from driver.machines import claim_machines
 from driver.own_code import check_own_code
 from driver.push import check_push
 from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rl_run import Run
-from driver.rollout_factory import RolloutPlan, check_reward_and_env, plan_rollouts, start_rollouts
+from driver.rollout_factory import (
+    RolloutPlan,
+    check_reward_and_env,
+    plan_engine_role,
+    plan_rollouts,
+    start_rollouts,
+)
 from driver.save_to import check_output_folders
 from driver.session import Session
 from driver.shadows import Shadows, load_shadows
 from driver.time_account import TimeBreakdown
-from driver.trainer_factory import plan_trainer, start_trainers
+from driver.trainer_factory import plan_trainer, plan_trainer_role, start_trainers
 from driver.weight_sync_factory import make_probe, make_weight_sync
 from modeling.hf_config import check_model_folder
 from modeling.lora import check_lora_targets
 from rollouts.availability import EngineAvailability
 from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
 from rollouts.generation import Generation
+from rollouts.membership import Bounds, ElasticAvailability
 from rollouts.worker import RolloutWorker
 from trackers import check_trackers
 from trainers.trainer import Trainer
@@ -250,6 +260,8 @@ async def start_workers(
 ) -> tuple[Workers[Trainer], Workers[RolloutWorker]]:
     """Start trainers and engines at the same time."""
     cfg = prepared.loaded.cfg
+    roles = [plan_trainer_role(cfg), plan_engine_role(cfg, prepared.rollouts, session.folder.path)]
+    await claim_machines(session, roles, {"model.path": cfg.model.path})
 
     async def start_engines() -> Workers[RolloutWorker]:
         session.engines = await start_rollouts(session.cluster, cfg, prepared.rollouts)
@@ -267,11 +279,24 @@ async def start_workers(
 
 
 def watch_engines(cfg: RLConfig | EvalConfig, engines: Workers[RolloutWorker], session: Session) -> EngineAvailability:
-    """Return the states of the engines, which restart where they have processes of their own."""
-    restart = engines.restart if isinstance(engines, Remote) else None
-    session.availability = EngineAvailability(
-        len(engines), restart=restart, budget=cfg.rollout.restarts, say=session.console.say
-    )
+    """Return the states of the engines, which restart, or come and go, where they have processes of their own."""
+    rollout = cfg.rollout
+    if isinstance(engines, ElasticRemote):
+        bounds = Bounds(
+            least=rollout.least_engines,
+            most=rollout.most_engines,
+            few_s=cfg.timeout_s,
+            leave_s=rollout.timeout_s + GROUP_TIMEOUT_GRACE_S,
+        )
+        elastic = ElasticAvailability(bounds, engines, budget=rollout.restarts, say=session.console.say)
+        elastic.open_seats()
+        elastic.start_watch(engines.find_leaving, every_s=MEMBERSHIP_POLL_S)
+        session.availability = elastic
+    else:
+        restart = engines.restart if isinstance(engines, Remote) else None
+        session.availability = EngineAvailability(
+            len(engines), restart=restart, budget=rollout.restarts, say=session.console.say
+        )
     return session.availability
 
 

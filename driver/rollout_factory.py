@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from configs.data_schema import TemplateConfig
 from configs.eval_schema import EvalConfig
@@ -12,6 +14,8 @@ from configs.trainer_schema import ModelConfig
 from core.loading import FileSpec
 from core.messages import ToolSpec
 from core.ray_cluster import Cluster
+from core.ray_seats import ElasticRemote
+from core.room import Role
 from core.workers import Local, RankInfo, Workers
 from data_feeds.template_args import make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
@@ -178,12 +182,31 @@ def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatT
     return engine, tokenizer, stops
 
 
+def plan_engine_role(cfg: RLConfig | EvalConfig, plan: RolloutPlan, run_folder: Path) -> Role:
+    """Return what the engines ask of a cluster. They may read weights or a model from files of the run folder."""
+    engines = cfg.rollout.least_engines
+    return Role(
+        name=ENGINE_GROUP,
+        n=engines,
+        resources=share_machine(cfg, engines, gpus=cfg.rollout.tensor_parallel_size),
+        needs_run_folder=plan.transports[:1] == ("disk",) or Path(plan.engine.model_path).is_relative_to(run_folder),
+    )
+
+
 async def start_rollouts(
     cluster: Cluster | None, cfg: RLConfig | EvalConfig, plan: RolloutPlan
 ) -> Workers[RolloutWorker]:
     """Start the engines; return when all can take requests."""
     if cluster is None:
         return Local(build_worker(None, plan))
-    engines = cfg.rollout.engines
-    resources = share_machine(cfg, engines, gpus=cfg.rollout.tensor_parallel_size)
-    return await cluster.spawn(ENGINE_GROUP, engines, build_worker, plan, resources=resources, timeout_s=cfg.timeout_s)
+    least, most = cfg.rollout.least_engines, cfg.rollout.most_engines
+    asked: dict[str, Any] = {
+        "resources": share_machine(cfg, least, gpus=cfg.rollout.tensor_parallel_size),
+        "timeout_s": cfg.timeout_s,
+    }
+    if least == most:
+        return await cluster.spawn(ENGINE_GROUP, least, build_worker, plan, **asked)
+    kind = ElasticRemote[RolloutWorker]
+    elastic = await cluster.spawn_as(kind, ENGINE_GROUP, least, build_worker, plan, **asked)
+    await elastic.add_seats(most - least)
+    return elastic

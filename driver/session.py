@@ -15,6 +15,7 @@ from configs.eval_schema import EvalConfig
 from configs.schema import RunConfig, SLConfig
 from core import metrics as names
 from core.clock import Clock
+from core.collector import collecting_seldom
 from core.deadlines import CLOSE_TIMEOUT_S
 from core.errors import ProcessDied, RunStopped
 from core.phases import Milestone, Phase
@@ -221,7 +222,7 @@ class Session:
 
     async def start_cluster(self) -> None:
         """Start Ray, in a thread: in the main one it would take SIGTERM for itself, and the loop would not turn."""
-        starting = asyncio.create_task(asyncio.to_thread(Cluster, self.cfg.ray_address))
+        starting = asyncio.create_task(asyncio.to_thread(Cluster, self.cfg.ray_address, ship_code=self.cfg.ship_code))
         try:
             self.cluster = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -326,7 +327,8 @@ def run_session(
     try:
         end_on_signals(at_once=at_once)
         console.say(f"run folder: {folder.path}")
-        with Scratch(logs=folder.path / "logs"), session.tracking(at_once), console:
+        seldom = collecting_seldom(cfg.backend == "ray")
+        with Scratch(logs=folder.path / "logs"), session.tracking(at_once), console, seldom:
             asyncio.run(run_body(session, body, at_once))
         reason = f"done early, {session.early_stop.reason}" if session.is_over else "done"
         session.show_outcome()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 from core.clock import ActivityTimer, Clock
 from core.metrics import DEVICE_SECONDS, IDLE_FRACTION
@@ -33,7 +34,7 @@ class TimeBreakdown:
     opening: dict[str, Seconds]
     """Seconds of every device and of the driver ("driver") at the start."""
     lap_at: dict[str, Seconds]
-    prefetched: asyncio.Task[list[Seconds]] | None = None
+    prefetched: asyncio.Task[dict[int, Seconds]] | None = None
     """Request of the engines' timers for the next lap."""
     prefetched_trainers: asyncio.Task[list[Seconds]] | None = None
     """Request of the trainers' timers for the next lap."""
@@ -59,9 +60,12 @@ class TimeBreakdown:
         self.prefetched_trainers.add_done_callback(_see_error)
 
     async def start_lap(self) -> dict[str, float]:
-        """Return the mean engine's and the mean trainer rank's seconds since the last lap, and idle fractions."""
+        """Return the mean engine's and the mean trainer rank's seconds since the last lap, and idle fractions.
+
+        An engine that has joined in this lap is counted from the next one on.
+        """
         now = await self._read_devices()
-        since = {device: subtract_seconds(now[device], self.lap_at[device]) for device in now}
+        since = {device: subtract_seconds(now[device], self.lap_at[device]) for device in now if device in self.lap_at}
         self.lap_at = now
         numbers: dict[str, float] = {}
         for kind in ("trainer", "engine"):
@@ -73,7 +77,7 @@ class TimeBreakdown:
     async def read_totals(self) -> dict[str, Seconds]:
         """Return seconds by device and activity since the start; each device's add up to the wall clock's."""
         now = await self._read_devices()
-        since = {device: subtract_seconds(now[device], self.opening[device]) for device in now}
+        since = {device: subtract_seconds(now[device], self.opening.get(device, {})) for device in now}
         driver = since.pop("driver")
         return {
             device: explain_trainer(seconds, driver)
@@ -90,14 +94,14 @@ class TimeBreakdown:
         return {
             "driver": self.clock.get_totals(),
             **{f"trainer {i}": seconds for i, seconds in enumerate(trainers)},
-            **{f"engine {i}": seconds for i, seconds in enumerate(engines)},
+            **{f"engine {rank}": seconds for rank, seconds in engines.items()},
         }
 
     async def _read_trainers(self) -> list[Seconds]:
         return await self.trainers.attribute("timer").call_all(ActivityTimer.read_seconds)
 
 
-def _see_error(task: asyncio.Task[list[Seconds]]) -> None:
+def _see_error(task: asyncio.Task[Any]) -> None:
     """Mark a failure as seen: the lap raises it."""
     if not task.cancelled():
         task.exception()
@@ -110,7 +114,8 @@ def subtract_seconds(now: Seconds, then: Seconds) -> Seconds:
 def average_device(kind: str, devices: dict[str, Seconds]) -> Seconds:
     """Return the seconds of the mean device of a kind: trainer or engine."""
     of_kind = [seconds for device, seconds in devices.items() if device.startswith(kind)]
-    return {name: sum(d[name] for d in of_kind) / len(of_kind) for name in of_kind[0]}
+    listed = dict.fromkeys(name for seconds in of_kind for name in seconds)  # one that left at once has fewer
+    return {name: sum(d.get(name, 0.0) for d in of_kind) / len(of_kind) for name in listed}
 
 
 def explain_trainer(seconds: Seconds, driver: Seconds) -> Seconds:

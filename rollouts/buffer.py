@@ -19,7 +19,7 @@ import base64
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from core.arrays import from_json, to_json
 from core.messages import describe_messages
@@ -95,6 +95,13 @@ class FinishedGroup:
     """Seconds from the group's start to its last reward."""
 
 
+class Waiter(NamedTuple):
+    """One who waits for a condition on the buffer."""
+
+    is_met: Callable[[], bool]
+    woken: asyncio.Future[None]
+
+
 class ReplayBuffer:
     """Queue between engines and trainer: tickets as fast as the schedule allows, groups in ticket order.
 
@@ -121,21 +128,21 @@ class ReplayBuffer:
         """Every ticket below has finished."""
         self.n_reported = 0
         """Groups at the head of `ready` that a previous step's metrics already counted."""
-        self._changed = asyncio.Event()
-
-    @property
-    def _n_accepted(self) -> int:
-        return sum(finished.accepted for finished in self.ready)
+        self._n_accepted = 0
+        """Accepted groups in `ready`; counted as they come and go, since there may be a hundred thousand."""
+        self._n_accepted_waiting = 0
+        """Accepted groups in `waiting`."""
+        self._waiters: list[Waiter] = []
 
     @property
     def n_collected(self) -> int:
         """Accepted groups that are here, for the next step and those after it."""
-        return self._n_accepted + sum(finished.accepted for finished in self.waiting.values())
+        return self._n_accepted + self._n_accepted_waiting
 
     @property
     def _next_position(self) -> int:
         """Position of the next ticket if all started ones are accepted; it may become less, never more."""
-        waiting = len(self.waiting) if self._in_rounds else sum(g.accepted for g in self.waiting.values())
+        waiting = len(self.waiting) if self._in_rounds else self._n_accepted_waiting
         return self.position + self._n_accepted + waiting + len(self.started)
 
     @property
@@ -150,8 +157,7 @@ class ReplayBuffer:
         """Wait until one more group may start; return its ticket."""
         if self.restarts:
             return self.restarts.popleft()
-        while not self.schedule.may_start(self._next_position, version=self.version):
-            await self._wait_for_change()
+        await self._wait_until(lambda: self.schedule.may_start(self._next_position, version=self.version))
         self.started.add(self.ticket)
         self.ticket += 1
         return self.ticket - 1
@@ -161,16 +167,26 @@ class ReplayBuffer:
         if finished.ticket not in self.started:
             raise RuntimeError(f"ticket {finished.ticket} was not started, or finished twice")
         self.started.remove(finished.ticket)
-        self.waiting[finished.ticket] = finished
+        self._put_waiting(finished)
         self._move_to_ready()
-        self._changed.set()
+        self._note_change()
+
+    def _put_waiting(self, finished: FinishedGroup) -> None:
+        self.waiting[finished.ticket] = finished
+        self._n_accepted_waiting += finished.accepted
 
     def _move_to_ready(self) -> None:
         if self._in_rounds and self.started:
             return
         while self.next_ready in self.waiting:
-            self.ready.append(self.waiting.pop(self.next_ready))
+            finished = self.waiting.pop(self.next_ready)
+            self._n_accepted_waiting -= finished.accepted
+            self._put_ready(finished)
             self.next_ready += 1
+
+    def _put_ready(self, finished: FinishedGroup) -> None:
+        self.ready.append(finished)
+        self._n_accepted += finished.accepted
 
     async def next_step_groups(self, step: int) -> tuple[list[Group], list[FinishedGroup]]:
         """Wait for the groups of a step; return them, and all groups drawn for it, rejected ones included.
@@ -182,15 +198,18 @@ class ReplayBuffer:
         """
         window = self.schedule.window(step)
         assert window.start == self.position, "steps are taken one after the other"
-        while self._n_accepted < len(window) and len(self.ready) - self._n_accepted < MAX_REJECTED * len(window):
-            await self._wait_for_change()
-        accepted = [i for i, finished in enumerate(self.ready) if finished.accepted][: len(window)]
-        end = accepted[-1] + 1 if len(accepted) == len(window) else len(self.ready)
-        groups = [self.ready[i].group for i in accepted]
-        drawn = [self.ready[i] for i in range(self.n_reported, end)]
+        most_rejected = MAX_REJECTED * len(window)
+        await self._wait_until(
+            lambda: self._n_accepted >= len(window) or len(self.ready) - self._n_accepted >= most_rejected
+        )
+        ready = [*self.ready]  # a deque is slow in its middle
+        accepted = [i for i, finished in enumerate(ready) if finished.accepted][: len(window)]
+        end = accepted[-1] + 1 if len(accepted) == len(window) else len(ready)
+        groups = [ready[i].group for i in accepted]
+        drawn = ready[self.n_reported : end]
         n_leaving = accepted[self.schedule.fresh] if len(accepted) > self.schedule.fresh else end
         for _ in range(n_leaving):
-            self.ready.popleft()
+            self._n_accepted -= self.ready.popleft().accepted
         self.n_reported = end - n_leaving
         self.position = window.start + self.schedule.fresh
         return groups, drawn
@@ -198,11 +217,22 @@ class ReplayBuffer:
     def set_version(self, version: int) -> None:
         """Set the version that the engines hold."""
         self.version = version
-        self._changed.set()
+        self._note_change()
 
-    async def _wait_for_change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
+    async def _wait_until(self, is_met: Callable[[], bool]) -> None:
+        while not is_met():
+            waiter = Waiter(is_met, asyncio.get_running_loop().create_future())
+            self._waiters.append(waiter)
+            try:
+                await waiter.woken
+            finally:
+                self._waiters.remove(waiter)
+
+    def _note_change(self) -> None:
+        """Wake who can go on; most groups that finish are no reason for anybody to."""
+        for waiter in self._waiters:
+            if not waiter.woken.done() and waiter.is_met():
+                waiter.woken.set_result(None)
 
     def get_state(self) -> dict[str, Any]:
         """Return the finished groups and the started tickets, for JSON. Prompts are not included: tickets draw them.
@@ -231,8 +261,8 @@ class ReplayBuffer:
         buffer.started, buffer.restarts = set(state["started"]), deque(state["started"])
         coded = state.get("pictures", {})  # earlier versions had none
         pictures = {name: read_picture(base64.b64decode(text)) for name, text in coded.items()}
-        finished = [_group_from_state(one, draw_prompt, pictures) for one in state["finished"]]
-        buffer.waiting = {group.ticket: group for group in finished}
+        for one in state["finished"]:
+            buffer._put_waiting(_group_from_state(one, draw_prompt, pictures))
         buffer.next_ready = min([*buffer.started, *buffer.waiting, buffer.ticket])
         buffer._move_to_ready()
         buffer.n_reported = state["n_reported"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -38,11 +37,6 @@ class GroupRequests:
         self.on_group = on_group
         self.engines = engines or EngineAvailability(len(workers))
         self.workers, self.timeout_s = workers, timeout_s
-        self.running: Counter[tuple[int, int]] = Counter()
-        """Groups that each engine process works on: (rank, its deaths before) -> number.
-
-        Groups that timed out stay counted, so that engine gets fewer.
-        """
         self.n_retries = 0
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
@@ -51,7 +45,7 @@ class GroupRequests:
         Raises ProcessDied naming an engine that may not be restarted, and RunStopped where a group takes too long.
         """
         while True:
-            deaths = [*self.engines.deaths]
+            deaths = self.engines.deaths
             try:
                 group = await self._try_twice(ticket, prompt, size)
                 self.on_group()
@@ -81,12 +75,11 @@ class GroupRequests:
 
     async def _try_engine(self, rank: int, ticket: int, prompt: Prompt, size: int) -> Group | None:
         """Return the group, or None on timeout, whether the worker reports it or does not respond."""
-        process = (rank, self.engines.deaths[rank])
-        self.running[process] += 1
+        process = self.engines.begin_group(rank)
         call = self.workers.call_one(rank, RolloutWorker.generate_group, ticket, prompt, size)
         group = await with_timeout(call, self.timeout_s + GROUP_TIMEOUT_GRACE_S)
         if group is not None:
-            self.running[process] -= 1
+            self.engines.end_group(process)
         return group
 
     async def _check_alive(self, rank: int) -> None:
@@ -95,9 +88,8 @@ class GroupRequests:
             raise ProcessDied(seen, worker=(ENGINE_GROUP, rank))
 
     async def _least_busy(self, besides: int | None = None) -> int:
-        serving = await self.engines.wait_for(self.engines.serving)
-        others = [rank for rank in serving if rank != besides]
-        return min(others or serving, key=lambda rank: self.running[rank, self.engines.deaths[rank]])
+        await self.engines.wait_for(self.engines.serving)
+        return self.engines.counts.find_least_busy(besides)
 
 
 class Generation(GroupRequests):

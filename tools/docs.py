@@ -20,7 +20,7 @@ from algs.base import Algorithm, GroupRelative, PolicyGradient, TurnCredit
 from algs.terms import KL, Correction, Overlong
 from configs.data_schema import SourceConfig
 from configs.eval_schema import EvalConfig, EvalDataConfig, EvalModelConfig, EvalRolloutConfig, EvalSetConfig
-from configs.rollout_schema import RolloutConfig
+from configs.rollout_schema import EngineRange, RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig
 from core.deadlines import TABLE
@@ -96,6 +96,8 @@ def configuration() -> str:
             parts += section(f"`{name}`", f"{name}.", field.annotation)
         if name == "model":
             parts += section("`model.lora`", "model.lora.", LoraConfig)
+        if name == "rollout":
+            parts += section("`rollout.engines`, where engines come and go", "rollout.engines.", EngineRange)
     parts += eval_sections()
     parts += ["", "The keys under `alg` belong to the algorithm: see [Algorithms](algorithms.md)."]
     return "\n".join(parts) + "\n"

@@ -29,6 +29,7 @@ SCHEMA = (RLConfig, SLConfig)
 UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     # key: (a value, the settings with which it is of use); without them it is refused
     "max_resumes": (2, {"on_failure": "resume", "checkpoint.every": 1}),
+    "ship_code": (True, {"ray_address": "10.0.0.1:6379"}),
     "checkpoint.keep": (3, {"checkpoint.every": 1}),
     "data.eval_rows": (5, {"data.eval": "x.parquet"}),
     "rollout.max_turns": (2, {"rollout.env": "calculator"}),
@@ -187,11 +188,14 @@ def recording() -> Iterator[set[tuple[str, str]]]:
 ELSEWHERE = {
     # key: the file that reads it, where no run in one process does
     "ray_address": "driver/session.py",
+    "ship_code": "driver/session.py",
     "max_resumes": "driver/on_failure.py",
     "model.lora.vision": "modeling/lora.py",
     "trainer.zero_stage": "trainers/deepspeed.py",
     "trainer.deepspeed": "trainers/deepspeed.py",
     "rollout.restarts": "driver/rl_setup.py",
+    "rollout.engines.min": "configs/rollout_schema.py",
+    "rollout.engines.max": "configs/rollout_schema.py",
     "rollout.agent.file": "rollouts/registry.py",
     "rollout.agent.command": "rollouts/registry.py",
     "push_to": "driver/push.py",
@@ -234,5 +238,5 @@ def test_every_key_of_the_schema_is_read_by_a_run_or_has_a_reader_by_name(recipe
     keys = {key for cls in SCHEMA for key, owner, name in list_keys(cls) if (owner, name) not in reads}
     assert sorted(keys - {*ELSEWHERE}) == []
     for key, file in ELSEWHERE.items():
-        read = rf"\b(cfg|rollout|agent|trainer|tracking|settings|lora)\.{key.rpartition('.')[2]}\b"
+        read = rf"\b(cfg|rollout|agent|trainer|tracking|settings|lora|engines)\.{key.rpartition('.')[2]}\b"
         assert re.search(read, (ROOT / file).read_text(encoding="utf-8")), f"{file} does not read {key}"

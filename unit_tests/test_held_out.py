@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import main_rl
-from benchmarks.simulate import SimulatedEngines, SimulatedRun, Times, answer, run_in_virtual_time
+from benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, answer, run_in_virtual_time
 from configs.schema import RLConfig
 from core.types import Prompt
 from driver.held_out import HeldOut, Measured
@@ -78,7 +78,7 @@ def test_an_engine_that_was_restarted_leaves_the_evaluation_out():
 
     async def body() -> tuple[Measured | None, bool]:
         held_out = held_out_of(SimulatedEngines(times=TIMES, engines=1, concurrent=1), restart=None, budget=1)
-        held_out.generation.engines.states[0] = EngineState.NEEDS_WEIGHTS
+        held_out.generation.engines._set_state(0, EngineState.NEEDS_WEIGHTS)
         pending = held_out.pending = asyncio.create_task(held_out.sample())
         found = await held_out.end()
         await asyncio.wait([pending])

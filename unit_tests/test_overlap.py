@@ -15,7 +15,8 @@ import pytest
 
 import main_rl
 from benchmarks import simulate
-from benchmarks.simulate import SimulatedEngines, SimulatedRun, Times, forecast, run_in_virtual_time, times_of
+from benchmarks.simulate import forecast, times_of
+from benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, run_in_virtual_time
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.schema import RLConfig
 from core.errors import RunStopped
@@ -152,6 +153,7 @@ class Choosy(SimulatedRun):
 
     async def train(self, groups):
         await asyncio.sleep(self.times.train * 2 * self.draw.random())
+        self.steps_done += 1
         return {}
 
 
@@ -205,8 +207,13 @@ class InOrderOfCompletion(ReplayBuffer):
 
     def add_group(self, drawn: FinishedGroup) -> None:
         self.started.remove(drawn.ticket)
-        self.ready.append(drawn)
-        self._changed.set()
+        self._put_ready(drawn)
+        self._note_change()
+
+
+class Unchecked(SimulatedRun):
+    def measure(self, step, groups, drawn):
+        return {}
 
 
 def lengths_trained_on(max_staleness: int, buffer: type[ReplayBuffer] = ReplayBuffer) -> list[float]:
@@ -220,7 +227,7 @@ def lengths_trained_on(max_staleness: int, buffer: type[ReplayBuffer] = ReplayBu
     schedule = Schedule(steps=40, per_step=16, max_staleness=max_staleness)
 
     async def body() -> SimulatedRun:
-        run = SimulatedRun(schedule, SimulatedEngines(times=times, engines=2, concurrent=64), times)
+        run = Unchecked(schedule, SimulatedEngines(times=times, engines=2, concurrent=64), times)
         run.generation.buffer = buffer(schedule)
         await main_rl.train(run)
         return run
@@ -289,7 +296,7 @@ def test_a_buffer_is_saved_and_goes_on_where_it_was():
     schedule = Schedule(steps=9, per_step=4, max_staleness=5, sample_reuse=2)
 
     def drawn(ticket: int, accepted: bool = True) -> FinishedGroup:
-        from benchmarks.simulate import answer
+        from benchmarks.simulated_run import answer
 
         return FinishedGroup(ticket=ticket, group=[answer(ticket, 0)], accepted=accepted, seconds=1.5)
 
@@ -355,7 +362,7 @@ def test_generation_asks_the_engine_with_the_least_to_do():
         )
         async with generation.running_in_background():
             await asyncio.sleep(0.5)
-            return [generation.running[rank, 0] for rank in range(3)]
+            return [generation.engines.counts.groups[rank, 0] for rank in range(3)]
 
     assert run_in_virtual_time(body()) == [3, 2, 2]
 
@@ -388,7 +395,7 @@ def test_a_group_that_takes_too_long_is_given_up_where_it_is_made():
                 given_up.append(token_ids)
                 raise
 
-    tokenizer: Any = SimpleNamespace(render=lambda messages, tools: [1, 2])
+    tokenizer: Any = SimpleNamespace(render=lambda messages, tools: [1, 2], pictures=None)
     rollout = RolloutConfig(max_new_tokens=4, timeout_s=0.05)
     rewards: Any = None  # never reached
     engine: Any = Stuck()

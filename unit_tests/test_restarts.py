@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulate import SimulatedEngines, Times, run_in_virtual_time
+from benchmarks.simulated_run import SimulatedEngines, Times, run_in_virtual_time
 from core.clock import ActivityTimer
 from core.errors import CallFailed, ProcessDied, UserError
 from core.types import Group, Prompt

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from core.clock import ActivityTimer
 from core.deadlines import SYNC_TIMEOUT_GRACE_S
 from core.errors import RunStopped
-from core.ray_cluster import Remote, attribute_failure
+from core.ray_blame import attribute_failure
+from core.ray_cluster import Remote
 from core.workers import gather_fail_fast
 from weight_sync.base import ExportScope, ExportsWeights, ReceivesWeights, Sent, TransportName
 from weight_sync.source import WeightSource
