@@ -102,7 +102,8 @@ def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
             )
         ]
     kind = "GPU" if uses_gpus(cfg) else "share of the CPU"
-    rows = [("trainer", f"{cfg.trainer.ranks} Ray actors, DeepSpeed ZeRO-{cfg.trainer.zero_stage}, one {kind} each")]
+    library = "FSDP2" if cfg.trainer.library == "fsdp2" else f"DeepSpeed ZeRO-{cfg.trainer.zero_stage}"
+    rows = [("trainer", f"{cfg.trainer.ranks} Ray actors, {library}, one {kind} each")]
     if isinstance(cfg, RLConfig):
         rollout = cfg.rollout
         rows.append(
@@ -164,13 +165,7 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
     cfg: RunConfig = loaded.cfg
     trusts = cfg.model.trust_remote_code
     n = count_parameters(cfg.model.path, trust_remote_code=trusts)
-    held = 2 if cfg.model.dtype == "bfloat16" else 4
-    master = 4 if held == 2 else 0
-    states = 8 if cfg.trainer.optimizer == "adamw" else 0
-    ranks, stage = cfg.trainer.ranks, cfg.trainer.zero_stage if cfg.backend == "ray" else 0
-    weights = held / (ranks if stage == 3 else 1)
-    gradients = 4 / (ranks if stage >= 2 else 1)
-    optimizer = (master + states) / (ranks if stage >= 1 else 1)
+    size = measure_parameter(cfg)
     alg = load_algorithm(loaded.alg_spec, cfg.alg)
     lora = cfg.model.lora
     adapter = 0 if lora is None else count_adapter(cfg.model.path, lora, trust_remote_code=trusts)
@@ -180,18 +175,65 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
     # a precomputed reference is not loaded, and that of an adapter is the policy without it
     spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.precompute_ref_logp)
     beside = [path for path in alg.frozen_models.values() if path or not spared]
-    frozen = sum((count_parameters(path, key="alg", trust_remote_code=trusts) if path else n) * held for path in beside)
+    frozen = sum(count_parameters(path, key="alg", trust_remote_code=trusts) if path else n for path in beside)
     merges = lora is None or lora.merge_on_save
     return MemoryEstimate(
         parameters=n,
         adapter=adapter,
-        weights=(n + adapter + critic) * weights / GIB,
-        gradients=in_training * gradients / GIB,
-        optimizer=in_training * optimizer / GIB,
-        frozen=frozen / GIB,
-        per_engine=n * held / cfg.rollout.tensor_parallel_size / GIB if isinstance(cfg, RLConfig) else 0.0,
-        checkpoint=in_training * (4 + states) / GIB,  # float32 weights and the optimizer
-        saved=((n if merges else 0) + adapter + critic) * held / GIB,
+        weights=(in_training * size.trained + (n + adapter + critic - in_training) * size.frozen) / GIB,
+        gradients=in_training * size.gradient / GIB,
+        optimizer=in_training * size.optimizer / GIB,
+        frozen=frozen * size.reference / GIB,
+        per_engine=n * size.dtype / cfg.rollout.tensor_parallel_size / GIB if isinstance(cfg, RLConfig) else 0.0,
+        checkpoint=in_training * (4 + size.states) / GIB,  # float32 weights and the optimizer
+        saved=((n if merges else 0) + adapter + critic) * size.dtype / GIB,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSize:
+    """Bytes that one parameter takes on a trainer rank, on average."""
+
+    dtype: int
+    """Bytes of a number in the model's dtype."""
+    states: int
+    """Bytes of the optimizer's states in a checkpoint."""
+    trained: float
+    """Weight of a parameter in training."""
+    frozen: float
+    """Weight of one that is frozen, in the model in training."""
+    reference: float
+    """Weight of one in a frozen model beside it."""
+    gradient: float
+    optimizer: float
+    """States of the optimizer, and float32 master weights beside weights of another dtype."""
+
+
+def measure_parameter(cfg: RunConfig) -> ParameterSize:
+    """Return what a parameter takes under the recipe's library and number of ranks."""
+    held = 2 if cfg.model.dtype == "bfloat16" else 4
+    states = 8 if cfg.trainer.optimizer == "adamw" else 0
+    ranks, stage = cfg.trainer.ranks, cfg.trainer.zero_stage if cfg.backend == "ray" else 0
+    if cfg.backend == "ray" and cfg.trainer.library == "fsdp2":
+        copies = 1 if cfg.model.lora is None else ranks  # an adapter is whole on every rank
+        return ParameterSize(
+            dtype=held,
+            states=states,
+            trained=4 * copies / ranks,
+            frozen=held / ranks,
+            reference=held / ranks,
+            gradient=4 * copies / ranks,
+            optimizer=states * copies / ranks,
+        )
+    weight = held / (ranks if stage == 3 else 1)
+    return ParameterSize(
+        dtype=held,
+        states=states,
+        trained=weight,
+        frozen=weight,
+        reference=held,
+        gradient=4 / (ranks if stage >= 2 else 1),
+        optimizer=((4 if held == 2 else 0) + states) / (ranks if stage >= 1 else 1),
     )
 
 

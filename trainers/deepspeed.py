@@ -1,4 +1,4 @@
-"""The distributed trainer: DeepSpeed ZeRO 0 to 3 behind the local trainer's interface. One process per rank."""
+"""The trainer of several ranks with DeepSpeed: ZeRO 0 to 3 behind the local trainer's interface."""
 
 from __future__ import annotations
 
@@ -7,75 +7,53 @@ import logging
 import math
 import os
 from collections.abc import Callable, Generator
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore, distributed_c10d
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.addresses import host_store
 from core.buckets import split_into_buckets
 from core.collector import without_collector
 from core.errors import RunStopped
-from modeling.export import exported_tensors, gather_tensors, save_exported
+from modeling.export import exported_tensors
 from trainers.checkpoint_state import reading
-from trainers.learner import Learner, TrainerSettings
+from trainers.learner import Learner
+from trainers.models import ModelLoader
 from trainers.optimizer import make_optimizer
-from trainers.trainer import Trainer
+from trainers.ranks import RankTrainer
 from weight_sync.base import Bucket, ExportScope
-from weight_sync.source import WeightSource
 
 
-class DeepSpeedTrainer(Trainer):
-    """Trainer rank with DeepSpeed; torch.distributed reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE."""
+class DeepSpeedTrainer(RankTrainer):
+    """Trainer rank with DeepSpeed."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        cfg: TrainerConfig,
-        alg: Algorithm,
-        *,
-        timeout_s: float,
-        **settings: Unpack[TrainerSettings],
-    ):
-        """timeout_s: deadline of every collective."""
+    def start_library(self, timeout: timedelta) -> None:
         with without_collector():
             import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        on_gpu = torch.cuda.is_available()
         # On a CPU DeepSpeed would compile its own all-reduce for a minute; gloo has one.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        timeout = timedelta(seconds=timeout_s)
-        form_group("nccl" if on_gpu else "gloo", timeout)
-        deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False, timeout=timeout)
-        device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
-        self.dtype, self.zero_stage = model.dtype, cfg.zero_stage
-        self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        super().__init__(model, cfg, alg, device=device, **settings)
-        for group in distributed_c10d._world.pg_map:  # DeepSpeed makes groups of its own, with torch's default
-            distributed_c10d._set_pg_timeout(timeout, group)
-        self.weight_source = WeightSource(self, self.timer, is_sender=self.rank == 0)
+        backend = torch.distributed.get_backend()
+        deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
+
+    def get_file_settings(self) -> dict[str, Any]:
+        own = {"trainer.ranks": self.ranks, "trainer.zero_stage": self.cfg.zero_stage}
+        return {"backend": "ray", "trainer.library": "deepspeed"} | own
+
+    def make_loader(self, model: ModelConfig, alg: Algorithm) -> ModelLoader:
+        if self.cfg.zero_stage < 3:
+            return ModelLoader(model, self.cfg, alg)
+        return ModelLoader(model, self.cfg, alg, loading=partial(shard_while_loading, self.cfg, self.dtype))
 
     def make_learner(self, model: nn.Module) -> Learner:
         return DeepSpeedLearner(model, self.cfg, self.dtype, self.sum_over_ranks)
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        total = values.to(self.device)
-        torch.distributed.all_reduce(total)
-        return total.to(values.device)
-
-    def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> None:
-        """Write from rank 0; the other ranks take part in gathering."""
-        exported = gather_tensors(learner.export_weights, scopes)
-        if torch.distributed.get_rank() == 0:
-            save_exported(learner.model, folder, exported)
-        torch.distributed.barrier()
 
 
 class DeepSpeedLearner:
@@ -157,6 +135,22 @@ class DeepSpeedLearner:
             raise RunStopped(f"DeepSpeed finds no checkpoint in {folder}, although the folder is marked as complete")
 
 
+@contextmanager
+def shard_while_loading(cfg: TrainerConfig, dtype: str) -> Generator[None]:
+    """Let transformers give every rank its part of a tensor as soon as it is made, and fill it from rank 0.
+
+    So no rank ever holds the whole model.
+    """
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    kept_alive = HfDeepSpeedConfig(deepspeed_config(cfg, dtype))  # transformers has a weak reference only
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del kept_alive
+
+
 def read_sharded_weights(folder: Path) -> dict[str, Tensor]:
     """Return the float32 weights that `save_state` of all ranks wrote, in one process; not those of ZeRO-0."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -183,19 +177,6 @@ def classes_in_checkpoints() -> list[type]:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     return [LossScaler, ZeroStageEnum, fragment_address]
-
-
-def form_group(backend: str, timeout: timedelta) -> None:
-    """Form the group of all ranks before DeepSpeed does, whose store would listen on all addresses."""
-    if torch.distributed.is_initialized():  # a second trainer in this process
-        return
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank == 0:
-        store = host_store(address, port, timeout=timeout, size=size)
-    else:
-        store = TCPStore(address, port, size, is_master=False, timeout=timeout)
-    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def deepspeed_config(cfg: TrainerConfig, dtype: str) -> dict[str, Any]:

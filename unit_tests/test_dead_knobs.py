@@ -38,9 +38,13 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.share_prefixes": ("auto", {}),
     "trainer.vision": ("frozen", {"model.path": "models/made_later"}),
     "model.lora.vision": (True, {"model.path": "models/made_later"}),
+    "trainer.zero_stage": (2, {}),
+    "trainer.deepspeed": ({"prescale": True}, {}),
 }
-DEAD = {"trainer.betas": {"trainer.optimizer": "sgd"}, "trainer.eps": {"trainer.optimizer": "sgd"}} | {
-    "trainer.share_prefixes": {"trainer.layout": "padded"}
+DEAD = {
+    **{key: {"trainer.optimizer": "sgd"} for key in ("trainer.betas", "trainer.eps")},
+    **{key: {"trainer.library": "fsdp2"} for key in ("trainer.zero_stage", "trainer.deepspeed")},
+    "trainer.share_prefixes": {"trainer.layout": "padded"},
 }
 """Settings with which a key is of no use, where that is not so by default."""
 
