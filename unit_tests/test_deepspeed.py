@@ -137,6 +137,18 @@ def test_fsdp2_makes_one_gradient_of_every_cut(three, tiny_path, name, n, max_to
     assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=LATER), FSDP2])
+def test_a_mixture_of_experts_is_sharded_like_any_other_model(ranks, tmp_path, stage):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    random_model("qwen3_moe", **sizes).save_pretrained(path := str(tmp_path))
+    groups = some_groups()
+    want, metrics = asyncio.run(run(None, plan_of(path, **SGD), groups, max_tokens=10_000))
+    plan = plan_of(path, **SGD, **sharded(stage), ranks=2)
+    got, got_metrics = asyncio.run(run(ranks, plan, groups, max_tokens=60))
+    assert (got - want).norm() < 1e-5 * (want - start_of(path)).norm()
+    assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stage", [0, 3, FSDP2])
