@@ -51,7 +51,7 @@ class FsdpTrainer(RankTrainer):
         return FsdpLearner(model, self.cfg, self.mesh, dtype=DTYPES[self.dtype], sum_over_ranks=self.sum_over_ranks)
 
     def hold_frozen(self, model: nn.Module) -> nn.Module:
-        sharded = settle_shards(model, self.mesh, dtype=DTYPES[self.dtype])
+        sharded: Any = settle_shards(model, self.mesh, dtype=DTYPES[self.dtype])
         sharded.set_reshard_after_forward(True, recurse=False)  # no backward pass follows
         return sharded
 

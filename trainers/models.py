@@ -40,7 +40,7 @@ class ModelLoader:
             return self.load_scalar()
         lora = self.model.lora
         freeze = self._freeze_vision if lora is None else _freeze
-        training = {"gradient_checkpointing": self.cfg.gradient_checkpointing, "lora": lora}
+        training: dict[str, Any] = {"gradient_checkpointing": self.cfg.gradient_checkpointing, "lora": lora}
         with self.loading():
             policy = load_model(self.model.path, **self.kind, **training, place=self._place_after(freeze))
         if lora is None:  # PEFT has frozen the rest
