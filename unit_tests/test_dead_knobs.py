@@ -192,6 +192,7 @@ ELSEWHERE = {
     "ray_address": "driver/session.py",
     "max_resumes": "driver/on_failure.py",
     "model.lora.vision": "modeling/lora.py",
+    "trainer.library": "driver/trainer_factory.py",
     "trainer.zero_stage": "trainers/deepspeed.py",
     "trainer.deepspeed": "trainers/deepspeed.py",
     "rollout.restarts": "driver/rl_setup.py",
