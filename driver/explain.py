@@ -12,7 +12,7 @@ from algs import load_algorithm
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig
 from driver.devices import check_devices, count_gpus, uses_gpus
-from driver.explain_vision import describe_vision, measure_vision
+from driver.explain_vision import BytesEach, describe_vision, measure_vision
 from driver.load_recipe import Loaded
 from modeling.hf_config import ModelUnreadable, check_model_folder, meta_model
 
@@ -145,10 +145,14 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
         m = estimate_memory(loaded)
     except ModelUnreadable as error:  # a recipe may name a model that is made later
         return [("memory", f"unknown: {error}")]
+    alg = load_algorithm(loaded.alg_spec, loaded.cfg.alg)
+    models = 1 if alg.value_lr is None else 2
     of_adapter = f", and {m.adapter:,} of the adapter, which alone are trained" if m.adapter else ""
     rows = [
         ("parameters", f"{m.parameters:,}{of_adapter}"),
-        *describe_vision(loaded.cfg, parameters=m.parameters),
+        *describe_vision(
+            loaded.cfg, parameters=m.parameters, models=models, per_rank=m.per_rank, each=count_bytes(loaded.cfg)
+        ),
         (
             "memory per rank",
             f"about {m.per_rank:.2f} GiB: weights {m.weights:.2f}, gradients {m.gradients:.2f}, optimizer "
@@ -165,7 +169,8 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
     cfg: RunConfig = loaded.cfg
     trusts = cfg.model.trust_remote_code
     n = count_parameters(cfg.model.path, trust_remote_code=trusts)
-    size = measure_parameter(cfg)
+    held, states = count_held(cfg), count_states(cfg)
+    each = count_bytes(cfg)
     alg = load_algorithm(loaded.alg_spec, cfg.alg)
     lora = cfg.model.lora
     adapter = 0 if lora is None else count_adapter(cfg.model.path, lora, trust_remote_code=trusts)
@@ -180,60 +185,47 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
     return MemoryEstimate(
         parameters=n,
         adapter=adapter,
-        weights=(in_training * size.trained + (n + adapter + critic - in_training) * size.frozen) / GIB,
-        gradients=in_training * size.gradient / GIB,
-        optimizer=in_training * size.optimizer / GIB,
-        frozen=frozen * size.reference / GIB,
-        per_engine=n * size.dtype / cfg.rollout.tensor_parallel_size / GIB if isinstance(cfg, RLConfig) else 0.0,
-        checkpoint=in_training * (4 + size.states) / GIB,  # float32 weights and the optimizer
-        saved=((n if merges else 0) + adapter + critic) * size.dtype / GIB,
+        weights=(in_training * each.weights + (n + adapter + critic - in_training) * each.idle) / GIB,
+        gradients=in_training * each.gradients / GIB,
+        optimizer=in_training * each.optimizer / GIB,
+        frozen=frozen * each.reference / GIB,
+        per_engine=n * held / cfg.rollout.tensor_parallel_size / GIB if isinstance(cfg, RLConfig) else 0.0,
+        checkpoint=in_training * (4 + states) / GIB,  # float32 weights and the optimizer
+        saved=((n if merges else 0) + adapter + critic) * held / GIB,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterSize:
-    """Bytes that one parameter takes on a trainer rank, on average."""
-
-    dtype: int
-    """Bytes of a number in the model's dtype."""
-    states: int
-    """Bytes of the optimizer's states in a checkpoint."""
-    trained: float
-    """Weight of a parameter in training."""
-    frozen: float
-    """Weight of one that is frozen, in the model in training."""
-    reference: float
-    """Weight of one in a frozen model beside it."""
-    gradient: float
-    optimizer: float
-    """States of the optimizer, and float32 master weights beside weights of another dtype."""
+def count_held(cfg: RunConfig) -> int:
+    """Return the bytes of a weight in use."""
+    return 2 if cfg.model.dtype == "bfloat16" else 4
 
 
-def measure_parameter(cfg: RunConfig) -> ParameterSize:
-    """Return what a parameter takes under the recipe's library and number of ranks."""
-    held = 2 if cfg.model.dtype == "bfloat16" else 4
-    states = 8 if cfg.trainer.optimizer == "adamw" else 0
+def count_states(cfg: RunConfig) -> int:
+    """Return the bytes of the optimizer's states of a parameter."""
+    return 8 if cfg.trainer.optimizer == "adamw" else 0
+
+
+def count_bytes(cfg: RunConfig) -> BytesEach:
+    """Count what one rank holds of a parameter in training."""
+    held = count_held(cfg)
+    master = 4 if held == 2 else 0
     ranks, stage = cfg.trainer.ranks, cfg.trainer.zero_stage if cfg.backend == "ray" else 0
     if cfg.backend == "ray" and cfg.trainer.library == "fsdp2":
-        copies = 1 if cfg.model.lora is None else ranks  # an adapter is whole on every rank
-        return ParameterSize(
-            dtype=held,
-            states=states,
-            trained=4 * copies / ranks,
-            frozen=held / ranks,
+        parts = ranks if cfg.model.lora is None else 1  # an adapter is whole on every rank
+        return BytesEach(
+            weights=4 / parts,
+            idle=held / ranks,
             reference=held / ranks,
-            gradient=4 * copies / ranks,
-            optimizer=states * copies / ranks,
+            gradients=4 / parts,
+            optimizer=count_states(cfg) / parts,
         )
-    weight = held / (ranks if stage == 3 else 1)
-    return ParameterSize(
-        dtype=held,
-        states=states,
-        trained=weight,
-        frozen=weight,
+    weights = held / (ranks if stage == 3 else 1)
+    return BytesEach(
+        weights=weights,
+        idle=weights,
         reference=held,
-        gradient=4 / (ranks if stage >= 2 else 1),
-        optimizer=((4 if held == 2 else 0) + states) / (ranks if stage >= 1 else 1),
+        gradients=4 / (ranks if stage >= 2 else 1),
+        optimizer=(master + count_states(cfg)) / (ranks if stage >= 1 else 1),
     )
 
 

@@ -7,24 +7,21 @@ import logging
 import math
 import os
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from algs.base import Algorithm
-from configs.trainer_schema import ModelConfig, TrainerConfig
+from configs.trainer_schema import TrainerConfig
 from core.buckets import split_into_buckets
 from core.collector import without_collector
 from core.errors import RunStopped
 from modeling.export import exported_tensors
 from trainers.checkpoint_state import reading
 from trainers.learner import Learner
-from trainers.models import ModelLoader
 from trainers.optimizer import make_optimizer
 from trainers.ranks import RankTrainer
 from weight_sync.base import Bucket, ExportScope
@@ -46,11 +43,6 @@ class DeepSpeedTrainer(RankTrainer):
     def get_file_settings(self) -> dict[str, Any]:
         own = {"trainer.ranks": self.ranks, "trainer.zero_stage": self.cfg.zero_stage}
         return {"backend": "ray", "trainer.library": "deepspeed"} | own
-
-    def make_loader(self, model: ModelConfig, alg: Algorithm) -> ModelLoader:
-        if self.cfg.zero_stage < 3:
-            return ModelLoader(model, self.cfg, alg)
-        return ModelLoader(model, self.cfg, alg, loading=partial(shard_while_loading, self.cfg, self.dtype))
 
     def make_learner(self, model: nn.Module) -> Learner:
         return DeepSpeedLearner(model, self.cfg, self.dtype, self.sum_over_ranks)
@@ -133,22 +125,6 @@ class DeepSpeedLearner:
             found, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=all_trained)
         if found is None:
             raise RunStopped(f"DeepSpeed finds no checkpoint in {folder}, although the folder is marked as complete")
-
-
-@contextmanager
-def shard_while_loading(cfg: TrainerConfig, dtype: str) -> Generator[None]:
-    """Let transformers give every rank its part of a tensor as soon as it is made, and fill it from rank 0.
-
-    So no rank ever holds the whole model.
-    """
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
-
-    kept_alive = HfDeepSpeedConfig(deepspeed_config(cfg, dtype))  # transformers has a weak reference only
-    try:
-        yield
-    finally:
-        unset_hf_deepspeed_config()
-        del kept_alive
 
 
 def read_sharded_weights(folder: Path) -> dict[str, Tensor]:
