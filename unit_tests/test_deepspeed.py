@@ -573,7 +573,7 @@ class Loaded:
         return self.peak
 
 
-@pytest.mark.parametrize("stage", [3, FSDP2])
+@pytest.mark.parametrize("stage", [FSDP2])
 def test_no_rank_holds_the_whole_model_while_it_loads(ranks, tmp_path, stage):
     """With a quarter of the model as room for the embedding and what else passes by."""
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 512}
