@@ -575,11 +575,11 @@ class Loaded:
 
 @pytest.mark.parametrize("stage", [FSDP2])
 def test_no_rank_holds_the_whole_model_while_it_loads(ranks, tmp_path, stage):
-    """With a quarter of the model as room for the embedding and what else passes by."""
+    """With a quarter of the model as room for what passes by. The files hold another dtype: else they stand for it."""
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 512}
     model = random_model("llama", **shape)
-    model.save_pretrained(tmp_path)
     size = sum(p.nbytes for p in model.parameters())
+    model.bfloat16().save_pretrained(tmp_path)
     del model
     plan = plan_of(str(tmp_path), **sharded(stage), ranks=2)
 
