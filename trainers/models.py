@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -18,47 +17,37 @@ from modeling.vision import freeze_tower
 class ModelLoader:
     """Loads what a recipe names; what the recipe does not train is frozen already."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        cfg: TrainerConfig,
-        alg: Algorithm,
-        *,
-        place: Place | None = None,
-        loading: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ):
-        """place: shards an empty model before it is filled. loading: context in which a policy is loaded."""
-        self.model, self.cfg, self.alg, self.place, self.loading = model, cfg, alg, place, loading
-        self.kind: dict[str, Any] = {
-            "dtype": model.dtype,
-            "attention": model.attention,
-            "trust_remote_code": model.trust_remote_code,
-        }
+    def __init__(self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, *, place: Place | None = None):
+        """place: shards an empty model before it is filled; None loads models whole."""
+        self.model, self.cfg, self.alg, self.place = model, cfg, alg, place
+        self.kind: dict[str, Any] = {"dtype": model.dtype, "attention": model.attention}
+        self.trusts = model.trust_remote_code
 
     def load_policy(self) -> nn.Module:
         if self.alg.model_kind == "reward":
             return self.load_scalar()
         lora = self.model.lora
         freeze = self._freeze_vision if lora is None else _freeze
-        training: dict[str, Any] = {"gradient_checkpointing": self.cfg.gradient_checkpointing, "lora": lora}
-        with self.loading():
-            policy = load_model(self.model.path, **self.kind, **training, place=self._place_after(freeze))
+        own: dict[str, Any] = {"gradient_checkpointing": self.cfg.gradient_checkpointing, "lora": lora}
+        own["place"] = self._place_after(freeze)
+        policy = load_model(self.model.path, **self.kind, **own, trust_remote_code=self.trusts)
         if lora is None:  # PEFT has frozen the rest
             self._freeze_vision(policy)
         return policy
 
     def load_scalar(self) -> nn.Module:
         """Load a reward model, or the value model of a policy."""
-        place, checkpointing = self._place_after(self._freeze_vision), self.cfg.gradient_checkpointing
-        model = load_scalar_model(self.model.path, **self.kind, gradient_checkpointing=checkpointing, place=place)
+        own: dict[str, Any] = {"gradient_checkpointing": self.cfg.gradient_checkpointing}
+        own["place"] = self._place_after(self._freeze_vision)
+        model = load_scalar_model(self.model.path, **self.kind, **own, trust_remote_code=self.trusts)
         self._freeze_vision(model)
         return model
 
     def load_frozen(self, column: str, path: str) -> nn.Module:
         """Load the model that scores a column; no path is the model in training, as it was."""
-        key = f"alg, the model of {column}"
-        place = self._place_after(_freeze)
-        return load_model(path or self.model.path, **self.kind, key=key, place=place).requires_grad_(False)
+        own: dict[str, Any] = {"key": f"alg, the model of {column}", "place": self._place_after(_freeze)}
+        model = load_model(path or self.model.path, **self.kind, **own, trust_remote_code=self.trusts)
+        return model.requires_grad_(False)
 
     def _freeze_vision(self, model: nn.Module) -> None:
         if self.cfg.vision == "frozen":
