@@ -49,7 +49,7 @@ if count_gpus() == 0:
 
 
 def build_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
-    """Return a DeepSpeed rank; without `info`, the local trainer of this process."""
+    """Return a rank of the recipe's library; without `info`, the local trainer of this process."""
     import torch
 
     alg = load_algorithm(plan.alg_spec, plan.alg)
@@ -66,8 +66,6 @@ def build_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
         from trainers.local import LocalTrainer
 
         return LocalTrainer(plan.model, plan.trainer, alg, **settings)
-    from trainers.deepspeed import DeepSpeedTrainer
-
     os.environ |= {
         "MASTER_ADDR": info.address,
         "MASTER_PORT": str(info.port),
@@ -75,6 +73,12 @@ def build_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
         "WORLD_SIZE": str(info.size),
         "LOCAL_RANK": "0",  # Ray shows each actor its own device only
     }
+    if plan.trainer.library == "fsdp2":
+        from trainers.fsdp import FsdpTrainer
+
+        return FsdpTrainer(plan.model, plan.trainer, alg, timeout_s=plan.timeout_s, **settings)
+    from trainers.deepspeed import DeepSpeedTrainer
+
     return DeepSpeedTrainer(plan.model, plan.trainer, alg, timeout_s=plan.timeout_s, **settings)
 
 
