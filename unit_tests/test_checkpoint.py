@@ -380,7 +380,8 @@ def test_a_resumed_rl_run_draws_samples_and_learns_the_same(recipe, tmp_path):
     assert run_here(main_rl, "--config", path, "name=whole") == (0, "")
     whole = folder_of(tmp_path, "whole")
     at = find_checkpoint(str(whole / "checkpoints/step_00002"))
-    assert at.state.position == {"ticket": 12, "started": [8, 9, 10, 11], "n_reported": 0, "finished": []}
+    position = {"ticket": 12, "started": [8, 9, 10, 11], "n_reported": 0, "finished": [], "pictures": {}}
+    assert at.state.position == position
     assert names(at.folder) == [COMPLETE, "critic", "policy", "progress.json", "rank_0.pt"]
     assert run_here(main_rl, "--config", path, "name=resumed", f"resume={at.folder}") == (0, "")
     assert_same_end(whole, folder_of(tmp_path, "resumed"), first_step=2)
