@@ -23,7 +23,6 @@ def collecting_seldom(is_wanted: bool) -> Generator[None]:
     """
     before = gc.get_threshold()
     if is_wanted:
-        gc.collect()
         gc.freeze()
         gc.set_threshold(*SELDOM)
     try:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from modeling.load import load_model
 from trainers.saved_policy import load_policy
+from unit_tests.test_checkpoint import LUCK
 from unit_tests.test_killed import EXACT, ROOT, rows_of, start
 
 FSDP = {"backend": "ray", "trainer.library": "fsdp2", "trainer.ranks": 2}
@@ -24,8 +25,10 @@ def finish(run: subprocess.Popen) -> str:
 
 @pytest.fixture
 def made(recipe, tmp_path):
-    """A run of two steps and its recipe."""
-    path = recipe(FSDP | {"steps": 2, "checkpoint.every": 1, "trainer.lr": 1e-3, "model.dtype": "bfloat16"})
+    """A run of two steps and its recipe, with rewards that differ."""
+    (tmp_path / "luck.py").write_text(LUCK)
+    changes = FSDP | {"reward.fn": str(tmp_path / "luck.py")}
+    path = recipe(changes | {"steps": 2, "checkpoint.every": 1, "trainer.lr": 1e-3, "model.dtype": "bfloat16"})
     finish(start(path, tmp_path / "first"))
     [folder] = (tmp_path / "first").iterdir()
     return path, folder
@@ -44,7 +47,7 @@ def test_a_run_publishes_and_saves_what_it_trains(made, tiny_path):
     load_policy(trained, folder / "checkpoints" / "step_00002")
     for name, p in trained.named_parameters():
         assert torch.equal(p.detach().bfloat16(), saved[name]), "rounded where it leaves"
-        assert not torch.equal(p.detach(), before[name])
+        assert not torch.equal(p.detach(), before[name]), name
 
 
 @pytest.mark.verify

@@ -85,6 +85,8 @@ class VllmEngine(VllmBase):
 
         # a class, because vLLM takes the name "uni" for "mp" on a CPU: it would not know where to compute
         executor = UniProcExecutor if core is not None and computes_in_core() else None
+        if self._args["tensor_parallel_size"] > 1:
+            executor = "mp"  # within a placement group vLLM would take Ray, and place its workers itself
         args = AsyncEngineArgs(
             **self._args,
             weight_transfer_config=WeightTransferConfig(backend=self._transfer),
