@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from unit_tests.test_checkpoint import folder_of
-from unit_tests.test_runs import LEARN, ROOT, file_of, metrics_of
+from unit_tests.test_runs import LEARN, ROOT, file_of, folder_of, metrics_of
 
 PREEMPTED = 2
 """Number of DRAIN_NODE_REASON_PREEMPTION."""
@@ -63,8 +62,7 @@ class Watched:
         return len(self.rows())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.verify
 def test_engines_join_and_leave_while_a_policy_learns(cluster, recipe, tmp_path):
     enough = tmp_path / "enough"
     changes = LEARN | {
