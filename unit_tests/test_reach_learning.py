@@ -16,7 +16,7 @@ from rollouts.envs.reach import BINS
 
 ROOT = Path(__file__).parent.parent
 GAMES = 12_000
-BY_CHANCE = 0.6
+BY_CHANCE = 0.55
 
 
 def make_files(folder: Path, *, seed: int, train: int, held_out: int, games: int) -> None:
