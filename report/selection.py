@@ -80,11 +80,14 @@ def choose_samples(samples: Sequence[Scored], limit: int, *, step: int) -> list[
 def thin_out(members: list[int], rewards: list[float | None], n: int) -> list[int]:
     """Keep n members in their order: the best, the worst, and others evenly between them by reward.
 
-    >>> thin_out([4, 5, 6, 7, 8], [0.0, 1.0, 0.5, 0.2, None], 3)
-    [5, 7, 8]
+    Those without a reward stand behind the worst.
+
+    >>> thin_out([4, 5, 6, 7, 8], [0.0, 1.0, 0.5, 0.2, None], 4)
+    [4, 5, 7, 8]
     """
     if len(members) <= n:
         return members
-    lowest_first = sorted(range(len(members)), key=[-float("inf") if r is None else r for r in rewards].__getitem__)
+    known = sorted((i for i, r in enumerate(rewards) if r is not None), key=lambda i: rewards[i] or 0.0)
+    lowest_first = known[:1] + [i for i, r in enumerate(rewards) if r is None] + known[1:]
     places = [round(k * (len(members) - 1) / (n - 1)) for k in range(n)] if n > 1 else [len(members) - 1]
     return sorted(members[lowest_first[place]] for place in places)
