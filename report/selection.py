@@ -83,7 +83,7 @@ def thin_out(members: list[int], rewards: list[float | None], n: int) -> list[in
     Those without a reward stand behind the worst.
 
     >>> thin_out([4, 5, 6, 7, 8], [0.0, 1.0, 0.5, 0.2, None], 4)
-    [4, 5, 7, 8]
+    [4, 5, 6, 8]
     """
     if len(members) <= n:
         return members
