@@ -17,7 +17,6 @@ from core.clock import Clock
 from core.types import Group, Prompt, Sample, make_sample
 from driver.rl_run import Run
 from driver.rollout_metrics import check_failures, measure_drawn, measure_groups, measure_staleness
-from rollouts.availability import EngineAvailability
 from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
 from rollouts.generation import Generation
 from rollouts.worker import RolloutWorker
@@ -149,6 +148,8 @@ class SimulatedRun:
     drawn: list[FinishedGroup] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     session: Any = field(default_factory=lambda: SimpleNamespace(clock=Clock()))
+    buffer = Run.buffer
+    engines = Run.engines
     sync_weights = Run.sync_weights
     _publish = Run._publish
     _while_trainers_wait = Run._while_trainers_wait
@@ -173,14 +174,6 @@ class SimulatedRun:
 
     def accept_group(self, group: Group) -> bool:
         return True
-
-    @property
-    def buffer(self) -> ReplayBuffer:
-        return self.generation.buffer
-
-    @property
-    def engines(self) -> EngineAvailability:
-        return self.generation.engines
 
     async def sync_weights_if_due(self, done: int, learnt: dict[str, float]) -> dict[str, float]:
         if self.schedule.needs_sync(done, version=self.generation.buffer.version, kl=None):

@@ -32,7 +32,7 @@ NONCE = ".nonce"
 
 
 class Asked(TypedDict):
-    """What the driver asks an actor for."""
+    """Question of the driver to an actor."""
 
     run_folder: str
     models: dict[str, str]
@@ -40,7 +40,7 @@ class Asked(TypedDict):
 
 
 class MachineFacts(TypedDict):
-    """What an actor answers."""
+    """Answer of an actor."""
 
     python: str
     packages: dict[str, str]
@@ -113,7 +113,7 @@ def _hash(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineCheck:
-    """What the driver has, to be compared with what its actors have."""
+    """Facts of the driver's machine, to be compared with those of its actors' machines."""
 
     asked: Asked
     ours: MachineFacts

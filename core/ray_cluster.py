@@ -105,13 +105,17 @@ class Remote(Workers[W_co]):
         try:
             ray.kill(self.actors[rank])
             self.actors[rank] = self.start_actor(rank)
-            await self._check_machine(rank)
-            self.seats.find_hosts()  # its place may have moved to another machine
-            address, port = await self.find_free_address(rank)
-            info = RankInfo(rank=rank, size=len(self), address=address, port=port)
-            await self._call_actor(rank, "build", self.build_worker, info, self.args)
+            await self.build_again(rank)
         finally:
             self.restarting.discard(rank)
+
+    async def build_again(self, rank: int) -> None:
+        """Build the worker of an actor that took the place of another one."""
+        await self._check_machine(rank)
+        self.seats.find_hosts()  # its place may have moved to another machine
+        address, port = await self.find_free_address(rank)
+        info = RankInfo(rank=rank, size=len(self), address=address, port=port)
+        await self._call_actor(rank, "build", self.build_worker, info, self.args)
 
     async def _check_machine(self, rank: int) -> None:
         """Make the first call on an actor. Raises UserError where its machine differs from the driver's."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from core.deadlines import CLOSE_TIMEOUT_S
 from core.errors import ProcessDied
 from core.ray_cluster import Remote
-from core.workers import RankInfo, gather_fail_fast
+from core.workers import gather_fail_fast
 
 W_co = TypeVar("W_co", covariant=True)
 
@@ -53,11 +53,7 @@ class ElasticRemote(Remote[W_co]):
 
     async def build(self, rank: int) -> None:
         """Build the worker of an actor that is placed. Raises what `build_workers` raises."""
-        await self._check_machine(rank)
-        self.seats.find_hosts()
-        address, port = await self.find_free_address(rank)
-        info = RankInfo(rank=rank, size=len(self), address=address, port=port)
-        await self._call_actor(rank, "build", self.build_worker, info, self.args)
+        await self.build_again(rank)
         self.restarting.discard(rank)
 
     async def release(self, rank: int) -> None:

@@ -16,7 +16,7 @@ from core.messages import ToolSpec
 from core.ray_cluster import Cluster
 from core.ray_seats import ElasticRemote
 from core.room import Role
-from core.workers import Local, RankInfo, Workers
+from core.workers import Local, RankInfo, Resources, Workers
 from data_feeds.template_args import make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from data_feeds.tool_parsing import locate_parser, make_parser
@@ -182,13 +182,17 @@ def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatT
     return engine, tokenizer, stops
 
 
+def share_for_engine(cfg: RLConfig | EvalConfig) -> Resources:
+    """Return what one engine gets of its machine."""
+    return share_machine(cfg, cfg.rollout.least_engines, gpus=cfg.rollout.tensor_parallel_size)
+
+
 def plan_engine_role(cfg: RLConfig | EvalConfig, plan: RolloutPlan, run_folder: Path) -> Role:
     """Return what the engines ask of a cluster. They may read weights or a model from files of the run folder."""
-    engines = cfg.rollout.least_engines
     return Role(
         name=ENGINE_GROUP,
-        n=engines,
-        resources=share_machine(cfg, engines, gpus=cfg.rollout.tensor_parallel_size),
+        n=cfg.rollout.least_engines,
+        resources=share_for_engine(cfg),
         needs_run_folder=plan.transports[:1] == ("disk",) or Path(plan.engine.model_path).is_relative_to(run_folder),
     )
 
@@ -200,10 +204,7 @@ async def start_rollouts(
     if cluster is None:
         return Local(build_worker(None, plan))
     least, most = cfg.rollout.least_engines, cfg.rollout.most_engines
-    asked: dict[str, Any] = {
-        "resources": share_machine(cfg, least, gpus=cfg.rollout.tensor_parallel_size),
-        "timeout_s": cfg.timeout_s,
-    }
+    asked: dict[str, Any] = {"resources": share_for_engine(cfg), "timeout_s": cfg.timeout_s}
     if least == most:
         return await cluster.spawn(ENGINE_GROUP, least, build_worker, plan, **asked)
     kind = ElasticRemote[RolloutWorker]

@@ -16,7 +16,7 @@ MOST_KEPT = 2**29
 
 @dataclass(frozen=True, slots=True)
 class KeptPicture:
-    """What an image processor made of a picture. The tensors are not to be changed."""
+    """Result of an image processor for one picture. The tensors are not to be changed."""
 
     tensors: dict[str, Tensor]
     """Inputs of the vision part for this picture alone."""

@@ -19,7 +19,7 @@ Grid = tuple[int, int]
 
 
 class PictureFamily(Protocol):
-    """What differs between families."""
+    """Differences between families."""
 
     placeholder: str
     """Text of the one token that the chat template writes for a picture."""

@@ -18,7 +18,7 @@ from modeling.picture_families import Patches, Tiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionFamily:
-    """How a family's models read pictures, and the names of their parts below the language-model head."""
+    """Reader of pictures of a family's models, and the names of their parts below the language-model head."""
 
     pictures: type[Tiles] | type[Patches]
     """How a picture becomes tokens and tensors."""

@@ -87,7 +87,7 @@ def thin_out(members: list[int], rewards: list[float | None], n: int) -> list[in
     """
     if len(members) <= n:
         return members
-    known = sorted((i for i, r in enumerate(rewards) if r is not None), key=lambda i: rewards[i] or 0.0)
+    known = [i for _, i in sorted((r, i) for i, r in enumerate(rewards) if r is not None)]
     lowest_first = known[:1] + [i for i, r in enumerate(rewards) if r is None] + known[1:]
     places = [round(k * (len(members) - 1) / (n - 1)) for k in range(n)] if n > 1 else [len(members) - 1]
     return sorted(members[lowest_first[place]] for place in places)

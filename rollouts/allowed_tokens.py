@@ -11,7 +11,7 @@ from core.support import EVERY_TOKEN, Support
 
 
 class SupportTokenizer(MaySee, Protocol):
-    """What of a tokenizer a support set needs; see data_feeds/tokenizer.py."""
+    """Interface of a tokenizer to a support set; see data_feeds/tokenizer.py."""
 
     stop_token_ids: list[int]
 

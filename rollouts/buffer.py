@@ -96,7 +96,7 @@ class FinishedGroup:
 
 
 class Waiter(NamedTuple):
-    """One who waits for a condition on the buffer."""
+    """Task that waits for a condition on the buffer."""
 
     is_met: Callable[[], bool]
     woken: asyncio.Future[None]

@@ -73,7 +73,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """One packed row for the attention kernel, in bfloat16."""
+    """Packed row for the attention kernel, in bfloat16."""
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 import sys
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -84,6 +84,24 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def command_of(pid: int) -> str | None:
+    """Return how a running process was called, None for one that has ended, were it a moment ago."""
+    try:
+        return " ".join(psutil.Process(pid).cmdline()) if is_running(pid) else None
+    except psutil.NoSuchProcess:  # a zombie is one too
+        return None
+
+
+def children_named(beginning: str) -> list[psutil.Process]:
+    """List the processes below this one whose name begins so."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.name().startswith(beginning):
+                found.append(process)
+    return found
 
 
 def some_answers(rows: Rows, n: int = 4, *, seed: int = 0) -> list[Group]:

@@ -19,6 +19,7 @@ from core.guardian import MARK
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_support.sockets import VARIABLE
+from unit_tests.examples import children_named
 from unit_tests.test_vllm_engine import PROMPT, save
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -43,10 +44,6 @@ def config_of(folder: Path) -> EngineConfig:
     )
 
 
-def all_named(name: str) -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith(f"VLLM::{name}")]
-
-
 @pytest.mark.parametrize(("victim", "ranks"), [("EngineCor", 1), ("EngineCor", 2), ("Worker", 2)])
 def test_the_death_of_a_process_is_noticed_and_the_others_end(victim: str, ranks: int, tmp_path: Path) -> None:
     save("qwen2-tied", tmp_path, seed=0)
@@ -57,11 +54,11 @@ def test_the_death_of_a_process_is_noticed_and_the_others_end(victim: str, ranks
         before = os.environ["LD_PRELOAD"]
         engine = begun(config)
         assert os.environ["LD_PRELOAD"] == before and "libgomp" in before, "vLLM adds to it too late"
-        [core], workers = all_named("EngineCor"), all_named("Worker")
+        [core], workers = children_named("VLLM::EngineCor"), children_named("VLLM::Worker")
         assert len(workers) == (0 if ranks == 1 else ranks), "a single worker computes in EngineCore"
         assert core.ppid() == os.getpid() and {worker.ppid() for worker in workers} <= {core.pid}
         await engine.generate(PROMPT[:8], max_new_tokens=2, seed=0)
-        all_named(victim)[0].kill()
+        children_named(f"VLLM::{victim}")[0].kill()
         with pytest.raises(ProcessDied):
             await engine.generate(PROMPT[:8], max_new_tokens=64, seed=0)
             await engine.read_fingerprint()

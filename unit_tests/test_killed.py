@@ -23,7 +23,7 @@ from core.workers import Local
 from driver.checkpoint import list_checkpoints, write_checkpoint
 from driver.load_recipe import load_recipe
 from driver.on_failure import run_with_resumes
-from unit_tests.examples import is_running
+from unit_tests.examples import command_of, is_running
 from unit_tests.test_checkpoint import Writer, stand
 
 ROOT = Path(__file__).parent.parent
@@ -90,7 +90,7 @@ def test_a_run_killed_twenty_times_makes_the_numbers_of_one_that_was_not(recipe,
         until = time.monotonic() + NOTHING_LEFT_S
         while (left := {pid for pid in below | (marked() - before) if is_running(pid)}) and time.monotonic() < until:
             time.sleep(0.1)
-        assert not left, (kill, [psutil.Process(pid).cmdline() for pid in left])
+        assert not left, (kill, [command_of(pid) for pid in left])
         folders = sorted((tmp_path / "killed").iterdir()) if (tmp_path / "killed").exists() else []
         for folder in folders:
             logged = rows_of(folder)

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import main_sl
@@ -253,6 +253,7 @@ entries = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(entries, st.integers(0, 50))
+@example([Entry(g, None) for g in (0, 1, 2)] + [Entry(2, 0.0), Entry(2, 0.5), Entry(3, None)], 8)
 def test_a_selection_keeps_its_limit_and_the_extremes(samples, limit):
     chosen = choose_samples(samples, limit, step=3)
     kept = [i for group in chosen for i in group.samples]

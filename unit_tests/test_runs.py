@@ -23,7 +23,7 @@ from core.guardian import MARK
 from core.types import Policy
 from driver.load_recipe import load_recipe
 from driver.session import Session, run_session
-from unit_tests.examples import is_running, run_here
+from unit_tests.examples import command_of, is_running, run_here
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.timeout(600)  # in a new environment vLLM first compiles for a minute and more
@@ -385,7 +385,7 @@ def refuses_strangers(port: int) -> bool:
 
 
 def port_of_gcs(pids: set[int]) -> int:
-    [gcs] = [process for pid in pids if "gcs_server" in (process := psutil.Process(pid)).name()]
+    [gcs] = [p for p in psutil.process_iter(["name"]) if p.pid in pids and "gcs_server" in p.info["name"]]
     return next(s.laddr.port for s in gcs.net_connections("inet") if s.status == psutil.CONN_LISTEN)
 
 
@@ -444,7 +444,7 @@ def marks_of(pid: int) -> set[Path]:
 
 def leftovers(pids: set[int], scratch: Path, shared_memory: set[str]) -> list[str]:
     """List what is left of a run: processes, its folder, shared memory."""
-    alive = [" ".join(psutil.Process(pid).cmdline()) for pid in pids if is_running(pid)]
+    alive = [command for pid in pids if (command := command_of(pid)) is not None]
     return alive + [path for path in [str(scratch), *shared_memory] if os.path.exists(path)]
 
 

@@ -29,6 +29,7 @@ from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_local import LocalVllmEngine
 from rollouts.engines.vllm_support.sockets import VARIABLE
+from unit_tests.examples import children_named
 from weight_sync.base import Bucket, Sent
 from weight_sync.broadcast import WeightReceiver, WeightSender
 from weight_sync.chunks import ChunkWriter
@@ -223,10 +224,6 @@ class TamperingSender(WeightSender):
         super()._send_bucket(self.tamper(bucket))
 
 
-def vllm_processes() -> set[psutil.Process]:
-    return {p for p in psutil.Process().children(recursive=True) if p.name().startswith("VLLM")}
-
-
 class Lab:
     """An engine with two ranks, its event loop, and trainers that reach it over gloo."""
 
@@ -237,9 +234,9 @@ class Lab:
         self.ranks = tensor_parallel_size
         self.model = save(family, folder, seed=0)
         self._runner = asyncio.Runner()
-        others = vllm_processes()
+        others = set(children_named("VLLM"))
         self.engine = self.run(self._start(folder, stop))
-        self.processes = vllm_processes() - others
+        self.processes = set(children_named("VLLM")) - others
         self.sender = TamperingSender(timeout_s=TIMEOUT_S)
         self.run(self._join())
 
