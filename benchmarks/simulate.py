@@ -144,6 +144,7 @@ def answer(ticket: int, version: int) -> Sample:
 class SimulatedRun:
     """Implement what main_rl.train needs of a Run, in simulated time. Keeps trained groups and the end of each step."""
 
+    turns = None
     schedule: Schedule
     engines: SimulatedEngines
     times: Times

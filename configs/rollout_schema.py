@@ -193,6 +193,7 @@ class RolloutConfig(StrictModel):
 
 
 RequestMode = Literal["keep", "wait", "abort"]
+SleepMode = Literal["offload", "discard"]
 
 
 class WeightSyncConfig(StrictModel):

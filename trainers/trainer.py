@@ -36,6 +36,7 @@ from modeling.load import load_model, load_scalar_model
 from modeling.media import MediaLoader
 from modeling.vision import freeze_tower
 from trainers.allocator import keep_freed_memory
+from trainers.away import Away
 from trainers.checkpoint_state import Counters, RankState, load_state, save_state
 from trainers.learner import Learner
 from trainers.meter import Meter
@@ -53,6 +54,8 @@ class Trainer:
     rank, ranks = 0, 1
     zero_stage: int | None = None
     """ZeRO stage; None without DeepSpeed."""
+    away: Away
+    """Part that leaves the device, with placement: colocate."""
 
     def __init__(
         self,
@@ -78,11 +81,8 @@ class Trainer:
         self.record: StepRecord | None = None
         if device == "cpu":
             keep_freed_memory()
-        kind: dict[str, Any] = {
-            "dtype": model.dtype,
-            "attention": model.attention,
-            "trust_remote_code": model.trust_remote_code,
-        }
+        kind: dict[str, Any] = {"dtype": model.dtype, "attention": model.attention}
+        kind["trust_remote_code"] = model.trust_remote_code
         checkpointing = cfg.gradient_checkpointing
         self.lora = model.lora
         if alg.model_kind == "reward":
@@ -98,7 +98,7 @@ class Trainer:
             if cfg.vision == "frozen":
                 freeze_tower(critic)
             self.critic = self.make_learner(critic)
-        self.frozen = {
+        self.frozen: dict[ScoredColumn, nn.Module] = {
             column: load_model(path or model.path, **kind, key=f"alg, the model of {column}")
             .requires_grad_(False)
             .to(device)

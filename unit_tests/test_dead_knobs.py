@@ -33,6 +33,8 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.eval_rows": (5, {"data.eval": "x.parquet"}),
     "rollout.max_turns": (2, {"rollout.env": "calculator"}),
     "alg.credit": ("turn", {"rollout.env": "calculator", "rollout.max_turns": 2}),
+    "engine_sleep": ("discard", {"placement": "colocate"}),
+    "rollout.restarts": (1, {}),
     "trainer.betas": ([0.9, 0.95], {}),
     "trainer.eps": (1e-6, {}),
     "trainer.share_prefixes": ("auto", {}),
@@ -40,7 +42,8 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.lora.vision": (True, {"model.path": "models/made_later"}),
 }
 DEAD = {"trainer.betas": {"trainer.optimizer": "sgd"}, "trainer.eps": {"trainer.optimizer": "sgd"}} | {
-    "trainer.share_prefixes": {"trainer.layout": "padded"}
+    "trainer.share_prefixes": {"trainer.layout": "padded"},
+    "rollout.restarts": {"placement": "colocate"},
 }
 """Settings with which a key is of no use, where that is not so by default."""
 

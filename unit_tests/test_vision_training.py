@@ -27,8 +27,9 @@ from core.errors import RunStopped, UserError
 from core.types import Batch, Group, Policy, Sample
 from data_feeds.bin_packing import TooLarge
 from data_feeds.packing import Plan, plan_update
-from driver.explain import GIB, describe_memory, estimate_memory
+from driver.explain import describe_memory
 from driver.load_recipe import load_recipe
+from driver.memory_estimate import GIB, estimate_memory
 from modeling.load import load_model
 from modeling.pictures import PictureProcessor
 from modeling.vision import VISION_FAMILIES, in_tower, in_vision, is_below
