@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -47,6 +48,7 @@ from unit_tests.test_hf_engine import PROMPTS, engine_of, several
 from unit_tests.test_killed import marked
 from unit_tests.test_runs import ROOT, SEVENS, file_of, metrics_of
 from unit_tests.test_step import trainer_of
+from weight_sync.transports import HandleTransport, SyncEndpoints
 
 COLOCATED = {"placement": "colocate"}
 
@@ -377,6 +379,38 @@ def test_the_last_line_says_who_had_the_device():
     assert describe_turns_cost(devices) == (
         "one device for both: 50% of the time for training, 35% for generation, 5% for weight sync, 20% to change hands"
     )
+
+
+def test_every_engine_gets_the_handles_of_the_ranks_on_its_gpus():
+    """Four trainer ranks, two engines of two ranks each, two chunks."""
+    loaded: list[tuple[int, list[Any]]] = []
+
+    class Ranks:
+        ranks = range(2)
+        chunks = iter([True, True, False])
+
+        def start_all(self, method: Any, *args: Any) -> list[Any]:
+            return [self.answer(method.__name__)]
+
+        async def answer(self, name: str) -> Any:
+            return next(self.chunks) if name == "write_chunk" else None
+
+        async def call_all(self, method: Any) -> list[bytes]:
+            return [pickle.dumps(f"of rank {rank}") for rank in range(4)]
+
+        async def call_one(self, rank: int, method: Any) -> Any:
+            return "summary"
+
+        async def start_one(self, rank: int, method: Any, chunk: bytes) -> None:
+            loaded.append((rank, [pickle.loads(own) for own in pickle.loads(chunk)]))
+
+    all_ranks: Any = Ranks()
+    ends = SyncEndpoints(
+        **dict.fromkeys(("trainers", "sources", "engines", "engine_timers"), all_ranks),
+        **{"ranks_per_engine": 2, "max_bytes": 1, "scope": "whole", "timeout_s": 1.0},
+    )
+    assert asyncio.run(HandleTransport("ipc", None).transfer(1, ends)) == "summary"
+    assert loaded == 2 * [(0, ["of rank 0", "of rank 1"]), (1, ["of rank 2", "of rank 3"])]
 
 
 # Settings and memory -----------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What differs on a GPU. These need torch, transformers and pydantic only; without a GPU they are skipped."""
 
 import asyncio
+import multiprocessing
 import os
 
 import pytest
@@ -14,10 +15,13 @@ from modeling.attention_varlen import fits_varlen
 from modeling.forward import forward
 from modeling.load import load_model
 from modeling.segments import Segments
+from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
+from trainers.away import Away
 from trainers.local import LocalTrainer
 from unit_tests.examples import families, some_groups
 from weight_sync.fingerprint import fingerprint
+from weight_sync.ipc import HandleWriter, join_chunks, open_handles
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,7 +94,8 @@ def test_shared_prefixes_give_the_same_update(tiny_path, dtype):
 
 def test_engine_and_trainer_agree_after_a_sync(tiny_path):
     trainer = trainer_of(tiny_path)
-    engine = HfEngine(model_path=tiny_path, dtype="float32", temperature=0.9, stop_token_ids=[1])
+    settings = {"dtype": "float32", "temperature": 0.9, "max_model_len": 64, "stop_token_ids": [1]}
+    engine = HfEngine(EngineConfig(model_path=tiny_path, **settings))
     update_of(trainer, 10_000)
 
     async def sync_and_compare():
@@ -107,3 +112,54 @@ def test_engine_and_trainer_agree_after_a_sync(tiny_path):
 def test_a_fingerprint_is_the_same_on_every_device():
     x = torch.randn(1000, 96, dtype=torch.bfloat16)
     assert fingerprint([("x", x)]) == fingerprint([("x", x.cuda())])
+
+
+def test_a_trainer_that_leaves_frees_the_gpu_and_returns_to_the_bit(tiny_path):
+    update = [micro_batches(some_groups(), "token", 40)[0]]
+    before = torch.cuda.memory_allocated()
+    trainers = [trainer_of(tiny_path, dtype="bfloat16", optimizer="adamw", lr=1e-2) for _ in range(2)]
+    stays, leaves = trainers
+    for trainer in trainers:
+        trainer.step(update)
+    held = torch.cuda.memory_allocated() - before
+    away = Away(leaves)
+    freed = away.leave_states().freed + away.leave_weights().freed
+    assert freed > 0.45 * held and held - (torch.cuda.memory_allocated() - before) >= freed
+    away.return_to_device()
+    for trainer in trainers:
+        trainer.step(update)
+    assert torch.equal(stays.flatten_weights(), leaves.flatten_weights())
+
+
+def test_an_engine_that_sleeps_frees_the_gpu(tiny_path):
+    before = torch.cuda.memory_allocated()
+    engine = HfEngine(EngineConfig(model_path=tiny_path, temperature=1.0, max_model_len=64, stop_token_ids=[1]))
+    held = torch.cuda.memory_allocated() - before
+    expected = asyncio.run(engine.probe([5, 6, 7]))
+    asyncio.run(engine.sleep())
+    assert torch.cuda.memory_allocated() - before < 0.05 * held
+    asyncio.run(engine.wake("weights"))
+    asyncio.run(engine.wake("kv_cache"))
+    assert asyncio.run(engine.probe([5, 6, 7])) == expected
+
+
+def checksums_of(pipe) -> None:
+    """In another process on the same GPU: take the checksums of every chunk of handles."""
+    while (chunk := pipe.recv()) is not None:
+        pipe.send(fingerprint(open_handles(join_chunks([chunk]), torch.cuda.current_device())))
+
+
+def test_weights_go_to_another_process_by_handles(tiny_path):
+    trainer = trainer_of(tiny_path)
+    writer = HandleWriter(trainer.export_weights(2**18), writes=True, folder=None)
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    reader = spawn.Process(target=checksums_of, args=(theirs,), daemon=True)
+    reader.start()
+    loaded: dict[str, int] = {}
+    while writer.write_chunk():
+        ours.send(writer.chunk)
+        loaded |= ours.recv()
+    ours.send(None)
+    reader.join()
+    assert loaded == writer.summarize().checksums and len(loaded) > 10
