@@ -106,7 +106,7 @@ def find_gpu_gib() -> float | None:
         return None
     import torch
 
-    return torch.cuda.mem_get_info()[1] / GIB
+    return torch.cuda.get_device_properties(0).total_memory / GIB  # unlike mem_get_info it takes none itself
 
 
 def find_machine_gib() -> float:
