@@ -82,16 +82,16 @@ class DeviceTurns:
         if self.turn is not before:
             call.close()
             raise RunStopped(
-                f"the device was to go from {before!r} to {after!r}, and it is {self.turn!r}: main_rl.py gives it to "
-                "the trainers after the groups of a step, and to the engines with the weights"
+                f"the device was to go from '{before}' to '{after}', and it is at '{self.turn}': main_rl.py gives it "
+                "to the trainers after the groups of a step, and to the engines with the weights"
             )
         try:
             with self.clock.phase(phase):
                 result = await call
         except ProcessDied as error:
-            raise ProcessDied(f"between {before!r} and {after!r}, {error}", worker=error.worker) from error
+            raise ProcessDied(f"between '{before}' and '{after}', {error}", worker=error.worker) from error
         except CallFailed as error:
-            raise type(error)(f"between {before!r} and {after!r}, {error}") from error
+            raise type(error)(f"between '{before}' and '{after}', {error}") from error
         self.turn = after
         return result
 
