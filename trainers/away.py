@@ -6,7 +6,7 @@ It leaves in two parts, because new weights must be sent while the engine's own 
     leave_weights    the policy's weights, once they have been sent
     return_to_device everything comes back, to the bit
 
-It knows storages and no library, so it serves every kind of learner (core/storages.py). What is away must not be used:
+It knows storages and not who uses them, so it serves every kind of learner (core/storages.py). What is away must not be used:
 a stand-in takes the place of each learner and refuses, since a tensor without memory would end the process.
 """
 
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from core.clock import ActivityTimer
 from core.errors import RunStopped
@@ -70,6 +71,7 @@ class Away:
         trainer, device = self.trainer, self.trainer.device
         with trainer.timer.measure(Activity.LEAVE):
             self.there = trainer.policy, trainer.critic, trainer.frozen
+            release_gathered(trainer.policy, trainer.critic)
             stay = {s._cdata for s in find_storages(*list_weights(trainer.policy), device=device)}
             freed = self.aside.put(s for s in find_storages(self.there, device=device) if s._cdata not in stay)
             self.left = ["states"]
@@ -81,6 +83,7 @@ class Away:
         self._check_left(["states"], "leave_weights")
         with self.trainer.timer.measure(Activity.LEAVE):
             policy, _, _ = self.there
+            release_gathered(policy)
             freed = self.aside.put(find_storages(policy, device=self.trainer.device))
             self.left = ["states", "weights"]
             self._stand_in(frozenset({"model"}))
@@ -121,6 +124,14 @@ class Absent:
             f"trainer {self._rank} was to use {name} of a model while it was away from its device: the driver lets it "
             "return first (driver/device_turns.py)"
         )
+
+
+def release_gathered(*learners: Learner | None) -> None:
+    """Let the units of FSDP2 forget whole weights that they have gathered: their shards are what is kept."""
+    for learner in filter(None, learners):
+        for unit in learner.model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
 
 
 def list_weights(policy: Learner) -> Iterator[Tensor]:
