@@ -6,8 +6,8 @@ It leaves in two parts, because new weights must be sent while the engine's own 
     leave_weights    the policy's weights, once they have been sent
     return_to_device everything comes back, to the bit
 
-It knows storages and not who uses them, so it serves every kind of learner (core/storages.py). What is away must not be used:
-a stand-in takes the place of each learner and refuses, since a tensor without memory would end the process.
+It knows storages and not who uses them, so it serves every kind of learner (core/storages.py). What is away must not
+be used: a stand-in takes the place of each learner and refuses, since a tensor without memory would end the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from core.clock import ActivityTimer
 from core.errors import RunStopped
@@ -130,8 +129,8 @@ def release_gathered(*learners: Learner | None) -> None:
     """Let the units of FSDP2 forget whole weights that they have gathered: their shards are what is kept."""
     for learner in filter(None, learners):
         for unit in learner.model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
+            if callable(reshard := getattr(unit, "reshard", None)):  # by its name: to import FSDP2 takes a while
+                reshard()
 
 
 def list_weights(policy: Learner) -> Iterator[Tensor]:
