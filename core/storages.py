@@ -32,8 +32,13 @@ def find_storages(*roots: object, device: str) -> list[UntypedStorage]:
     for tensor in find_tensors(*roots):
         storage = tensor.untyped_storage()
         if storage.device == torch.device(device) and storage.nbytes() and storage.resizable():
-            found[storage._cdata] = storage
+            found[identify(storage)] = storage
     return list(found.values())
+
+
+def identify(storage: UntypedStorage) -> int:
+    """Return a number that all views of the same memory share, and no other storage has meanwhile."""
+    return storage._cdata  # pyright: ignore[reportPrivateUsage]: torch has no other name for it
 
 
 def find_tensors(*roots: object) -> Iterator[Tensor]:

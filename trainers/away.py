@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from core.clock import ActivityTimer
 from core.errors import RunStopped
 from core.phases import Activity
-from core.storages import Aside, find_storages, give_memory_back
+from core.storages import Aside, find_storages, give_memory_back, identify
 from core.types import ScoredColumn
 from trainers.learner import Learner
 
@@ -71,8 +71,8 @@ class Away:
         with trainer.timer.measure(Activity.LEAVE):
             self.there = trainer.policy, trainer.critic, trainer.frozen
             release_gathered(trainer.policy, trainer.critic)
-            stay = {s._cdata for s in find_storages(*list_weights(trainer.policy), device=device)}
-            freed = self.aside.put(s for s in find_storages(self.there, device=device) if s._cdata not in stay)
+            stay = {identify(s) for s in find_storages(*list_weights(trainer.policy), device=device)}
+            freed = self.aside.put(s for s in find_storages(self.there, device=device) if identify(s) not in stay)
             self.left = ["states"]
             self._stand_in(SENDING)
             return _measure(freed)

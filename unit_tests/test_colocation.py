@@ -44,7 +44,7 @@ from trainers.away import Away
 from trainers.local import LocalTrainer
 from trainers.trainer import Trainer
 from unit_tests.examples import a_changed, columns_of, is_running, run_here, some_groups, with_values
-from unit_tests.test_deepspeed import plan_of, trainers_of
+from unit_tests.test_deepspeed import plan_of, ranks, trainers_of  # noqa: F401
 from unit_tests.test_hf_engine import PROMPTS, engine_of, several
 from unit_tests.test_killed import marked
 from unit_tests.test_runs import ROOT, SEVENS, file_of, metrics_of
@@ -157,7 +157,7 @@ def test_tensors_are_found_wherever_they_are_held_and_code_is_not_followed():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_ranks_of_every_zero_stage_leave_and_return_to_the_bit(ranks, tiny_path):
+def test_two_ranks_of_every_zero_stage_leave_and_return_to_the_bit(ranks, tiny_path):  # noqa: F811
     """The second of three steps ends with the trainers away; a value model is trained as well."""
     per_rank = micro_batches(with_values(some_groups()), "token", 60, ranks=2, padded=True)
 

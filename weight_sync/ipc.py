@@ -58,4 +58,5 @@ def name_gpu(device: int) -> str:
 
 def _open_handle(handle: tuple[Any, ...], device: int) -> Tensor:
     before, after = handle[:_PLACE_OF_DEVICE], handle[_PLACE_OF_DEVICE + 1 :]
-    return rebuild_cuda_tensor(*before, device, *after)
+    rebuild: Any = rebuild_cuda_tensor
+    return rebuild(*before, device, *after)
