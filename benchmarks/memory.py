@@ -29,6 +29,7 @@ BODY = {
     "head_dim": 64,
 }
 SEQUENCE = 1024
+COLUMNS = ("tokens", "logits", "at once", "in chunks", "ratio", "s at once", "s in chunks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +71,7 @@ def compare(model: Path, args: argparse.Namespace) -> int:
     """Print the table; return the exit code."""
     width = 2 if args.dtype == "bfloat16" else 4
     print(f"vocabulary {args.vocabulary}, {args.dtype}, trainer.logits_mib=0 and {args.logits_mib}; MiB, seconds\n")
-    columns = ("tokens", "logits", "at once", "in chunks", "ratio", "s at once", "s in chunks")
-    print("".join(f"{name:>12}" for name in columns), flush=True)
+    print("".join(f"{name:>12}" for name in COLUMNS), flush=True)
     last = (0.0, 0.0)
     for tokens in sorted(args.tokens):
         whole, chunked = (run_alone(model, args.dtype, tokens, mib) for mib in (0, args.logits_mib))

@@ -57,7 +57,7 @@ PEAK_TFLOPS = {
 }
 """Dense bfloat16 without sparsity, by NVIDIA's data sheets. The first name that the device's name contains counts."""
 GROUP = 8
-COLUMNS = ("micro-batch", "sequence", "shared", "tokens/s", "TFLOP/s", "MFU", "ms/update")
+COLUMNS = ("micro-batch", "sequence", "shared", "tokens/s", "TFLOP/s", "MFU", "ms/update", "peak-MiB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,8 @@ class Measured:
     """Tokens of all samples of an update; a shared prompt counts once for each sample."""
     flops: float
     seconds: float
+    peak_mib: float | None
+    """Largest memory that torch had allocated on the GPU, model and optimizer included; None on a CPU."""
 
 
 def main() -> None:
@@ -92,6 +94,7 @@ def main() -> None:
                 sequence = min(args.sequence, tokens)
                 cells = [f"{tokens}", f"{sequence}", "yes" if shared else "no", f"{done.tokens / done.seconds:.0f}"]
                 cells += [f"{speed / 1e12:.3f}", f"{speed / peak:.1%}", f"{1000 * done.seconds:.0f}"]
+                cells += ["-" if done.peak_mib is None else f"{done.peak_mib:.0f}"]
                 print("".join(f"{cell:>13}" for cell in cells), flush=True)
 
 
@@ -121,6 +124,9 @@ def measure_updates(
     model: str, dtype: str, tokens: int, *, shared: bool, args: argparse.Namespace, vocabulary: int
 ) -> Measured:
     """Make updates of `tokens` tokens in each micro-batch; return the median one."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     alg: Algorithm = GRPO() if args.loss == "grpo" else SFT()
     settings: dict[str, Any] = {"micro_batch_tokens": tokens, "gradient_checkpointing": args.checkpointing}
     if args.logits_mib is not None:
@@ -144,6 +150,7 @@ def measure_updates(
         tokens=sum(len(sample.token_ids) - 1 for group in groups for sample in group),
         flops=sum(count_flops(trainer.model, batch) for batch in batches),
         seconds=statistics.median(taken),
+        peak_mib=torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None,
     )
 
 

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from core.errors import UserError, first_line
 from core.hub import describe_hub, prepare_hub
 from core.messages import Message, find_pictures
@@ -43,17 +40,7 @@ class Row:
     """JSON of other columns, such as the difficulty: rewards see them, and an evaluation can be split by them."""
 
 
-SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("messages", pa.list_(turn_type(calls=False, pictures=False))),
-        ("answer", pa.string()),
-        ("chosen", pa.string()),
-        ("rejected", pa.string()),
-        ("tools", pa.string()),
-        ("extra", pa.string()),
-    ]
-)
+COLUMNS = ("id", "messages", "answer", "chosen", "rejected", "tools", "extra")
 OPTIONAL = ("chosen", "rejected", "tools", "extra")
 """Written only where some row has them."""
 
@@ -80,7 +67,7 @@ def write_rows(path: Path, rows: list[Row]) -> None:
     Pictures become part of a Parquet file, and files in a folder beside a JSONL file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = [n for n in SCHEMA.names if n not in OPTIONAL or any(getattr(row, n) is not None for row in rows)]
+    names = [n for n in COLUMNS if n not in OPTIONAL or any(getattr(row, n) is not None for row in rows)]
     pictures = any(find_pictures(row.messages) for row in rows)
     calls = any("tool_calls" in turn for row in rows for turn in row.messages)
     is_jsonl = path.suffix == ".jsonl"
@@ -92,11 +79,17 @@ def write_rows(path: Path, rows: list[Row]) -> None:
     if is_jsonl:
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in plain), encoding="utf-8")
     else:
-        schema = pa.schema([SCHEMA.field(name) for name in names])
-        typed = pa.field("messages", pa.list_(turn_type(calls=calls, pictures=pictures)))
-        schema = schema.set(schema.get_field_index("messages"), typed)
-        pq.write_table(pa.Table.from_pylist(plain, schema=schema), path)
+        _write_parquet(path, plain, names, turn_type(calls=calls, pictures=pictures))
     print(f"{path}: {len(rows)} rows")
+
+
+def _write_parquet(path: Path, plain: list[Record], names: list[str], turn: Any) -> None:
+    """Write rows whose column `messages` is a list of this Arrow type, and whose others are text."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema([(name, pa.list_(turn) if name == "messages" else pa.string()) for name in names])
+    pq.write_table(pa.Table.from_pylist(plain, schema=schema), path)
 
 
 def read_records(path: Path) -> list[Record]:

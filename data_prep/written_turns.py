@@ -6,29 +6,34 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any
 
 from core.messages import Message
 from core.pictures import Picture
 
-FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
-CALL = pa.struct([("id", pa.string()), ("type", pa.string()), ("function", FUNCTION)])
-"""Call of a tool; Parquet gives every object all keys, so arguments are JSON text."""
-IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-PART = pa.struct([("type", pa.string()), ("text", pa.string()), ("image", IMAGE)])
-"""Part of a content; a picture has the form of an Image column of Hugging Face datasets."""
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 Save = Callable[[Picture], Any]
 """Returns what stands in the file for a picture."""
 
 
 def turn_type(*, calls: bool, pictures: bool) -> pa.DataType:
-    """Return the Arrow type of turns of which some hold calls, and some pictures."""
+    """Return the Arrow type of turns of which some hold calls, and some pictures.
+
+    A picture has the form of an Image column of Hugging Face datasets. Parquet gives every object all keys, so the
+    arguments of a call are JSON text.
+    """
+    import pyarrow as pa
+
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    part = pa.struct([("type", pa.string()), ("text", pa.string()), ("image", image)])
+    function = pa.struct([("name", pa.string()), ("arguments", pa.string())])
+    call = pa.struct([("id", pa.string()), ("type", pa.string()), ("function", function)])
     fields: list[tuple[str, pa.DataType]] = [("role", pa.string())]
-    fields.append(("content", pa.list_(PART) if pictures else pa.string()))
+    fields.append(("content", pa.list_(part) if pictures else pa.string()))
     if calls:
-        fields.append(("tool_calls", pa.list_(CALL)))
+        fields.append(("tool_calls", pa.list_(call)))
     return pa.struct(fields)
 
 
@@ -61,11 +66,11 @@ def embed_picture(picture: Picture) -> dict[str, Any]:
 
 def save_beside(file: Path) -> Save:
     """Return what saves a picture into a folder beside `file`, under its hash, and returns its path from there."""
-    from PIL import Image
-
     folder = file.with_name(f"{file.stem}_pictures")
 
     def save(picture: Picture) -> str:
+        from PIL import Image
+
         with Image.open(io.BytesIO(picture.data)) as image:
             kind = (image.format or "png").lower()
         folder.mkdir(parents=True, exist_ok=True)

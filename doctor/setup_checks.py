@@ -21,8 +21,9 @@ from core.deadlines import ADDRESS_CHECK_TIMEOUT_S
 from core.errors import UserError
 from doctor.findings import Finding, Level, Say, attempt, show_all
 from driver.devices import check_devices, count_gpus, uses_gpus
+from driver.explain import estimate_memory
 from driver.load_recipe import Loaded
-from driver.memory_estimate import GIB, MemoryEstimate, estimate_memory, find_gpu_gib, find_machine_gib
+from driver.memory_estimate import GIB, MemoryEstimate, find_gpu_gib, find_machine_gib
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ("torch", "transformers", "numpy", "pydantic", "pyarrow", "datasets", "peft", "ray", "deepspeed", "vllm")

@@ -9,12 +9,13 @@ import yaml
 
 from algs import load_algorithm
 from configs.schema import RLConfig, RunConfig, SLConfig
+from configs.trainer_schema import LoraConfig
 from driver.devices import check_devices, count_gpus, uses_gpus
-from driver.explain_vision import describe_vision
+from driver.explain_vision import BytesEach, describe_vision, measure_vision
 from driver.load_recipe import Loaded
-from driver.memory_estimate import estimate_memory
+from driver.memory_estimate import GIB, MemoryEstimate
 from driver.shared_memory import describe_turns
-from modeling.hf_config import ModelUnreadable
+from modeling.hf_config import ModelUnreadable, check_model_folder, meta_model
 
 ROWS = {"conversations": "rows", "pairs": "pairs", "unpaired": "rows"}
 
@@ -118,10 +119,14 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
         m = estimate_memory(loaded)
     except ModelUnreadable as error:  # a recipe may name a model that is made later
         return [("memory", f"unknown: {error}")]
+    alg = load_algorithm(loaded.alg_spec, loaded.cfg.alg)
+    models = 1 if alg.value_lr is None else 2
     of_adapter = f", and {m.adapter:,} of the adapter, which alone are trained" if m.adapter else ""
     rows = [
         ("parameters", f"{m.parameters:,}{of_adapter}"),
-        *describe_vision(loaded.cfg, parameters=m.parameters),
+        *describe_vision(
+            loaded.cfg, parameters=m.parameters, models=models, per_rank=m.per_rank, each=count_bytes(loaded.cfg)
+        ),
         (
             "memory per rank",
             f"about {m.per_rank:.2f} GiB: weights {m.weights:.2f}, gradients {m.gradients:.2f}, optimizer "
@@ -132,3 +137,78 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
         rows.append(("memory per engine", f"about {m.per_engine:.2f} GiB of weights per rank, and its cache"))
         rows += describe_turns(loaded.cfg, m)
     return rows
+
+
+def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
+    """Return what weights, gradients and optimizer states take. Raises UserError where a config cannot be read."""
+    cfg: RunConfig = loaded.cfg
+    trusts = cfg.model.trust_remote_code
+    n = count_parameters(cfg.model.path, trust_remote_code=trusts)
+    held, states = count_held(cfg), count_states(cfg)
+    each = count_bytes(cfg)
+    alg = load_algorithm(loaded.alg_spec, cfg.alg)
+    lora = cfg.model.lora
+    adapter = 0 if lora is None else count_adapter(cfg.model.path, lora, trust_remote_code=trusts)
+    critic = 0 if alg.value_lr is None else n  # the value model is as large as the policy, and has no adapter
+    tower = count_frozen_tower(cfg)
+    in_training = (n - tower if lora is None else adapter) + max(0, critic - tower)
+    # a precomputed reference is not loaded, and that of an adapter is the policy without it
+    spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.precompute_ref_logp)
+    beside = [path for path in alg.frozen_models.values() if path or not spared]
+    frozen = sum((count_parameters(path, key="alg", trust_remote_code=trusts) if path else n) * held for path in beside)
+    merges = lora is None or lora.merge_on_save
+    return MemoryEstimate(
+        parameters=n,
+        adapter=adapter,
+        weights=(n + adapter + critic) * each.weights / GIB,
+        gradients=in_training * each.gradients / GIB,
+        optimizer=in_training * each.optimizer / GIB,
+        frozen=frozen / GIB,
+        per_engine=n * held / cfg.rollout.tensor_parallel_size / GIB if isinstance(cfg, RLConfig) else 0.0,
+        checkpoint=in_training * (4 + states) / GIB,  # float32 weights and the optimizer
+        saved=((n if merges else 0) + adapter + critic) * held / GIB,
+    )
+
+
+def count_held(cfg: RunConfig) -> int:
+    """Return the bytes of a weight in use."""
+    return 2 if cfg.model.dtype == "bfloat16" else 4
+
+
+def count_states(cfg: RunConfig) -> int:
+    """Return the bytes of the optimizer's states of a parameter."""
+    return 8 if cfg.trainer.optimizer == "adamw" else 0
+
+
+def count_bytes(cfg: RunConfig) -> BytesEach:
+    """Count what one rank holds of a parameter in training."""
+    held = count_held(cfg)
+    master = 4 if held == 2 else 0
+    ranks, stage = cfg.trainer.ranks, cfg.trainer.zero_stage if cfg.backend == "ray" else 0
+    return BytesEach(
+        weights=held / (ranks if stage == 3 else 1),
+        gradients=4 / (ranks if stage >= 2 else 1),
+        optimizer=(master + count_states(cfg)) / (ranks if stage >= 1 else 1),
+    )
+
+
+def count_frozen_tower(cfg: RunConfig) -> int:
+    """Count the parameters that trainer.vision takes out of training."""
+    if cfg.trainer.vision == "train":
+        return 0
+    part = measure_vision(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    return 0 if part is None else part.tower
+
+
+def count_adapter(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> int:
+    """Count the parameters of a new adapter for this model."""
+    from modeling.lora import with_adapter
+
+    model = meta_model(path, trust_remote_code=trust_remote_code)
+    return sum(p.numel() for p in with_adapter(model, lora, path=path).parameters() if p.requires_grad)
+
+
+def count_parameters(path: str, *, key: str = "model.path", trust_remote_code: bool) -> int:
+    """Count the parameters of the model without allocating them."""
+    check_model_folder(path, key=key, trust_remote_code=trust_remote_code)
+    return sum(p.numel() for p in meta_model(path, key=key, trust_remote_code=trust_remote_code).parameters())

@@ -33,9 +33,9 @@ from driver.dead_knobs import HyperParameterCheck
 from driver.device_turns import leave_after_start, make_turns, share_devices
 from driver.devices import check_devices, uses_gpus
 from driver.engine_timers import EngineTimers
+from driver.explain import estimate_memory
 from driver.held_out import HeldOut
 from driver.load_recipe import Loaded
-from driver.memory_estimate import estimate_memory
 from driver.own_code import check_own_code
 from driver.push import check_push
 from driver.resume import collect_settings, find_checkpoint_to_resume

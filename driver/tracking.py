@@ -9,8 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from configs.eval_schema import EvalConfig
 from configs.schema import RunConfig
 from configs.tracking_schema import TrackingConfig
@@ -60,6 +58,8 @@ def make_trackers(
 
 def describe_machine() -> dict[str, str]:
     """Return versions of packages, and the hardware of the driver's machine."""
+    import psutil
+
     return {
         "python": platform.python_version(),
         **{f"package.{name}": version for name, version in list_packages().items()},

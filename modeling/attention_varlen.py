@@ -8,6 +8,9 @@ over all segments that share a key. Where nothing is shared, nothing is gathered
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,9 +35,13 @@ def attend_varlen(
 ) -> Tensor:
     """Compute attention of one row: [1, H, T, D] queries, [1, Hkv, T, D] keys and values -> [1, T, H, D].
 
-    Never run yet: no GPU was at hand. unit_tests/test_gpu.py compares it with the kernel of attention.py.
+    Never run yet: no GPU was at hand. `python -m tools.gpu_check` compares it with the kernel of attention.py.
     """
     from torch.nn.attention.varlen import varlen_attn
+
+    # earlier versions take fewer heads of keys than of queries without being told
+    must_tell = query.shape[1] != key.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters
+    more: dict[str, Any] = {"enable_gqa": True} if must_tell else {}
 
     index = segments.index_keys(query.device)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
@@ -50,7 +57,7 @@ def attend_varlen(
         index.longest_key,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),  # tokens to the left, and none to the right
-        enable_gqa=query.shape[1] != key.shape[1],
+        **more,
     )
     assert isinstance(done, Tensor)
     return done[None]

@@ -96,11 +96,13 @@ def load_scalar_model(
 def check_weights(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> None:
     """Raise UserError where the files in a folder do not hold exactly the tensors of the model that they name.
 
-    Only names and shapes are read, in a fraction of a second. A name on the hub is checked when it is loaded.
+    Only names and shapes are read, in a fraction of a second; that needs accelerate, which peft brings. Without it, and
+    for a name on the hub, the model is checked when it is loaded.
     """
     from transformers import AutoModelForSequenceClassification
+    from transformers.utils import is_accelerate_available
 
-    if not Path(path).is_dir():
+    if not Path(path).is_dir() or not is_accelerate_available():
         return
     auto = choose_class(read_config(path, key=key, trust_remote_code=trust_remote_code), path=path, key=key)
     settings: dict[str, Any] = {"key": key, "trust_remote_code": trust_remote_code, "device_map": "meta"}

@@ -31,8 +31,8 @@ from core.storages import find_storages, find_tensors
 from core.types import Group
 from data_feeds.packing import micro_batches
 from driver.device_turns import DeviceTurns, Turn
+from driver.explain import estimate_memory
 from driver.load_recipe import load_recipe
-from driver.memory_estimate import estimate_memory
 from driver.rollout_factory import choose_transports
 from driver.shared_memory import Need, plan_turns, refuse_tight
 from driver.time_account import describe_turns_cost

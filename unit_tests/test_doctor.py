@@ -32,7 +32,7 @@ from doctor.setup_checks import (
 from doctor.target import find_target
 from doctor.trials import Toggle, Trial
 from doctor.verdict import Facts, decide
-from driver.memory_estimate import estimate_memory
+from driver.explain import estimate_memory
 from driver.rl_setup import prepare
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm_support.common import engine_args

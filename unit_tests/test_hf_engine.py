@@ -74,6 +74,19 @@ def test_a_request_does_not_depend_on_its_neighbours_and_its_seed_decides(tiny_p
     assert [c.token_ids for c in together] != [c.token_ids for c in other]
 
 
+def test_the_prompt_of_a_group_is_computed_once(tiny_path):
+    prompts = [PROMPTS[0], PROMPTS[2], *[PROMPTS[0]] * 3]
+    engine = engine_of(tiny_path)
+    alone = [asyncio.run(several(engine, [p], [i]))[0] for i, p in enumerate(prompts)]
+    steps = Steps(engine)
+    together = asyncio.run(several(engine, prompts, range(5)))
+    assert steps.rows[:2] == [2, 5]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert len({tuple(c.token_ids) for c in together}) == 5
+    for one, other in zip(together, alone, strict=True):
+        assert one.logp == pytest.approx(other.logp, abs=1e-5)
+
+
 def test_the_models_own_generation_config_changes_nothing(tiny_path, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
     model.generation_config = GenerationConfig(do_sample=True, top_k=1, top_p=0.1, temperature=0.01, eos_token_id=1)
@@ -312,11 +325,11 @@ def test_those_who_are_answered_together_ask_again_together(tiny_path):
         engine = engine_of(tiny_path, max_batch=3)
         steps = Steps(engine)
 
-        async def episode(n):
-            for _ in range(2):
-                await engine.generate([5, n], max_new_tokens=n, seed=n)
+        async def episode(own, n):
+            for turn in range(2):
+                await engine.generate([5, 10 + own, 20 + turn], max_new_tokens=n, seed=n)
 
-        await asyncio.gather(*(episode(n) for n in (1, 2, 3, 1)))
+        await asyncio.gather(*(episode(own, n) for own, n in enumerate((1, 2, 3, 1))))
         return steps.rows
 
     # Three, then the one left over with two of the second turns, then the last of those.

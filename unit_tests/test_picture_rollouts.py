@@ -135,6 +135,24 @@ def test_a_batch_of_rows_with_and_without_pictures_is_scored_as_by_plain_transfo
             assert gap_of_sample(model, path, blind, TEMPERATURE, banned_of(tokenizer)) > 100 * BOUND
 
 
+def test_a_group_computes_its_picture_once_and_another_group_with_the_same_tokens_its_own(path, tokenizer, model):
+    (ids, one), (_, other) = (read(tokenizer, [say("user", "what is ", draw(n), "?")]) for n in (1, 2))
+    engine = engine_of(path, tokenizer)
+    seen: list[int] = []
+    engine.model.model.vision_model.register_forward_hook(lambda _, args, out: seen.append(len(out[0])))
+    asked = [one, other, one, one, other]
+
+    async def go() -> list[Completion]:
+        return await asyncio.gather(
+            *(engine.generate(ids, max_new_tokens=6, seed=i, pictures=places) for i, places in enumerate(asked))
+        )
+
+    for places, done in zip(asked, asyncio.run(go()), strict=True):
+        sample = as_sample(ids, places, done)
+        assert gap_of_sample(model, path, sample, TEMPERATURE, banned_of(tokenizer)) < BOUND
+    assert seen == [2]
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
 def test_other_families_too_with_their_positions_and_tiles(family, tmp_path):
     path = seeing.save_model(tmp_path, family)

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import re
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from core.messages import describe_messages, find_pictures
 from core.pictures import LARGEST_SIDE
 from data_feeds.feed import load_groups, load_prompts
 from data_feeds.tokenizer import ChatTokenizer
+from data_prep import tiny_vision_model
 from driver.sample_files import make_sample_record
 from driver.sample_text import write_message
 from evaluation.generations import describe_group, hash_row
@@ -267,16 +269,49 @@ def test_what_would_be_wrong_in_every_row_ends_the_program(case, chat, tmp_path)
         prompts(chat, [{"path": write(tmp_path / "x.jsonl", [row]), "columns": columns}])
 
 
-def test_a_language_model_refuses_rows_with_pictures(tiny_path, tmp_path, recipe, capsys):
+def test_a_language_model_refuses_rows_with_pictures(tiny_path, tmp_path):
     path = write(tmp_path / "x.jsonl", [a_row(URI), {"messages": "3+4"}])
     with pytest.raises(UserError, match="is a language model, which sees no pictures, and a message holds one: take"):
         prompts(ChatTokenizer(tiny_path, "chat"), path)
-    row = a_row(URI)
-    row["messages"].append({"role": "assistant", "content": "3"})
-    path = write(tmp_path / "sft.jsonl", [row] * 5)
-    code, err = run_here(main_sl, "--config", recipe({"data.train": path}, kind="sl"))
-    [line] = [line for line in err.splitlines() if line.startswith("error:")]
-    assert code == 2 and "sees no pictures" in line and "Traceback" not in err
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, tiny_path) -> dict[str, Path]:
+    """Whole models: one that sees, the same without its chat template, and a language model."""
+    folder = tmp_path_factory.mktemp("models")
+    small = {"hidden_size": 32, "layers": 1, "vision_layers": 1, "side": 28}
+    tiny_vision_model.make(folder / "sees", **small)
+    shutil.copytree(folder / "sees", folder / "silent")
+    (folder / "silent" / "chat_template.jinja").unlink()
+    return {"sees": folder / "sees", "silent": folder / "silent", "text": Path(tiny_path)}
+
+
+OF_DATA = [
+    *("missing file", "truncated JPEG", "20,000 pixels wide", "CMYK", "a GIF that moves"),
+    *("more placeholders than pictures", "fewer placeholders"),
+]
+ENDS: dict[str, tuple[str, dict[str, Any], dict[str, str], str]] = {
+    **{case: ("sees", BROKEN[case][0], {}, BROKEN[case][1]) for case in OF_DATA},
+    "a wrong column": ("sees", *REFUSED["a wrong column"]),
+    "no chat template": ("silent", a_row(URI), {}, "silent has no chat template: add one to its processor"),
+    "a language model": (
+        "text",
+        a_row(URI),
+        {},
+        "is a language model, which sees no pictures, and a message holds one",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_broken_input_ends_the_program_with_one_sentence(case, models, tmp_path, recipe):
+    which, row, columns, why = ENDS[case]
+    taught = row | {"messages": [*row["messages"], {"role": "assistant", "content": "3"}]}
+    data = {"train": [{"path": write(tmp_path / "x.jsonl", [taught]), "columns": columns}], "max_tokens": 64}
+    code, err = run_here(main_sl, "--config", recipe({"model.path": str(models[which]), "data": data}, kind="sl"))
+    assert code == 2 and "Traceback" not in err
+    [line] = [line for line in err.splitlines() if not line.startswith("[transformers]")]
+    assert re.match(f"error: .*{why}", line)
 
 
 def test_files_get_the_hash_and_an_agent_the_bytes(chat, tmp_path):

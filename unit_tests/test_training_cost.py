@@ -8,31 +8,11 @@ import pytest
 import torch
 
 from benchmarks.random_task import make_groups
-from benchmarks.train_throughput import COLUMNS, PEAK_TFLOPS, count_flops
+from benchmarks.train_throughput import PEAK_TFLOPS, count_flops
 from data_feeds.packing import micro_batches
 from unit_tests.test_forward import random_model
 
 ROOT = Path(__file__).parent.parent
-WITHOUT = ("ray", "deepspeed", "vllm", "peft")
-ALONE = f"""
-import runpy, sys
-sys.modules |= dict.fromkeys({WITHOUT})  # an import of any of them fails
-sys.argv = ["train_throughput", "--small", "--tokens", "64", "128", "--sequence", "64", "--updates", "1"]
-runpy.run_module("benchmarks.train_throughput", run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_throughput_is_measured_where_only_torch_transformers_and_pydantic_are():
-    done = subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    _, _, _, titles, *rows = done.stdout.splitlines()
-    assert titles.split() == list(COLUMNS)
-    for tokens, row in zip((64, 128), rows, strict=True):
-        size, sequence, shared, *speeds, share, ms = row.split()
-        assert (size, sequence, shared) == (str(tokens), "64", "no")
-        assert all(float(x) > 0 for x in (*speeds, ms))
-        assert 0 < float(share.removesuffix("%")) < 100
 
 
 def test_the_operations_of_a_model_are_counted():

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 
+import main_rl
 from algs.base import Algorithm
 from algs.dpo import DPO
 from algs.grpo import GRPO
@@ -27,17 +30,18 @@ from core.errors import RunStopped, UserError
 from core.types import Batch, Group, Policy, Sample
 from data_feeds.bin_packing import TooLarge
 from data_feeds.packing import Plan, plan_update
-from driver.explain import describe_memory
+from driver.explain import describe_memory, estimate_memory
 from driver.load_recipe import load_recipe
-from driver.memory_estimate import GIB, estimate_memory
+from driver.memory_estimate import GIB
 from modeling.load import load_model
 from modeling.pictures import PictureProcessor
 from modeling.vision import VISION_FAMILIES, in_tower, in_vision, is_below
 from trainers.local import LocalTrainer
-from unit_tests.examples import a_changed
+from unit_tests.examples import a_changed, run_here
 from unit_tests.seeing import MARKED, make_model, plain_inputs, plain_logp, save_model, seeing_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+ROOT = Path(__file__).parent.parent
 SGD = {"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0}
 
 
@@ -249,7 +253,36 @@ def test_the_plan_of_a_run_knows_the_vision_part(folders, recipe):
     assert f"{n_vision:,} (" in told["of these, vision"] and told["of these, vision"].endswith("trained")
     # 16,384 tokens of 4 patches of 3 x 2 x 4 x 4 numbers of 4 bytes
     assert "65,536 patches go through the tower's 2 layers, and their pixels take 24 MiB" in told["pictures"]
+    # each layer reads 32 numbers of a patch
+    assert told["pictures"].endswith("the inputs of these layers 16 MiB")
+    assert "layers" not in dict(describe_memory(frozen))["memory for pictures"]
     assert f"its tower of {n_tower:,} frozen" in dict(describe_memory(frozen))["of these, vision"]
     one, other = estimate_memory(whole), estimate_memory(frozen)
     assert one.weights == other.weights
     assert (one.gradients - other.gradients) * GIB == pytest.approx(4 * n_tower)
+
+
+def test_the_recipe_of_a_real_model_that_sees_tells_what_pictures_take(tmp_path, capsys):
+    """A folder with the true sizes of Qwen2.5-VL-3B, and no weights."""
+    text: dict[str, Any] = {
+        **{"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "vocab_size": 151_936},
+        **{"num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 128_000},
+        **{"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
+    }
+    vision = {
+        **{"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048},
+        **{"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112},
+        **{"fullatt_block_indexes": [7, 15, 23, 31]},
+    }
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision, tie_word_embeddings=True)
+    config.save_pretrained(tmp_path)
+    recipe = ROOT / "configs" / "mm_math_qwen2.5_vl_3b.yaml"
+    assert run_here(main_rl, "--config", str(recipe), "--explain", f"model.path={tmp_path}") == (0, "")
+    out = " ".join(capsys.readouterr().out.split())
+    assert "parameters 3,754,622,976" in out
+    assert "of these, vision 668,684,288 (18%), trained" in out
+    # 16,384 tokens x 4 patches x 3 x 2 x 14 x 14 numbers, and x 1280 x 32 layers, of 2 bytes each
+    assert "their pixels take 147 MiB, the inputs of these layers 5,120 MiB" in out
+    # 2 bytes of weights, 4 / 4 ranks of gradients, (4 + 8) / 4 of the optimizer
+    assert f"memory for pictures about {668_684_288 * 6 / GIB:.2f} GiB per rank (18%)" in out
+    assert "up to 5.14 GiB" in out

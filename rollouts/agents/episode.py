@@ -12,7 +12,6 @@ from core.types import Prompt, Sample, make_sample
 from rollouts.agents.processes import AgentProcesses, AgentResult
 from rollouts.agents.task import Task
 from rollouts.episode import Played
-from rollouts.gateway import Gateway
 from rollouts.session import Sampler, Session
 from rollouts.trace import Branch, Trace
 from rollouts.transcript import Tokenizer, find_places
@@ -27,6 +26,8 @@ class AgentRunner:
 
     def __init__(self, processes: AgentProcesses, sampler: Sampler, *, timeout_s: float):
         """timeout_s: of one agent."""
+        from rollouts.gateway import Gateway  # needs aiohttp, as nothing else does
+
         self.processes, self.sampler, self.timeout_s = processes, sampler, timeout_s
         self.gateway = Gateway()
         self.said_must_call = False

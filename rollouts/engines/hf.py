@@ -1,7 +1,8 @@
 """Plain transformers as an engine: for `backend: local`, for debugging, and to test the vLLM engine against.
 
-It has its own copy of the weights and a KV cache. It samples from softmax(logits / temperature) over the tokens that
-may be chosen, and at temperature 0 takes the most probable token. It ignores the model's generation config.
+It has its own copy of the weights and a KV cache, and computes the prompt of a group once. It samples from
+softmax(logits / temperature) over the tokens that may be chosen, and at temperature 0 takes the most probable token. It
+ignores the model's generation config.
 
 It yields to the event loop after every token, so that weights can be loaded during generation. The KV cache of running
 requests is then recomputed from all their tokens and pictures.
@@ -150,7 +151,8 @@ class HfEngine(Engine):
             logits_to_keep=1,
             **rows.media,
         )
-        logp = self.support.restrict(out.logits[:, -1], self.temperature or 1.0).log_softmax(-1)  # [B, A]
+        logits = rows.split(out.logits[:, -1])
+        logp = self.support.restrict(logits, self.temperature or 1.0).log_softmax(-1)  # [B, A]
         columns = self._draw_tokens(logp, live) if self.temperature else logp.argmax(-1)  # [B]
         chosen, chosen_logp = self.support.to_ids(columns), logp.gather(-1, columns[:, None])[:, 0].tolist()
         stay = []

@@ -1,7 +1,8 @@
 """Requests of the hf engine, and the inputs of its next forward pass over them.
 
-Rows are padded on their left. What a model's vision part reads goes with the pass that fills the cache, and with no
-other: later passes have sampled tokens alone, which are never pictures.
+The pass that fills the cache has one row for requests with the same tokens and pictures, such as the samples of a
+group. Rows are padded on their left. What a model's vision part reads goes with this pass, and with no other: later
+passes have sampled tokens alone, which are never pictures.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from core.pictures import PlacedPicture
 from core.rope_positions import find_rope_ids
 from modeling.pictures import PictureProcessor
 from rollouts.engines.base import Completion
+
+Asked = tuple[list[int], Sequence[PlacedPicture]]
+"""Tokens of a request, and their pictures."""
 
 
 @dataclass(slots=True)
@@ -54,6 +58,16 @@ class Rows:
     cache: DynamicCache
     media: dict[str, Tensor]
     """What the vision part reads, of all rows in their order; empty once it is in the cache."""
+    shared: Tensor | None = None
+    """[requests] int64, the row of each request before the first pass; None where each has one of its own."""
+
+    def split(self, logits: Tensor) -> Tensor:
+        """Give each request a row of its own after a pass; return its logits, [B, V] -> [requests, V]."""
+        if self.shared is None:
+            return logits
+        at, self.shared = self.shared, None
+        self.keep_rows(at)
+        return logits[at]
 
     def append_tokens(self, chosen: Tensor) -> None:
         """Make `chosen`, [B] int64, the tokens of the next pass."""
@@ -62,14 +76,14 @@ class Rows:
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(chosen), 1)], -1)
 
     def keep_rows(self, at: Tensor) -> None:
-        """Drop the rows of finished requests; at: [kept] int64, the others."""
+        """Take these rows and drop the others; at: [B] int64, where a row may come more than once."""
         self.ids, self.mask = self.ids[at], self.mask[at]
         self.positions = self.positions[..., at, :]
         self.cache.batch_select_indices(at)
 
 
 def make_rows(
-    requests: Sequence[tuple[list[int], Sequence[PlacedPicture]]],
+    requests: Sequence[Asked],
     cache: DynamicCache,
     processor: PictureProcessor | None,
     device: str,
@@ -78,6 +92,7 @@ def make_rows(
 
     requests: tokens and pictures of each. processor: that of a vision model.
     """
+    requests, shared = _find_equal(requests)
     width = max(len(ids) for ids, _ in requests)
     pads = [width - len(ids) for ids, _ in requests]
     pad = _find_pad(processor)
@@ -97,7 +112,22 @@ def make_rows(
         positions=positions.to(device),
         cache=cache,
         media={name: tensor.to(device) for name, tensor in media.items()},
+        shared=torch.tensor(shared, device=device) if len(requests) < len(shared) else None,
     )
+
+
+def _find_equal(requests: Sequence[Asked]) -> tuple[list[Asked], list[int]]:
+    """Return the requests that differ in tokens or pictures, and for each request its place among them."""
+    found: dict[tuple[object, ...], int] = {}
+    different: list[Asked] = []
+    shared: list[int] = []
+    for ids, places in requests:
+        key = (*ids, *((place.begin, place.end, place.picture.hash) for place in places))
+        if key not in found:
+            found[key] = len(different)
+            different.append((ids, places))
+        shared.append(found[key])
+    return different, shared
 
 
 def _find_pad(processor: PictureProcessor | None) -> int:
