@@ -194,6 +194,7 @@ ELSEWHERE = {
     "trainer.zero_stage": "trainers/deepspeed.py",
     "trainer.deepspeed": "trainers/deepspeed.py",
     "rollout.restarts": "driver/rl_setup.py",
+    "engine_sleep": "driver/rollout_factory.py",
     "rollout.agent.file": "rollouts/registry.py",
     "rollout.agent.command": "rollouts/registry.py",
     "push_to": "driver/push.py",
