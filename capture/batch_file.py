@@ -14,15 +14,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from capture.picture_files import (
-    describe_places,
-    read_pictures,
-    restore_messages,
-    restore_places,
-    write_pictures,
-)
+from capture.picture_files import read_pictures, write_pictures
 from core.arrays import BOOLS, INTS, SINGLE
 from core.messages import describe_messages
+from core.named_pictures import describe_places, restore_messages, restore_places
 from core.types import Column, Group, Prompt, Sample, make_sample
 
 ARRAYS, RECORDS = "batch.npz", "batch.jsonl"

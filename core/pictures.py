@@ -7,7 +7,7 @@ import hashlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class PictureRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Picture that has been opened once; `read_picture` makes it."""
+    """Picture that has been opened once; `read_picture` and `encode_picture` make it."""
 
     data: bytes = field(repr=False)
     """The file: PNG, JPEG, WebP, BMP or GIF with one frame."""
@@ -55,6 +55,22 @@ class PlacedPicture:
     """Rows and columns of the tokens, for families whose positions have three axes (M-RoPE): rows * columns tokens."""
 
 
+class PictureTokens(Protocol):
+    """Interface of the processor behind a tokenizer to rollouts; see modeling/pictures.py."""
+
+    placeholder_ids: frozenset[int]
+    """Tokens that stand for pictures only."""
+
+
+class MaySee(Protocol):
+    """Interface of a tokenizer whose model may see pictures; see data_feeds/tokenizer.py."""
+
+    @property
+    def pictures(self) -> PictureTokens | None:
+        """Processor of a model that sees pictures; None for a language model."""
+        ...
+
+
 def read_picture(data: bytes) -> Picture:
     """Decode a picture's file once, and return it. Raises PictureRefused for what cannot be used."""
     image = _decode(data)
@@ -67,10 +83,12 @@ def describe_picture(picture: Picture) -> dict[str, str | int]:
 
 
 def encode_picture(image: Image) -> Picture:
-    """Return an image that was drawn as a picture, in PNG."""
+    """Return an image that was drawn as a picture, in PNG. Raises PictureRefused for what cannot be used."""
+    drawn = _convert(image)
     file = io.BytesIO()
-    image.save(file, "PNG")
-    return read_picture(file.getvalue())
+    drawn.save(file, "PNG")
+    data = file.getvalue()
+    return Picture(data, drawn.width, drawn.height, hashlib.sha256(data).hexdigest())
 
 
 def _decode(data: bytes) -> Image:

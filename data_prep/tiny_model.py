@@ -10,6 +10,7 @@ import string
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from core.action_tokens import list_action_tokens
 from data_prep.script import run_script, whole
 
 if TYPE_CHECKING:
@@ -69,11 +70,12 @@ RESPONSE_TEMPLATE = {
 """How transformers reads such a reply; it is saved with the tokenizer."""
 
 
-def make_tokenizer(*, tools: bool = False, pictures: bool = False) -> PreTrainedTokenizerFast:
+def make_tokenizer(*, tools: bool = False, pictures: bool = False, actions: int = 0) -> PreTrainedTokenizerFast:
     """Make a tokenizer with one token per character and one per role; anything beyond ASCII is unknown.
 
     tools: with a template that writes tools and calls, and a response template that reads calls.
     pictures: with the tokens of Idefics3, and a template that writes pictures.
+    actions: number of action tokens. They are no special ones, so that an environment finds them in decoded text.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -85,7 +87,7 @@ def make_tokenizer(*, tools: bool = False, pictures: bool = False) -> PreTrained
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     more = {"response_template": RESPONSE_TEMPLATE} if tools else {}
-    return PreTrainedTokenizerFast(
+    made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
@@ -95,6 +97,8 @@ def make_tokenizer(*, tools: bool = False, pictures: bool = False) -> PreTrained
         clean_up_tokenization_spaces=False,
         **more,
     )
+    made.add_tokens(list_action_tokens(actions))
+    return made
 
 
 def make(

@@ -34,16 +34,18 @@ def make(
     side: int = 56,
     patch: int = 14,
     max_length: int = 256,
+    action_tokens: int = 0,
     seed: int = 0,
 ) -> None:
     """Save model, processor, tokenizer, chat template and generation config; the same seed makes the same bytes.
 
     side: of the square, in pixels, to which pictures are scaled; patch: side of the parts that it is cut into.
+    action_tokens: number of the tokens <act_0>, <act_1>, ... by which it can act.
     """
     import torch
     from transformers import Idefics3ForConditionalGeneration
 
-    tokenizer = make_tokenizer(pictures=True)
+    tokenizer = make_tokenizer(pictures=True, actions=action_tokens)
     config = make_config(
         tokenizer,
         hidden_size=hidden_size,
@@ -133,6 +135,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--side", type=whole(1), default=56, help="of a picture, in pixels (default %(default)s)")
     parser.add_argument("--patch", type=whole(1), default=14, help="side of a patch (default %(default)s)")
     parser.add_argument("--max-length", type=whole(1), default=256, help="positions (default %(default)s)")
+    parser.add_argument("--action-tokens", type=whole(0), default=0, help="how many <act_i> (default none)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.hidden_size % HEAD:
@@ -147,6 +150,7 @@ def main(argv: list[str] | None = None) -> None:
         side=args.side,
         patch=args.patch,
         max_length=args.max_length,
+        action_tokens=args.action_tokens,
         seed=args.seed,
     )
 

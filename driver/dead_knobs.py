@@ -63,7 +63,7 @@ RULES = (
         why="trainer.layout is padded, and only packed rows share",
     ),
     Rule(
-        keys=("trainer.vision", "model.lora.vision"),
+        keys=("data.max_picture_pixels", "trainer.vision", "model.lora.vision"),
         is_unused=_is_text_model,
         why="model.path is a text model",
     ),

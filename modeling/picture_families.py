@@ -199,13 +199,3 @@ class Patches:
 
     def collate(self, each: Sequence[Tensors]) -> Tensors:
         return {name: torch.cat([one[name] for one in each]) for name in ("pixel_values", "image_grid_thw")}
-
-
-FAMILIES: dict[str, type[Tiles] | type[Patches]] = {
-    "idefics3": Tiles,
-    "smolvlm": Tiles,
-    "qwen2_vl": Patches,
-    "qwen2_5_vl": Patches,
-    "qwen3_vl": Patches,
-}
-"""Families of models that see pictures here, by the `model_type` of their config."""

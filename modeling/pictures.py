@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,11 +16,11 @@ from core.errors import RunStopped, UserError, name_error, quote
 from core.hub import describe_hub
 from core.pictures import Picture, PictureRefused
 from modeling.hf_config import read_config
-from modeling.picture_families import FAMILIES, Grid, PictureFamily
+from modeling.kept_pictures import KEPT, KeptPicture
+from modeling.picture_families import Grid, PictureFamily
 from modeling.pretrained import load_pretrained, refuse_own_code
+from modeling.vision import VISION_FAMILIES, find_vision
 
-MOST_KEPT = 2**29
-"""Bytes of processed pictures that a process keeps."""
 MOST_SIZES = 4096
 """Sizes of pictures whose tokens a process keeps."""
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -52,16 +51,9 @@ class Processed:
 
 
 def needs_pictures(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> bool:
-    """Tell whether a model sees pictures. Raises UserError for one with a vision part of a family not in FAMILIES."""
+    """Tell whether a model sees pictures. Raises UserError for one with a vision part of an unknown family."""
     config = read_config(path, key=key, trust_remote_code=trust_remote_code)
-    if config.model_type in FAMILIES:
-        return True
-    if getattr(config, "vision_config", None) is not None:
-        raise UserError(
-            f"{key}={quote(path)}: models of the family {config.model_type} see pictures in a way that is not built "
-            f"here: take one of {', '.join(FAMILIES)}, or a language model"
-        )
-    return False
+    return find_vision(config, path=path, key=key) is not None
 
 
 class PictureProcessor:
@@ -92,7 +84,7 @@ class PictureProcessor:
                 or f"{self.who}: its picture processor cannot be loaded: {name_error(error)}: save the model "
                 f"with its {FILES[0]}{more}"
             ) from error
-        self.family: PictureFamily = FAMILIES[config.model_type](
+        self.family: PictureFamily = VISION_FAMILIES[config.model_type].pictures(
             self.images, self.tokenizer, config, described, self.who
         )
         self.placeholder = self.family.placeholder
@@ -109,8 +101,7 @@ class PictureProcessor:
         self.chat_template: str | None = _find_template(described.get("chat_template"))
         """Template of the processor; None where the tokenizer's is meant."""
         self._expand_size = lru_cache(MOST_SIZES)(self._expand_anew)
-        self._kept: OrderedDict[str, Processed] = OrderedDict()
-        self._bytes = 0
+        self._settings = f"{type(self.images).__qualname__} {self.images.to_json_string()}"
 
     def expand(self, picture: Picture) -> Expansion:
         """Return the tokens that stand for a picture. Its size decides them. Raises PictureRefused."""
@@ -126,31 +117,25 @@ class PictureProcessor:
 
     def process(self, picture: Picture) -> Processed:
         """Return a picture as the model reads it, computed once as long as it is kept. Raises PictureRefused."""
-        if (kept := self._kept.get(picture.hash)) is not None:
-            self._kept.move_to_end(picture.hash)
-            return kept
         expansion = self.expand(picture)
+        made = KEPT.find(self._settings, picture.hash)
+        if made is None:
+            made = self._process_anew(picture)
+            KEPT.add(self._settings, picture.hash, made)
+        if self.family.write(made.cut) != expansion.text:
+            raise RunStopped(
+                f"{self.who}: its processor cuts {picture.width} x {picture.height} pixels into {made.cut}, and "
+                f"{self.family.count(picture.width, picture.height)} was expected: install the version of transformers "
+                "that constraints.txt names"
+            )
+        return Processed(list(expansion.ids), made.tensors, expansion.grid)
+
+    def _process_anew(self, picture: Picture) -> KeptPicture:
         try:
             found = self.images(images=[picture.open()], return_tensors="pt", **self.family.settings)
         except ValueError as error:
             raise PictureRefused(f"the model's processor refuses the picture ({error})") from error
-        tensors, cut = self.family.read(found)
-        if self.family.write(cut) != expansion.text:
-            raise RunStopped(
-                f"{self.who}: its processor cuts {picture.width} x {picture.height} pixels into {cut}, and "
-                f"{self.family.count(picture.width, picture.height)} was expected: install the version of transformers "
-                "that constraints.txt names"
-            )
-        made = Processed(list(expansion.ids), tensors, expansion.grid)
-        self._keep(picture.hash, made)
-        return made
-
-    def _keep(self, name: str, made: Processed) -> None:
-        self._kept[name] = made
-        self._bytes += _count_bytes(made)
-        while self._bytes > MOST_KEPT and len(self._kept) > 1:
-            _, oldest = self._kept.popitem(last=False)
-            self._bytes -= _count_bytes(oldest)
+        return KeptPicture(*self.family.read(found))
 
     def collate(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
         """Return the inputs of the vision part for the pictures of a row, in the order of their tokens."""
@@ -166,16 +151,11 @@ class PictureProcessor:
                 shutil.copyfile(found, folder / name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is kept: another process computes what it needs."""
-        return {**self.__dict__, "_kept": OrderedDict(), "_bytes": 0, "_expand_size": None}
+        return {**self.__dict__, "_expand_size": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._expand_size = lru_cache(MOST_SIZES)(self._expand_anew)
-
-
-def _count_bytes(made: Processed) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in made.tensors.values())
 
 
 def _find_template(given: Any) -> str | None:

@@ -12,13 +12,16 @@ from typing import Any
 
 from torch import nn
 
-from core.errors import UserError
+from core.errors import UserError, quote
+from modeling.picture_families import Patches, Tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionFamily:
-    """Names of the parts of a family's models, below the language-model head."""
+    """How a family's models read pictures, and the names of their parts below the language-model head."""
 
+    pictures: type[Tiles] | type[Patches]
+    """How a picture becomes tokens and tensors."""
     tower: str
     """Module that turns pixels into features."""
     connectors: tuple[str, ...]
@@ -26,8 +29,11 @@ class VisionFamily:
     language: str
 
 
-_IDEFICS = VisionFamily(tower="model.vision_model", connectors=("model.connector",), language="model.text_model")
+_IDEFICS = VisionFamily(
+    pictures=Tiles, tower="model.vision_model", connectors=("model.connector",), language="model.text_model"
+)
 _QWEN = VisionFamily(
+    pictures=Patches,
     tower="model.visual",
     connectors=("model.visual.merger", "model.visual.deepstack_merger_list"),
     language="model.language_model",
@@ -39,7 +45,8 @@ VISION_FAMILIES = {
     "qwen3_vl": _QWEN,
     "smolvlm": _IDEFICS,
 }
-"""Vision-language models that are trained here, by the model_type of their config. All are tested."""
+"""Vision-language models that are known here, by the model_type of their config: the one list of them. All are tested
+in training and in rollouts."""
 
 
 def find_vision(config: Any, *, path: str, key: str = "model.path") -> VisionFamily | None:
@@ -50,8 +57,8 @@ def find_vision(config: Any, *, path: str, key: str = "model.path") -> VisionFam
     known = VISION_FAMILIES.get(config.model_type)
     if known is None and getattr(config, "vision_config", None) is not None:
         raise UserError(
-            f"{key}={path} is a {config.model_type} model, which reads pictures, and of such models these are known "
-            f"here: {', '.join(sorted(VISION_FAMILIES))}: take one of them, or a text model"
+            f"{key}={quote(path)} is a {config.model_type} model, which reads pictures, and of such models these are "
+            f"known here: {', '.join(sorted(VISION_FAMILIES))}: take one of them, or a text model"
         )
     return known
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from core.errors import UserError, quote
+from core.pictures import MaySee
 from core.support import EVERY_TOKEN, Support
 
 
-class SupportTokenizer(Protocol):
+class SupportTokenizer(MaySee, Protocol):
     """What of a tokenizer a support set needs; see data_feeds/tokenizer.py."""
 
     stop_token_ids: list[int]
@@ -22,8 +23,7 @@ def find_support(tokenizer: SupportTokenizer, allowed: Sequence[str], stop_token
 
     stop_token_ids: all tokens that end a reply, which are always allowed. Raises UserError for a text that is no token.
     """
-    pictures = getattr(tokenizer, "pictures", None)
-    banned: frozenset[int] = frozenset() if pictures is None else pictures.placeholder_ids
+    banned: frozenset[int] = frozenset() if tokenizer.pictures is None else tokenizer.pictures.placeholder_ids
     if not allowed:
         return Support(banned=tuple(sorted(banned))) if banned else EVERY_TOKEN
     texts: dict[int, str] = {}

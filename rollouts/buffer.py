@@ -15,13 +15,17 @@ could wait for ever, and short completions would be trained on more often than l
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from core.arrays import from_json, to_json
-from core.types import Group, Prompt, make_sample
+from core.messages import describe_messages
+from core.named_pictures import collect_pictures, describe_places, restore_messages, restore_places
+from core.pictures import Picture, read_picture
+from core.types import Group, Prompt, Sample, make_sample
 
 MAX_REJECTED = 20
 """A step fails when the algorithm has rejected this many times the groups that it needs."""
@@ -201,15 +205,19 @@ class ReplayBuffer:
         await self._changed.wait()
 
     def get_state(self) -> dict[str, Any]:
-        """Return the finished groups and the started tickets, for JSON. Prompts are not included: tickets draw them."""
+        """Return the finished groups and the started tickets, for JSON. Prompts are not included: tickets draw them.
+
+        Pictures are: an environment may have shown them.
+        """
         finished = [*self.ready, *self.waiting.values()]
+        pictures = collect_pictures(s for g in finished for s in g.group)
         return {
             "ticket": self.ticket,
             "started": sorted(self.started),
             "n_reported": self.n_reported,
+            "pictures": {name: base64.b64encode(picture.data).decode() for name, picture in pictures.items()},
             "finished": [
-                {**_fields_but("group", g), "group": [to_json(_fields_but("prompt", s)) for s in g.group]}
-                for g in finished
+                {**_fields_but("group", g), "group": [_describe_sample(s) for s in g.group]} for g in finished
             ],
         }
 
@@ -221,7 +229,9 @@ class ReplayBuffer:
         state = _with_new_names(state, RENAMED_STATE)
         buffer = ReplayBuffer(schedule, step=step, ticket=state["ticket"])
         buffer.started, buffer.restarts = set(state["started"]), deque(state["started"])
-        finished = [_group_from_state(one, draw_prompt) for one in state["finished"]]
+        coded = state.get("pictures", {})  # earlier versions had none
+        pictures = {name: read_picture(base64.b64decode(text)) for name, text in coded.items()}
+        finished = [_group_from_state(one, draw_prompt, pictures) for one in state["finished"]]
         buffer.waiting = {group.ticket: group for group in finished}
         buffer.next_ready = min([*buffer.started, *buffer.waiting, buffer.ticket])
         buffer._move_to_ready()
@@ -229,12 +239,30 @@ class ReplayBuffer:
         return buffer
 
 
-def _group_from_state(one: Mapping[str, Any], draw_prompt: Callable[[int], Prompt]) -> FinishedGroup:
+def _describe_sample(sample: Sample) -> dict[str, Any]:
+    """Return a sample without its prompt, for JSON; pictures are named by their hash."""
+    named = {"transcript": describe_messages(sample.transcript), "pictures": describe_places(sample.pictures)}
+    return {name: to_json(value) for name, value in (_fields_but("prompt", sample) | named).items()}
+
+
+def _group_from_state(
+    one: Mapping[str, Any], draw_prompt: Callable[[int], Prompt], pictures: Mapping[str, Picture]
+) -> FinishedGroup:
     prompt = draw_prompt(one["ticket"])
     # earlier versions wrote lists, which make_sample converts
-    group = [make_sample(prompt=prompt, **from_json(_with_new_names(s, RENAMED_FIELDS))) for s in one["group"]]
+    group = [make_sample(prompt=prompt, **_read_sample(s, pictures)) for s in one["group"]]
     fields_of_group: dict[str, Any] = {**_with_new_names(one, RENAMED_FIELDS), "group": group}
     return FinishedGroup(**fields_of_group)
+
+
+def _read_sample(described: Mapping[str, Any], pictures: Mapping[str, Picture]) -> dict[str, Any]:
+    """Return what `_describe_sample` described, by the names of the fields; earlier versions had fewer fields."""
+    found: dict[str, Any] = from_json(_with_new_names(described, RENAMED_FIELDS))
+    if "transcript" in found:
+        found["transcript"] = restore_messages(found["transcript"], pictures)
+    if "pictures" in found:
+        found["pictures"] = restore_places(found["pictures"], pictures)
+    return found
 
 
 def _with_new_names(state: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:

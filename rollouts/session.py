@@ -168,7 +168,7 @@ class Session:
                 "calls of tools: set that key in the recipe, or leave tools out",
                 param="tools",
             )
-        if getattr(self.sampler.tokenizer, "pictures", None) is None and find_pictures(ask.messages):
+        if self.sampler.tokenizer.pictures is None and find_pictures(ask.messages):
             raise Refused("the policy is a language model, which sees no pictures: leave them out", param="messages")
         try:
             planned = self.trace.plan_reply(ask.messages, ask.tools)

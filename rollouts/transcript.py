@@ -11,7 +11,7 @@ import numpy as np
 
 from core.errors import RunStopped
 from core.messages import Message, ToolSpec, find_pictures
-from core.pictures import Picture, PlacedPicture
+from core.pictures import MaySee, Picture, PlacedPicture
 from core.types import Prompt, Sample, Stop
 from rollouts.engines.base import Completion, CompletionStop
 
@@ -21,7 +21,7 @@ LARGEST_ID = 2**31 - 1
 """Largest token id that a Sample holds."""
 
 
-class PlacesPictures(Protocol):
+class PlacesPictures(MaySee, Protocol):
     """Interface of a tokenizer to `find_places`."""
 
     def place(self, ids: list[int], pictures: Sequence[Picture], begin: int = 0) -> tuple[PlacedPicture, ...]: ...
@@ -43,7 +43,7 @@ def find_places(
     A tokenizer of a vision model is asked where there are none too: text could hold the token that stands for one.
     """
     pictures = find_pictures(messages)
-    if not pictures and getattr(tokenizer, "pictures", None) is None:
+    if not pictures and tokenizer.pictures is None:
         return ()
     return tokenizer.place(ids, pictures, begin=begin)
 

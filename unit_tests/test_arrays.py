@@ -1,6 +1,7 @@
 """The columns of a sample: what they may be, how they cross a border, and how samples are written beside the loop."""
 
 import asyncio
+import base64
 import json
 import os
 import pickle
@@ -20,14 +21,16 @@ from algs.grpo import GRPO
 from benchmarks import driver_cost
 from core.arrays import DOUBLE, from_json, to_json
 from core.errors import RunStopped, UserError
+from core.pictures import PlacedPicture
 from core.ray_cluster import Cluster
-from core.types import Batch, Sample, make_sample
+from core.types import Batch, Prompt, Sample, make_sample
 from core.workers import Resources
 from data_feeds.bin_packing import _fill_evenly, estimate_cost
 from data_feeds.packing import micro_batches
 from driver import sample_files
 from driver.sample_files import MAX_WAITING, SampleFiles, make_sample_record
 from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
+from unit_tests import picture_models
 from unit_tests.examples import a_changed, a_sample, run_here, some_groups, with_values
 from unit_tests.test_runs import SEVENS, file_of, folder_of
 
@@ -123,6 +126,41 @@ def test_a_buffer_in_a_checkpoint_is_as_large_as_its_arrays_and_comes_back():
     assert text.count("\n") < 150, "not a line for each token"
     again = ReplayBuffer.from_state(json.loads(text), buffer.schedule, lambda _: group[0].prompt, step=0)
     assert again.waiting == buffer.waiting and again.waiting[0].group[0].completion == "7"
+
+
+def test_pictures_in_a_checkpoint_are_there_once_and_come_back():
+    """One of the prompt, one that an environment showed, and one in a family with positions of three axes."""
+    first, second = picture_models.draw(seed=0), picture_models.draw(24, 40, seed=1)
+    prompt = Prompt(id="p", messages=[picture_models.say("user", first, "?")])
+    group: list[Sample] = []
+    for i, grid in enumerate([None, (2, 3)]):
+        places = (PlacedPicture(first, 1, 3), PlacedPicture(second, 5, 11, grid))
+        n = 14 + i
+        group.append(
+            make_sample(
+                prompt=prompt,
+                token_ids=list(range(n)),
+                action_mask=[t in (3, 4) or t > 11 for t in range(n)],
+                rollout_logp=[-1.0] * n,
+                versions=[0] * n,
+                pictures=places,
+                transcript=[
+                    picture_models.say("assistant", "up"),
+                    picture_models.say("user", second),
+                    picture_models.say("assistant", "down"),
+                ],
+            )
+        )
+    buffer = ReplayBuffer(Schedule(steps=2, per_step=2))
+    buffer.started = {0, 1}
+    buffer.add_group(FinishedGroup(ticket=0, group=group, accepted=True, seconds=1.0))
+    text = json.dumps(buffer.get_state())
+    for picture in (first, second):
+        assert text.count(base64.b64encode(picture.data).decode()) == 1
+    again = ReplayBuffer.from_state(json.loads(text), buffer.schedule, lambda _: prompt, step=0)
+    assert again.waiting == buffer.waiting
+    assert [s.pictures for s in again.waiting[0].group] == [s.pictures for s in group]
+    assert again.waiting[0].group[0].transcript == group[0].transcript
 
 
 @pytest.mark.parametrize("dtype", ["<i4", ">i4", "<f4", "?"])

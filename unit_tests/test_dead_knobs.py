@@ -38,6 +38,7 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "trainer.betas": ([0.9, 0.95], {}),
     "trainer.eps": (1e-6, {}),
     "trainer.share_prefixes": ("auto", {}),
+    "data.max_picture_pixels": (10_000, {"model.path": "models/made_later"}),
     "trainer.vision": ("frozen", {"model.path": "models/made_later"}),
     "model.lora.vision": (True, {"model.path": "models/made_later"}),
 }

@@ -21,6 +21,8 @@ PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1 2"}])
 class Words:
     """Token id k is the word "k"."""
 
+    pictures = None
+
     def render(self, messages, tools=()):
         return [int(w) for m in messages for w in m["content"].split()]
 

@@ -14,6 +14,7 @@ from data_feeds.picture_text import PicturesDoNotFit
 from data_feeds.template_messages import to_template_messages
 from data_feeds.tokenizer import ChatTokenizer
 from modeling import pictures
+from modeling.kept_pictures import KeptPictures
 from modeling.pictures import PictureProcessor, needs_pictures
 from unit_tests.picture_models import QWEN, SIDE, draw, draw_image, save_idefics, save_qwen, say, to_bytes
 
@@ -119,32 +120,51 @@ def test_places_must_be_as_many_as_pictures(idefics):
         chat.place(lone, ())
 
 
-def test_a_picture_is_processed_once_and_the_oldest_is_forgotten(idefics, monkeypatch):
-    processor = PictureProcessor(idefics)
-    calls = []
-    plain = processor.images
-    monkeypatch.setattr(processor, "images", lambda **given: calls.append(1) or plain(**given))
+def count_calls(monkeypatch, *processors: PictureProcessor) -> list[PictureProcessor]:
+    """The processors, one for each picture that they compute from now on."""
+    calls: list[PictureProcessor] = []
+
+    def listen(to: PictureProcessor) -> None:
+        plain = to.images
+        monkeypatch.setattr(to, "images", lambda **given: calls.append(to) or plain(**given))
+
+    for processor in processors:
+        listen(processor)
+    return calls
+
+
+def test_a_picture_is_processed_once_in_a_process_and_the_oldest_is_forgotten(idefics, splitting, monkeypatch):
+    engine, trainer, other = PictureProcessor(idefics), PictureProcessor(idefics), PictureProcessor(splitting)
+    calls = count_calls(monkeypatch, engine, trainer, other)
     seen = [draw(seed=i) for i in range(3)]
-    for picture in [*seen, *seen]:
-        processor.process(picture)
-    assert len(calls) == 3
-    one = sum(t.numel() * t.element_size() for t in processor.process(seen[0]).tensors.values())
-    monkeypatch.setattr(pictures, "MOST_KEPT", 2 * one)
-    processor.process(draw(seed=9))
-    processor.process(seen[0])
-    assert len(calls) == 4, "it was used last, so the others went"
-    processor.process(seen[1])
-    assert len(calls) == 5
+    one = sum(t.numel() * t.element_size() for t in engine.process(seen[0]).tensors.values())
+    monkeypatch.setattr(pictures, "KEPT", KeptPictures(4 * one))
+    calls.clear()
+    for processor in (engine, trainer):
+        for picture in seen:
+            processor.process(picture)
+    assert calls == [engine] * 3
+    other.process(seen[0])
+    assert calls == [engine] * 3 + [other], "its settings are others"
+    monkeypatch.setattr(pictures, "KEPT", KeptPictures(2 * one))
+    calls.clear()
+    for picture in [*seen[:2], seen[0], seen[2], seen[0]]:
+        engine.process(picture)
+    assert len(calls) == 3, "it was used last, so the other one went"
+    engine.process(seen[1])
+    assert len(calls) == 4
 
 
-def test_a_copy_in_another_process_computes_the_same(splitting):
+def test_a_copy_in_another_process_computes_the_same(splitting, monkeypatch):
     processor = PictureProcessor(splitting)
     picture = draw(100, 30)
     here = processor.process(picture)
     there = pickle.loads(pickle.dumps(processor))
-    assert not there._kept
+    monkeypatch.setattr(pictures, "KEPT", KeptPictures(0))
     again = there.process(picture)
-    assert again.ids == here.ids and all(torch.equal(t, again.tensors[name]) for name, t in here.tensors.items())
+    assert again.ids == here.ids
+    for name, tensor in here.tensors.items():
+        assert torch.equal(tensor, again.tensors[name]) and tensor is not again.tensors[name]
 
 
 def test_a_processor_that_cuts_in_another_way_than_expected_stops_the_run(splitting, monkeypatch):
@@ -286,7 +306,7 @@ def test_what_is_no_whole_model_that_sees_is_refused_with_one_sentence(tmp_path,
         PictureProcessor(path)
     other = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
     save_config(**other, text_config={"model_type": "llama"}, vision_config={"model_type": "clip_vision_model"})
-    with pytest.raises(UserError, match="family llava see pictures in a way that is not built here: take one"):
+    with pytest.raises(UserError, match=r"is a llava model, which reads pictures, .* idefics3, .*: take one of them"):
         needs_pictures(path)
     assert not needs_pictures(tiny_path)
 

@@ -11,6 +11,7 @@ import pytest
 from core.action_tokens import write_action_tokens
 from core.errors import UserError
 from core.messages import find_pictures
+from core.pictures import read_picture
 from core.types import Prompt
 from data_prep import reach
 from rollouts.envs.reach import BINS, HIGH, LINKS, LOW, NEAR, SIDE, STEP, Arm, Reach, name_angles, read_angles, wrap
@@ -87,7 +88,7 @@ def test_a_picture_shows_arm_and_dot_and_is_the_same_to_the_byte():
         x, y = arm.joints[1]
         assert (pixels[round(y) - 2 : round(y) + 3, round(x) - 2 : round(x) + 3].sum(-1) < 500).any(), "the elbow"
         [one], [other] = find_pictures([arm.show()]), find_pictures([arm.show()])
-        assert one == other and (one.width, one.height) == (SIDE, SIDE)
+        assert one == other == read_picture(one.data) and (one.width, one.height) == (SIDE, SIDE)
     assert len({find_pictures([arm.show()])[0].hash for arm in STARTS}) == len(STARTS)
 
 

@@ -16,8 +16,11 @@ from transformers import AutoModelForCausalLM
 import main_eval
 import main_rl
 from capture.recompute import replay
-from core.errors import RunStopped
+from core.action_tokens import list_action_tokens
+from core.errors import RunStopped, UserError
 from core.support import EVERY_TOKEN, Support
+from data_feeds.tokenizer import ChatTokenizer
+from data_prep import tiny_vision_model
 from evaluation.generations import WHOLE
 from modeling.forward import compute_token_logp, forward
 from rollouts.allowed_tokens import find_support
@@ -140,23 +143,29 @@ def test_the_engine_never_samples_what_the_policy_loves_and_agrees_with_the_trai
     assert len({done.token_ids[0] for done in play(support)}) > 5
 
 
-class Words:
-    """Tokens are words; 1 ends a reply, 9 stands for a picture."""
-
-    def __init__(self, placeholders: frozenset[int] | None = None):
-        self.stop_token_ids = [1]
-        if placeholders is not None:
-            self.pictures = type("Pictures", (), {"placeholder_ids": placeholders})()
-
-    def encode(self, text: str) -> list[int]:
-        return [int(word) for word in text.split()]
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory) -> ChatTokenizer:
+    """The tokenizer of a tiny model that sees and acts."""
+    folder = tmp_path_factory.mktemp("seeing")
+    tiny_vision_model.make(folder, layers=1, vision_layers=1, action_tokens=3)
+    return ChatTokenizer(str(folder), "chat")
 
 
-def test_stop_tokens_may_always_be_chosen_and_placeholders_never():
-    assert find_support(Words(), [], [1]) == EVERY_TOKEN
-    assert find_support(Words(), ["7", "4"], [1, 30]) == Support(allowed=(1, 4, 7, 30))
-    assert find_support(Words(frozenset({9, 8})), [], [1]) == Support(banned=(8, 9))
-    assert find_support(Words(frozenset({9})), ["7"], [1]) == Support(allowed=(1, 7))
+def test_stop_tokens_may_always_be_chosen_and_placeholders_never(seeing, tiny_path):
+    text = ChatTokenizer(tiny_path, "chat")
+    [end] = text.stop_token_ids
+    assert find_support(text, [], [end]) == EVERY_TOKEN
+    digits = [text.encode(digit)[0] for digit in "74"]
+    assert find_support(text, ["7", "4"], [end, 90]) == Support(allowed=tuple(sorted([end, 90, *digits])))
+    marks = ("<image>", "<fake_token_around_image>", "<global-img>")
+    placeholders = tuple(sorted(seeing.hf.convert_tokens_to_ids(mark) for mark in marks))
+    assert find_support(seeing, [], seeing.stop_token_ids) == Support(banned=placeholders)
+    actions = list_action_tokens(3)
+    ids = [seeing.encode(token) for token in actions]
+    assert [len(each) for each in ids] == [1, 1, 1], "one token each"
+    assert find_support(seeing, actions, [end]) == Support(allowed=tuple(sorted([end, *(i for [i] in ids)])))
+    with pytest.raises(UserError, match="names <image>, which stands for a picture and is never sampled"):
+        find_support(seeing, ["<act_0>", "<image>"], [end])
 
 
 REFUSED = {

@@ -20,6 +20,8 @@ from unit_tests.other_packages import install_beside
 class Words:
     """Every word is a token, and decodes to itself."""
 
+    pictures = None
+
     def __init__(self) -> None:
         self.words: list[str] = []
 

@@ -23,7 +23,6 @@ from modeling.media import MediaLoader, add_blank
 from modeling.pictures import PictureProcessor
 from unit_tests.examples import families
 from unit_tests.seeing import (
-    FAMILIES,
     MARKED,
     WITH_GRIDS,
     draw_picture,
@@ -248,9 +247,3 @@ def test_other_families_that_see_are_refused_in_a_sentence(tmp_path):
     for load in (partial(load_model, dtype="float32", attention="auto"), check_weights):
         with pytest.raises(UserError, match=r"is a gemma3 model, which reads pictures, .* idefics3, .*: take one"):
             load(str(tmp_path))
-
-
-def test_the_families_of_the_processor_are_those_of_the_trainer():
-    from modeling import picture_families
-
-    assert sorted(picture_families.FAMILIES) == FAMILIES

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoImageProcessor
 
 import main_rl
 from algs.base import Algorithm
@@ -27,17 +27,20 @@ from algs.sft import SFT
 from configs.schema import SLConfig
 from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError
-from core.types import Batch, Group, Policy, Sample
+from core.messages import Message
+from core.types import Batch, Group, Policy, Prompt, Sample
 from data_feeds.bin_packing import TooLarge
 from data_feeds.packing import Plan, plan_update
-from driver.explain import describe_memory, estimate_memory
+from data_feeds.tokenizer import ChatTokenizer
+from driver.explain import GIB, describe_memory, estimate_memory
 from driver.load_recipe import load_recipe
-from driver.memory_estimate import GIB
-from modeling.load import load_model
+from modeling.load import load_model, load_scalar_model
 from modeling.pictures import PictureProcessor
 from modeling.vision import VISION_FAMILIES, in_tower, in_vision, is_below
+from rewards import reward_model
 from trainers.local import LocalTrainer
 from unit_tests.examples import a_changed, run_here
+from unit_tests.plain_vision import draw, load_plain, make_seeing, say
 from unit_tests.seeing import MARKED, make_model, plain_inputs, plain_logp, save_model, seeing_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -260,6 +263,33 @@ def test_the_plan_of_a_run_knows_the_vision_part(folders, recipe):
     one, other = estimate_memory(whole), estimate_memory(frozen)
     assert one.weights == other.weights
     assert (one.gradients - other.gradients) * GIB == pytest.approx(4 * n_tower)
+
+
+def test_a_reward_model_that_sees_rewards_a_reply_by_its_picture(tmp_path, tiny_path):
+    path, saved = make_seeing(tmp_path / "policy"), tmp_path / "reward"
+    scalar: Any = load_scalar_model(path, dtype="float32", attention="auto")
+    torch.manual_seed(0)
+    nn.init.normal_(scalar.score.weight)
+    scalar.save_pretrained(saved)
+    tokenizer = ChatTokenizer(path, "chat")
+    tokenizer.save(saved)
+    plain: Any = load_plain(path)
+    said: list[Message] = [{"role": "assistant", "content": "3 red"}]
+    rewards: list[float] = []
+    for i in range(2):
+        asked = Prompt(id="p", messages=[say("user", draw(i), "how many?")])
+        rewards.append(reward_model.score(asked, said, model=str(saved))["reward"])
+        ids, _ = tokenizer.mask_turns([*asked.messages, *said])
+        media = AutoImageProcessor.from_pretrained(path)(images=[[draw(i).open()]], return_tensors="pt")
+        with torch.no_grad():
+            last = plain.model(input_ids=torch.tensor([ids]), **media).last_hidden_state[0, -1]
+            assert rewards[-1] == pytest.approx(float(scalar.score(last)), rel=1e-4)
+    assert abs(rewards[0] - rewards[1]) > 0.1, "the texts are the same"
+    text: Any = load_scalar_model(tiny_path, dtype="float32", attention="auto")
+    text.save_pretrained(tmp_path / "blind")
+    ChatTokenizer(tiny_path, "chat").save(tmp_path / "blind")
+    with pytest.raises(UserError, match=r"^reward\.settings\.model=.* is a language model, which sees no pictures"):
+        reward_model.score(asked, said, model=str(tmp_path / "blind"))
 
 
 def test_the_recipe_of_a_real_model_that_sees_tells_what_pictures_take(tmp_path, capsys):
