@@ -7,6 +7,7 @@ the machine's memory all the time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
@@ -38,7 +39,7 @@ def plan_turns(cfg: RLConfig, estimate: MemoryEstimate, *, gpu_gib: float | None
     """Return what every turn needs; activations are not counted. gpu_gib: None on a CPU, and where no GPU is seen."""
     trainers = cfg.trainer.ranks * estimate.per_rank
     engines = cfg.rollout.engines * cfg.rollout.tensor_parallel_size
-    machine = {"place": "this machine", "there": machine_gib}
+    of_machine = partial(Need, place="this machine", there=machine_gib)
     on_vllm = cfg.rollout.engine.startswith("vllm")
     if not uses_gpus(cfg):
         # on a CPU vLLM packs the weights for its kernels, beside what was loaded
@@ -49,14 +50,14 @@ def plan_turns(cfg: RLConfig, estimate: MemoryEstimate, *, gpu_gib: float | None
             * estimate.per_engine,
             "caches": engines * cfg.rollout.kv_cache_gib if on_vllm else 0.0,
         }
-        return [Need(when="everything together", parts=everything, **machine)]
+        return [of_machine(when="everything together", parts=everything)]
     away = {"trainers": trainers}
     if cfg.engine_sleep == "offload":
         away["weights of the engines"] = engines * estimate.per_engine
-    needs = [Need(when="what is away from the GPUs", parts=away, **machine)]
+    needs = [of_machine(when="what is away from the GPUs", parts=away)]
     if gpu_gib is None:
         return needs
-    gpu = {"place": "a GPU", "there": gpu_gib}
+    of_gpu = partial(Need, place="a GPU", there=gpu_gib)
     sending = {
         "weights of the trainer": estimate.weights,
         "weights of the engine": estimate.per_engine,
@@ -64,8 +65,8 @@ def plan_turns(cfg: RLConfig, estimate: MemoryEstimate, *, gpu_gib: float | None
     }
     share = cfg.rollout.gpu_memory_utilization
     return [
-        Need(when="training", parts={"the trainer": estimate.per_rank}, **gpu),
-        Need(when="sending the weights", parts=sending, **gpu),
+        of_gpu(when="training", parts={"the trainer": estimate.per_rank}),
+        of_gpu(when="sending the weights", parts=sending),
         Need(
             when="generating",
             parts={"weights of the engine": estimate.per_engine},
