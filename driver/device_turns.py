@@ -71,10 +71,14 @@ class DeviceTurns:
         """Publish the weights as `version`, let the trainers leave and the engines wake; return the metrics of it."""
         go, trainers, engines, weights = self._go, self.trainers, self.engines, self.weights
         await go(Turn.TRAINING, Turn.OPTIMIZER_AWAY, Phase.LEAVE, trainers.call_all(Away.leave_states))
-        await go(Turn.OPTIMIZER_AWAY, Turn.WEIGHTS_AWAKE, Phase.WAKE, engines.call_all(RolloutWorker.wake, "weights"))
+        await go(
+            Turn.OPTIMIZER_AWAY, Turn.WEIGHTS_AWAKE, Phase.WAKE, engines.call_all(RolloutWorker.wake, part="weights")
+        )
         sent = await go(Turn.WEIGHTS_AWAKE, Turn.PUBLISHED, Phase.SYNC, weights.deliver_weights(version))
         await go(Turn.PUBLISHED, Turn.TRAINERS_AWAY, Phase.LEAVE, trainers.call_all(Away.leave_weights))
-        await go(Turn.TRAINERS_AWAY, Turn.CACHE_AWAKE, Phase.WAKE, engines.call_all(RolloutWorker.wake, "kv_cache"))
+        await go(
+            Turn.TRAINERS_AWAY, Turn.CACHE_AWAKE, Phase.WAKE, engines.call_all(RolloutWorker.wake, part="kv_cache")
+        )
         return await go(Turn.CACHE_AWAKE, Turn.GENERATING, Phase.SYNC, weights.prove_weights(sent))
 
     async def _go(self, before: Turn, after: Turn, phase: Phase, call: Coroutine[Any, Any, T]) -> T:

@@ -283,8 +283,8 @@ class Everyone:
     notes: list[str] = field(default_factory=list)
     fails: dict[str, Exception] = field(default_factory=dict)
 
-    async def call_all(self, method: Any, *args: Any) -> list[Any]:
-        return await self.note(" ".join([method.__name__, *args]))
+    async def call_all(self, method: Any, **settings: str) -> list[Any]:
+        return await self.note(" ".join([method.__name__, *settings.values()]))
 
     async def deliver_weights(self, version: int) -> Any:
         return await self.note(f"deliver {version}")
