@@ -58,29 +58,29 @@ def reinforce(data: Path, warm: Path, seed: int, *given: str) -> tuple[float, fl
 @pytest.mark.verify
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_tiny_model_learns_to_see(warm_up, seed):
+def test_a_tiny_model_learns_to_see(warm_up, seed, one_thread):
     before, after = reinforce(*warm_up("own", seed), seed)
-    assert 3 * CHANCE < before <= 0.4 and after >= 0.9, (before, after)
+    assert 2 * CHANCE < before <= 0.4 and after >= 0.9, (before, after)
 
 
 @pytest.mark.verify
 @pytest.mark.timeout(1200)
-def test_with_the_pictures_of_other_rows_it_stays_at_chance(warm_up):
+def test_with_the_pictures_of_other_rows_it_stays_at_chance(warm_up, one_thread):
     before, after = reinforce(*warm_up("shuffled", 0), 0)
     assert before <= 2 * CHANCE and after <= 2 * CHANCE, (before, after)
 
 
 @pytest.mark.verify
 @pytest.mark.timeout(1200)
-def test_sft_on_pictures_has_a_lower_held_out_loss_than_on_text_alone(warm_up, folder, tmp_path):
-    warm_up("own", 0)
+def test_sft_on_pictures_has_a_lower_held_out_loss_than_on_text_alone(tmp_path, one_thread):
+    tiny_vision_model.main(["--out", str(tmp_path / "model"), "--vision-layers", "1"])
     losses = {}
     for pictures in ("own", "none"):
         data = tmp_path / pictures
         sizes = ["--train", "0", "--eval", "0", "--pictures", pictures]
-        visual.main(["--out", str(data / "train"), *sizes, "--sft", "16000"])
+        visual.main(["--out", str(data / "train"), *sizes, "--sft", "8000"])
         visual.main(["--out", str(data / "eval"), *sizes, "--sft", str(HELD_OUT), "--seed", "1"])
-        given = [f"model.path={folder / 'model0'}", "save_to=null", f"data.eval_rows={HELD_OUT}", "steps=300"]
+        given = [f"model.path={tmp_path / 'model'}", "save_to=null", f"data.eval_rows={HELD_OUT}", "steps=240"]
         given += [f"data.train={data}/train/sft.parquet", f"data.eval={data}/eval/sft.parquet"]
         done = run(main_sl, "vision_quickstart_sft.yaml", tmp_path / "runs", *given)
         losses[pictures] = done.after["eval/loss"]
@@ -89,18 +89,19 @@ def test_sft_on_pictures_has_a_lower_held_out_loss_than_on_text_alone(warm_up, f
 
 @pytest.mark.verify
 @pytest.mark.timeout(1200)
-def test_dpo_tells_right_from_wrong_replies_by_the_picture(warm_up, tmp_path):
+def test_dpo_tells_right_from_wrong_replies_by_the_picture(warm_up, tmp_path, one_thread):
     """With the pictures of other rows a reply that is right here is wrong there as often, so nothing can be learned."""
     _, warm = warm_up("own", 0)
     accuracy = {}
     for pictures in ("own", "shuffled"):
         data = tmp_path / pictures
         sizes = ["--train", "0", "--eval", "0", "--pictures", pictures]
-        visual.main(["--out", str(data / "train"), *sizes, "--pairs", "8000", "--seed", "2"])
+        visual.main(["--out", str(data / "train"), *sizes, "--pairs", "2000", "--seed", "2"])
         visual.main(["--out", str(data / "eval"), *sizes, "--pairs", str(HELD_OUT), "--seed", "3"])
-        given = [f"model.path={warm}", "save_to=null", "alg={name: dpo, beta: 0.5}", "steps=80", "trainer.lr=5e-4"]
+        given = [f"model.path={warm}", "save_to=null", f"data.eval_rows={HELD_OUT}", "alg={name: dpo, beta: 0.5}"]
+        given += ["steps=40", "rows_per_step=48", "trainer.lr=5e-4", "trainer.warmup_updates=5"]
         given += [f"data.train={data}/train/pairs.parquet", f"data.eval={data}/eval/pairs.parquet"]
-        done = run(main_sl, "vision_quickstart_sft.yaml", tmp_path / "runs", *given, f"data.eval_rows={HELD_OUT}")
+        done = run(main_sl, "vision_quickstart_sft.yaml", tmp_path / "runs", *given)
         accuracy[pictures] = done.after["eval/pair/accuracy"]
     assert accuracy["own"] > 0.95 and 0.4 < accuracy["shuffled"] < 0.6, accuracy
 
