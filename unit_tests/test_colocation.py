@@ -548,6 +548,7 @@ def test_a_run_on_one_device_is_the_run_on_two_to_the_bit(recipe, tmp_path, sums
 STRIKES = '''
 """GRPO and an engine that do something to their process on one arrow of the device's turns."""
 import os, signal, time
+from functools import wraps
 from pathlib import Path
 from algs.grpo import GRPO
 from rollouts.engines.hf import HfEngine
@@ -565,7 +566,7 @@ def strike(arrow):
 
 def before(owner, name, arrow):
     call = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: (strike(arrow), call(*args, **kwargs))[1])
+    setattr(owner, name, wraps(call)(lambda *args, **kwargs: (strike(arrow), call(*args, **kwargs))[1]))
 '''
 MY_TRAINER = """
 for name in ("leave_states", "leave_weights", "return_to_device"):
