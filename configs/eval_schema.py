@@ -107,6 +107,9 @@ class EvalConfig(StrictModel):
     """Device of the engines. auto: GPUs where there are some, else the CPU. cuda: refuse to run without enough GPUs."""
     ray_address: str | None = None
     """Address (host:port) of a running Ray cluster; unset starts a private one on this machine."""
+    ship_code: bool = False
+    """With `ray_address`: send this clone's code to every machine of the cluster, which then needs none. Files of your
+    own that the recipe names must still be at the same path everywhere."""
     run_dir: str = "runs"
     """Folder in which run folders are made."""
     resume: str | None = None

@@ -35,6 +35,9 @@ class RunConfig(StrictModel):
     GPUs."""
     ray_address: str | None = None
     """Address (host:port) of a running Ray cluster; unset starts a private one on this machine."""
+    ship_code: bool = False
+    """With `ray_address`: send this clone's code to every machine of the cluster, which then needs none. Files of your
+    own that the recipe names must still be at the same path everywhere."""
     run_dir: str = "runs"
     """Folder in which run folders are made."""
     save_to: str | None = None

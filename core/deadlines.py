@@ -12,6 +12,8 @@ from dataclasses import dataclass
 ERROR_GRACE_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
 ADDRESS_CHECK_TIMEOUT_S = 10.0
+PLACEMENT_TIMEOUT_S = 60.0
+PLACEMENT_POLL_S = 1
 HUB_TIMEOUT_S = 5.0
 IMPORT_TIMEOUT_S = 120.0
 PROGRESS_EVERY_S = 10.0
@@ -198,6 +200,16 @@ TABLE = (
         waits_for="a connection to `ray_address`; then the first answer of a gRPC server; then that of the cluster",
         length=_seconds(ADDRESS_CHECK_TIMEOUT_S),
         after_it="the run is refused",
+    ),
+    Deadline(
+        waits_for="a Ray cluster that has no room yet for all trainer ranks and engines",
+        length=f"{_seconds(PLACEMENT_TIMEOUT_S)}, at most `timeout_s`",
+        after_it="the run is refused; the sentence counts what is missing",
+    ),
+    Deadline(
+        waits_for="the next look whether it has, or whether the run was ended",
+        length=_seconds(PLACEMENT_POLL_S),
+        after_it="it looks again",
     ),
     Deadline(
         waits_for="the first answer of the Hugging Face hub, where a recipe names a model or data set of it",

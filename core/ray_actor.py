@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from core.addresses import listen_at, use_interface_of
+from core.machine_check import Asked, MachineFacts, collect_facts
 from core.scratch import Scratch, find_scratch, name_shared_memory
 from core.workers import RankInfo
 
@@ -25,9 +26,15 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 class Actor:
     """Actor process that holds one object and calls its methods by name."""
 
-    def __init__(self, threads: int | None) -> None:
-        """threads: threads that this process and those it starts compute with; None leaves it to the libraries."""
+    def __init__(self, threads: int | None, folder: str = "") -> None:
+        """Begin in the driver's working folder, by which the paths of a recipe go, where this machine has it.
+
+        threads: threads that this process and those it starts compute with; None leaves it to the libraries.
+        folder: the driver's working folder; "" where it is this process's too.
+        """
         self.threads = threads
+        if folder and os.path.isdir(folder):
+            os.chdir(folder)
         if threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes it starts, vLLM's
         self.busy: dict[object, tuple[str, float]] = {}
@@ -37,6 +44,10 @@ class Actor:
         self.scratch = Scratch() if find_scratch() is None else None
         name_shared_memory()
         use_interface_of(_node_address())
+
+    def describe_machine(self, asked: Asked) -> MachineFacts:
+        """Return what the driver compares with its own machine, before anything else is called."""
+        return collect_facts(asked)
 
     def find_free_address(self) -> tuple[str, int]:
         """Return the address of this machine and a free port, where other processes can meet this one."""

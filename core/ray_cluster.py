@@ -15,15 +15,19 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from copy import copy
-from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from core.deadlines import HEALTH_CHECK_TIMEOUT_S
 from core.errors import CallFailed, ProcessDied, RunStopped, UserError, first_line
+from core.machine_check import MachineCheck, copy_code
+from core.placement import Reservation, Seats
 from core.private_ray import check_is_ray, forget_token, join_ray, start_private_ray
+from core.progress import say
 from core.ray_actor import IDLE, Actor
 from core.ray_address import check_reachable
+from core.ray_failures import NO_MEMORY, explain_death, explain_import, is_collective_failure
+from core.room import Role
 from core.scratch import Scratch, find_scratch
 from core.workers import RankInfo, Resources, Workers, gather_fail_fast
 
@@ -32,11 +36,6 @@ HEALTH = "health"
 """Ray's concurrency group of an actor that responds while the main thread is in a collective."""
 MAX_CALLS = 1_000_000
 """Calls that an actor runs at a time. Ray queues further ones, and a weight sync would wait behind groups."""
-DIED = "its process died; its log is in logs/ of the run folder (with ray_address in Ray's session folder)"
-NO_MEMORY = (
-    "Ray ended its process because the machine's memory was nearly used up: lower trainer.micro_batch_tokens or "
-    "rollout.kv_cache_gib, or end other programs"
-)
 T = TypeVar("T")
 W_co = TypeVar("W_co", covariant=True)
 S = TypeVar("S")
@@ -46,10 +45,12 @@ P = ParamSpec("P")
 class Remote(Workers[W_co]):
     """Workers in Ray actors. Every call has a deadline."""
 
-    def __init__(self, name: str, n: int, start_actor: Callable[[], Any], timeout_s: float):
-        self.name, self.start_actor, self.timeout_s, self.timeout_key = name, start_actor, timeout_s, "timeout_s"
-        self.actors = [start_actor() for _ in range(n)]
-        self.ranks: Sequence[int] = range(n)
+    def __init__(self, seats: Seats, start_actor: Callable[[int], Any], timeout_s: float, check: MachineCheck | None):
+        """check: what the first call on every actor compares; None on a machine by itself."""
+        self.seats, self.start_actor, self.check = seats, start_actor, check
+        self.name, self.timeout_s, self.timeout_key = seats.role.name, timeout_s, "timeout_s"
+        self.actors = [start_actor(rank) for rank in range(seats.role.n)]
+        self.ranks: Sequence[int] = range(seats.role.n)
         """Ranks that `call_all` calls."""
         self.prefix = ""
         """Path from the worker to the objects that are called, with a dot at its end."""
@@ -59,6 +60,8 @@ class Remote(Workers[W_co]):
         """Ranks that have completed a call."""
         self.restarting: set[int] = set()
         """Ranks whose actor is being replaced."""
+        self.without_run_folder: set[int] = set()
+        """Ranks whose machine does not see the run folder, which they do not need."""
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -83,6 +86,7 @@ class Remote(Workers[W_co]):
     async def build_workers(self, build: Callable[..., Any], *args: Any) -> None:
         """Build the worker of every actor: actor i holds `build(info, *args)`, with its own RankInfo."""
         self.build, self.args = build, args
+        await attribute_failure([self], gather_fail_fast(self._check_machine(i) for i in range(len(self))))
         address, port = await attribute_failure([self], self.find_free_address(0))
         infos = [RankInfo(rank=i, size=len(self), address=address, port=port) for i in range(len(self))]
         starts = (self._call_actor(i, "build", build, info, args) for i, info in enumerate(infos))
@@ -99,12 +103,32 @@ class Remote(Workers[W_co]):
         self.started.discard(rank)
         try:
             ray.kill(self.actors[rank])
-            self.actors[rank] = self.start_actor()
+            self.actors[rank] = self.start_actor(rank)
+            await self._check_machine(rank)
+            self.seats.find_hosts()  # its place may have moved to another machine
             address, port = await self.find_free_address(rank)
             info = RankInfo(rank=rank, size=len(self), address=address, port=port)
             await self._call_actor(rank, "build", self.build, info, self.args)
         finally:
             self.restarting.discard(rank)
+
+    async def _check_machine(self, rank: int) -> None:
+        """Make the first call on an actor. Raises UserError where its machine differs from the driver's."""
+        if self.check is None:
+            return
+        try:
+            facts = await self._call_actor(rank, "describe_machine", self.check.asked)
+        except ProcessDied as error:
+            if not (why := explain_import(error.__cause__)):
+                raise
+            raise UserError(f"{self._name(rank)}: {self.check.explain_import(why)}") from error
+        if not self.check.sees_run_folder(facts):
+            self.without_run_folder.add(rank)
+        if difference := self.check.find_difference(facts, needs_run_folder=self.seats.role.needs_run_folder):
+            raise UserError(f"{self._name(rank)}: its machine {difference}")
+
+    def _name(self, rank: int) -> str:
+        return self.seats.name_worker(rank)
 
     async def find_free_address(self, rank: int) -> tuple[str, int]:
         """Return the address of the actor's machine and a free port there."""
@@ -161,7 +185,7 @@ class Remote(Workers[W_co]):
         from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
         phase = str(args[0]) if what == "call" else what
-        who = f"{self.name} {rank} ({phase})"
+        who = f"{self._name(rank)} ({phase})"
         self.last_called[rank] = phase
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -173,19 +197,19 @@ class Remote(Workers[W_co]):
             if isinstance(cause, CallFailed):
                 raise type(cause)(f"{who}: {cause}") from error
             if isinstance(cause, UserError | RunStopped):
-                raise cause from error
+                raise self.seats.name_machine(rank, cause) from error
             if isinstance(cause, TimeoutError):
                 raise CallFailed(
                     f"{who} timed out: it waited longer than its own deadline (weight_sync.timeout_s)"
                 ) from error
-            if _is_collective_failure(cause):
+            if is_collective_failure(cause):
                 said = first_line(cause).rpartition("] ")[2]  # gloo begins with the place in its own source
                 raise CallFailed(f"{who} failed: {said}") from error
             raise
         except TimeoutError as error:
             raise CallFailed(f"{who} did not answer within {self.timeout_s:g} seconds ({self.timeout_key})") from error
         except RayActorError as error:
-            raise ProcessDied(f"{who}: {DIED}", worker=(self.name, rank)) from error
+            raise ProcessDied(f"{who}: {explain_death(error)}", worker=(self.name, rank)) from error
         except OutOfMemoryError as error:
             raise ProcessDied(f"{who}: {NO_MEMORY}", worker=(self.name, rank)) from error
         except RayError as error:
@@ -197,12 +221,12 @@ class Remote(Workers[W_co]):
         """Return whether the process lives, and a clause that says what it does or what became of it."""
         from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
-        who, phase = f"{self.name} {rank}", self.last_called.get(rank, "start")
+        who, phase = self._name(rank), self.last_called.get(rank, "start")
         try:
             async with asyncio.timeout(min(self.timeout_s, HEALTH_CHECK_TIMEOUT_S)):
                 activity = await self.actors[rank].describe_activity.options(concurrency_group=HEALTH).remote()
-        except RayActorError:
-            return False, f"{who} ({phase}): {DIED}"
+        except RayActorError as error:
+            return False, f"{who} ({phase}): {explain_death(error)}"
         except OutOfMemoryError:
             return False, f"{who} ({phase}): {NO_MEMORY}"
         except RayError as error:
@@ -216,13 +240,6 @@ class Remote(Workers[W_co]):
             why = "it is stopped or stuck, or its machine is gone"
             return False, f"{who} ({phase}): its process gives no sign of life: {why}"
         return True, f"{who} {activity}"
-
-
-def _is_collective_failure(error: BaseException) -> bool:
-    """Tell whether a collective lost a member or timed out; gloo raises a plain RuntimeError."""
-    from torch.distributed import DistError
-
-    return isinstance(error, DistError | ConnectionError) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
 async def attribute_failure(groups: Iterable[Remote[Any]], call: Awaitable[T]) -> T:
@@ -257,7 +274,7 @@ def _environment() -> dict[str, str]:
 class Cluster:
     """Ray cluster, private or existing, and the actors that this run has placed on it."""
 
-    def __init__(self, address: str | None):
+    def __init__(self, address: str | None, *, ship_code: bool = False):
         os.environ.setdefault("RAY_worker_niceness", "0")
         for name in ("ray", "ray._private.worker"):  # the second would say that it leaves SIGTERM to us
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -277,12 +294,19 @@ class Cluster:
         if self.is_private:
             start_private_ray(cast(Path, find_scratch()), _environment(), **quiet)
         else:
-            join_ray(cast(str, address), **quiet)
+            shipped = {"working_dir": str(copy_code(cast(Path, find_scratch())))} if ship_code else None
+            join_ray(cast(str, address), runtime_env=shipped, **quiet)
         of_ray: Any = importlib.import_module("ray._private.worker")
         of_ray._worker_logs_enabled = False  # else Ray prints a paragraph about each dead actor
         os.environ["PYTHONBREAKPOINT"] = breakpoint_goes_to  # Ray sets its own debugger, in this process too
         self.groups: list[Remote[Any]] = []
         """Everything that was spawned, to be ended by `close`."""
+        self.seats: dict[str, Seats] = {}
+        self.check: MachineCheck | None = None
+
+    async def reserve(self, roles: Sequence[Role], *, timeout_s: float, say: Callable[[str], None] = say) -> None:
+        """Reserve a place for every actor, before the first is started. Raises UserError where there is no room."""
+        self.seats |= await Reservation(roles).wait(timeout_s=timeout_s, say=say)
 
     async def spawn(
         self, name: str, n: int, build: Callable[..., Any], *args: Any, resources: Resources, timeout_s: float
@@ -290,15 +314,21 @@ class Cluster:
         """Start `n` actors and wait until actor i has built `build(info, *args)`, with its own RankInfo."""
         import ray
 
+        if name not in self.seats:
+            await self.reserve([Role(name=name, n=n, resources=resources)], timeout_s=timeout_s)
+        seats = self.seats.pop(name)
         remote: Any = ray.remote
-        actor = remote(concurrency_groups={HEALTH: 1})(Actor).options(
-            num_gpus=resources.gpus,
-            num_cpus=0,
-            max_concurrency=MAX_CALLS,
-            # a private cluster has processes ready; with a runtime environment each actor would wait for a new one
-            runtime_env=None if self.is_private else {"env_vars": _environment()},
-        )
-        workers: Remote[Any] = Remote(name, n, partial(actor.remote, resources.threads), timeout_s)
+        actor = remote(concurrency_groups={HEALTH: 1})(Actor)
+        # a private cluster has processes ready; with a runtime environment each actor would wait for a new one
+        environment = None if self.is_private else {"env_vars": _environment()}
+        options = {"num_gpus": resources.gpus, "num_cpus": 0, "max_concurrency": MAX_CALLS, "runtime_env": environment}
+        folder = "" if self.is_private else os.getcwd()
+
+        def start_actor(rank: int) -> Any:
+            seat = actor.options(**options, scheduling_strategy=seats.strategy_of(rank))
+            return seat.remote(resources.threads, folder)
+
+        workers: Remote[Any] = Remote(seats, start_actor, timeout_s, self.check)
         self.groups.append(workers)
         await workers.build_workers(build, *args)
         return workers

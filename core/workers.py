@@ -168,3 +168,5 @@ class Resources:
     gpus: int = 0
     threads: int | None = None
     """CPU threads of the worker's tensor library; None leaves the choice to the library."""
+    ranks: int = 1
+    """Ranks in the worker: 1, or those of a tensor-parallel engine, which are on one machine."""

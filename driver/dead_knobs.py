@@ -50,6 +50,7 @@ def _is_text_model(cfg: RunConfig) -> bool:
 
 RULES = (
     Rule(keys=("max_resumes",), is_unused=lambda cfg: cfg.on_failure == "stop", why="on_failure is stop"),
+    Rule(keys=("ship_code",), is_unused=lambda cfg: cfg.ray_address is None, why="ray_address is unset"),
     Rule(keys=("checkpoint.keep",), is_unused=lambda cfg: not cfg.checkpoint.every, why="checkpoint.every is 0"),
     Rule(keys=("data.eval_rows",), is_unused=lambda cfg: cfg.data.eval is None, why="data.eval is unset"),
     Rule(

@@ -29,10 +29,13 @@ def uses_gpus(cfg: RunConfig | EvalConfig) -> bool:
 
 
 def share_machine(cfg: RunConfig | EvalConfig, workers: int, *, gpus: int) -> Resources:
-    """Return what one of several equal workers gets: its own GPUs, or on a CPU a share of the cores."""
+    """Return what one of several equal workers gets: its own GPUs, or on a CPU a share of the cores.
+
+    gpus: one for each of its ranks.
+    """
     if uses_gpus(cfg):
-        return Resources(gpus=gpus)
-    return Resources(threads=max(1, (os.cpu_count() or 1) // workers))
+        return Resources(gpus=gpus, ranks=gpus)
+    return Resources(threads=max(1, (os.cpu_count() or 1) // workers), ranks=gpus)
 
 
 def check_devices(cfg: RunConfig) -> str | None:
@@ -45,7 +48,7 @@ def check_devices(cfg: RunConfig) -> str | None:
     if isinstance(cfg, RLConfig) and cfg.weight_sync.transport == "nccl" and not uses_gpus(cfg):
         return "weight_sync.transport is nccl, and trainers and engines get no GPUs: set it to auto, or device=cuda"
     if cfg.ray_address is not None:
-        return None  # Ray knows what the cluster has, and waits for it no longer than timeout_s
+        return None  # core/placement.py asks the cluster
     if cfg.backend == "local":
         return (
             "device is cuda, and this machine has no GPU: set device=auto"

@@ -17,7 +17,7 @@ from evaluation.generations import Generation, hash_row, list_files, read_genera
 from evaluation.table import RESULTS
 
 FREE = (
-    *("name", "run_dir", "resume", "device", "ray_address", "timeout_s"),
+    *("name", "run_dir", "resume", "device", "ray_address", "ship_code", "timeout_s"),
     *("k", "pass_reward", "resamples", "prompts_at_once", "prompts_per_part", "data.by", "data.max_invalid_fraction"),
     *("reward.workers", "reward.timeout_s", "reward.max_failed_fraction", "rollout.timeout_s", "rollout.restarts"),
     *("rollout.engines", "rollout.tensor_parallel_size", "rollout.enforce_eager", "rollout.kv_cache_gib"),

@@ -25,8 +25,15 @@ from driver.checkpoint_model import CheckpointModel, find_checkpoint_model, writ
 from driver.devices import count_gpus, uses_gpus
 from driver.eval_resume import Resumed, collect_eval_settings, find_samples
 from driver.eval_run import EvalRun, remove_merged
+from driver.machines import claim_machines
 from driver.rl_setup import watch_engines
-from driver.rollout_factory import RolloutPlan, check_reward_and_env, plan_engines, start_rollouts
+from driver.rollout_factory import (
+    RolloutPlan,
+    check_reward_and_env,
+    plan_engine_role,
+    plan_engines,
+    start_rollouts,
+)
 from driver.session import Session
 from evaluation.generations import PartWriter, copy_parts
 from modeling.hf_config import check_model_folder, meta_model
@@ -123,7 +130,7 @@ def check_eval_devices(cfg: EvalConfig) -> str | None:
     """Return what this machine lacks for the evaluation, in one sentence; None if nothing."""
     wanted, gpus, cores = cfg.rollout.engines * cfg.rollout.tensor_parallel_size, count_gpus(), os.cpu_count() or 1
     if cfg.ray_address is not None:
-        return None  # Ray knows what the cluster has, and waits for it no longer than timeout_s
+        return None  # core/placement.py asks the cluster
     if cfg.device == "cuda" and not gpus:
         return "device is cuda, and this machine has no GPU: set device=auto"
     there, kind = (gpus, "GPUs") if uses_gpus(cfg) else (cores, "CPU cores")
@@ -151,6 +158,7 @@ async def start_eval(prepared: PreparedEval, session: Session) -> EvalRun:
             if merged is not None:
                 write_merged(prepared, merged)
                 plan = replace(plan, engine=replace(plan.engine, model_path=str(merged)))
+            await claim_machines(session, [plan_engine_role(cfg, plan, folder)], {"model.path": plan.engine.model_path})
             session.engines = await start_rollouts(session.cluster, cfg, plan)
     except BaseException:
         remove_merged(merged)

@@ -20,7 +20,7 @@ from driver.checkpoint import Checkpoint, find_checkpoint
 from driver.load_recipe import Loaded
 
 NOT_FOR_TRAINING = (
-    *("name", "run_dir", "save_to", "checkpoint.", "resume", "timeout_s", "device", "ray_address"),
+    *("name", "run_dir", "save_to", "checkpoint.", "resume", "timeout_s", "device", "ray_address", "ship_code"),
     *("on_failure", "max_resumes", "stop_when", "stop_when.", "push_to"),
     *("trackers", "tracking.", "display", "show_samples"),
     *("data.max_invalid_fraction", "model.lora.merge_on_save"),

@@ -36,17 +36,24 @@ from driver.engine_timers import EngineTimers
 from driver.explain import estimate_memory
 from driver.held_out import HeldOut
 from driver.load_recipe import Loaded
+from driver.machines import claim_machines
 from driver.own_code import check_own_code
 from driver.push import check_push
 from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rl_run import Run
-from driver.rollout_factory import RolloutPlan, check_reward_and_env, plan_rollouts, start_rollouts
+from driver.rollout_factory import (
+    RolloutPlan,
+    check_reward_and_env,
+    plan_engine_role,
+    plan_rollouts,
+    start_rollouts,
+)
 from driver.save_to import check_output_folders
 from driver.session import Session
 from driver.shadows import Shadows, load_shadows
 from driver.shared_memory import check_turns
 from driver.time_account import TimeBreakdown
-from driver.trainer_factory import plan_trainer, start_trainers
+from driver.trainer_factory import plan_trainer, plan_trainer_role, start_trainers
 from driver.weight_sync_factory import make_probe, make_weight_sync
 from modeling.hf_config import check_model_folder
 from modeling.lora import check_lora_targets
@@ -262,6 +269,8 @@ async def start_workers(
 ) -> tuple[Workers[Trainer], Workers[RolloutWorker]]:
     """Start trainers and engines at the same time; where they share devices, engines after trainers have left."""
     cfg, rollouts = prepared.loaded.cfg, prepared.rollouts
+    roles = [plan_trainer_role(cfg), plan_engine_role(cfg, rollouts, session.folder.path)]
+    await claim_machines(session, roles, {"model.path": cfg.model.path})
 
     async def start_engines() -> Workers[RolloutWorker]:
         session.engines = await start_rollouts(session.cluster, cfg, rollouts)

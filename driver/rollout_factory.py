@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from configs.data_schema import TemplateConfig
 from configs.eval_schema import EvalConfig
@@ -13,7 +14,8 @@ from configs.trainer_schema import ModelConfig
 from core.loading import FileSpec
 from core.messages import ToolSpec
 from core.ray_cluster import Cluster
-from core.workers import Local, RankInfo, Workers
+from core.room import Role
+from core.workers import Local, RankInfo, Resources, Workers
 from data_feeds.template_args import make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from data_feeds.tool_parsing import locate_parser, make_parser
@@ -188,12 +190,29 @@ def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatT
     return engine, tokenizer, stops
 
 
+def plan_engine_role(cfg: RLConfig | EvalConfig, plan: RolloutPlan, run_folder: Path) -> Role:
+    """Return what the engines ask of a cluster. They may read weights or a model from files of the run folder."""
+    engines = cfg.rollout.engines
+    return Role(
+        name=ENGINE_GROUP,
+        n=engines,
+        resources=share_with_engines(cfg),
+        needs_run_folder=plan.transports[:1] == ("disk",) or Path(plan.engine.model_path).is_relative_to(run_folder),
+    )
+
+
 async def start_rollouts(
     cluster: Cluster | None, cfg: RLConfig | EvalConfig, plan: RolloutPlan
 ) -> Workers[RolloutWorker]:
     """Start the engines; return when all can take requests."""
     if cluster is None:
         return Local(build_worker(None, plan))
-    engines = cfg.rollout.engines
-    resources = share_machine(cfg, engines, gpus=0 if plan.devices else cfg.rollout.tensor_parallel_size)
-    return await cluster.spawn(ENGINE_GROUP, engines, build_worker, plan, resources=resources, timeout_s=cfg.timeout_s)
+    n, resources = cfg.rollout.engines, share_with_engines(cfg)
+    return await cluster.spawn(ENGINE_GROUP, n, build_worker, plan, resources=resources, timeout_s=cfg.timeout_s)
+
+
+def share_with_engines(cfg: RLConfig | EvalConfig) -> Resources:
+    """Return what an engine asks of its machine: GPUs of its own, or none where the trainers' are shared."""
+    resources = share_machine(cfg, cfg.rollout.engines, gpus=cfg.rollout.tensor_parallel_size)
+    shares = isinstance(cfg, RLConfig) and cfg.placement == "colocate"
+    return replace(resources, gpus=0) if shares else resources

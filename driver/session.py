@@ -221,7 +221,7 @@ class Session:
 
     async def start_cluster(self) -> None:
         """Start Ray, in a thread: in the main one it would take SIGTERM for itself, and the loop would not turn."""
-        starting = asyncio.create_task(asyncio.to_thread(Cluster, self.cfg.ray_address))
+        starting = asyncio.create_task(asyncio.to_thread(Cluster, self.cfg.ray_address, ship_code=self.cfg.ship_code))
         try:
             self.cluster = await asyncio.shield(starting)
         except asyncio.CancelledError:

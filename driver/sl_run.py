@@ -25,6 +25,7 @@ from driver.checkpoint import Checkpoint, RunState
 from driver.dead_knobs import HyperParameterCheck
 from driver.devices import check_devices
 from driver.load_recipe import Loaded
+from driver.machines import claim_machines
 from driver.own_code import check_own_code
 from driver.push import check_push
 from driver.resume import collect_settings, find_checkpoint_to_resume
@@ -32,7 +33,7 @@ from driver.rollout_metrics import name_train_metrics
 from driver.save_to import check_output_folders
 from driver.scoring import PrecomputedReference, add_columns
 from driver.session import Session
-from driver.trainer_factory import plan_trainer, start_trainers
+from driver.trainer_factory import plan_trainer, plan_trainer_role, start_trainers
 from modeling.hf_config import check_model_folder
 from modeling.lora import check_lora_targets
 from trackers import check_trackers
@@ -128,6 +129,7 @@ async def start(prepared: Prepared, session: Session) -> Run:
         has_ref_logp=cfg.precompute_ref_logp,
     )
     with session.clock.phase(Phase.START):
+        await claim_machines(session, [plan_trainer_role(cfg)], {"model.path": cfg.model.path})
         trainers = await start_trainers(session.cluster, cfg, plan)
         layout = await trainers.call_one(0, Trainer.describe_layout)
     run = Run(

@@ -13,6 +13,7 @@ from configs.schema import RunConfig
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.loading import FileSpec
 from core.ray_cluster import Cluster
+from core.room import Role
 from core.support import EVERY_TOKEN, Support
 from core.workers import Local, RankInfo, Workers
 
@@ -117,10 +118,15 @@ def plan_trainer(
     )
 
 
+def plan_trainer_role(cfg: RunConfig) -> Role:
+    return Role(name="trainer", n=cfg.trainer.ranks, resources=share_machine(cfg, cfg.trainer.ranks, gpus=1))
+
+
 async def start_trainers(cluster: Cluster | None, cfg: RunConfig, plan: TrainerPlan) -> Workers[Trainer]:
     """Start the trainer ranks; return when all have loaded their models."""
     if cluster is None:
         return Local(build_trainer(None, plan))
-    ranks = cfg.trainer.ranks
-    resources = share_machine(cfg, ranks, gpus=1)
-    return await cluster.spawn("trainer", ranks, build_trainer, plan, resources=resources, timeout_s=cfg.timeout_s)
+    role = plan_trainer_role(cfg)
+    return await cluster.spawn(
+        role.name, role.n, build_trainer, plan, resources=role.resources, timeout_s=cfg.timeout_s
+    )

@@ -91,11 +91,22 @@ def make_weight_sync(
         ends=ends,
         engines=engines,
         probe=probe,
-        transports=[make_transport(name, folder) for name in rollouts.transports],
+        transports=[make_transport(name, folder) for name in list_usable(rollouts.transports, workers, say)],
         may_fall_back=cfg.max_staleness == 0,
         say=say,
         facts=facts,
     )
+
+
+def list_usable(
+    names: Sequence[TransportName], workers: Remote[RolloutWorker], say: Callable[[str], None]
+) -> list[TransportName]:
+    """Leave out files as a last resort where an engine's machine does not see the run folder, and say so."""
+    if "disk" not in names or not workers.without_run_folder:
+        return [*names]
+    blind = ", ".join(workers.seats.name_worker(rank) for rank in sorted(workers.without_run_folder))
+    say(f"{blind}: no weights can go there by files (disk), because the machine does not see the run folder")
+    return [name for name in names if name != "disk"]
 
 
 def make_transport(name: TransportName, folder: Path) -> Transport:

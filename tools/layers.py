@@ -24,7 +24,7 @@ LAYERS = (
 BESIDE = ("data_prep", "report", "tools", "benchmarks")
 """Programs of their own. Nothing imports them but each other, the tests, and capture/replay.py, a program too."""
 HOMES = {
-    "ray": ("core/ray_cluster.py", "core/ray_actor.py", "core/private_ray.py"),
+    "ray": ("core/ray_cluster.py", "core/ray_actor.py", "core/private_ray.py", "core/placement.py"),
     "deepspeed": ("trainers/deepspeed.py",),
     "vllm": ("rollouts/engines/", "weight_sync/nccl.py", "data_feeds/vllm_parsing.py"),
 }

@@ -29,6 +29,7 @@ SCHEMA = (RLConfig, SLConfig)
 UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     # key: (a value, the settings with which it is of use); without them it is refused
     "max_resumes": (2, {"on_failure": "resume", "checkpoint.every": 1}),
+    "ship_code": (True, {"ray_address": "10.0.0.1:6379"}),
     "checkpoint.keep": (3, {"checkpoint.every": 1}),
     "data.eval_rows": (5, {"data.eval": "x.parquet"}),
     "rollout.max_turns": (2, {"rollout.env": "calculator"}),
@@ -190,6 +191,7 @@ def recording() -> Iterator[set[tuple[str, str]]]:
 ELSEWHERE = {
     # key: the file that reads it, where no run in one process does
     "ray_address": "driver/session.py",
+    "ship_code": "driver/session.py",
     "max_resumes": "driver/on_failure.py",
     "model.lora.vision": "modeling/lora.py",
     "trainer.zero_stage": "trainers/deepspeed.py",

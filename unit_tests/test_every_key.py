@@ -107,6 +107,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 SHOWN: dict[str, tuple[str, ...]] = {
     "test_runs.py": ("name", "run_dir", "backend", "ray_address", "alg", "eval_every", "group_size", "rollout.engines"),
+    "test_two_hosts.py": ("ship_code",),
     "test_bad_input.py": ("save_to",),
     "test_push.py": ("push_to",),
     "test_gpu.py": ("device",),

@@ -1,0 +1,158 @@
+"""Two hosts on one machine: network namespaces on a switch, each with its own address, host name and loopback.
+
+As on a fresh Debian, the name of a host resolves to its loopback. Needs root, `ip`, and a kernel that lets it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from core.room import SLOT
+
+ROOT = Path(__file__).parent.parent
+ADDRESS = {"nodea": "10.77.0.1", "nodeb": "10.77.0.2"}
+NODE_B = "nodeb (10.77.0.2)"
+"""What sentences call the other host."""
+HEAD = f"{ADDRESS['nodea']}:6379"
+RAY = [sys.executable, "-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())"]
+STARTED = "Ray runtime started"
+
+
+def find_lack() -> str:
+    """Why there can be no such hosts here; "" if they can be made."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if lacking := [name for name in ("ip", "unshare", "nsenter", "mount") if shutil.which(name) is None]:
+        return f"there is no command {lacking[0]}"
+    name = f"feynrl-try-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode == 0:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+    return made.stderr.strip()
+
+
+LACK = "" if os.environ.get("FEYNRL_NEEDS_NAMESPACES") else find_lack()
+needs_two_hosts = pytest.mark.skipif(bool(LACK), reason=f"no two hosts here: {LACK}")
+
+
+def ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True).stdout
+
+
+class Hosts:
+    """The hosts nodea, where Ray's head and the drivers run, and nodeb."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: for logs."""
+        self.logs, self.mark = folder, f"feynrl-{os.getpid()}"
+        self.ray_folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a short path, for Unix sockets
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.rays: dict[str, subprocess.Popen[bytes]] = {}
+
+    def space(self, host: str) -> str:
+        return f"{self.mark}-{host}"
+
+    def connect(self) -> None:
+        """Put both hosts on a switch."""
+        self._add_host("switch")
+        ip("-n", self.space("switch"), "link", "add", "switch", "type", "bridge")
+        ip("-n", self.space("switch"), "link", "set", "switch", "up")
+        for host in ADDRESS:
+            self._add_host(host)
+            ends = ("add", host, "type", "veth", "peer", "name", "eth0", "netns", self.space(host))
+            ip("-n", self.space("switch"), "link", *ends)
+            ip("-n", self.space("switch"), "link", "set", host, "master", "switch", "up")
+            self._set_address(host)
+
+    def connect_slowly(self, *, delay_s: float, loss: float) -> None:
+        """Join both hosts by a wire that is slow and loses packets."""
+        ends = [f"fr{os.getpid() % 10**7}{host[-1]}" for host in ADDRESS]
+        command = [sys.executable, "-m", "unit_tests.slow_wire", *ends, str(delay_s), str(loss)]
+        self.wire = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self.wire.stdout is not None and self.wire.stdout.readline() == "ready\n"
+        for host, end in zip(ADDRESS, ends, strict=True):
+            self._add_host(host)
+            ip("link", "set", end, "netns", self.space(host))
+            ip("-n", self.space(host), "link", "set", end, "name", "eth0")
+            self._set_address(host)
+
+    def _add_host(self, host: str) -> None:
+        ip("netns", "add", self.space(host))
+        ip("-n", self.space(host), "link", "set", "lo", "up")
+        names = Path("/etc/netns") / self.space(host)  # `ip netns exec` puts it in the place of /etc/hosts
+        names.mkdir(parents=True)
+        (names / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {host}\n")
+
+    def _set_address(self, host: str) -> None:
+        ip("-n", self.space(host), "address", "add", f"{ADDRESS[host]}/24", "dev", "eth0")
+        ip("-n", self.space(host), "link", "set", "eth0", "up")
+        ip("-n", self.space(host), "route", "add", "default", "dev", "eth0")
+
+    def cut(self) -> None:
+        """Take nodeb off the switch."""
+        ip("-n", self.space("switch"), "link", "set", "nodeb", "down")
+
+    def start(self, host: str, *command: str, log: Path) -> subprocess.Popen[bytes]:
+        """Start a process on a host; its output goes to `log`."""
+        name_it = 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"'
+        inside = ["ip", "netns", "exec", self.space(host), "unshare", "--uts", "sh", "-ec", name_it, host, *command]
+        with log.open("wb") as out:
+            return subprocess.Popen(inside, cwd=ROOT, env=self.environment, stdout=out, stderr=subprocess.STDOUT)
+
+    def start_ray(self, slots: Mapping[str, int]) -> None:
+        """Start Ray on the hosts; each takes as many ranks as it has slots."""
+        for host, n in slots.items():
+            place = ["--head", "--port=6379", f"--temp-dir={self.ray_folder}", "--include-dashboard=false"]
+            options = place if host == "nodea" else [f"--address={HEAD}"]
+            options += ["--num-cpus=1", "--object-store-memory=200000000", f'--resources={{"{SLOT}": {n}}}', "--block"]
+            log = self.logs / f"ray-{host}.log"
+            self.rays[host] = self.start(host, *RAY, "start", *options, log=log)
+            until = time.monotonic() + 120.0
+            while STARTED not in log.read_text():
+                assert self.rays[host].poll() is None and time.monotonic() < until, log.read_text()
+                time.sleep(0.5)
+
+    @contextmanager
+    def mounted(self, host: str, *arguments: str) -> Iterator[None]:
+        """Mount something that only this host sees: arguments of `mount`, the last one its place."""
+        inside = ["nsenter", "--mount", "--target", str(self.rays[host].pid)]
+        subprocess.run([*inside, "mount", *arguments], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run([*inside, "umount", "--lazy", arguments[-1]], check=True)
+
+    def close(self) -> None:
+        """End all processes of the hosts, and remove the hosts."""
+        spaces = [space for space in ip("netns", "list").split() if space.startswith(f"{self.mark}-")]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for pid in (int(pid) for space in spaces for pid in ip("netns", "pids", space).split()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            time.sleep(2.0 if number == signal.SIGTERM else 0.5)
+        for process in self.rays.values():
+            process.wait()
+        if hasattr(self, "wire"):
+            self.wire.kill()
+            self.wire.wait()
+        for space in spaces:
+            ip("netns", "del", space)
+            shutil.rmtree(Path("/etc/netns") / space)
+        shutil.rmtree(self.ray_folder, ignore_errors=True)
