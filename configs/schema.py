@@ -114,7 +114,8 @@ class RunConfig(StrictModel):
 
     @model_validator(mode="after")
     def one_process_has_one_rank(self) -> RunConfig:
-        if self.backend == "ray" and self.trainer.zero_stage == 0 and self.model.dtype == "bfloat16":
+        uses_zero_0 = self.trainer.library == "deepspeed" and self.trainer.zero_stage == 0
+        if self.backend == "ray" and uses_zero_0 and self.model.dtype == "bfloat16":
             raise ValueError(
                 "DeepSpeed has no ZeRO-0 for bfloat16 with float32 gradients: set trainer.zero_stage to 1, or "
                 "model.dtype to float32"

@@ -63,8 +63,12 @@ class TrainerConfig(StrictModel):
 
     ranks: int = Field(1, ge=1)
     """Number of trainer processes; each computes a share of every update."""
+    library: Literal["deepspeed", "fsdp2"] = "deepspeed"
+    """Library that shares a model among the ranks. fsdp2: torch's own; weights, gradients and optimizer states are
+    sharded, and a checkpoint can be resumed with another number of ranks."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """DeepSpeed's ZeRO stage. 1 shards the optimizer's state over the ranks, 2 the gradients too, 3 the weights too."""
+    """DeepSpeed's ZeRO stage, with library: deepspeed. 1 shards the optimizer's state over the ranks, 2 the gradients
+    too, 3 the weights too."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Optimizer of torch; sgd is without momentum."""
     lr: LearningRate = 1e-6
@@ -112,7 +116,8 @@ class TrainerConfig(StrictModel):
     """Number of consecutive skipped updates that ends the run. An update is skipped on all ranks if its gradient is not
     finite."""
     deepspeed: dict[str, Any] = Field({})
-    """Keys merged last into the generated DeepSpeed configuration; those with a key of their own here are refused."""
+    """Keys merged last into the generated DeepSpeed configuration, with library: deepspeed; those with a key of their
+    own here are refused."""
 
     @model_validator(mode="after")
     def a_fall_has_its_keys(self) -> TrainerConfig:

@@ -59,6 +59,11 @@ RULES = (
         why="trainer.optimizer is sgd",
     ),
     Rule(
+        keys=("trainer.zero_stage", "trainer.deepspeed"),
+        is_unused=lambda cfg: cfg.trainer.library == "fsdp2",
+        why="trainer.library is fsdp2",
+    ),
+    Rule(
         keys=("trainer.share_prefixes",),
         is_unused=lambda cfg: cfg.trainer.layout == "padded",
         why="trainer.layout is padded, and only packed rows share",

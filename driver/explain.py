@@ -102,7 +102,8 @@ def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
             )
         ]
     kind = "GPU" if uses_gpus(cfg) else "share of the CPU"
-    rows = [("trainer", f"{cfg.trainer.ranks} Ray actors, DeepSpeed ZeRO-{cfg.trainer.zero_stage}, one {kind} each")]
+    library = "FSDP2" if cfg.trainer.library == "fsdp2" else f"DeepSpeed ZeRO-{cfg.trainer.zero_stage}"
+    rows = [("trainer", f"{cfg.trainer.ranks} Ray actors, {library}, one {kind} each")]
     if isinstance(cfg, RLConfig):
         rollout = cfg.rollout
         turns = " and in turns with the trainers" if cfg.placement == "colocate" else ""
@@ -155,15 +156,15 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
     # a precomputed reference is not loaded, and that of an adapter is the policy without it
     spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.precompute_ref_logp)
     beside = [path for path in alg.frozen_models.values() if path or not spared]
-    frozen = sum((count_parameters(path, key="alg", trust_remote_code=trusts) if path else n) * held for path in beside)
+    frozen = sum(count_parameters(path, key="alg", trust_remote_code=trusts) if path else n for path in beside)
     merges = lora is None or lora.merge_on_save
     return MemoryEstimate(
         parameters=n,
         adapter=adapter,
-        weights=(n + adapter + critic) * each.weights / GIB,
+        weights=(in_training * each.weights + (n + adapter + critic - in_training) * each.idle) / GIB,
         gradients=in_training * each.gradients / GIB,
         optimizer=in_training * each.optimizer / GIB,
-        frozen=frozen / GIB,
+        frozen=frozen * each.reference / GIB,
         per_engine=n * held / cfg.rollout.tensor_parallel_size / GIB if isinstance(cfg, RLConfig) else 0.0,
         checkpoint=in_training * (4 + states) / GIB,  # float32 weights and the optimizer
         saved=((n if merges else 0) + adapter + critic) * held / GIB,
@@ -185,8 +186,20 @@ def count_bytes(cfg: RunConfig) -> BytesEach:
     held = count_held(cfg)
     master = 4 if held == 2 else 0
     ranks, stage = cfg.trainer.ranks, cfg.trainer.zero_stage if cfg.backend == "ray" else 0
+    if cfg.backend == "ray" and cfg.trainer.library == "fsdp2":
+        parts = ranks if cfg.model.lora is None else 1  # an adapter is whole on every rank
+        return BytesEach(
+            weights=4 / parts,
+            idle=held / ranks,
+            reference=held / ranks,
+            gradients=4 / parts,
+            optimizer=count_states(cfg) / parts,
+        )
+    weights = held / (ranks if stage == 3 else 1)
     return BytesEach(
-        weights=held / (ranks if stage == 3 else 1),
+        weights=weights,
+        idle=weights,
+        reference=held,
         gradients=4 / (ranks if stage >= 2 else 1),
         optimizer=(master + count_states(cfg)) / (ranks if stage >= 1 else 1),
     )

@@ -17,6 +17,11 @@ class BytesEach:
     """Bytes of one trainer rank for one parameter."""
 
     weights: float
+    """Weight of a parameter in training."""
+    idle: float
+    """Weight of one that is not trained, in a model that is."""
+    reference: float
+    """Weight of one in a frozen model beside it."""
     gradients: float
     optimizer: float
 
@@ -83,7 +88,8 @@ def describe_vision(
     learns = not frozen if lora is None else lora.vision
     kept = patches * part.width * part.layers * held / MIB if learns else 0.0
     trained = (models if lora is None else models - 1) * (part.parameters - (part.tower if frozen else 0))
-    vision = (models * part.parameters * each.weights + trained * (each.gradients + each.optimizer)) / GIB
+    idle = (models * part.parameters - trained) * each.idle
+    vision = (idle + trained * (each.weights + each.gradients + each.optimizer)) / GIB
     return [
         ("of these, vision", f"{part.parameters:,} ({part.parameters / parameters:.0%}), {how}"),
         (

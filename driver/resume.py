@@ -99,10 +99,15 @@ def find_checkpoint_to_resume(loaded: Loaded[Any], settings: dict[str, Any]) -> 
     return checkpoint
 
 
+def list_bitwise_only(now: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return BITWISE_ONLY, and the number of ranks where any number reads the checkpoints of another."""
+    return BITWISE_ONLY + (("trainer.ranks",) if now.get("trainer.library") == "fsdp2" else ())
+
+
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UserError naming the first key on which the resumed run would not be the same."""
     steps = ("steps",) if then["trainer.lr_schedule"] == "constant" else ()
-    free = NOT_FOR_TRAINING + BITWISE_ONLY + EVALUATION + steps
+    free = NOT_FOR_TRAINING + list_bitwise_only(now) + EVALUATION + steps
     for key in [*now, *(k for k in then if k not in now)]:
         if is_listed(free, key) or then.get(key) == now.get(key):
             continue
@@ -128,7 +133,7 @@ def changed_package_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> li
 def bitwise_only_changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return the keys that differ and change the last bits only."""
     then = translate_settings(then, supervised="groups_per_step" not in now, known=now.keys())
-    keys = BITWISE_ONLY + (EVALUATION if "groups_per_step" in now else ())
+    keys = list_bitwise_only(now) + (EVALUATION if "groups_per_step" in now else ())
     return [key for key in now | then if is_listed(keys, key) and then.get(key) != now.get(key)]
 
 

@@ -51,7 +51,7 @@ if count_gpus() == 0:
 
 
 def build_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
-    """Return a DeepSpeed rank; without `info`, the local trainer of this process."""
+    """Return a rank of the recipe's library; without `info`, the local trainer of this process."""
     trainer = _make_trainer(info, plan)
     if plan.shares_device:
         from trainers.away import Away
@@ -77,8 +77,6 @@ def _make_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
         from trainers.local import LocalTrainer
 
         return LocalTrainer(plan.model, plan.trainer, alg, **settings)
-    from trainers.deepspeed import DeepSpeedTrainer
-
     os.environ |= {
         "MASTER_ADDR": info.address,
         "MASTER_PORT": str(info.port),
@@ -86,6 +84,12 @@ def _make_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
         "WORLD_SIZE": str(info.size),
         "LOCAL_RANK": "0",  # Ray shows each actor its own device only
     }
+    if plan.trainer.library == "fsdp2":
+        from trainers.fsdp import FsdpTrainer
+
+        return FsdpTrainer(plan.model, plan.trainer, alg, timeout_s=plan.timeout_s, **settings)
+    from trainers.deepspeed import DeepSpeedTrainer
+
     return DeepSpeedTrainer(plan.model, plan.trainer, alg, timeout_s=plan.timeout_s, **settings)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from modeling.attention_varlen import attend_varlen, fits_varlen
+from modeling.pretrained import find_written_class
 from modeling.segments import Run, Segments
 from modeling.vision import VISION_FAMILIES
 
@@ -50,7 +51,7 @@ def attend_by_sequence_if_able(model: nn.Module) -> None:
     from transformers.masking_utils import flash_attention_mask
 
     config: Any = model.config
-    ours = type(model).__module__.startswith(("transformers.", "modeling."))
+    ours = find_written_class(model).__module__.startswith(("transformers.", "modeling."))
     if ours and _is_tested(config) and config.get_text_config()._attn_implementation == "sdpa":
         AttentionInterface.register(BY_SEQUENCE, attend_by_sequence)
         AttentionMaskInterface.register(BY_SEQUENCE, flash_attention_mask)  # no mask, unless a caller brings one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -27,22 +28,40 @@ class ExportedTensor:
     """Tensor that the trainer saves or sends."""
 
     name: str
-    nbytes: int
+    dtype: torch.dtype
+    """Dtype in which it leaves; parameters in training may have a wider one."""
     parameters: list[nn.Parameter]
-    """Parameters that it is computed from; with ZeRO-3 they must be gathered first."""
-    compute: Callable[[], Tensor]
-    """Return its value now, without gradient. It may be the parameter's own memory."""
+    """Parameters that it is computed from, the first of its own shape; sharded ones must be gathered first."""
+    make: Callable[..., Tensor]
+    """Compute it from the whole parameters."""
+
+    @property
+    def nbytes(self) -> int:
+        first = self.parameters[0]
+        return getattr(first, "ds_numel", first.numel()) * self.dtype.itemsize  # with ZeRO-3 it has no shape
+
+    @torch.no_grad()
+    def compute(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
+        """Return its value now, without gradient. It may be the parameter's own memory.
+
+        read: returns a whole parameter.
+        """
+        return self.make(*(read(p) for p in self.parameters)).to(self.dtype)
 
 
 def exported_tensors(model: nn.Module) -> dict[ExportScope, list[ExportedTensor]]:
-    """Return the tensors of every scope that this model has. Call it before ZeRO-3, which hides the sizes."""
+    """Return the tensors of every scope that this model has."""
     if hasattr(model, "peft_config"):
         return {"whole": export_merged(model), "adapter": export_adapter(model)}
     return {"whole": [export_parameter(name, p) for name, p in model.named_parameters()]}
 
 
 def export_parameter(name: str, parameter: nn.Parameter) -> ExportedTensor:
-    return ExportedTensor(name=name, nbytes=parameter.nbytes, parameters=[parameter], compute=parameter.detach)
+    return ExportedTensor(name=name, dtype=parameter.dtype, parameters=[parameter], make=_leave_as_it_is)
+
+
+def _leave_as_it_is(parameter: Tensor) -> Tensor:
+    return parameter
 
 
 def export_merged(model: PeftModel) -> list[ExportedTensor]:
@@ -65,15 +84,9 @@ def export_merged(model: PeftModel) -> list[ExportedTensor]:
 def _export_merged_layer(name: str, layer: LoraLayer) -> ExportedTensor:
     weight, a, b = layer.get_base_layer().weight, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     magnitude = layer.lora_magnitude_vector[ADAPTER].weight if ADAPTER in layer.lora_magnitude_vector else None
-    make = partial(
-        torch.no_grad()(merged_weight),
-        *(weight, a, b),
-        scaling=layer.scaling[ADAPTER],
-        magnitude=magnitude,
-        transposed=layer.fan_in_fan_out,
-    )
+    make = partial(merged_weight, scaling=layer.scaling[ADAPTER], transposed=layer.fan_in_fan_out)
     parameters = [p for p in (weight, a, b, magnitude) if p is not None]
-    return ExportedTensor(name=name, nbytes=weight.nbytes, parameters=parameters, compute=make)
+    return ExportedTensor(name=name, dtype=weight.dtype, parameters=parameters, make=make)
 
 
 def export_adapter(model: PeftModel) -> list[ExportedTensor]:
@@ -111,12 +124,22 @@ def save_exported(model: nn.Module, folder: Path, parts: dict[ExportScope, dict[
     if "whole" in parts:
         base = model.get_base_model() if "adapter" in parts else model
         base.save_pretrained(folder, state_dict=parts["whole"])
+        _write_dtype(folder, parts["whole"])
     if "adapter" in parts:
         home = folder / "adapter" if "whole" in parts else folder
         home.mkdir(parents=True, exist_ok=True)
         save_file(parts["adapter"], home / "adapter_model.safetensors", metadata={"format": "pt"})
         model.peft_config[ADAPTER].save_pretrained(home)
     _share(folder)
+
+
+def _write_dtype(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Correct the dtype in config.json: transformers writes that of the model in training, which may be wider."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    dtype = str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
+    if config.get("dtype") != dtype:
+        path.write_text(json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _share(folder: Path) -> None:

@@ -60,7 +60,7 @@ def score_in_chunks(
     """
     hf: Any = model
     head = hf.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise _unknown(model, "its head is no plain linear layer")
     scored: list[Tensor] = []
     first: list[Tensor] = []

@@ -12,7 +12,7 @@ from configs.trainer_schema import LoraConfig
 from core.errors import UserError, first_line
 from modeling.attention import attend_by_sequence_if_able
 from modeling.hf_config import read_config
-from modeling.pretrained import load_pretrained, refuse_own_code
+from modeling.pretrained import Place, load_placed, load_pretrained, refuse_own_code
 from modeling.vision import choose_class, find_vision
 from modeling.vision_scalar import register_scalar_classes, with_scalar_head
 
@@ -30,11 +30,14 @@ def load_model(
     lora: LoraConfig | None = None,
     key: str = "model.path",
     trust_remote_code: bool = False,
+    place: Place | None = None,
 ) -> nn.Module:
     """Load a Hugging Face language model on the CPU, without dropout (two passes of one policy must agree).
 
     With `lora` it has a new adapter, and everything else is frozen. Raises UserError, beginning with `key`, where it
     cannot be loaded or its files do not hold exactly the tensors of its config.
+    place: shards the empty model, see `load_placed`. A model with DoRA is not placed: its adapter begins with norms of
+    whole weights.
     """
     model = _load_pretrained(
         choose_class(read_config(path, key=key, trust_remote_code=trust_remote_code), path=path, key=key),
@@ -44,6 +47,7 @@ def load_model(
         gradient_checkpointing,
         key=key,
         trust_remote_code=trust_remote_code,
+        place=None if lora is not None and lora.dora else place,
     )
     if lora is None:
         return model
@@ -60,10 +64,12 @@ def load_scalar_model(
     gradient_checkpointing: bool = False,
     key: str = "model.path",
     trust_remote_code: bool = False,
+    place: Place | None = None,
 ) -> nn.Module:
     """Load a value or reward model: the transformer of `path` with the head of a sequence classifier with one label.
 
     The head of a saved reward model is kept; a new one starts at zero. Raises UserError as `load_model` does.
+    place: as there; a model that sees and gets a new head is not placed.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -76,7 +82,7 @@ def load_scalar_model(
         model: Any = with_scalar_head(whole).train()
     else:
         register_scalar_classes()
-        settings: dict[str, Any] = {"new_head": is_new, "num_labels": 1}
+        settings: dict[str, Any] = {"new_head": is_new, "num_labels": 1, "place": place}
         model = _load_pretrained(
             AutoModelForSequenceClassification, path, dtype, attention, gradient_checkpointing, **kind, **settings
         )
@@ -152,15 +158,20 @@ def _load_pretrained(
     return model.train()
 
 
-def _read_pretrained(auto: Any, path: str, *, key: str, new_head: bool = False, **settings: Any) -> Any:
+def _read_pretrained(
+    auto: Any, path: str, *, key: str, new_head: bool = False, place: Place | None = None, **settings: Any
+) -> Any:
     """Return the model. Raises UserError where its files cannot be read, or do not hold exactly its tensors."""
     from safetensors import SafetensorError
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # its report of what does not fit is refused below
+    settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, report = load_pretrained(auto, path, output_loading_info=True, ignore_mismatched_sizes=True, **settings)
+        model, report = (
+            load_pretrained(auto, path, **settings) if place is None else load_placed(auto, path, place, **settings)
+        )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         refusal = refuse_own_code(error, key=key, path=path, trust_remote_code=settings["trust_remote_code"])
         raise UserError(

@@ -121,7 +121,7 @@ def _may_adapt(model: nn.Module, module: nn.Module) -> bool:
 
 
 def merged_weight(
-    weight: Tensor, a: Tensor, b: Tensor, *, scaling: float, magnitude: Tensor | None = None, transposed: bool = False
+    weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None = None, *, scaling: float, transposed: bool = False
 ) -> Tensor:
     """Compute W' of the formula above, [out, in], from weight [out, in], a [r, in], b [out, r], magnitude [out].
 

@@ -25,10 +25,21 @@ from modeling.vision import parts_of
 class MediaLoader:
     """Move batches to a model's device, and make the media of their pictures."""
 
-    def __init__(self, model: nn.Module, path: str, *, device: str, trust_remote_code: bool = False):
-        """Begin; `path` is the folder of the model, with its processor. A text model has none."""
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str,
+        *,
+        device: str,
+        dtype: torch.dtype | None = None,
+        trust_remote_code: bool = False,
+    ):
+        """Begin; `path` is the folder of the model, with its processor. A text model has none.
+
+        dtype: dtype that the model computes in; None is that of its weights.
+        """
         self.model: Any = model
-        self.path, self.device = path, device
+        self.path, self.device, self.dtype = path, device, dtype or self.model.dtype
         self.processor: PictureProcessor | None = None
         if parts_of(model) is not None:
             self.processor = PictureProcessor(path, trust_remote_code=trust_remote_code)
@@ -43,7 +54,7 @@ class MediaLoader:
             batch = add_blank(batch, self.processor)
         self._check_tokens(batch, self.processor)
         media = self.processor.collate(batch.pictures)
-        ready = {name: x.to(self.model.dtype) if x.is_floating_point() else x for name, x in media.items()}
+        ready = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in media.items()}
         return replace(batch, media=ready).to(self.device)
 
     def _check_tokens(self, batch: Batch, processor: PictureProcessor) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch.distributed import DistError
 from torch.serialization import safe_globals
 
+from configs.renamed import ADDED
 from core.errors import UserError, first_line
 from core.scratch import restore_environment
 from trainers.learner import Learner
@@ -36,6 +37,7 @@ class RankState:
     """State of one trainer rank that a checkpoint saves."""
 
     rank: int
+    ranks: int
     learners: dict[str, Learner]
     """Learners by the name of their folder."""
     settings: dict[str, Any]
@@ -45,7 +47,7 @@ class RankState:
     def fits(self) -> dict[str, Any]:
         """Values that checkpoint and trainer must share, by the recipe key that decides them."""
         trained = {
-            # with ZeRO-3 a parameter has no shape of its own
+            # with ZeRO-3 a parameter has no shape of its own; with FSDP2 it has that of the whole
             f"{name}.{parameter}": list(getattr(p, "ds_shape", p.shape))
             for name, learner in self.learners.items()
             for parameter, p in learner.model.named_parameters()
@@ -64,6 +66,7 @@ def save_state(state: RankState, counters: Counters, folder: Path) -> None:
         learner.save_state(folder / name)
     rest = {
         "fits": state.fits,
+        "ranks": state.ranks,
         "updates_done": counters.updates_done,
         "skipped_in_a_row": counters.skipped_in_a_row,
         "random": torch.get_rng_state(),
@@ -74,10 +77,11 @@ def save_state(state: RankState, counters: Counters, folder: Path) -> None:
 
 def load_state(state: RankState, folder: Path) -> Counters:
     """Restore the state saved in `folder`. Raises UserError where it does not fit this trainer."""
-    check_fit(read_rest(folder, 0)["fits"], state.fits, folder)
+    first = read_rest(folder, 0)
+    check_fit(first["fits"], state.fits, folder)
     for name, learner in state.learners.items():
         learner.load_state(folder / name)
-    rest = read_rest(folder, state.rank)
+    rest = read_rest(folder, state.rank % first.get("ranks", state.ranks))  # more ranks may go on than have saved
     torch.set_rng_state(rest["random"])
     if rest["random_gpu"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(rest["random_gpu"])
@@ -86,6 +90,7 @@ def load_state(state: RankState, folder: Path) -> Counters:
 
 def check_fit(then: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Raise UserError naming the first key on which checkpoint and trainer differ."""
+    then = ADDED | then  # an earlier version did not write every key
     for key in (key for key in now if key != "model"):
         if then[key] != now[key]:
             raise UserError(

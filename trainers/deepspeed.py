@@ -1,4 +1,4 @@
-"""The distributed trainer: DeepSpeed ZeRO 0 to 3 behind the local trainer's interface. One process per rank."""
+"""The trainer of several ranks with DeepSpeed: ZeRO 0 to 3 behind the local trainer's interface."""
 
 from __future__ import annotations
 
@@ -10,72 +10,42 @@ from collections.abc import Callable, Generator
 from contextlib import redirect_stdout
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore, distributed_c10d
 
-from algs.base import Algorithm
-from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.addresses import host_store
+from configs.trainer_schema import TrainerConfig
 from core.buckets import split_into_buckets
 from core.collector import without_collector
 from core.errors import RunStopped
-from modeling.export import exported_tensors, gather_tensors, save_exported
+from modeling.export import exported_tensors
 from trainers.checkpoint_state import reading
-from trainers.learner import Learner, TrainerSettings
+from trainers.learner import Learner
 from trainers.optimizer import make_optimizer
-from trainers.trainer import Trainer
+from trainers.ranks import RankTrainer
 from weight_sync.base import Bucket, ExportScope
-from weight_sync.source import WeightSource
 
 
-class DeepSpeedTrainer(Trainer):
-    """Trainer rank with DeepSpeed; torch.distributed reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE."""
+class DeepSpeedTrainer(RankTrainer):
+    """Trainer rank with DeepSpeed."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        cfg: TrainerConfig,
-        alg: Algorithm,
-        *,
-        timeout_s: float,
-        **settings: Unpack[TrainerSettings],
-    ):
-        """timeout_s: deadline of every collective."""
+    def start_library(self, timeout: timedelta) -> None:
         with without_collector():
             import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        on_gpu = torch.cuda.is_available()
         # On a CPU DeepSpeed would compile its own all-reduce for a minute; gloo has one.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        timeout = timedelta(seconds=timeout_s)
-        form_group("nccl" if on_gpu else "gloo", timeout)
-        deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False, timeout=timeout)
-        device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
-        self.dtype, self.zero_stage = model.dtype, cfg.zero_stage
-        self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        super().__init__(model, cfg, alg, device=device, **settings)
-        for group in distributed_c10d._world.pg_map:  # DeepSpeed makes groups of its own, with torch's default
-            distributed_c10d._set_pg_timeout(timeout, group)
-        self.weight_source = WeightSource(self, self.timer, is_sender=self.rank == 0)
+        backend = torch.distributed.get_backend()
+        deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
+
+    def get_file_settings(self) -> dict[str, Any]:
+        own = {"trainer.ranks": self.ranks, "trainer.zero_stage": self.cfg.zero_stage}
+        return {"backend": "ray", "trainer.library": "deepspeed"} | own
 
     def make_learner(self, model: nn.Module) -> Learner:
         return DeepSpeedLearner(model, self.cfg, self.dtype, self.sum_over_ranks)
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        total = values.to(self.device)
-        torch.distributed.all_reduce(total)
-        return total.to(values.device)
-
-    def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> None:
-        """Write from rank 0; the other ranks take part in gathering."""
-        exported = gather_tensors(learner.export_weights, scopes)
-        if torch.distributed.get_rank() == 0:
-            save_exported(learner.model, folder, exported)
-        torch.distributed.barrier()
 
 
 class DeepSpeedLearner:
@@ -183,19 +153,6 @@ def classes_in_checkpoints() -> list[type]:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     return [LossScaler, ZeroStageEnum, fragment_address]
-
-
-def form_group(backend: str, timeout: timedelta) -> None:
-    """Form the group of all ranks before DeepSpeed does, whose store would listen on all addresses."""
-    if torch.distributed.is_initialized():  # a second trainer in this process
-        return
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank == 0:
-        store = host_store(address, port, timeout=timeout, size=size)
-    else:
-        store = TCPStore(address, port, size, is_master=False, timeout=timeout)
-    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def deepspeed_config(cfg: TrainerConfig, dtype: str) -> dict[str, Any]:

@@ -32,6 +32,10 @@ def read_policy(folder: Path, names: list[str]) -> dict[str, Tensor]:
         with reading(local):
             weights: list[Tensor] = torch.load(local, map_location="cpu", weights_only=True)["weights"]
         return dict(zip(names, weights, strict=False))  # what is missing is told by its name
+    if any(folder.glob("*.safetensors")):
+        from trainers.fsdp_state import read_weights
+
+        return read_weights(folder)
     from trainers.deepspeed import read_sharded_weights, read_whole_weights
 
     is_sharded = any(folder.glob("*optim_states.pt"))

@@ -32,14 +32,14 @@ from data_feeds.packing import pack
 from modeling.attention import can_share_prefixes
 from modeling.export import saved_scopes
 from modeling.forward import compute_values, forward, layout_for
-from modeling.load import load_model, load_scalar_model
+from modeling.load import DTYPES
 from modeling.media import MediaLoader
-from modeling.vision import freeze_tower
 from trainers.allocator import keep_freed_memory
 from trainers.away import Away
 from trainers.checkpoint_state import Counters, RankState, load_state, save_state
 from trainers.learner import Learner
 from trainers.meter import Meter
+from trainers.models import ModelLoader
 from trainers.optimizer import make_lr_schedule
 from trainers.probe import make_probe_sample
 from trainers.shadows import ShadowMeter
@@ -52,8 +52,6 @@ class Trainer:
     """Train on one rank. Every method is called on all ranks at once, with the same number of micro-batches on each."""
 
     rank, ranks = 0, 1
-    zero_stage: int | None = None
-    """ZeRO stage; None without DeepSpeed."""
     away: Away
     """Part that leaves the device, with placement: colocate."""
 
@@ -81,39 +79,38 @@ class Trainer:
         self.record: StepRecord | None = None
         if device == "cpu":
             keep_freed_memory()
-        kind: dict[str, Any] = {"dtype": model.dtype, "attention": model.attention}
-        kind["trust_remote_code"] = model.trust_remote_code
-        checkpointing = cfg.gradient_checkpointing
         self.lora = model.lora
-        if alg.model_kind == "reward":
-            policy = load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing)
-        else:
-            policy = load_model(model.path, **kind, gradient_checkpointing=checkpointing, lora=model.lora)
-        if cfg.vision == "frozen" and model.lora is None:
-            freeze_tower(policy)
-        self.policy = self.make_learner(policy)
+        models = self.make_loader(model, alg)
+        self.policy = self.make_learner(models.load_policy())
         self.critic: Learner | None = None
         if alg.value_lr is not None:
-            critic = load_scalar_model(model.path, **kind, gradient_checkpointing=checkpointing)
-            if cfg.vision == "frozen":
-                freeze_tower(critic)
-            self.critic = self.make_learner(critic)
+            self.critic = self.make_learner(models.load_scalar())
         self.frozen: dict[ScoredColumn, nn.Module] = {
-            column: load_model(path or model.path, **kind, key=f"alg, the model of {column}")
-            .requires_grad_(False)
-            .to(device)
+            column: self.hold_frozen(models.load_frozen(column, path))
             for column, path in alg.frozen_models.items()
             # the reference may be computed already, and the reference of an adapter is the policy without it
             if path or not (has_ref_logp or model.lora)
         }
         self.model = self.policy.model
-        self.media = MediaLoader(self.model, model.path, device=device, trust_remote_code=model.trust_remote_code)
+        kind: dict[str, Any] = {"dtype": DTYPES[model.dtype], "trust_remote_code": model.trust_remote_code}
+        self.media = MediaLoader(self.model, model.path, device=device, **kind)
         self.layout = layout_for(cfg.layout, self.model)
         self.lr_schedule = make_lr_schedule(cfg, total_updates)
         self.updates_done = self.skipped_in_a_row = 0
 
+    def make_loader(self, model: ModelConfig, alg: Algorithm) -> ModelLoader:
+        return ModelLoader(model, self.cfg, alg)
+
     def make_learner(self, model: nn.Module) -> Learner:
         raise NotImplementedError
+
+    def get_file_settings(self) -> dict[str, Any]:
+        """Return the recipe keys that the files of a checkpoint depend on, and their values."""
+        return {"backend": "local", "trainer.ranks": 1}
+
+    def hold_frozen(self, model: nn.Module) -> nn.Module:
+        """Return a frozen model on this rank's device."""
+        return model.to(self.device)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Return the sum of `values` over the ranks, on every rank."""
@@ -328,13 +325,9 @@ class Trainer:
     def _rank_state(self) -> RankState:
         return RankState(
             rank=self.rank,
+            ranks=self.ranks,
             learners={"policy": self.policy} | ({"critic": self.critic} if self.critic is not None else {}),
-            settings={
-                "backend": "local" if self.zero_stage is None else "ray",
-                "trainer.ranks": self.ranks,
-                "trainer.zero_stage": self.zero_stage,
-                "trainer.optimizer": self.cfg.optimizer,
-            },
+            settings={**self.get_file_settings(), "trainer.optimizer": self.cfg.optimizer},
         )
 
     def with_totals(self, micro_batches: list[Batch]) -> Generator[Batch]:

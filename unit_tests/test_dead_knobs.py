@@ -42,8 +42,12 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.max_picture_pixels": (10_000, {"model.path": "models/made_later"}),
     "trainer.vision": ("frozen", {"model.path": "models/made_later"}),
     "model.lora.vision": (True, {"model.path": "models/made_later"}),
+    "trainer.zero_stage": (2, {}),
+    "trainer.deepspeed": ({"prescale": True}, {}),
 }
-DEAD = {"trainer.betas": {"trainer.optimizer": "sgd"}, "trainer.eps": {"trainer.optimizer": "sgd"}} | {
+DEAD = {
+    **{key: {"trainer.optimizer": "sgd"} for key in ("trainer.betas", "trainer.eps")},
+    **{key: {"trainer.library": "fsdp2"} for key in ("trainer.zero_stage", "trainer.deepspeed")},
     "trainer.share_prefixes": {"trainer.layout": "padded"},
     "rollout.restarts": {"placement": "colocate"},
 }
@@ -194,6 +198,7 @@ ELSEWHERE = {
     "ship_code": "driver/session.py",
     "max_resumes": "driver/on_failure.py",
     "model.lora.vision": "modeling/lora.py",
+    "trainer.library": "driver/trainer_factory.py",
     "trainer.zero_stage": "trainers/deepspeed.py",
     "trainer.deepspeed": "trainers/deepspeed.py",
     "rollout.restarts": "driver/rl_setup.py",

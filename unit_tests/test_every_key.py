@@ -135,7 +135,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "test_shared_training.py": ("trainer.gradient_checkpointing",),
     "test_picture_rows.py": ("data.max_picture_pixels",),
     "test_head.py": ("trainer.logits_mib",),
-    "test_deepspeed.py": ("trainer.layout",),
+    "test_deepspeed.py": ("trainer.layout", "trainer.library"),
     "test_step.py": ("trainer.max_skipped_updates",),
     "test_rewards.py": ("reward.workers", "reward.timeout_s"),
     "test_metrics.py": ("reward.max_failed_fraction",),

@@ -1,4 +1,4 @@
-"""Real DeepSpeed with models that see: ranks with pictures and ranks without make one update, that of one process."""
+"""DeepSpeed and FSDP2 with models that see: ranks with pictures and without make one update, that of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from modeling.load import load_model
 from modeling.pictures import PictureProcessor
 from trainers.trainer import Trainer
 from unit_tests.seeing import Reply, join_parts, save_model, seeing_groups, some_text
-from unit_tests.test_deepspeed import SGD, Nothing, plan_of, run
+from unit_tests.test_deepspeed import FSDP2, LATER, SGD, Nothing, plan_of, run, sharded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -31,7 +31,11 @@ def two():
 
 @pytest.mark.parametrize(
     ("family", "stage", "vision"),
-    [("idefics3", 0, "train"), ("idefics3", 3, "train"), ("qwen2_5_vl", 2, "train"), ("qwen3_vl", 3, "frozen")],
+    [
+        *(("idefics3", 0, "train"), ("idefics3", 3, "train"), ("qwen2_5_vl", 2, "train"), ("qwen3_vl", 3, "frozen")),
+        ("qwen3_vl", FSDP2, "frozen"),
+        *(pytest.param(f, FSDP2, "train", marks=LATER) for f in ("idefics3", "qwen2_5_vl", "qwen3_vl")),
+    ],
 )
 def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, vision):
     """Somewhere one rank has pictures where the other has text alone, and gathers the tower's weights all the same."""
@@ -46,7 +50,8 @@ def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, 
     rows = zip(*micro_batches(groups, "token", most, ranks=2, padded=False, share_prefixes=True), strict=True)
     assert any(bool(one.pictures) != bool(other.pictures) for one, other in rows), "or nothing is seen here"
     small = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
-    plan = plan_of(path, **SGD, **how, zero_stage=stage, ranks=2, gradient_checkpointing=stage == 3, deepspeed=small)
+    again = stage in (3, FSDP2)
+    plan = plan_of(path, **SGD, **how, **sharded(stage), ranks=2, gradient_checkpointing=again, deepspeed=small)
     got, got_metrics = asyncio.run(run(two, plan, groups, max_tokens=most))
     start = build_trainer(None, plan_of(path, **SGD, **how)).flatten_weights()
     assert (got - want).norm() < 1e-4 * (want - start).norm()

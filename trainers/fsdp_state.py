@@ -1,0 +1,69 @@
+"""Checkpoints of sharded models, by torch's distributed checkpointing: any number of ranks reads what others wrote.
+
+The files are safetensors, which hold numbers only. A rank writes the rows that it has, and reads those that it wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+from core.errors import UserError, first_line
+
+WEIGHTS = "weights"
+"""Prefix of the weights' names; those of the optimizer have its own word for a state, such as exp_avg."""
+
+
+def write_state(state: dict[str, Tensor], folder: Path) -> None:
+    """Write sharded tensors by name; every rank is called."""
+    checkpoint.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+
+
+def list_saved(folder: Path) -> list[str]:
+    """Return the names of the tensors that `write_state` wrote."""
+    with reading_shards(folder):
+        return [*HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata]
+
+
+def read_state(state: dict[str, Tensor], folder: Path) -> None:
+    """Read what `write_state` wrote into tensors in place; every rank is called, and there may be more or fewer."""
+    with reading_shards(folder):
+        checkpoint.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the whole weights that all ranks wrote, by name, in one process."""
+    with reading_shards(folder):
+        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        state = {
+            key: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+            for key, tensor in found.items()
+            if key.startswith(f"{WEIGHTS}.")
+        }
+        checkpoint.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return {key.removeprefix(f"{WEIGHTS}."): tensor for key, tensor in state.items()}
+
+
+@contextmanager
+def reading_shards(folder: Path) -> Generator[None]:
+    """Turn the errors of damaged files into UserError that names `folder`."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except CheckpointException as error:  # no subclass of Exception; it holds the error of every rank that has one
+        reason = first_line(next(iter(error.failures.values()))[0])
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        reason = first_line(error)
+    else:
+        return
+    raise UserError(
+        f"resume: {folder} cannot be read ({reason}): the checkpoint is damaged, resume from an earlier one"
+    )

@@ -1,0 +1,95 @@
+"""Units of FSDP2: the modules whose parameters the ranks gather together, and drop again after use.
+
+model
+  embedding     a unit, unless the head shares its weight
+  block 0       a unit
+  ...
+  block n       a unit
+  head          a unit, unless it shares the embedding's weight
+  the rest      the unit of the model itself, which is kept from the forward pass to the backward pass
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from core.errors import UserError
+
+
+def shard_model(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
+    """Shard a model's parameters in place over the ranks of `mesh`, unit by unit; it may be empty, on the meta device.
+
+    What is trained becomes float32, and is gathered in `dtype`. An adapter stays whole on every rank.
+    """
+    hf: Any = model
+    hf.tie_weights()
+    adapter = set(list_adapter(model))
+    # its inputs are token ids and what was made in its dtype, and `Segments` cannot be copied as torch would
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for unit in [*find_units(model), model]:
+        for p in unit.parameters():
+            if p.requires_grad and p not in adapter and not isinstance(p, DTensor):
+                p.data = p.data.float()
+        sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=adapter)
+        sharded.set_gradient_divide_factor(1.0)  # a token's weight is its share of the whole update
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    hf.set_reduce_scatter_unused_params(True)
+
+
+@torch.no_grad()
+def settle_shards(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype) -> nn.Module:
+    """Return a loaded model ready for training: sharded, if it was not before it was filled, and on its device."""
+    device = torch.device(mesh.device_type)
+    for p in list_adapter(model):
+        p.data = p.data.to(device=device, dtype=torch.float32)
+    parts = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+    if not parts:
+        shard_model(model, mesh, dtype=dtype)
+    for part in parts:
+        part.copy_(part.to(dtype))  # the files may have a wider one
+    return model.to(device)  # where FSDP2 takes up the tensors that were read in place of the empty ones
+
+
+def list_adapter(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of an adapter, which are those in training; none for a model without one."""
+    return [p for p in model.parameters() if p.requires_grad] if hasattr(model, "peft_config") else []
+
+
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that become units, but for the model itself."""
+    hf: Any = model
+    blocks = find_blocks(model)
+    ends = [hf.get_input_embeddings(), hf.get_output_embeddings()]
+    apart = [m for m in ends if m is not None]
+    if len(apart) == 2 and apart[0].weight is apart[1].weight:
+        apart = []
+    return [*blocks, *apart]
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks: the outermost members of module lists that are, or hold, a module that must not be split.
+
+    transformers names the classes of such modules. Raises UserError for a model without any.
+    """
+    kept = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+    blocks: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for stack in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
+        if stack in inside:
+            continue
+        for block in stack:
+            if any(type(m).__name__ in kept for m in block.modules()):
+                blocks.append(block)
+                inside.update(block.modules())
+    if not blocks:
+        raise UserError(
+            f"trainer.library=fsdp2 shards a model block by block, and {type(model).__name__} does not say what its "
+            "blocks are (_no_split_modules): set trainer.library=deepspeed"
+        )
+    return blocks

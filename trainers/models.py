@@ -1,0 +1,70 @@
+"""Models of a trainer as they are loaded: the policy, a value model, and frozen models beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from algs.base import Algorithm
+from configs.trainer_schema import ModelConfig, TrainerConfig
+from modeling.load import load_model, load_scalar_model
+from modeling.pretrained import Place
+from modeling.vision import freeze_tower
+
+
+class ModelLoader:
+    """Loads what a recipe names; what the recipe does not train is frozen already."""
+
+    def __init__(self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, *, place: Place | None = None):
+        """place: shards an empty model before it is filled; None loads models whole."""
+        self.model, self.cfg, self.alg, self.place = model, cfg, alg, place
+        self.kind: dict[str, Any] = {"dtype": model.dtype, "attention": model.attention}
+        self.trusts = model.trust_remote_code
+
+    def load_policy(self) -> nn.Module:
+        if self.alg.model_kind == "reward":
+            return self.load_scalar()
+        lora = self.model.lora
+        freeze = self._freeze_vision if lora is None else _freeze
+        own: dict[str, Any] = {"gradient_checkpointing": self.cfg.gradient_checkpointing, "lora": lora}
+        own["place"] = self._place_after(freeze)
+        policy = load_model(self.model.path, **self.kind, **own, trust_remote_code=self.trusts)
+        if lora is None:  # PEFT has frozen the rest
+            self._freeze_vision(policy)
+        return policy
+
+    def load_scalar(self) -> nn.Module:
+        """Load a reward model, or the value model of a policy."""
+        own: dict[str, Any] = {"gradient_checkpointing": self.cfg.gradient_checkpointing}
+        own["place"] = self._place_after(self._freeze_vision)
+        model = load_scalar_model(self.model.path, **self.kind, **own, trust_remote_code=self.trusts)
+        self._freeze_vision(model)
+        return model
+
+    def load_frozen(self, column: str, path: str) -> nn.Module:
+        """Load the model that scores a column; no path is the model in training, as it was."""
+        own: dict[str, Any] = {"key": f"alg, the model of {column}", "place": self._place_after(_freeze)}
+        model = load_model(path or self.model.path, **self.kind, **own, trust_remote_code=self.trusts)
+        return model.requires_grad_(False)
+
+    def _freeze_vision(self, model: nn.Module) -> None:
+        if self.cfg.vision == "frozen":
+            freeze_tower(model)
+
+    def _place_after(self, freeze: Callable[[nn.Module], None]) -> Place | None:
+        """Return `place`, after what is not trained was frozen: it is kept in another dtype."""
+        place = self.place
+        if place is None:
+            return None
+
+        def freeze_and_place(model: nn.Module) -> None:
+            freeze(model)
+            place(model)
+
+        return freeze_and_place
+
+
+def _freeze(model: nn.Module) -> None:
+    model.requires_grad_(False)

@@ -1,0 +1,62 @@
+"""What FSDP2 gathers together, and what is said of it before a run; unit_tests/test_deepspeed.py trains with it."""
+
+import pytest
+from torch import nn
+
+from configs.schema import RLConfig
+from core.errors import UserError
+from driver.explain import describe_placement, estimate_memory
+from driver.load_recipe import load_recipe
+from driver.resume import bitwise_only_changes, check_settings
+from trainers.fsdp_units import find_blocks, find_units
+from unit_tests.seeing import make_model
+from unit_tests.test_forward import random_model
+
+FSDP = {"backend": "ray", "trainer.library": "fsdp2", "trainer.ranks": 4}
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl"])
+def test_every_layer_of_both_parts_is_a_block(family):
+    model = make_model(family)
+    blocks = find_blocks(model)
+    held = [p for block in blocks for p in block.parameters()]
+    assert len(held) == len({*held}), "nothing is in two blocks"
+    outside = [name for name, p in model.named_parameters() if all(p is not other for other in held)]
+    assert outside and not [name for name in outside if ".layers." in name or ".blocks." in name]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_and_head_are_units_unless_they_are_one(tied):
+    model = random_model("llama", tie_word_embeddings=tied)
+    ends = [] if tied else [model.get_input_embeddings(), model.get_output_embeddings()]
+    assert find_units(model) == [*model.model.layers, *ends]
+
+
+def test_a_model_without_blocks_is_refused():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(2, 2)])
+
+    with pytest.raises(UserError, match="fsdp2 shards a model block by block, and Own does not say"):
+        find_blocks(Own())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_rank_holds_its_part_of_everything(recipe, dtype):
+    loaded = load_recipe(RLConfig, recipe(FSDP | {"model.dtype": dtype}), [])
+    estimate = estimate_memory(loaded)
+    share = estimate.parameters / 4 / 2**30
+    assert estimate.per_rank == pytest.approx(share * (4 + 4 + 8)), "float32 weights, gradients, two moments of AdamW"
+    assert "4 Ray actors, FSDP2" in dict(describe_placement(loaded.cfg))["trainer"]
+
+
+def test_the_number_of_ranks_may_change_with_fsdp2_alone():
+    then = {"trainer.lr_schedule": "constant", "trainer.library": "fsdp2", "trainer.ranks": 2}
+    check_settings(then, then | {"trainer.ranks": 3})
+    assert bitwise_only_changes(then, then | {"trainer.ranks": 3}) == ["trainer.ranks"]
+    then |= {"trainer.library": "deepspeed"}
+    with pytest.raises(UserError, match=r"trainer\.ranks is 3 and was 2"):
+        check_settings(then, then | {"trainer.ranks": 3})
+    with pytest.raises(UserError, match=r"trainer\.library is 'fsdp2' and was 'deepspeed'"):
+        check_settings(then, then | {"trainer.library": "fsdp2"})
