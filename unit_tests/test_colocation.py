@@ -179,8 +179,8 @@ def test_two_ranks_of_every_library_leave_and_return_to_the_bit(ranks, tiny_path
         return (await trainers.call_all(Trainer.flatten_weights))[0], freed
 
     n = 2 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny_path).parameters())
-    # of a parameter: a half of the float32 master weights and of AdamW's two moments; and its weight in bfloat16, a half
-    # of it with ZeRO-3, and with FSDP2 none, whose master weights are the weights
+    # bytes of a parameter: a half of the float32 master weight and of AdamW's two moments; and its bfloat16 weight, a
+    # half of that with ZeRO-3, none with FSDP2, whose master weights are the weights
     of_library = ({"zero_stage": 1}, 8), ({"zero_stage": 2}, 8), ({"zero_stage": 3}, 7), ({"library": "fsdp2"}, 6)
     for library, each in of_library:
         weights, _ = asyncio.run(learn(library, leaves=False))
