@@ -148,6 +148,7 @@ class SimulatedRun:
     drawn: list[FinishedGroup] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     session: Any = field(default_factory=lambda: SimpleNamespace(clock=Clock()))
+    turns = None
     buffer = Run.buffer
     engines = Run.engines
     sync_weights = Run.sync_weights

@@ -228,6 +228,7 @@ class RolloutConfig(StrictModel):
 
 
 RequestMode = Literal["keep", "wait", "abort"]
+SleepMode = Literal["offload", "discard"]
 
 
 class WeightSyncConfig(StrictModel):
@@ -244,8 +245,8 @@ class WeightSyncConfig(StrictModel):
     transport: Literal["auto", "nccl", "gloo", "direct", "disk"] = "auto"
     """Transport of the weights. nccl, gloo: trainer rank 0 broadcasts, from GPU to GPU or over TCP. direct: buckets
     through Ray's object store. disk: files below the run folder, which all machines must share. auto: nccl for vLLM on
-    GPUs, else gloo; in synchronous runs a transport that fails is replaced by direct, and that by disk, for the rest of
-    the run."""
+    GPUs (with placement: colocate handles of memory on the same GPU), else gloo; in synchronous runs a transport that
+    fails is replaced by direct, and that by disk, for the rest of the run."""
     bucket_mib: int = Field(64, ge=1)
     """Size of a bucket, in MiB. Weights are gathered and sent in buckets; a larger single tensor is its own bucket."""
     timeout_s: Seconds = 300.0

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from configs.capture_schema import CaptureConfig, ShadowLoss
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig
-from configs.rollout_schema import RewardConfig, RolloutConfig, WeightSyncConfig
+from configs.rollout_schema import RewardConfig, RolloutConfig, SleepMode, WeightSyncConfig
 from configs.tracking_schema import TrackingConfig
 from configs.trainer_schema import CheckpointConfig, ModelConfig, StopWhenConfig, TrainerConfig, refuse_best
 from core.errors import UserError
@@ -165,6 +165,14 @@ class RLConfig(RunConfig):
     """Largest number of training steps between the policy that sampled a token and the one that is trained on it. 0:
     generation waits for every weight sync. n: it continues while the trainer works, and stops before it gets too
     old."""
+    placement: Literal["apart", "colocate"] = "apart"
+    """Devices of trainers and engines. apart: each has its own. colocate: they take turns on the same ones, for as many
+    engine ranks as trainer ranks: while the engines generate the trainers are in the machine's memory, and while the
+    trainers train the engines sleep. max_staleness is 0 then. On a CPU, where all share the memory anyway, the turns
+    are the same."""
+    engine_sleep: SleepMode = "offload"
+    """What the engines do with their weights while they sleep, with placement: colocate. offload: keep them in the
+    machine's memory. discard: drop them, which is faster and takes less; each weight sync brings all of them."""
     sample_reuse: int = Field(1, ge=1)
     """Number of steps that train on each group: a step adds groups_per_step / sample_reuse new groups to the window."""
     eval_samples: int = Field(1, ge=1)
@@ -218,6 +226,8 @@ class RLConfig(RunConfig):
         self.reward.check_sources(list(dict.fromkeys(source.log_name for source in sources)))
         if self.backend == "local" and sync.transport != "auto":
             raise ValueError("backend: local hands weights over in one process: set weight_sync.transport to auto")
+        if refused := self._refuse_colocation():
+            raise ValueError(f"placement is colocate, {refused}, or placement to apart")
         if refused := self._refuse_adapter_sync():
             raise ValueError(f"weight_sync.lora is adapter, {refused}, or weight_sync.lora to merged")
         if self.longest_sample > self.trainer.micro_batch_tokens:
@@ -226,6 +236,30 @@ class RLConfig(RunConfig):
                 f"more than trainer.micro_batch_tokens={self.trainer.micro_batch_tokens}: raise that, or lower those"
             )
         return self
+
+    def _refuse_colocation(self) -> str | None:
+        if self.placement == "apart":
+            return None
+        if self.rollout.least_engines != self.rollout.most_engines:
+            return "and engines that come and go need devices of their own: set rollout.engines to a number"
+        ranks, engines = self.trainer.ranks, self.rollout.least_engines * self.rollout.tensor_parallel_size
+        if self.max_staleness:
+            return f"so nothing can generate while the trainer trains: set max_staleness={self.max_staleness} to 0"
+        if engines != ranks:
+            return (
+                f"and {engines} engine ranks (rollout.engines x rollout.tensor_parallel_size) cannot share the devices "
+                f"of {ranks} trainer ranks: set trainer.ranks to {engines}"
+            )
+        if self.ray_address is not None:
+            return "which is written for the GPUs of one machine: leave ray_address out"
+        if self.weight_sync.transport == "nccl":
+            return "and NCCL refuses two processes on one GPU: set weight_sync.transport to auto"
+        if self.engine_sleep == "discard" and self.weight_sync.lora == "adapter":
+            return (
+                "engine_sleep is discard, and weight_sync.lora=adapter would never send the other weights again: set "
+                "engine_sleep to offload"
+            )
+        return None
 
     def _refuse_adapter_sync(self) -> str | None:
         lora = self.model.lora

@@ -76,9 +76,10 @@ class ActivityTimer:
             self.end_activity(activity)
 
     def begin_activity(self, activity: Activity) -> None:
-        """Charge the time from now on to `activity`, until `end_activity`."""
+        """Charge the time from now on to `activity`, until `end_activity`. One that was not listed comes last."""
         self._charge_elapsed()
-        self.running[activity] += 1
+        self.running[activity] = self.running.get(activity, 0) + 1
+        self.seconds.setdefault(activity, 0.0)
 
     def end_activity(self, activity: Activity) -> None:
         """End what `begin_activity` began."""

@@ -178,6 +178,16 @@ TABLE = (
         after_it="the run stops",
     ),
     Deadline(
+        waits_for="engines that go to sleep once their groups have ended, with `placement: colocate`",
+        length="`timeout_s`",
+        after_it="the run stops; the sentence names the engine and the turn",
+    ),
+    Deadline(
+        waits_for="trainers that leave a shared device or return to it, and engines that wake there",
+        length=f"`weight_sync.timeout_s` + {_seconds(SYNC_TIMEOUT_GRACE_S)}",
+        after_it="the run stops; the sentence names the process and the turn",
+    ),
+    Deadline(
         waits_for="better reasons from other ranks, after the first error of a collective call",
         length=_seconds(ERROR_GRACE_S),
         after_it="the first error is reported",

@@ -10,7 +10,19 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from core.phases import ENGINE_ACTIVITIES, IDLE, REST, STEP, TRAINER_ACTIVITIES, Activity, Phase, time_metric
+from core.phases import (
+    ENGINE_ACTIVITIES,
+    ENGINE_TURNS,
+    IDLE,
+    REST,
+    STEP,
+    TRAINER_ACTIVITIES,
+    TRAINER_TURNS,
+    TURN_PHASES,
+    Activity,
+    Phase,
+    time_metric,
+)
 
 Amount = Literal["tokens", "samples", "groups", "rows", "steps", "turns", "calls", "seconds", "nats", "bytes"]
 Unit = Amount | Literal["", "fraction", "tokens/s"]
@@ -45,7 +57,7 @@ def _declare(name: str, unit: Unit, meaning: str, logged_by: str) -> str:
 
 
 RL, SL, ALL = "RL", "supervised", "all runs"
-_TOOLS, _AGENTS = "RL with tools", "RL with rollout.agent"
+_TOOLS, _AGENTS, _TURNS = "RL with tools", "RL with rollout.agent", "RL with placement: colocate"
 
 STEP_NUMBER = _declare("step", "steps", "number of the step, from 0", ALL)
 TOKENS_PER_S = _declare("tokens_per_s", "tokens/s", "trained tokens per second of the whole step", ALL)
@@ -281,13 +293,17 @@ PHASE_MEANINGS = {
     Phase.TRAIN: "packing and training",
     Phase.CAPTURE: "keeping the step, with capture",
     Phase.SYNC: "weight sync and its proof",
+    Phase.SLEEP: "engines that go to sleep, so that the trainers have their device",
+    Phase.RETURN: "trainers that return to the device",
+    Phase.LEAVE: "trainers that leave the device, so that the engines have it",
+    Phase.WAKE: "engines that wake",
     Phase.EVALUATE: "measuring data.eval",
     Phase.LOG: "writing the step's samples and timers",
     Phase.CHECKPOINT: "writing a checkpoint (in the line of the next step)",
 }
 """Phases that appear in the log; the others come before its first or after its last line."""
 for _phase, _meaning in PHASE_MEANINGS.items():
-    _declare(time_metric(_phase), "seconds", f"driver: {_meaning}", ALL)
+    _declare(time_metric(_phase), "seconds", f"driver: {_meaning}", _TURNS if _phase in TURN_PHASES else ALL)
 _declare(time_metric(REST), "seconds", "driver: what no phase explains", ALL)
 STEP_SECONDS = _declare(time_metric(STEP), "seconds", "the whole step", ALL)
 DEVICE_SECONDS = "time/{}s/{}_s"
@@ -295,6 +311,9 @@ for _activity in (*TRAINER_ACTIVITIES, IDLE):
     _declare(DEVICE_SECONDS.format("trainer", _activity), "seconds", f"mean trainer rank: {_activity}", RL)
 for _activity in (*ENGINE_ACTIVITIES, IDLE):
     _declare(DEVICE_SECONDS.format("engine", _activity), "seconds", f"mean engine: {_activity}", RL)
+for _kind, _activities in (("trainer", TRAINER_TURNS), ("engine", ENGINE_TURNS)):
+    for _activity in _activities:
+        _declare(DEVICE_SECONDS.format(_kind, _activity), "seconds", f"mean {_kind}: {_activity}", _TURNS)
 _declare(
     DEVICE_SECONDS.format("engine", Activity.RESTART),
     "seconds",

@@ -17,6 +17,10 @@ class Phase(StrEnum):
     TRAIN = "train"
     CAPTURE = "capture"
     SYNC = "sync"
+    SLEEP = "sleep"
+    RETURN = "return"
+    LEAVE = "leave"
+    WAKE = "wake"
     EVALUATE = "evaluate"
     LOG = "log"
     CHECKPOINT = "checkpoint"
@@ -35,6 +39,10 @@ class Activity(StrEnum):
     ENVIRONMENT = "environment"
     REWARD = "reward"
     RESTART = "restart"
+    SLEEP = "sleep"
+    WAKE = "wake"
+    LEAVE = "leave"
+    RETURN = "return"
 
 
 class Milestone(StrEnum):
@@ -50,6 +58,11 @@ class Milestone(StrEnum):
 
 TRAINER_ACTIVITIES = (Activity.TRAIN, Activity.LOGP, Activity.SYNC, Activity.SAVE)
 ENGINE_ACTIVITIES = (Activity.SYNC, Activity.GENERATE, Activity.ENVIRONMENT, Activity.REWARD)
+TURN_PHASES = (Phase.SLEEP, Phase.RETURN, Phase.LEAVE, Phase.WAKE)
+"""Phases in which a shared device changes hands, with placement: colocate."""
+TRAINER_TURNS = (Activity.LEAVE, Activity.RETURN)
+ENGINE_TURNS = (Activity.SLEEP, Activity.WAKE)
+"""Activities of devices then."""
 IDLE = "idle"
 """A device's time in none of its activities."""
 REST = "rest"

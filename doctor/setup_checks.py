@@ -21,8 +21,9 @@ from core.deadlines import ADDRESS_CHECK_TIMEOUT_S
 from core.errors import UserError
 from doctor.findings import Finding, Level, Say, attempt, show_all
 from driver.devices import check_devices, count_gpus, uses_gpus
-from driver.explain import GIB, MemoryEstimate, estimate_memory
+from driver.explain import estimate_memory
 from driver.load_recipe import Loaded
+from driver.memory_estimate import GIB, MemoryEstimate, find_gpu_gib, find_machine_gib
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ("torch", "transformers", "numpy", "pydantic", "pyarrow", "datasets", "peft", "ray", "deepspeed", "vllm")
@@ -133,17 +134,8 @@ def describe_devices(cfg: RunConfig) -> str:
 
 
 def find_memory_gib(cfg: RunConfig) -> float:
-    """Return the memory of one GPU, or on a CPU that of the machine or of its control group."""
-    import psutil
-
-    if uses_gpus(cfg) and count_gpus():
-        import torch
-
-        return torch.cuda.mem_get_info()[1] / GIB
-    total: int = psutil.virtual_memory().total
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
-    return (total if text == "max" else min(total, int(text))) / GIB
+    """Return the memory of one GPU, or on a CPU that of the machine."""
+    return (find_gpu_gib() if uses_gpus(cfg) else None) or find_machine_gib()
 
 
 def check_memory(cfg: RunConfig, estimate: MemoryEstimate, *, total_gib: float) -> Finding:

@@ -29,6 +29,11 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
         )
     if isinstance(cfg, EvalConfig):
         return  # its weights never change
+    if cfg.placement == "colocate" and not can.sleep:
+        raise UserError(
+            f"placement is colocate, and {name} does not sleep while the trainer has the device: add sleep and wake, "
+            "as in rollouts/engines/hf.py, and say so in its capabilities, or set placement to apart"
+        )
     transport = cfg.weight_sync.transport
     if transport == "nccl" and not can.nccl:
         raise UserError(f"{name} takes no weights over NCCL: set weight_sync.transport to auto")

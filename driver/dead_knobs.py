@@ -81,6 +81,16 @@ RULES = (
         why="rollout.env is single_turn, which ends after one reply",
     ),
     Rule(
+        keys=("engine_sleep",),
+        is_unused=lambda cfg: isinstance(cfg, RLConfig) and cfg.placement == "apart",
+        why="placement is apart, and the engines never sleep",
+    ),
+    Rule(
+        keys=("rollout.restarts",),
+        is_unused=lambda cfg: isinstance(cfg, RLConfig) and cfg.placement == "colocate",
+        why="placement is colocate, where the death of an engine ends the run (on_failure: resume goes on by itself)",
+    ),
+    Rule(
         keys=("alg.credit",),
         is_unused=lambda cfg: (
             isinstance(cfg, RLConfig) and cfg.alg.get("credit") == "turn" and cfg.rollout.max_turns == 1

@@ -42,7 +42,8 @@ def check_devices(cfg: RunConfig) -> str | None:
     """Return what this machine lacks for the run, in one sentence; None if nothing."""
     rollout = cfg.rollout if isinstance(cfg, RLConfig) else None
     engines = rollout.least_engines * rollout.tensor_parallel_size if rollout else 0
-    wanted = cfg.trainer.ranks + engines
+    shared = isinstance(cfg, RLConfig) and cfg.placement == "colocate"
+    wanted = cfg.trainer.ranks + (0 if shared else engines)
     gpus, cores = count_gpus(), os.cpu_count() or 1
     if isinstance(cfg, RLConfig) and cfg.weight_sync.transport == "nccl" and not uses_gpus(cfg):
         return "weight_sync.transport is nccl, and trainers and engines get no GPUs: set it to auto, or device=cuda"
@@ -55,8 +56,9 @@ def check_devices(cfg: RunConfig) -> str | None:
             else None
         )
     if uses_gpus(cfg) and wanted > gpus:
+        both = "share" if shared else "want"
         return (
-            f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks want {wanted} GPUs, and this machine has "
+            f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks {both} {wanted} GPUs, and this machine has "
             f"{gpus}: lower trainer.ranks, rollout.engines or rollout.tensor_parallel_size"
         )
     if not uses_gpus(cfg) and max(cfg.trainer.ranks, engines) > cores:

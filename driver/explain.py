@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -15,9 +14,10 @@ from configs.trainer_schema import LoraConfig
 from driver.devices import check_devices, count_gpus, uses_gpus
 from driver.explain_vision import BytesEach, describe_vision, measure_vision
 from driver.load_recipe import Loaded
+from driver.memory_estimate import GIB, MemoryEstimate
+from driver.shared_memory import describe_turns
 from modeling.hf_config import ModelUnreadable, check_model_folder, meta_model
 
-GIB = 2**30
 ROWS = {"conversations": "rows", "pairs": "pairs", "unpaired": "rows"}
 
 
@@ -113,36 +113,12 @@ def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
     rows = [("trainer", f"{cfg.trainer.ranks} Ray actors, {library}, one {kind} each")]
     if isinstance(cfg, RLConfig):
         rollout = cfg.rollout
+        turns = " and in turns with the trainers" if cfg.placement == "colocate" else ""
         actors = f"{count_engines(rollout)} Ray actors ({rollout.engine})"
-        rows.append(("engines", f"{actors}, {rollout.tensor_parallel_size} {kind} each"))
+        rows.append(("engines", f"{actors}, {rollout.tensor_parallel_size} {kind} each{turns}"))
         rows.append(("rewards", f"{cfg.reward.workers} processes beside each engine"))
     rows.append(("this machine", f"{count_gpus()} GPUs, {os.cpu_count()} CPU cores"))
     return rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate:
-    """Memory that a run holds, in GiB, without activations, caches and what a process itself takes."""
-
-    parameters: int
-    """Parameters of the model, without an adapter."""
-    adapter: int
-    weights: float
-    """Weights of one trainer rank, as are the next three."""
-    gradients: float
-    optimizer: float
-    frozen: float
-    per_engine: float
-    """Weights of one rank of an engine; 0 without engines."""
-    checkpoint: float
-    """Size of one checkpoint, of all ranks."""
-    saved: float
-    """Size of the saved model."""
-
-    @property
-    def per_rank(self) -> float:
-        """GiB of one trainer rank."""
-        return self.weights + self.gradients + self.optimizer + self.frozen
 
 
 def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
@@ -167,6 +143,7 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     ]
     if isinstance(loaded.cfg, RLConfig):
         rows.append(("memory per engine", f"about {m.per_engine:.2f} GiB of weights per rank, and its cache"))
+        rows += describe_turns(loaded.cfg, m)
     return rows
 
 

@@ -26,7 +26,7 @@ NOT_FOR_TRAINING = (
     *("data.max_invalid_fraction", "model.lora.merge_on_save"),
     *("trainer.max_skipped_updates", "reward.workers", "reward.timeout_s", "reward.max_failed_fraction"),
     *("rollout.timeout_s", "weight_sync.bucket_mib", "weight_sync.timeout_s", "weight_sync.probe_tolerance"),
-    *("weight_sync.transport", "capture.", "shadow"),
+    *("weight_sync.transport", "capture.", "shadow", "placement", "engine_sleep"),
     "alg.file",  # its contents are compared, wherever it lies
 )
 """Keys that may differ without any change of the numbers. A name that ends in a dot is a whole section."""

@@ -22,6 +22,7 @@ from data_feeds.packing import Plan, plan_update
 from data_feeds.tokenizer import ChatTokenizer
 from driver.checkpoint import RunState
 from driver.dead_knobs import HyperParameterCheck
+from driver.device_turns import DeviceTurns
 from driver.held_out import HeldOut, Measured
 from driver.rollout_metrics import (
     check_failures,
@@ -33,7 +34,7 @@ from driver.rollout_metrics import (
 from driver.scoring import add_columns
 from driver.session import Session
 from driver.shadows import Shadows
-from driver.time_account import TimeBreakdown, name_bottleneck
+from driver.time_account import TimeBreakdown, describe_turns_cost, name_bottleneck
 from rollouts.availability import EngineAvailability
 from rollouts.buffer import ReplayBuffer
 from rollouts.generation import Generation
@@ -65,6 +66,8 @@ class Run:
     layout: RowLayout
     """Layout of the trainers' rows, which depends on the loaded model."""
     time: TimeBreakdown
+    turns: DeviceTurns | None = None
+    """Turns of trainers and engines on the same devices; None where each has its own."""
     shadows: Shadows | None = None
     recorder: Recorder | None = None
     evaluated: Measured | None = None
@@ -172,10 +175,13 @@ class Run:
 
     async def sync_weights(self, version: int) -> dict[str, float]:
         """Transfer the trainer's weights to every engine that is there, as `version`."""
-        with self.session.clock.phase(Phase.SYNC):
-            proof = None
-            while proof is None:
-                proof = await self._publish(version, await self.engines.wait_for(self.engines.taking_weights))
+        if self.turns is not None:
+            proof = await self.turns.give_to_engines(version)
+        else:
+            with self.session.clock.phase(Phase.SYNC):
+                proof = None
+                while proof is None:
+                    proof = await self._publish(version, await self.engines.wait_for(self.engines.taking_weights))
         self.session.clock.reach(Milestone.SYNCED)
         self.buffer.set_version(version)
         return proof
@@ -270,7 +276,8 @@ class Run:
                 found = held_out.measure(await self._while_trainers_wait(held_out.sample()), when)
             if found is not None:
                 return found
-            await self.sync_weights(self.steps_done)
+            if self.turns is None:
+                await self.sync_weights(self.steps_done)
         raise RunStopped(
             "the engines (rollout.engine) said after a weight sync that they sampled tokens of several versions: "
             "correct the versions that generate() returns"
@@ -300,17 +307,32 @@ class Run:
 
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
         """Write a checkpoint after every `checkpoint.every` steps."""
-        if self.session.checkpoint_is_due(step + 1):
-            position = self.buffer.get_state()
-            state = RunState(steps_done=step + 1, metrics=metrics, position=position, recipe=self.settings)
-            await self.session.write_checkpoint(self.trainers, self.tokenizer, state)
+        if not self.session.checkpoint_is_due(step + 1):
+            return
+        if self.turns is None:
+            return await self._write_checkpoint(step, metrics)
+        async with self.generation.held():
+            await self.turns.give_to_trainers()
+            await self._write_checkpoint(step, metrics)
+            await self.turns.give_to_engines(self.steps_done)
+
+    async def _write_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
+        position = self.buffer.get_state()
+        state = RunState(steps_done=step + 1, metrics=metrics, position=position, recipe=self.settings)
+        await self.session.write_checkpoint(self.trainers, self.tokenizer, state)
 
     async def save(self) -> None:
         """Write the trained model, and where the time went."""
         await self.session.folder.samples.flush()
+        if self.turns is not None:
+            await self.turns.give_to_trainers()
         await self.session.save_model(self.trainers, self.tokenizer, self.alg)
         if self.recorder is not None:
             await self.recorder.finish()
         devices = await self.time.read_totals()
         self.session.facts["devices"] = devices
-        self.session.facts["bottleneck"] = name_bottleneck(devices, max_staleness=self.cfg.max_staleness)
+        self.session.facts["bottleneck"] = (
+            name_bottleneck(devices, max_staleness=self.cfg.max_staleness)
+            if self.turns is None
+            else describe_turns_cost(devices)
+        )

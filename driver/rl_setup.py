@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,10 @@ from driver.check_engine import check_pictures, check_sampling
 from driver.check_models import check_frozen_models, check_policy, check_room
 from driver.checkpoint import Checkpoint
 from driver.dead_knobs import HyperParameterCheck
+from driver.device_turns import leave_after_start, make_turns, share_devices
 from driver.devices import check_devices, uses_gpus
 from driver.engine_timers import EngineTimers
+from driver.explain import estimate_memory
 from driver.held_out import HeldOut
 from driver.load_recipe import Loaded
 from driver.machines import claim_machines
@@ -51,6 +53,7 @@ from driver.rollout_factory import (
 from driver.save_to import check_output_folders
 from driver.session import Session
 from driver.shadows import Shadows, load_shadows
+from driver.shared_memory import check_turns
 from driver.time_account import TimeBreakdown
 from driver.trainer_factory import plan_trainer, plan_trainer_role, start_trainers
 from driver.weight_sync_factory import make_probe, make_weight_sync
@@ -102,6 +105,8 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
     check_lora_targets(cfg.model)
     check_room(cfg)
+    if cfg.placement == "colocate":
+        check_turns(cfg, estimate_memory(loaded))
     check_pictures(cfg)
     shadows = load_shadows(cfg, alg)
     rollouts = plan_rollouts(cfg)
@@ -146,11 +151,26 @@ async def start(prepared: Prepared, session: Session) -> Run:
         total_updates=cfg.total_updates,
         shadows=prepared.shadows,
         support=prepared.support,
+        shares_device=cfg.placement == "colocate",
     )
     with session.clock.phase(Phase.START):
         trainers, engines = await start_workers(prepared, session, plan)
+    weights = make_weight_sync(
+        cfg,
+        trainers,
+        engines,
+        make_probe(cfg, prepared.tokenizer, feed.all()),
+        rollouts=prepared.rollouts,
+        say=session.console.say,
+        facts=session.facts,
+        folder=session.folder.path,
+    )
+    turns = None
+    if plan.shares_device:
+        turns = make_turns(cfg, trainers, engines, weights, session.clock)
+        await turns.give_to_trainers()
+    with session.clock.phase(Phase.START):
         layout = await trainers.call_one(0, Trainer.describe_layout)
-    probe = make_probe(cfg, prepared.tokenizer, feed.all())
     first_step = await session.resume(trainers, prepared.checkpoint, prepared.settings)
     availability = watch_engines(cfg, engines, session)
     generation = make_generation(prepared, session, engines, availability, first_step)
@@ -164,16 +184,8 @@ async def start(prepared: Prepared, session: Session) -> Run:
         held_out=held_out,
         tokenizer=prepared.tokenizer,
         trainers=trainers,
-        weights=make_weight_sync(
-            cfg,
-            trainers,
-            engines,
-            probe,
-            rollouts=prepared.rollouts,
-            say=session.console.say,
-            facts=session.facts,
-            folder=session.folder.path,
-        ),
+        weights=weights,
+        turns=turns,
         session=session,
         settings=prepared.settings,
         hyper_parameters=prepared.hyper_parameters,
@@ -258,13 +270,13 @@ def make_recorder(
 async def start_workers(
     prepared: Prepared, session: Session, plan: Any
 ) -> tuple[Workers[Trainer], Workers[RolloutWorker]]:
-    """Start trainers and engines at the same time."""
-    cfg = prepared.loaded.cfg
-    roles = [plan_trainer_role(cfg), plan_engine_role(cfg, prepared.rollouts, session.folder.path)]
+    """Start trainers and engines at the same time; where they share devices, engines after trainers have left."""
+    cfg, rollouts = prepared.loaded.cfg, prepared.rollouts
+    roles = [plan_trainer_role(cfg), plan_engine_role(cfg, rollouts, session.folder.path)]
     await claim_machines(session, roles, {"model.path": cfg.model.path})
 
     async def start_engines() -> Workers[RolloutWorker]:
-        session.engines = await start_rollouts(session.cluster, cfg, prepared.rollouts)
+        session.engines = await start_rollouts(session.cluster, cfg, rollouts)
         session.clock.reach(Milestone.ENGINES)
         return session.engines
 
@@ -273,13 +285,19 @@ async def start_workers(
         session.clock.reach(Milestone.TRAINERS)
         return trainers
 
+    if plan.shares_device:
+        trainers = await start_trainer()
+        gpus = await leave_after_start(trainers)
+        per_engine = cfg.rollout.tensor_parallel_size
+        rollouts = replace(rollouts, devices=share_devices(gpus, per_engine=per_engine))
+        return trainers, await start_engines()
     calls: list[Coroutine[Any, Any, Any]] = [start_trainer(), start_engines()]
     trainers, engines = await gather_fail_fast(calls)
     return trainers, engines
 
 
 def watch_engines(cfg: RLConfig | EvalConfig, engines: Workers[RolloutWorker], session: Session) -> EngineAvailability:
-    """Return the states of the engines, which restart, or come and go, where they have processes of their own."""
+    """Return the states of the engines, which restart, or come and go, with processes and devices of their own."""
     rollout = cfg.rollout
     if isinstance(engines, ElasticRemote):
         bounds = Bounds(
@@ -293,7 +311,8 @@ def watch_engines(cfg: RLConfig | EvalConfig, engines: Workers[RolloutWorker], s
         elastic.start_watch(engines.find_leaving, every_s=MEMBERSHIP_POLL_S)
         session.availability = elastic
     else:
-        restart = engines.restart if isinstance(engines, Remote) else None
+        shares_device = isinstance(cfg, RLConfig) and cfg.placement == "colocate"
+        restart = engines.restart if isinstance(engines, Remote) and not shares_device else None
         session.availability = EngineAvailability(
             len(engines), restart=restart, budget=rollout.restarts, say=session.console.say
         )

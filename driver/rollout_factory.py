@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ class RolloutPlan:
     """Engine settings without stop tokens, support and cores, which the worker's process adds."""
     transports: tuple[TransportName, ...]
     """Transports of weights; in a synchronous run the next one replaces one that fails."""
+    devices: tuple[str, ...] = ()
+    """GPUs of every engine, as CUDA_VISIBLE_DEVICES names them; empty leaves them to Ray."""
     max_prompt_tokens: int
     """Largest number of tokens before a policy's first reply: data.max_prompt_tokens."""
     seed: int
@@ -94,6 +97,8 @@ def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
         starts_empty=lora is None,  # the first weight sync sends all weights
         lora=lora and name_lora_targets(lora, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code),
         over_nccl=transports[0] == "nccl",
+        over_ipc=transports[0] == "ipc",
+        sleep=cfg.engine_sleep if cfg.placement == "colocate" else None,
         timeout_s=cfg.weight_sync.timeout_s,
         requests=cfg.weight_sync.requests,
     )
@@ -149,12 +154,17 @@ def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, 
     """Return the transport, and what a synchronous run may fall back to; from GPU to GPU where both ends can."""
     if (chosen := cfg.weight_sync.transport) != "auto":
         return (chosen,)
-    first: TransportName = "nccl" if can.nccl and uses_gpus(cfg) else "gloo"
+    if cfg.placement == "colocate" and can.ipc and uses_gpus(cfg):
+        return ("ipc",)
+    apart_on_gpus = can.nccl and uses_gpus(cfg) and cfg.placement == "apart"
+    first: TransportName = "nccl" if apart_on_gpus else "gloo"
     return (first, "direct", "disk") if can.chunks else (first,)
 
 
 def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     """Return a rollout worker with its engine; without `info`, everything is in this process."""
+    if info is not None and plan.devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = plan.devices[info.rank]  # before CUDA is in use
     agents = None if plan.agent is None else AgentProcesses(plan.agent)  # its file is imported while the engine starts
     engine, tokenizer, stops = build_engine(plan, replace(plan.engine, cores=list_cores(info)))
     return RolloutWorker(
@@ -183,8 +193,10 @@ def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatT
 
 
 def share_for_engine(cfg: RLConfig | EvalConfig) -> Resources:
-    """Return what one engine gets of its machine."""
-    return share_machine(cfg, cfg.rollout.least_engines, gpus=cfg.rollout.tensor_parallel_size)
+    """Return what one engine gets of its machine: GPUs of its own, or none where it uses the trainers' in turns."""
+    resources = share_machine(cfg, cfg.rollout.least_engines, gpus=cfg.rollout.tensor_parallel_size)
+    shares = isinstance(cfg, RLConfig) and cfg.placement == "colocate"
+    return replace(resources, gpus=0) if shares else resources
 
 
 def plan_engine_role(cfg: RLConfig | EvalConfig, plan: RolloutPlan, run_folder: Path) -> Role:

@@ -13,7 +13,7 @@ from typing import Any
 
 from core.clock import ActivityTimer, Clock
 from core.metrics import DEVICE_SECONDS, IDLE_FRACTION
-from core.phases import IDLE, REST, Activity, Phase
+from core.phases import ENGINE_TURNS, IDLE, REST, TRAINER_TURNS, Activity, Phase
 from core.workers import Workers
 from driver.engine_timers import EngineTimers, Seconds
 from trainers.trainer import Trainer
@@ -143,6 +143,21 @@ def describe_shares(devices: dict[str, Seconds]) -> list[str]:
         parts = ", ".join(f"{name.replace('_', ' ')} {share:z.1%}" for name, share in told.items())
         lines.append(f"{kind}s: {parts}")
     return lines
+
+
+def describe_turns_cost(devices: dict[str, Seconds]) -> str:
+    """Return one sentence on a device that trainers and engines share: who had it, and what its turns cost."""
+    trainer, engine = average_device("trainer", devices), average_device("engine", devices)
+    whole = sum(trainer.values())
+    changes = sum(trainer.get(name, 0.0) for name in TRAINER_TURNS) + sum(
+        engine.get(name, 0.0) for name in ENGINE_TURNS
+    )
+    trains = sum(trainer.get(name, 0.0) for name in (Activity.TRAIN, Activity.LOGP))
+    generates = sum(engine.get(name, 0.0) for name in (Activity.GENERATE, Activity.ENVIRONMENT, Activity.REWARD))
+    return (
+        f"one device for both: {trains / whole:.0%} of the time for training, {generates / whole:.0%} for generation, "
+        f"{engine[Activity.SYNC] / whole:.0%} for weight sync, {changes / whole:.0%} to change hands"
+    )
 
 
 def name_bottleneck(devices: dict[str, Seconds], *, max_staleness: int) -> str:

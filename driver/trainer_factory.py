@@ -40,6 +40,8 @@ class TrainerPlan:
     """File and settings of each shadow loss, by its name."""
     support: Support = EVERY_TOKEN
     has_ref_logp: bool = False
+    shares_device: bool = False
+    """The trainer leaves its device, so that an engine has it, and returns."""
     timeout_s: float = 1800.0
     """Deadline of the ranks' collectives."""
 
@@ -50,6 +52,15 @@ if count_gpus() == 0:
 
 def build_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
     """Return a rank of the recipe's library; without `info`, the local trainer of this process."""
+    trainer = _make_trainer(info, plan)
+    if plan.shares_device:
+        from trainers.away import Away
+
+        trainer.away = Away(trainer)
+    return trainer
+
+
+def _make_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
     import torch
 
     alg = load_algorithm(plan.alg_spec, plan.alg)
@@ -92,6 +103,7 @@ def plan_trainer(
     shadows: Sequence[NamedLoss] = (),
     support: Support = EVERY_TOKEN,
     has_ref_logp: bool = False,
+    shares_device: bool = False,
 ) -> TrainerPlan:
     return TrainerPlan(
         model=cfg.model,
@@ -105,6 +117,7 @@ def plan_trainer(
         shadows={shadow.name: (shadow.spec, shadow.settings) for shadow in shadows},
         support=support,
         has_ref_logp=has_ref_logp,
+        shares_device=shares_device,
         timeout_s=cfg.timeout_s,
     )
 

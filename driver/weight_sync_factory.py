@@ -22,7 +22,7 @@ from trainers.trainer import Trainer
 from weight_sync.base import ExportScope, Probe, ReceivesWeights, TransportName, WeightSync
 from weight_sync.publisher import LocalWeightSync, RemoteWeightSync
 from weight_sync.source import WeightSource
-from weight_sync.transports import BroadcastTransport, ChunkedTransport, SyncEndpoints, Transport
+from weight_sync.transports import BroadcastTransport, ChunkedTransport, HandleTransport, SyncEndpoints, Transport
 
 TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
 """Default of weight_sync.probe_tolerance by model.dtype, in nats."""
@@ -112,4 +112,6 @@ def list_usable(
 def make_transport(name: TransportName, folder: Path) -> Transport:
     if name in ("nccl", "gloo"):
         return BroadcastTransport(name)
+    if name == "ipc":
+        return HandleTransport(name, None)
     return ChunkedTransport(name, folder / "weights" if name == "disk" else None)

@@ -7,7 +7,16 @@ from typing import Any
 
 from core import metrics as names
 from core.metrics import PHASE_MEANINGS, find_metric
-from core.phases import ENGINE_ACTIVITIES, IDLE, REST, TRAINER_ACTIVITIES, Activity, time_metric
+from core.phases import (
+    ENGINE_ACTIVITIES,
+    ENGINE_TURNS,
+    IDLE,
+    REST,
+    TRAINER_ACTIVITIES,
+    TRAINER_TURNS,
+    Activity,
+    time_metric,
+)
 from core.run_summary import GitState, Warned
 from report.run_files import RunRecord
 
@@ -126,6 +135,6 @@ def describe_time() -> dict[str, list[dict[str, str]]]:
     driver = [*map(str, PHASE_MEANINGS), REST]
     return {
         "driver": [{"name": part, "metric": time_metric(part)} for part in driver],
-        "mean trainer rank": device("trainer", TRAINER_ACTIVITIES),
-        "mean engine": device("engine", (*ENGINE_ACTIVITIES, Activity.RESTART)),
+        "mean trainer rank": device("trainer", (*TRAINER_ACTIVITIES, *TRAINER_TURNS)),
+        "mean engine": device("engine", (*ENGINE_ACTIVITIES, *ENGINE_TURNS, Activity.RESTART)),
     }

@@ -117,6 +117,8 @@ class Generation(GroupRequests):
         self.group_size, self.on_finished = group_size, on_finished
         self.tasks: set[asyncio.Task[Any]] = set()
         self._of_run: asyncio.TaskGroup | None = None
+        self._may_start = asyncio.Event()
+        self._may_start.set()
 
     @asynccontextmanager
     async def running_in_background(self) -> AsyncGenerator[None]:
@@ -131,6 +133,17 @@ class Generation(GroupRequests):
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
+    @asynccontextmanager
+    async def held(self) -> AsyncGenerator[None]:
+        """Wait for the groups that are being generated, and start no other one while the body runs."""
+        self._may_start.clear()
+        try:
+            while running := [task for task in self.tasks if not task.done()]:
+                await asyncio.wait(running)
+            yield
+        finally:
+            self._may_start.set()
+
     def start_beside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run `work` beside the body of `running_in_background`, whose end cancels it. Its error ends the body."""
         assert self._of_run is not None, "nothing runs in the background"
@@ -139,6 +152,7 @@ class Generation(GroupRequests):
     async def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             ticket = await self.buffer.reserve_ticket()
+            await self._may_start.wait()
             self._keep(tasks.create_task(self._generate_into_buffer(ticket)))
 
     def _keep(self, task: asyncio.Task[T]) -> asyncio.Task[T]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from core.clock import ActivityTimer, with_timeout
@@ -19,6 +20,7 @@ from rewards.weights import weigh_parts, weigh_turns
 from rollouts.agents.episode import SHARE_OF_TIMEOUT, AgentRunner
 from rollouts.agents.processes import AgentProcesses
 from rollouts.engines.base import Engine
+from rollouts.engines.sleeping import WakePart
 from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, Played, make_seed, run_episode
 from rollouts.session import Sampler
@@ -50,6 +52,8 @@ class RolloutWorker:
         self.parser, self.max_prompt_tokens = parser or PlainParser(), max_prompt_tokens
         self.timer = ActivityTimer(*ENGINE_ACTIVITIES)
         self.agents = None if agents is None else self._make_runner(agents)
+        self.groups: list[asyncio.Future[Any]] = []
+        """Groups that are being generated."""
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group | None:
         """Run `size` episodes of a prompt at once; return None and cancel them after `rollout.timeout_s`.
@@ -58,7 +62,11 @@ class RolloutWorker:
         """
         run = self._run_episode if self.agents is None else self._run_agent
         episodes = asyncio.gather(*(run(ticket, prompt, sibling) for sibling in range(size)))
-        samples = await with_timeout(episodes, self.rollout.timeout_s)
+        self.groups.append(episodes)
+        try:
+            samples = await with_timeout(episodes, self.rollout.timeout_s)
+        finally:
+            self.groups.remove(episodes)
         return None if samples is None else [*chain.from_iterable(samples)]
 
     async def _run_episode(self, ticket: int, prompt: Prompt, sibling: int) -> list[Sample]:
@@ -134,6 +142,19 @@ class RolloutWorker:
             max_model_len=self.max_prompt_tokens + self.rollout.max_new_tokens,
         )
         return AgentRunner(agents, sampler, timeout_s=SHARE_OF_TIMEOUT * self.rollout.timeout_s)
+
+    async def sleep(self) -> None:
+        """Let the engine sleep, once the groups have ended that a run which is over has left behind."""
+        while self.groups:
+            await asyncio.wait(self.groups)
+            await asyncio.sleep(0)
+        with self.timer.measure(Activity.SLEEP):
+            await self.engine.sleep()
+
+    async def wake(self, part: WakePart) -> None:
+        """Wake a part of the engine."""
+        with self.timer.measure(Activity.WAKE):
+            await self.engine.wake(part)
 
     async def close(self) -> None:
         """End the agents, the reward processes and the engine."""

@@ -35,6 +35,7 @@ from modeling.forward import compute_values, forward, layout_for
 from modeling.load import DTYPES
 from modeling.media import MediaLoader
 from trainers.allocator import keep_freed_memory
+from trainers.away import Away
 from trainers.checkpoint_state import Counters, RankState, load_state, save_state
 from trainers.learner import Learner
 from trainers.meter import Meter
@@ -51,6 +52,8 @@ class Trainer:
     """Train on one rank. Every method is called on all ranks at once, with the same number of micro-batches on each."""
 
     rank, ranks = 0, 1
+    away: Away
+    """Part that leaves the device, with placement: colocate."""
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class Trainer:
         self.critic: Learner | None = None
         if alg.value_lr is not None:
             self.critic = self.make_learner(models.load_scalar())
-        self.frozen = {
+        self.frozen: dict[ScoredColumn, nn.Module] = {
             column: self.hold_frozen(models.load_frozen(column, path))
             for column, path in alg.frozen_models.items()
             # the reference may be computed already, and the reference of an adapter is the policy without it

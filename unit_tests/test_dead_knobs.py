@@ -34,6 +34,8 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.eval_rows": (5, {"data.eval": "x.parquet"}),
     "rollout.max_turns": (2, {"rollout.env": "calculator"}),
     "alg.credit": ("turn", {"rollout.env": "calculator", "rollout.max_turns": 2}),
+    "engine_sleep": ("discard", {"placement": "colocate"}),
+    "rollout.restarts": (1, {}),
     "trainer.betas": ([0.9, 0.95], {}),
     "trainer.eps": (1e-6, {}),
     "trainer.share_prefixes": ("auto", {}),
@@ -47,6 +49,7 @@ DEAD = {
     **{key: {"trainer.optimizer": "sgd"} for key in ("trainer.betas", "trainer.eps")},
     **{key: {"trainer.library": "fsdp2"} for key in ("trainer.zero_stage", "trainer.deepspeed")},
     "trainer.share_prefixes": {"trainer.layout": "padded"},
+    "rollout.restarts": {"placement": "colocate"},
 }
 """Settings with which a key is of no use, where that is not so by default."""
 
@@ -201,6 +204,7 @@ ELSEWHERE = {
     "rollout.restarts": "driver/rl_setup.py",
     "rollout.engines.min": "configs/rollout_schema.py",
     "rollout.engines.max": "configs/rollout_schema.py",
+    "engine_sleep": "driver/rollout_factory.py",
     "rollout.agent.file": "rollouts/registry.py",
     "rollout.agent.command": "rollouts/registry.py",
     "push_to": "driver/push.py",

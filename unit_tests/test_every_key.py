@@ -145,6 +145,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "test_agents.py": ("rollout.agent.file", "rollout.agent.command"),
     "test_recipes.py": ("epochs",),
     "test_supervised.py": ("precompute_ref_logp",),
+    "test_colocation.py": ("placement", "engine_sleep"),
 }
 """Keys whose effect is seen in a run or in a part that this file does not make; the test file that shows it."""
 SECTIONS = {

@@ -330,6 +330,43 @@ def test_a_seed_decides_a_completion_whatever_else_runs(lab: Lab) -> None:
     lab.run(body())
 
 
+def test_it_sleeps_and_wakes_in_order_and_samples_from_what_came_between(lab: Lab) -> None:
+    """On a CPU vLLM frees no memory, but its own scheduler knows that it sleeps, and so do its workers."""
+    engine, new = lab.engine, random_model(lab.family, seed=5)
+
+    async def body() -> None:
+        await lab.publish(20, lab.model)
+        asking = asyncio.create_task(engine.generate(PROMPT, max_new_tokens=200, seed=0))
+        await asyncio.sleep(0)
+        with pytest.raises(RunStopped, match="was to sleep while it had 1 requests"):
+            await engine.sleep()
+        await asking
+        await engine.sleep()
+        assert await engine._llm.is_sleeping()
+        for call in (sample(engine, range(1)), engine.probe(PROMPT), engine.begin_chunks(), engine.sleep()):
+            with pytest.raises(RunStopped, match="while it was asleep"):
+                await call
+        with pytest.raises(RunStopped, match="was sent weights while it was asleep: wake its weights first"):
+            await engine.receive_weights(21)
+        with pytest.raises(RunStopped, match="was to wake its kv_cache while it was asleep"):
+            await engine.wake("kv_cache")
+        await engine.wake("weights")
+        sent = await lab.publish(21, new)
+        assert await engine._llm.is_sleeping(), "the weights are there, and the cache is not"
+        with pytest.raises(RunStopped, match="awake only with its weights"):
+            await engine.probe(PROMPT)
+        await engine.wake("kv_cache")
+        assert not await engine._llm.is_sleeping() and await engine.cached_tokens(PROMPT) == 0
+        loaded = [await engine.read_fingerprint()]
+        probed = [await engine.probe(PROMPT)]
+        verify_sync(sent, loaded, expected_logp=logp(new, PROMPT), probe_logp=probed, bound=BOUND)
+        completions = await sample(engine)
+        assert gap_of_samples(new, completions) < BOUND and {v for c in completions for v in c.versions} == {21}
+        await lab.publish(22, lab.model)
+
+    lab.run(body())
+
+
 def test_it_samples_from_its_support_and_says_the_probabilities_of_that(lab: Lab) -> None:
     """At once in one engine: requests of another support, which vLLM must not mix up, cannot be there."""
 

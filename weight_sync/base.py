@@ -17,7 +17,7 @@ Bucket = list[tuple[str, Tensor]]
 """Named full tensors that travel together."""
 Chunk = bytes | str
 """A bucket in safetensors format, or the path of such a file."""
-TransportName = Literal["nccl", "gloo", "direct", "disk"]
+TransportName = Literal["nccl", "ipc", "gloo", "direct", "disk"]
 ExportScope = Literal["whole", "adapter"]
 """Tensors to export: all weights of a model, with its adapter (if any) merged in; or the adapter alone."""
 
@@ -30,6 +30,20 @@ class Sent:
     """Checksums by tensor name; see fingerprint.py."""
     nbytes: int
     """Bytes of the tensors that one engine was sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """Weights that engines have loaded, and have not proven yet."""
+
+    version: int
+    engines: Sequence[int]
+    """Ranks of the engines."""
+    sent: Sent
+    loaded: list[list[Mapping[str, int]]]
+    """Checksums that each engine's ranks loaded."""
+    expected_logp: list[float]
+    """The trainer's log-probabilities of the probe prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +71,14 @@ class WeightSync(Protocol):
         engines: ranks of the engines that get the weights; None is all of them. After ProcessDied of one of them the
         others are ready for another sync.
         """
+        ...
+
+    async def deliver_weights(self, version: int) -> Delivery:
+        """Transfer the weights to all engines. The first half of a sync whose engines cannot sample yet."""
+        ...
+
+    async def prove_weights(self, delivery: Delivery) -> dict[str, float]:
+        """Return when the engines have shown what they hold. The second half: trainers take no part in it."""
         ...
 
 

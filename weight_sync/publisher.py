@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from core.clock import ActivityTimer
 from core.errors import CallFailed, ProcessDied, TransportFailed
 from core.phases import Activity
 from core.ray_cluster import Remote
-from weight_sync.base import Bucket, ExportScope, ExportsWeights, Probe, ReceivesWeights, Sent
+from weight_sync.base import Bucket, Delivery, ExportScope, ExportsWeights, Probe, ReceivesWeights, Sent
 from weight_sync.fingerprint import fingerprint, verify_sync
 from weight_sync.transports import SyncEndpoints, Transport
 
@@ -28,15 +29,21 @@ class LocalWeightSync:
     scope: ExportScope
 
     async def publish_weights(self, version: int, engines: Sequence[int] | None = None) -> dict[str, float]:
+        return await self.prove_weights(await self.deliver_weights(version))
+
+    async def deliver_weights(self, version: int) -> Delivery:
         sent = await self.transfer(version)
-        gap = verify_sync(
-            sent.checksums,
-            [await self.engine.read_fingerprint()],
+        return Delivery(
+            version=version,
+            engines=[0],
+            sent=sent,
+            loaded=[[*await self.engine.read_fingerprint()]],
             expected_logp=self.trainer.probe(self.probe.token_ids, **self.probe.settings),
-            probe_logp=[await self.engine.probe(self.probe.token_ids, **self.probe.settings)],
-            bound=self.probe.bound,
         )
-        return {"sync/probe_gap": gap, "sync/bytes": float(sent.nbytes)}
+
+    async def prove_weights(self, delivery: Delivery) -> dict[str, float]:
+        probed = await self.engine.probe(self.probe.token_ids, **self.probe.settings)
+        return prove(delivery, [probed], self.probe)
 
     async def transfer(self, version: int) -> Sent:
         """Transfer the weights without a proof."""
@@ -74,42 +81,49 @@ class RemoteWeightSync:
     """Entries of the run's summary."""
 
     async def publish_weights(self, version: int, engines: Sequence[int] | None = None) -> dict[str, float]:
-        try:
-            return await self._publish(version, range(len(self.engines)) if engines is None else engines)
-        except ProcessDied as error:
-            raise ProcessDied(f"in the sync of version {version}, {error}", worker=error.worker) from error
-        except CallFailed as error:
-            raise type(error)(f"in the sync of version {version}, {error}") from error
+        ranks = range(len(self.engines)) if engines is None else engines
+        with _naming_version(version):
+            async with self._charging_engines(ranks):
+                return await self._prove(await self._deliver(version, ranks))
 
-    async def _publish(self, version: int, ranks: Sequence[int]) -> dict[str, float]:
-        ends, ids, more = self.ends.only(ranks), self.probe.token_ids, self.probe.settings
-        patient = self.engines.only(ranks)
+    async def deliver_weights(self, version: int) -> Delivery:
+        ranks = range(len(self.engines))
+        with _naming_version(version):
+            async with self._charging_engines(ranks):
+                return await self._deliver(version, ranks)
+
+    async def prove_weights(self, delivery: Delivery) -> dict[str, float]:
+        with _naming_version(delivery.version):
+            async with self._charging_engines(delivery.engines):
+                return await self._prove(delivery)
+
+    async def _deliver(self, version: int, ranks: Sequence[int]) -> Delivery:
+        ends, patient = self.ends.only(ranks), self.engines.only(ranks)
+        # pause first: draining can take minutes, and the broadcast's own timeout is short
+        await patient.call_all(ReceivesWeights.pause)
+        sent = await self._transfer(version, ends, patient)
+        loaded = await ends.engines.call_all(ReceivesWeights.read_fingerprint)
+        # before the engines: on shared cores two forward passes at once take longer than both
+        (expected, *_) = await ends.trainers.call_all(ExportsWeights.probe, self.probe.token_ids, **self.probe.settings)
+        return Delivery(version=version, engines=ranks, sent=sent, loaded=loaded, expected_logp=expected)
+
+    async def _prove(self, delivery: Delivery) -> dict[str, float]:
+        engines = self.ends.only(delivery.engines).engines
+        probed = await engines.call_all(ReceivesWeights.probe, self.probe.token_ids, **self.probe.settings)
+        return prove(delivery, probed, self.probe)
+
+    @asynccontextmanager
+    async def _charging_engines(self, ranks: Sequence[int]) -> AsyncGenerator[None]:
+        """Charge the body to weight sync on the engines; an engine that has died is not asked to end it."""
+        timers = self.ends.only(ranks).engine_timers
         try:
-            await ends.engine_timers.call_all(ActivityTimer.begin_activity, Activity.SYNC)
-            # pause first: draining can take minutes, and the broadcast's own timeout is short
-            await patient.call_all(ReceivesWeights.pause)
-            sent = await self._transfer(version, ends, patient)
-            loaded = await ends.engines.call_all(ReceivesWeights.read_fingerprint)
-            # one after the other: on shared cores two forward passes at once take longer than both
-            (expected, *_) = await ends.trainers.call_all(ExportsWeights.probe, ids, **more)
-            probed = await ends.engines.call_all(ReceivesWeights.probe, ids, **more)
-            gap = verify_sync(
-                sent.checksums,
-                loaded,
-                expected_logp=expected,
-                probe_logp=probed,
-                bound=self.probe.bound,
-                engines=ranks,
-            )
+            await timers.call_all(ActivityTimer.begin_activity, Activity.SYNC)
+            yield
         except ProcessDied as error:
             gone = None if error.worker is None else error.worker[1]
-            await self._end_activity([rank for rank in ranks if rank != gone])  # these take part in the next sync
+            others = [rank for rank in ranks if rank != gone]  # these take part in the next sync
+            await self.ends.only(others).engine_timers.call_all(ActivityTimer.end_activity, Activity.SYNC)
             raise
-        await self._end_activity(ranks)
-        return {"sync/probe_gap": gap, "sync/bytes": float(sent.nbytes)}
-
-    async def _end_activity(self, ranks: Sequence[int]) -> None:
-        timers = self.ends.only(ranks).engine_timers
         await timers.call_all(ActivityTimer.end_activity, Activity.SYNC)
 
     async def _transfer(self, version: int, ends: SyncEndpoints, patient: Remote[ReceivesWeights]) -> Sent:
@@ -129,3 +143,30 @@ class RemoteWeightSync:
                 self.transports = others
                 # again: engines that had received all their weights have resumed
                 await patient.call_all(ReceivesWeights.pause)
+
+
+@contextmanager
+def _naming_version(version: int) -> Generator[None]:
+    """Let an error of a process say in which sync it came."""
+    try:
+        yield
+    except ProcessDied as error:
+        raise ProcessDied(f"in the sync of version {version}, {error}", worker=error.worker) from error
+    except CallFailed as error:
+        raise type(error)(f"in the sync of version {version}, {error}") from error
+
+
+def prove(delivery: Delivery, probed: Sequence[Sequence[float]], probe: Probe) -> dict[str, float]:
+    """Return the metrics of a sync. Raises RunStopped unless every engine holds what was sent.
+
+    probed: the engines' log-probabilities of the probe prompt.
+    """
+    gap = verify_sync(
+        delivery.sent.checksums,
+        delivery.loaded,
+        expected_logp=delivery.expected_logp,
+        probe_logp=probed,
+        bound=probe.bound,
+        engines=delivery.engines,
+    )
+    return {"sync/probe_gap": gap, "sync/bytes": float(delivery.sent.nbytes)}

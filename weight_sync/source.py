@@ -8,6 +8,7 @@ from core.phases import Activity
 from weight_sync.base import Chunk, ExportScope, ExportsWeights, Sent
 from weight_sync.broadcast import WeightSender
 from weight_sync.chunks import ChunkWriter
+from weight_sync.ipc import HandleWriter
 from weight_sync.nccl import NcclSender
 
 
@@ -47,13 +48,17 @@ class WeightSource:
         stream = self.trainer.export_weights(max_bytes, scope)
         self.writer = ChunkWriter(stream, writes=self.is_sender, folder=folder)
 
+    def begin_handles(self, max_bytes: int, scope: ExportScope) -> None:
+        """Begin a sync in chunks of handles, which every rank writes; see weight_sync/ipc.py."""
+        self.writer = HandleWriter(self.trainer.export_weights(max_bytes, scope), writes=True, folder=None)
+
     def write_chunk(self) -> bool:
         """Make the next chunk; return False at the end."""
         with self.timer.measure(Activity.SYNC):
             return self.writer.write_chunk()
 
     def get_chunk(self) -> Chunk:
-        """Return the last chunk, on rank 0."""
+        """Return the last chunk; on rank 0, or of handles on every rank."""
         return self.writer.chunk
 
     def abort_chunks(self) -> None:

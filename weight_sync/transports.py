@@ -15,7 +15,10 @@ from core.ray_blame import attribute_failure
 from core.ray_cluster import Remote
 from core.workers import gather_fail_fast
 from weight_sync.base import ExportScope, ExportsWeights, ReceivesWeights, Sent, TransportName
+from weight_sync.ipc import join_chunks
 from weight_sync.source import WeightSource
+
+Calls = list[Coroutine[Any, Any, Any]]
 
 
 class Transport(Protocol):
@@ -126,15 +129,36 @@ class ChunkedTransport:
 
     async def _transfer(self, version: int, ends: SyncEndpoints, folder: Path | None) -> Sent:
         sources, engines, gather = ends.sources, ends.engines, ends.gather_collective
-        where = None if folder is None else str(folder)
-        begins = sources.start_all(WeightSource.begin_chunks, ends.max_bytes, ends.scope, where)
-        await gather([*engines.start_all(ReceivesWeights.begin_chunks), *begins])
+        await gather([*engines.start_all(ReceivesWeights.begin_chunks), *self._begin(sources, ends, folder)])
         try:
             while (await gather([*sources.start_all(WeightSource.write_chunk)]))[0]:
-                chunk = sources.submit(0, WeightSource.get_chunk)
-                await gather([*engines.start_all(ReceivesWeights.load_chunk, chunk)])
+                await gather(await self._load_chunk(sources, ends))
         except RunStopped:  # an engine died, or no transport; where a trainer rank died, this says so
             await sources.call_all(WeightSource.abort_chunks)
             raise
         await gather([*engines.start_all(ReceivesWeights.receive_weights, version)])
         return await sources.call_one(0, WeightSource.summarize_chunks)
+
+    def _begin(self, sources: Remote[WeightSource], ends: SyncEndpoints, folder: Path | None) -> Calls:
+        where = None if folder is None else str(folder)
+        return sources.start_all(WeightSource.begin_chunks, ends.max_bytes, ends.scope, where)
+
+    async def _load_chunk(self, sources: Remote[WeightSource], ends: SyncEndpoints) -> Calls:
+        """Return the calls by which the engines load the chunk that was just written."""
+        return ends.engines.start_all(ReceivesWeights.load_chunk, sources.submit(0, WeightSource.get_chunk))
+
+
+class HandleTransport(ChunkedTransport):
+    """Transfer of one chunk of handles at a time, between trainer ranks and engines on the same GPUs. Never run yet."""
+
+    def _begin(self, sources: Remote[WeightSource], ends: SyncEndpoints, folder: Path | None) -> Calls:
+        return sources.start_all(WeightSource.begin_handles, ends.max_bytes, ends.scope)
+
+    async def _load_chunk(self, sources: Remote[WeightSource], ends: SyncEndpoints) -> Calls:
+        chunks, n = await sources.call_all(WeightSource.get_chunk), ends.ranks_per_engine
+        return [
+            ends.engines.start_one(
+                engine, ReceivesWeights.load_chunk, join_chunks(chunks[engine * n : (engine + 1) * n])
+            )
+            for engine in ends.engines.ranks
+        ]

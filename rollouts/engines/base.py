@@ -13,10 +13,11 @@ from typing import ClassVar, Literal, Protocol
 
 from torch import nn
 
-from configs.rollout_schema import RequestMode
+from configs.rollout_schema import RequestMode, SleepMode
 from configs.trainer_schema import LoraConfig
 from core.pictures import PlacedPicture
 from core.support import EVERY_TOKEN, Support
+from rollouts.engines.sleeping import WakePart
 from rollouts.stops import StopStrings
 from weight_sync.base import Bucket, Chunk, ReceivesWeights
 
@@ -73,6 +74,10 @@ class EngineConfig:
     """Deadline of one step of a weight sync."""
     requests: RequestMode = "keep"
     """What happens to running requests when weights come: `weight_sync.requests`."""
+    sleep: SleepMode | None = None
+    """What an engine that shares its device does with its weights while it sleeps; None is one that never sleeps."""
+    over_ipc: bool = False
+    """Weights come by handles of memory on the same GPU, which both processes see."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +99,10 @@ class Capabilities:
     """True if the engine samples from `EngineConfig.support` only, and its log-probabilities are those of that set."""
     stop_strings: bool = False
     """True if a completion ends where `EngineConfig.stop_strings` says."""
+    sleep: bool = False
+    """True if the engine can sleep and wake (`sleep`, `wake`), so that a trainer uses its device meanwhile."""
+    ipc: bool = False
+    """True if the engine can open handles of memory on its own GPU (`EngineConfig.over_ipc`)."""
     in_process: str = ""
     """Name of the engine that replaces this one with `backend: local`; "" is itself."""
 
@@ -159,6 +168,18 @@ class Engine(ReceivesWeights, Protocol):
 
     async def receive_weights(self, version: int) -> None:
         raise EngineLacks("this engine takes no weights from another process")
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and cache, as `EngineConfig.sleep` says; no request is running.
+
+        Until `wake` of both, a request raises RunStopped, and so do weights until `wake` of the weights. The weights
+        that come between the two do not make the engine sample.
+        """
+        raise EngineLacks("this engine does not sleep")
+
+    async def wake(self, part: WakePart) -> None:
+        """Have the memory of this part again: the weights first, then the cache."""
+        raise EngineLacks("this engine does not sleep")
 
     async def read_fingerprint(self) -> list[Mapping[str, int]]:
         """Return one mapping per tensor-parallel rank: checksums of what that rank's last update loaded."""

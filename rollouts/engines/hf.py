@@ -23,8 +23,10 @@ from transformers import DynamicCache
 
 from core.errors import RunStopped, UserError
 from core.pictures import PlacedPicture, list_written
+from core.storages import Aside, find_storages
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
 from rollouts.engines.hf_support.rows import EngineRequest, Rows, make_rows
+from rollouts.engines.sleeping import Sleeper, WakePart
 from weight_sync.base import Bucket, Chunk
 from weight_sync.broadcast import WeightReceiver
 from weight_sync.chunks import read_chunk
@@ -41,7 +43,7 @@ class HfEngine(Engine):
     ends. Requests that come meanwhile wait for the next batch.
     """
 
-    capabilities = Capabilities(broadcast=True, chunks=True, pictures=True, support=True, stop_strings=True)
+    capabilities = Capabilities(broadcast=True, chunks=True, pictures=True, support=True, stop_strings=True, sleep=True)
     max_batch = 256
 
     def __init__(self, config: EngineConfig) -> None:
@@ -59,6 +61,7 @@ class HfEngine(Engine):
         self.temperature, self.stop = config.temperature, set(config.stop_token_ids)
         self.stop_strings, self.support = config.stop_strings, config.support
         self.timeout_s, self.request_mode = config.timeout_s, config.requests
+        self.sleeper, self.aside, self.sleep_mode = Sleeper(), Aside(), config.sleep
         self.version = -1
         self.n_updates = 0
         self.loaded: dict[str, int] = {}
@@ -82,6 +85,7 @@ class HfEngine(Engine):
     async def generate(
         self, token_ids: list[int], *, max_new_tokens: int, seed: int, pictures: Sequence[PlacedPicture] = ()
     ) -> Completion:
+        self.sleeper.check_sampling()
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.waiting.append(EngineRequest(token_ids, pictures, max_new_tokens, np.random.default_rng(seed), future))
         for _ in range(3):  # let other callers add their requests first
@@ -183,6 +187,7 @@ class HfEngine(Engine):
         )
 
     async def probe(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> list[float]:
+        self.sleeper.check_sampling()
         rows = self._make_rows([(token_ids, pictures)])
         with torch.no_grad():
             out = self.model(input_ids=rows.ids, position_ids=rows.positions, use_cache=False, **rows.media)
@@ -199,6 +204,7 @@ class HfEngine(Engine):
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
         """Copy every tensor into the model's own. Raises RunStopped for a missing name or another shape."""
+        self.sleeper.check_loading()
         own = dict(self.model.named_parameters())
         self.loaded = {}
         self.n_updates += 1
@@ -237,6 +243,18 @@ class HfEngine(Engine):
         else:
             await self.load_weights(version, self.chunks)
             self.chunks = []
+
+    async def sleep(self) -> None:
+        self.sleeper.fall_asleep(running=len(self.waiting) + (self.running is not None))
+        if self.sleep_mode == "discard":  # but not the buffers, which come with no weight sync
+            self.aside.put(find_storages([*self.model.parameters()], device=self.device), keep=False)
+        self.aside.put(find_storages(self.model, device=self.device))
+
+    async def wake(self, part: WakePart) -> None:
+        """Have the weights back; the cache is made anew with every batch."""
+        self.sleeper.wake(part)
+        if part == "weights":
+            self.aside.bring_back()
 
     async def read_fingerprint(self) -> list[Mapping[str, int]]:
         return [self.loaded]

@@ -20,6 +20,7 @@ from core.collector import without_collector
 from core.deadlines import ENGINE_DEATH_GRACE_S, ENGINE_POLL_S, ENGINE_RPC_GRACE_S, ENGINE_SHUTDOWN_TIMEOUT_S
 from core.errors import ProcessDied, RunStopped
 from rollouts.engines.base import Capabilities, EngineConfig
+from rollouts.engines.sleeping import WakePart
 from rollouts.engines.vllm_support.common import VllmBase, _raise_first, prepare_cpu
 from rollouts.engines.vllm_support.early_core import EarlyCore, computes_in_core
 from rollouts.engines.vllm_support.sockets import place_sockets
@@ -44,6 +45,8 @@ class VllmEngine(VllmBase):
         pictures=True,
         support=True,
         stop_strings=True,
+        sleep=True,
+        ipc=True,
         in_process="vllm_local",
     )
 
@@ -51,7 +54,7 @@ class VllmEngine(VllmBase):
     """vLLM's second process, if `begin` has started it."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._transfer = "feynrl_nccl" if config.over_nccl else "feynrl_gloo"
+        self._transfer = "feynrl_nccl" if config.over_nccl else "feynrl_ipc" if config.over_ipc else "feynrl_gloo"
         self._takes_chunks = self._paused = False
         super().__init__(config)
 
@@ -115,6 +118,8 @@ class VllmEngine(VllmBase):
 
         vLLM does not finish requests that it has preempted for lack of cache: they wait, and continue as with `keep`.
         """
+        if not self._sleeper.may_sample:
+            return  # it was paused when it went to sleep
         # Finishing takes as long as the longest completion; its deadline is that of every remote call, timeout_s.
         async with asyncio.timeout(None if self._request_mode == "wait" else self._timeout_s):
             await self._while_alive(self._llm.pause_generation(mode=self._request_mode, clear_cache=False))
@@ -125,7 +130,21 @@ class VllmEngine(VllmBase):
         await (self._finish_update(version) if self._takes_chunks else self._update(version, {}))
         await self._resume(version)
 
+    async def sleep(self) -> None:
+        self._sleeper.fall_asleep(running=self._running)
+        async with asyncio.timeout(self._timeout_s):
+            await self._while_alive(self._llm.sleep(level=self._sleep_level, mode="keep"))
+        self._paused = True
+
+    async def wake(self, part: WakePart) -> None:
+        """Wake a part; vLLM takes requests again when both are awake."""
+        self._sleeper.wake(part)
+        async with asyncio.timeout(self._timeout_s):
+            await self._while_alive(self._llm.wake_up([part]))
+        self._paused = part != "kv_cache"
+
     def _check_paused(self) -> None:
+        self._sleeper.check_loading()
         if not self._paused:
             raise RuntimeError("pause() comes before an update: requests would run while their weights are replaced")
 
@@ -136,11 +155,12 @@ class VllmEngine(VllmBase):
             await self._llm.reset_prefix_cache(reset_running_requests=True)
             if self._sees:
                 await self._llm.reset_encoder_cache()  # after that: what was computed of pictures, by their hashes
-            await self._llm.resume_generation()
+            if self._sleeper.may_sample:  # else it resumes when its cache wakes
+                await self._llm.resume_generation()
 
         async with asyncio.timeout(self._timeout_s):
             await self._while_alive(resume())
-        self._paused = False
+        self._paused = not self._sleeper.may_sample
 
     async def close(self) -> None:
         """End the engine's processes."""

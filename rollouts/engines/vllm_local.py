@@ -11,6 +11,7 @@ import torch
 
 from core.errors import RunStopped
 from rollouts.engines.base import Capabilities
+from rollouts.engines.sleeping import WakePart
 from rollouts.engines.vllm_support.common import VllmBase
 from weight_sync.base import Bucket
 
@@ -21,7 +22,7 @@ class LocalVllmEngine(VllmBase):
     Requests made in the same turn of the event loop run as one batch, during which the process does nothing else.
     """
 
-    capabilities = Capabilities(adapter=True, pictures=True, support=True, stop_strings=True)
+    capabilities = Capabilities(adapter=True, pictures=True, support=True, stop_strings=True, sleep=True)
 
     def _start(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -40,12 +41,21 @@ class LocalVllmEngine(VllmBase):
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
         """Load the weights of the trainer, which is in this process."""
+        self._sleeper.check_loading()
         await self._update(version, {"buckets": buckets})
         self._llm.update_weight_version(str(version))
         if not self._llm.reset_prefix_cache():
             raise RunStopped(f"vLLM did not clear its prefix cache for version {version}")
         if self._sees:
             self._llm.llm_engine.reset_encoder_cache()
+
+    async def sleep(self) -> None:
+        self._sleeper.fall_asleep(running=self._running)
+        self._llm.sleep(level=self._sleep_level, mode="keep")
+
+    async def wake(self, part: WakePart) -> None:
+        self._sleeper.wake(part)
+        self._llm.wake_up([part])
 
     async def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()

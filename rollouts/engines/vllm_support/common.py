@@ -19,6 +19,7 @@ from core.pictures import PlacedPicture, list_written
 from core.support import Support
 from modeling.pictures import PictureProcessor, needs_pictures
 from rollouts.engines.base import Completion, Engine, EngineConfig
+from rollouts.engines.sleeping import Sleeper
 from rollouts.engines.vllm_support.architectures import has_architecture
 from rollouts.engines.vllm_support.early_core import CORES, preload_openmp
 from rollouts.engines.vllm_support.pictures import check_prompt, make_prompt
@@ -61,6 +62,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False) -> di
         "enable_prefix_caching": config.prefix_cache,
         "worker_extension_cls": "rollouts.engines.vllm_support.worker.WorkerMethods",
         "disable_log_stats": True,
+        "enable_sleep_mode": config.sleep is not None and not on_cpu,  # on a CPU it has the order alone
         **({"limit_mm_per_prompt": {"video": 0}} if sees else {}),
         **({} if config.lora is None else _lora_args(config.lora)),
     }
@@ -76,6 +78,8 @@ class VllmBase(Engine):
         self._timeout_s = config.timeout_s
         self._request_mode: RequestMode = config.requests
         self._lora = config.lora
+        self._sleeper, self._sleep_level = Sleeper(), 2 if config.sleep == "discard" else 1
+        self._running = 0  # requests to vLLM that are not finished
         on_cpu = not torch.cuda.is_available()
         if on_cpu:
             prepare_cpu(config.cores, config.tensor_parallel_size)
@@ -269,7 +273,12 @@ class VllmBase(Engine):
         ends: Callable[[list[int]], bool] | None = None,
     ) -> Any:
         """Run one request of vLLM's; raise RunStopped where it made other tokens of its pictures than we did."""
-        answer = await self._request(make_prompt(token_ids, pictures, self._placeholder), params, ends)
+        self._sleeper.check_sampling()
+        self._running += 1
+        try:
+            answer = await self._request(make_prompt(token_ids, pictures, self._placeholder), params, ends)
+        finally:
+            self._running -= 1
         if pictures:
             check_prompt(answer.prompt_token_ids, token_ids)
         return answer

@@ -29,7 +29,10 @@ def register() -> None:
     name_shared_memory()
     if not torch.cuda.is_available():
         _wait_without_spinning()
-    transports = {"feynrl_gloo": "GlooTransfer", "feynrl_local": "LocalTransfer", "feynrl_nccl": "NcclTransfer"}
+    transports = {
+        **{"feynrl_gloo": "GlooTransfer", "feynrl_local": "LocalTransfer"},
+        **{"feynrl_nccl": "NcclTransfer", "feynrl_ipc": "IpcTransfer"},
+    }
     for name, cls in transports.items():
         if name not in Factory._registry:  # it refuses a second registration
             Factory.register_engine(name, "rollouts.engines.vllm_support.worker", cls)
