@@ -282,13 +282,13 @@ async def run_body(session: Session, body: Callable[[Session], Awaitable[None]],
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     loop_turns = cfg.backend == "ray" or not isinstance(cfg, SLConfig)
-    end_on_signals(
-        first=(lambda: loop.call_soon_threadsafe(task.cancel)) if loop_turns else raise_interrupt, at_once=at_once
-    )
+    first = (lambda: loop.call_soon_threadsafe(task.cancel)) if loop_turns else raise_interrupt
+    end_on_signals(first=first, at_once=at_once)
     try:
         if cfg.backend == "ray":
             with clock.phase(Phase.START):
                 await session.start_cluster()
+            end_on_signals(first=first, at_once=at_once)  # Ray's own code in C++ has taken SIGTERM, from any thread
             clock.reach(Milestone.RAY)
         await body(session)
     except ProcessDied:

@@ -392,8 +392,8 @@ def port_of_gcs(pids: set[int]) -> int:
 @pytest.mark.parametrize(
     ("engine", "end"),
     [
-        pytest.param("hf", signal.SIGTERM, marks=pytest.mark.verify),
-        pytest.param("vllm", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("hf", signal.SIGINT, marks=pytest.mark.verify),
+        pytest.param("vllm", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("vllm", signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
