@@ -85,10 +85,11 @@ def train(task: dict[str, Any]) -> Iterator[float]:
     model = ModelConfig(path=task["model"], dtype="float32")
     trainer = LocalTrainer(model, cfg, SFT(), temperature=1.0, total_updates=len(task["updates"]))
     updates = [[[sample(row)] for row in update] for update in task["updates"]]
+    layout = trainer.describe_layout()
+    how = {"padded": layout.padded, "share_prefixes": layout.shares_prefixes}
     yield 0.0
     for groups in updates:
-        plan = plan_update(groups, "token", cfg.micro_batch_tokens, padded=trainer.describe_layout().padded)
-        yield trainer.step(plan.batches())["loss"]
+        yield trainer.step(plan_update(groups, "token", cfg.micro_batch_tokens, **how).batches())["loss"]
 
 
 if __name__ == "__main__":

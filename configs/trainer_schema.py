@@ -110,8 +110,9 @@ class TrainerConfig(StrictModel):
     modeling/attention.py), else padded."""
     share_prefixes: Literal["auto", "off"] = "auto"
     """Sharing of what the samples of a group have in common: a common beginning of token ids, such as the prompt, is
-    computed once, forward and backward. It changes speed and memory, not the gradient. auto: with packed rows, for the
-    model families of modeling/attention.py with attention: auto."""
+    computed once, forward and backward. Groups of one sample, as in SFT, share a system prompt or tools that way. It
+    changes speed and memory, not the gradient. auto: with packed rows, for the model families of modeling/attention.py
+    with attention: auto."""
     max_skipped_updates: int = Field(3, ge=1)
     """Number of consecutive skipped updates that ends the run. An update is skipped on all ranks if its gradient is not
     finite."""

@@ -16,7 +16,7 @@ from core.episodes import number_episodes
 from core.errors import RunStopped
 from core.types import Batch, Group, LossNorm, Sample, ScoredColumn, Tokens
 from data_feeds.bin_packing import TooLarge, pack_into_bins
-from data_feeds.prefix_bins import count_shared, pack_families
+from data_feeds.prefix_bins import count_shared, find_families, pack_families
 from data_feeds.prefix_tree import lay_out_row
 from data_feeds.row_pictures import check_untrained, count_inputs, fill_row, make_keys, order_pictures
 
@@ -182,7 +182,7 @@ class Plan:
     groups: list[int] | None
     """Number of each sample's group, where groups are kept whole."""
     families: list[int] | None
-    """Number of each sample's group, where its samples share their common beginnings."""
+    """Number of each sample's family, where samples of one share their common beginnings; mostly its group."""
     episodes: list[int]
     """Number of each sample's episode."""
     has_seq_ids: bool
@@ -276,7 +276,8 @@ def plan_update(
     """Split one update into micro-batches of at most `max_tokens` tokens, the same number for every rank.
 
     The split affects memory and speed only: weights are computed before it. share_prefixes: samples of a group share
-    their common beginnings, and a micro-batch counts those once. whole_episodes: the samples of an episode are in one
+    their common beginnings, and a micro-batch counts those once; where every group is one sample, as in SFT, samples
+    share across groups. whole_episodes: the samples of an episode are in one
     micro-batch.
 
     A picture counts with its tokens. The vision part computes a fixed number of patches for each of them, so its memory
@@ -289,12 +290,13 @@ def plan_update(
         (g, (g, n), s) for g, group in enumerate(groups) for n, s in zip(number_episodes(group), group, strict=True)
     ]
     kept = [(row, w) for row, w in zip(numbered, weights, strict=True) if row[2].n_trained]
-    samples, families = [s for (_, _, s), _ in kept], [g for (g, _, _), _ in kept]
+    samples, in_group = [s for (_, _, s), _ in kept], [g for (g, _, _), _ in kept]
     check_untrained(samples)
+    families = find_families(samples) if share_prefixes and len({*in_group}) == len(in_group) else in_group
     episodes = number_anew([episode for (_, episode, _), _ in kept])
     are_single = len({*episodes}) == len(episodes)
     # what is in one micro-batch: whole groups, whole episodes, or single samples
-    units = families if whole_groups else episodes if whole_episodes else list(range(len(samples)))
+    units = in_group if whole_groups else episodes if whole_episodes else list(range(len(samples)))
     try:
         if share_prefixes:
             whole = whole_groups or (whole_episodes and not are_single)
@@ -314,7 +316,7 @@ def plan_update(
         weights=[w for _, w in kept],
         bins=[bins[rank::ranks] for rank in range(ranks)],
         padded=padded,
-        groups=families if whole_groups else None,
+        groups=in_group if whole_groups else None,
         families=families if share_prefixes else None,
         episodes=episodes,
         has_seq_ids=whole_episodes or are_single,

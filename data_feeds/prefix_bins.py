@@ -12,6 +12,9 @@ from data_feeds.bin_packing import estimate_cost, pack_into_bins
 from data_feeds.prefix_tree import Ids, gather_families, sort_by_prefix
 from data_feeds.row_pictures import make_keys
 
+LEAST_SHARED = 16
+"""Tokens that rows of different groups must have in common to be computed together."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
@@ -56,6 +59,17 @@ class _Family:
                 first, tokens, trained = i, 0, 0
             tokens, trained = tokens + self.new_tokens(first, i), trained + self.trained[i]
         yield first, len(own)
+
+
+def find_families(samples: Sequence[Sample]) -> list[int]:
+    """Return the number of each sample's family: samples of one begin with the same tokens, such as a system prompt.
+
+    Those that begin with fewer than LEAST_SHARED tokens of another are families of their own, which pack better.
+    """
+    order, shared = sort_by_prefix([np.asarray(key, dtype=np.int64) for key in make_keys(samples)])
+    numbers = np.empty(len(order), dtype=np.int64)
+    numbers[order] = np.cumsum(np.array(shared) < LEAST_SHARED)
+    return numbers.tolist()
 
 
 def pack_families(

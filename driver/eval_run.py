@@ -49,7 +49,7 @@ class EvalRun:
         """Sample every prompt that has no samples yet, and write them in parts."""
         display = EvalDisplay({one.name: len(one.prompts) for one in self.sets}, self.ks, self.session.console)
         for (name, _), rows in self.done.items():
-            display.count(name, measure_prompt(grade_prompt(rows, self.cfg), self.ks), quiet=True)
+            display.count(name, measure_prompt(self._grade(rows), self.ks), quiet=True)
         if self.done:
             self.session.console.say(f"resumed: the samples of {len(self.done)} prompts are there")
         places = asyncio.Semaphore(self.cfg.prompts_at_once * self.cfg.rollout.most_engines)
@@ -61,7 +61,7 @@ class EvalRun:
             self.session.clock.reach(Milestone.SAMPLED)
             rows = describe_group(group, prompt, of_set=one.name, index=index)
             self.writer.add(rows)
-            display.count(one.name, measure_prompt(grade_prompt(rows, self.cfg), self.ks))
+            display.count(one.name, measure_prompt(self._grade(rows), self.ks))
 
         missing = [
             sample(one, index, prompt)
@@ -94,13 +94,16 @@ class EvalRun:
             groups: dict[tuple[str, int], list[Generation]] = {}
             for row in rows:
                 groups.setdefault((row.set, row.index), []).append(row)
-            graded = [grade_prompt(group, self.cfg) for group in groups.values()]
+            graded = [self._grade(group) for group in groups.values()]
             table = make_table(graded, self.ks, by=by, resamples=self.cfg.resamples, seed=self.cfg.seed)
             self._write_results(table, rows)
         for line in format_table(table, self.ks):
             self.session.console.say(line)
         self.session.facts["results"] = table[0].as_facts()
         return table
+
+    def _grade(self, rows: Sequence[Generation]) -> GradedPrompt:
+        return grade_prompt(rows, by=self.cfg.data.by, pass_reward=self.cfg.pass_reward)
 
     def _check_failures(self, rows: Sequence[Generation]) -> None:
         failures = [row.failure for row in rows if row.failure]
@@ -128,15 +131,16 @@ def remove_merged(folder: Path | None) -> None:
         shutil.rmtree(folder)
 
 
-def grade_prompt(rows: Sequence[Generation], cfg: EvalConfig) -> GradedPrompt:
+def grade_prompt(rows: Sequence[Generation], *, by: Sequence[str], pass_reward: float) -> GradedPrompt:
     """Return the rewards and answers of a prompt's samples; one that failed has the reward 0 and does not pass."""
     extra = json.loads(rows[0].extra)
-    labels = {column: label_text(extra[column]) for column in cfg.data.by if column in extra}
+    labels = {column: label_text(extra[column]) for column in by if column in extra}
     return GradedPrompt(
         labels=labels | {OF_SET: rows[0].set},
         rewards=[row.reward or 0.0 for row in rows],
-        passes=[row.reward is not None and row.reward >= cfg.pass_reward for row in rows],
+        passes=[row.reward is not None and row.reward >= pass_reward for row in rows],
         answers=[row.final_answer for row in rows],
+        players=[row.player for row in rows],
     )
 
 

@@ -31,6 +31,7 @@ SCHEMA = pa.schema(
     [
         ("set", pa.string()),
         ("index", pa.int32()),
+        ("player", pa.int32()),
         ("sample", pa.int32()),
         ("id", pa.string()),
         ("prompt", pa.string()),
@@ -56,6 +57,8 @@ class Generation:
     """Name of the data set."""
     index: int
     """Number of the prompt in its data set."""
+    player: int
+    """Side that the policy played, in a game in which it plays several; else 0."""
     sample: int
     """Number of the sample of its prompt."""
     id: str
@@ -86,6 +89,7 @@ def describe_group(group: Group, prompt: Prompt, *, of_set: str, index: int) -> 
         Generation(
             set=of_set,
             index=index,
+            player=sample.player,
             sample=n,
             id=sample.prompt.id,
             prompt=json.dumps(describe_messages(sample.prompt.messages)),

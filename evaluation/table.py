@@ -28,6 +28,8 @@ class GradedPrompt:
     passes: list[bool]
     answers: list[str]
     """Final answer of each sample, for the vote."""
+    players: list[int]
+    """Side of each sample in a game in which the policy plays several, else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +60,27 @@ def choose_ks(samples: int) -> list[int]:
 
 
 def measure_prompt(graded: GradedPrompt, ks: Sequence[int]) -> dict[str, float]:
-    """Return the estimates of one prompt, for every k that it has samples for."""
-    n, c = len(graded.passes), sum(graded.passes)
-    measured = {MEAN: sum(graded.rewards) / n}
+    """Return the estimates of one prompt, for every k that it has samples for: the mean over its players.
+
+    Of two sides of a game one may always win, so together they would pass whatever the policy does.
+    """
+    players = dict.fromkeys(graded.players)
+    sides = [
+        _measure_side(graded, [i for i, own in enumerate(graded.players) if own == player], ks) for player in players
+    ]
+    shared = [name for name in sides[0] if all(name in side for side in sides)]
+    return {name: sum(side[name] for side in sides) / len(sides) for name in shared}
+
+
+def _measure_side(graded: GradedPrompt, samples: Sequence[int], ks: Sequence[int]) -> dict[str, float]:
+    passes, answers = [graded.passes[i] for i in samples], [graded.answers[i] for i in samples]
+    n, c = len(passes), sum(passes)
+    measured = {MEAN: sum(graded.rewards[i] for i in samples) / n}
     for k in (k for k in ks if k <= n):
         measured[f"pass@{k}"] = pass_at_k(n, c, k)
         if k > 1:  # with one sample the three are the same
             measured[f"pass^{k}"] = pass_hat_k(n, c, k)
-            measured[f"majority@{k}"] = majority_at_k(graded.answers, graded.passes, k)
+            measured[f"majority@{k}"] = majority_at_k(answers, passes, k)
     return measured
 
 

@@ -119,7 +119,9 @@ def test_intervals_cover_the_truth_as_often_as_they_say():
 def graded(rng: random.Random, n: int, **labels: str) -> GradedPrompt:
     answers = [rng.choice("abc") for _ in range(n)]
     passes = [answer == "a" for answer in answers]
-    return GradedPrompt(labels=labels, rewards=[2.0 * p for p in passes], passes=passes, answers=answers)
+    return GradedPrompt(
+        labels=labels, rewards=[2.0 * p for p in passes], passes=passes, answers=answers, players=[0] * n
+    )
 
 
 def test_a_table_has_a_row_for_all_for_every_set_and_for_every_value():
@@ -165,6 +167,7 @@ def a_row(of_set: str, index: int, sample: int) -> Generation:
     return Generation(
         set=of_set,
         index=index,
+        player=0,
         sample=sample,
         id=f"{of_set}/{index}",
         prompt="[]",

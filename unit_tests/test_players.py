@@ -14,8 +14,11 @@ from algs.grpo import GRPO
 from algs.rloo import RLOO
 from capture.batch_file import read_batch, write_batch
 from core.types import Group, Prompt, Sample, make_sample
+from driver.eval_run import grade_prompt
 from driver.rollout_metrics import measure_groups, measure_passes
 from driver.sample_files import make_sample_record
+from evaluation.generations import describe_group
+from evaluation.table import measure_prompt
 from rollouts.engines.base import Completion
 from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, run_episode
@@ -125,3 +128,14 @@ def test_an_episode_numbers_its_players_and_files_keep_the_number(tmp_path):
     assert [make_sample_record(s, 0).get("player") for s in samples] == [None, 1]
     write_batch(tmp_path, [samples])
     assert [s.player for s in read_batch(tmp_path)[0]] == [0, 1]
+
+
+def test_an_evaluation_grades_each_side_by_itself():
+    """The second side always wins: of two games of one side, none or all pass."""
+    games = [[a_side(0, 0, 0.0), a_side(1, 1, 1.0)] for _ in range(2)]
+    rows = describe_group(
+        [side for game in games for side in game], Prompt(id="game", messages=[]), of_set="s", index=0
+    )
+    assert [row.player for row in rows] == [0, 1, 0, 1]
+    measured = measure_prompt(grade_prompt(rows, by=[], pass_reward=1.0), [1, 2])
+    assert measured == {"mean": 0.5, "pass@1": 0.5, "pass@2": 0.5, "pass^2": 0.5, "majority@2": 0.5}

@@ -166,6 +166,23 @@ def test_the_plan_tells_what_fraction_is_shared():
     assert plan_update(some_groups(), "token", 1000, padded=False, share_prefixes=True).shared == 0.0
 
 
+def test_rows_of_their_own_share_a_system_prompt_and_nothing_short():
+    """Three rows with one system prompt, two with another, and three that have 15 tokens in common."""
+    rng = random.Random(0)
+    rows = [siblings(rng, n, [10] * k, turns=False) for n, k in ((20, 3), (30, 2), (15, 3))]
+    groups = [[sample] for family in rows for sample in family]
+    plan = plan_update(groups, "token", 1000, padded=False, share_prefixes=True)
+    numbers = plan.families
+    assert len({*numbers[:3]}) == len({*numbers[3:5]}) == 1 and len({*numbers}) == 5
+    assert plan.shared == pytest.approx((2 * 20 + 30) / sum(len(s.token_ids) - 1 for [s] in groups))
+    whole = plan_update(groups, "token", 1000, padded=False, share_prefixes=True, whole_groups=True)
+    assert len({*whole.groups}) == 8, "they are groups of their own all the same"
+    with_sibling = plan_update(
+        [*groups[1:], [*groups[0], *groups[0]]], "token", 1000, padded=False, share_prefixes=True
+    )
+    assert len({*with_sibling.families}) == 8, "groups that have siblings stay together"
+
+
 def test_padded_rows_share_nothing():
     with pytest.raises(ValueError, match="padded rows share no prefixes"):
         plan_update(some_groups(), "token", 1000, padded=True, share_prefixes=True)

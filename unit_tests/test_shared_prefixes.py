@@ -131,6 +131,13 @@ def test_a_group_that_is_cut_over_micro_batches_computes_the_same(max_tokens):
     check_alike(in_double("llama"), groups, max_tokens=max_tokens)
 
 
+@pytest.mark.parametrize("max_tokens", [40, 60, 10_000])
+def test_rows_of_their_own_that_share_a_system_prompt_compute_the_same(max_tokens):
+    groups = [[sample] for sample in siblings(random.Random(0), 20, [9, 12, 5, 12, 7])]
+    assert any(len(batch.parents) > 2 for batch in laid_out(groups, "shared", max_tokens=max_tokens))
+    check_alike(in_double("llama"), groups, max_tokens=max_tokens)
+
+
 def test_segments_below_segments_share_three_times():
     """A tree of five levels: every second token of the reply is where somebody leaves."""
     [trunk] = siblings(random.Random(0), 4, [12])
