@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -53,7 +53,12 @@ def settle_shards(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype) -> 
         shard_model(model, mesh, dtype=dtype)
     for part in parts:
         part.copy_(part.to(dtype))  # the files may have a wider one
-    return model.to(device)  # where FSDP2 takes up the tensors that were read in place of the empty ones
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.to(device, copy=True)  # on a CPU it may be the memory of a file, which cannot be freed
+
+    # what .to() does, with a copy: FSDP2 takes up the tensors that were read in place of the empty ones
+    return model._apply(own)  # pyright: ignore[reportPrivateUsage]
 
 
 def list_adapter(model: nn.Module) -> list[nn.Parameter]:

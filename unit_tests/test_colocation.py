@@ -11,14 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 import main_rl
 from algs.ppo import PPO
@@ -43,8 +42,7 @@ from rollouts.worker import RolloutWorker
 from trainers.away import Away
 from trainers.local import LocalTrainer
 from trainers.trainer import Trainer
-from unit_tests.examples import a_changed, columns_of, is_running, run_here, some_groups, with_values
-from unit_tests.test_deepspeed import plan_of, ranks, trainers_of  # noqa: F401
+from unit_tests.examples import a_changed, columns_of, is_running, run_here, some_groups
 from unit_tests.test_hf_engine import PROMPTS, engine_of, several
 from unit_tests.test_killed import marked
 from unit_tests.test_runs import ROOT, SEVENS, file_of, metrics_of
@@ -153,40 +151,6 @@ def test_tensors_are_found_wherever_they_are_held_and_code_is_not_followed():
     }
     assert sorted(s.nbytes() for s in find_storages(holder, device="cpu")) == [8, 8, 32], "two views are one storage"
     assert find_storages(holder, device="meta") == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_two_ranks_of_every_library_leave_and_return_to_the_bit(ranks, tiny_path):  # noqa: F811
-    """The second of three steps ends with the trainers away; a value model is trained as well."""
-    per_rank = micro_batches(with_values(some_groups()), "token", 60, ranks=2, padded=True)
-
-    async def learn(library: dict[str, Any], leaves: bool) -> tuple[torch.Tensor, list[int]]:
-        how = {"dtype": "bfloat16", "ranks": 2, "lr": 1e-2}
-        plan = plan_of(tiny_path, alg={"name": "ppo"}, **how, **library)
-        trainers = await trainers_of(ranks, replace(plan, shares_device=True))
-        away, freed = trainers.attribute("away"), [0, 0]
-        for step in range(3):
-            await trainers.scatter(Trainer.step, [[micro] for micro in per_rank])
-            if step == 1 and leaves:
-                first = await away.call_all(Away.leave_states)
-                assert len((await trainers.call_all(Trainer.probe, [5, 6, 7]))[0]) == 2
-                second = await away.call_all(Away.leave_weights)
-                with pytest.raises(RunStopped, match="while it was away"):
-                    await trainers.scatter(Trainer.step, [[micro] for micro in per_rank])
-                freed = [a.freed + b.freed for a, b in zip(first, second, strict=True)]
-                await away.call_all(Away.return_to_device)
-        return (await trainers.call_all(Trainer.flatten_weights))[0], freed
-
-    n = 2 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny_path).parameters())
-    # bytes of a parameter: a half of the float32 master weight and of AdamW's two moments; and its bfloat16 weight, a
-    # half of that with ZeRO-3, none with FSDP2, whose master weights are the weights
-    of_library = ({"zero_stage": 1}, 8), ({"zero_stage": 2}, 8), ({"zero_stage": 3}, 7), ({"library": "fsdp2"}, 6)
-    for library, each in of_library:
-        weights, _ = asyncio.run(learn(library, leaves=False))
-        same, freed = asyncio.run(learn(library, leaves=True))
-        assert torch.equal(weights, same), library
-        assert all(0.95 * each * n < nbytes for nbytes in freed), (library, freed, each * n)
 
 
 # The engine's half -------------------------------------------------------------------------------------------

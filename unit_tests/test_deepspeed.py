@@ -6,11 +6,14 @@ import os
 import pickle
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from algs import find_algorithm, load_algorithm
 from algs.base import assign_advantages
@@ -23,6 +26,7 @@ from driver.scoring import add_columns
 from driver.trainer_factory import TrainerPlan, build_trainer
 from modeling.head import choose_chunk
 from modeling.load import load_model
+from trainers.away import Away
 from trainers.deepspeed import DeepSpeedTrainer
 from trainers.fsdp import FsdpTrainer
 from trainers.saved_policy import load_policy
@@ -589,3 +593,35 @@ def test_no_rank_holds_the_whole_model_while_it_loads(ranks, tmp_path, stage):
 
     assert max(asyncio.run(measure(False))) < 0.75 * size
     assert min(asyncio.run(measure(True))) > 0.9 * size, "or this measures nothing"
+
+
+def test_two_ranks_of_every_library_leave_and_return_to_the_bit(ranks, tiny_path):
+    """The second of three steps ends with the trainers away; a value model is trained as well."""
+    per_rank = micro_batches(with_values(some_groups()), "token", 60, ranks=2, padded=True)
+
+    async def learn(library: dict[str, Any], leaves: bool) -> tuple[torch.Tensor, list[int]]:
+        how = {"dtype": "bfloat16", "ranks": 2, "lr": 1e-2}
+        plan = plan_of(tiny_path, alg={"name": "ppo"}, **how, **library)
+        trainers = await trainers_of(ranks, replace(plan, shares_device=True))
+        away, freed = trainers.attribute("away"), [0, 0]
+        for step in range(3):
+            await trainers.scatter(Trainer.step, [[micro] for micro in per_rank])
+            if step == 1 and leaves:
+                first = await away.call_all(Away.leave_states)
+                assert len((await trainers.call_all(Trainer.probe, [5, 6, 7]))[0]) == 2
+                second = await away.call_all(Away.leave_weights)
+                with pytest.raises(RunStopped, match="while it was away"):
+                    await trainers.scatter(Trainer.step, [[micro] for micro in per_rank])
+                freed = [a.freed + b.freed for a, b in zip(first, second, strict=True)]
+                await away.call_all(Away.return_to_device)
+        return (await trainers.call_all(Trainer.flatten_weights))[0], freed
+
+    n = 2 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny_path).parameters())
+    # bytes of a parameter: a half of the float32 master weight and of AdamW's two moments; and its bfloat16 weight, a
+    # half of that with ZeRO-3, none with FSDP2, whose master weights are the weights
+    of_library = ({"zero_stage": 1}, 8), ({"zero_stage": 2}, 8), ({"zero_stage": 3}, 7), ({"library": "fsdp2"}, 6)
+    for library, each in of_library:
+        weights, _ = asyncio.run(learn(library, leaves=False))
+        same, freed = asyncio.run(learn(library, leaves=True))
+        assert torch.equal(weights, same), library
+        assert all(0.95 * each * n < nbytes for nbytes in freed), (library, freed, each * n)
