@@ -275,13 +275,11 @@ def plan_update(
 ) -> Plan:
     """Split one update into micro-batches of at most `max_tokens` tokens, the same number for every rank.
 
-    The split affects memory and speed only: weights are computed before it. share_prefixes: samples of a group share
-    their common beginnings, and a micro-batch counts those once; where every group is one sample, as in SFT, samples
-    share across groups. whole_episodes: the samples of an episode are in one
-    micro-batch.
+    The split affects memory and speed only: weights are computed before it. share_prefixes: a micro-batch counts common
+    beginnings once (find_families). whole_episodes: the samples of an episode are in one micro-batch.
 
-    A picture counts with its tokens. The vision part computes a fixed number of patches for each of them, so its memory
-    grows with the tokens too, and the budget bounds both; a shared picture is computed once, as its tokens are.
+    A picture counts with its tokens: the vision part computes a fixed number of patches for each, so the budget bounds
+    the memory of both; a shared picture is computed once, as its tokens are.
     """
     if padded and share_prefixes:
         raise ValueError("padded rows share no prefixes")
@@ -292,13 +290,13 @@ def plan_update(
     kept = [(row, w) for row, w in zip(numbered, weights, strict=True) if row[2].n_trained]
     samples, in_group = [s for (_, _, s), _ in kept], [g for (g, _, _), _ in kept]
     check_untrained(samples)
-    families = find_families(samples) if share_prefixes and len({*in_group}) == len(in_group) else in_group
+    families = find_families(samples, in_group) if share_prefixes else None
     episodes = number_anew([episode for (_, episode, _), _ in kept])
     are_single = len({*episodes}) == len(episodes)
     # what is in one micro-batch: whole groups, whole episodes, or single samples
     units = in_group if whole_groups else episodes if whole_episodes else list(range(len(samples)))
     try:
-        if share_prefixes:
+        if families is not None:
             whole = whole_groups or (whole_episodes and not are_single)
             bins = pack_families(samples, units if whole else families, max_tokens, ranks=ranks, whole=whole)
         else:
@@ -317,7 +315,7 @@ def plan_update(
         bins=[bins[rank::ranks] for rank in range(ranks)],
         padded=padded,
         groups=in_group if whole_groups else None,
-        families=families if share_prefixes else None,
+        families=families,
         episodes=episodes,
         has_seq_ids=whole_episodes or are_single,
         sources=sources,

@@ -61,11 +61,14 @@ class _Family:
         yield first, len(own)
 
 
-def find_families(samples: Sequence[Sample]) -> list[int]:
-    """Return the number of each sample's family: samples of one begin with the same tokens, such as a system prompt.
+def find_families(samples: Sequence[Sample], groups: Sequence[int]) -> list[int]:
+    """Return the number of each sample's family, whose samples share their common beginnings: its group.
 
-    Those that begin with fewer than LEAST_SHARED tokens of another are families of their own, which pack better.
+    Where every group is one sample, as in SFT, a family is what begins with the same tokens, such as a system prompt.
+    Samples that have fewer than LEAST_SHARED tokens in common with others are families of their own, which pack better.
     """
+    if len({*groups}) < len(groups):
+        return [*groups]
     order, shared = sort_by_prefix([np.asarray(key, dtype=np.int64) for key in make_keys(samples)])
     numbers = np.empty(len(order), dtype=np.int64)
     numbers[order] = np.cumsum(np.array(shared) < LEAST_SHARED)

@@ -87,6 +87,8 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     rl |= {"alg": {"name": "ppo", "critic_lr": 1e-3}, "steps": 3, "checkpoint": {"every": 1}, "updates_per_step": 2}
     rl |= {"capture": {"every": 1}, "shadow": ["cispo"]}
     assert run_here(main_rl, "--config", recipe(rl), "name=rl") == (0, "")
+    turns = {"placement": "colocate", "steps": 1}
+    assert run_here(main_rl, "--config", recipe(turns), "name=turns") == (0, "")
     sft = str(sums / "sft.parquet")
     sl = {"data.train": [{"path": sft, "name": "a"}, {"path": sft, "name": "b"}], "data.eval": sft, "eval_every": 1}
     assert run_here(main_sl, "--config", recipe(sl, kind="sl"), "name=sl") == (0, "")
@@ -98,7 +100,9 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
         file.write_text("\n".join(map(json.dumps, turns)))
         changes = {"data.train": str(file), "data.eval": str(file), "eval_every": 1, "alg": {"name": alg}}
         assert run_here(main_sl, "--config", recipe(changes, kind="sl"), f"name={name}") == (0, "")
-    by_runs = {m for name in ("rl", "sl", "pairs", "unpaired") for m in metrics_of_run(folder_of(tmp_path, name))}
+    by_runs = {
+        m for name in ("rl", "turns", "sl", "pairs", "unpaired") for m in metrics_of_run(folder_of(tmp_path, name))
+    }
     assert {name for name in by_runs if find_metric(name) is None} == set()
     everything = by_runs | logged_by_algorithms | {*measure_counts([replace(some_groups()[0][0], counts=COUNTS)])}
     assert {metric.name for metric in METRICS if not any(map(metric.matches, everything))} == set()
