@@ -213,3 +213,22 @@ def test_the_script_for_slurm_is_bash_and_uses_options_that_ray_has():
     [ray] = importlib.util.find_spec("ray").submodule_search_locations
     known = (Path(ray) / "scripts" / "symmetric_run.py").read_text()
     assert (options := re.findall(r"--[\w-]+", used)) and all(f'"{option}"' in known for option in options)
+
+
+SLURM = {
+    "scontrol": "for i in $(seq 20000); do echo node$i; done",
+    "srun": 'case "$*" in *nodelist=node1*hostname*) echo "10.0.0.1 10.9.0.1 ";; *) echo "$@";; esac',
+}
+"""Stands in for Slurm's commands, on a cluster so large that a pipe does not hold the names of its nodes."""
+
+
+def test_the_script_for_slurm_meets_at_the_first_node(tmp_path):
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    own = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[1-20000]", "SLURM_JOB_ID": "4242"}
+    environment = os.environ | own | {"SLURM_JOB_NUM_NODES": "20000", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / "launch" / "slurm.sh"), "main_rl.py", "steps=1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ray symmetric-run --address 10.0.0.1:24242 --min-nodes 20000 -- python main_rl.py" in done.stdout

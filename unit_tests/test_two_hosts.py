@@ -140,9 +140,12 @@ SLEEPS = """
 import time
 from pathlib import Path
 def score(prompt, messages):
-    Path({mark!r}).touch()
-    time.sleep(600)
+    if not Path({mark!r}).exists():
+        Path({mark!r}).touch()
+        time.sleep(600)
+    return {{"correct": float(len(set(messages[-1]["content"])))}}
 """
+"""It sleeps once."""
 WAITS = """
 import time
 from pathlib import Path
@@ -163,6 +166,20 @@ def test_a_link_that_is_cut_in_generation_ends_the_run_with_the_hosts_name(hosts
     changes = {"reward.fn": reward, "reward.timeout_s": 700.0, "rollout.timeout_s": 10.0, "timeout_s": 45.0}
     noticed_s = 10.0 + GROUP_TIMEOUT_GRACE_S + HEALTH_CHECK_TIMEOUT_S
     cut_off(hosts, recipe(RL | changes), when=mark.exists, within_s=noticed_s + 2 * 45.0)
+
+
+def test_an_engine_whose_host_was_cut_off_and_comes_back_goes_on(hosts, recipe, tmp_path):
+    mark, file = tmp_path / "mark", tmp_path / "sleeps.py"
+    reward = write_file(file, SLEEPS.format(mark=str(mark)))
+    changes = {"reward.fn": reward, "reward.timeout_s": 700.0, "rollout.timeout_s": 20.0}
+    run = start(hosts, recipe(RL | changes))
+    wait_for(mark.exists, run, hosts)
+    hosts.cut()
+    wait_for(lambda: "restarting it (1 of" in (hosts.logs / "run.log").read_text(), run, hosts)
+    hosts.heal()
+    code, text = finish(hosts, run, within_s=300)
+    assert code == 0 and "engine 0 is back, with the weights after 0 steps" in text, text
+    check_all_is_well(tmp_path / "runs", 2, {"trainer 0": NODE_A, "trainer 1": NODE_A, "engine 0": NODE_B})
 
 
 def test_a_link_that_is_cut_in_training_ends_the_run_with_the_hosts_name(hosts, recipe, tmp_path):
