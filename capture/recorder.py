@@ -19,6 +19,7 @@ from configs.capture_schema import CaptureConfig
 from core.clock import Clock
 from core.errors import CallFailed, ProcessDied, RunStopped, writing
 from core.phases import Phase
+from core.tasks import start_task
 from core.types import Group
 from core.workers import Workers
 from data_feeds.packing import Plan
@@ -119,7 +120,7 @@ class Recorder:
             self.say(f"step {step} is kept in {folder} ({reason})")
 
         await self.finish()  # one at a time: each holds its step in memory
-        self._writing = asyncio.create_task(write_beside())
+        self._writing = start_task(write_beside())
 
     async def finish(self) -> None:
         """Wait until the last capsule is written. Raises RunStopped where it could not be."""

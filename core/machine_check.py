@@ -90,8 +90,11 @@ def copy_code(folder: Path) -> Path:
 
 
 def hash_model(folder: Path) -> str:
-    """Return a hash of what tells models apart without reading their weights; "" where there is no such folder."""
-    if not folder.is_dir():
+    """Return a hash of what tells models apart without reading their weights; "" where there is no such folder.
+
+    An empty one is none: a place where nothing is mounted.
+    """
+    if not folder.is_dir() or not any(folder.iterdir()):
         return ""
     config = folder / "config.json"
     sizes = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(folder) if entry.is_file())

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from core.deadlines import PLACEMENT_POLL_S, PLACEMENT_TIMEOUT_S, PROGRESS_EVERY_S
-from core.errors import UserError
+from core.errors import CallFailed, UserError
 from core.room import SLOT, Machine, Role, choose_bundle, choose_resource, describe_missing, name_host
 
 E = TypeVar("E", bound=Exception)
@@ -57,6 +57,12 @@ class Seats:
         """Return the id of each rank's machine; empty while there is no place for all."""
         found = dict(enumerate_nodes(self.group))
         return found | {rank: node for rank, group in self.later.items() for _, node in enumerate_nodes(group)}
+
+    def explain_silence(self, rank: int, error: CallFailed) -> CallFailed:
+        """Return the error with its reason where a new process of a rank has not started for want of a place."""
+        if rank in self.find_nodes():
+            return error
+        return type(error)(error.what, "its machine is gone, and the cluster has no other place for it")
 
     def find_hosts(self) -> None:
         """Look up the name of each rank's machine: at the start, and where an actor came back on another one."""

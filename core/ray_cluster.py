@@ -37,7 +37,6 @@ HEALTH = "health"
 """Ray's concurrency group of an actor that responds while the main thread is in a collective."""
 MAX_CALLS = 1_000_000
 """Calls that an actor runs at a time. Ray queues further ones, and a weight sync would wait behind groups."""
-T = TypeVar("T")
 W_co = TypeVar("W_co", covariant=True)
 S = TypeVar("S")
 P = ParamSpec("P")
@@ -106,6 +105,8 @@ class Remote(Workers[W_co]):
             ray.kill(self.actors[rank])
             self.actors[rank] = self.start_actor(rank)
             await self.build_again(rank)
+        except CallFailed as error:
+            raise self.seats.explain_silence(rank, error) from error
         finally:
             self.restarting.discard(rank)
 

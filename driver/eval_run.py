@@ -13,6 +13,7 @@ from typing import Any
 from configs.eval_schema import EvalConfig
 from core.errors import RunStopped
 from core.phases import Milestone, Phase
+from core.tasks import start_task
 from core.types import Prompt
 from core.whole_files import write_whole
 from core.workers import gather_fail_fast
@@ -69,7 +70,7 @@ class EvalRun:
             for index, prompt in enumerate(one.prompts)
             if (one.name, index) not in self.done
         ]
-        back = asyncio.create_task(self._serve_restarted())
+        back = start_task(self._serve_restarted())
         try:
             with self.session.clock.phase(Phase.EVALUATE), display.shown():
                 await gather_fail_fast(missing)

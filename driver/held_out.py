@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from configs.schema import RLConfig
 from core import metrics as names
+from core.tasks import start_task
 from core.types import Group, Prompt
 from core.workers import gather_fail_fast
 from driver.rollout_metrics import check_failures, measure_groups, measure_passes
@@ -78,7 +79,7 @@ class HeldOut:
         def left_alone() -> Sequence[int]:
             return [] if engines.serving() else engines.needing_weights()  # others that serve are asked for its groups
 
-        none_serves = asyncio.create_task(engines.wait_for(left_alone))
+        none_serves = start_task(engines.wait_for(left_alone))
         try:
             await asyncio.wait([pending, none_serves], return_when=asyncio.FIRST_COMPLETED)
             return self.measure(pending.result(), self.when) if pending.done() else None

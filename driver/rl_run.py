@@ -15,6 +15,7 @@ from core import metrics as names
 from core.errors import ProcessDied, RunStopped
 from core.phases import Milestone, Phase
 from core.row_layout import RowLayout
+from core.tasks import start_task
 from core.types import Group, Prompt, ScoredColumn
 from core.workers import Workers
 from data_feeds.feed import Feed
@@ -200,10 +201,10 @@ class Run:
 
     async def _while_trainers_wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Await the engines' work. Engines that were started meanwhile get the weights: the trainers are idle."""
-        working = asyncio.create_task(work)
+        working = start_task(work)
         try:
             while not working.done():
-                started = asyncio.create_task(self.engines.wait_for(self.engines.needing_weights))
+                started = start_task(self.engines.wait_for(self.engines.needing_weights))
                 await asyncio.wait([working, started], return_when=asyncio.FIRST_COMPLETED)
                 if started.done():
                     await self._publish(self.steps_done, started.result())

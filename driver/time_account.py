@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
 
 from core.clock import ActivityTimer, Clock
 from core.metrics import DEVICE_SECONDS, IDLE_FRACTION
 from core.phases import ENGINE_TURNS, IDLE, REST, TRAINER_TURNS, Activity, Phase
+from core.tasks import start_task
 from core.workers import Workers
 from driver.engine_timers import EngineTimers, Seconds
 from trainers.trainer import Trainer
@@ -48,16 +48,14 @@ class TimeBreakdown:
 
     def prefetch_engine_timers(self) -> None:
         """Request the engines' timers now, so that the next `start_lap` does not block on a busy engine."""
-        self.prefetched = asyncio.create_task(self.engines.read())
-        self.prefetched.add_done_callback(_see_error)
+        self.prefetched = start_task(self.engines.read())
 
     def prefetch_trainer_timers(self) -> None:
         """Request the trainers' timers now, after the updates of a step; their weight sync is in the next lap.
 
         Without this a lap would wait for them while the next groups are requested, and that time would be its own.
         """
-        self.prefetched_trainers = asyncio.create_task(self._read_trainers())
-        self.prefetched_trainers.add_done_callback(_see_error)
+        self.prefetched_trainers = start_task(self._read_trainers())
 
     async def start_lap(self) -> dict[str, float]:
         """Return the mean engine's and the mean trainer rank's seconds since the last lap, and idle fractions.
@@ -99,12 +97,6 @@ class TimeBreakdown:
 
     async def _read_trainers(self) -> list[Seconds]:
         return await self.trainers.attribute("timer").call_all(ActivityTimer.read_seconds)
-
-
-def _see_error(task: asyncio.Task[Any]) -> None:
-    """Mark a failure as seen: the lap raises it."""
-    if not task.cancelled():
-        task.exception()
 
 
 def subtract_seconds(now: Seconds, then: Seconds) -> Seconds:

@@ -15,7 +15,7 @@ cd "$SLURM_SUBMIT_DIR"
 export PATH="$PWD/.venv/bin:$PATH"
 
 # An address, not a name: on many systems a node's own name leads to its loopback address.
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) # it reads all, and breaks no pipe
 address=${HEAD_ADDRESS:-$(srun --nodes=1 --ntasks=1 --nodelist="$first" hostname -I | cut -d ' ' -f 1)}
 port=$((20000 + SLURM_JOB_ID % 10000)) # jobs that share a node do not meet
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,9 +111,15 @@ def imports_of(root: Path, file: str) -> set[str]:
     return found - {file}
 
 
+@cache
+def parse_file(path: Path) -> ast.Module:
+    """Parse a file, once: every rule looks at all of them."""
+    return ast.parse(path.read_text())
+
+
 def imported_modules(path: Path) -> Iterator[str]:
     """Yield every module that an import statement may mean: `from a import b` may mean a and a.b."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse_file(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -155,16 +162,17 @@ def long_files(root: Path) -> list[tuple[str, int]]:
 
 def strangers(root: Path, files: list[str]) -> list[tuple[str, str]]:
     """List (library, file) where a heavy library is imported outside its home."""
+    imported = {file: {module.split(".")[0] for module in imported_modules(root / file)} for file in files}
     return [
         (library, file)
         for file in files
         for library, homes in HOMES.items()
-        if not file.startswith(homes) and library in {m.split(".")[0] for m in imported_modules(root / file)}
+        if library in imported[file] and not file.startswith(homes)
     ]
 
 
 def functions_of(root: Path, file: str) -> Iterator[Function]:
-    for node in ast.walk(ast.parse((root / file).read_text())):
+    for node in ast.walk(parse_file(root / file)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
             decorators = {ast.unparse(d).split("(")[0] for d in node.decorator_list}
             is_named_elsewhere = node.name.startswith("__") or bool(decorators & {"property", "override"})

@@ -1,7 +1,8 @@
-"""A slow wire between two network interfaces that loses packets: python -m unit_tests.slow_wire A B DELAY_S LOSS
+"""A wire between two network interfaces that can be slow, lose packets, or be cut: python -m unit_tests.slow_wire A B
 
 What `tc netem` does, where a kernel is built without it. The interfaces are made here and may then be moved into
-network namespaces; frames go on by this process, each after the same delay, or not at all.
+network namespaces. Frames go on by this process: each after the delay, or not at all. A line "DELAY_S LOSS" on standard
+input sets both from then on, and the process ends with its standard input.
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ def open_interface(name: str) -> int:
     return handle
 
 
-def carry(ends: tuple[int, int], *, delay_s: float, loss: float) -> None:
-    """Carry frames between both ends, in order, until this process is killed."""
+def carry(ends: tuple[int, int], settings: int) -> None:
+    """Carry frames between both ends until `settings`, a pipe, is closed."""
+    delay_s, loss = 0.0, 0.0
     chance, on_its_way, n = random.Random(0), [], 0
     while True:
         wait = max(0.0, on_its_way[0][0] - time.monotonic()) if on_its_way else None
-        for end in select.select(ends, [], [], wait)[0]:
+        for end in select.select([*ends, settings], [], [], wait)[0]:
+            if end == settings:
+                if not (line := os.read(settings, 1000)):
+                    return
+                delay_s, loss = map(float, line.decode().splitlines()[-1].split())
+                continue
             frame, n = os.read(end, 65536), n + 1
             if chance.random() >= loss:
                 heapq.heappush(on_its_way, (time.monotonic() + delay_s, n, ends[end == ends[0]], frame))
@@ -44,4 +51,4 @@ def carry(ends: tuple[int, int], *, delay_s: float, loss: float) -> None:
 if __name__ == "__main__":
     handles = open_interface(sys.argv[1]), open_interface(sys.argv[2])
     print("ready", flush=True)
-    carry(handles, delay_s=float(sys.argv[3]), loss=float(sys.argv[4]))
+    carry(handles, sys.stdin.fileno())

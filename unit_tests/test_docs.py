@@ -57,9 +57,9 @@ def test_output_is_compared_up_to_what_is_left_out():
     assert not matches("a\nc\n", "a\nb\nc\n") and not matches("took ... s\n", "took\n3 s\n")
 
 
-@pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_generated_pages_are_what_the_code_says(path):
-    assert path.read_text() == pages()[path], "run: python -m tools.docs --write"
+def test_generated_pages_are_what_the_code_says():
+    old = [str(path.relative_to(ROOT)) for path, text in pages().items() if path.read_text() != text]
+    assert old == [], "run: python -m tools.docs --write"
 
 
 def tracked_markdown() -> list[Path]:

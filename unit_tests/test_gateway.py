@@ -118,8 +118,8 @@ def test_a_retry_gets_the_reply_that_was_sampled_for_it(qwen):
             policy.gate.set()
 
         opening = asyncio.create_task(open_the_gate())
-        patient = client.with_options(timeout=0.05, max_retries=1)
-        answer = await asyncio.wait_for(patient.chat.completions.create(model="policy", messages=[USER], timeout=2), 30)
+        hasty = client.with_options(timeout=0.3, max_retries=20)
+        answer = await asyncio.wait_for(hasty.chat.completions.create(model="policy", messages=[USER]), 30)
         await opening
         assert answer.choices[0].message.content == "Seven."
 

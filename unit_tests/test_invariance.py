@@ -1,5 +1,8 @@
 """One gradient, however it is cut: micro-batches, layouts and order are matters of memory and speed."""
 
+from collections.abc import Callable
+from functools import cache
+
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ from algs.sft import SFT
 from algs.terms import KL, Correction
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError
+from core.types import Group
 from data_feeds.packing import micro_batches
 from trainers.local import LocalTrainer
 from unit_tests.examples import columns_of, families, some_groups, with_values
@@ -45,30 +49,45 @@ def change(path: str, alg, micro, **changes) -> tuple[torch.Tensor, dict[str, fl
     return before - trainer.flatten_weights(), metrics
 
 
-@pytest.mark.parametrize("alg", ALGS, ids=lambda a: f"{type(a).__name__}-{a.loss_norm}")
+@pytest.fixture(scope="module")
+def in_one_piece(tiny_path) -> Callable[..., tuple[int, torch.Tensor, dict[str, float]]]:
+    """Tokens of a step in one piece, its gradient and metrics, computed once for all ways to cut it."""
+
+    @cache
+    def step(make_groups: Callable[[], list[Group]], alg: int) -> tuple[int, torch.Tensor, dict[str, float]]:
+        [whole] = micro_batches(with_values(make_groups()), ALGS[alg].loss_norm, 10_000, horizon=30)
+        return sum(len(batch.input_ids) for batch in whole), *change(tiny_path, ALGS[alg], whole)
+
+    return step
+
+
+each_algorithm = pytest.mark.parametrize(
+    "alg", range(len(ALGS)), ids=lambda i: f"{type(ALGS[i]).__name__}-{ALGS[i].loss_norm}"
+)
+
+
+@each_algorithm
 @pytest.mark.parametrize(("max_tokens", "ranks", "layout"), [(40, 1, "padded"), (64, 3, "packed"), (23, 7, "padded")])
-def test_a_step_does_not_depend_on_how_it_is_cut(tiny_path, alg, max_tokens, ranks, layout):
+def test_a_step_does_not_depend_on_how_it_is_cut(tiny_path, in_one_piece, alg, max_tokens, ranks, layout):
     groups = with_values(some_groups())
-    [whole] = micro_batches(groups, alg.loss_norm, 10_000, horizon=30)
-    per_rank = micro_batches(groups[::-1], alg.loss_norm, max_tokens, ranks=ranks, horizon=30)
+    per_rank = micro_batches(groups[::-1], ALGS[alg].loss_norm, max_tokens, ranks=ranks, horizon=30)
     pieces = [batch for rank in per_rank for batch in rank]
     assert len(pieces) > 1
-    expected, metrics = change(tiny_path, alg, whole)
-    got, cut_metrics = change(tiny_path, alg, pieces, layout=layout)
+    _, expected, metrics = in_one_piece(some_groups, alg)
+    got, cut_metrics = change(tiny_path, ALGS[alg], pieces, layout=layout)
     assert (got - expected).norm() < 1e-5 * expected.norm()
     assert cut_metrics == pytest.approx(metrics, abs=1e-5)
 
 
-@pytest.mark.parametrize("alg", ALGS, ids=lambda a: f"{type(a).__name__}-{a.loss_norm}")
+@each_algorithm
 @pytest.mark.parametrize(("max_tokens", "ranks"), [(10_000, 1), (40, 1), (25, 3)])
-def test_a_step_does_not_depend_on_what_samples_share(tiny_path, alg, max_tokens, ranks):
+def test_a_step_does_not_depend_on_what_samples_share(tiny_path, in_one_piece, alg, max_tokens, ranks):
     groups = with_values(families())
-    [whole] = micro_batches(groups, alg.loss_norm, 10_000, horizon=30)
     cut = {"ranks": ranks, "padded": False, "share_prefixes": True, "horizon": 30}
-    pieces = [b for rank in micro_batches(groups[::-1], alg.loss_norm, max_tokens, **cut) for b in rank]
-    assert sum(len(b.input_ids) for b in pieces) < 0.8 * sum(len(b.input_ids) for b in whole)
-    expected, metrics = change(tiny_path, alg, whole)
-    got, cut_metrics = change(tiny_path, alg, pieces, layout="packed", attention="auto")
+    pieces = [b for rank in micro_batches(groups[::-1], ALGS[alg].loss_norm, max_tokens, **cut) for b in rank]
+    tokens, expected, metrics = in_one_piece(families, alg)
+    assert sum(len(b.input_ids) for b in pieces) < 0.8 * tokens
+    got, cut_metrics = change(tiny_path, ALGS[alg], pieces, layout="packed", attention="auto")
     assert (got - expected).norm() < 1e-5 * expected.norm()
     assert cut_metrics == pytest.approx(metrics, abs=1e-5)
 

@@ -7,12 +7,13 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from core import machine_check
-from core.errors import UserError
+from core.errors import CallFailed, UserError
 from core.machine_check import MachineCheck, collect_facts
 from core.room import SLOT, Machine, Role, choose_bundle, choose_resource, describe_missing
 from core.workers import Resources
@@ -113,8 +114,9 @@ def test_a_model_is_told_from_another_of_the_same_sizes(tmp_path):
     for name, heads in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"heads": heads}))
-    a, b, none = (machine_check.hash_model(tmp_path / name) for name in "abc")
-    assert a != b and none == ""
+    (tmp_path / "empty").mkdir()
+    a, b, none, empty = (machine_check.hash_model(tmp_path / name) for name in ("a", "b", "c", "empty"))
+    assert a != b and none == empty == ""
 
 
 class Here:
@@ -131,7 +133,10 @@ class Here:
 
 @pytest.mark.slow
 def test_in_a_cluster_trainers_are_packed_engines_are_whole_and_what_is_missing_is_refused(tmp_path, monkeypatch):
-    """Two machines with 2 and 4 slots. Only the second has room for an engine of 4 ranks: trainers leave it free."""
+    """Two machines with 2 and 4 slots. Only the second has room for an engine of 4 ranks: trainers leave it free.
+
+    Without that machine the engine has no place where it could be started again.
+    """
     import ray
     from ray.cluster_utils import Cluster as RayCluster
 
@@ -139,24 +144,29 @@ def test_in_a_cluster_trainers_are_packed_engines_are_whole_and_what_is_missing_
 
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     machines = RayCluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": {SLOT: 2}})
-    machines.add_node(num_cpus=1, resources={SLOT: 4})
+    large = machines.add_node(num_cpus=1, resources={SLOT: 4})
     cluster = Cluster(machines.address)
     here, of_engine = Resources(threads=1), Resources(threads=1, ranks=4)
     roles = [Role(name="trainer", n=2, resources=here), Role(name="engine", n=1, resources=of_engine)]
 
     async def place() -> tuple[list[str], list[str]]:
+        nonlocal engines
         cluster.check = MachineCheck.begin(tmp_path, {})
         await cluster.reserve(roles, timeout_s=20.0)
         trainers = await cluster.spawn("trainer", 2, Here, resources=here, timeout_s=60.0)
         engines = await cluster.spawn("engine", 1, Here, resources=of_engine, timeout_s=60.0)
         return await trainers.call_all(Here.where), await engines.call_all(Here.where)
 
+    engines: Any = None
     try:
         of_trainers, of_engines = asyncio.run(place())
         assert len({*of_trainers}) == 1 and {*of_engines}.isdisjoint(of_trainers)
         more = [Role(name="more", n=2, resources=here)]
         with pytest.raises(UserError, match=f"asked for 2 x more .* with 0 free {SLOT} slots .* are missing"):
             asyncio.run(cluster.reserve(more, timeout_s=1.0))
+        machines.remove_node(large)
+        with pytest.raises(CallFailed, match="its machine is gone, and the cluster has no other place for it"):
+            asyncio.run(engines.with_deadline(5.0, key="timeout_s").restart(0))
     finally:
         cluster.close()
         ray.shutdown()
@@ -203,3 +213,22 @@ def test_the_script_for_slurm_is_bash_and_uses_options_that_ray_has():
     [ray] = importlib.util.find_spec("ray").submodule_search_locations
     known = (Path(ray) / "scripts" / "symmetric_run.py").read_text()
     assert (options := re.findall(r"--[\w-]+", used)) and all(f'"{option}"' in known for option in options)
+
+
+SLURM = {
+    "scontrol": "for i in $(seq 20000); do echo node$i; done",
+    "srun": 'case "$*" in *nodelist=node1*hostname*) echo "10.0.0.1 10.9.0.1 ";; *) echo "$@";; esac',
+}
+"""Stands in for Slurm's commands, on a cluster so large that a pipe does not hold the names of its nodes."""
+
+
+def test_the_script_for_slurm_meets_at_the_first_node(tmp_path):
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    own = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[1-20000]", "SLURM_JOB_ID": "4242"}
+    environment = os.environ | own | {"SLURM_JOB_NUM_NODES": "20000", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / "launch" / "slurm.sh"), "main_rl.py", "steps=1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ray symmetric-run --address 10.0.0.1:24242 --min-nodes 20000 -- python main_rl.py" in done.stdout

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from core.clock import ActivityTimer
 from core.errors import CallFailed, ProcessDied, UserError
 from core.types import Group, Prompt
 from driver.engine_timers import EngineTimers
+from driver.rl_run import Run
 from rollouts.availability import ENGINE_GROUP, EngineAvailability
 from rollouts.buffer import ReplayBuffer, Schedule
 from rollouts.generation import Generation
@@ -138,6 +141,29 @@ def test_a_restart_that_fails_ends_the_run_with_its_reason(error: Exception) -> 
 
     with pytest.raises(type(error), match=str(error)[:9]):
         run_in_virtual_time(body())
+
+
+def test_a_trainer_that_waits_for_the_same_engine_prints_no_traceback_below_the_sentence() -> None:
+    workers, printed = Mortal(times=TIMES, engines=1, concurrent=9), list[str]()
+
+    async def fails(rank: int) -> None:
+        await asyncio.sleep(START_S)
+        raise CallFailed("engine 0 did not answer")
+
+    workers.restart = fails  # type: ignore[method-assign]
+    workers.dead.add(0)
+
+    async def body() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: printed.append(context["message"]))
+        generation = generation_on(workers, [])
+        with pytest.raises(CallFailed, match="engine 0 did not answer"):
+            async with generation.running_in_background():
+                run: Any = SimpleNamespace(engines=generation.engines, steps_done=0)
+                await Run._while_trainers_wait(run, asyncio.sleep(1e9))
+
+    run_in_virtual_time(body())
+    gc.collect()  # a task tells of its error when it goes
+    assert printed == []
 
 
 @pytest.mark.parametrize("worker", [None, ("trainer", 0)])

@@ -164,7 +164,7 @@ def score(prompt, messages):
     if said == "torch":
         return {"torch": float("torch" in sys.modules)}
     if said == "sleep":
-        time.sleep(0.5)
+        time.sleep(0.3)
     print("a reward may print")
     return {"correct": float(said == prompt.answer), "bonus": True}
 """
@@ -226,7 +226,7 @@ def test_a_reward_that_never_ends_is_killed_and_its_neighbours_live(tmp_path: Pa
 def test_waiting_in_line_does_not_count_against_the_time(tmp_path: Path) -> None:
     with wrecker_pool(tmp_path) as pool:
         ask(pool, "yes")
-        pool.timeout_s = 0.9  # three samples of half a second each, one worker
+        pool.timeout_s = 0.7  # three samples of 0.3 seconds each, one worker
         assert [o.failure for o in ask(pool, *["sleep"] * 3)] == [""] * 3
 
 

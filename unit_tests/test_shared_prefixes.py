@@ -104,8 +104,8 @@ def test_every_family_computes_what_each_sample_has_alone(family):
     check_alike(in_double(family), families())
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_is_as_exact_in_float32(family):
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])  # plain; capped scores; a scale of its own
+def test_it_is_as_exact_in_float32(family):
     check_alike(random_model(family, BY_SEQUENCE).eval(), families(), tolerance=1e-5)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from core.messages import Message
 from core.progress import say
+from core.tasks import start_task
 from core.types import Prompt, Sample, make_sample
 from rollouts.agents.processes import AgentProcesses, AgentResult
 from rollouts.agents.task import Task
@@ -74,7 +75,7 @@ class AgentRunner:
 
     async def _run_agent(self, session: Session, task: Task) -> AgentResult:
         """Return what the agent returned, or why the episode has failed. Raises the engine's errors."""
-        running = asyncio.create_task(self.processes.run(task, timeout_s=self.timeout_s))
+        running = start_task(self.processes.run(task, timeout_s=self.timeout_s))
         try:
             await asyncio.wait([running, session.failed], return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():

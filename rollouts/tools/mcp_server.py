@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from core.deadlines import MCP_START_TIMEOUT_S
 from core.errors import UserError, name_error
 from core.messages import Message
+from core.tasks import start_task
 from rollouts.tools.calls import ToolFailed, ToolUnavailable
 from rollouts.tools.env import ToolEnv, check_names
 from rollouts.tools.functions import Tool
@@ -60,7 +61,7 @@ class McpConnection:
     async def open(self) -> None:
         """Connect and list the tools. Raises ToolUnavailable, and UserError where the library is missing."""
         client = _make_client(self.server, self.env)
-        self._task = asyncio.create_task(self._hold(client))
+        self._task = start_task(self._hold(client))
         opened = asyncio.create_task(self._opened.wait())
         try:
             await asyncio.wait({self._task, opened}, timeout=MCP_START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
