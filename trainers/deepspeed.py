@@ -9,21 +9,27 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import redirect_stdout
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from configs.trainer_schema import TrainerConfig
+from algs.base import Algorithm
+from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.buckets import split_into_buckets
 from core.collector import without_collector
 from core.errors import RunStopped
 from modeling.export import exported_tensors
+from modeling.load import DTYPES
 from trainers.checkpoint_state import reading
 from trainers.learner import Learner
+from trainers.models import ModelLoader
 from trainers.optimizer import make_optimizer
 from trainers.ranks import RankTrainer
+from trainers.row_shards import shard_rows, unite_rows
 from weight_sync.base import Bucket, ExportScope
 
 
@@ -44,8 +50,21 @@ class DeepSpeedTrainer(RankTrainer):
         own = {"trainer.ranks": self.ranks, "trainer.zero_stage": self.cfg.zero_stage}
         return {"backend": "ray", "trainer.library": "deepspeed"} | own
 
+    def make_loader(self, model: ModelConfig, alg: Algorithm) -> ModelLoader:
+        if self.cfg.zero_stage < 3:
+            return super().make_loader(model, alg)
+        mesh = init_device_mesh(torch.device(self.device).type, (self.ranks,))
+        return ModelLoader(model, self.cfg, alg, place=partial(shard_rows, mesh=mesh))
+
     def make_learner(self, model: nn.Module) -> Learner:
+        self.partition(model)
         return DeepSpeedLearner(model, self.cfg, self.dtype, self.sum_over_ranks)
+
+    def partition(self, model: nn.Module) -> None:
+        """Cut what the ranks have read by rows as ZeRO-3 does; a model that was read whole is left to DeepSpeed."""
+        config, device = deepspeed_config(self.cfg, self.dtype), torch.device(self.device)
+        if unite_rows(model, make_cutter(config), device=device, dtype=DTYPES[self.dtype]):
+            model.to(device)  # DeepSpeed takes it for done once a parameter is cut
 
 
 class DeepSpeedLearner:
@@ -125,6 +144,26 @@ class DeepSpeedLearner:
             found, _ = self.engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=all_trained)
         if found is None:
             raise RunStopped(f"DeepSpeed finds no checkpoint in {folder}, although the folder is marked as complete")
+
+
+def make_cutter(config: dict[str, Any]) -> Callable[[nn.Parameter], None]:
+    """Return what leaves this rank's part of a whole parameter, as ZeRO-3 cuts it. Every rank calls it in one order."""
+    import deepspeed
+    from deepspeed.utils import groups
+
+    first: Any = None
+
+    def cut(parameter: nn.Parameter) -> None:
+        nonlocal first
+        if first is not None:
+            first.convert_to_zero_parameters([parameter])
+            return
+        among = groups._get_zero_param_intra_parallel_group()  # of the model before this one, if it was formed
+        holder = nn.ParameterList([parameter])
+        deepspeed.zero.Init(holder, config_dict_or_path=config, zero_param_parallel_group=among)
+        first = parameter
+
+    return cut
 
 
 def read_sharded_weights(folder: Path) -> dict[str, Tensor]:

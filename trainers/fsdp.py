@@ -31,6 +31,7 @@ from trainers.learner import Learner
 from trainers.models import ModelLoader
 from trainers.optimizer import make_optimizer
 from trainers.ranks import RankTrainer
+from trainers.row_shards import as_part_of, local_part
 from weight_sync.base import Bucket, ExportScope
 
 
@@ -45,7 +46,8 @@ class FsdpTrainer(RankTrainer):
         return {"backend": "ray", "trainer.library": "fsdp2"}  # any number of ranks reads them
 
     def make_loader(self, model: ModelConfig, alg: Algorithm) -> ModelLoader:
-        return ModelLoader(model, self.cfg, alg, place=partial(shard_model, mesh=self.mesh, dtype=DTYPES[self.dtype]))
+        place = partial(shard_model, mesh=self.mesh, dtype=DTYPES[self.dtype])
+        return ModelLoader(model, self.cfg, alg, place=place, place_frozen=place)
 
     def make_learner(self, model: nn.Module) -> Learner:
         return FsdpLearner(model, self.cfg, self.mesh, dtype=DTYPES[self.dtype], sum_over_ranks=self.sum_over_ranks)
@@ -150,19 +152,6 @@ class FsdpLearner:
         for unit in self.model.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()  # what was gathered before has the old values
-
-
-def as_part_of(parameter: Tensor, held: Tensor) -> Tensor:
-    """Return a tensor of which this rank holds `held`, as it holds its part of `parameter`; in the same memory."""
-    if not isinstance(parameter, DTensor):
-        return held
-    place = (parameter.device_mesh, parameter.placements)
-    return DTensor.from_local(held, *place, run_check=False, shape=parameter.shape, stride=parameter.stride())
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:

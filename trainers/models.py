@@ -17,9 +17,19 @@ from modeling.vision import freeze_tower
 class ModelLoader:
     """Loads what a recipe names; what the recipe does not train is frozen already."""
 
-    def __init__(self, model: ModelConfig, cfg: TrainerConfig, alg: Algorithm, *, place: Place | None = None):
-        """place: shards an empty model before it is filled; None loads models whole."""
-        self.model, self.cfg, self.alg, self.place = model, cfg, alg, place
+    def __init__(
+        self,
+        model: ModelConfig,
+        cfg: TrainerConfig,
+        alg: Algorithm,
+        *,
+        place: Place | None = None,
+        place_frozen: Place | None = None,
+    ):
+        """place: shards an empty model that is trained before it is filled, place_frozen one that is not; None loads
+        it whole.
+        """
+        self.model, self.cfg, self.alg, self.place, self.place_frozen = model, cfg, alg, place, place_frozen
         self.kind: dict[str, Any] = {"dtype": model.dtype, "attention": model.attention}
         self.trusts = model.trust_remote_code
 
@@ -29,7 +39,7 @@ class ModelLoader:
         lora = self.model.lora
         freeze = self._freeze_vision if lora is None else _freeze
         own: dict[str, Any] = {"gradient_checkpointing": self.cfg.gradient_checkpointing, "lora": lora}
-        own["place"] = self._place_after(freeze)
+        own["place"] = _place_after(freeze, self.place)
         policy = load_model(self.model.path, **self.kind, **own, trust_remote_code=self.trusts)
         if lora is None:  # PEFT has frozen the rest
             self._freeze_vision(policy)
@@ -38,14 +48,15 @@ class ModelLoader:
     def load_scalar(self) -> nn.Module:
         """Load a reward model, or the value model of a policy."""
         own: dict[str, Any] = {"gradient_checkpointing": self.cfg.gradient_checkpointing}
-        own["place"] = self._place_after(self._freeze_vision)
+        own["place"] = _place_after(self._freeze_vision, self.place)
         model = load_scalar_model(self.model.path, **self.kind, **own, trust_remote_code=self.trusts)
         self._freeze_vision(model)
         return model
 
     def load_frozen(self, column: str, path: str) -> nn.Module:
         """Load the model that scores a column; no path is the model in training, as it was."""
-        own: dict[str, Any] = {"key": f"alg, the model of {column}", "place": self._place_after(_freeze)}
+        place = _place_after(_freeze, self.place_frozen)
+        own: dict[str, Any] = {"key": f"alg, the model of {column}", "place": place}
         model = load_model(path or self.model.path, **self.kind, **own, trust_remote_code=self.trusts)
         return model.requires_grad_(False)
 
@@ -53,17 +64,17 @@ class ModelLoader:
         if self.cfg.vision == "frozen":
             freeze_tower(model)
 
-    def _place_after(self, freeze: Callable[[nn.Module], None]) -> Place | None:
-        """Return `place`, after what is not trained was frozen: it is kept in another dtype."""
-        place = self.place
-        if place is None:
-            return None
 
-        def freeze_and_place(model: nn.Module) -> None:
-            freeze(model)
-            place(model)
+def _place_after(freeze: Callable[[nn.Module], None], place: Place | None) -> Place | None:
+    """Return `place`, after what is not trained was frozen: it is kept in another dtype."""
+    if place is None:
+        return None
 
-        return freeze_and_place
+    def freeze_and_place(model: nn.Module) -> None:
+        freeze(model)
+        place(model)
+
+    return freeze_and_place
 
 
 def _freeze(model: nn.Module) -> None:

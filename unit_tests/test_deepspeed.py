@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import pickle
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from algs import find_algorithm, load_algorithm
@@ -26,12 +28,14 @@ from driver.scoring import add_columns
 from driver.trainer_factory import TrainerPlan, build_trainer
 from modeling.head import choose_chunk
 from modeling.load import load_model
+from trainers.allocator import return_freed_memory
 from trainers.away import Away
 from trainers.deepspeed import DeepSpeedTrainer
 from trainers.fsdp import FsdpTrainer
 from trainers.saved_policy import load_policy
 from trainers.trainer import Trainer
 from unit_tests.examples import Malicious, a_changed, families, fill_batch, some_answers, some_groups, with_values
+from unit_tests.seeing import save_model
 from unit_tests.test_forward import random_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -428,26 +432,28 @@ def test_with_fsdp2_another_number_of_ranks_goes_on(request, tiny_path, tmp_path
     assert (got - want).norm() < 1e-4 * (want - start_of(tiny_path, {"name": name})).norm()
 
 
-def head_only(place, plan):
-    """As build_trainer does, with a trainer that trains the last layer; it stands for adapters."""
+def build_changed(place, plan, change):
+    """As build_trainer does, with a class made of `change` and the trainer's."""
     import trainers.deepspeed
     import trainers.fsdp
 
     homes = {FSDP2: (trainers.fsdp, "FsdpTrainer"), "deepspeed": (trainers.deepspeed, "DeepSpeedTrainer")}
     home, name = homes[plan.trainer.library]
     ours = getattr(home, name)
-
-    class HeadOnly(ours):
-        def make_learner(self, model):
-            for name, p in model.named_parameters():
-                p.requires_grad_(".layers.1." in name)
-            return super().make_learner(model)
-
-    setattr(home, name, HeadOnly)
+    setattr(home, name, type(name, (change, ours), {}))
     try:
         return build_trainer(place, plan)
     finally:
         setattr(home, name, ours)
+
+
+class HeadOnly:
+    """Trains the last layer; it stands for adapters."""
+
+    def make_learner(self, model):
+        for name, p in model.named_parameters():
+            p.requires_grad_(".layers.1." in name)
+        return super().make_learner(model)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3, FSDP2])
@@ -457,7 +463,7 @@ def test_what_is_frozen_is_in_no_checkpoint(ranks, tiny_path, tmp_path, stage):
 
     async def go():
         workers = ranks[2]
-        await workers.build_workers(head_only, plan)
+        await workers.build_workers(build_changed, plan, HeadOnly)
         await workers.scatter(Trainer.step, shards)
         await workers.call_all(Trainer.save_state, tmp_path)
         saved = (await workers.call_all(Trainer.flatten_weights))[0]
@@ -465,7 +471,7 @@ def test_what_is_frozen_is_in_no_checkpoint(ranks, tiny_path, tmp_path, stage):
             (await workers.scatter(Trainer.step, shards))[0],
             (await workers.call_all(Trainer.flatten_weights))[0],
         )
-        await workers.build_workers(head_only, plan)
+        await workers.build_workers(build_changed, plan, HeadOnly)
         await workers.call_all(Trainer.load_state, tmp_path)
         assert (await workers.scatter(Trainer.step, shards))[0] == want
         assert torch.equal((await workers.call_all(Trainer.flatten_weights))[0], weights)
@@ -532,6 +538,8 @@ class PeakOfMemory:
     """Watches what this process has for itself; pages of files, which all processes share, do not count."""
 
     def __init__(self):
+        gc.collect()
+        return_freed_memory()  # or what is loaded now would fit into what earlier tests have left
         self.start = self.peak = self.read()
         self.ends = threading.Event()
         self.thread = threading.Thread(target=self.watch, daemon=True)
@@ -562,6 +570,8 @@ class Loaded:
                 return Trainer.make_loader(self, model, alg) if whole else super().make_loader(model, alg)
 
             def make_learner(self, model):
+                if kind is DeepSpeedTrainer:
+                    self.partition(model)
                 self.peak = self.watched.stop()
                 raise InterruptedError  # what follows is the same whichever way it was loaded
 
@@ -577,10 +587,13 @@ class Loaded:
         return self.peak
 
 
-@pytest.mark.parametrize("stage", [FSDP2])
-def test_no_rank_holds_the_whole_model_while_it_loads(ranks, tmp_path, stage):
-    """With a quarter of the model as room for what passes by. The files hold another dtype: else they stand for it."""
-    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 512}
+@pytest.mark.parametrize("layers", [8, pytest.param(32, marks=LATER)])
+@pytest.mark.parametrize("stage", [3, FSDP2])
+def test_no_rank_holds_the_whole_model_while_it_loads(ranks, tmp_path, stage, layers):
+    """100 MB and 400 MB, with a quarter as room for what passes by. The files hold another dtype: else they stand for
+    it.
+    """
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": layers, "vocab_size": 512}
     model = random_model("llama", **shape)
     size = sum(p.nbytes for p in model.parameters())
     model.bfloat16().save_pretrained(tmp_path)
@@ -625,3 +638,54 @@ def test_two_ranks_of_every_library_leave_and_return_to_the_bit(ranks, tiny_path
         same, freed = asyncio.run(learn(library, leaves=True))
         assert torch.equal(weights, same), library
         assert all(0.95 * each * n < nbytes for nbytes in freed), (library, freed, each * n)
+
+
+class Noting:
+    """Notes of every model in training whether this rank read its rows only."""
+
+    def make_learner(self, model):
+        by_rows = any(isinstance(p, DTensor) for p in model.parameters())
+        self.noted = [*getattr(self, "noted", []), by_rows]
+        return super().make_learner(model)
+
+    def list_read_by_rows(self) -> list[bool]:
+        return self.noted
+
+
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 47}
+LOADED = {
+    "tied": (("llama", {"vocab_size": 63, "tie_word_embeddings": True}), {}, [True]),
+    "experts": (("qwen3_moe", EXPERTS), {"dtype": "bfloat16"}, [True]),
+    "adapter": (("llama", {}), {"lora": LoraConfig(r=4), "dtype": "bfloat16"}, [True]),
+    "dora": (("llama", {}), {"lora": LoraConfig(r=4, dora=True)}, [False]),
+    "values": (("llama", {}), {"alg": {"name": "ppo"}, "dtype": "bfloat16"}, [True, True]),
+    "sees": (None, {"alg": {"name": "ppo"}, "attention": "auto"}, [True, False]),
+}
+"""Shape and settings of a model, and which of its models in training are read by rows."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        *((3, kind) for kind in ("tied", "experts", "adapter", "values")),
+        *(pytest.param(3, kind, marks=LATER) for kind in ("dora", "sees")),
+        *((FSDP2, kind) for kind in LOADED),
+    ],
+)
+def test_ranks_begin_with_what_the_files_hold(ranks, tmp_path, stage, kind):
+    """To the bit, with numbers of rows that the ranks cannot share evenly."""
+    shape, settings, by_rows = LOADED[kind]
+    if shape is None:
+        save_model(tmp_path, "qwen2_5_vl")
+    else:
+        random_model(shape[0], **shape[1]).save_pretrained(tmp_path)
+    plan = plan_of(str(tmp_path), **settings, **sharded(stage), ranks=2)
+    want = build_trainer(None, plan).flatten_weights()
+
+    async def go():
+        await ranks[2].build_workers(build_changed, plan, Noting)
+        for got in await ranks[2].call_all(Trainer.flatten_weights):
+            assert torch.equal(got, want)
+        assert await ranks[2].call_all(Noting.list_read_by_rows) == [by_rows] * 2
+
+    asyncio.run(go())

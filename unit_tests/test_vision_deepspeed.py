@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from configs.trainer_schema import LoraConfig
 from core.ray_cluster import Cluster
 from core.workers import Resources
 from data_feeds.packing import micro_batches
@@ -15,6 +16,7 @@ from driver.trainer_factory import build_trainer
 from modeling.load import load_model
 from modeling.pictures import PictureProcessor
 from trainers.trainer import Trainer
+from unit_tests.examples import with_values
 from unit_tests.seeing import Reply, join_parts, save_model, seeing_groups, some_text
 from unit_tests.test_deepspeed import FSDP2, LATER, SGD, Nothing, plan_of, run, sharded
 
@@ -59,3 +61,24 @@ def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, 
     asyncio.run(two[2].call_all(Trainer.save_model, tmp_path / "saved"))
     saved = load_model(str(tmp_path / "saved"), dtype="float32", attention="auto")
     assert torch.equal(torch.cat([p.flatten() for p in saved.parameters()]), got)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("stage", [3, FSDP2])
+@pytest.mark.parametrize(
+    "settings",
+    [{"alg": {"name": "ppo", "critic_lr": 0.5}}, {"lora": LoraConfig(r=4, vision=True)}],
+    ids=["a value model", "an adapter"],
+)
+def test_what_is_trained_beside_a_model_that_sees_is_sharded_with_it(two, tmp_path, stage, settings):
+    path = save_model(tmp_path / "model", "qwen2_5_vl")
+    groups = with_values(seeing_groups(PictureProcessor(path)))
+    most = max(len(s.token_ids) for g in groups for s in g)
+    how = SGD | settings | {"attention": "auto", "layout": "packed"}
+    want, metrics = asyncio.run(run(None, plan_of(path, **how), groups, max_tokens=10_000))
+    small = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
+    plan = plan_of(path, **how, **sharded(stage), ranks=2, deepspeed=small)
+    got, got_metrics = asyncio.run(run(two, plan, groups, max_tokens=most))
+    start = build_trainer(None, plan_of(path, **how)).flatten_weights()
+    assert (got - want).norm() < 1e-4 * (want - start).norm()
+    assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)

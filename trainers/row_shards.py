@@ -1,0 +1,76 @@
+"""Tensors of which every rank holds some rows: DTensors, made before a model is filled from its files.
+
+empty model -- shard_rows --> every rank reads its rows -- unite_rows --> whole tensors, one at a time, for a library
+that cuts them its own way
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from trainers.allocator import return_freed_memory
+
+
+def as_part_of(parameter: Tensor, held: Tensor) -> Tensor:
+    """Return a tensor of which this rank holds `held`, as it holds its part of `parameter`; in the same memory."""
+    if not isinstance(parameter, DTensor):
+        return held
+    place = (parameter.device_mesh, parameter.placements)
+    return DTensor.from_local(held, *place, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_rows(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the parameters of an empty model in place over the ranks of `mesh`, by rows."""
+    hf: Any = model
+    hf.tie_weights()
+    for p, places in find_places(model):
+        cut = Shard(0) if p.ndim else Replicate()
+        rows = nn.Parameter(distribute_tensor(p.detach(), mesh, [cut], src_data_rank=None), p.requires_grad)
+        put(rows, places)
+
+
+@torch.no_grad()
+def unite_rows(
+    model: nn.Module, take: Callable[[nn.Parameter], None], *, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Replace the sharded parameters of a filled model by whole ones in `dtype` on `device`; tell if there were any.
+
+    One after another: `take` gets each when it is whole, and leaves this rank's part of it alone.
+    """
+    waiting = deque((p, places) for p, places in find_places(model) if isinstance(p, DTensor))
+    found = bool(waiting)
+    while waiting:
+        sharded, places = waiting.popleft()
+        rows: Any = as_part_of(sharded, local_part(sharded).to(device=device, dtype=dtype))
+        whole = nn.Parameter(rows.full_tensor(), sharded.requires_grad)
+        put(whole, places)
+        take(whole)
+        del sharded, rows
+        return_freed_memory()
+    return found
+
+
+def find_places(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """Return every parameter with its modules and its names there; a tied one has several."""
+    found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            found.setdefault(p, []).append((module, name))
+    return [*found.items()]
+
+
+def put(parameter: nn.Parameter, places: list[tuple[nn.Module, str]]) -> None:
+    for module, name in places:
+        setattr(module, name, parameter)
