@@ -92,9 +92,9 @@ def run_step(groups: list[Group]) -> dict[str, float]:
     check_advantages(alg, groups, credited)
     lap("credit")
     plan = plan_update(credited, alg.loss_norm, MICRO_BATCH_TOKENS, ranks=RANKS, padded=False, share_prefixes=True)
-    _ = plan.shared, plan.padding  # for the log
     lap("plan")
     batches = plan.batches()
+    _ = plan.measure_shared(batches), plan.padding  # for the log
     lap("batches")
     for shard in batches:
         pickle.dumps([shard], protocol=5, buffer_callback=lambda _: None)

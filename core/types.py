@@ -165,7 +165,9 @@ class Sample:
     @property
     def n_trained(self) -> int:
         """Number of tokens that are trained on."""
-        return int(np.count_nonzero(self.loss_mask))
+        if self.failure or self.excluded is not None:
+            return int(np.count_nonzero(self.loss_mask))
+        return int(np.count_nonzero(self.action_mask[1:]))  # the same, without a copy
 
     def with_advantage(self, advantage: float | Floats) -> Sample:
         """Return the sample with an advantage: a number for all of its tokens, or an array [L]."""

@@ -16,7 +16,7 @@ from core.episodes import number_episodes
 from core.errors import RunStopped
 from core.types import Batch, Group, LossNorm, Sample, ScoredColumn, Tokens
 from data_feeds.bin_packing import TooLarge, pack_into_bins
-from data_feeds.prefix_bins import count_shared, find_families, pack_families
+from data_feeds.prefix_bins import find_families, pack_families
 from data_feeds.prefix_tree import lay_out_row
 from data_feeds.row_pictures import check_untrained, count_inputs, fill_row, make_keys, order_pictures
 
@@ -200,16 +200,15 @@ class Plan:
         sizes = [[len(self.samples[i].token_ids) - 1 for i in b] for rank in self.bins for b in rank if b]
         return 1 - sum(map(sum, sizes)) / sum(len(b) * max(b) for b in sizes)
 
-    @property
-    def shared(self) -> float:
-        """Fraction of the samples' input tokens that a common beginning saves; 0 where nothing is shared."""
-        if self.families is None:
-            return 0.0
-        return count_shared(make_keys(self.samples), self.families, self.bins)
-
     def batches(self, dtype: torch.dtype = torch.float32) -> list[list[Batch]]:
         """Return the batches, [rank][micro-batch]."""
         return [[self._make_batch(b, dtype) for b in rank] for rank in self.bins]
+
+    def measure_shared(self, batches: list[list[Batch]]) -> float:
+        """Return the fraction of the samples' input tokens that a common beginning saves in these batches."""
+        both = [pair for rank in zip(self.bins, batches, strict=True) for pair in zip(*rank, strict=True)]
+        laid = sum(batch.input_ids.numel() for chosen, batch in both if chosen)  # the others are idle
+        return 1 - laid / sum(map(count_inputs, self.samples))
 
     def _make_batch(self, chosen: list[int], dtype: torch.dtype) -> Batch:
         if not chosen:

@@ -9,7 +9,7 @@ import numpy as np
 
 from core.types import Sample
 from data_feeds.bin_packing import estimate_cost, pack_into_bins
-from data_feeds.prefix_tree import Ids, gather_families, sort_by_prefix
+from data_feeds.prefix_tree import gather_families, sort_by_prefix
 from data_feeds.row_pictures import make_keys
 
 LEAST_SHARED = 16
@@ -69,7 +69,7 @@ def find_families(samples: Sequence[Sample], groups: Sequence[int]) -> list[int]
     """
     if len({*groups}) < len(groups):
         return [*groups]
-    order, shared = sort_by_prefix([np.asarray(key, dtype=np.int64) for key in make_keys(samples)])
+    order, shared = sort_by_prefix(make_keys(samples))
     numbers = np.empty(len(order), dtype=np.int64)
     numbers[order] = np.cumsum(np.array(shared) < LEAST_SHARED)
     return numbers.tolist()
@@ -99,7 +99,7 @@ def pack_families(
 def _sort_families(samples: Sequence[Sample], families: Sequence[int]) -> list[_Family]:
     done: list[_Family] = []
     for chosen in gather_families(range(len(samples)), families):
-        ids = [np.asarray(key, dtype=np.int64) for key in make_keys([samples[i] for i in chosen])]
+        ids = make_keys([samples[i] for i in chosen])
         order, shared = sort_by_prefix(ids)
         in_order = [chosen[n] for n in order]
         done.append(
@@ -126,12 +126,3 @@ def _pack_pieces(
     bins = pack_into_bins([f.size(*cut) for f, cut in cuts], max_tokens, ranks=ranks, padded=False, costs=costs)
     slowest = max(sum(costs[i] for b in bins[rank::ranks] for i in b) for rank in range(ranks))
     return slowest, [[i for n in b for f, (first, end) in [cuts[n]] for i in f.members[first:end]] for b in bins]
-
-
-def count_shared(sequences: Sequence[Ids], families: Sequence[int], bins: Sequence[Sequence[Sequence[int]]]) -> float:
-    """Return the fraction of the tokens that are laid once for several sequences of a micro-batch."""
-    saved = 0
-    for chosen in (b for rank in bins for b in rank):
-        for group in gather_families(chosen, families):
-            saved += sum(sort_by_prefix([np.asarray(sequences[i], dtype=np.int64) for i in group])[1])
-    return saved / sum(map(len, sequences))

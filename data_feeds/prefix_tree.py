@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-Ids = Sequence[int] | NDArray[np.integer[Any]]
+Array = NDArray[np.integer[Any]]
+Ids = Sequence[int] | Array
 """Token ids of one sequence."""
 
 
@@ -64,7 +65,7 @@ def lay_out_row(sequences: Sequence[Ids], families: Sequence[Hashable] | None = 
     >>> [place.tolist() for place in row.places]
     [[0, 1, 3, 4], [0, 1, 2]]
     """
-    ids = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
+    ids: list[Array] = [np.asarray(sequence) for sequence in sequences]
     if families is None:
         segments = [_Segment(owner=i, start=0, stop=len(own), parent=-1, depth=0) for i, own in enumerate(ids)]
         paths = [[i] for i in range(len(ids))]
@@ -94,7 +95,7 @@ def gather_families(numbers: Iterable[int], families: Sequence[Hashable]) -> lis
     return list(members.values())
 
 
-def sort_by_prefix(ids: Sequence[Ints]) -> tuple[list[int], list[int]]:
+def sort_by_prefix(ids: Sequence[Array]) -> tuple[list[int], list[int]]:
     """Sort sequences so that those with a common beginning are neighbours; return their numbers in this order.
 
     Also returns how many tokens each shares with the one before it (the first: 0). The sum of length minus shared is
@@ -109,13 +110,13 @@ def sort_by_prefix(ids: Sequence[Ints]) -> tuple[list[int], list[int]]:
     return order, shared[: len(order)]
 
 
-def _count_common(a: Ints, b: Ints) -> int:
+def _count_common(a: Array, b: Array) -> int:
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     return int(differs.argmax()) if differs.any() else n
 
 
-def _grow_forest(ids: list[Ints], families: Sequence[Hashable]) -> tuple[list[_Segment], list[list[int]]]:
+def _grow_forest(ids: list[Array], families: Sequence[Hashable]) -> tuple[list[_Segment], list[list[int]]]:
     """Return the segments of all families, and the path of each sequence: its segments from the root on."""
     segments: list[_Segment] = []
     paths: list[list[int]] = [[] for _ in ids]
@@ -155,5 +156,5 @@ def _sort_segments(segments: list[_Segment], paths: list[list[int]]) -> tuple[li
     return [segments[n] for n in order], [[number[n] for n in path] for path in paths]
 
 
-def _join(parts: Sequence[Ints]) -> Ints:
+def _join(parts: Sequence[Array]) -> Ints:
     return np.concatenate([np.empty(0, dtype=np.int64), *parts])

@@ -42,20 +42,20 @@ def make_keys(samples: Sequence[Sample]) -> list[Ids]:
     keys: list[Ids] = []
     for sample in samples:
         key = sample.token_ids[: count_inputs(sample)]
-        if sample.pictures:
-            key = key.copy()
+        keys.append(key.copy() if sample.pictures else key)
         for place in list_inputs(sample):
             n = place.end - place.begin
             name = place.picture.hash, n, place.grid
             if name not in first:
                 first[name], used = used, used + n
-            key[place.begin : place.end] = -1 - first[name] - np.arange(n)
-        keys.append(key)
+            keys[-1][place.begin : place.end] = -1 - first[name] - np.arange(n)
     return keys
 
 
 def list_inputs(sample: Sample) -> list[PlacedPicture]:
     """Return the pictures whose tokens a forward pass reads."""
+    if not sample.pictures:
+        return []
     n = count_inputs(sample)
     return [place for place in sample.pictures if place.begin < n]
 

@@ -156,7 +156,7 @@ class Run:
             self.time.prefetch_trainer_timers()
             self.steps_done += 1
             padding = sum(plan.padding for plan in plans) / k
-            shared = sum(plan.shared for plan in plans) / k
+            shared = sum(plan.measure_shared(own) for plan, own in zip(plans, updates, strict=True)) / k
         await self.hyper_parameters.check_after_update(self.trainers, measured)
         named = name_train_metrics(measured) | {names.TRAIN_PADDING: padding, names.TRAIN_SHARED: shared}
         return named if self.shadows is None else self.shadows.drop_non_finite(named)

@@ -192,8 +192,9 @@ class Run:
         groups = await self._with_advantages(groups)
         with self.session.clock.phase(Phase.TRAIN):
             plan = self._plan(groups, self.rows.mixed)
-            measured, *_ = await self.trainers.scatter(Trainer.step, [[micro] for micro in plan.batches()])
-            of_plan = {names.TRAIN_PADDING: plan.padding, names.TRAIN_SHARED: plan.shared}
+            batches = plan.batches()
+            measured, *_ = await self.trainers.scatter(Trainer.step, [[micro] for micro in batches])
+            of_plan = {names.TRAIN_PADDING: plan.padding, names.TRAIN_SHARED: plan.measure_shared(batches)}
         await self.hyper_parameters.check_after_update(self.trainers, measured)
         return name_train_metrics(measured) | of_plan
 

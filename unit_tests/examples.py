@@ -18,6 +18,7 @@ import torch
 from core.arrays import Floats
 from core.cli import run_guarded
 from core.types import Batch, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
+from data_feeds.packing import Plan
 from trainers.trainer import Trainer
 
 
@@ -102,6 +103,10 @@ def children_named(beginning: str) -> list[psutil.Process]:
             if process.name().startswith(beginning):
                 found.append(process)
     return found
+
+
+def shared_of(plan: Plan) -> float:
+    return plan.measure_shared(plan.batches())
 
 
 def some_answers(rows: Rows, n: int = 4, *, seed: int = 0) -> list[Group]:

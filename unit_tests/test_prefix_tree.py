@@ -14,7 +14,7 @@ from core.types import Batch
 from data_feeds.bin_packing import estimate_cost
 from data_feeds.packing import micro_batches, pack, plan_update
 from data_feeds.prefix_tree import lay_out_row, sort_by_prefix
-from unit_tests.examples import families, siblings, some_groups
+from unit_tests.examples import families, shared_of, siblings, some_groups
 from unit_tests.test_packing import sample
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=8)
@@ -162,8 +162,8 @@ def test_ranks_are_balanced_by_what_a_family_costs_and_not_by_the_square_of_its_
 def test_the_plan_tells_what_fraction_is_shared():
     group = siblings(random.Random(0), 31, [11] * 4, turns=False)  # 4 x 41 input tokens, 31 + 4 x 10 different
     plans = [plan_update([group], "token", 1000, padded=False, share_prefixes=share) for share in (True, False)]
-    assert [plan.shared for plan in plans] == [pytest.approx(3 * 31 / (4 * 41)), 0.0]
-    assert plan_update(some_groups(), "token", 1000, padded=False, share_prefixes=True).shared == 0.0
+    assert [shared_of(plan) for plan in plans] == [pytest.approx(3 * 31 / (4 * 41)), 0.0]
+    assert shared_of(plan_update(some_groups(), "token", 1000, padded=False, share_prefixes=True)) == 0.0
 
 
 def test_rows_of_their_own_share_a_system_prompt_and_nothing_short():
@@ -174,7 +174,7 @@ def test_rows_of_their_own_share_a_system_prompt_and_nothing_short():
     plan = plan_update(groups, "token", 1000, padded=False, share_prefixes=True)
     numbers = plan.families
     assert len({*numbers[:3]}) == len({*numbers[3:5]}) == 1 and len({*numbers}) == 5
-    assert plan.shared == pytest.approx((2 * 20 + 30) / sum(len(s.token_ids) - 1 for [s] in groups))
+    assert shared_of(plan) == pytest.approx((2 * 20 + 30) / sum(len(s.token_ids) - 1 for [s] in groups))
     whole = plan_update(groups, "token", 1000, padded=False, share_prefixes=True, whole_groups=True)
     assert len({*whole.groups}) == 8, "they are groups of their own all the same"
     with_sibling = plan_update(

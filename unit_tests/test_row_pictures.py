@@ -18,6 +18,7 @@ from core.types import Batch, Prompt, Sample, make_sample
 from data_feeds.packing import micro_batches, pack, plan_update
 from data_feeds.row_pictures import count_inputs
 from driver.scoring import hash_sample
+from unit_tests.examples import shared_of
 
 PAD = 5
 """The token that stands for a part of a picture."""
@@ -83,8 +84,8 @@ def test_the_same_ids_of_other_pictures_are_never_shared():
     assert names(batch) == ["a", "b"]
     assert batch.input_ids.tolist() == [7, 8, *[PAD] * 4, 9, 10, *[PAD] * 4, 9, 10]
     plan = plan_update([[a, b]], "token", 100, padded=False, share_prefixes=True)
-    assert plan.shared == pytest.approx(2 / 16)
-    assert plan_update([[a, a]], "token", 100, padded=False, share_prefixes=True).shared == pytest.approx(8 / 16)
+    assert shared_of(plan) == pytest.approx(2 / 16)
+    assert shared_of(plan_update([[a, a]], "token", 100, padded=False, share_prefixes=True)) == pytest.approx(8 / 16)
 
 
 def test_a_budget_counts_what_other_pictures_really_take():

@@ -27,7 +27,7 @@ from core.workers import Local
 from data_feeds.packing import plan_update
 from driver.scoring import add_columns
 from trainers.local import LocalTrainer
-from unit_tests.examples import families, some_answers, with_values
+from unit_tests.examples import families, shared_of, some_answers, with_values
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHARED = RowLayout(padded=False, shares_prefixes=True)
@@ -53,7 +53,7 @@ def learn(path: str, alg: Algorithm, groups: list[Group], *, max_tokens: int = 1
     groups = alg.prepare_groups(groups)
     for _ in range(2):
         plan = plan_update(groups, alg.loss_norm, max_tokens, horizon=10, **cut)
-        saved.append(plan.shared)
+        saved.append(shared_of(plan))
         filled = asyncio.run(add_columns(Local(trainer), groups, plan, alg.required_columns))
         scored += [torch.tensor(s.columns[c]) for g in filled for s in g for c in sorted(alg.required_columns)]
         plan = plan_update(assign_advantages(alg, filled), alg.loss_norm, max_tokens, horizon=10, **cut)
