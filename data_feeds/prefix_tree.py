@@ -157,4 +157,4 @@ def _sort_segments(segments: list[_Segment], paths: list[list[int]]) -> tuple[li
 
 
 def _join(parts: Sequence[Array]) -> Ints:
-    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts], dtype=np.int64)

@@ -185,6 +185,7 @@ asyncio.run(write_checkpoint(Path(sys.argv[1]), Local(Deadly()), stand))
 """
 
 
+@pytest.mark.slow
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path):
     home = tmp_path / "checkpoints"
     write(home, 2)

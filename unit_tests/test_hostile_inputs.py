@@ -119,7 +119,7 @@ def test_text_is_utf8_whatever_the_locale():
     calls = [
         (file, node)
         for file in files
-        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+        for node in ast.walk(layers.parse_file(ROOT / file))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name)
     ]
 

@@ -111,7 +111,7 @@ PASSED_ON = {"kind", "settings", "given"}
 
 def product_calls():
     for file in layers.product_files(ROOT):
-        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        for node in ast.walk(layers.parse_file(ROOT / file)):
             if isinstance(node, ast.Call):
                 yield file, node
 

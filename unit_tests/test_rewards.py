@@ -261,6 +261,7 @@ def test_closing_does_not_wait_for_a_process_that_has_only_just_started(
         begun.wait()
 
 
+@pytest.mark.slow
 def test_a_looping_reward_dies_with_a_run_that_was_killed(tmp_path: Path) -> None:
     file = tmp_path / "note_and_loop.py"
     file.write_text(

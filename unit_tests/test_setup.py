@@ -189,7 +189,10 @@ def test_what_is_never_installed_is_in_no_set(installer: ModuleType) -> None:
     assert set(OURS["later"]) <= pinned - {canonicalize_name(name) for name in installer.pinned(ROOT, "run")}
 
 
-@pytest.mark.parametrize("how", [["wheel", "--no-deps", "--quiet"], ["install", "--no-deps", "--target"]])
+WAYS = [["wheel", "--no-deps", "--quiet"], ["install", "--no-deps", "--target"]]
+
+
+@pytest.mark.parametrize("how", [WAYS[0], pytest.param(WAYS[1], marks=pytest.mark.slow)])
 def test_a_wheel_is_refused_in_one_sentence(tmp_path: Path, how: list[str]) -> None:
     where = [str(tmp_path)] if "--target" in how else ["--wheel-dir", str(tmp_path)]
     command = [sys.executable, "-m", "pip", *how, *where, "--no-build-isolation", str(ROOT)]

@@ -33,13 +33,15 @@ class Result:
         return f"({self.letter}) {self.status:9} {self.title}: {self.detail}"
 
 
-def check(what: str | type[Algorithm], settings: dict[str, Any] | None = None) -> list[Result]:
+def check(what: str | type[Algorithm], settings: dict[str, Any] | None = None, *, letters: str = "") -> list[Result]:
     """Run every obligation that applies to an algorithm, under these hyper-parameters.
 
-    what: name of a module of algs/, path of a file, or a class. Raises UserError for a bad name or setting.
+    what: name of a module of algs/, path of a file, or a class. letters: those to run; "" for all. Raises UserError for
+    a bad name or setting.
     """
     alg: Algorithm = validate(what if isinstance(what, type) else find_class(what), settings or {}, prefix="")
-    applicable = [o for o in OBLIGATIONS if o[0] in APPLICABLE[fixtures.get_kind(alg)]]
+    of_kind = APPLICABLE[fixtures.get_kind(alg)]
+    applicable = [o for o in OBLIGATIONS if o[0] in of_kind and o[0] in (letters or of_kind)]
     return [run_obligation(alg, letter, title, obligation=obligation) for letter, title, obligation in applicable]
 
 
