@@ -122,6 +122,11 @@ class RunConfig(StrictModel):
             )
         if self.backend == "local" and self.trainer.ranks != 1:
             raise ValueError("backend: local is one process: set trainer.ranks to 1, or backend to ray")
+        if self.trainer.sequence_parallel > 1 and self.model.attention != "auto":
+            raise ValueError(
+                f"trainer.sequence_parallel={self.trainer.sequence_parallel} needs the attention of "
+                f"modeling/attention.py, and model.attention is {self.model.attention}: set it to auto"
+            )
         return self
 
 
