@@ -122,6 +122,10 @@ class RunConfig(StrictModel):
             )
         if self.backend == "local" and self.trainer.ranks != 1:
             raise ValueError("backend: local is one process: set trainer.ranks to 1, or backend to ray")
+        return self
+
+    @model_validator(mode="after")
+    def shared_rows_have_our_attention(self) -> RunConfig:
         if self.trainer.sequence_parallel > 1 and self.model.attention != "auto":
             raise ValueError(
                 f"trainer.sequence_parallel={self.trainer.sequence_parallel} needs the attention of "

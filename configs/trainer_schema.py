@@ -53,7 +53,7 @@ class ModelConfig(StrictModel):
 OURS_OF_DEEPSPEED = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("managed_gradient_accumulation", "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
-    *("bf16", "fp16", "data_types", "optimizer", "scheduler"),
+    *("bf16", "fp16", "data_types", "optimizer", "scheduler", "data_parallel_size", "sequence_parallel_size"),
 )
 """DeepSpeed keys that follow from other keys of the recipe, and change the gradient."""
 
