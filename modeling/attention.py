@@ -118,8 +118,9 @@ def attend_by_sequence(
         return _attend(query, key, value, mask, scaling).transpose(1, 2), None
     if (together := segments.sequence_group) is None:
         return attend_row(query, key, value, segments, scaling=scaling, window=sliding_window), None
-    heads = together.to_heads(query, key, value)
-    return together.to_positions(attend_row(*heads, segments, scaling=scaling, window=sliding_window)), None
+    query, key, value = together.to_heads(query, key, value)
+    attended = attend_row(query, key, value, segments, scaling=scaling, window=sliding_window)
+    return together.to_positions(attended), None
 
 
 def attend_row(

@@ -74,7 +74,7 @@ class SequenceGroup:
     def slice_row(self, total: int) -> RowSlice:
         return RowSlice(place=self.place, size=self.size, total=total)
 
-    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange the positions of this rank for its heads: [1, H, T / size, D] -> [1, H / size, T, D] each.
 
         Where there are fewer heads of keys than ranks, several ranks get the same one.
@@ -84,7 +84,8 @@ class SequenceGroup:
         by_rank = [x[0].unflatten(0, (self.size, -1)) for x in parts]  # [size, H / size, T / size, D]
         came = _AllToAll.apply(torch.cat(by_rank, 1), self.group)
         heads = came.transpose(0, 1).flatten(1, 2)[None]
-        return list(heads.split([x.shape[1] for x in by_rank], 1))
+        q, k, v = heads.split([x.shape[1] for x in by_rank], 1)
+        return q, k, v
 
     def to_positions(self, attended: Tensor) -> Tensor:
         """Exchange the heads of this rank for its positions: [1, T, H / size, D] -> [1, T / size, H, D]."""

@@ -178,7 +178,7 @@ CASES: dict[str, tuple] = {
 }
 
 
-LATER = ("fsdp2_adapter", "zero0_totals", "zero2_values", "zero3_windows")
+LATER = ("fsdp2_adapter", "fsdp2_copied_keys", "zero0_totals", "zero2_values", "zero3_windows")
 
 
 def plan_of(path: str, alg: dict, *, lora: bool = False, **trainer) -> TrainerPlan:
