@@ -21,7 +21,7 @@ from core.errors import CallFailed, ProcessDied, RunStopped, writing
 from core.phases import Phase
 from core.tasks import start_task
 from core.types import Group
-from core.workers import Workers
+from core.workers import Workers, first_of_groups
 from data_feeds.packing import Plan
 from trainers.trainer import Trainer
 
@@ -98,7 +98,8 @@ class Recorder:
     async def _keep(
         self, step: int, reason: str, of_updates: list[list[Group]], plans: list[Plan], metrics: dict[str, float]
     ) -> None:
-        recorded: Recorded = await self.trainers.call_all(Trainer.end_record, keep=True)
+        of_ranks = await self.trainers.call_all(Trainer.end_record, keep=True)
+        recorded: Recorded = first_of_groups(of_ranks, len(plans[0].bins))
         manifest = Manifest(
             step=step,
             version=step,

@@ -36,6 +36,7 @@ ADDED: dict[str, Any] = {
     **{"trainer.eps": 1e-8, "model.trust_remote_code": False, "trainer.lr_min_fraction": 0.0},
     "data.template_args": {},
     "trainer.library": "deepspeed",
+    "trainer.sequence_parallel": 1,
 }
 """New keys, with the constant that earlier versions used."""
 ADDED_IN_RL: dict[str, Any] = {

@@ -124,6 +124,15 @@ class RunConfig(StrictModel):
             raise ValueError("backend: local is one process: set trainer.ranks to 1, or backend to ray")
         return self
 
+    @model_validator(mode="after")
+    def shared_rows_have_our_attention(self) -> RunConfig:
+        if self.trainer.sequence_parallel > 1 and self.model.attention != "auto":
+            raise ValueError(
+                f"trainer.sequence_parallel={self.trainer.sequence_parallel} needs the attention of "
+                f"modeling/attention.py, and model.attention is {self.model.attention}: set it to auto"
+            )
+        return self
+
 
 def check_warmup(trainer: TrainerConfig, total_updates: int) -> None:
     """Raise ValueError for a warm-up that outlasts the run, whose learning rate would never reach `lr`."""

@@ -53,7 +53,7 @@ class ModelConfig(StrictModel):
 OURS_OF_DEEPSPEED = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("managed_gradient_accumulation", "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
-    *("bf16", "fp16", "data_types", "optimizer", "scheduler"),
+    *("bf16", "fp16", "data_types", "optimizer", "scheduler", "data_parallel_size", "sequence_parallel_size"),
 )
 """DeepSpeed keys that follow from other keys of the recipe, and change the gradient."""
 
@@ -69,6 +69,11 @@ class TrainerConfig(StrictModel):
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed's ZeRO stage, with library: deepspeed. 1 shards the optimizer's state over the ranks, 2 the gradients
     too, 3 the weights too."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Number of neighbouring ranks that compute a micro-batch together, each a slice of its positions: for sequences
+    whose activations do not fit into one (DeepSpeed-Ulysses, with both libraries). It must divide `ranks` and the
+    model's heads of queries, and divide or be a multiple of those of keys. For packed rows of the text models of
+    modeling/attention.py with attention: auto."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """Optimizer of torch; sgd is without momentum."""
     lr: LearningRate = 1e-6
@@ -93,7 +98,7 @@ class TrainerConfig(StrictModel):
     """Largest norm of an update's gradient; 0 does not clip. The logged norm is the one before clipping."""
     micro_batch_tokens: int = Field(16_384, ge=1)
     """Largest number of tokens in one forward pass, those of pictures included; shared ones count once. It affects
-    memory only: the gradient does not depend on it."""
+    memory only: the gradient does not depend on it. With sequence_parallel each rank holds its slice of them."""
     logits_mib: int = Field(1024, ge=0)
     """Memory for logits and their gradient, in MiB. Where those of a micro-batch take more, they are computed in chunks
     that fit, and a second time in the backward pass. It affects memory and speed only. The gradient of the head's
@@ -129,6 +134,25 @@ class TrainerConfig(StrictModel):
         if self.lr_schedule != "wsd" and self.decay_fraction is not None:
             raise ValueError(f"decay_fraction belongs to lr_schedule: wsd, and lr_schedule is {self.lr_schedule}")
         return self
+
+    @model_validator(mode="after")
+    def ranks_form_whole_groups(self) -> TrainerConfig:
+        size = self.sequence_parallel
+        if self.ranks % size:
+            raise ValueError(
+                f"sequence_parallel={size} ranks compute a micro-batch together, and ranks={self.ranks} is no multiple "
+                "of that: change one of the two"
+            )
+        if size > 1 and self.layout == "padded":
+            raise ValueError(
+                f"sequence_parallel={size} slices packed rows, and layout is padded: leave one of them out"
+            )
+        return self
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of groups of ranks that train on different rows."""
+        return self.ranks // self.sequence_parallel
 
     def count_decay_updates(self, total_updates: int) -> int:
         """Return the number of updates in which wsd falls; 0 for another schedule."""

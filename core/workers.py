@@ -115,6 +115,27 @@ class Local(Workers[W_co]):
         return Local(attrgetter(name)(self.worker))
 
 
+def copy_to_groups(shards: Sequence[S], n_workers: int) -> list[S]:
+    """Return a shard for each worker: neighbours form as many groups as there are shards, and a group gets one.
+
+    >>> copy_to_groups(["a", "b"], 4)
+    ['a', 'a', 'b', 'b']
+    """
+    size, rest = divmod(n_workers, len(shards))
+    if rest or not size:
+        raise ValueError(f"{len(shards)} shards are not for groups of the same size of {n_workers} workers")
+    return [shard for shard in shards for _ in range(size)]
+
+
+def first_of_groups(results: list[R], n_groups: int) -> list[R]:
+    """Return the result of the first worker of each group; the others of the group have the same.
+
+    >>> first_of_groups(["a", "a", "b", "b"], 2)
+    ['a', 'b']
+    """
+    return results[:: len(results) // n_groups]
+
+
 async def gather_fail_fast(calls: Iterable[Coroutine[Any, Any, R]], *, grace_s: float = ERROR_GRACE_S) -> list[R]:
     """Await all calls; cancel the rest on the first error, since they would hang in a collective.
 

@@ -22,7 +22,7 @@ from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from doctor.findings import Finding, Say, attempt
 from driver import rl_setup, sl_run
-from driver.check_models import check_frozen_models, check_policy, check_room
+from driver.check_models import check_frozen_models, check_policy, check_room, check_sequence_parallel
 from driver.load_recipe import Loaded
 from driver.own_code import check_own_code
 from driver.push import check_push
@@ -121,6 +121,7 @@ class Parts:
         cfg = self.cfg
         check_model_folder(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
         check_lora_targets(cfg.model)
+        check_sequence_parallel(cfg, self.alg)
         check_own_code(cfg)
         if isinstance(cfg, RLConfig):
             check_room(cfg)

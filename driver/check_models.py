@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from algs.base import Algorithm
 from configs.eval_schema import EvalConfig
-from configs.schema import RLConfig
+from configs.schema import RLConfig, RunConfig
 from configs.trainer_schema import ModelConfig
 from core.errors import UserError
 from data_feeds.tokenizer import ChatTokenizer
+from modeling.attention import refuse_sequence_parallel
 from modeling.hf_config import check_model_folder, max_positions, read_config
 from modeling.load import check_weights
 
@@ -26,6 +27,17 @@ def check_room(cfg: RLConfig | EvalConfig) -> None:
             f"one sample may reach {cfg.longest_sample} tokens (data.max_prompt_tokens + rollout.max_new_tokens), and "
             f"model.path={cfg.model.path} has room for {positions}: lower one of the two"
         )
+
+
+def check_sequence_parallel(cfg: RunConfig, alg: Algorithm) -> None:
+    """Raise UserError for a model, in training or frozen, whose rows several ranks cannot compute together."""
+    size, trusts = cfg.trainer.sequence_parallel, cfg.model.trust_remote_code
+    if size == 1:
+        return
+    for key, path in (("model.path", cfg.model.path), *(("alg", path) for path in alg.frozen_models.values() if path)):
+        config = read_config(path, key=key, trust_remote_code=trusts)
+        if why := refuse_sequence_parallel(config, size):
+            raise UserError(f"trainer.sequence_parallel={size}, and {key}={path}: {why}")
 
 
 def check_frozen_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelConfig) -> None:

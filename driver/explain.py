@@ -10,7 +10,7 @@ import yaml
 from algs import load_algorithm
 from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
-from configs.trainer_schema import LoraConfig
+from configs.trainer_schema import LoraConfig, TrainerConfig
 from driver.devices import check_devices, count_gpus, uses_gpus
 from driver.explain_vision import BytesEach, describe_vision, measure_vision
 from driver.load_recipe import Loaded
@@ -46,7 +46,7 @@ def describe_arithmetic(loaded: Loaded[Any]) -> list[tuple[str, str]]:
         tokens = cfg.rows_per_step * cfg.data.max_tokens * (2 if rows == "pairs" else 1)
         return [
             ("a step", f"{cfg.rows_per_step} {ROWS[rows]} -> at most {tokens:,} tokens -> 1 optimizer update"),
-            ("micro-batches", describe_micro_batches(tokens, trainer.micro_batch_tokens, trainer.ranks)),
+            ("micro-batches", describe_micro_batches(tokens, trainer)),
             (
                 "the run",
                 f"{cfg.epochs:g} epochs of data.train"
@@ -71,7 +71,7 @@ def describe_arithmetic(loaded: Loaded[Any]) -> list[tuple[str, str]]:
             f"{cfg.longest_sample} tokens",
         ),
         ("tokens of a step", f"at most {tokens:,}, dealt over {cfg.updates_per_step} optimizer updates ({lag})"),
-        ("micro-batches", describe_micro_batches(per_update, trainer.micro_batch_tokens, trainer.ranks)),
+        ("micro-batches", describe_micro_batches(per_update, trainer)),
         ("the run", f"{cfg.steps} steps -> {cfg.steps * samples:,} sequences -> {cfg.total_updates} optimizer updates"),
         ("generation", describe_schedule(cfg)),
     ]
@@ -88,9 +88,13 @@ def describe_schedule(cfg: RLConfig) -> str:
     return f"runs up to {ahead} groups ahead of the trainer (max_staleness={cfg.max_staleness}); {publishes}"
 
 
-def describe_micro_batches(tokens: int, budget: int, ranks: int) -> str:
-    per_rank = -(-tokens // (budget * ranks))
-    return f"at most {budget:,} tokens each -> at most about {per_rank} per rank and update, on {ranks} ranks"
+def describe_micro_batches(tokens: int, cfg: TrainerConfig) -> str:
+    budget, parts, each = cfg.micro_batch_tokens, cfg.data_parallel_size, cfg.sequence_parallel
+    who = "rank" if each == 1 else f"group of {each} ranks"
+    groups = "one such group" if parts == 1 else f"{parts} such groups"
+    where = f"{cfg.ranks} ranks" if each == 1 else f"{groups} (trainer.sequence_parallel)"
+    most = -(-tokens // (budget * parts))
+    return f"at most {budget:,} tokens each -> at most about {most} per {who} and update, on {where}"
 
 
 def count_engines(rollout: RolloutConfig) -> str:
@@ -111,6 +115,8 @@ def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
     kind = "GPU" if uses_gpus(cfg) else "share of the CPU"
     library = "FSDP2" if cfg.trainer.library == "fsdp2" else f"DeepSpeed ZeRO-{cfg.trainer.zero_stage}"
     rows = [("trainer", f"{cfg.trainer.ranks} Ray actors, {library}, one {kind} each")]
+    if (n := cfg.trainer.sequence_parallel) > 1:
+        rows.append(("rows", f"each is computed by {n} ranks, which hold 1/{n} of its activations each"))
     if isinstance(cfg, RLConfig):
         rollout = cfg.rollout
         turns = " and in turns with the trainers" if cfg.placement == "colocate" else ""

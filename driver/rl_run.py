@@ -17,7 +17,7 @@ from core.phases import Milestone, Phase
 from core.row_layout import RowLayout
 from core.tasks import start_task
 from core.types import Group, Prompt, ScoredColumn
-from core.workers import Workers
+from core.workers import Workers, copy_to_groups
 from data_feeds.feed import Feed
 from data_feeds.packing import Plan, plan_update
 from data_feeds.tokenizer import ChatTokenizer
@@ -151,8 +151,8 @@ class Run:
             if self.shadows is not None:
                 self.shadows.attach(updates, plans, groups)
             self.time.prefetch_engine_timers()
-            shards = [[update[rank] for update in updates] for rank in range(len(self.trainers))]
-            measured, *_ = await self.trainers.scatter(Trainer.step, shards)
+            shards = [list(of_updates) for of_updates in zip(*updates, strict=True)]
+            measured, *_ = await self.trainers.scatter(Trainer.step, copy_to_groups(shards, len(self.trainers)))
             self.time.prefetch_trainer_timers()
             self.steps_done += 1
             padding = sum(plan.padding for plan in plans) / k
@@ -166,7 +166,7 @@ class Run:
             groups,
             self.alg.loss_norm,
             self.cfg.trainer.micro_batch_tokens,
-            ranks=len(self.trainers),
+            ranks=self.cfg.trainer.data_parallel_size,
             horizon=self.cfg.rollout.max_new_tokens,
             padded=self.layout.padded,
             share_prefixes=self.layout.shares_prefixes,

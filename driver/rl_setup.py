@@ -29,7 +29,7 @@ from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from data_feeds.tool_parsing import check_parser
 from driver.check_engine import check_pictures, check_sampling
-from driver.check_models import check_frozen_models, check_policy, check_room
+from driver.check_models import check_frozen_models, check_policy, check_room, check_sequence_parallel
 from driver.checkpoint import Checkpoint
 from driver.dead_knobs import HyperParameterCheck
 from driver.device_turns import leave_after_start, make_turns, share_devices
@@ -104,6 +104,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     trusts = cfg.model.trust_remote_code
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
     check_lora_targets(cfg.model)
+    check_sequence_parallel(cfg, alg)
     check_room(cfg)
     if cfg.placement == "colocate":
         check_turns(cfg, estimate_memory(loaded))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from core.arrays import Floats
 from core.types import Group, Sample, ScoredColumn
-from core.workers import Workers
+from core.workers import Workers, copy_to_groups, first_of_groups
 from data_feeds.packing import Plan
 from trainers.trainer import Trainer
 
@@ -18,7 +18,9 @@ async def add_columns(
     """Return the groups with these columns, under the trainers' weights as they are now; `plan` is of these groups."""
     if not columns:
         return groups
-    filled = plan.with_columns(await trainers.scatter(Trainer.compute_columns, plan.batches(), columns))
+    shards = copy_to_groups(plan.batches(), len(trainers))
+    scored = await trainers.scatter(Trainer.compute_columns, shards, columns)
+    filled = plan.with_columns(first_of_groups(scored, len(plan.bins)))
     return [[filled.get(id(s), s) for s in group] for group in groups]
 
 

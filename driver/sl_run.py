@@ -15,12 +15,12 @@ from core.phases import Phase
 from core.reads import record_reads
 from core.row_layout import RowLayout
 from core.types import Group
-from core.workers import Workers
+from core.workers import Workers, copy_to_groups
 from data_feeds.feed import Feed, load_groups
 from data_feeds.packing import Plan, plan_update
 from data_feeds.template_args import check_template_args, make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
-from driver.check_models import check_frozen_models, check_policy
+from driver.check_models import check_frozen_models, check_policy, check_sequence_parallel
 from driver.checkpoint import Checkpoint, RunState
 from driver.dead_knobs import HyperParameterCheck
 from driver.devices import check_devices
@@ -72,6 +72,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     trusts = cfg.model.trust_remote_code
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
     check_lora_targets(cfg.model)
+    check_sequence_parallel(cfg, alg)
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_policy(cfg.model, tokenizer)
@@ -193,7 +194,8 @@ class Run:
         with self.session.clock.phase(Phase.TRAIN):
             plan = self._plan(groups, self.rows.mixed)
             batches = plan.batches()
-            measured, *_ = await self.trainers.scatter(Trainer.step, [[micro] for micro in batches])
+            shards = copy_to_groups([[micro] for micro in batches], len(self.trainers))
+            measured, *_ = await self.trainers.scatter(Trainer.step, shards)
             of_plan = {names.TRAIN_PADDING: plan.padding, names.TRAIN_SHARED: plan.measure_shared(batches)}
         await self.hyper_parameters.check_after_update(self.trainers, measured)
         return name_train_metrics(measured) | of_plan
@@ -220,8 +222,8 @@ class Run:
         """Measure all rows as one update that is not made."""
         groups = await self._with_advantages(feed.all())
         with self.session.clock.phase(Phase.EVALUATE):
-            batches = self._plan(groups).batches()
-            measured, *_ = await self.trainers.scatter(Trainer.measure_loss, batches)
+            shards = copy_to_groups(self._plan(groups).batches(), len(self.trainers))
+            measured, *_ = await self.trainers.scatter(Trainer.measure_loss, shards)
         return {names.EVAL.format(name): value for name, value in measured.items() if name != "tokens"}
 
     async def _with_advantages(self, groups: list[Group]) -> list[Group]:
@@ -247,7 +249,7 @@ class Run:
             groups,
             self.alg.loss_norm,
             self.cfg.trainer.micro_batch_tokens,
-            ranks=len(self.trainers),
+            ranks=self.cfg.trainer.data_parallel_size,
             horizon=self.cfg.data.max_tokens,
             padded=self.layout.padded,
             share_prefixes=self.layout.shares_prefixes,

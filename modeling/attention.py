@@ -65,6 +65,24 @@ def can_share_prefixes(model: nn.Module) -> bool:
     return config.get_text_config()._attn_implementation == BY_SEQUENCE and _is_tested(config)
 
 
+def refuse_sequence_parallel(config: Any, size: int) -> str | None:
+    """Return why `size` ranks cannot compute rows of a model with this config together; None if they can."""
+    if config.model_type not in FAMILIES:
+        return f"a {config.model_type} model cannot share rows: it is for the text models {', '.join(sorted(FAMILIES))}"
+    heads = config.num_attention_heads
+    of_keys = getattr(config, "num_key_value_heads", None) or heads
+    if heads % size or (of_keys % size and size % of_keys):
+        return (
+            f"the model has {heads} heads of queries and {of_keys} of keys and values, and its ranks share them: take "
+            "a number that divides both, or divides the first and is a multiple of the second"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in (rope.get("rope_type"), *(of.get("rope_type") for of in rope.values() if isinstance(of, dict))):
+        if kind in ("dynamic", "longrope"):
+            return f"the model's rotary embedding ({kind}) depends on the longest sequence of the whole row"
+    return None
+
+
 def _is_tested(config: Any) -> bool:
     if config.model_type in VISION_FAMILIES:
         return config.get_text_config().model_type in LANGUAGE_PARTS
@@ -98,17 +116,28 @@ def attend_by_sequence(
         whole = Segments([query.shape[2]], [-1])
         mask = whole.find_mask(whole.runs[0], sliding_window, query.device)
         return _attend(query, key, value, mask, scaling).transpose(1, 2), None
+    if (together := segments.sequence_group) is None:
+        return attend_row(query, key, value, segments, scaling=scaling, window=sliding_window), None
+    query, key, value = together.to_heads(query, key, value)
+    attended = attend_row(query, key, value, segments, scaling=scaling, window=sliding_window)
+    return together.to_positions(attended), None
+
+
+def attend_row(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None
+) -> Tensor:
+    """Compute the attention of a whole row: [1, H, T, D] queries, [1, Hkv, T, D] keys and values -> [1, T, H, D]."""
     if fits_varlen(query):
-        return attend_varlen(query, key, value, segments, scaling=scaling, window=sliding_window), None
+        return attend_varlen(query, key, value, segments, scaling=scaling, window=window)
     # split, not slices: the gradient of each slice would be as large as the whole row
     queries = query.split([run.own * run.count for run in segments.runs], dim=2)
     keys, values = (_keys_of_runs(x, segments) for x in (key, value))
     parts: list[Tensor] = []
     for run, q, k, v in zip(segments.runs, queries, keys, values, strict=True):
-        mask = segments.find_mask(run, sliding_window, query.device)
+        mask = segments.find_mask(run, window, query.device)
         done = _attend(_as_batch(q, run), _as_batch(k, run), _as_batch(v, run), mask, scaling)
         parts.append(done.transpose(1, 2).flatten(0, 1))  # [count * own, H, D]
-    return torch.cat(parts)[None], None
+    return torch.cat(parts)[None]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:

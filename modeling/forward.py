@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from modeling.attention import BY_SEQUENCE, can_share_prefixes
 from modeling.head import choose_chunk, score_in_chunks
 from modeling.pretrained import runs_own_code
 from modeling.segments import Segments
+from modeling.sequence_parallel import SequenceGroup
 
 Layout = Literal["padded", "packed"]
 
@@ -54,6 +56,7 @@ def forward(
     entropy: bool = False,
     logits_mib: int = 0,
     support: Support = EVERY_TOKEN,
+    sequence_group: SequenceGroup | None = None,
 ) -> Policy:
     """Compute log-probability (and entropy) of every trained token, [M] float32, with gradient if gradients are on.
 
@@ -62,37 +65,56 @@ def forward(
     logits_mib: memory for logits, above which they are computed in chunks; 0 computes all at once.
     support: tokens over which the softmax is taken: those that the engine samples from. SFT and preferences train on
     given text and take all. Raises RunStopped for a trained token outside of it.
+    sequence_group: ranks that compute this batch together; each of them returns the whole of it.
     """
     support.check_labels(batch.labels)
-    (row, column), inputs = _lay_out(model, batch, layout)
-    at = row[batch.at], column[batch.at]
-    size = choose_chunk(model, len(batch.labels), logits_mib)
+    part = _lay_out_part(model, batch, layout, sequence_group)
+    size = choose_chunk(model, len(part.labels), logits_mib)
     if size is None:
-        with _head_only_at(model, *at):
-            logits = module(**inputs, use_cache=False).logits  # [1, M, V]
+        with _head_only_at(model, *part.at):
+            logits = module(**part.inputs, use_cache=False).logits  # [1, M, V]
         # squeeze, not [0]: the gradient of an index would be a copy as large as all logits
-        return compute_token_logp(
-            logits.squeeze(0), batch.labels, temperature=temperature, entropy=entropy, support=support
+        own = compute_token_logp(
+            logits.squeeze(0), part.labels, temperature=temperature, entropy=entropy, support=support
         )
+    else:
 
-    def score(logits: Tensor, labels: Tensor) -> Tensor:
-        return torch.stack([x for x in _compute_chunk(logits, labels, temperature, entropy, support) if x is not None])
+        def score(logits: Tensor, labels: Tensor) -> Tensor:
+            found = _compute_chunk(logits, labels, temperature, entropy, support)
+            return torch.stack([x for x in found if x is not None])
 
-    logp, *rest = score_in_chunks(module, model, inputs, at, batch.labels, score, size)
+        logp, *rest = score_in_chunks(module, model, part.inputs, part.at, part.labels, score, size)
+        own = Policy(logp=logp, entropy=rest[0] if entropy else None)
+    if sequence_group is None:
+        return own
+    found = torch.stack([own.logp] if own.entropy is None else [own.logp, own.entropy])
+    logp, *rest = sequence_group.gather(found, part.mine)
     return Policy(logp=logp, entropy=rest[0] if entropy else None)
 
 
-def compute_values(module: nn.Module, batch: Batch, *, layout: Layout, model: nn.Module) -> Tensor:
-    """Compute the value of the state before every trained token, [M] float32: at the position that predicts it."""
-    (row, column), inputs = _lay_out(model, batch, layout)
+def compute_values(
+    module: nn.Module,
+    batch: Batch,
+    *,
+    layout: Layout,
+    model: nn.Module,
+    sequence_group: SequenceGroup | None = None,
+) -> Tensor:
+    """Compute the value of the state before every trained token, [M] float32: at the position that predicts it.
+
+    sequence_group: as in `forward`.
+    """
+    part = _lay_out_part(model, batch, layout, sequence_group)
     seen: list[Tensor] = []
     hook = model.score.register_forward_hook(lambda _, args, out: seen.append(out))  # every position's, before pooling
     try:
-        module(**inputs, use_cache=False)
+        module(**part.inputs, use_cache=False)
     finally:
         hook.remove()
     [values] = seen  # [rows, columns, 1]
-    return values[row[batch.at], column[batch.at], 0].float()
+    row, column = part.at
+    own = values[row, column, 0].float()
+    return own if sequence_group is None else sequence_group.gather(own, part.mine)
 
 
 def compute_token_logp(
@@ -117,6 +139,38 @@ def _compute_chunk(
     norm = logits.logsumexp(-1)  # [m]
     logp = logits.gather(-1, support.to_columns(labels)[:, None])[:, 0] - norm
     return logp, norm - (torch.softmax(logits, -1) * logits).sum(-1) if entropy else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What this rank computes of a batch: all of it, or a slice of the row."""
+
+    inputs: dict[str, Any]
+    """Inputs of the model."""
+    at: tuple[Tensor, Tensor]
+    """Row and column of the positions that predict its trained tokens, [m] each."""
+    labels: Tensor
+    """Its trained tokens, [m]."""
+    mine: Tensor
+    """Which of the batch's trained tokens they are, [M] bool."""
+
+
+def _lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group: SequenceGroup | None) -> _Part:
+    (row, column), inputs = _lay_out(model, batch, layout)
+    if sequence_group is None:
+        every = torch.ones_like(batch.labels, dtype=torch.bool)
+        return _Part(inputs=inputs, at=(row[batch.at], column[batch.at]), labels=batch.labels, mine=every)
+    if inputs.keys() != {"input_ids", "position_ids", "segments"} or batch.rope_ids is not None:
+        raise ValueError(f"ranks share packed rows of text with their segments, found {sorted(inputs)}")
+    own = sequence_group.slice_row(len(batch.input_ids))
+    inputs = {
+        "input_ids": own.take(inputs["input_ids"], fill=choose_padding(model)),
+        "position_ids": own.take(inputs["position_ids"], fill=0),
+        "segments": Segments.of_batch(batch, sequence_group),
+    }
+    mine = own.find_own(batch.at)
+    columns = batch.at[mine] - own.begin
+    return _Part(inputs=inputs, at=(torch.zeros_like(columns), columns), labels=batch.labels[mine], mine=mine)
 
 
 def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:

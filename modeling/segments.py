@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from core.types import Batch
+from modeling.sequence_parallel import SequenceGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,8 @@ class Segments:
     lengths: list[int]
     parents: list[int]
     """Segment that each continues, with a smaller number; -1 for none."""
+    sequence_group: SequenceGroup | None = None
+    """Ranks that hold a slice of the row each; None where this one holds all of it."""
     chains: list[list[int]] = field(init=False)
     """Segments above each, from the root down."""
     runs: list[Run] = field(init=False)
@@ -71,9 +74,13 @@ class Segments:
             first += count
 
     @staticmethod
-    def of_batch(batch: Batch) -> Segments:
-        lengths = torch.bincount(batch.segment_ids, minlength=len(batch.parents))
-        return Segments(lengths.tolist(), batch.parents.tolist())
+    def of_batch(batch: Batch, sequence_group: SequenceGroup | None = None) -> Segments:
+        """Return the segments of a batch in one row; padding, where a group needs it, is a segment by itself."""
+        lengths = torch.bincount(batch.segment_ids, minlength=len(batch.parents)).tolist()
+        parents = batch.parents.tolist()
+        if sequence_group is not None and (padding := sequence_group.slice_row(sum(lengths)).padding):
+            lengths, parents = [*lengths, padding], [*parents, -1]
+        return Segments(lengths, parents, sequence_group)
 
     @property
     def are_shared(self) -> bool:

@@ -30,7 +30,7 @@ class LocalTrainer(Trainer):
     def make_learner(self, model: nn.Module) -> Learner:
         return TorchLearner(model.to(self.device), self.cfg)
 
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
+    def sum_over_rows(self, values: Tensor) -> Tensor:
         return values
 
     def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> None:

@@ -34,6 +34,7 @@ from modeling.export import saved_scopes
 from modeling.forward import compute_values, forward, layout_for
 from modeling.load import DTYPES
 from modeling.media import MediaLoader
+from modeling.sequence_parallel import SequenceGroup
 from trainers.allocator import keep_freed_memory
 from trainers.away import Away
 from trainers.checkpoint_state import Counters, RankState, load_state, save_state
@@ -54,6 +55,8 @@ class Trainer:
     rank, ranks = 0, 1
     away: Away
     """Part that leaves the device, with placement: colocate."""
+    sequence_group: SequenceGroup | None = None
+    """Ranks that compute every row together, this one among them; None where each computes rows of its own."""
 
     def __init__(
         self,
@@ -112,8 +115,8 @@ class Trainer:
         """Return a frozen model on this rank's device."""
         return model.to(self.device)
 
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` over the ranks, on every rank."""
+    def sum_over_rows(self, values: Tensor) -> Tensor:
+        """Return the sum of `values`, which are of this rank's rows, over the rows of all ranks, on every rank."""
         raise NotImplementedError
 
     def save_model(self, folder: Path) -> None:
@@ -137,10 +140,13 @@ class Trainer:
 
     def describe_layout(self) -> RowLayout:
         """Return the layout of rows that suits all models: padded if one of them is, shared if all of them can."""
-        models = [self.model, *self.frozen.values(), *([self.critic.model] if self.critic is not None else [])]
+        models = self.list_models()
         padded = any(layout_for(self.cfg.layout, m) == "padded" for m in models)
         able = not padded and all(can_share_prefixes(m) for m in models)
         return RowLayout(padded=padded, shares_prefixes=able and self.cfg.share_prefixes == "auto")
+
+    def list_models(self) -> list[nn.Module]:
+        return [self.model, *self.frozen.values(), *([self.critic.model] if self.critic is not None else [])]
 
     def step(self, updates: list[list[Batch]]) -> dict[str, float]:
         """Make one optimizer update per inner list of micro-batches; return metrics, the same on every rank.
@@ -172,13 +178,13 @@ class Trainer:
                 norm = self._update_weights()
                 if self.record is not None:
                     self.record.end_update(norm)
-                shadows.end_update(self.sum_over_ranks, was_made=bool(norm))
+                shadows.end_update(self.sum_over_rows, was_made=bool(norm))
                 if norm:
                     total.merge(meter)
                     norms.append(norm)
             return {
-                **total.compute_means(self.sum_over_ranks),
-                **shadows.compute_means(self.sum_over_ranks),
+                **total.compute_means(self.sum_over_rows),
+                **shadows.compute_means(self.sum_over_rows),
                 **({name: sum(n[name] for n in norms) / len(norms) for name in norms[0]} if norms else {}),
                 "lr": self.lr_schedule.get_lr(self.updates_done - 1),
                 "updates_skipped": float(len(updates) - len(norms)),
@@ -223,7 +229,7 @@ class Trainer:
         for batch in self.with_totals(micro_batches):
             _, loss, metrics = self._compute_loss(batch)
             meter.add(batch.tokens, {"loss": loss, **metrics})
-        return meter.compute_means(self.sum_over_ranks)
+        return meter.compute_means(self.sum_over_rows)
 
     @torch.no_grad()
     def compute_columns(
@@ -245,13 +251,13 @@ class Trainer:
                 return self.forward(batch).logp
         model = self.frozen[column]
         layout = layout_for(self.cfg.layout, model)
-        mib = self.cfg.logits_mib
-        return forward(
-            model, model, batch, layout=layout, logits_mib=mib, temperature=self.temperature, support=self.support
-        ).logp
+        how: dict[str, Any] = {"logits_mib": self.cfg.logits_mib, "support": self.support}
+        how["sequence_group"] = self.sequence_group
+        return forward(model, model, batch, layout=layout, temperature=self.temperature, **how).logp
 
     def _compute_values(self, critic: Learner, batch: Batch) -> Tensor:
-        return compute_values(critic.module, batch, layout=self.layout, model=critic.model)
+        together = self.sequence_group
+        return compute_values(critic.module, batch, layout=self.layout, model=critic.model, sequence_group=together)
 
     @torch.no_grad()
     def probe(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> list[float]:
@@ -271,6 +277,7 @@ class Trainer:
             entropy=self.alg.needs_entropy,
             logits_mib=self.cfg.logits_mib,
             support=self.support if support is None else support,
+            sequence_group=self.sequence_group,
         )
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
@@ -337,6 +344,6 @@ class Trainer:
         """
         with torch.no_grad():
             seen = ((self.forward(batch), batch.tokens) for batch in map(self.media.load, micro_batches))
-            totals = sum_totals(self.alg, seen, self.sum_over_ranks)
+            totals = sum_totals(self.alg, seen, self.sum_over_rows)
         for batch in map(self.media.load, micro_batches):
             yield replace(batch, tokens=batch.tokens.replace(totals=totals))

@@ -53,6 +53,7 @@ def test_a_rank_holds_its_part_of_everything(recipe, dtype):
 
 def test_the_number_of_ranks_may_change_with_fsdp2_alone():
     then = {"trainer.lr_schedule": "constant", "trainer.library": "fsdp2", "trainer.ranks": 2}
+    then |= {"trainer.sequence_parallel": 1}
     check_settings(then, then | {"trainer.ranks": 3})
     assert bitwise_only_changes(then, then | {"trainer.ranks": 3}) == ["trainer.ranks"]
     then |= {"trainer.library": "deepspeed"}
