@@ -143,7 +143,7 @@ def _compute_chunk(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What this rank computes of a batch: all of it, or a slice of the row."""
+    """Part of a batch that this rank computes: all of it, or a slice of the row."""
 
     inputs: dict[str, Any]
     """Inputs of the model."""

@@ -534,7 +534,7 @@ BUGS: dict[str, Bug] = {
         a_token_is_predicted_from_the_one_before,
     ),
     "an off-by-one shift in forward": (
-        "modeling.forward", [("at = row[batch.at], column[batch.at]", "at = row[batch.at - 1], column[batch.at - 1]")],
+        "modeling.forward", [("(row[batch.at], column[batch.at])", "(row[batch.at - 1], column[batch.at - 1])")],
         the_logp_is_that_of_the_next_token_at_the_temperature,
     ),
     "the logits of another temperature": (
