@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+import main_sl
 from algs import find_algorithm, load_algorithm
 from algs.base import assign_advantages
 from configs.renamed import translate_settings
@@ -31,7 +32,7 @@ from modeling.attention import FAMILIES, refuse_sequence_parallel
 from modeling.segments import Segments
 from modeling.sequence_parallel import RowSlice, SequenceGroup
 from trainers.trainer import Trainer
-from unit_tests.examples import families, siblings, some_answers
+from unit_tests.examples import families, run_here, siblings, some_answers
 from unit_tests.test_forward import random_model
 from unit_tests.test_killed import rows_of, start
 
@@ -285,6 +286,27 @@ def test_a_run_whose_ranks_share_rows_logs_what_one_with_a_rank_logs(recipe, tmp
         [folder] = (tmp_path / name).iterdir()
         made[name] = rows_of(folder)
         assert (folder / "capsules").is_dir()
-    for one, two in zip(made["one"].values(), made["two"].values(), strict=True):
-        same = {key: value for key, value in one.items() if key.startswith("train/")}
-        assert {key: two[key] for key in same} == pytest.approx(same, rel=1e-4, abs=1e-6)
+    check_rows(made["one"], made["two"])
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(600)
+def test_a_supervised_run_whose_ranks_share_rows_logs_what_one_with_a_rank_logs(recipe, sums, tmp_path):
+    changes = {"backend": "ray", "trainer.zero_stage": 3, "alg": {"name": "sft"}, "eval_every": 1}
+    changes |= {"data.eval": str(sums / "sft.parquet")}
+    made = []
+    for own in ({}, {"trainer.ranks": 2, "trainer.sequence_parallel": 2}):
+        path = recipe(changes | own | {"run_dir": str(tmp_path / f"{len(made)}")}, kind="sl")
+        assert run_here(main_sl, "--config", path) == (0, "")
+        [folder] = (tmp_path / f"{len(made)}").iterdir()
+        made.append(rows_of(folder))
+    assert "eval/loss" in made[0][1]
+    check_rows(*made)
+
+
+def check_rows(one: dict[int, dict], two: dict[int, dict]) -> None:
+    """What was logged of training and held-out rows is the same."""
+    assert [*one] == [*two] == [0, 1]
+    for step, row in one.items():
+        same = {key: value for key, value in row.items() if key.startswith(("train/", "eval/"))}
+        assert same and {key: two[step][key] for key in same} == pytest.approx(same, rel=1e-4, abs=1e-6)
