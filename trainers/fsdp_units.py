@@ -48,14 +48,13 @@ def settle_shards(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype) -> 
     device = torch.device(mesh.device_type)
     for p in list_adapter(model):
         p.data = p.data.to(device=device, dtype=torch.float32)
-    parts = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
-    if not parts:
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
         shard_model(model, mesh, dtype=dtype)
-    for part in parts:
-        part.copy_(part.to(dtype))  # the files may have a wider one
 
     def own(tensor: Tensor) -> Tensor:
-        return tensor.to(device, copy=True)  # on a CPU it may be the memory of a file, which cannot be freed
+        value = tensor.to(dtype) if isinstance(tensor, DTensor) else tensor  # the files may have a wider one
+        # a copy: on a CPU it may be the memory of a file, which cannot be freed
+        return value.to(device=device, dtype=tensor.dtype, copy=True)
 
     # what .to() does, with a copy: FSDP2 takes up the tensors that were read in place of the empty ones
     return model._apply(own)  # pyright: ignore[reportPrivateUsage]
