@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from algs.base import Algorithm
 from configs.schema import RLConfig, RunConfig, SLConfig
 from core.errors import UserError
+from driver.devices import shares_devices
 
 if TYPE_CHECKING:
     from core.workers import Workers
@@ -87,7 +88,7 @@ RULES = (
     ),
     Rule(
         keys=("rollout.restarts",),
-        is_unused=lambda cfg: isinstance(cfg, RLConfig) and cfg.placement == "colocate",
+        is_unused=shares_devices,
         why="placement is colocate, where the death of an engine ends the run (on_failure: resume goes on by itself)",
     ),
     Rule(

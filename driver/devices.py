@@ -38,12 +38,16 @@ def share_machine(cfg: RunConfig | EvalConfig, workers: int, *, gpus: int) -> Re
     return Resources(threads=max(1, (os.cpu_count() or 1) // workers), ranks=gpus)
 
 
+def shares_devices(cfg: RunConfig | EvalConfig) -> bool:
+    """Tell whether trainers and engines take turns on the same devices."""
+    return isinstance(cfg, RLConfig) and cfg.placement == "colocate"
+
+
 def check_devices(cfg: RunConfig) -> str | None:
     """Return what this machine lacks for the run, in one sentence; None if nothing."""
     rollout = cfg.rollout if isinstance(cfg, RLConfig) else None
     engines = rollout.least_engines * rollout.tensor_parallel_size if rollout else 0
-    shared = isinstance(cfg, RLConfig) and cfg.placement == "colocate"
-    wanted = cfg.trainer.ranks + (0 if shared else engines)
+    wanted = cfg.trainer.ranks + (0 if shares_devices(cfg) else engines)
     gpus, cores = count_gpus(), os.cpu_count() or 1
     if isinstance(cfg, RLConfig) and cfg.weight_sync.transport == "nccl" and not uses_gpus(cfg):
         return "weight_sync.transport is nccl, and trainers and engines get no GPUs: set it to auto, or device=cuda"
@@ -56,7 +60,7 @@ def check_devices(cfg: RunConfig) -> str | None:
             else None
         )
     if uses_gpus(cfg) and wanted > gpus:
-        both = "share" if shared else "want"
+        both = "share" if shares_devices(cfg) else "want"
         return (
             f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks {both} {wanted} GPUs, and this machine has "
             f"{gpus}: lower trainer.ranks, rollout.engines or rollout.tensor_parallel_size"

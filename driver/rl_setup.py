@@ -33,7 +33,7 @@ from driver.check_models import check_frozen_models, check_policy, check_room, c
 from driver.checkpoint import Checkpoint
 from driver.dead_knobs import HyperParameterCheck
 from driver.device_turns import leave_after_start, make_turns, share_devices
-from driver.devices import check_devices, uses_gpus
+from driver.devices import check_devices, shares_devices, uses_gpus
 from driver.engine_timers import EngineTimers
 from driver.explain import estimate_memory
 from driver.held_out import HeldOut
@@ -312,8 +312,7 @@ def watch_engines(cfg: RLConfig | EvalConfig, engines: Workers[RolloutWorker], s
         elastic.start_watch(engines.find_leaving, every_s=MEMBERSHIP_POLL_S)
         session.availability = elastic
     else:
-        shares_device = isinstance(cfg, RLConfig) and cfg.placement == "colocate"
-        restart = engines.restart if isinstance(engines, Remote) and not shares_device else None
+        restart = engines.restart if isinstance(engines, Remote) and not shares_devices(cfg) else None
         session.availability = EngineAvailability(
             len(engines), restart=restart, budget=rollout.restarts, say=session.console.say
         )

@@ -21,7 +21,7 @@ from core.workers import Local, RankInfo, Resources, Workers
 from data_feeds.template_args import make_tokenizer
 from data_feeds.tokenizer import ChatTokenizer
 from data_feeds.tool_parsing import locate_parser, make_parser
-from driver.devices import count_gpus, list_cores, share_machine, uses_gpus
+from driver.devices import count_gpus, list_cores, share_machine, shares_devices, uses_gpus
 from modeling.lora import name_lora_targets
 from rewards.pool import RewardPool
 from rewards.several import RewardPlan
@@ -195,8 +195,7 @@ def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatT
 def share_for_engine(cfg: RLConfig | EvalConfig) -> Resources:
     """Return what one engine gets of its machine: GPUs of its own, or none where it uses the trainers' in turns."""
     resources = share_machine(cfg, cfg.rollout.least_engines, gpus=cfg.rollout.tensor_parallel_size)
-    shares = isinstance(cfg, RLConfig) and cfg.placement == "colocate"
-    return replace(resources, gpus=0) if shares else resources
+    return replace(resources, gpus=0) if shares_devices(cfg) else resources
 
 
 def plan_engine_role(cfg: RLConfig | EvalConfig, plan: RolloutPlan, run_folder: Path) -> Role:

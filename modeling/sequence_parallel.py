@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSlice:
-    """One rank's slice of a row of `total` positions; padding at the end of the row makes all slices equally wide.
+    """Slice of one rank, of a row of `total` positions; padding at the end of the row makes all slices equally wide.
 
     >>> [RowSlice(place=place, size=2, total=5).begin for place in (0, 1)]
     [0, 3]

@@ -28,7 +28,7 @@ from core.types import ScoredColumn
 from trainers.learner import Learner
 
 SENDING = frozenset({"model", "module", "export_weights"})
-"""What of a policy may be used while its optimizer is away: enough to send the weights and to prove them."""
+"""Attributes of a policy that may be used while its optimizer is away: enough to send and to prove the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Left:
 
 
 class Leaves(Protocol):
-    """What of a trainer can leave."""
+    """Parts of a trainer that can leave."""
 
     rank: int
     device: str
