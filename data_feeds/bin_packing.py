@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush, heapreplace
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from core.errors import RunStopped
 
@@ -21,7 +25,11 @@ class TooLarge(ValueError):
         self.tokens = tokens
 
 
-def estimate_cost(n: int) -> float:
+@overload
+def estimate_cost(n: int) -> float: ...
+@overload
+def estimate_cost(n: NDArray[np.int64]) -> NDArray[np.floating[Any]]: ...
+def estimate_cost(n: int | NDArray[np.int64]) -> float | NDArray[np.floating[Any]]:
     """Estimate the cost of a sequence of n tokens, in tokens: n + n^2 / 12288.
 
     A layer of width d spends about 24 d^2 operations per token outside attention and, causally, 2 n d inside it:
@@ -95,7 +103,8 @@ def _pack_mixed_lengths(
     """Pack units into as few bins as the heuristic finds, each of about the same cost."""
     n = -(-sum(sizes) // max_tokens // ranks) * ranks
     while (filled := _fill_evenly(sizes, costs, longest_first, max_tokens, n)) is None:
-        n += ranks  # terminates: with one bin per unit, all have room
+        # by 0.5 % of many bins, so that the number of attempts does not grow with them; with one bin per unit, all fit
+        n += -(-n // 200 // ranks) * ranks
     return filled
 
 

@@ -4,61 +4,82 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from core.types import Sample
 from data_feeds.bin_packing import estimate_cost, pack_into_bins
 from data_feeds.prefix_tree import gather_families, sort_by_prefix
-from data_feeds.row_pictures import make_keys
+from data_feeds.row_pictures import count_inputs, make_keys
 
+Ints = NDArray[np.int64]
+Floats = NDArray[np.floating[Any]]
 LEAST_SHARED = 16
 """Tokens that rows of different groups must have in common to be computed together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """Sequences with common beginnings, sorted, so that a piece of the list is a tree again."""
+class _Families:
+    """Sequences of all families, end to end; each family is sorted, so that a piece of it is a tree again. [N] each."""
 
-    members: list[int]
-    lengths: list[int]
-    shared: list[int]
-    """Tokens in common with the sequence before; 0 for the first."""
-    trained: list[int]
+    members: Ints
+    family: Ints
+    """Number of the family of each, ascending."""
+    lengths: Ints
+    shared: Ints
+    """Tokens in common with the sequence before; 0 for the first of a family."""
+    trained: Ints
     """Tokens that are trained on."""
 
-    def new_tokens(self, first: int, i: int) -> int:
-        """Return how many tokens sequence i adds to a piece that begins with sequence `first`."""
-        return self.lengths[i] - (self.shared[i] if i > first else 0)
+    @property
+    def starts(self) -> Ints:
+        """[F] Where each family begins."""
+        return np.flatnonzero(np.diff(self.family, prepend=-1))
 
-    def cost(self, first: int, end: int) -> float:
-        """Estimate the cost of a piece: every token attends to all that is before it in its sequence."""
-        return sum(
-            estimate_cost(self.lengths[i]) - estimate_cost(self.shared[i] if i > first else 0)
-            for i in range(first, end)
-        )
+    def measure(self, starts: Ints) -> tuple[Ints, Floats]:
+        """Return the size and the cost of the pieces that begin at `starts` and end where the next one begins.
 
-    def size(self, first: int, end: int) -> int:
-        """Return the size of a piece: its different tokens, or its trained ones, which all need logits, if more.
-
-        There are more of these where many sequences are copies.
+        The size is the number of different tokens, or of trained ones, which all need logits, if there are more of
+        these: where many sequences are copies. For the cost, every token attends to all before it in its sequence.
         """
-        return max(sum(self.new_tokens(first, i) for i in range(first, end)), sum(self.trained[first:end]))
+        again = self.shared[starts]  # what the first sequence of a piece shares is computed there too
+        tokens = np.add.reduceat(self.lengths - self.shared, starts) + again
+        costs = np.add.reduceat(estimate_cost(self.lengths) - estimate_cost(self.shared), starts)
+        sizes = np.maximum(tokens, np.add.reduceat(self.trained, starts))
+        return sizes, costs + estimate_cost(again)
 
-    def cut(self, pieces: int, max_tokens: int) -> Iterator[tuple[int, int]]:
-        """Cut the list into `pieces` of about the same number of own tokens, and further where one is too large."""
-        own = np.array([self.new_tokens(0, i) for i in range(len(self.members))], dtype=np.float64)
-        own[0] -= self.shared[1] if len(own) > 1 else 0  # the common beginning is nobody's own
-        middles = own.cumsum() - own / 2
-        numbers = np.minimum(middles / max(own.sum(), 1e-9) * pieces, pieces - 1).astype(int)
-        first = tokens = trained = 0
-        for i in range(len(own)):
-            is_full = max(tokens + self.new_tokens(first, i), trained + self.trained[i]) > max_tokens
-            if i and (is_full or numbers[i] != numbers[i - 1]):
-                yield first, i
-                first, tokens, trained = i, 0, 0
-            tokens, trained = tokens + self.new_tokens(first, i), trained + self.trained[i]
-        yield first, len(own)
+    def cut(self, pieces: int, max_tokens: int) -> Ints:
+        """Return where pieces begin: each family in `pieces` with about as many own tokens, more if one is too large.
+
+        A family of fewer sequences is cut into single ones.
+        """
+        counts = np.diff(self.starts, append=len(self.family))
+        several = self.starts[counts > 1]
+        own = self.lengths - self.shared
+        own[several] -= self.shared[several + 1]  # the common beginning is nobody's own
+        ends, totals = own.cumsum(), np.add.reduceat(own, self.starts)
+        middles = ends - own / 2 - np.repeat(ends[self.starts] - own[self.starts], counts)
+        wanted = np.repeat(np.minimum(pieces, counts), counts)
+        numbers = np.minimum(middles / np.repeat(np.maximum(totals, 1), counts) * wanted, wanted - 1).astype(int)
+        is_start = (np.diff(self.family, prepend=-1) > 0) | (np.diff(numbers, prepend=-1) != 0)
+        starts = np.flatnonzero(is_start)
+        stops = np.append(starts[1:], len(own))
+        for n in np.flatnonzero(self.measure(starts)[0] > max_tokens):
+            is_start[list(self._fill(int(starts[n]), int(stops[n]), max_tokens))] = True
+        return np.flatnonzero(is_start)
+
+    def _fill(self, first: int, end: int, max_tokens: int) -> Iterator[int]:
+        """Return where a piece must be cut so that none of its parts is larger than `max_tokens`."""
+        tokens = trained = 0
+        for i in range(first, end):
+            more = self.lengths[i] - (self.shared[i] if tokens else 0)
+            is_full = max(tokens + more, trained + self.trained[i]) > max_tokens
+            if i > first and is_full:
+                yield i
+                tokens, trained, more = 0, 0, self.lengths[i]
+            tokens, trained = tokens + more, trained + self.trained[i]
 
 
 def find_families(samples: Sequence[Sample], groups: Sequence[int]) -> list[int]:
@@ -83,46 +104,44 @@ def pack_families(
     A family stays together as long as that makes no rank wait for another: it is cut, and its common beginning computed
     on both sides, if the slowest rank is done earlier then, or if it does not fit. whole: never cut one.
     """
-    sorted_families = _sort_families(samples, families)
-    largest = 1 if whole or ranks == 1 else max((len(f.members) for f in sorted_families), default=1)
+    if not samples:
+        return pack_into_bins([], max_tokens)  # raises: there is nothing to train on
+    ordered = _sort_families(samples, families)
+    largest = 1 if whole or ranks == 1 else int(np.diff(ordered.starts, append=len(samples)).max())
+    least = float(ordered.measure(ordered.starts)[1].sum()) / ranks  # cost of each rank if no family is cut
     best: tuple[float, list[list[int]]] | None = None
     pieces = 1
     while True:
-        cost, bins = _pack_pieces(sorted_families, pieces, max_tokens, ranks, whole=whole)
+        starts = ordered.starts if whole else ordered.cut(pieces, max_tokens)
+        cost, bins = _pack_pieces(ordered, starts, max_tokens, ranks)
         if best is None or cost < 0.99 * best[0]:
             best = cost, bins
-        if pieces >= largest:
+        if pieces >= largest or 0.99 * best[0] <= least:
             return best[1]
         pieces = min(2 * pieces, largest)
 
 
-def _sort_families(samples: Sequence[Sample], families: Sequence[int]) -> list[_Family]:
-    done: list[_Family] = []
-    for chosen in gather_families(range(len(samples)), families):
-        ids = make_keys([samples[i] for i in chosen])
-        order, shared = sort_by_prefix(ids)
-        in_order = [chosen[n] for n in order]
-        done.append(
-            _Family(
-                members=in_order,
-                lengths=[len(ids[n]) for n in order],
-                shared=shared,
-                trained=[samples[i].n_trained for i in in_order],
-            )
-        )
-    return done
-
-
-def _pack_pieces(
-    families: list[_Family], pieces: int, max_tokens: int, ranks: int, *, whole: bool
-) -> tuple[float, list[list[int]]]:
-    """Cut each family and pack the pieces; return the cost of the slowest rank too."""
-    cuts = (
-        [(f, (0, len(f.members))) for f in families]
-        if whole
-        else [(f, cut) for f in families for cut in f.cut(min(pieces, len(f.members)), max_tokens)]
+def _sort_families(samples: Sequence[Sample], families: Sequence[int]) -> _Families:
+    members: list[int] = []
+    shared: list[int] = []
+    gathered = gather_families(range(len(samples)), families)
+    for chosen in gathered:
+        order, in_common = sort_by_prefix(make_keys([samples[i] for i in chosen]))
+        members += [chosen[n] for n in order]
+        shared += in_common
+    return _Families(
+        members=np.array(members, dtype=np.int64),
+        family=np.arange(len(gathered)).repeat([len(chosen) for chosen in gathered]),
+        lengths=np.array([count_inputs(samples[i]) for i in members], dtype=np.int64),
+        shared=np.array(shared, dtype=np.int64),
+        trained=np.array([samples[i].n_trained for i in members], dtype=np.int64),
     )
-    costs = [f.cost(*cut) for f, cut in cuts]
-    bins = pack_into_bins([f.size(*cut) for f, cut in cuts], max_tokens, ranks=ranks, padded=False, costs=costs)
+
+
+def _pack_pieces(families: _Families, starts: Ints, max_tokens: int, ranks: int) -> tuple[float, list[list[int]]]:
+    """Pack the pieces that begin at `starts`; return the cost of the slowest rank too."""
+    sizes, costs = (values.tolist() for values in families.measure(starts))
+    bins = pack_into_bins(sizes, max_tokens, ranks=ranks, padded=False, costs=costs)
     slowest = max(sum(costs[i] for b in bins[rank::ranks] for i in b) for rank in range(ranks))
-    return slowest, [[i for n in b for f, (first, end) in [cuts[n]] for i in f.members[first:end]] for b in bins]
+    pieces = [piece.tolist() for piece in np.split(families.members, starts[1:])]
+    return slowest, [[i for n in b for i in pieces[n]] for b in bins]

@@ -27,6 +27,8 @@ Ints = NDArray[np.int64]
 Array = NDArray[np.integer[Any]]
 Ids = Sequence[int] | Array
 """Token ids of one sequence."""
+FIRST_LOOK = 512
+"""Ids of two sequences that are compared at first; more if they are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,16 +106,32 @@ def sort_by_prefix(ids: Sequence[Array]) -> tuple[list[int], list[int]]:
     >>> sort_by_prefix([np.array([7, 8, 9]), np.array([5]), np.array([7, 8])])
     ([1, 2, 0], [0, 0, 2])
     """
-    keys = [own.astype(">i4").tobytes() for own in ids]  # bytes of this order compare as the ids do, and fast
-    order = sorted(range(len(ids)), key=keys.__getitem__)
+    order = sorted(range(len(ids)), key=_make_sort_keys(ids).__getitem__)
     shared = [0, *(_count_common(ids[a], ids[b]) for a, b in pairwise(order))]
     return order, shared[: len(order)]
 
 
+def _make_sort_keys(ids: Sequence[Array]) -> list[bytes]:
+    """Return keys that sort as the ids do: the bytes of so many first ids that they differ, or of all."""
+    longest = max(map(len, ids), default=0)
+    n = FIRST_LOOK
+    while True:
+        keys = [own[:n].astype(">i4").tobytes() for own in ids]
+        if n >= longest or len({*keys}) == len(keys):
+            return keys
+        n *= 4
+
+
 def _count_common(a: Array, b: Array) -> int:
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    return int(differs.argmax()) if differs.any() else n
+    """Return how many first ids are the same; most sequences differ early, so it looks at more and more of them."""
+    begin, end, n = 0, FIRST_LOOK, min(len(a), len(b))
+    while begin < n:
+        differs = a[begin : min(end, n)] != b[begin : min(end, n)]
+        first = int(differs.argmax())
+        if differs[first]:
+            return begin + first
+        begin, end = end, 4 * end
+    return n
 
 
 def _grow_forest(ids: list[Array], families: Sequence[Hashable]) -> tuple[list[_Segment], list[list[int]]]:

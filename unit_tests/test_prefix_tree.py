@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.types import Batch
+from data_feeds import prefix_tree
 from data_feeds.bin_packing import estimate_cost
 from data_feeds.packing import micro_batches, pack, plan_update
 from data_feeds.prefix_tree import lay_out_row, sort_by_prefix
@@ -46,10 +47,13 @@ def test_every_sequence_is_read_back_and_every_beginning_is_laid_once(sequences,
     assert (np.diff(row.segment_ids) >= 0).all() and set(row.segment_ids.tolist()) == set(range(len(row.parents)))
 
 
-@given(SEQUENCES)
-def test_neighbours_in_order_tell_how_many_tokens_are_different(sequences):
+@pytest.mark.parametrize("first_look", [1, 512])
+@given(sequences=SEQUENCES)
+def test_neighbours_in_order_tell_how_many_tokens_are_different(first_look, sequences):
     ids = [np.array(s) for s in sequences]
-    order, shared = sort_by_prefix(ids)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_tree, "FIRST_LOOK", first_look)
+        order, shared = sort_by_prefix(ids)
     assert sorted(order) == list(range(len(ids)))
     assert sum(map(len, sequences)) - sum(shared) == count_different(sequences)
 
