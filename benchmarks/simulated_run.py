@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
+
+from core.arrays import INTS, SINGLE, Ids
 from core.clock import Clock
-from core.types import Group, Prompt, Sample, make_sample
+from core.types import Group, Prompt, Sample
 from driver.rl_run import Run
 from driver.rollout_metrics import check_failures, measure_drawn, measure_groups, measure_staleness
 from rollouts.buffer import FinishedGroup, ReplayBuffer, Schedule
@@ -22,6 +25,10 @@ from rollouts.generation import Generation
 from rollouts.worker import RolloutWorker
 
 T = TypeVar("T")
+BLOCK = 4096
+"""Tickets whose times are drawn at once."""
+IDS, MASK = np.array([0, 1], dtype=INTS), np.array([False, True])
+LOGP = np.array([0.0, -1.0], dtype=SINGLE)
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -67,8 +74,14 @@ class Times:
         if self.group_std == 0:
             return self.group
         variance = math.log(1 + (self.group_std / self.group) ** 2)
-        draw = random.Random(f"{self.seed}/{ticket}")
-        return draw.lognormvariate(math.log(self.group) - variance / 2, variance**0.5)
+        drawn = draw_normals(self.seed, ticket // BLOCK)[ticket % BLOCK]
+        return math.exp(math.log(self.group) - variance / 2 + variance**0.5 * drawn)
+
+
+@cache
+def draw_normals(seed: int, block: int) -> list[float]:
+    """Return standard normal numbers of BLOCK tickets."""
+    return np.random.default_rng([seed, block]).standard_normal(BLOCK).tolist()
 
 
 @dataclass
@@ -121,14 +134,20 @@ class SimulatedEngines:
 
 
 def answer(ticket: int, version: int) -> Sample:
-    return make_sample(
+    """Return a sample of one prompt token and one sampled token; the arrays are shared, as nobody writes into them."""
+    return Sample(
         prompt=Prompt(id=str(ticket), messages=[]),
-        token_ids=[0, 1],
-        action_mask=[False, True],
-        rollout_logp=[0.0, -1.0],
-        versions=[-1, version],
+        token_ids=IDS,
+        action_mask=MASK,
+        rollout_logp=LOGP,
+        versions=make_versions(version),
         reward=0.0,
     )
+
+
+@cache
+def make_versions(version: int) -> Ids:
+    return np.array([-1, version], dtype=INTS)
 
 
 @dataclass(repr=False)  # asyncio writes the result of a task at its end, and nobody reads it

@@ -75,7 +75,7 @@ def lay_out_row(sequences: Sequence[Ids], families: Sequence[Hashable] | None = 
         segments, paths = _sort_segments(*_grow_forest(ids, families))
     lengths = np.array([s.stop - s.start for s in segments], dtype=np.int64)
     ends = lengths.cumsum()
-    spans = [np.arange(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+    spans = np.split(np.arange(lengths.sum()), ends[:-1])
     return Row(
         input_ids=_join([ids[s.owner][s.start : s.stop] for s in segments]),
         position_ids=_join([np.arange(s.start, s.stop) for s in segments]),
@@ -175,4 +175,6 @@ def _sort_segments(segments: list[_Segment], paths: list[list[int]]) -> tuple[li
 
 
 def _join(parts: Sequence[Array]) -> Ints:
+    if len(parts) == 1:
+        return parts[0].astype(np.int64, copy=False)
     return np.concatenate([np.empty(0, dtype=np.int64), *parts], dtype=np.int64)

@@ -53,8 +53,8 @@ def count_versions(sample: Sample) -> dict[int, int]:
     oldest, newest = int(sampled.min()), int(sampled.max())
     if oldest == newest:  # the usual case, without a sort
         return {oldest: len(sampled)}
-    found, counts = np.unique(sampled, return_counts=True)
-    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+    counts = np.bincount(sampled - oldest).tolist()
+    return {oldest + i: n for i, n in enumerate(counts) if n}
 
 
 def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn: bool = False) -> dict[str, float]:
