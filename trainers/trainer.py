@@ -249,11 +249,7 @@ class Trainer:
         if column not in self.frozen:
             with self.model.disable_adapter():
                 return self.forward(batch).logp
-        model = self.frozen[column]
-        layout = layout_for(self.cfg.layout, model)
-        how: dict[str, Any] = {"logits_mib": self.cfg.logits_mib, "support": self.support}
-        how["sequence_group"] = self.sequence_group
-        return forward(model, model, batch, layout=layout, temperature=self.temperature, **how).logp
+        return self.forward(batch, frozen=self.frozen[column]).logp
 
     def _compute_values(self, critic: Learner, batch: Batch) -> Tensor:
         together = self.sequence_group
@@ -264,19 +260,22 @@ class Trainer:
         """Return the log-probability, at temperature 1, of each token of text after the first, given what is before."""
         with self.timer.measure(Activity.SYNC):
             batch = self.media.load(pack([make_probe_sample(token_ids, pictures)], [0.0]))
-            return self.forward(batch, temperature=1.0, support=EVERY_TOKEN).logp.tolist()
+            return self.forward(batch, as_given=True).logp.tolist()
 
-    def forward(self, batch: Batch, *, temperature: float | None = None, support: Support | None = None) -> Policy:
-        """Run the model in training, with gradient; at the run's temperature and over its support unless given."""
+    def forward(self, batch: Batch, *, frozen: nn.Module | None = None, as_given: bool = False) -> Policy:
+        """Run the model in training, with gradient, or a frozen one.
+
+        as_given: at temperature 1 and over all tokens, instead of the run's temperature and support.
+        """
         return forward(
-            self.policy.module,
-            self.model,
+            self.policy.module if frozen is None else frozen,
+            self.model if frozen is None else frozen,
             batch,
-            layout=self.layout,
-            temperature=temperature or self.temperature,
-            entropy=self.alg.needs_entropy,
+            layout=self.layout if frozen is None else layout_for(self.cfg.layout, frozen),
+            temperature=1.0 if as_given else self.temperature,
+            entropy=frozen is None and self.alg.needs_entropy,
             logits_mib=self.cfg.logits_mib,
-            support=self.support if support is None else support,
+            support=EVERY_TOKEN if as_given else self.support,
             sequence_group=self.sequence_group,
         )
 
