@@ -118,7 +118,7 @@ def pack(
         position_ids=torch.from_numpy(row.position_ids),
         segment_ids=torch.from_numpy(row.segment_ids),
         parents=torch.from_numpy(row.parents),
-        at=ints(np.concatenate(row.places)[chosen]),
+        at=ints(row.order[chosen]),
         labels=ints(select([s.token_ids for s in samples])),
         tokens=Tokens(
             weight=torch.from_numpy(np.repeat(torch.tensor(weights, dtype=dtype).numpy(), counts)),

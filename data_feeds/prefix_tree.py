@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -43,8 +43,16 @@ class Row:
     """[T] number of the segment: 0..S-1."""
     parents: Ints
     """[S] segment that each continues; -1 where a sequence begins."""
-    places: list[Ints]
-    """[L] for each sequence: the place of every token of it in the row."""
+    order: Ints
+    """Place in the row of every token of all sequences, end to end."""
+    lengths: list[int]
+    """Tokens of each sequence."""
+
+    @property
+    def places(self) -> list[Ints]:
+        """[L] for each sequence: the place of every token of it in the row."""
+        ends = [*accumulate(self.lengths)]
+        return [self.order[end - n : end] for end, n in zip(ends, self.lengths, strict=True)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,15 +81,18 @@ def lay_out_row(sequences: Sequence[Ids], families: Sequence[Hashable] | None = 
         paths = [[i] for i in range(len(ids))]
     else:
         segments, paths = _sort_segments(*_grow_forest(ids, families))
-    lengths = np.array([s.stop - s.start for s in segments], dtype=np.int64)
+    starts, stops = np.array([(s.start, s.stop) for s in segments], dtype=np.int64).reshape(-1, 2).T
+    lengths = stops - starts
     ends = lengths.cumsum()
-    spans = np.split(np.arange(lengths.sum()), ends[:-1])
+    along = np.arange(lengths.sum())
+    spans = [along[end - n : end] for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)]
     return Row(
         input_ids=_join([ids[s.owner][s.start : s.stop] for s in segments]),
-        position_ids=_join([np.arange(s.start, s.stop) for s in segments]),
+        position_ids=along - np.repeat(ends - stops, lengths),
         segment_ids=np.arange(len(segments)).repeat(lengths),
         parents=np.array([s.parent for s in segments], dtype=np.int64),
-        places=[_join([spans[n] for n in path]) for path in paths],
+        order=_join([spans[n] for path in paths for n in path]),
+        lengths=[len(own) for own in ids],
     )
 
 
@@ -175,6 +186,4 @@ def _sort_segments(segments: list[_Segment], paths: list[list[int]]) -> tuple[li
 
 
 def _join(parts: Sequence[Array]) -> Ints:
-    if len(parts) == 1:
-        return parts[0].astype(np.int64, copy=False)
-    return np.concatenate([np.empty(0, dtype=np.int64), *parts], dtype=np.int64)
+    return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, dtype=np.int64)

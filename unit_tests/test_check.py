@@ -530,7 +530,7 @@ BUGS: dict[str, Bug] = {
         what_is_not_learnt_reaches_no_loss,
     ),
     "an off-by-one shift in packing": (
-        "data_feeds.packing", [("np.concatenate(row.places)[chosen]", "np.concatenate(row.places)[chosen - 1]")],
+        "data_feeds.packing", [("row.order[chosen]", "row.order[np.roll(chosen, -1)]")],
         a_token_is_predicted_from_the_one_before,
     ),
     "an off-by-one shift in forward": (
