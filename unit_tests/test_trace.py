@@ -108,6 +108,13 @@ def make_trace(chat: ChatTokenizer) -> Trace:
     return Trace(chat, Stops(chat, [], []).close_turn, [user("?")])
 
 
+def test_a_request_continues_the_conversation_that_it_repeats_and_not_one_with_the_same_reply(chat):
+    trace = make_trace(chat)
+    first = sample(trace, chat, [user("?")], "yes")
+    other = [user("another question"), first.reply, user("!")]
+    assert list(trace.plan_reply(other, []).context) == list(chat.render(other, []))
+
+
 def test_a_reply_that_nobody_got_is_in_no_sample_until_a_request_repeats_it(chat):
     trace = make_trace(chat)
     lost = sample(trace, chat, [user("?")], "lost")
