@@ -33,8 +33,8 @@ EXACT = {"backend": "ray", "groups_per_step": 1, "group_size": 8, "checkpoint.ev
 """One group in a step: with more, their timing decides which of them an engine samples in one batch: the last bits."""
 
 
-def start(recipe: str, run_dir: Path, *overrides: str) -> subprocess.Popen:
-    command = [sys.executable, "main_rl.py", "--config", recipe, f"run_dir={run_dir}", *overrides]
+def start(recipe: str, run_dir: Path, *overrides: str, program: str = "main_rl.py") -> subprocess.Popen:
+    command = [sys.executable, program, "--config", recipe, f"run_dir={run_dir}", *overrides]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-import main_sl
 from algs import find_algorithm, load_algorithm
 from algs.base import assign_advantages
 from configs.renamed import translate_settings
@@ -32,7 +31,7 @@ from modeling.attention import FAMILIES, refuse_sequence_parallel
 from modeling.segments import Segments
 from modeling.sequence_parallel import RowSlice, SequenceGroup
 from trainers.trainer import Trainer
-from unit_tests.examples import families, run_here, siblings, some_answers
+from unit_tests.examples import families, siblings, some_answers
 from unit_tests.test_forward import random_model
 from unit_tests.test_killed import rows_of, start
 
@@ -296,9 +295,11 @@ def test_a_supervised_run_whose_ranks_share_rows_logs_what_one_with_a_rank_logs(
     changes |= {"data.eval": str(sums / "sft.parquet")}
     made = []
     for own in ({}, {"trainer.ranks": 2, "trainer.sequence_parallel": 2}):
-        path = recipe(changes | own | {"run_dir": str(tmp_path / f"{len(made)}")}, kind="sl")
-        assert run_here(main_sl, "--config", path) == (0, "")
-        [folder] = (tmp_path / f"{len(made)}").iterdir()
+        into = tmp_path / f"{len(made)}"
+        run = start(recipe(changes | own, kind="sl"), into, program="main_sl.py")  # this process has a cluster already
+        out, err = run.communicate()
+        assert run.returncode == 0, out + err
+        [folder] = into.iterdir()
         made.append(rows_of(folder))
     assert "eval/loss" in made[0][1]
     check_rows(*made)
