@@ -55,12 +55,13 @@ class _Families:
 
         A family of fewer sequences is cut into single ones.
         """
-        counts = np.diff(self.starts, append=len(self.family))
-        several = self.starts[counts > 1]
+        begins = self.starts
+        counts = np.diff(begins, append=len(self.family))
+        several = begins[counts > 1]
         own = self.lengths - self.shared
         own[several] -= self.shared[several + 1]  # the common beginning is nobody's own
-        ends, totals = own.cumsum(), np.add.reduceat(own, self.starts)
-        middles = ends - own / 2 - np.repeat(ends[self.starts] - own[self.starts], counts)
+        ends, totals = own.cumsum(), np.add.reduceat(own, begins)
+        middles = ends - own / 2 - np.repeat(ends[begins] - own[begins], counts)
         wanted = np.repeat(np.minimum(pieces, counts), counts)
         numbers = np.minimum(middles / np.repeat(np.maximum(totals, 1), counts) * wanted, wanted - 1).astype(int)
         is_start = (np.diff(self.family, prepend=-1) > 0) | (np.diff(numbers, prepend=-1) != 0)
