@@ -325,18 +325,18 @@ class GroupRelative(TurnCredit):
         return not self.dynamic_sampling or len(scored) > 1
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        per_token = self._credit_turns(groups) if self.credit == "turn" else self._credit_episodes(groups)
-        return with_advantages(groups, whiten(per_token) if self.whiten else per_token)
+        credit = self._credit_turns(groups) if self.credit == "turn" else self._credit_episodes(groups)
+        if self.whiten:
+            samples = (s for g in groups for s in g)
+            credit = whiten([np.broadcast_to(a, s.n_trained) for s, a in zip(samples, credit, strict=True)])
+        return with_advantages(groups, credit)
 
-    def _credit_episodes(self, groups: list[Group]) -> list[Floats]:
+    def _credit_episodes(self, groups: list[Group]) -> list[float]:
         rewards = [[self.penalised_reward(s) for s in g] for g in groups]
         std = reward_std([r for g in rewards for r in g])
-        advantages = [
-            group_advantages(g, scale=self.scale_rewards, leave_one_out=self.leave_one_out, batch_std=std)
-            for g in rewards
-        ]
-        samples = [s for g in groups for s in g]
-        return [np.full(s.n_trained, a) for s, a in zip(samples, (a for g in advantages for a in g), strict=True)]
+        scale, leave_one_out = self.scale_rewards, self.leave_one_out
+        centred = (group_advantages(g, scale=scale, leave_one_out=leave_one_out, batch_std=std) for g in rewards)
+        return [a for g in centred for a in g]
 
     def _credit_turns(self, groups: list[Group]) -> list[Floats]:
         returns = [[self.turn_returns(s) for s in g] for g in groups]

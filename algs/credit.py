@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -208,4 +207,4 @@ def spread_over_sample(sample: Sample, values: float | Floats) -> Floats:
 def with_advantages(groups: list[Group], per_token: Sequence[float | Floats]) -> list[Group]:
     """Return the groups with advantages set; `per_token` has for each sample a number, or one per trained token."""
     rows = iter(per_token)
-    return [[replace(s, advantage=spread_over_sample(s, next(rows))) for s in g] for g in groups]
+    return [[s.with_advantage(spread_over_sample(s, next(rows))) for s in g] for g in groups]

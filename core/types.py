@@ -13,7 +13,7 @@ Four policies, four names, everywhere:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -173,7 +173,14 @@ class Sample:
         """Return the sample with an advantage: a number for all of its tokens, or an array [L]."""
         each = np.empty(len(self.token_ids), dtype=self.float_dtype)
         each[:] = advantage
-        return replace(self, advantage=each)
+        each.setflags(write=False)
+        same = object.__new__(Sample)  # `replace` would check all other columns again, for every sample of a step
+        for f in _SAMPLE_FIELDS:
+            object.__setattr__(same, f.name, each if f.name == "advantage" else getattr(self, f.name))
+        return same
+
+
+_SAMPLE_FIELDS = fields(Sample)
 
 
 def make_sample(

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from core.arrays import Floats
+from core.arrays import Floats, repeat_runs
 from core.episodes import number_episodes
 from core.errors import RunStopped
 from core.types import Batch, Group, LossNorm, Sample, ScoredColumn, Tokens
@@ -92,16 +92,11 @@ def pack(
     shift happens here and nowhere else, and so does the choice of the trained tokens: values of others never get out.
     """
     row = lay_out_row(make_keys(samples), families)
-    ends = [count_inputs(s) + 1 for s in samples]
-    learnt = [s.loss_mask[1:end] for s, end in zip(samples, ends, strict=True)]  # entry t: token t + 1
-    chosen = np.concatenate(learnt)  # among the inputs of all samples, end to end; numpy copies by runs what it picks
-    counts = [np.count_nonzero(mask) for mask in learnt]
-
-    def ints(values: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64, copy=False))
+    places = row.places
+    learnt, counts = zip(*(find_trained(s) for s in samples), strict=True)
 
     def select(per_sample: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        return np.concatenate([values[1:end] for values, end in zip(per_sample, ends, strict=True)])[chosen]
+        return np.concatenate([values[1:][chosen] for values, chosen in zip(per_sample, learnt, strict=True)])
 
     def floats(per_sample: list[Floats]) -> Tensor:
         return torch.from_numpy(select(per_sample)).to(dtype)
@@ -111,23 +106,34 @@ def pack(
         columns["advantage"] = floats([s.advantage for s in samples if s.advantage is not None])
 
     numbers = number_samples(samples, groups, episodes, has_seq_ids=has_seq_ids, sources=sources)
-    columns |= {name: ints(np.repeat(of_samples, counts)) for name, of_samples in numbers.items()}
+    columns |= {name: torch.from_numpy(repeat_runs(np.array(own), counts)) for name, own in numbers.items()}
     input_ids, rope_ids = fill_row(samples, row)
     return Batch(
         input_ids=input_ids,
         position_ids=torch.from_numpy(row.position_ids),
         segment_ids=torch.from_numpy(row.segment_ids),
         parents=torch.from_numpy(row.parents),
-        at=ints(row.order[chosen]),
-        labels=ints(select([s.token_ids for s in samples])),
+        at=torch.from_numpy(np.concatenate([place[chosen] for place, chosen in zip(places, learnt, strict=True)])),
+        labels=torch.from_numpy(select([s.token_ids for s in samples]).astype(np.int64)),
         tokens=Tokens(
-            weight=torch.from_numpy(np.repeat(torch.tensor(weights, dtype=dtype).numpy(), counts)),
+            weight=torch.from_numpy(repeat_runs(torch.tensor(weights, dtype=dtype).numpy(), counts)),
             rollout_logp=floats([s.rollout_logp for s in samples]),
             **columns,
         ),
-        pictures=order_pictures(samples, row.places),
+        pictures=order_pictures(samples, places),
         rope_ids=rope_ids,
     )
+
+
+def find_trained(sample: Sample) -> tuple[slice | NDArray[np.intp], int]:
+    """Return which inputs predict a token that is trained on, and how many do: input t predicts token t + 1.
+
+    A slice where they follow one another, as in a single reply: what it picks is not copied.
+    """
+    mask = sample.loss_mask[1 : count_inputs(sample) + 1]
+    n = int(np.count_nonzero(mask))
+    first = int(mask.argmax()) if n else 0
+    return (slice(first, first + n) if mask[first : first + n].all() else np.flatnonzero(mask)), n
 
 
 def number_samples(
@@ -286,7 +292,7 @@ def plan_update(
     numbered = [
         (g, (g, n), s) for g, group in enumerate(groups) for n, s in zip(number_episodes(group), group, strict=True)
     ]
-    kept = [(row, w) for row, w in zip(numbered, weights, strict=True) if row[2].n_trained]
+    kept = [(row, w) for row, w in zip(numbered, weights, strict=True) if w]
     samples, in_group = [s for (_, _, s), _ in kept], [g for (g, _, _), _ in kept]
     check_untrained(samples)
     families = find_families(samples, in_group) if share_prefixes else None

@@ -36,7 +36,7 @@ class _Families:
     @property
     def starts(self) -> Ints:
         """[F] Where each family begins."""
-        return np.flatnonzero(np.diff(self.family, prepend=-1))
+        return np.flatnonzero(_find_changes(self.family))
 
     def measure(self, starts: Ints) -> tuple[Ints, Floats]:
         """Return the size and the cost of the pieces that begin at `starts` and end where the next one begins.
@@ -64,7 +64,7 @@ class _Families:
         middles = ends - own / 2 - np.repeat(ends[begins] - own[begins], counts)
         wanted = np.repeat(np.minimum(pieces, counts), counts)
         numbers = np.minimum(middles / np.repeat(np.maximum(totals, 1), counts) * wanted, wanted - 1).astype(int)
-        is_start = (np.diff(self.family, prepend=-1) > 0) | (np.diff(numbers, prepend=-1) != 0)
+        is_start = _find_changes(self.family) | _find_changes(numbers)
         starts = np.flatnonzero(is_start)
         stops = np.append(starts[1:], len(own))
         for n in np.flatnonzero(self.measure(starts)[0] > max_tokens):
@@ -81,6 +81,13 @@ class _Families:
                 yield i
                 tokens, trained, more = 0, 0, self.lengths[i]
             tokens, trained = tokens + more, trained + self.trained[i]
+
+
+def _find_changes(values: Ints) -> NDArray[np.bool_]:
+    """Return True where a value differs from the one before, and at the first."""
+    changes = np.ones(len(values), dtype=np.bool_)
+    np.not_equal(values[1:], values[:-1], out=changes[1:])
+    return changes
 
 
 def find_families(samples: Sequence[Sample], groups: Sequence[int]) -> list[int]:

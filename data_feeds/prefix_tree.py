@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from core.arrays import repeat_runs
+
 Ints = NDArray[np.int64]
 Array = NDArray[np.integer[Any]]
 Ids = Sequence[int] | Array
@@ -81,15 +83,13 @@ def lay_out_row(sequences: Sequence[Ids], families: Sequence[Hashable] | None = 
         paths = [[i] for i in range(len(ids))]
     else:
         segments, paths = _sort_segments(*_grow_forest(ids, families))
-    starts, stops = np.array([(s.start, s.stop) for s in segments], dtype=np.int64).reshape(-1, 2).T
-    lengths = stops - starts
-    ends = lengths.cumsum()
-    along = np.arange(lengths.sum())
-    spans = [along[end - n : end] for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)]
+    lengths = [s.stop - s.start for s in segments]
+    along = np.arange(max(sum(lengths), *map(len, ids)) if ids else 0)
+    spans = [along[end - n : end] for end, n in zip(accumulate(lengths), lengths, strict=True)]
     return Row(
         input_ids=_join([ids[s.owner][s.start : s.stop] for s in segments]),
-        position_ids=along - np.repeat(ends - stops, lengths),
-        segment_ids=np.arange(len(segments)).repeat(lengths),
+        position_ids=_join([along[s.start : s.stop] for s in segments]),
+        segment_ids=repeat_runs(np.arange(len(segments)), lengths),
         parents=np.array([s.parent for s in segments], dtype=np.int64),
         order=_join([spans[n] for path in paths for n in path]),
         lengths=[len(own) for own in ids],
@@ -117,17 +117,30 @@ def sort_by_prefix(ids: Sequence[Array]) -> tuple[list[int], list[int]]:
     >>> sort_by_prefix([np.array([7, 8, 9]), np.array([5]), np.array([7, 8])])
     ([1, 2, 0], [0, 0, 2])
     """
-    order = sorted(range(len(ids)), key=_make_sort_keys(ids).__getitem__)
-    shared = [0, *(_count_common(ids[a], ids[b]) for a, b in pairwise(order))]
-    return order, shared[: len(order)]
+    if len(ids) < 2:
+        return [*range(len(ids))], [0] * len(ids)
+    n = min(FIRST_LOOK, *map(len, ids))
+    heads = np.concatenate([own[:n] for own in ids]).reshape(len(ids), n)
+    keys = _make_sort_keys(heads)
+    if len({*keys}) == len(keys):  # the usual case: all pairs are compared in one call
+        order = sorted(range(len(ids)), key=keys.__getitem__)
+        differs = heads[order[1:]] != heads[order[:-1]]
+        return order, [0, *differs.argmax(axis=1).tolist()]
+    order = sorted(range(len(ids)), key=_make_long_keys(ids).__getitem__)
+    return order, [0, *(_count_common(ids[a], ids[b]) for a, b in pairwise(order))]
 
 
-def _make_sort_keys(ids: Sequence[Array]) -> list[bytes]:
-    """Return keys that sort as the ids do: the bytes of so many first ids that they differ, or of all."""
-    longest = max(map(len, ids), default=0)
+def _make_sort_keys(ids: Iterable[Array]) -> list[bytes]:
+    """Return the bytes of the ids, which sort as the ids do."""
+    return [own.astype(">i4").tobytes() for own in ids]
+
+
+def _make_long_keys(ids: Sequence[Array]) -> list[bytes]:
+    """Return keys of so many first ids that they differ, or of all."""
+    longest = max(map(len, ids))
     n = FIRST_LOOK
     while True:
-        keys = [own[:n].astype(">i4").tobytes() for own in ids]
+        keys = _make_sort_keys(own[:n] for own in ids)
         if n >= longest or len({*keys}) == len(keys):
             return keys
         n *= 4

@@ -26,7 +26,8 @@ def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> 
     versions = [count_versions(s) for g in groups for s in g]
     ages: Counter[int] = Counter()
     for counts in versions:
-        ages.update({step - version: n for version, n in counts.items()})
+        for version, n in counts.items():
+            ages[step - version] += n
     if wrong := [age for age in ages if not 0 <= age <= max_staleness]:
         raise RunStopped(
             f"step {step} was to train on a token that is {wrong[0]} steps old, where max_staleness={max_staleness}: "
@@ -47,14 +48,13 @@ def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> 
 
 def count_versions(sample: Sample) -> dict[int, int]:
     """Return the number of sampled tokens of each policy version, the oldest first."""
-    sampled = sample.versions[sample.action_mask]
-    if not len(sampled):
-        return {}
-    oldest, newest = int(sampled.min()), int(sampled.max())
-    if oldest == newest:  # the usual case, without a sort
-        return {oldest: len(sampled)}
-    counts = np.bincount(sampled - oldest).tolist()
-    return {oldest + i: n for i, n in enumerate(counts) if n}
+    left = sample.versions[sample.action_mask]
+    counts: dict[int, int] = {}
+    while len(left):  # once for each version: there are few, and nothing is sorted
+        same = left == left[0]
+        counts[int(left[0])] = n = int(np.count_nonzero(same))
+        left = left[~same] if n < len(left) else left[:0]
+    return dict(sorted(counts.items()))
 
 
 def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn: bool = False) -> dict[str, float]:

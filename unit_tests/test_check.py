@@ -513,10 +513,10 @@ def the_logp_is_that_of_the_next_token_at_the_temperature(forward: ModuleType) -
 
 
 Bug = tuple[str, list[tuple[str, str]], Callable[[ModuleType], None]]
-LEARNT = "learnt = [s.loss_mask[1:end] for s, end in zip(samples, ends, strict=True)]"
-ALL = "learnt = [np.ones(len(s.action_mask) - 1, dtype=bool) for s in samples]"
-WEIGHED = "np.repeat(torch.tensor(weights, dtype=dtype).numpy(), counts)"
-MASKED = "np.repeat(weights, counts) * np.concatenate([s.loss_mask[1:] for s in samples])"
+LEARNT = "mask = sample.loss_mask[1 : count_inputs(sample) + 1]"
+ALL = "mask = np.ones(count_inputs(sample), dtype=bool)"
+WEIGHED = "repeat_runs(torch.tensor(weights, dtype=dtype).numpy(), counts)"
+MASKED = "repeat_runs(np.array(weights), counts) * np.concatenate([s.loss_mask[1:] for s in samples])"
 BUGS: dict[str, Bug] = {
     "prompt tokens are learnt": (
         "data_feeds.packing", [(LEARNT, ALL)], only_chosen_tokens_are_learnt
@@ -530,7 +530,7 @@ BUGS: dict[str, Bug] = {
         what_is_not_learnt_reaches_no_loss,
     ),
     "an off-by-one shift in packing": (
-        "data_feeds.packing", [("row.order[chosen]", "row.order[np.roll(chosen, -1)]")],
+        "data_feeds.packing", [("[place[chosen]", "[np.roll(place, 1)[chosen]")],
         a_token_is_predicted_from_the_one_before,
     ),
     "an off-by-one shift in forward": (

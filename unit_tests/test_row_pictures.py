@@ -163,6 +163,14 @@ def test_a_picture_at_the_very_end_is_left_out_as_a_whole():
     assert names(batch) == ["a"]
 
 
+def test_turns_before_a_picture_at_the_very_end_are_trained_on():
+    ends = seen([1, 2, 3, 4], ("a", 2, 2), tail=0)
+    mask = np.array([False, True, False, True, False, False, False, False])
+    batch = pack([replace(ends, action_mask=mask, rollout_logp=np.arange(8, dtype=np.float32))], [1.0])
+    assert batch.labels.tolist() == [2, 4] and batch.at.tolist() == [0, 2]
+    assert batch.tokens.rollout_logp.tolist() == [1.0, 3.0]
+
+
 def test_the_tokens_of_a_picture_are_never_trained_on():
     sample = seen([7, 8], ("a", 1, 2), [9, 9], tail=3)
     with pytest.raises(ValueError, match="trains on the tokens of a picture"):
