@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,20 @@ from core.ray_address import MEND
 from core.scratch import restore_environment
 
 TOKEN = "if it was started with a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+
+
+def refuse_second_ray() -> None:
+    """Raise UserError where this process is connected to a Ray cluster.
+
+    Ray holds one connection per process. The start of another one changes the token of the first, and Ray ends a
+    process at once whose token is missing or wrong.
+    """
+    ray: Any = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        raise UserError(
+            "this process is connected to a Ray cluster already, and Ray allows one per process: call ray.shutdown() "
+            "before the run, start the run in a process of its own, or set backend to local"
+        )
 
 
 def start_private_ray(folder: Path, environment: Mapping[str, str], **settings: Any) -> None:

@@ -22,7 +22,7 @@ from core.deadlines import HEALTH_CHECK_TIMEOUT_S
 from core.errors import CallFailed, ProcessDied, RunStopped, UserError, first_line
 from core.machine_check import MachineCheck, copy_code
 from core.placement import Reservation, Seats
-from core.private_ray import check_is_ray, forget_token, join_ray, start_private_ray
+from core.private_ray import check_is_ray, forget_token, join_ray, refuse_second_ray, start_private_ray
 from core.progress import say
 from core.ray_actor import Actor
 from core.ray_address import check_reachable
@@ -265,6 +265,7 @@ class Cluster:
     """Ray cluster, private or existing, and the actors that this run has placed on it."""
 
     def __init__(self, address: str | None, *, ship_code: bool = False):
+        refuse_second_ray()
         os.environ.setdefault("RAY_worker_niceness", "0")
         for name in ("ray", "ray._private.worker"):  # the second would say that it leaves SIGTERM to us
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -273,11 +274,7 @@ class Cluster:
             check_reachable(address)
             check_is_ray(address)
         breakpoint_goes_to = os.environ.get("PYTHONBREAKPOINT", "")
-        quiet: dict[str, Any] = {
-            "logging_level": logging.ERROR,
-            "log_to_driver": False,
-            "configure_logging": False,
-        }
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
         self.is_private = address is None
         self.scratch = Scratch() if find_scratch() is None else None
         """Temporary folder of the cluster, where no run has one."""

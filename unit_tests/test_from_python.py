@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -84,3 +88,53 @@ def test_ctrl_c_in_a_notebook_ends_the_run_in_order(recipe, tmp_path):
         asyncio.run(cell())
     [folder] = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "summary.json").read_text())["exit_reason"] == "interrupted"
+
+
+BESIDE_RAY = """
+import sys
+import ray
+import main_sl
+from core.errors import UserError
+from core.ray_cluster import Cluster
+
+recipe, whose = sys.argv[1:]
+if whose == "ray.init":
+    ray.init(num_cpus=1, include_dashboard=False)
+else:
+    cluster = Cluster(None)
+
+@ray.remote(num_cpus=0)
+def add(a, b):
+    return a + b
+
+for start in (lambda: main_sl.run(recipe), lambda: Cluster(None)):
+    try:
+        start()
+    except UserError as error:
+        print(error)
+print("Ray is there:", ray.is_initialized(), ray.get(add.remote(1, 2), timeout=30))
+"""
+
+
+def run_script(script: str, *argv: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run a user's own program. home: where Ray keeps a token of its own."""
+    home.mkdir()
+    path = str(Path(__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-c", script, *argv],
+        env=os.environ | {"PYTHONPATH": path, "HOME": str(home)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whose", ["ray.init", "Cluster"])
+def test_a_run_on_ray_beside_a_ray_of_the_callers_is_refused_and_leaves_it_as_it_was(recipe, tmp_path, whose):
+    done = run_script(BESIDE_RAY, recipe({"backend": "ray"}, kind="sl"), whose, home=tmp_path / "home")
+    assert done.returncode == 0, done.stdout + done.stderr
+    refusal, of_cluster, there = done.stdout.splitlines()
+    assert refusal == of_cluster, "whoever starts it: a file of the recipe may call ray.init after the first check"
+    assert refusal.startswith("this process is connected to a Ray cluster already") and "ray.shutdown()" in refusal
+    assert there == "Ray is there: True 3"
+    assert not (tmp_path / "runs").exists(), "refused before anything is made"
