@@ -7,9 +7,12 @@ calls only with a token that other users of the machine cannot read.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import secrets
-from collections.abc import Mapping
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,46 @@ from core.ray_address import MEND
 from core.scratch import restore_environment
 
 TOKEN = "if it was started with a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+LOGGERS = ("ray", "ray._private.worker")
+"""Loggers of Ray in a driver; the second would say that it leaves SIGTERM to us."""
+SETTINGS = {"RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""Variables of Ray, where the user has set none."""
+
+
+def refuse_second_ray() -> None:
+    """Raise UserError where this process is connected to a Ray cluster.
+
+    Ray holds one connection per process. The start of another one changes the token of the first, and Ray ends a
+    process at once whose token is missing or wrong.
+    """
+    ray: Any = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        raise UserError(
+            "this process is connected to a Ray cluster already, and Ray allows one per process: call ray.shutdown() "
+            "before the run, start the run in a process of its own, or set backend to local"
+        )
+
+
+@contextmanager
+def borrowing_process() -> Generator[None]:
+    """Set what a cluster needs in this process, and let Ray be quiet; afterwards all is as the caller had it."""
+    worker: Any = importlib.import_module("ray._private.worker")
+    variables = {name: os.environ.get(name) for name in (*SETTINGS, "PYTHONBREAKPOINT")}
+    levels = {name: logging.getLogger(name).level for name in LOGGERS}
+    shows_workers = worker._worker_logs_enabled
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    worker._worker_logs_enabled = False  # else Ray prints a paragraph about each dead actor
+    try:
+        yield
+    finally:
+        worker._worker_logs_enabled = shows_workers
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        restore_environment(variables)
+        forget_token()
 
 
 def start_private_ray(folder: Path, environment: Mapping[str, str], **settings: Any) -> None:

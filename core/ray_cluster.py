@@ -10,10 +10,10 @@ process fail first, in a collective, but the error must name the process that di
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import ExitStack
 from copy import copy
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -22,7 +22,7 @@ from core.deadlines import HEALTH_CHECK_TIMEOUT_S
 from core.errors import CallFailed, ProcessDied, RunStopped, UserError, first_line
 from core.machine_check import MachineCheck, copy_code
 from core.placement import Reservation, Seats
-from core.private_ray import check_is_ray, forget_token, join_ray, start_private_ray
+from core.private_ray import borrowing_process, check_is_ray, join_ray, refuse_second_ray, start_private_ray
 from core.progress import say
 from core.ray_actor import Actor
 from core.ray_address import check_reachable
@@ -265,34 +265,32 @@ class Cluster:
     """Ray cluster, private or existing, and the actors that this run has placed on it."""
 
     def __init__(self, address: str | None, *, ship_code: bool = False):
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        for name in ("ray", "ray._private.worker"):  # the second would say that it leaves SIGTERM to us
-            logging.getLogger(name).setLevel(logging.ERROR)
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        refuse_second_ray()
         if address is not None:
             check_reachable(address)
             check_is_ray(address)
-        breakpoint_goes_to = os.environ.get("PYTHONBREAKPOINT", "")
-        quiet: dict[str, Any] = {
-            "logging_level": logging.ERROR,
-            "log_to_driver": False,
-            "configure_logging": False,
-        }
         self.is_private = address is None
-        self.scratch = Scratch() if find_scratch() is None else None
-        """Temporary folder of the cluster, where no run has one."""
-        if self.is_private:
-            start_private_ray(cast(Path, find_scratch()), _environment(), **quiet)
-        else:
-            shipped = {"working_dir": str(copy_code(cast(Path, find_scratch())))} if ship_code else None
-            join_ray(cast(str, address), runtime_env=shipped, **quiet)
-        of_ray: Any = importlib.import_module("ray._private.worker")
-        of_ray._worker_logs_enabled = False  # else Ray prints a paragraph about each dead actor
-        os.environ["PYTHONBREAKPOINT"] = breakpoint_goes_to  # Ray sets its own debugger, in this process too
+        with ExitStack() as leaving:
+            if find_scratch() is None:  # no run has one
+                leaving.enter_context(Scratch())
+            leaving.enter_context(borrowing_process())
+            self._connect(address, ship_code=ship_code)
+            self.leaving = leaving.pop_all()
+            """What is put back in this process when Ray has ended."""
         self.groups: list[Remote[Any]] = []
         """Everything that was spawned, to be ended by `close`."""
         self.seats: dict[str, Seats] = {}
         self.check: MachineCheck | None = None
+
+    def _connect(self, address: str | None, *, ship_code: bool) -> None:
+        breakpoint_goes_to = os.environ.get("PYTHONBREAKPOINT", "")
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
+        if address is None:
+            start_private_ray(cast(Path, find_scratch()), _environment(), **quiet)
+        else:
+            shipped = {"working_dir": str(copy_code(cast(Path, find_scratch())))} if ship_code else None
+            join_ray(address, runtime_env=shipped, **quiet)
+        os.environ["PYTHONBREAKPOINT"] = breakpoint_goes_to  # Ray sets its own debugger, in this process too
 
     async def reserve(self, roles: Sequence[Role], *, timeout_s: float, say: Callable[[str], None] = say) -> None:
         """Reserve a place for every actor, before the first is started. Raises UserError where there is no room."""
@@ -340,11 +338,8 @@ class Cluster:
         """End every actor of this run, then Ray. Called however the run ends."""
         import ray
 
-        for group in self.groups:
-            for actor in filter(None, group.actors):
-                ray.kill(actor)
-        ray.shutdown()
-        if self.is_private:
-            forget_token()
-        if self.scratch is not None:
-            self.scratch.close()
+        with self.leaving:
+            for group in self.groups:
+                for actor in filter(None, group.actors):
+                    ray.kill(actor)
+            ray.shutdown()

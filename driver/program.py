@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from configs.schema import RunConfig
+from core.private_ray import refuse_second_ray
 from driver.load_recipe import Loaded, load_recipe
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ def launch_run(
     """Prepare, start and train; where a process dies and the recipe says so, again from the newest checkpoint."""
     from driver.on_failure import run_with_resumes
     from driver.session import run_session
+
+    if loaded.cfg.backend == "ray":
+        refuse_second_ray()
 
     def attempt(loaded: Loaded[C]) -> RunResult:
         prepared = prepare(loaded)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -84,3 +88,90 @@ def test_ctrl_c_in_a_notebook_ends_the_run_in_order(recipe, tmp_path):
         asyncio.run(cell())
     [folder] = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "summary.json").read_text())["exit_reason"] == "interrupted"
+
+
+BESIDE_RAY = """
+import sys
+import ray
+import main_sl
+from core.errors import UserError
+from core.ray_cluster import Cluster
+
+recipe, whose = sys.argv[1:]
+if whose == "ray.init":
+    ray.init(num_cpus=1, include_dashboard=False)
+else:
+    cluster = Cluster(None)
+
+@ray.remote(num_cpus=0)
+def add(a, b):
+    return a + b
+
+for start in (lambda: main_sl.run(recipe), lambda: Cluster(None)):
+    try:
+        start()
+    except UserError as error:
+        print(error)
+print("Ray is there:", ray.is_initialized(), ray.get(add.remote(1, 2), timeout=30))
+"""
+AFTER_A_RUN = """
+import gc, io, logging, os, signal, sys, time
+from contextlib import redirect_stdout
+import ray
+import main_sl
+
+def look():
+    ours = {n: v for n, v in os.environ.items() if n.startswith(("RAY", "PYTHON", "FEYNRL", "TMPDIR", "VLLM"))}
+    levels = [logging.getLogger(name).level for name in ("", "ray", "ray._private.worker")]
+    signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+    return ours, levels, signals, gc.get_threshold(), gc.get_freeze_count(), os.getcwd(), sys.excepthook
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # as Ray itself sets it
+before = look()
+print(main_sl.run(sys.argv[1]).exit_reason)
+assert look() == before, (before, look())
+
+ray.init(num_cpus=1, include_dashboard=False)
+
+@ray.remote(num_cpus=0)
+def speak():
+    print("a worker speaks")
+
+end = time.monotonic() + 20
+with redirect_stdout(io.StringIO()) as heard:
+    ray.get(speak.remote(), timeout=30)
+    while "speaks" not in heard.getvalue() and time.monotonic() < end:
+        time.sleep(0.1)
+print(heard.getvalue())
+"""
+
+
+def run_script(script: str, *argv: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run a user's own program. home: where Ray keeps a token of its own."""
+    home.mkdir()
+    path = str(Path(__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-c", script, *argv],
+        env=os.environ | {"PYTHONPATH": path, "HOME": str(home)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whose", ["ray.init", "Cluster"])
+def test_a_run_on_ray_beside_a_ray_of_the_callers_is_refused_and_leaves_it_as_it_was(recipe, tmp_path, whose):
+    done = run_script(BESIDE_RAY, recipe({"backend": "ray"}, kind="sl"), whose, home=tmp_path / "home")
+    assert done.returncode == 0, done.stdout + done.stderr
+    refusal, of_cluster, there = done.stdout.splitlines()
+    assert refusal == of_cluster, "whoever starts it: a file of the recipe may call ray.init after the first check"
+    assert refusal.startswith("this process is connected to a Ray cluster already") and "ray.shutdown()" in refusal
+    assert there == "Ray is there: True 3"
+    assert not (tmp_path / "runs").exists(), "refused before anything is made"
+
+
+@pytest.mark.slow
+def test_after_a_run_on_ray_the_process_is_as_before_and_may_use_ray(recipe, tmp_path):
+    done = run_script(AFTER_A_RUN, recipe({"backend": "ray", "steps": 1}, kind="sl"), home=tmp_path / "home")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\ndone\n" in done.stdout and "a worker speaks" in done.stdout
