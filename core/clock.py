@@ -5,15 +5,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TypeVar
 
 from core.phases import IDLE, REST, STEP, Activity, Milestone, Phase, time_metric
-
-T = TypeVar("T")
 
 
 class Clock:
@@ -96,15 +92,3 @@ class ActivityTimer:
         activity = next((name for name, n in self.running.items() if n), IDLE)
         self.seconds[activity] += now - self.charged_until
         self.charged_until = now
-
-
-async def with_timeout(call: Awaitable[T], seconds: float) -> T | None:
-    """Await `call`; on timeout cancel it and return None. A TimeoutError that it raises itself is raised."""
-    deadline = asyncio.timeout(seconds)
-    try:
-        async with deadline:
-            return await call
-    except TimeoutError:
-        if deadline.expired():
-            return None
-        raise

@@ -78,6 +78,11 @@ class JoinedGroup:
         ]
 
 
+def list_episodes(group: Group) -> Group:
+    """Return every episode of the group as one sample, to be counted: without the way back."""
+    return group if all(s.episode is None for s in group) else join_episodes(group).samples
+
+
 def join_episodes(group: Group) -> JoinedGroup:
     """Return the group with every episode as one sample. Raises RunStopped where branches contradict each other."""
     if all(s.episode is None for s in group):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from core import metrics as names
-from core.episodes import join_episodes, split_players
+from core.episodes import list_episodes, split_players
 from core.errors import RunStopped
 from core.types import Group, Sample
 from driver.episode_metrics import measure_counts
@@ -64,7 +64,7 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
     training signal too.
     """
     samples = [s for g in groups for s in g]
-    episodes = [[join_episodes(part).samples for part in split_players(g)] for g in groups]  # each as one sample
+    episodes = [[list_episodes(part) for part in split_players(g)] for g in groups]  # each as one sample
     joined = [e for g in episodes for part in g for e in part]
     rewarded = [e for e in joined if e.reward is not None]
     rewards = [e.reward for e in rewarded if e.reward is not None]
@@ -106,7 +106,7 @@ def measure_passes(groups: Sequence[Group], *, pass_reward: float) -> dict[str, 
 
     A player has fewer episodes than others where games end before its first turn: k goes up to the fewest.
     """
-    episodes = [join_episodes(part).samples for group in groups for part in split_players(group)]
+    episodes = [list_episodes(part) for group in groups for part in split_players(group)]
     size = min(map(len, episodes))
     solved = [(len(own), sum(s.reward is not None and s.reward >= pass_reward for s in own)) for own in episodes]
     ks = choose_ks(size) if size > 1 else []
@@ -116,7 +116,7 @@ def measure_passes(groups: Sequence[Group], *, pass_reward: float) -> dict[str, 
 def measure_drawn(drawn: Sequence[FinishedGroup]) -> dict[str, float]:
     """Measure all groups that were drawn for a step, those that the algorithm rejected included."""
     samples = [s for d in drawn for s in d.group]
-    rewards = [e.reward for d in drawn for e in join_episodes(d.group).samples if e.reward is not None]
+    rewards = [e.reward for d in drawn for e in list_episodes(d.group) if e.reward is not None]
     mean = {names.REWARD_MEAN_DRAWN: sum(rewards) / len(rewards)} if rewards else {}
     seconds = [d.seconds for d in drawn]
     average = sum(seconds) / len(seconds)
@@ -133,7 +133,7 @@ def measure_drawn(drawn: Sequence[FinishedGroup]) -> dict[str, float]:
 
 def check_failures(groups: list[Group], *, max_failed_fraction: float) -> None:
     """Raise RunStopped when too many episodes have no reward; the first failure is quoted."""
-    episodes = [e for g in groups for e in join_episodes(g).samples]
+    episodes = [e for g in groups for e in list_episodes(g)]
     failures, total = [e.failure for e in episodes if e.failure], len(episodes)
     if len(failures) > max_failed_fraction * total:
         raise RunStopped(

@@ -19,7 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from core.episodes import join_episodes
+from core.episodes import list_episodes
 from core.errors import UserError, first_line, writing
 from core.messages import describe_messages
 from core.types import Group, Prompt
@@ -104,7 +104,7 @@ def describe_group(group: Group, prompt: Prompt, *, of_set: str, index: int) -> 
             stop=sample.stop,
             tokens=sample.n_sampled,
         )
-        for n, sample in enumerate(join_episodes(group).samples)
+        for n, sample in enumerate(list_episodes(group))
     ]
 
 

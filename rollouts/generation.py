@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from core.clock import with_timeout
 from core.deadlines import GROUP_TIMEOUT_GRACE_S
 from core.errors import ProcessDied, RunStopped
+from core.timeouts import SharedTimeout
 from core.types import Group, Prompt
 from core.workers import Workers
 from rollouts.availability import ENGINE_GROUP, EngineAvailability
@@ -37,6 +37,7 @@ class GroupRequests:
         self.on_group = on_group
         self.engines = engines or EngineAvailability(len(workers))
         self.workers, self.timeout_s = workers, timeout_s
+        self._timeout = SharedTimeout(timeout_s + GROUP_TIMEOUT_GRACE_S)
         self.n_retries = 0
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
@@ -77,7 +78,7 @@ class GroupRequests:
         """Return the group, or None on timeout, whether the worker reports it or does not respond."""
         process = self.engines.begin_group(rank)
         call = self.workers.call_one(rank, RolloutWorker.generate_group, ticket, prompt, size)
-        group = await with_timeout(call, self.timeout_s + GROUP_TIMEOUT_GRACE_S)
+        group = await self._timeout.wait(call)
         if group is not None:
             self.engines.end_group(process)
         return group

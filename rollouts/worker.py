@@ -10,9 +10,10 @@ from itertools import chain
 from typing import Any
 
 from configs.rollout_schema import RewardConfig, RolloutConfig
-from core.clock import ActivityTimer, with_timeout
+from core.clock import ActivityTimer
 from core.errors import UserError
 from core.phases import ENGINE_ACTIVITIES, Activity
+from core.timeouts import SharedTimeout
 from core.types import Group, Prompt, Sample
 from data_feeds.tool_parsing import PlainParser, ReplyParser
 from rewards.pool import RewardPool
@@ -50,7 +51,7 @@ class RolloutWorker:
         self.engine, self.tokenizer, self.make_env, self.rewards = engine, tokenizer, make_env, rewards
         self.reward, self.rollout, self.seed, self.stops = reward, rollout, seed, stops
         self.parser, self.max_prompt_tokens = parser or PlainParser(), max_prompt_tokens
-        self.timer = ActivityTimer(*ENGINE_ACTIVITIES)
+        self.timer, self.timeout = ActivityTimer(*ENGINE_ACTIVITIES), SharedTimeout(rollout.timeout_s)
         self.agents = None if agents is None else self._make_runner(agents)
         self.groups: list[asyncio.Future[Any]] = []
         """Groups that are being generated."""
@@ -64,7 +65,7 @@ class RolloutWorker:
         episodes = asyncio.gather(*(run(ticket, prompt, sibling) for sibling in range(size)))
         self.groups.append(episodes)
         try:
-            samples = await with_timeout(episodes, self.rollout.timeout_s)
+            samples = await self.timeout.wait(episodes)
         finally:
             self.groups.remove(episodes)
         return None if samples is None else [*chain.from_iterable(samples)]
