@@ -3,8 +3,9 @@
 Made-up groups of eight samples, a prompt of 256 tokens and 256 to 3584 sampled ones, go through what the driver does
 with them in a step of GRPO with one update: staleness and group metrics, credit, the plan, the batches, and their
 serialisation to four trainers (pickle's protocol 5 with buffers out of band, as Ray does it). No engine, no trainer
-and no Ray. Each size runs in a process of its own; of nine steps the median is told, as a run has many. The memory is
-what the process needed at its peak beyond the groups themselves. Exit code 1 where a step costs more than the goal.
+and no Ray. Each size runs in a process of its own; of nine steps, or of as many as have four million tokens together,
+the median is told, as a run has many. The memory is what the process needed at its peak beyond the groups themselves.
+Exit code 1 where a step costs more than the goal.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ GOAL = 0.05
 SIZES = (50_000, 500_000, 2_000_000, 8_000_000, 32_000_000)
 GROUP, PROMPT, SHORTEST, LONGEST = 8, 256, 256, 3584
 RANKS, MICRO_BATCH_TOKENS = 4, 16_384
-STEPS, STEP, MAX_STALENESS = 9, 3, 1
+STEPS, MEASURED_TOKENS = 9, 4_000_000
+"""Steps of each size at least, and tokens of them together: a short step is measured more often."""
+STEP, MAX_STALENESS = 3, 1
 STAGES = ("metrics", "credit", "plan", "batches", "serialise")
 
 
@@ -114,7 +117,7 @@ def measure(tokens: int) -> dict[str, float]:
     groups = make_groups(tokens)
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with collecting_seldom(True):  # as a run on Ray does
-        seconds = take_medians([run_step(groups) for _ in range(STEPS)])
+        seconds = take_medians([run_step(groups) for _ in range(max(STEPS, MEASURED_TOKENS // tokens))])
     peak = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held)
     return seconds | {"tokens": sum(len(s.token_ids) for g in groups for s in g), "peak": float(peak)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -151,5 +152,6 @@ def _pack_pieces(families: _Families, starts: Ints, max_tokens: int, ranks: int)
     sizes, costs = (values.tolist() for values in families.measure(starts))
     bins = pack_into_bins(sizes, max_tokens, ranks=ranks, padded=False, costs=costs)
     slowest = max(sum(costs[i] for b in bins[rank::ranks] for i in b) for rank in range(ranks))
-    pieces = [piece.tolist() for piece in np.split(families.members, starts[1:])]
+    members, borders = families.members.tolist(), [*starts.tolist(), len(families.members)]
+    pieces = [members[first:end] for first, end in pairwise(borders)]
     return slowest, [[i for n in b for i in pieces[n]] for b in bins]
