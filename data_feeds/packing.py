@@ -131,7 +131,7 @@ def find_trained(sample: Sample) -> tuple[slice | NDArray[np.intp], int]:
     A slice where they follow one another, as in a single reply: what it picks is not copied.
     """
     mask = sample.loss_mask[1 : count_inputs(sample) + 1]
-    n = np.count_nonzero(mask)
+    n = int(np.count_nonzero(mask))
     first = int(mask.argmax()) if n else 0
     is_run = np.count_nonzero(mask[first : first + n]) == n
     return (slice(first, first + n) if is_run else np.flatnonzero(mask)), n
