@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -98,12 +99,18 @@ def from_json(value: Any) -> Any:
     return {name: from_json(v) for name, v in value.items()}
 
 
+@cache
+def list_fields(record: type[Any]) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields; `fields` makes its list anew at every call, which is for every row."""
+    return tuple(f.name for f in fields(record))
+
+
 def without_tensors(record: Any) -> dict[str, Any]:
     """Return the fields of a record that are there, tensors on the CPU as arrays of the same memory.
 
     pickle's protocol 5 hands the memory of an array over as it is; a tensor would be copied several times.
     """
-    there = {f.name: getattr(record, f.name) for f in fields(record) if hasattr(record, f.name)}
+    there = {name: getattr(record, name) for name in list_fields(type(record)) if hasattr(record, name)}
     return {name: v.numpy() if isinstance(v, Tensor) else v for name, v in there.items()}
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.arrays import with_tensors, without_tensors
+from core.arrays import list_fields, with_tensors, without_tensors
 from core.pictures import Picture
 
 
@@ -60,12 +60,12 @@ class Tokens:
     """Scalars summed over the whole update, all ranks; see Algorithm.totals."""
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            if getattr(self, f.name) is None:
-                delattr(self, f.name)
+        for name in list_fields(Tokens):
+            if getattr(self, name) is None:
+                delattr(self, name)
 
     def __getattr__(self, name: str) -> Any:  # called for absent attributes only
-        if name in {f.name for f in fields(self)}:
+        if name in list_fields(Tokens):
             raise MissingColumn(
                 f"tokens.{name} is not there: name it in required_columns of the algorithm (returns, reference_point "
                 "and advantage are set by compute_advantages, group_ids come with whole_groups; where an episode has "
@@ -82,7 +82,7 @@ class Tokens:
 
     def replace(self, **changes: Any) -> Tokens:
         """Return the same tokens with some fields changed."""
-        there = {f.name: getattr(self, f.name) for f in fields(self) if self.has(f.name)}
+        there = {name: getattr(self, name) for name in list_fields(Tokens) if self.has(name)}
         return Tokens(**(there | changes))
 
 
@@ -130,7 +130,8 @@ class Batch:
 
 
 def _move_tensors(record: Batch | Tokens, device: torch.device | str) -> dict[str, Any]:
-    return {f.name: v.to(device) for f in fields(record) if isinstance(v := getattr(record, f.name, None), Tensor)}
+    there = ((name, getattr(record, name, None)) for name in list_fields(type(record)))
+    return {name: v.to(device) for name, v in there if isinstance(v, Tensor)}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,12 +13,12 @@ Four policies, four names, everywhere:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from core.arrays import BOOLS, DOUBLE, INTS, SINGLE, Floats, Ids, Mask, check_column, is_equal, to_column
+from core.arrays import BOOLS, DOUBLE, INTS, SINGLE, Floats, Ids, Mask, check_column, is_equal, list_fields, to_column
 from core.batch import Batch as Batch  # where users look for it
 from core.batch import MissingColumn as MissingColumn
 from core.batch import Policy as Policy
@@ -134,7 +134,7 @@ class Sample:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
             return NotImplemented
-        return all(is_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return all(is_equal(getattr(self, name), getattr(other, name)) for name in list_fields(Sample))
 
     @property
     def float_dtype(self) -> np.dtype[Any]:
@@ -175,12 +175,9 @@ class Sample:
         each[:] = advantage
         each.setflags(write=False)
         same = object.__new__(Sample)  # `replace` would check all other columns again, for every sample of a step
-        for f in _SAMPLE_FIELDS:
-            object.__setattr__(same, f.name, each if f.name == "advantage" else getattr(self, f.name))
+        for name in list_fields(Sample):
+            object.__setattr__(same, name, each if name == "advantage" else getattr(self, name))
         return same
-
-
-_SAMPLE_FIELDS = fields(Sample)
 
 
 def make_sample(
