@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 # file makes once is made once.
 FAST := OMP_NUM_THREADS=1 $(PYTEST) -q -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help install newest quickstart lint types check test verify mutants docs browser sandbox
+.PHONY: help install newest quickstart lint types fast check test verify mutants docs browser sandbox
 
 help:  ## what there is to make
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -38,11 +38,13 @@ lint: set-test  ## ruff, formatting included
 types: set-test  ## pyright, strict on algs/ core/ data_feeds/
 	$(BIN)/pyright
 
-check: lint types  ## lint, types and the fast tests: under two minutes
+fast: set-test  # the tests without an engine
 	$(FAST)
 
-test: set-test  ## the fast and the slow tests
-	$(FAST)
+check: lint  ## lint, types and the fast tests: under two minutes
+	$(MAKE) --no-print-directory -j 2 types fast
+
+test: fast  ## the fast and the slow tests
 	$(PYTEST) -q -m "(slow or gpu) and not verify" --durations=30
 
 verify: set-test  ## long evidence runs, the planted bugs of `make mutants` among them

@@ -8,10 +8,10 @@ simulated: they sleep, on an event loop whose clock jumps. A group takes a time 
 mean and standard deviation; an engine works on --concurrent groups at a time, each as fast as if it were alone. --run
 takes the times from a run's metrics.jsonl: those of groups as they were measured, under that run's load.
 
-The last two columns are no simulation: the CPU seconds of this process per step, and their share of the step that was
-simulated. They are an upper bound of the driver's own seconds for schedule, requests and metrics, because the simulated
-engines count too. The calls of Ray do not; what the driver does with every token is benchmarks/driver_cost.py. A large
-cluster, with 100,000 groups of one sample in each step:
+The last three columns are no simulation: the CPU seconds of this process per step; how many of them the simulated
+engines take, which is measured again without a driver; and the share of the others, the driver's own for schedule,
+requests and metrics, in the step that was simulated. The calls of Ray do not count; what the driver does with every
+token is benchmarks/driver_cost.py. A large cluster, with 100,000 groups of one sample in each step:
 
     python -m benchmarks.simulate --engines 1000 --groups-per-step 100000 --concurrent 128 --steps 2 --max-staleness 0
 """
@@ -19,18 +19,22 @@ cluster, with 100,000 groups of one sample in each step:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import main_rl
 from benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, run_in_virtual_time
 from configs.schema import min_staleness
 from core.collector import collecting_seldom
 from rollouts.buffer import Schedule
+from rollouts.worker import RolloutWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +47,13 @@ class Forecast:
     """Share of the run that the trainer waited for data."""
     staleness_mean: float
     staleness_max: int
-    driver_seconds: float
-    """CPU seconds of this process per step: the driver's own, and those of the simulation."""
+    process_seconds: float
+    """CPU seconds of this process per step: the driver's own, and those of the simulated engines."""
+    engine_seconds: float
 
     @property
     def driver_share(self) -> float:
-        return self.driver_seconds / self.step_seconds
+        return (self.process_seconds - self.engine_seconds) / self.step_seconds
 
 
 def forecast(schedule: Schedule, times: Times, *, engines: int, concurrent: int) -> Forecast:
@@ -69,8 +74,31 @@ def forecast(schedule: Schedule, times: Times, *, engines: int, concurrent: int)
         waited=run.waited / run.ends[-1],
         staleness_mean=sum(run.ages) / len(run.ages),
         staleness_max=max(run.ages),
-        driver_seconds=spent / len(run.ends),
+        process_seconds=spent / len(run.ends),
+        engine_seconds=time_engines(schedule.fresh, times, engines=engines, concurrent=concurrent),
     )
+
+
+def time_engines(groups: int, times: Times, *, engines: int, concurrent: int) -> float:
+    """Return the CPU seconds of simulated engines for so many groups, without those of a task for each."""
+
+    async def answer(ticket: int, simulated: SimulatedEngines) -> None:
+        await simulated.call_one(ticket % engines, RolloutWorker.generate_group, ticket)
+
+    async def do_nothing(ticket: int, simulated: SimulatedEngines) -> None:
+        await asyncio.sleep(0)
+
+    async def play(call: Callable[[int, SimulatedEngines], Coroutine[Any, Any, None]]) -> None:
+        simulated = SimulatedEngines(times=times, engines=engines, concurrent=concurrent)
+        await asyncio.gather(*(call(ticket, simulated) for ticket in range(groups)))
+
+    spent: list[float] = []
+    for call in (answer, do_nothing):
+        began = time.process_time()
+        with collecting_seldom(True):
+            run_in_virtual_time(play(call))
+        spent.append(time.process_time() - began)
+    return spent[0] - spent[1]
 
 
 def times_of(run_folder: Path) -> tuple[Times, Schedule]:
@@ -123,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     print(f"{times}, {schedule.fresh} groups drawn a step, {args.concurrent} at a time in an engine\n")
     headings = ["engines", "trainers", "max_staleness", "s/step", "speed-up", "trainer waits", "staleness", "max"]
-    headings += ["driver s", "of a step"]
+    headings += ["process s", "engines s", "driver's own"]
     print("".join(f"{heading:>14}" for heading in headings))
     base: float | None = None
     for engines, trainers, max_staleness in itertools.product(args.engines, args.trainers, args.max_staleness):
@@ -140,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{base / predicted.step_seconds:.2f}",
         ]
         row += [f"{predicted.waited:.0%}", f"{predicted.staleness_mean:.2f}", predicted.staleness_max]
-        row += [f"{predicted.driver_seconds:.2f}", f"{predicted.driver_share:.1%}"]
+        row += [f"{predicted.process_seconds:.2f}", f"{predicted.engine_seconds:.2f}", f"{predicted.driver_share:.1%}"]
         print("".join(f"{value:>14}" for value in row))
     return 0
 

@@ -35,8 +35,7 @@ VALUES: dict[str, dict[Any, Any]] = {
 ADDED: dict[str, Any] = {
     **{"trainer.eps": 1e-8, "model.trust_remote_code": False, "trainer.lr_min_fraction": 0.0},
     "data.template_args": {},
-    "trainer.library": "deepspeed",
-    "trainer.sequence_parallel": 1,
+    **{"trainer.library": "deepspeed", "trainer.sequence_parallel": 1, "trainer.offload": False},
 }
 """New keys, with the constant that earlier versions used."""
 ADDED_IN_RL: dict[str, Any] = {

@@ -261,13 +261,13 @@ class RLConfig(RunConfig):
             )
         if self.ray_address is not None:
             return "which is written for the GPUs of one machine: leave ray_address out"
+        if self.trainer.offload:
+            return "which moves the trainer's state itself: set trainer.offload to false"
         if self.weight_sync.transport == "nccl":
             return "and NCCL refuses two processes on one GPU: set weight_sync.transport to auto"
         if self.engine_sleep == "discard" and self.weight_sync.lora == "adapter":
-            return (
-                "engine_sleep is discard, and weight_sync.lora=adapter would never send the other weights again: set "
-                "engine_sleep to offload"
-            )
+            only_adapter = "weight_sync.lora=adapter would never send the other weights again"
+            return f"engine_sleep is discard, and {only_adapter}: set engine_sleep to offload"
         return None
 
     def _refuse_adapter_sync(self) -> str | None:

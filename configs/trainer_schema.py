@@ -69,6 +69,10 @@ class TrainerConfig(StrictModel):
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed's ZeRO stage, with library: deepspeed. 1 shards the optimizer's state over the ranks, 2 the gradients
     too, 3 the weights too."""
+    offload: bool = False
+    """Whether weights, gradients and optimizer states are held in the machine's memory, with library: fsdp2. The GPU
+    then has the weights of one block at a time and the activations, and the CPU makes the update: for models that do
+    not fit, and slower."""
     sequence_parallel: int = Field(1, ge=1)
     """Number of neighbouring ranks that compute a micro-batch together, each a slice of its positions: for sequences
     whose activations do not fit into one (DeepSpeed-Ulysses, with both libraries). It must divide `ranks` and the

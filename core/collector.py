@@ -10,7 +10,7 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 
-SELDOM = (50_000, 20, 50)
+SELDOM = (50_000, 100, 10)
 """Thresholds of the collector in a driver; Python's own are (700, 10, 10)."""
 
 

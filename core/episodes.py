@@ -80,7 +80,10 @@ class JoinedGroup:
 
 def list_episodes(group: Group) -> Group:
     """Return every episode of the group as one sample, to be counted: without the way back."""
-    return group if all(s.episode is None for s in group) else join_episodes(group).samples
+    for sample in group:  # faster than all(), and every group of a step comes here several times
+        if sample.episode is not None:
+            return join_episodes(group).samples
+    return group
 
 
 def join_episodes(group: Group) -> JoinedGroup:

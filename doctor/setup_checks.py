@@ -148,7 +148,7 @@ def check_memory(cfg: RunConfig, estimate: MemoryEstimate, *, total_gib: float) 
             cfg.rollout.least_engines * cfg.rollout.tensor_parallel_size,
         )
     if uses_gpus(cfg) and cfg.backend == "ray":
-        wanted, where = max(estimate.per_rank, per_engine), "a GPU"
+        wanted, where = max(0.0 if cfg.trainer.offload else estimate.per_rank, per_engine), "a GPU"
     else:
         wanted, where = cfg.trainer.ranks * estimate.per_rank + n_engines * per_engine, "this machine"
     found = f"about {wanted:.2f} GiB without activations, and {where} has {total_gib:.1f} GiB"

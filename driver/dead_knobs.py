@@ -65,6 +65,11 @@ RULES = (
         why="trainer.library is fsdp2",
     ),
     Rule(
+        keys=("trainer.offload",),
+        is_unused=lambda cfg: cfg.trainer.library == "deepspeed",
+        why="trainer.library is deepspeed, which has zero_optimization in trainer.deepspeed for it",
+    ),
+    Rule(
         keys=("trainer.share_prefixes",),
         is_unused=lambda cfg: cfg.trainer.layout == "padded",
         why="trainer.layout is padded, and only packed rows share",

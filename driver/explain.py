@@ -113,7 +113,8 @@ def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
             )
         ]
     kind = "GPU" if uses_gpus(cfg) else "share of the CPU"
-    library = "FSDP2" if cfg.trainer.library == "fsdp2" else f"DeepSpeed ZeRO-{cfg.trainer.zero_stage}"
+    offloaded = " with its state in the machine's memory" if cfg.trainer.offload else ""
+    library = f"FSDP2{offloaded}" if cfg.trainer.library == "fsdp2" else f"DeepSpeed ZeRO-{cfg.trainer.zero_stage}"
     rows = [("trainer", f"{cfg.trainer.ranks} Ray actors, {library}, one {kind} each")]
     if (n := cfg.trainer.sequence_parallel) > 1:
         rows.append(("rows", f"each is computed by {n} ranks, which hold 1/{n} of its activations each"))
@@ -144,7 +145,8 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
         (
             "memory per rank",
             f"about {m.per_rank:.2f} GiB: weights {m.weights:.2f}, gradients {m.gradients:.2f}, optimizer "
-            f"{m.optimizer:.2f}, frozen models {m.frozen:.2f}; activations come on top",
+            f"{m.optimizer:.2f}, frozen models {m.frozen:.2f}; activations come on top"
+            + (", and are all that a GPU holds besides one block's weights" if loaded.cfg.trainer.offload else ""),
         ),
     ]
     if isinstance(loaded.cfg, RLConfig):

@@ -32,7 +32,7 @@ NOT_FOR_TRAINING = (
 """Keys that may differ without any change of the numbers. A name that ends in a dot is a whole section."""
 BITWISE_ONLY = (
     *("trainer.micro_batch_tokens", "trainer.logits_mib", "trainer.gradient_checkpointing", "trainer.share_prefixes"),
-    "trainer.sequence_parallel",
+    *("trainer.sequence_parallel", "trainer.offload"),
     *("rollout.engines", "rollout.engines.", "rollout.tensor_parallel_size", "rollout.enforce_eager"),
     *("rollout.kv_cache_gib", "rollout.gpu_memory_utilization"),
 )

@@ -45,52 +45,50 @@ class GroupRequests:
 
         Raises ProcessDied naming an engine that may not be restarted, and RunStopped where a group takes too long.
         """
-        while True:
+        too_slow: list[int] = []
+        while True:  # one coroutine for all attempts: a step may have a hundred thousand groups
             deaths = self.engines.deaths
             try:
-                group = await self._try_twice(ticket, prompt, size)
-                self.on_group()
-                return group
+                rank = await self._choose_engine(too_slow)
+                process = self.engines.begin_group(rank)
+                call = self.workers.call_one(rank, RolloutWorker.generate_group, ticket, prompt, size)
+                group = await self._timeout.wait(call)  # None on timeout, also where the worker reports it
+                if group is not None:
+                    self.engines.end_group(process)
+                    self.on_group()
+                    return group
+                too_slow.append(rank)
+                if len(too_slow) > 1:
+                    await self._stop_for(ticket, too_slow)
+                self.n_retries += 1
             except ProcessDied as death:
                 self.engines.report_death(death, deaths)
+                too_slow = []
 
-    async def _try_twice(self, ticket: int, prompt: Prompt, size: int) -> Group:
-        """Return a group from the least busy engine; on timeout retry once on another engine."""
-        first = await self._least_busy()
-        group = await self._try_engine(first, ticket, prompt, size)
-        if group is not None:
-            return group
-        self.n_retries += 1
-        second = await self._least_busy(besides=first)
+    async def _choose_engine(self, too_slow: list[int]) -> int:
+        """Return the least busy engine; after a timeout another one, where there is one."""
+        await self.engines.wait_for(self.engines.serving)
+        if not too_slow:
+            return self.engines.counts.find_least_busy()
+        (first,) = too_slow
+        second = self.engines.counts.find_least_busy(besides=first)
         if second == first or self.engines.can_restart:  # a stopped one would let more groups wait as long
             await self._check_alive(first)
-        group = await self._try_engine(second, ticket, prompt, size)
-        if group is None:
-            await self._check_alive(first)
-            await self._check_alive(second)
-            raise RunStopped(
-                f"the group of ticket {ticket} was requested twice, from engine {first} first, and did not finish "
-                f"within rollout.timeout_s={self.timeout_s:g} seconds: raise that if completions may take so long"
-            )
-        return group
+        return second
 
-    async def _try_engine(self, rank: int, ticket: int, prompt: Prompt, size: int) -> Group | None:
-        """Return the group, or None on timeout, whether the worker reports it or does not respond."""
-        process = self.engines.begin_group(rank)
-        call = self.workers.call_one(rank, RolloutWorker.generate_group, ticket, prompt, size)
-        group = await self._timeout.wait(call)
-        if group is not None:
-            self.engines.end_group(process)
-        return group
+    async def _stop_for(self, ticket: int, too_slow: list[int]) -> None:
+        """Stop the run for a group that two engines did not finish; ProcessDied if one of them is dead."""
+        for rank in too_slow:
+            await self._check_alive(rank)
+        raise RunStopped(
+            f"the group of ticket {ticket} was requested twice, from engine {too_slow[0]} first, and did not finish "
+            f"within rollout.timeout_s={self.timeout_s:g} seconds: raise that if completions may take so long"
+        )
 
     async def _check_alive(self, rank: int) -> None:
         alive, seen = await self.workers.check_health(rank)
         if not alive:
             raise ProcessDied(seen, worker=(ENGINE_GROUP, rank))
-
-    async def _least_busy(self, besides: int | None = None) -> int:
-        await self.engines.wait_for(self.engines.serving)
-        return self.engines.counts.find_least_busy(besides)
 
 
 class Generation(GroupRequests):

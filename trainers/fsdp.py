@@ -46,14 +46,14 @@ class FsdpTrainer(RankTrainer):
         return {"backend": "ray", "trainer.library": "fsdp2"}  # any number of ranks reads them
 
     def make_loader(self, model: ModelConfig, alg: Algorithm) -> ModelLoader:
-        place = partial(shard_model, mesh=self.mesh, dtype=DTYPES[self.dtype])
+        place = partial(shard_model, mesh=self.mesh, dtype=DTYPES[self.dtype], offload=self.cfg.offload)
         return ModelLoader(model, self.cfg, alg, place=place, place_frozen=place)
 
     def make_learner(self, model: nn.Module) -> Learner:
         return FsdpLearner(model, self.cfg, self.mesh, dtype=DTYPES[self.dtype], sum_over_ranks=self.sum_over_ranks)
 
     def hold_frozen(self, model: nn.Module) -> nn.Module:
-        sharded: Any = settle_shards(model, self.mesh, dtype=DTYPES[self.dtype])
+        sharded: Any = settle_shards(model, self.mesh, dtype=DTYPES[self.dtype], offload=self.cfg.offload)
         sharded.set_reshard_after_forward(True, recurse=False)  # no backward pass follows
         return sharded
 
@@ -70,7 +70,7 @@ class FsdpLearner:
         dtype: torch.dtype,
         sum_over_ranks: Callable[[Tensor], Tensor],
     ):
-        self.model = self.module = settle_shards(model, mesh, dtype=dtype)
+        self.model = self.module = settle_shards(model, mesh, dtype=dtype, offload=cfg.offload)
         self.sum_over_ranks, self.max_grad_norm = sum_over_ranks, cfg.max_grad_norm
         self.exported = {
             scope: [replace(e, dtype=dtype) for e in tensors] for scope, tensors in exported_tensors(model).items()
@@ -155,6 +155,10 @@ class FsdpLearner:
 
 
 def gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a whole parameter; a sharded one is rounded before it is gathered."""
+    """Return a whole parameter on the device; a sharded one is rounded before it is gathered."""
     value = parameter.detach()
-    return value.to(dtype).full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    rows = local_part(value).to(device=value.device_mesh.device_type, dtype=dtype)  # from the CPU, where offloaded
+    whole: Any = as_part_of(value, rows)
+    return whole.full_tensor()

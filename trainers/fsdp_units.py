@@ -16,45 +16,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from core.errors import UserError
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
+def shard_model(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool) -> None:
     """Shard a model's parameters in place over the ranks of `mesh`, unit by unit; it may be empty, on the meta device.
 
-    What is trained becomes float32, and is gathered in `dtype`. An adapter stays whole on every rank.
+    What is trained becomes float32, and is gathered in `dtype`. An adapter stays whole on every rank. offload: hold the
+    shards in the machine's memory.
     """
     hf: Any = model
     hf.tie_weights()
     adapter = set(list_adapter(model))
     # its inputs are token ids and what was made in its dtype, and `Segments` cannot be copied as torch would
+    of_memory = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for unit in [*find_units(model), model]:
         for p in unit.parameters():
             if p.requires_grad and p not in adapter and not isinstance(p, DTensor):
                 p.data = p.data.float()
-        sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=adapter)
+        sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=of_memory, ignored_params=adapter)
         sharded.set_gradient_divide_factor(1.0)  # a token's weight is its share of the whole update
         sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other
     hf.set_reduce_scatter_unused_params(True)
 
 
 @torch.no_grad()
-def settle_shards(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype) -> nn.Module:
-    """Return a loaded model ready for training: sharded, if it was not before it was filled, and on its device."""
+def settle_shards(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool) -> nn.Module:
+    """Return a loaded model ready for training: sharded, if it was not before it was filled, and on its device.
+
+    offload: the shards are on the CPU; what is not sharded is on the device.
+    """
     device = torch.device(mesh.device_type)
     for p in list_adapter(model):
         p.data = p.data.to(device=device, dtype=torch.float32)
     if not any(isinstance(p, DTensor) for p in model.parameters()):
-        shard_model(model, mesh, dtype=dtype)
+        shard_model(model, mesh, dtype=dtype, offload=offload)
 
     def own(tensor: Tensor) -> Tensor:
-        value = tensor.to(dtype) if isinstance(tensor, DTensor) else tensor  # the files may have a wider one
+        is_shard = isinstance(tensor, DTensor)
+        value = tensor.to(dtype) if is_shard else tensor  # the files may have a wider one
         # a copy: on a CPU it may be the memory of a file, which cannot be freed
-        return value.to(device=device, dtype=tensor.dtype, copy=True)
+        return value.to(device="cpu" if is_shard and offload else device, dtype=tensor.dtype, copy=True)
 
     # what .to() does, with a copy: FSDP2 takes up the tensors that were read in place of the empty ones
     return model._apply(own)  # pyright: ignore[reportPrivateUsage]

@@ -400,6 +400,10 @@ def test_every_engine_gets_the_handles_of_the_ranks_on_its_gpus():
         ({"backend": "ray", "ray_address": "a:1"}, "one machine: leave ray_address out"),
         ({"backend": "ray", "weight_sync.transport": "nccl"}, "NCCL refuses two processes on one GPU"),
         (
+            {"backend": "ray", "trainer.library": "fsdp2", "trainer.offload": True},
+            "which moves the trainer's state itself: set trainer.offload to false",
+        ),
+        (
             {"engine_sleep": "discard", "model.lora": {}, "weight_sync.lora": "adapter", "rollout.engine": "vllm"},
             "would never send the other weights again: set engine_sleep to offload",
         ),

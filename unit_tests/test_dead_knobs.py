@@ -44,6 +44,7 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.lora.vision": (True, {"model.path": "models/made_later"}),
     "trainer.zero_stage": (2, {}),
     "trainer.deepspeed": ({"prescale": True}, {}),
+    "trainer.offload": (True, {"trainer.library": "fsdp2"}),
 }
 DEAD = {
     **{key: {"trainer.optimizer": "sgd"} for key in ("trainer.betas", "trainer.eps")},
@@ -199,6 +200,7 @@ ELSEWHERE = {
     "max_resumes": "driver/on_failure.py",
     "model.lora.vision": "modeling/lora.py",
     "trainer.library": "driver/trainer_factory.py",
+    "trainer.offload": "trainers/fsdp.py",
     "trainer.zero_stage": "trainers/deepspeed.py",
     "trainer.deepspeed": "trainers/deepspeed.py",
     "rollout.restarts": "driver/rl_setup.py",

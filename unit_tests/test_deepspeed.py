@@ -39,7 +39,7 @@ from unit_tests.seeing import save_model
 from unit_tests.test_forward import random_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-FSDP2 = "fsdp2"
+FSDP2, OFFLOADED = "fsdp2", "fsdp2, offloaded"
 LATER = pytest.mark.verify
 SGD = {"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0}
 
@@ -68,6 +68,8 @@ def three(cluster, ranks):
 
 def sharded(stage) -> dict:
     """Return the keys for a ZeRO stage, or for FSDP2."""
+    if stage == OFFLOADED:
+        return {"library": FSDP2, "offload": True}
     return {"library": FSDP2} if stage == FSDP2 else {"zero_stage": stage}
 
 
@@ -118,7 +120,7 @@ def start_of(path, alg=None, dtype="float32") -> torch.Tensor:
     return build_trainer(None, plan_of(path, alg=alg, dtype=dtype)).flatten_weights()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3, FSDP2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, FSDP2, OFFLOADED])
 @pytest.mark.parametrize(("n", "max_tokens", "layout"), [(1, 10_000, "padded"), (2, 60, "packed")])
 def test_one_gradient_however_it_is_cut(ranks, tiny_path, stage, n, max_tokens, layout):
     groups = some_groups()
@@ -191,7 +193,7 @@ def test_what_samples_share_is_learnt_as_if_they_shared_nothing(ranks, tiny_path
     assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3, FSDP2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, FSDP2, OFFLOADED])
 @pytest.mark.parametrize("name", ["ppo", "p3o"])
 def test_a_value_model_and_sums_over_the_update_agree_too(ranks, tiny_path, stage, name):
     """PPO has a second model with an optimizer of its own; P3O an effective sample size of the whole update."""
@@ -247,7 +249,7 @@ def test_a_rank_without_tokens_takes_part(ranks, tiny_path, stage):
     assert (got - want).norm() < 1e-5 * (want - start_of(tiny_path)).norm()
 
 
-@pytest.mark.parametrize("stage", [1, 3, FSDP2])
+@pytest.mark.parametrize("stage", [1, 3, FSDP2, OFFLOADED])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_five_steps_of_adamw_agree(ranks, tiny_path, stage, dtype):
     groups = some_groups()
@@ -272,6 +274,7 @@ def test_five_steps_of_adamw_agree(ranks, tiny_path, stage, dtype):
         (FSDP2, 2, True, "float32"),
         (FSDP2, 2, False, "bfloat16"),
         pytest.param(FSDP2, 1, False, "bfloat16", marks=LATER),
+        (OFFLOADED, 2, False, "bfloat16"),
     ],
 )
 def test_an_adapter_trains_and_is_saved_alike_everywhere(ranks, tiny_path, tmp_path, stage, n, dora, dtype):
@@ -364,6 +367,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks, tiny
         (FSDP2, "bfloat16", "ppo"),
         pytest.param(FSDP2, "float32", "ppo", marks=LATER),
         pytest.param(FSDP2, "float32", "sft", marks=LATER),
+        (OFFLOADED, "bfloat16", "ppo"),
     ],
 )
 def test_saved_and_loaded_ranks_go_on_to_the_bit(ranks, tiny_path, tmp_path, stage, dtype, name):

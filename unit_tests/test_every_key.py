@@ -136,7 +136,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "test_shared_training.py": ("trainer.gradient_checkpointing",),
     "test_picture_rows.py": ("data.max_picture_pixels",),
     "test_head.py": ("trainer.logits_mib",),
-    "test_deepspeed.py": ("trainer.layout", "trainer.library"),
+    "test_deepspeed.py": ("trainer.layout", "trainer.library", "trainer.offload"),
     "test_sequence_parallel.py": ("trainer.sequence_parallel",),
     "test_step.py": ("trainer.max_skipped_updates",),
     "test_rewards.py": ("reward.workers", "reward.timeout_s"),
