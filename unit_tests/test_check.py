@@ -92,6 +92,7 @@ def test_every_algorithm_holds_as_it_comes(name):
     assert supervised == (name in ("sft", "dpo", "orpo", "kto", "reward_model"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), VARIANTS, ids=name_variant)
 def test_every_relative_that_is_a_setting_holds(name, settings):
     assert broken(check(name, NEEDED.get(name, {}) | settings)) == []

@@ -121,6 +121,7 @@ def check(raw: dict[str, Any], folder: Path, model: str) -> None:
         assert str(error) and "\n" not in str(error) and len(str(error)) < LONGEST_SENTENCE
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, derandomize=True, database=None)
 @given(raw=mutated())
 def test_a_mutated_recipe_runs_or_gets_a_sentence(raw, tmp_path_factory, tiny_path):
@@ -135,6 +136,7 @@ def test_two_thousand_mutated_recipes_run_or_get_a_sentence(raw, tmp_path_factor
     check(raw, tmp_path_factory.getbasetemp(), tiny_path)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(key=texts, value=texts)
 def test_an_override_of_junk_gets_a_sentence(key, value):

@@ -113,6 +113,7 @@ def in_pieces(alg: Algorithm, groups: list[Group]) -> list[Batch]:
 ALGS = [SFT(), GRPO(), GRPO(loss_norm="sequence", entropy_coef=0.0), DPO(), KTO()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MARKED)
 @pytest.mark.parametrize("alg", ALGS, ids=lambda a: f"{type(a).__name__}-{a.loss_norm}")
 def test_the_gradient_of_every_loss_is_that_of_transformers(folders, family, alg):
