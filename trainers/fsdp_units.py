@@ -31,8 +31,8 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, offlo
     hf: Any = model
     hf.tie_weights()
     adapter = set(list_adapter(model))
-    # its inputs are token ids and what was made in its dtype, and `Segments` cannot be copied as torch would
     of_memory = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    # its inputs are token ids and what was made in its dtype, and `Segments` cannot be copied as torch would
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for unit in [*find_units(model), model]:
         for p in unit.parameters():
