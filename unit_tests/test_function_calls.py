@@ -129,7 +129,7 @@ def learn(warm: Path, folder: Path, *changes: str) -> tuple[float, float, list[d
     return before, after, steps
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 @pytest.mark.timeout(600)
 def test_a_tiny_model_learns_to_call_tools(warm, tmp_path):
     """From a teacher who is wrong in six rows of seven to nine of ten right: recipe, environment, reward and data."""
