@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from core.arrays import Floats, repeat_runs
+from core.arrays import Floats, list_fields, repeat_runs
 from core.episodes import number_episodes
 from core.errors import RunStopped
 from core.types import Batch, Group, LossNorm, Sample, ScoredColumn, Tokens
@@ -235,7 +235,7 @@ class Plan:
         """Return a batch without trained tokens: its rank still takes part in every collective of the step."""
         shortest = min(range(len(self.samples)), key=lambda i: len(self.samples[i].token_ids))
         batch = self._make_batch([shortest], dtype)
-        columns: dict[str, Any] = {f.name: getattr(batch.tokens, f.name, None) for f in fields(Tokens)}
+        columns: dict[str, Any] = {name: getattr(batch.tokens, name, None) for name in list_fields(Tokens)}
         batch.tokens = batch.tokens.replace(**{name: v[:0] for name, v in columns.items() if isinstance(v, Tensor)})
         batch.at, batch.labels = batch.at[:0], batch.labels[:0]
         return batch

@@ -18,10 +18,10 @@ import asyncio
 import base64
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from core.arrays import from_json, to_json
+from core.arrays import from_json, list_fields, to_json
 from core.messages import describe_messages
 from core.named_pictures import collect_pictures, describe_places, restore_messages, restore_places
 from core.pictures import Picture, read_picture
@@ -300,4 +300,4 @@ def _with_new_names(state: Mapping[str, Any], renamed: Mapping[str, str]) -> dic
 
 
 def _fields_but(name: str, record: Any) -> dict[str, Any]:
-    return {f.name: getattr(record, f.name) for f in fields(record) if f.name != name}
+    return {field: getattr(record, field) for field in list_fields(type(record)) if field != name}
