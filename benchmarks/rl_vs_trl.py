@@ -27,6 +27,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from benchmarks.rl_work import LR, ROOT, WORKLOADS, read_metrics, read_phases, r
 from core.metrics import REWARD_MEAN, ROLLOUT_TOKENS_MEAN
 from core.phases import STEP, Phase, time_metric
 
-CEILINGS = ("generate", "train", "train-once")
+CEILINGS = ("generate", "train-once", "train")
 
 
 @dataclass(slots=True)
@@ -80,8 +81,10 @@ def measure(args: argparse.Namespace, trl_python: Path, scratch: Path) -> tuple[
     work = WORKLOADS[args.work]
     data = write_prompts(args.data, work, scratch / "prompts.jsonl")
     sides = {name: Measured() for name in ("ours", "ours, off", "TRL", *CEILINGS)}
+    runs: list[Path] = []  # the first of them draws the prompts of all other sides
+    batch: int | None = None
 
-    def ours(side: str) -> Path:
+    def ours(side: str) -> None:
         folder = Path(tempfile.mkdtemp(dir=scratch))
         share = "off" if side == "ours, off" else "auto"
         run = run_ours(args.model, data, args.dtype, args.steps, work, share, folder)
@@ -90,44 +93,43 @@ def measure(args: argparse.Namespace, trl_python: Path, scratch: Path) -> tuple[
         sides[side].rewards += [row[REWARD_MEAN] for row in rows]
         sides[side].lengths += [row[ROLLOUT_TOKENS_MEAN] for row in rows]
         sides[side].phases.append(read_phases(run))
-        return run
-
-    first_run = ours("ours")
-    task = {
-        "model": str(Path(args.model).absolute()),
-        "dtype": args.dtype,
-        "steps": prompts_of(first_run, work.samples),
-        "group_size": work.samples,
-        "new_tokens": work.new_tokens,
-        "lr": LR,
-        "threads": os.cpu_count(),
-        "scratch": str(scratch),
-    }
-    task["trl_batch"] = batch = fastest_batch(task, args.trl_batch, trl_python, scratch)
+        runs.append(run)
 
     def trl() -> None:
-        done = run_trl(task, trl_python, scratch)
+        nonlocal batch
+        task: dict[str, Any] = {
+            "model": str(Path(args.model).absolute()),
+            "dtype": args.dtype,
+            "steps": prompts_of(runs[0], work.samples),
+            "group_size": work.samples,
+            "new_tokens": work.new_tokens,
+            "lr": LR,
+            "threads": os.cpu_count(),
+            "scratch": str(scratch),
+        }
+        batch = batch or fastest_batch(task, args.trl_batch, trl_python, scratch)
+        done = run_trl(task | {"trl_batch": batch}, trl_python, scratch)
         sides["TRL"].seconds += done["seconds"][1:]
         sides["TRL"].rewards += done["rewards"][1:]
         sides["TRL"].lengths += done["lengths"][1:]
 
-    def ceiling(what: str) -> Callable[[], None]:
-        command = [sys.executable, "-m", "benchmarks.rl_ceiling", what, "--run", str(first_run), "--model", args.model]
+    def ceiling(what: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.rl_ceiling", what, "--run", str(runs[0]), "--model", args.model]
         command += ["--dtype", args.dtype, "--work", args.work]
-        return lambda: sides[what].seconds.extend(run_for_json(command, ROOT)[1:])
+        sides[what].seconds += run_for_json(command, ROOT)[1:]
 
-    parts: list[tuple[str, Callable[[], Any]]] = [
+    # What is divided by each other runs next to each other: the machine's speed changes within minutes.
+    parts: list[tuple[str, Callable[[], None]]] = [
         ("ours", lambda: ours("ours")),
-        *((what, ceiling(what)) for what in CEILINGS),
+        *((what, partial(ceiling, what)) for what in CEILINGS),
         ("ours, off", lambda: ours("ours, off")),
         ("TRL", trl),
     ]
     for number in range(args.rounds):
         for name, part in parts[::-1] if number % 2 else parts:
-            if name == "ours" and number == 0:
-                continue  # it has drawn the prompts
             part()
             say(f"round {number + 1}, {name}: {sides[name].median:.2f} s (load {os.getloadavg()[0]:.1f})")
+    assert batch is not None, "TRL has run"
     return sides, batch
 
 
