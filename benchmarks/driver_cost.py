@@ -4,8 +4,9 @@ Made-up groups of eight samples, a prompt of 256 tokens and 256 to 3584 sampled 
 with them in a step of GRPO with one update: staleness and group metrics, credit, the plan, the batches, and their
 serialisation to four trainers (pickle's protocol 5 with buffers out of band, as Ray does it). No engine, no trainer
 and no Ray. Each size runs in a process of its own; of nine steps, or of as many as have four million tokens together,
-the median is told, as a run has many. The memory is what the process needed at its peak beyond the groups themselves.
-Exit code 1 where a step costs more than the goal.
+the median is taken, as a run has many. All sizes are measured in several rounds, of which the median is told, because
+the machine's speed changes within seconds. The memory is what the process needed at its peak beyond the groups
+themselves. Exit code 1 where a step costs more than the goal.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -106,7 +108,7 @@ def run_step(groups: list[Group]) -> dict[str, float]:
     return seconds
 
 
-def take_medians(steps: list[dict[str, float]]) -> dict[str, float]:
+def take_medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     return {stage: statistics.median(step[stage] for step in steps) for stage in STAGES}
 
 
@@ -132,19 +134,26 @@ def measure_apart(tokens: int) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.driver_cost", description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=SIZES, help="tokens of a step")
+    parser.add_argument("--rounds", type=int, default=3, help="of all sizes")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one is not None:
         print(json.dumps(measure(args.one)))
         return 0
+    rounds: list[list[dict[str, float]]] = []
+    for number in range(args.rounds):
+        sizes = args.tokens[::-1] if number % 2 else args.tokens
+        got = [measure_apart(tokens) for tokens in sizes]
+        rounds.append(got[::-1] if number % 2 else got)
+        print(f"round {number + 1} of {args.rounds} is done", file=sys.stderr)
     print("CPU seconds per million tokens")
     print(f"{'tokens':>12}" + "".join(f"{stage:>11}" for stage in (*STAGES, "together")) + f"{'peak, bytes/token':>19}")
     missed = False
-    for tokens in args.tokens:
-        got = measure_apart(tokens)
-        each = [got[stage] / got["tokens"] * 1e6 for stage in STAGES]
+    for own in zip(*rounds, strict=True):
+        tokens, peak, seconds = own[0]["tokens"], max(one["peak"] for one in own), take_medians(own)
+        each = [seconds[stage] / tokens * 1e6 for stage in STAGES]
         row = "".join(f"{x:>11.4f}" for x in (*each, sum(each)))
-        print(f"{got['tokens']:>12,.0f}{row}{got['peak'] / got['tokens']:>19.0f}", flush=True)
+        print(f"{tokens:>12,.0f}{row}{peak / tokens:>19.0f}")
         missed |= sum(each) > GOAL
     print(f"goal, at most {GOAL:g} s per million tokens: {'missed' if missed else 'reached'}")
     return int(missed)

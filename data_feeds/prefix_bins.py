@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,55 +21,83 @@ LEAST_SHARED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Pieces:
+    """Families, or parts of them, each of which is computed in one micro-batch. [P] each."""
+
+    starts: Ints
+    """Where each begins; it ends where the next one does."""
+    sizes: Ints
+    """Different tokens; or trained ones, which all need logits, if there are more of these: where many are copies."""
+    costs: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Families:
     """Sequences of all families, end to end; each family is sorted, so that a piece of it is a tree again. [N] each."""
 
     members: Ints
-    family: Ints
-    """Number of the family of each, ascending."""
     lengths: Ints
     shared: Ints
     """Tokens in common with the sequence before; 0 for the first of a family."""
     trained: Ints
     """Tokens that are trained on."""
+    is_first: NDArray[np.bool_]
+    """True for the first sequence of each family."""
+    siblings: Ints
+    """Sequences of each one's family."""
+    middle: Floats
+    """Where the middle of each one's own tokens stands among its family's: 0 at their beginning, 1 at their end."""
+    costs: Floats
+    """What each costs after the one before; every token attends to all before it in its sequence."""
 
-    @property
-    def starts(self) -> Ints:
-        """[F] Where each family begins."""
-        return np.flatnonzero(_find_changes(self.family))
+    @classmethod
+    def of(cls, *, members: Ints, sizes: list[int], lengths: Ints, shared: Ints, trained: Ints) -> _Families:
+        """Return families of `sizes` sequences."""
+        counts = np.array(sizes)
+        begins = counts.cumsum() - counts
+        several = begins[counts > 1]
+        own = lengths - shared
+        own[several] -= shared[several + 1]  # the common beginning is nobody's own
+        ends, totals = own.cumsum(), np.add.reduceat(own, begins)
+        middles = ends - own / 2 - np.repeat(ends[begins] - own[begins], counts)
+        is_first = np.zeros(len(members), dtype=np.bool_)
+        is_first[begins] = True
+        return cls(
+            members=members,
+            lengths=lengths,
+            shared=shared,
+            trained=trained,
+            is_first=is_first,
+            siblings=np.repeat(counts, counts),
+            middle=middles / np.repeat(np.maximum(totals, 1), counts),
+            costs=estimate_cost(lengths) - estimate_cost(shared),
+        )
 
-    def measure(self, starts: Ints) -> tuple[Ints, Floats]:
-        """Return the size and the cost of the pieces that begin at `starts` and end where the next one begins.
-
-        The size is the number of different tokens, or of trained ones, which all need logits, if there are more of
-        these: where many sequences are copies. For the cost, every token attends to all before it in its sequence.
-        """
+    def measure(self, starts: Ints) -> _Pieces:
+        """Return the pieces that begin at `starts`."""
         again = self.shared[starts]  # what the first sequence of a piece shares is computed there too
         tokens = np.add.reduceat(self.lengths - self.shared, starts) + again
-        costs = np.add.reduceat(estimate_cost(self.lengths) - estimate_cost(self.shared), starts)
-        sizes = np.maximum(tokens, np.add.reduceat(self.trained, starts))
-        return sizes, costs + estimate_cost(again)
+        return _Pieces(
+            starts=starts,
+            sizes=np.maximum(tokens, np.add.reduceat(self.trained, starts)),
+            costs=np.add.reduceat(self.costs, starts) + estimate_cost(again),
+        )
 
-    def cut(self, pieces: int, max_tokens: int) -> Ints:
-        """Return where pieces begin: each family in `pieces` with about as many own tokens, more if one is too large.
+    def cut(self, pieces: int, max_tokens: int) -> _Pieces:
+        """Cut each family into `pieces` with about as many own tokens, into more if one is too large.
 
         A family of fewer sequences is cut into single ones.
         """
-        begins = self.starts
-        counts = np.diff(begins, append=len(self.family))
-        several = begins[counts > 1]
-        own = self.lengths - self.shared
-        own[several] -= self.shared[several + 1]  # the common beginning is nobody's own
-        ends, totals = own.cumsum(), np.add.reduceat(own, begins)
-        middles = ends - own / 2 - np.repeat(ends[begins] - own[begins], counts)
-        wanted = np.repeat(np.minimum(pieces, counts), counts)
-        numbers = np.minimum(middles / np.repeat(np.maximum(totals, 1), counts) * wanted, wanted - 1).astype(int)
-        is_start = _find_changes(self.family) | _find_changes(numbers)
-        starts = np.flatnonzero(is_start)
-        stops = np.append(starts[1:], len(own))
-        for n in np.flatnonzero(self.measure(starts)[0] > max_tokens):
-            is_start[list(self._fill(int(starts[n]), int(stops[n]), max_tokens))] = True
-        return np.flatnonzero(is_start)
+        wanted = np.minimum(pieces, self.siblings)
+        numbers = np.minimum(self.middle * wanted, wanted - 1).astype(int)
+        is_start = self.is_first | _find_changes(numbers)
+        done = self.measure(np.flatnonzero(is_start))
+        if not (too_large := np.flatnonzero(done.sizes > max_tokens)).size:
+            return done
+        stops = [*done.starts[1:].tolist(), len(numbers)]
+        for n in too_large.tolist():
+            is_start[list(self._fill(int(done.starts[n]), stops[n], max_tokens))] = True
+        return self.measure(np.flatnonzero(is_start))
 
     def _fill(self, first: int, end: int, max_tokens: int) -> Iterator[int]:
         """Return where a piece must be cut so that none of its parts is larger than `max_tokens`."""
@@ -116,18 +143,22 @@ def pack_families(
     if not samples:
         return pack_into_bins([], max_tokens)  # raises: there is nothing to train on
     ordered = _sort_families(samples, families)
-    largest = 1 if whole or ranks == 1 else int(np.diff(ordered.starts, append=len(samples)).max())
-    least = float(ordered.measure(ordered.starts)[1].sum()) / ranks  # cost of each rank if no family is cut
-    best: tuple[float, list[list[int]]] | None = None
-    pieces = 1
+    uncut = ordered.measure(np.flatnonzero(ordered.is_first))
+    largest = 1 if whole or ranks == 1 else int(ordered.siblings.max())
+    least = float(uncut.costs.sum()) / ranks  # cost of each rank if no family is cut
+    best: tuple[float, _Pieces, list[list[int]]] | None = None
+    parts = 1
     while True:
-        starts = ordered.starts if whole else ordered.cut(pieces, max_tokens)
-        cost, bins = _pack_pieces(ordered, starts, max_tokens, ranks)
+        pieces = uncut if whole else ordered.cut(parts, max_tokens)
+        cost, bins = _pack_pieces(pieces, max_tokens, ranks)
         if best is None or cost < 0.99 * best[0]:
-            best = cost, bins
-        if pieces >= largest or 0.99 * best[0] <= least:
-            return best[1]
-        pieces = min(2 * pieces, largest)
+            best = cost, pieces, bins
+        if parts >= largest or 0.99 * best[0] <= least:
+            break
+        parts = min(2 * parts, largest)
+    _, pieces, bins = best
+    members, borders = ordered.members.tolist(), [*pieces.starts.tolist(), len(samples)]
+    return [[i for n in b for i in members[borders[n] : borders[n + 1]]] for b in bins]
 
 
 def _sort_families(samples: Sequence[Sample], families: Sequence[int]) -> _Families:
@@ -138,20 +169,18 @@ def _sort_families(samples: Sequence[Sample], families: Sequence[int]) -> _Famil
         order, in_common = sort_by_prefix(make_keys([samples[i] for i in chosen]))
         members += [chosen[n] for n in order]
         shared += in_common
-    return _Families(
+    return _Families.of(
         members=np.array(members, dtype=np.int64),
-        family=np.arange(len(gathered)).repeat([len(chosen) for chosen in gathered]),
+        sizes=[len(chosen) for chosen in gathered],
         lengths=np.array([count_inputs(samples[i]) for i in members], dtype=np.int64),
         shared=np.array(shared, dtype=np.int64),
         trained=np.array([samples[i].n_trained for i in members], dtype=np.int64),
     )
 
 
-def _pack_pieces(families: _Families, starts: Ints, max_tokens: int, ranks: int) -> tuple[float, list[list[int]]]:
-    """Pack the pieces that begin at `starts`; return the cost of the slowest rank too."""
-    sizes, costs = (values.tolist() for values in families.measure(starts))
-    bins = pack_into_bins(sizes, max_tokens, ranks=ranks, padded=False, costs=costs)
+def _pack_pieces(pieces: _Pieces, max_tokens: int, ranks: int) -> tuple[float, list[list[int]]]:
+    """Pack the pieces; return the cost of the slowest rank, and the numbers of the pieces of each micro-batch."""
+    costs = pieces.costs.tolist()
+    bins = pack_into_bins(pieces.sizes.tolist(), max_tokens, ranks=ranks, padded=False, costs=costs)
     slowest = max(sum(costs[i] for b in bins[rank::ranks] for i in b) for rank in range(ranks))
-    members, borders = families.members.tolist(), [*starts.tolist(), len(families.members)]
-    pieces = [members[first:end] for first, end in pairwise(borders)]
-    return slowest, [[i for n in b for i in pieces[n]] for b in bins]
+    return slowest, bins

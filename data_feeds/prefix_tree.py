@@ -121,7 +121,7 @@ def sort_by_prefix(ids: Sequence[Array]) -> tuple[list[int], list[int]]:
         return [*range(len(ids))], [0] * len(ids)
     n = min(FIRST_LOOK, *map(len, ids))
     heads = np.concatenate([own[:n] for own in ids]).reshape(len(ids), n)
-    keys = _make_sort_keys(heads)
+    keys = [row.tobytes() for row in heads.astype(">i4")]
     if len({*keys}) == len(keys):  # the usual case: all pairs are compared in one call
         order = sorted(range(len(ids)), key=keys.__getitem__)
         differs = heads[order[1:]] != heads[order[:-1]]
