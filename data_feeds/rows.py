@@ -179,7 +179,8 @@ def _read_parquet(file: Path, key: str) -> list[dict[str, Any]]:
             found = describe_format(head.read(4))
         if found is not None and "Parquet" not in found[0]:
             raise UserError(f"{key} is {found[0]}, and not Parquet as its name says: {found[1]}")
-        return pyarrow.parquet.read_table(file).to_pylist()
+        with pyarrow.parquet.ParquetFile(file) as table:  # read_table would import pandas
+            return table.read().to_pylist()
     except pyarrow.ArrowException as error:
         raise UserError(f"{key} is not a Parquet file: {first_line(error)}") from error
     except UnicodeDecodeError as error:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from core.errors import UserError, first_line, name_error
 from core.hub import describe_hub, prepare_hub
+from core.lean_imports import lean_transformers
 from core.messages import ROLES, Message, ToolSpec, find_pictures
 from core.pictures import Picture, PlacedPicture
 from data_feeds.continuation import STAND_IN, TemplateRefuses, write_answers
@@ -44,7 +45,8 @@ class ChatTokenizer:
         template_args: Mapping[str, Any] | None = None,
     ):
         """template_args: what the chat template gets besides the messages; data_feeds/template_args.py checks them."""
-        from transformers import AutoTokenizer
+        with lean_transformers():
+            from transformers import AutoTokenizer
 
         is_folder = os.path.isdir(path)
         if not is_folder:

@@ -7,11 +7,13 @@ reward reward_model). Without an answer transformers would ask in the terminal, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from core.errors import quote
+from core.lean_imports import lean_transformers
 
 FOREIGN_MODULES = "transformers_modules."
 """Package into which transformers loads the code of models."""
@@ -23,7 +25,8 @@ Place = Callable[[nn.Module], None]
 
 def load_pretrained(auto: Any, path: str, *, trust_remote_code: bool, **settings: Any) -> Any:
     """Return `auto.from_pretrained(path)` of a class of transformers."""
-    return auto.from_pretrained(path, trust_remote_code=trust_remote_code, **settings)
+    with _lean(trust_remote_code):
+        return auto.from_pretrained(path, trust_remote_code=trust_remote_code, **settings)
 
 
 def load_placed(auto: Any, path: str, place: Place, *, trust_remote_code: bool, **settings: Any) -> Any:
@@ -65,7 +68,13 @@ def load_adapter(model: nn.Module, folder: str) -> Any:
 
 def build_from_config(auto: Any, config: Any, *, trust_remote_code: bool) -> Any:
     """Return `auto.from_config(config)`: a model with new weights."""
-    return auto.from_config(config, trust_remote_code=trust_remote_code)
+    with _lean(trust_remote_code):
+        return auto.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def _lean(trust_remote_code: bool) -> AbstractContextManager[None]:
+    """Import transformers lean; but not beside a model's own code, which may ask for any library."""
+    return nullcontext() if trust_remote_code else lean_transformers()
 
 
 def refuse_own_code(error: Exception, *, key: str, path: str, trust_remote_code: bool) -> str | None:

@@ -22,6 +22,7 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.buckets import split_into_buckets
 from core.collector import without_collector
 from core.errors import RunStopped
+from core.lean_imports import without_mlflow
 from modeling.export import exported_tensors
 from modeling.load import DTYPES
 from trainers.checkpoint_state import reading
@@ -37,7 +38,7 @@ class DeepSpeedTrainer(RankTrainer):
     """Trainer rank with DeepSpeed."""
 
     def start_library(self, timeout: timedelta) -> None:
-        with without_collector():
+        with without_collector(), without_mlflow():
             import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

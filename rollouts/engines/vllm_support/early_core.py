@@ -26,6 +26,7 @@ from typing import Any
 
 from core.collector import without_collector
 from core.errors import ProcessDied
+from core.lean_imports import lean_transformers
 
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable: the cores of every rank, as 0,1|2,3."""
@@ -82,6 +83,7 @@ class _Context(SpawnContext):
         return self._early
 
 
+@lean_transformers()
 def _import_and_wait(work: Connection) -> None:
     with without_collector():
         import vllm.v1.engine.core
