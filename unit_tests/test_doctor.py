@@ -35,7 +35,7 @@ from doctor.verdict import Facts, decide
 from driver.explain import estimate_memory
 from driver.rl_setup import prepare
 from rollouts.engines.base import EngineConfig
-from rollouts.engines.vllm_support.common import engine_args
+from rollouts.engines.vllm_support.settings import engine_args
 from unit_tests.examples import run_here
 
 PLANTED = Path(__file__).parent / "planted_engines"

@@ -22,7 +22,7 @@ from modeling.pretrained import runs_own_code
 from rewards import reward_model
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm_support.architectures import has_architecture
-from rollouts.engines.vllm_support.common import engine_args
+from rollouts.engines.vllm_support.settings import engine_args
 from tools import layers
 from unit_tests.examples import run_here
 

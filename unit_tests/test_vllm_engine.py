@@ -43,7 +43,7 @@ TEMPERATURE = 0.7
 TIMEOUT_S = 60.0
 VOCABULARY = 300  # no multiple of vLLM's padding
 STOP = list(range(30))
-PROMPT = [(13 * i) % VOCABULARY for i in range(160)]  # longer than a block of the KV cache, which has 128
+PROMPT = [(13 * i) % VOCABULARY for i in range(160)]  # longer than a block of the KV cache
 DOWN = "model.layers.1.mlp.down_proj.weight"
 HALF = "model.layers.1.mlp.up_proj.weight"
 """vLLM has it in one parameter with gate_proj, which comes a bucket earlier."""
@@ -297,6 +297,14 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 def test_two_ranks_follow_the_trainer_over_gloo(lab: Lab) -> None:
     new = random_model(lab.family, seed=1)
     lab.run(agrees_before_and_only_after_a_sync(lab.engine, lab.model, new, lab.publish(1, new)))
+
+
+def test_samples_of_one_short_prompt_compute_it_once(lab: Lab) -> None:
+    async def body() -> None:
+        prompt = [(7 * i) % VOCABULARY for i in range(45)]
+        assert [await lab.engine.cached_tokens(prompt) for _ in range(2)] == [0, 32]  # whole blocks
+
+    lab.run(body())
 
 
 def test_an_update_clears_the_prefix_cache(lab: Lab) -> None:

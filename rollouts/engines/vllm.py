@@ -22,8 +22,9 @@ from core.errors import ProcessDied, RunStopped
 from core.lean_imports import lean_transformers
 from rollouts.engines.base import Capabilities, EngineConfig
 from rollouts.engines.sleeping import WakePart
-from rollouts.engines.vllm_support.common import VllmBase, _raise_first, prepare_cpu
+from rollouts.engines.vllm_support.common import VllmBase, _raise_first
 from rollouts.engines.vllm_support.early_core import EarlyCore, computes_in_core
+from rollouts.engines.vllm_support.settings import prepare_cpu
 from rollouts.engines.vllm_support.sockets import place_sockets
 from weight_sync.base import Chunk
 

@@ -1,4 +1,4 @@
-"""Base of both vLLM engines: settings, requests and the sequence of a weight update."""
+"""Base of both vLLM engines: requests, and the sequence of a weight update."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from modeling.pictures import PictureProcessor, needs_pictures
 from rollouts.engines.base import Completion, Engine, EngineConfig
 from rollouts.engines.sleeping import Sleeper
 from rollouts.engines.vllm_support.architectures import has_architecture
-from rollouts.engines.vllm_support.early_core import CORES, preload_openmp
 from rollouts.engines.vllm_support.pictures import check_prompt, make_prompt
+from rollouts.engines.vllm_support.settings import engine_args, prepare_cpu
 
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""LoRA ranks that vLLM supports."""
 PACKAGES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("torchvision",)),
     "smolvlm": ("torchvision", "num2words"),
@@ -35,37 +33,6 @@ ADAPTER_ID = 1
 """Id of the adapter, as in vllm_support/worker.py, which cannot be imported before vLLM's environment is set."""
 _UNPUBLISHED = -1
 """Version of tokens that were sampled before the first update."""
-
-
-def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False) -> dict[str, Any]:
-    """Return the keyword arguments of vLLM's EngineArgs. sees: the model has a vision part."""
-    kv_cache_gib = 4.0 if on_cpu and config.kv_cache_gib is None else config.kv_cache_gib
-    return {
-        "model": config.model_path,
-        "dtype": config.dtype,
-        "max_model_len": config.max_model_len,
-        "seed": config.seed,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
-        # compiling costs more than it saves on a CPU: see prepare_cpu
-        "enforce_eager": config.enforce_eager or on_cpu,
-        # a chunked prompt with its own seed crashes vLLM on a CPU: "CPU Generator does not use offset"
-        "enable_chunked_prefill": not on_cpu,
-        "load_format": "dummy" if config.starts_empty else "auto",
-        "use_tqdm_on_load": False,
-        "skip_tokenizer_init": not sees,  # vLLM's processors of pictures need it
-        "trust_remote_code": config.trust_remote_code,
-        "generation_config": "vllm",
-        # The log-probability under the distribution the token was drawn from: temperature included.
-        "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": config.prefix_cache,
-        "worker_extension_cls": "rollouts.engines.vllm_support.worker.WorkerMethods",
-        "disable_log_stats": True,
-        "enable_sleep_mode": config.sleep is not None and not on_cpu,  # on a CPU it has the order alone
-        **({"limit_mm_per_prompt": {"video": 0}} if sees else {}),
-        **({} if config.lora is None else _lora_args(config.lora)),
-    }
 
 
 class VllmBase(Engine):
@@ -294,16 +261,6 @@ class VllmBase(Engine):
         raise NotImplementedError
 
 
-def _lora_args(lora: LoraConfig) -> dict[str, Any]:
-    """Return vLLM's arguments for an adapter.
-
-    Only the adapter's layers are wrapped: vLLM's wrapped head fails where a batch mixes prompts and samples.
-    """
-    rank = next(rank for rank in LORA_RANKS if rank >= lora.r)
-    targets = [name.rpartition(".")[2] for name in lora.targets]
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
-
-
 def _support_params(support: Support) -> dict[str, Any]:
     """Return what of vLLM's SamplingParams restricts sampling. The log-probabilities that it returns come later.
 
@@ -331,19 +288,3 @@ def _seed_after(tokens: int, seed: int) -> int:
 
 def _parse_version(label: str) -> int:
     return _UNPUBLISHED if label == "default" else int(label)
-
-
-def prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
-    """Set what vLLM reads from the environment on a CPU, before it is imported."""
-    available = sorted(cores if cores is not None else os.sched_getaffinity(0))
-    # vLLM's default leaves a core idle, and refuses tensor parallelism without NUMA nodes
-    n = len(available)
-    shares = [available[r * n // ranks : (r + 1) * n // ranks] or [available[r % n]] for r in range(ranks)]
-    os.environ[CORES] = "|".join(",".join(map(str, share)) for share in shares)
-    # the first batch would compile C++ for 20 s and more, without making later ones faster
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # nothing is compiled: processes that would compile need not be started. vLLM sets it too, after its import
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    # An explicit size replaces the settings' one, in whole GiB.
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    preload_openmp()
