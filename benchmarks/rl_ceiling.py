@@ -1,11 +1,12 @@
 """What the work of one RL step costs without a framework: bare vLLM, bare torch. A part of benchmarks/rl_vs_trl.py.
 
-    python -m benchmarks.rl_ceiling generate|train|train-once --run FOLDER --model FOLDER --dtype bfloat16 --work short
+    python -m benchmarks.rl_ceiling generate-once --run FOLDER --model FOLDER --dtype bfloat16 --work short
 
-generate: vLLM on the prompts of every step of a run. train: forward, backward and AdamW on sequences of the lengths
-that the run had, in padded rows of similar length. train-once: the same with each prompt computed once, in one row per
-group [prompt | completion | completion ...] under a dense mask. The head runs on the completions' positions only. It
-prints the seconds of each step as JSON.
+generate: vLLM with its defaults on the prompts of every step of a run. generate-once: the same with KV cache blocks of
+our engine's size, so that on a CPU, too, a short prompt is computed once for all of its samples. train: forward,
+backward and AdamW on sequences of the lengths that the run had, in padded rows of similar length. train-once: the same
+with each prompt computed once, in one row per group [prompt | completion | completion ...] under a dense mask. The head
+runs on the completions' positions only. It prints the seconds of each step as JSON.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rl_work import LR, WORKLOADS, Workload, read_steps
+from rollouts.engines.vllm_support.settings import CPU_BLOCK
 
+CEILINGS = ("generate", "generate-once", "train-once", "train")
 Step = list[tuple[int, list[int]]]
 """Prompt length, and the lengths of its completions, of every group."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rl_ceiling", description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["generate", "train", "train-once"])
+    parser.add_argument("what", choices=CEILINGS)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--work", choices=WORKLOADS, required=True)
     args = parser.parse_args()
     work = WORKLOADS[args.work]
-    if args.what == "generate":
-        print(json.dumps(generate(args.model, args.dtype, args.run, work)))
-    else:
-        print(json.dumps(train(args.model, args.dtype, args.run, work, once=args.what == "train-once")))
+    measure = generate if args.what.startswith("generate") else train
+    print(json.dumps(measure(args.model, args.dtype, args.run, work, once=args.what.endswith("-once"))))
 
 
-def generate(model: str, dtype: str, run: Path, work: Workload) -> list[float]:
+def generate(model: str, dtype: str, run: Path, work: Workload, *, once: bool) -> list[float]:
     """Measure the seconds of vLLM alone for the prompts of every step."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -47,10 +48,12 @@ def generate(model: str, dtype: str, run: Path, work: Workload) -> list[float]:
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
+    import torch
     from vllm import LLM, SamplingParams
 
+    settings: Any = {"dtype": dtype, "block_size": CPU_BLOCK if once and not torch.cuda.is_available() else None}
     longest = work.max_prompt + work.new_tokens
-    llm = LLM(model, dtype=dtype, max_model_len=longest, enforce_eager=True, kv_cache_memory_bytes=2**30)
+    llm = LLM(model, **settings, max_model_len=longest, enforce_eager=True, kv_cache_memory_bytes=2**30)
     params = SamplingParams(temperature=1.0, max_tokens=work.new_tokens, n=work.samples, detokenize=False)
     render = make_renderer(model)
     seconds: list[float] = []

@@ -9,7 +9,8 @@ The work: SmolLM2-135M-Instruct in bfloat16 (--dtype float32 for CPUs that multi
     TRL           1.16 in an environment of its own, with transformers' generation (its vLLM backend needs a GPU),
                   gradient checkpointing off (its default is on), fused AdamW, and the rows in a forward pass that are
                   fastest of those tried; on the prompts that our run drew, in their order
-    ceilings      bare vLLM and bare torch on the same prompts and lengths (benchmarks/rl_ceiling.py)
+    ceilings      bare vLLM and bare torch on the same prompts and lengths (benchmarks/rl_ceiling.py); vLLM with its
+                  defaults, and with each prompt computed once as in our engine
 
 Each part runs in a process of its own; the order of all is reversed in every second round. The first step of each is
 warm-up. It prints the median seconds of a step, lowest and highest, how noisy the machine was, and the reward and the
@@ -32,11 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.beside_trl import say, trl_environment
+from benchmarks.rl_ceiling import CEILINGS
 from benchmarks.rl_work import LR, ROOT, WORKLOADS, read_metrics, read_phases, read_steps, run_ours, write_prompts
 from core.metrics import REWARD_MEAN, ROLLOUT_TOKENS_MEAN
 from core.phases import STEP, Phase, time_metric
-
-CEILINGS = ("generate", "train-once", "train")
 
 
 @dataclass(slots=True)
@@ -184,17 +184,20 @@ def make_table(sides: dict[str, Measured], trl_batch: int) -> str:
 def find_missed(sides: dict[str, Measured], work: str) -> list[str]:
     """Print every ratio beside its goal; return a sentence for each that is missed."""
     same = sides["generate"].median + sides["train"].median
-    once = sides["generate"].median + sides["train-once"].median
+    once = sides["generate-once"].median + sides["train-once"].median
     ours, trl = sides["ours"], sides["TRL"].median / sides["ours"].median
-    work_s = ours.phase(Phase.WAIT_FOR_DATA) + ours.phase(Phase.TRAIN)
+    generation = ours.phase(Phase.WAIT_FOR_DATA)
+    work_s = generation + ours.phase(Phase.TRAIN)
     at_most = {
         "ours, off / ceiling of the same layout": (sides["ours, off"].median / same, 1.15),
         "ours / ceiling with each prompt once": (ours.median / once, 1.3),
-        "our generation / bare vLLM": (ours.phase(Phase.WAIT_FOR_DATA) / sides["generate"].median, 1.15),
+        "our generation / bare vLLM": (generation / sides["generate"].median, 1.15),
         "neither generation nor training / our step": (1 - work_s / ours.phase(STEP), 0.1),
     }
     goal = {"short": 2.2, "long": 4.0}[work]
     print(f"TRL / ours: {trl:.2f} (goal: at least {goal})")
+    strict = generation / sides["generate-once"].median
+    print(f"our generation / bare vLLM with each prompt once: {strict:.2f} (no goal)")
     for name, (ratio, bound) in at_most.items():
         print(f"{name}: {ratio:.2f} (goal: at most {bound})")
     missed = [f"missed: {name}" for name, (ratio, bound) in at_most.items() if ratio > bound]
