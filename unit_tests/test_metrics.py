@@ -155,13 +155,17 @@ def test_the_benchmark_beside_trl_names_every_goal_that_is_missed(capsys):
     ours = {"wait_for_data": 3.0, "train": 6.0, "sync": 1.0, "step": 10.0}
     seconds = {"ours": [10.0, 8.0, 12.0], "ours, off": [16.0], "TRL": [25.0], "generate": [3.0], "train": [13.0]}
     sides = {name: rl_vs_trl.Measured(seconds=taken) for name, taken in seconds.items()}
+    sides["generate-once"] = rl_vs_trl.Measured(seconds=[2.75])
     sides["train-once"] = rl_vs_trl.Measured(seconds=[5.0])
     sides["ours"].phases, sides["ours"].rewards, sides["ours"].lengths = [ours], [0.0, 0.5, 1.0], [3.0, 4.0, 5.0]
     assert rl_vs_trl.find_missed(sides, "short") == []
     out = capsys.readouterr().out
-    assert "TRL / ours: 2.50" in out and "same layout: 1.00" in out and "prompt once: 1.25" in out
+    assert "TRL / ours: 2.50" in out and "same layout: 1.00" in out
+    assert "ceiling with each prompt once: 1.29" in out and "vLLM with each prompt once: 1.09" in out
     assert rl_vs_trl.find_missed(sides, "long") == ["missed: TRL / ours"]
     sides["generate"].seconds = [2.0]
+    assert rl_vs_trl.find_missed(sides, "short") == ["missed: our generation / bare vLLM"]
+    sides["generate-once"].seconds = [2.0]
     assert rl_vs_trl.find_missed(sides, "short") == [
         "missed: ours / ceiling with each prompt once",
         "missed: our generation / bare vLLM",
