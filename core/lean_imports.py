@@ -10,6 +10,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+SCIPY = "scipy"
+"""What vLLM takes to resample sound, 1 s of each of its processes."""
 UNUSED = ("is_sklearn_available", "is_scipy_available")
 """Questions of transformers: before assisted generation by thresholds, and before losses of object detection."""
 
@@ -34,17 +36,17 @@ def _is_not_there() -> bool:
 
 
 @contextmanager
-def without_mlflow() -> Generator[None]:
-    """Let DeepSpeed be imported without mlflow, which its autotuner would take where it is installed, for 1.3 s.
+def without_package(name: str) -> Generator[None]:
+    """Let the body import what takes this package only where it is installed; one that is imported already stays.
 
-    Not for a process with trackers: it could not import mlflow meanwhile.
+    Not for a process whose other threads need the package: they could not import it meanwhile.
     """
     modules: dict[str, Any] = sys.modules
-    is_absent = "mlflow" not in modules
+    is_absent = name not in modules
     if is_absent:
-        modules["mlflow"] = None  # Python's way to say that it cannot be imported
+        modules[name] = None  # Python's way to say that it cannot be imported
     try:
         yield
     finally:
         if is_absent:
-            del modules["mlflow"]
+            del modules[name]

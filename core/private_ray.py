@@ -28,6 +28,10 @@ LOGGERS = ("ray", "ray._private.worker")
 SETTINGS = {"RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """Variables of Ray, where the user has set none."""
 
+LEFT_OUT = ("start_monitor", "start_log_monitor", "start_api_server")
+"""Methods of Ray's Node that start its autoscaler, what copies logs to the terminal, and what reports usage to Ray's
+authors. Nobody asks them anything here, and on two cores the start would wait 2 s for them."""
+
 
 def refuse_second_ray() -> None:
     """Raise UserError where this process is connected to a Ray cluster.
@@ -82,12 +86,22 @@ def start_private_ray(folder: Path, environment: Mapping[str, str], **settings: 
     os.environ.update(names)
     forget_token()
     several, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False  # Ray's way to choose loopback
+    node: Any = importlib.import_module("ray._private.node").Node
+    usual = {name: getattr(node, name) for name in LEFT_OUT}
+    for name in LEFT_OUT:
+        setattr(node, name, _start_nothing)
     try:
         # without an address it would join whatever Ray runs on this machine
         ray.init(address="local", _temp_dir=str(folder / "ray"), include_dashboard=False, **settings)
     finally:
+        for name, method in usual.items():
+            setattr(node, name, method)
         constants.ENABLE_RAY_CLUSTER = several
         restore_environment(before)
+
+
+def _start_nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 def join_ray(address: str, **settings: Any) -> None:

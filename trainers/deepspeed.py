@@ -22,7 +22,7 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.buckets import split_into_buckets
 from core.collector import without_collector
 from core.errors import RunStopped
-from core.lean_imports import without_mlflow
+from core.lean_imports import without_package
 from modeling.export import exported_tensors
 from modeling.load import DTYPES
 from trainers.checkpoint_state import reading
@@ -38,8 +38,9 @@ class DeepSpeedTrainer(RankTrainer):
     """Trainer rank with DeepSpeed."""
 
     def start_library(self, timeout: timedelta) -> None:
-        with without_collector(), without_mlflow():
-            import deepspeed
+        with without_collector():
+            _import_deepspeed()
+        import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         # On a CPU DeepSpeed would compile its own all-reduce for a minute; gloo has one.
@@ -213,3 +214,25 @@ def deepspeed_config(cfg: TrainerConfig, dtype: str) -> dict[str, Any]:
         "steps_per_print": 10**9,
         **{key: value for key, value in cfg.deepspeed.items() if key != "zero_optimization"},
     }
+
+
+def _import_deepspeed() -> None:
+    """Import DeepSpeed without mlflow, which its autotuner would take, and without torch's compiler: 2.6 s.
+
+    The compiler would come with the first step: DeepSpeed asks whether the optimizer is Muon, whose functions are
+    compiled. Nothing here uses that one.
+    """
+    with without_package("mlflow"):
+        import deepspeed
+    from deepspeed.runtime import compiler
+
+    usual = compiler.compile
+    compiler.compile = lambda: _as_it_is
+    try:
+        import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+    finally:
+        compiler.compile = usual
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function

@@ -191,7 +191,7 @@ def test_a_sandbox_is_among_the_processes_that_a_runs_guardian_ends(monkeypatch,
     monkeypatch.setenv(guardian.MARK, str(tmp_path))
 
     async def look() -> tuple[set[int], str]:
-        box = await Bubblewrap().open(["env"])
+        box = await Bubblewrap().open(["sh", "-c", "cat; env"])  # it lives until `finish` closes its input
         found = guardian.find_processes(tmp_path)
         return found, (await box.finish(b"")).stdout.decode()
 

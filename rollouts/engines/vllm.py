@@ -19,7 +19,7 @@ import torch
 from core.collector import without_collector
 from core.deadlines import ENGINE_DEATH_GRACE_S, ENGINE_POLL_S, ENGINE_RPC_GRACE_S, ENGINE_SHUTDOWN_TIMEOUT_S
 from core.errors import ProcessDied, RunStopped
-from core.lean_imports import lean_transformers
+from core.lean_imports import SCIPY, lean_transformers, without_package
 from rollouts.engines.base import Capabilities, EngineConfig
 from rollouts.engines.sleeping import WakePart
 from rollouts.engines.vllm_support.common import VllmBase, _raise_first
@@ -82,7 +82,7 @@ class VllmEngine(VllmBase):
         core = self._core
         if core is None and not torch.cuda.is_available():
             core = EarlyCore()
-        with without_collector(), lean_transformers():
+        with without_collector(), lean_transformers(), without_package(SCIPY):
             from vllm import AsyncEngineArgs
             from vllm.config import WeightTransferConfig
             from vllm.v1.engine.async_llm import AsyncLLM

@@ -26,7 +26,7 @@ from typing import Any
 
 from core.collector import without_collector
 from core.errors import ProcessDied
-from core.lean_imports import lean_transformers
+from core.lean_imports import SCIPY, lean_transformers, without_package
 
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable: the cores of every rank, as 0,1|2,3."""
@@ -85,7 +85,7 @@ class _Context(SpawnContext):
 
 @lean_transformers()
 def _import_and_wait(work: Connection) -> None:
-    with without_collector():
+    with without_collector(), without_package(SCIPY):
         import vllm.v1.engine.core
         import vllm.v1.executor.multiproc_executor
         import vllm.v1.worker.cpu_worker  # noqa: F401
