@@ -29,7 +29,7 @@ LONGEST = 512
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dpo_vs_trl", description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, default=ROOT / "unit_tests/hh_rlhf_rows.jsonl", help="as HH-RLHF has it")
-    parser.add_argument("--micro-batch-tokens", type=int, default=1024, help="ours")
+    parser.add_argument("--micro-batch-tokens", type=int, default=512, help="ours")
     benchmark = Benchmark(
         module="benchmarks.dpo_vs_trl",
         script="trl_dpo.py",
