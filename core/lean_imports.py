@@ -10,6 +10,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+from core.replacing import replacing
+
 SCIPY = "scipy"
 """What vLLM takes to resample sound, 1 s of each of its processes."""
 UNUSED = ("is_sklearn_available", "is_scipy_available")
@@ -21,14 +23,8 @@ def lean_transformers() -> Generator[None]:
     """Let transformers be imported without scikit-learn and scipy, which come with mlflow and take 1.5 s."""
     from transformers import utils
 
-    usual = {name: getattr(utils, name) for name in UNUSED}
-    for name in UNUSED:
-        setattr(utils, name, _is_not_there)
-    try:
+    with replacing(utils, **dict.fromkeys(UNUSED, _is_not_there)):
         yield
-    finally:
-        for name in UNUSED:
-            setattr(utils, name, usual[name])
 
 
 def _is_not_there() -> bool:

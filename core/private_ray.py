@@ -20,6 +20,7 @@ from core.deadlines import ADDRESS_CHECK_TIMEOUT_S
 from core.errors import UserError, first_line, shorten
 from core.find_failure import find_failure
 from core.ray_address import MEND
+from core.replacing import replacing
 from core.scratch import restore_environment
 
 TOKEN = "if it was started with a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
@@ -85,18 +86,13 @@ def start_private_ray(folder: Path, environment: Mapping[str, str], **settings: 
     os.environ.pop("RAY_AUTH_TOKEN", None)  # it would win over the file
     os.environ.update(names)
     forget_token()
-    several, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False  # Ray's way to choose loopback
     node: Any = importlib.import_module("ray._private.node").Node
-    usual = {name: getattr(node, name) for name in LEFT_OUT}
-    for name in LEFT_OUT:
-        setattr(node, name, _start_nothing)
+    loopback = replacing(constants, ENABLE_RAY_CLUSTER=False)  # Ray's way to choose it
     try:
-        # without an address it would join whatever Ray runs on this machine
-        ray.init(address="local", _temp_dir=str(folder / "ray"), include_dashboard=False, **settings)
+        with loopback, replacing(node, **dict.fromkeys(LEFT_OUT, _start_nothing)):
+            # without an address it would join whatever Ray runs on this machine
+            ray.init(address="local", _temp_dir=str(folder / "ray"), include_dashboard=False, **settings)
     finally:
-        for name, method in usual.items():
-            setattr(node, name, method)
-        constants.ENABLE_RAY_CLUSTER = several
         restore_environment(before)
 
 

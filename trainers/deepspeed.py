@@ -23,6 +23,7 @@ from core.buckets import split_into_buckets
 from core.collector import without_collector
 from core.errors import RunStopped
 from core.lean_imports import without_package
+from core.replacing import replacing
 from modeling.export import exported_tensors
 from modeling.load import DTYPES
 from trainers.checkpoint_state import reading
@@ -226,12 +227,8 @@ def _import_deepspeed() -> None:
         import deepspeed
     from deepspeed.runtime import compiler
 
-    usual = compiler.compile
-    compiler.compile = lambda: _as_it_is
-    try:
+    with replacing(compiler, compile=lambda: _as_it_is):
         import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
-    finally:
-        compiler.compile = usual
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:

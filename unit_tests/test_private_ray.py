@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from core.ray_cluster import Cluster
+from unit_tests.examples import command_of
 
 pytestmark = pytest.mark.slow
 
@@ -14,8 +15,8 @@ def test_a_private_cluster_has_no_autoscaler_no_dashboard_and_no_log_monitor() -
     before = {process.pid for process in psutil.Process().children()}
     cluster = Cluster(None)
     try:
-        began = [process for process in psutil.Process().children() if process.pid not in before]
-        commands = [" ".join(process.cmdline()) for process in began]
+        began = {process.pid for process in psutil.Process().children()} - before
+        commands = [command_of(pid) or "" for pid in began]
     finally:
         cluster.close()
     of_ray = [command for command in commands if "/ray/" in command]

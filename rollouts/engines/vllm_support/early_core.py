@@ -27,6 +27,7 @@ from typing import Any
 from core.collector import without_collector
 from core.errors import ProcessDied
 from core.lean_imports import SCIPY, lean_transformers, without_package
+from core.replacing import replacing
 
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's variable: the cores of every rank, as 0,1|2,3."""
@@ -47,12 +48,10 @@ class EarlyCore(SpawnProcess):
         """Let vLLM start this process for its EngineCore. Without work after the body, the process ends."""
         from vllm.v1.engine import utils
 
-        usual = utils.get_mp_context
-        utils.get_mp_context = lambda: _Context(self)
         try:
-            yield
+            with replacing(utils, get_mp_context=lambda: _Context(self)):
+                yield
         finally:
-            utils.get_mp_context = usual
             self._to_child.close()
 
     def set_work(self, target: Callable[..., None], kwargs: Mapping[str, Any]) -> None:
