@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from core.cli import parse_arguments, run_guarded
 
 if TYPE_CHECKING:
-    from driver.eval_run import EvalRun
-    from driver.session import Session
+    from driver.context import Session
+    from driver.evaluation.suites.run import EvalRun
 
 
 async def evaluate(run: EvalRun) -> None:
@@ -24,9 +24,9 @@ async def evaluate(run: EvalRun) -> None:
 
 def main() -> int:
     args = parse_arguments("main_eval.py", "Evaluate a model on data sets.")
-    from driver.eval_explain import explain_eval
-    from driver.eval_setup import load_eval_recipe, prepare_eval, start_eval
-    from driver.session import run_session
+    from driver.context import run_session
+    from driver.evaluation.suites.explain import explain_eval
+    from driver.evaluation.suites.setup import load_eval_recipe, prepare_eval, start_eval
 
     cfg = load_eval_recipe(args.config, args.overrides)
     if args.explain:

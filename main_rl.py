@@ -16,8 +16,8 @@ from core.cli import parse_arguments, run_guarded
 if TYPE_CHECKING:
     from configs.schema import RLConfig
     from driver.load_recipe import Loaded
-    from driver.rl_run import Run
-    from driver.run_result import RunResult
+    from driver.records.run_result import RunResult
+    from driver.rl.run import Run
 
 
 async def train(run: Run) -> None:
@@ -64,7 +64,7 @@ def run(config: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunRe
 def launch(loaded: Loaded[RLConfig]) -> RunResult:
     """Prepare and run; where a process dies and the recipe says so, resume."""
     from driver.program import launch_run
-    from driver.rl_setup import prepare, start
+    from driver.rl.setup import prepare, start
 
     return launch_run(loaded, prepare, start, train)
 

@@ -14,8 +14,8 @@ from core.cli import parse_arguments, run_guarded
 if TYPE_CHECKING:
     from configs.schema import SLConfig
     from driver.load_recipe import Loaded
-    from driver.run_result import RunResult
-    from driver.sl_run import Run
+    from driver.records.run_result import RunResult
+    from driver.sl.run import Run
 
 
 async def train(run: Run) -> None:
@@ -55,7 +55,7 @@ def run(config: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunRe
 def launch(loaded: Loaded[SLConfig]) -> RunResult:
     """Prepare and run; where a process dies and the recipe says so, resume."""
     from driver.program import launch_run
-    from driver.sl_run import prepare, start
+    from driver.sl.run import prepare, start
 
     return launch_run(loaded, prepare, start, train)
 

@@ -32,10 +32,10 @@ from algs.credit import (
 from algs.ops import importance_ratio, k3, reaches_cap, reaches_clamp
 from algs.returned import Metrics, check_per_token, check_samples
 from algs.terms import KL, Correction, Overlong
-from core.arrays import Floats
-from core.episodes import prepare_credit
 from core.strict_model import StrictModel
-from core.types import Group, LossNorm, Policy, Rows, Sample, ScoredColumn, Tokens
+from core.types.arrays import Floats
+from core.types.episodes import prepare_credit
+from core.types.samples import Group, LossNorm, Policy, Rows, Sample, ScoredColumn, Tokens
 
 
 class Algorithm(StrictModel):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from algs.base import GroupRelative, Metrics
 from algs.ops import importance_ratio
-from core.types import Policy, Tokens
+from core.types.samples import Policy, Tokens
 
 
 class CISPO(GroupRelative):

@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from core.arrays import Floats
-from core.types import Group, Sample
+from core.types.arrays import Floats
+from core.types.samples import Group, Sample
 
 ScaleRewards = Literal["none", "group", "batch", "mean"]
 

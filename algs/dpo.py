@@ -33,7 +33,7 @@ from torch.nn.functional import logsigmoid
 
 from algs.base import Metrics
 from algs.preference import Pairwise, pair_metrics, pair_sum
-from core.types import Policy, Sample, ScoredColumn, Tokens
+from core.types.samples import Policy, Sample, ScoredColumn, Tokens
 
 
 class DPO(Pairwise):

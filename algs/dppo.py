@@ -23,7 +23,7 @@ from torch import Tensor
 from algs.base import GroupRelative, Metrics
 from algs.ops import importance_ratio
 from algs.terms import Correction
-from core.types import LossNorm, Policy, Tokens
+from core.types.samples import LossNorm, Policy, Tokens
 
 
 class DPPO(GroupRelative):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from algs.base import GroupRelative, Metrics
 from algs.ops import MAX_LOG_RATIO, sequence_mean
-from core.types import LossNorm, Policy, Tokens
+from core.types.samples import LossNorm, Policy, Tokens
 
 
 class GMPO(GroupRelative):

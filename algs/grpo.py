@@ -25,7 +25,7 @@ from torch import Tensor
 
 from algs.base import GroupRelative, Metrics
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
-from core.types import Policy, Tokens
+from core.types.samples import Policy, Tokens
 
 
 class GRPO(GroupRelative):

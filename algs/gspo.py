@@ -23,7 +23,7 @@ from torch import Tensor
 
 from algs.base import GroupRelative, Metrics
 from algs.ops import clip_metrics, clipped_surrogate, sequence_ratio
-from core.types import LossNorm, Policy, Tokens
+from core.types.samples import LossNorm, Policy, Tokens
 
 MOST_CLIP = 0.1
 

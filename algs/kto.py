@@ -25,7 +25,7 @@ from algs.base import Algorithm, Metrics
 from algs.credit import sum_terms
 from algs.ops import sequence_sum
 from algs.preference import preference_sign, require_norm, with_advantage_of
-from core.types import Group, LossNorm, Policy, Rows, Sample, ScoredColumn, Tokens
+from core.types.samples import Group, LossNorm, Policy, Rows, Sample, ScoredColumn, Tokens
 
 
 class KTO(Algorithm):

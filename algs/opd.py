@@ -20,7 +20,7 @@ from torch import Tensor
 from algs.base import Metrics, PolicyGradient
 from algs.ops import importance_ratio
 from algs.terms import Correction
-from core.types import Group, Policy, Sample, ScoredColumn, Tokens
+from core.types.samples import Group, Policy, Sample, ScoredColumn, Tokens
 
 
 class OPD(PolicyGradient):

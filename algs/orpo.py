@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid
 from algs.base import Metrics
 from algs.ops import sequence_mean, sequence_sum
 from algs.preference import Pairwise, pair_metrics, pair_sum, preference_sign, with_advantage_of
-from core.types import Group, Policy, Tokens
+from core.types.samples import Group, Policy, Tokens
 
 
 class ORPO(Pairwise):

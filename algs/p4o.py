@@ -16,7 +16,7 @@ from torch import Tensor
 from algs.base import GroupRelative, Metrics, with_prox
 from algs.ops import effective_sample_size, importance_ratio, k3, weight_sums
 from algs.terms import Correction
-from core.types import Policy, Tokens
+from core.types.samples import Policy, Tokens
 
 
 class P4O(GroupRelative):

@@ -30,9 +30,9 @@ from torch import Tensor
 from algs.base import Metrics, TurnCredit
 from algs.credit import generalised_advantages, number_turns, spread_over_sample, whiten
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
-from core.arrays import Floats
 from core.strict_model import LearningRate
-from core.types import Group, Policy, Sample, ScoredColumn, Tokens
+from core.types.arrays import Floats
+from core.types.samples import Group, Policy, Sample, ScoredColumn, Tokens
 
 
 class PPO(TurnCredit):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from algs.base import Algorithm, Metrics, with_advantages
 from algs.ops import sequence_sum
-from core.types import Group, LossNorm, Rows, Sample, Tokens
+from core.types.samples import Group, LossNorm, Rows, Sample, Tokens
 
 
 class Pairwise(Algorithm):

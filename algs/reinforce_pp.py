@@ -23,8 +23,8 @@ from torch import Tensor
 from algs.base import Metrics, TurnCredit, with_advantages
 from algs.credit import group_advantages, number_turns, reward_to_go, turn_advantages, whiten
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
-from core.arrays import Floats
-from core.types import Group, Policy, Sample, Tokens
+from core.types.arrays import Floats
+from core.types.samples import Group, Policy, Sample, Tokens
 
 
 class ReinforcePP(TurnCredit):

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from core.errors import RunStopped, UserError
-from core.types import Group, Tokens
+from core.types.samples import Group, Tokens
 
 Metrics = dict[str, Tensor]
 """Per-token values, [M] each. The framework averages them with the token weights, over micro-batches and ranks."""

@@ -21,7 +21,7 @@ from torch.nn.functional import logsigmoid
 
 from algs.base import Metrics
 from algs.preference import Pairwise, pair_metrics, pair_sum
-from core.types import Group, Sample, Tokens
+from core.types.samples import Group, Sample, Tokens
 
 
 class RewardModel(Pairwise):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from algs.base import GroupRelative, Metrics
-from core.types import LossNorm, Policy, Tokens
+from core.types.samples import LossNorm, Policy, Tokens
 
 
 class RLOO(GroupRelative):

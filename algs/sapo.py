@@ -15,7 +15,7 @@ from torch import Tensor
 
 from algs.base import GroupRelative, Metrics
 from algs.ops import importance_ratio
-from core.types import LossNorm, Policy, Tokens
+from core.types.samples import LossNorm, Policy, Tokens
 
 
 class SAPO(GroupRelative):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from algs.base import Algorithm, Metrics
-from core.types import Policy, Tokens
+from core.types.samples import Policy, Tokens
 
 
 class SFT(Algorithm):

@@ -10,7 +10,7 @@ from torch import Tensor
 from algs.credit import overlong_penalty
 from algs.ops import importance_ratio, k2, k3, sequence_ratio
 from core.strict_model import StrictModel
-from core.types import Sample, Tokens
+from core.types.samples import Sample, Tokens
 
 
 class Correction(StrictModel):

@@ -18,7 +18,8 @@ class CaptureConfig(StrictModel):
 
     every: int = Field(0, ge=0)
     """Steps between two capsules, beginning with step 0; 0 keeps none by number. A capsule is a step that can be
-    computed again: its samples, numbers of every token, and what its weights were (python -m capture.replay)."""
+    computed again: its samples, numbers of every token, and what its weights were
+    (python -m analysis.capture.replay)."""
     on: list[Trigger] = Field([])
     """Events that keep a step. kl: the policy is further from its engine, or moved further in a step, than `kl_above`.
     grad_norm: the gradient is `grad_norm_times` as long as usual. non_finite: an update was skipped, because its

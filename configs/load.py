@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from core.errors import UserError, first_line, quote
-from core.text_files import read_text
+from core.text.text_files import read_text
 
 
 def read_recipe(recipe: str | Mapping[str, Any]) -> dict[str, Any]:

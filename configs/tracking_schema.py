@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from core.secrets import has_secret
 from core.strict_model import StrictModel
+from core.text.secrets import has_secret
 
 
 class TrackingConfig(StrictModel):

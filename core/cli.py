@@ -25,8 +25,8 @@ def parse_arguments(program: str, description: str, argv: list[str] | None = Non
 
 def run_guarded(run: Callable[[], int]) -> int:
     """Run, and turn expected errors into one sentence and an exit code; any other error keeps its traceback."""
+    from core.cluster.signals import EXIT_CODE, end_on_signals, interrupt_start
     from core.errors import RunStopped, UserError
-    from core.signals import EXIT_CODE, end_on_signals, interrupt_start
 
     end_on_signals(first=interrupt_start)
     for stream in (sys.stdout, sys.stderr):

@@ -9,9 +9,9 @@ import os
 import sys
 from dataclasses import dataclass
 
-from core.deadlines import HUB_TIMEOUT_S
-from core.find_failure import find_failure
-from core.progress import say
+from core.timing.deadlines import HUB_TIMEOUT_S
+from core.timing.probe_with_timeout import find_failure
+from core.timing.progress import say
 
 
 @dataclass

@@ -27,10 +27,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from core.deadlines import IMPORT_TIMEOUT_S
 from core.errors import UserError, name_error, quote
-from core.import_guard import ImportTooSlow, limit_import
-from core.text_files import read_bytes
+from core.text.text_files import read_bytes
+from core.timing.deadlines import IMPORT_TIMEOUT_S
+from core.timing.import_guard import ImportTooSlow, limit_import
 
 T = TypeVar("T")
 

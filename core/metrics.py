@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from core.phases import (
+from core.timing.phases import (
     ENGINE_ACTIVITIES,
     ENGINE_TURNS,
     IDLE,

@@ -8,19 +8,19 @@ from typing import Any, Generic, Literal, TypeVar
 
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig, SourceConfig
 from configs.eval_schema import EvalDataConfig
-from core.collector import without_collector
 from core.errors import UserError
-from core.messages import ToolSpec
+from core.gc_control import without_collector
 from core.metrics import DATA_EPOCH, DATA_ROWS
-from core.progress import Progress
-from core.types import Group, Prompt, Rows
-from data_feeds.drafts import ROWS_AT_ONCE, finish_drafts
-from data_feeds.invalid_rows import InvalidRows, filter_rows
-from data_feeds.mixture import Mixture, pick_row, pick_row_with_replacement, whole_parts
-from data_feeds.row_types import ROW_TYPES, Reader, RowType
-from data_feeds.rows import read_records
-from data_feeds.tokenizer import ChatTokenizer
-from data_feeds.turns import TrainOn
+from core.timing.progress import Progress
+from core.types.messages import ToolSpec
+from core.types.samples import Group, Prompt, Rows
+from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.chat.turns import TrainOn
+from data_feeds.rows.encode_requests import ROWS_AT_ONCE, finish_drafts
+from data_feeds.rows.invalid_rows import InvalidRows, filter_rows
+from data_feeds.rows.mixture import Mixture, pick_row, pick_row_with_replacement, whole_parts
+from data_feeds.rows.row_types import ROW_TYPES, Reader, RowType
+from data_feeds.rows.sources import read_records
 
 Item = TypeVar("Item", Prompt, Group)
 Which = Literal["train", "eval"]

@@ -15,11 +15,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_feeds.invalid_rows import InvalidRow, InvalidRows
-from data_feeds.read_pictures import PictureReader
-from data_feeds.values import to_text
+from data_feeds.images.read_images import PictureReader
+from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
+from data_feeds.rows.values import to_text
+from data_prep.images import ask_about, make_reader
 from data_prep.math_sets import is_parquet, read_parquet
-from data_prep.pictures import ask_about, make_reader
 from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
 from data_prep.script import check_form, run_script, whole
 

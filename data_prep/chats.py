@@ -13,9 +13,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from core.types import Message
-from data_feeds.invalid_rows import InvalidRow, InvalidRows
-from data_feeds.values import to_text
+from core.types.samples import Message
+from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
+from data_feeds.rows.values import to_text
 from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
 from data_prep.script import run_script, whole
 

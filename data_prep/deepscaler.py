@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from data_feeds.invalid_rows import InvalidRow, InvalidRows
-from data_feeds.values import to_text
+from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
+from data_feeds.rows.values import to_text
 from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
 from data_prep.script import check_form, run_script, whole
 

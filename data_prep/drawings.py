@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from core.pictures import Picture, read_picture
+from core.types.images import Picture, read_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.messages import Message, ToolSpec
+from core.types.messages import Message, ToolSpec
 from data_prep.rows import write_splits
 from data_prep.script import run_script, share, whole
 from rollouts.envs.number_tools import TOOLS

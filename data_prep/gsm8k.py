@@ -14,8 +14,8 @@ from pathlib import Path
 
 from core.errors import UserError, first_line
 from core.hub import describe_hub, prepare_hub
-from core.text_files import parse_json, read_text
-from data_feeds.values import holds_lone_surrogate
+from core.text.text_files import parse_json, read_text
+from data_feeds.rows.values import holds_lone_surrogate
 from data_prep.rows import Row, rows_file, write_rows
 from data_prep.script import check_form, run_script, whole
 

@@ -13,8 +13,8 @@ import argparse
 import re
 from pathlib import Path
 
-from core.types import Message
-from data_feeds.invalid_rows import InvalidRow, InvalidRows
+from core.types.samples import Message
+from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
 from data_prep.script import run_script, whole
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import UserError, first_line
-from data_feeds.invalid_rows import InvalidRow, InvalidRows
-from data_feeds.values import to_text
+from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
+from data_feeds.rows.values import to_text
 from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
 from data_prep.script import check_form, run_script, whole
 

@@ -14,13 +14,13 @@ import argparse
 import json
 from pathlib import Path
 
-from core.messages import Message
-from data_feeds.invalid_rows import InvalidRow, InvalidRows
-from data_feeds.read_pictures import PictureReader
-from data_prep.pictures import ask_about, make_reader
+from core.types.messages import Message
+from data_feeds.images.read_images import PictureReader
+from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
+from data_prep.images import ask_about, make_reader
 from data_prep.rows import Record, Row, convert, filter_records, read_records, rows_file
 from data_prep.script import check_form, run_script, whole
-from evaluation.answers import list_boxes
+from driver.evaluation.suites.answers import list_boxes
 
 PROMPT_FORM = "{problem}\nLet's think step by step and output the final answer within \\boxed{{}}."
 KEPT = ("difficult", "year", "knowledge")

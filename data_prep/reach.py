@@ -14,8 +14,8 @@ import math
 import random
 from pathlib import Path
 
-from core.action_tokens import write_action_tokens
-from core.messages import Message
+from core.types.action_tokens import write_action_tokens
+from core.types.messages import Message
 from data_prep.rows import Row, write_splits
 from data_prep.script import run_script, share, whole
 from rollouts.envs.reach import BINS, HIGH, LINKS, LOW, SIDE, Arm, Pair, name_angles, read_angles, wrap

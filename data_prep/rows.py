@@ -13,10 +13,10 @@ from typing import Any
 
 from core.errors import UserError, first_line
 from core.hub import describe_hub, prepare_hub
-from core.messages import Message, find_pictures
-from core.text_files import decode_text, parse_json, read_bytes
-from data_feeds.invalid_rows import InvalidRow, InvalidRows, filter_rows
-from data_feeds.values import holds_lone_surrogate
+from core.text.text_files import decode_text, parse_json, read_bytes
+from core.types.messages import Message, find_pictures
+from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows, filter_rows
+from data_feeds.rows.values import holds_lone_surrogate
 from data_prep.written_turns import embed_picture, save_beside, turn_type, write_turn
 
 Record = dict[str, Any]

@@ -10,7 +10,7 @@ import string
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.action_tokens import list_action_tokens
+from core.types.action_tokens import list_action_tokens
 from data_prep.script import run_script, whole
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from core.messages import Message
+from core.types.messages import Message
 from data_prep.drawings import TASKS, Drawing, draw, pick_other
 from data_prep.rows import Row, write_splits
 from data_prep.script import run_script, share, whole

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.messages import Message
-from core.pictures import Picture
+from core.types.images import Picture
+from core.types.messages import Message
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -16,11 +16,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from core.messages import FunctionCall, Message, ToolSpec
-from data_feeds.invalid_rows import InvalidRow, InvalidRows, Reason
-from data_feeds.read_messages import name_call
-from data_feeds.tool_specs import check_tools, find_misfit
-from data_feeds.values import to_text
+from core.types.messages import FunctionCall, Message, ToolSpec
+from data_feeds.chat.tool_specs import check_tools, find_misfit
+from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows, Reason
+from data_feeds.rows.read_messages import name_call
+from data_feeds.rows.values import to_text
 from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_records, rows_file
 from data_prep.script import run_script, whole
 

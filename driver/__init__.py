@@ -1,0 +1,4 @@
+"""From a recipe to a run: checks, start, the steps of the loops, records and the end.
+
+Imports everything below it, and only main_*.py and analysis/ import it. Begin with rl/run.py.
+"""

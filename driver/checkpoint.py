@@ -8,7 +8,7 @@
     last -> step_00010     and best, if data.eval was measured
     step_00015.partial/    being written or removed, maybe by a run that was killed: never read
 
-Nothing here reads a learner's files: see trainers/checkpoint_state.py.
+Nothing here reads a learner's files: see trainers/checkpoint/state.py.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from core.cluster.workers import Workers
 from core.errors import RunStopped, UserError, first_line, writing
 from core.metrics import EVAL_LOSS
-from core.whole_files import PARTIAL, flush_folder, flush_path, measure_sizes
-from core.workers import Workers
-from trainers.checkpoint_state import rank_file
+from core.text.atomic_write import PARTIAL, flush_folder, flush_path, measure_sizes
+from trainers.checkpoint.state import rank_file
 from trainers.trainer import Trainer
 
 COMPLETE = "COMPLETE"

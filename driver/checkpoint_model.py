@@ -11,11 +11,11 @@ from typing import Any
 from configs.renamed import translate_settings
 from configs.trainer_schema import LoraConfig
 from core.errors import UserError, writing
+from core.types.weights import ExportScope
 from driver.checkpoint import PROGRESS, read_checkpoint
 from modeling.export import exported_tensors, save_exported
 from modeling.load import load_model
-from trainers.saved_policy import load_policy
-from weight_sync.base import ExportScope
+from trainers.checkpoint.saved_policy import load_policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from core.signals import SIGNALS, pass_on_interrupt
+from core.cluster.signals import SIGNALS, pass_on_interrupt
 
 T = TypeVar("T")
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from algs import find_algorithm
-from capture.losses import with_length_limit
+from analysis.capture.losses import with_length_limit
 from configs.load import apply_override, has_key, read_recipe, read_yaml, validate
 from configs.renamed import find_renamed
 from configs.schema import RLConfig, RunConfig
+from core.cluster.ray_address import parse_address
 from core.errors import UserError
 from core.loading import FileSpec
-from core.ray_address import parse_address
-from driver.check_engine import check_engine
-from driver.dead_knobs import check_keys, list_given
-from trackers import load_trackers
+from driver.checks.engine import check_engine
+from driver.checks.unused_keys import check_keys, list_given
+from driver.records.trackers import load_trackers
 
 C = TypeVar("C", bound=RunConfig)
 

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from configs.schema import RunConfig
-from core.private_ray import refuse_second_ray
+from core.cluster.private_ray import refuse_second_ray
 from driver.load_recipe import Loaded, load_recipe
 
 if TYPE_CHECKING:
     from driver.checkpoint import Checkpoint
-    from driver.run_result import RunResult
-    from driver.session import Session
+    from driver.context import Session
+    from driver.records.run_result import RunResult
 
 C = TypeVar("C", bound=RunConfig)
 R = TypeVar("R")
@@ -33,7 +33,7 @@ P = TypeVar("P", bound=Prepared)
 
 def run_program(file: str, cls: type[C], args: argparse.Namespace, launch: Callable[[Loaded[C]], RunResult]) -> int:
     """Run what the command line asks for; return the exit code. file: the program, for the runs of a sweep."""
-    from driver.explain import explain
+    from driver.checks.explain import explain
     from driver.sweep import combine_overrides, run_sweep
 
     if len(combinations := combine_overrides(args.overrides)) > 1:
@@ -53,8 +53,8 @@ def launch_run(
     train: Callable[[R], Awaitable[None]],
 ) -> RunResult:
     """Prepare, start and train; where a process dies and the recipe says so, again from the newest checkpoint."""
+    from driver.context import run_session
     from driver.on_failure import run_with_resumes
-    from driver.session import run_session
 
     if loaded.cfg.backend == "ray":
         refuse_second_ray()

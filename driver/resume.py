@@ -15,7 +15,7 @@ from configs.renamed import translate_settings
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
 from core.loading import FileSpec
-from core.secrets import hide_settings
+from core.text.secrets import hide_settings
 from driver.checkpoint import Checkpoint, find_checkpoint
 from driver.load_recipe import Loaded
 

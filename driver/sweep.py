@@ -18,10 +18,10 @@ from typing import Any
 
 from configs.schema import RunConfig
 from core import metrics as names
+from core.cluster.signals import EXIT_CODE
 from core.errors import UserError, writing
-from core.signals import EXIT_CODE
-from core.whole_files import write_whole
-from driver.explain import explain
+from core.text.atomic_write import write_whole
+from driver.checks.explain import explain
 from driver.load_recipe import load_recipe
 
 NOT_SWEPT = ("run_dir", "resume")

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from modeling.attention_varlen import attend_varlen, fits_varlen
+from modeling.images.vision import VISION_FAMILIES
 from modeling.pretrained import find_written_class
 from modeling.segments import Run, Segments
-from modeling.vision import VISION_FAMILIES
 
 BY_SEQUENCE = "sdpa_by_sequence"
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.trainer_schema import LoraConfig
-from weight_sync.base import Bucket, ExportScope
+from core.types.weights import Bucket, ExportScope
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from core.support import EVERY_TOKEN, Support
-from core.types import Batch, Policy
+from core.types.allowed_tokens import EVERY_TOKEN, Support
+from core.types.samples import Batch, Policy
 from modeling.attention import BY_SEQUENCE, can_share_prefixes
 from modeling.head import choose_chunk, score_in_chunks
 from modeling.pretrained import runs_own_code
@@ -179,7 +179,7 @@ def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tens
     The pictures' tokens come in the same order in both layouts, row by row, and so does what `media` holds of them.
     """
     if batch.pictures and not batch.media:
-        raise ValueError("a batch with pictures has no media: modeling/media.py makes them")
+        raise ValueError("a batch with pictures has no media: modeling/images/media.py makes them")
     rope = batch.rope_ids
     if layout == "padded":
         # No mask: the padding is on the right, and no token attends to its right.

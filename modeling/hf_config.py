@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from core.collector import without_collector
 from core.errors import UserError, name_error, quote
+from core.gc_control import without_collector
 from core.hub import describe_hub, prepare_hub
+from modeling.images.vision import choose_class
 from modeling.pretrained import build_from_config, load_pretrained, refuse_own_code
-from modeling.vision import choose_class
 
 LOCAL = ("models", "runs", "data")
 """First parts of a path that name folders of this clone, and no owner on the hub."""

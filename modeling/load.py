@@ -12,9 +12,9 @@ from configs.trainer_schema import LoraConfig
 from core.errors import UserError, first_line
 from modeling.attention import attend_by_sequence_if_able
 from modeling.hf_config import read_config
+from modeling.images.vision import choose_class, find_vision
+from modeling.images.vision_scalar import register_scalar_classes, with_scalar_head
 from modeling.pretrained import Place, load_placed, load_pretrained, refuse_own_code
-from modeling.vision import choose_class, find_vision
-from modeling.vision_scalar import register_scalar_classes, with_scalar_head
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 NEW_HEADS, OLD_HEADS = "score.", "lm_head."

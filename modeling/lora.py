@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from configs.trainer_schema import LoraConfig, ModelConfig
 from core.errors import UserError
 from modeling.hf_config import meta_model
-from modeling.vision import is_below, parts_of
+from modeling.images.vision import is_below, parts_of
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.errors import UserError, first_line, writing
-from core.text_files import parse_json, read_text
+from core.text.text_files import parse_json, read_text
 from modeling.load import DTYPES, load_model
 from modeling.pretrained import load_adapter
 

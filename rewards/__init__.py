@@ -11,8 +11,8 @@ not trained on.
 there is one, is called once in every worker before the first sample; a function `check(deadline_s, ...)`, with
 reward.timeout_s before the settings, once before anything is started: it raises UserError for what the user must mend.
 
-Import core.types only under TYPE_CHECKING, as the rewards here do: it imports torch, which costs time and memory in
-every worker. The `prompt` of `score` has the fields of a Prompt (id, messages, answer, extra).
+Import core.types.samples only under TYPE_CHECKING, as the rewards here do: it imports torch, which costs time and
+memory in every worker. The `prompt` of `score` has the fields of a Prompt (id, messages, answer, extra).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from core.errors import UserError
 from core.loading import FileSpec, load_module, resolve
 
 if TYPE_CHECKING:
-    from core.types import Message, Prompt
+    from core.types.samples import Message, Prompt
 
     RewardFn = Callable[[Prompt, list[Message]], dict[str, float]]
 

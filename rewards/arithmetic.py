@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from core.types import Message, Prompt
+    from core.types.samples import Message, Prompt
 
 
 def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:

@@ -22,13 +22,13 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from core.deadlines import SANDBOX_MARGIN_S
 from core.errors import UserError
+from core.timing.deadlines import SANDBOX_MARGIN_S
 from rewards.code_tests import Suite, find_code, read_suite, run_asserts, run_pairs
 from rewards.sandbox import Limits, check_sandbox, make_sandbox
 
 if TYPE_CHECKING:
-    from core.types import Message, Prompt
+    from core.types.samples import Message, Prompt
 
 
 def score(

@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from core.types import Message, Prompt
+    from core.types.samples import Message, Prompt
 
 # A minus right after a digit or a bracket is an operator: "10-3=7" holds 10, 3 and 7.
 NUMBER = re.compile(r"(?:(?<![\d)\]])-\s?)?[$€£]?\s?(-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+)", re.ASCII)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from math_verify import parse, verify
 
-from core.deadlines import MATH_VERIFY_TIMEOUT_S
+from core.timing.deadlines import MATH_VERIFY_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from core.types import Message, Prompt
+    from core.types.samples import Message, Prompt
 
 
 def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:

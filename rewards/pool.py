@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from multiprocessing import Pipe
 
-from core.child_process import start_module
-from core.deadlines import REWARD_EXIT_GRACE_S, REWARD_START_TIMEOUT_S
+from core.cluster.child_process import start_module
 from core.errors import UserError
-from core.types import Message, Prompt
+from core.timing.deadlines import REWARD_EXIT_GRACE_S, REWARD_START_TIMEOUT_S
+from core.types.samples import Message, Prompt
 from rewards.several import RewardPlan
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from core.types import Message, Prompt
+    from core.types.samples import Message, Prompt
 
 Template = Literal["chat", "plain"]
 
@@ -24,9 +24,9 @@ def score(
     import torch
 
     from algs.reward_model import append_scored_token
-    from core import types
-    from core.messages import find_pictures
-    from data_feeds.packing import pack
+    from core.types import samples as types
+    from core.types.messages import find_pictures
+    from data_feeds.packing.batches import pack
     from modeling.forward import compute_values
 
     net, tokenizer, media = load_once(model, template, trust_remote_code)
@@ -53,10 +53,10 @@ def prepare(*, model: str, template: Template = "chat", trust_remote_code: bool 
 
 @lru_cache(maxsize=1)
 def load_once(model: str, template: Template, trust_remote_code: bool) -> tuple[Any, Any, Any]:
-    from data_feeds.tokenizer import ChatTokenizer
+    from data_feeds.chat.tokenizer import ChatTokenizer
     from modeling.hf_config import check_model_folder
+    from modeling.images.media import MediaLoader
     from modeling.load import load_scalar_model
-    from modeling.media import MediaLoader
 
     given: dict[str, Any] = {"key": "reward.settings.model", "trust_remote_code": trust_remote_code}
     check_model_folder(model, **given)

@@ -13,7 +13,7 @@ from core.loading import FileSpec
 from rewards import check_reward, load_reward, prepare_reward
 
 if TYPE_CHECKING:
-    from core.types import Message, Prompt
+    from core.types.samples import Message, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

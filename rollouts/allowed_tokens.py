@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from core.errors import UserError, quote
-from core.pictures import MaySee
-from core.support import EVERY_TOKEN, Support
+from core.types.allowed_tokens import EVERY_TOKEN, Support
+from core.types.images import MaySee
 
 
 class SupportTokenizer(MaySee, Protocol):
-    """Interface of a tokenizer to a support set; see data_feeds/tokenizer.py."""
+    """Interface of a tokenizer to a support set; see data_feeds/chat/tokenizer.py."""
 
     stop_token_ids: list[int]
 

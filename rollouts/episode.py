@@ -10,17 +10,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from core.blocking import Unblocked
 from core.errors import RunStopped, UserError
-from core.messages import Message, ToolSpec, name_of_tool
-from core.pictures import as_argument
-from core.types import Prompt, Sample
-from data_feeds.picture_text import PicturesDoNotFit
-from data_feeds.tool_parsing import ParsedReply, PlainParser, ReplyParser, rename_taken
+from core.timing.limit_blocking import Unblocked
+from core.types.images import as_argument
+from core.types.messages import Message, ToolSpec, name_of_tool
+from core.types.samples import Prompt, Sample
+from data_feeds.chat.tool_parsing import ParsedReply, PlainParser, ReplyParser, rename_taken
+from data_feeds.images.image_tokens import PicturesDoNotFit
 from rewards.worker import call_user_code, last_line
-from rollouts.answers import check_answers, check_turn_scores
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
+from rollouts.envs.check_env import check_answers, check_turn_scores
 from rollouts.stops import Stops
 from rollouts.transcript import Tokenizer, Transcript, check_completion
 

@@ -10,9 +10,9 @@ from typing import Any
 from configs.rollout_schema import AgentConfig
 from core.errors import UserError, quote
 from core.loading import FileSpec, classes_below, load_class, resolve
-from core.messages import ToolSpec
-from data_feeds.invalid_rows import InvalidRow
-from data_feeds.tool_specs import check_tools
+from core.types.messages import ToolSpec
+from data_feeds.chat.tool_specs import check_tools
+from data_feeds.rows.invalid_rows import InvalidRow
 from rollouts.agents.task import AgentPlan
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env

@@ -19,7 +19,7 @@ UNFINISHED = "\ufffd"
 
 
 class StopTokenizer(Protocol):
-    """What of a tokenizer stops need; see data_feeds/tokenizer.py."""
+    """What of a tokenizer stops need; see data_feeds/chat/tokenizer.py."""
 
     stop_token_ids: list[int]
 

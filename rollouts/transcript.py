@@ -10,9 +10,9 @@ from typing import Protocol, get_args
 import numpy as np
 
 from core.errors import RunStopped
-from core.messages import Message, ToolSpec, find_pictures
-from core.pictures import MaySee, Picture, PlacedPicture
-from core.types import Prompt, Sample, Stop
+from core.types.images import MaySee, Picture, PlacedPicture
+from core.types.messages import Message, ToolSpec, find_pictures
+from core.types.samples import Prompt, Sample, Stop
 from rollouts.engines.base import Completion, CompletionStop
 
 LOGP_ROUNDING = 1e-4
@@ -28,7 +28,7 @@ class PlacesPictures(MaySee, Protocol):
 
 
 class Tokenizer(PlacesPictures, Protocol):
-    """Interface of a tokenizer to an episode; see data_feeds/tokenizer.py."""
+    """Interface of a tokenizer to an episode; see data_feeds/chat/tokenizer.py."""
 
     def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
     def render_turns(self, reply: Message, answers: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...

@@ -10,21 +10,21 @@ from itertools import chain
 from typing import Any
 
 from configs.rollout_schema import RewardConfig, RolloutConfig
-from core.clock import ActivityTimer
 from core.errors import UserError
-from core.phases import ENGINE_ACTIVITIES, Activity
-from core.timeouts import SharedTimeout
-from core.types import Group, Prompt, Sample
-from data_feeds.tool_parsing import PlainParser, ReplyParser
+from core.timing.clock import ActivityTimer
+from core.timing.phases import ENGINE_ACTIVITIES, Activity
+from core.timing.timeouts import SharedTimeout
+from core.types.samples import Group, Prompt, Sample
+from data_feeds.chat.tool_parsing import PlainParser, ReplyParser
 from rewards.pool import RewardPool
 from rewards.weights import weigh_parts, weigh_turns
 from rollouts.agents.episode import SHARE_OF_TIMEOUT, AgentRunner
 from rollouts.agents.processes import AgentProcesses
+from rollouts.agents.session import Sampler
 from rollouts.engines.base import Engine
 from rollouts.engines.sleeping import WakePart
 from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, Played, make_seed, run_episode
-from rollouts.session import Sampler
 from rollouts.stops import Stops
 from rollouts.transcript import Tokenizer
 

@@ -11,7 +11,7 @@ import asyncio
 import sys
 
 from core.errors import UserError
-from core.messages import Message
+from core.types.messages import Message
 from tools.speaker import Speaker, add_arguments, open_speaker, run_tool
 
 

@@ -1,6 +1,7 @@
 """The generated pages: python -m tools.docs --write makes them all, and a test compares them with the code.
 
-docs/reference/ comes from the schema, the algorithms' docstrings and fields, core/metrics.py and core/deadlines.py.
+docs/reference/ comes from the schema, the algorithms' docstrings and fields, core/metrics.py and
+core/timing/deadlines.py.
 configs/README.md and algs/LIBRARY.md are short tables that link there. One table of docs/concepts/one_step.md is made.
 """
 
@@ -23,19 +24,19 @@ from configs.eval_schema import EvalConfig, EvalDataConfig, EvalModelConfig, Eva
 from configs.rollout_schema import EngineRange, RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig
-from core.deadlines import TABLE
 from core.loading import load_module
 from core.metrics import METRICS
+from core.timing.deadlines import TABLE
 
 ROOT = Path(__file__).parent.parent
 MADE = "<!-- made by `python -m tools.docs --write`; a test compares it with the code -->"
 PATH_TO_THE_LOSS = {
     "main_rl.py": "the loop: one line per phase of a step",
-    "driver/rl_run.py": "each of these lines, as a method of `Run`",
+    "driver/rl/run.py": "each of these lines, as a method of `Run`",
     "rollouts/episode.py": "prompt to sample: the policy and the environment take turns",
     "algs/base.py": "advantages, the loss of a token, and the terms that the framework adds",
     "algs/grpo.py": "one algorithm: its formula and its `loss`",
-    "data_feeds/packing.py": "weights of tokens, and micro-batches",
+    "data_feeds/packing/batches.py": "weights of tokens, and micro-batches",
     "trainers/trainer.py": "forward, `sum(weight x loss)`, backward, update",
 }
 """Files that a newcomer reads to follow one step from the reward to the loss."""
@@ -191,8 +192,8 @@ def deadlines() -> str:
         *("# Deadlines", "", MADE, ""),
         paragraph(
             "Nothing in a run waits without a limit. A length in code format is a key of the recipe; the others are "
-            "constants in `core/deadlines.py`. An outer wait is longer than the inner one, so that the process that "
-            "knows the reason reports."
+            "constants in `core/timing/deadlines.py`. An outer wait is longer than the inner one, so that the process "
+            "that knows the reason reports."
         ),
         *("", "| what is waited for | how long | after it |", "|---|---|---|"),
     ]

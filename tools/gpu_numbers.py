@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from algs.sft import SFT
-from benchmarks.random_task import QWEN3_0_6B, make_groups, save_model
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.types import Batch
-from data_feeds.packing import micro_batches
+from core.types.samples import Batch
+from data_feeds.packing.batches import micro_batches
 from modeling.attention import attend_by_sequence
 from modeling.attention_varlen import fits_varlen
 from modeling.forward import Layout, forward
@@ -26,9 +25,10 @@ from modeling.load import load_model
 from modeling.segments import Segments
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
+from tools.benchmarks.random_task import QWEN3_0_6B, make_groups, save_model
 from trainers.local import LocalTrainer
 from trainers.trainer import Trainer
-from weight_sync.fingerprint import fingerprint
+from trainers.weight_sync.fingerprint import fingerprint
 
 SHAPE: dict[str, Any] = QWEN3_0_6B | {
     "vocab_size": 256,

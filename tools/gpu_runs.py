@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import memory, train_throughput
 from data_prep import arithmetic, tiny_model
+from tools.benchmarks import memory, train_throughput
 from tools.gpu_numbers import Bench, CheckFailed
 
 ROOT = Path(__file__).resolve().parent.parent

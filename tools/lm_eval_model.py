@@ -23,9 +23,9 @@ from tqdm import tqdm
 from configs.eval_schema import EvalModelConfig
 from configs.trainer_schema import ModelConfig
 from core.errors import UserError, quote
-from data_feeds.tokenizer import ChatTokenizer
-from evaluation.likelihood import LikelihoodScorer
-from evaluation.texts import TextRequest, choose_engine, generate_texts
+from data_feeds.chat.tokenizer import ChatTokenizer
+from driver.evaluation.suites.likelihood import LikelihoodScorer
+from driver.evaluation.suites.texts import TextRequest, choose_engine, generate_texts
 from modeling.hf_config import check_model_folder, max_positions
 from modeling.merge import check_adapter, merge_adapter
 from rollouts.engines.base import EngineConfig

@@ -22,7 +22,7 @@ import yaml
 
 from core.cli import run_guarded
 from core.errors import UserError, quote
-from core.messages import Message
+from core.types.messages import Message
 
 PROGRESS = "progress.json"
 """File of a checkpoint."""
@@ -48,7 +48,7 @@ class Found:
 
 def find_model(name: str, *, trust_remote_code: bool = False) -> Found:
     """Find a model and its run; write that of a checkpoint into a temporary folder. Raises UserError for none."""
-    from driver.save_to import MARKER
+    from driver.checks.output_folder import MARKER
 
     path = Path(name)
     if (path / PROGRESS).is_file():
@@ -67,7 +67,7 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> Found:
 
 
 def _unpack_checkpoint(name: str, *, trust_remote_code: bool) -> Found:
-    from data_feeds.tokenizer import ChatTokenizer
+    from data_feeds.chat.tokenizer import ChatTokenizer
     from driver.checkpoint_model import find_checkpoint_model, write_checkpoint_model
 
     checkpoint = find_checkpoint_model(name)
@@ -110,7 +110,7 @@ class Speaker:
     ):
         import torch
 
-        from data_feeds.tokenizer import ChatTokenizer
+        from data_feeds.chat.tokenizer import ChatTokenizer
         from modeling.hf_config import check_model_folder, max_positions, read_config
         from modeling.pretrained import load_adapter
         from rollouts.engines.base import EngineConfig

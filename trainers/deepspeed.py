@@ -19,20 +19,20 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.buckets import split_into_buckets
-from core.collector import without_collector
 from core.errors import RunStopped
+from core.gc_control import without_collector
 from core.lean_imports import without_package
 from core.replacing import replacing
+from core.types.buckets import split_into_buckets
+from core.types.weights import Bucket, ExportScope
 from modeling.export import exported_tensors
 from modeling.load import DTYPES
-from trainers.checkpoint_state import reading
+from trainers.checkpoint.state import reading
+from trainers.distributed import RankTrainer
 from trainers.learner import Learner
 from trainers.models import ModelLoader
 from trainers.optimizer import make_optimizer
-from trainers.ranks import RankTrainer
 from trainers.row_shards import shard_rows, unite_rows
-from weight_sync.base import Bucket, ExportScope
 
 
 class DeepSpeedTrainer(RankTrainer):

@@ -9,8 +9,8 @@ from typing import NotRequired, Protocol, TypedDict
 from torch import Tensor, nn
 
 from algs.base import Algorithm
-from core.support import Support
-from weight_sync.base import Bucket, ExportScope
+from core.types.allowed_tokens import Support
+from core.types.weights import Bucket, ExportScope
 
 
 class Learner(Protocol):

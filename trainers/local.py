@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.buckets import split_into_buckets
+from core.types.buckets import split_into_buckets
+from core.types.weights import Bucket, ExportScope
 from modeling.export import exported_tensors, gather_tensors, save_exported
-from trainers.checkpoint_state import reading
+from trainers.checkpoint.state import reading
 from trainers.learner import Learner, TrainerSettings
 from trainers.optimizer import make_optimizer
 from trainers.trainer import Trainer
-from weight_sync.base import Bucket, ExportScope
 
 
 class LocalTrainer(Trainer):

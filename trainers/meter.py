@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from core.types import Tokens
+from core.types.samples import Tokens
 
 
 @dataclass

@@ -9,9 +9,9 @@ from torch import nn
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
+from modeling.images.vision import freeze_tower
 from modeling.load import load_model, load_scalar_model
 from modeling.pretrained import Place
-from modeling.vision import freeze_tower
 
 
 class ModelLoader:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.pictures import PlacedPicture, list_written
-from core.types import Prompt, Sample, make_sample
+from core.types.images import PlacedPicture, list_written
+from core.types.samples import Prompt, Sample, make_sample
 
 
 def make_probe_sample(token_ids: list[int], pictures: Sequence[PlacedPicture]) -> Sample:

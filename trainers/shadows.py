@@ -10,7 +10,7 @@ from torch import Tensor
 from algs.base import Algorithm, sum_totals
 from algs.returned import check_per_token
 from core.metrics import SHADOW
-from core.types import Policy, Tokens
+from core.types.samples import Policy, Tokens
 from trainers.meter import Meter
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from algs.base import Metrics, with_prox
 from algs.ops import importance_ratio, k3
-from core.arrays import Floats
 from core.metrics import CUT, TRAIN
-from core.types import Policy, Tokens
-from weight_sync.base import ExportScope
+from core.types.arrays import Floats
+from core.types.samples import Policy, Tokens
+from core.types.weights import ExportScope
 
 CLIP_METRICS = tuple(name.removeprefix(TRAIN) for name in CUT)
 """Metrics of a loss, as it names them, that are 1 where it clips, caps or masks a token, and 0 elsewhere."""
@@ -73,7 +73,7 @@ class StepRecord:
 
 
 def describe_tokens(policy: Policy, tokens: Tokens, loss: Tensor, metrics: Metrics) -> dict[str, Tensor]:
-    """Return the numbers of each token under the names of capture/tokens.py, [M] each and detached."""
+    """Return the numbers of each token under the names of analysis/capture/tokens.py, [M] each and detached."""
     logp = policy.logp.detach()
     tokens = with_prox(policy, tokens)
     found = {

@@ -19,34 +19,34 @@ from torch import Tensor, nn
 from algs.base import Algorithm, Metrics, sum_totals
 from algs.returned import check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
-from core.arrays import Floats
-from core.clock import ActivityTimer
 from core.errors import RunStopped, UserError, writing
-from core.phases import TRAINER_ACTIVITIES, Activity
-from core.pictures import PlacedPicture
 from core.reads import record_reads
-from core.row_layout import RowLayout
-from core.support import EVERY_TOKEN, Support
-from core.types import Batch, Policy, ScoredColumn
-from data_feeds.packing import pack
+from core.timing.clock import ActivityTimer
+from core.timing.phases import TRAINER_ACTIVITIES, Activity
+from core.types.allowed_tokens import EVERY_TOKEN, Support
+from core.types.arrays import Floats
+from core.types.images import PlacedPicture
+from core.types.row_layout import RowLayout
+from core.types.samples import Batch, Policy, ScoredColumn
+from core.types.weights import Bucket, ExportScope
+from data_feeds.packing.batches import pack
 from modeling.attention import can_share_prefixes
 from modeling.export import saved_scopes
 from modeling.forward import compute_values, forward, layout_for
+from modeling.images.media import MediaLoader
 from modeling.load import DTYPES
-from modeling.media import MediaLoader
 from modeling.sequence_parallel import SequenceGroup
 from trainers.allocator import keep_freed_memory
-from trainers.away import Away
-from trainers.checkpoint_state import Counters, RankState, load_state, save_state
+from trainers.checkpoint.state import Counters, RankState, load_state, save_state
 from trainers.learner import Learner
 from trainers.meter import Meter
 from trainers.models import ModelLoader
+from trainers.offload.offloaded_trainer import Away
 from trainers.optimizer import make_lr_schedule
 from trainers.probe import make_probe_sample
 from trainers.shadows import ShadowMeter
 from trainers.step_record import RecordedUpdate, StepRecord
-from weight_sync.base import Bucket, ExportScope
-from weight_sync.fingerprint import fingerprint
+from trainers.weight_sync.fingerprint import fingerprint
 
 
 class Trainer:
@@ -75,7 +75,7 @@ class Trainer:
         self.device, self.cfg, self.temperature, self.sources = device, cfg, temperature, sources
         self.support = support
         self.settings_read: set[str] = set()
-        """Hyper-parameters that this process has read, by dotted name; see driver/dead_knobs.py."""
+        """Hyper-parameters that this process has read, by dotted name; see driver/checks/unused_keys.py."""
         self.alg = record_reads(alg, self.settings_read, everywhere=True)
         self.timer = ActivityTimer(*TRAINER_ACTIVITIES)
         self.shadows = shadows

@@ -14,7 +14,7 @@ from algs.check.update import (
     plan_batches,
     run_update,
 )
-from core.types import ScoredColumn
+from core.types.samples import ScoredColumn
 
 UPDATES, MIN_PROBABILITY, ENGINE_OFFSET = 40, 0.5, 0.4
 

@@ -28,7 +28,7 @@ from algs.check.update import (
     max_abs,
     update_on_groups,
 )
-from core.types import Group, LossNorm, Sample
+from core.types.samples import Group, LossNorm, Sample
 
 LAYOUTS = [WHOLE, Split(max_tokens=1000, ranks=1, padded=False, shared=True)]
 SPLITS = [Split(max_tokens=60, ranks=2, padded=False), Split(max_tokens=60, ranks=1, padded=False, shared=True)]

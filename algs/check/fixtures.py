@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from algs.base import Algorithm, PolicyGradient
-from core.arrays import DOUBLE, Floats
-from core.turns import find_runs
-from core.types import Column, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
+from core.types.arrays import DOUBLE, Floats
+from core.types.samples import Column, Group, Prompt, Rows, Sample, ScoredColumn, make_sample
+from core.types.turns import find_runs
 
 Tables = dict[str, Tensor]
 """logp, entropy and values of every token under the current models, [N] float64 each."""

@@ -5,7 +5,8 @@
 
 (d) (f) (h) (j) apply to policy gradients, (i) to algorithms that train on given rows (conversations, pairs, unpaired
 rows), and the others to all. All numbers are float64, and the micro-batches are the real ones of
-data_feeds/packing.py. Exit code 0: all hold, 1: one fails, 2: a mistake in the file, the name or a hyper-parameter.
+data_feeds/packing/batches.py. Exit code 0: all hold, 1: one fails, 2: a mistake in the file, the name or a
+hyper-parameter.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from algs.check.update import (
     update_on_groups,
     with_totals,
 )
-from core.types import Batch, LossNorm, Sample
+from core.types.samples import Batch, LossNorm, Sample
 
 STEP, BEND = 1e-4, 1e-3
 """Step size of a central difference; and the fraction by which its one-sided slopes may differ, else it is a kink."""

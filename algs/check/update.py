@@ -13,8 +13,8 @@ from torch import Tensor
 from algs.base import Algorithm, assign_advantages, sum_totals
 from algs.check import fixtures
 from algs.check.fixtures import MadeUpStep, Tables
-from core.types import Batch, Group, Policy, ScoredColumn
-from data_feeds.packing import Plan, plan_update
+from core.types.samples import Batch, Group, Policy, ScoredColumn
+from data_feeds.packing.batches import Plan, plan_update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

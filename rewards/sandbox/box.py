@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from core.deadlines import SANDBOX_CHECK_TIMEOUT_S, SANDBOX_EXIT_GRACE_S, SANDBOX_POLL_S
+from core.timing.deadlines import SANDBOX_CHECK_TIMEOUT_S, SANDBOX_EXIT_GRACE_S, SANDBOX_POLL_S
 from rewards.sandbox.base import MIB, KilledFor, Limits, Ran, SandboxUnavailable
 from rewards.sandbox.usage import count_files, exceeds_memory, list_descendants
 

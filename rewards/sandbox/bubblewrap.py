@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from core.deadlines import SANDBOX_CHECK_TIMEOUT_S
-from core.guardian import MARK
+from core.cluster.guardian import MARK
+from core.timing.deadlines import SANDBOX_CHECK_TIMEOUT_S
 from rewards.sandbox.base import MIB, Limits, Ran, SandboxUnavailable, check_names
 from rewards.sandbox.box import Box
 from rewards.sandbox.seccomp import make_filter

@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from core.deadlines import SANDBOX_HTTP_GRACE_S
 from core.errors import UserError, name_error
+from core.timing.deadlines import SANDBOX_HTTP_GRACE_S
 from rewards.sandbox.base import Limits, Ran, SandboxUnavailable, check_names
 
 ROUTE = "/run_code"

@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from core.messages import Message
-from core.progress import say
 from core.tasks import start_task
-from core.types import Prompt, Sample, make_sample
+from core.timing.progress import say
+from core.types.messages import Message
+from core.types.samples import Prompt, Sample, make_sample
 from rollouts.agents.processes import AgentProcesses, AgentResult
+from rollouts.agents.session import Sampler, Session
 from rollouts.agents.task import Task
+from rollouts.agents.trace import Branch, Trace
+from rollouts.agents.wire import MODEL
 from rollouts.episode import Played
-from rollouts.session import Sampler, Session
-from rollouts.trace import Branch, Trace
 from rollouts.transcript import Tokenizer, find_places
-from rollouts.wire import MODEL
 
 SHARE_OF_TIMEOUT = 0.9
 """Part of `rollout.timeout_s`, the deadline of a whole group, that an agent has; the rest is for the rewards."""
@@ -27,7 +27,7 @@ class AgentRunner:
 
     def __init__(self, processes: AgentProcesses, sampler: Sampler, *, timeout_s: float):
         """timeout_s: of one agent."""
-        from rollouts.gateway import Gateway  # needs aiohttp, as nothing else does
+        from rollouts.agents.gateway import Gateway  # needs aiohttp, as nothing else does
 
         self.processes, self.sampler, self.timeout_s = processes, sampler, timeout_s
         self.gateway = Gateway()
@@ -130,7 +130,7 @@ def cut_prompt(messages: list[Message], trace: Trace) -> list[Message]:
 
 
 def count_requests(session: Session, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return numbers of an episode for the log; driver/episode_metrics.py makes metrics of them."""
+    """Return numbers of an episode for the log; driver/records/episode_metrics.py makes metrics of them."""
     trace, counts = session.trace, session.counts
     found = {
         "turns": trace.n_replies,

@@ -16,10 +16,10 @@ import socket
 import subprocess
 from dataclasses import asdict, dataclass, field
 
-from core.child_process import start_module
-from core.deadlines import AGENT_END_TIMEOUT_S, AGENT_START_TIMEOUT_S
+from core.cluster.child_process import start_module
 from core.errors import RunStopped, UserError, shorten
-from core.secrets import HIDDEN
+from core.text.secrets import HIDDEN
+from core.timing.deadlines import AGENT_END_TIMEOUT_S, AGENT_START_TIMEOUT_S
 from rewards.worker import call_user_code
 from rollouts.agents.task import RESULT_FD, AgentPlan, Task
 

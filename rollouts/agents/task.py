@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from core.loading import FileSpec
-from core.messages import Message, ToolSpec
-from core.pictures import write_data_uri
+from core.types.images import write_data_uri
+from core.types.messages import Message, ToolSpec
 
 RESULT_FD = 3
 """File descriptor on which a command returns its rewards, as one line of JSON."""

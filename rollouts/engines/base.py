@@ -15,11 +15,12 @@ from torch import nn
 
 from configs.rollout_schema import RequestMode, SleepMode
 from configs.trainer_schema import LoraConfig
-from core.pictures import PlacedPicture
-from core.support import EVERY_TOKEN, Support
+from core.types.allowed_tokens import EVERY_TOKEN, Support
+from core.types.images import PlacedPicture
+from core.types.weights import Bucket
 from rollouts.engines.sleeping import WakePart
 from rollouts.stops import StopStrings
-from weight_sync.base import Bucket, Chunk, ReceivesWeights
+from trainers.weight_sync.base import Chunk, ReceivesWeights
 
 CompletionStop = Literal["eos", "length"]
 
@@ -114,7 +115,7 @@ class EngineLacks(NotImplementedError):
 class Engine(ReceivesWeights, Protocol):
     """Sampler of completions. It knows nothing of chat, groups, rewards or algorithms.
 
-    Requests are made concurrently. weight_sync/base.py says how weights arrive.
+    Requests are made concurrently. trainers/weight_sync/base.py says how weights arrive.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()

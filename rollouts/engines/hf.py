@@ -22,15 +22,16 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from core.errors import RunStopped, UserError
-from core.pictures import PlacedPicture, list_written
-from core.storages import Aside, find_storages
+from core.types.images import PlacedPicture, list_written
+from core.types.weights import Bucket
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
 from rollouts.engines.hf_support.rows import EngineRequest, Rows, make_rows
 from rollouts.engines.sleeping import Sleeper, WakePart
-from weight_sync.base import Bucket, Chunk
-from weight_sync.broadcast import WeightReceiver
-from weight_sync.chunks import read_chunk
-from weight_sync.fingerprint import fingerprint
+from trainers.offload.storages import Aside, find_storages
+from trainers.weight_sync.base import Chunk
+from trainers.weight_sync.broadcast import WeightReceiver
+from trainers.weight_sync.chunks import read_chunk
+from trainers.weight_sync.fingerprint import fingerprint
 
 PARAMETERS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 """Names by which a model's forward() is called."""
@@ -47,8 +48,8 @@ class HfEngine(Engine):
     max_batch = 256
 
     def __init__(self, config: EngineConfig) -> None:
+        from modeling.images.processor import PictureProcessor, needs_pictures
         from modeling.load import load_model
-        from modeling.pictures import PictureProcessor, needs_pictures
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         model = load_model(

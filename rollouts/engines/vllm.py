@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from core.collector import without_collector
-from core.deadlines import ENGINE_DEATH_GRACE_S, ENGINE_POLL_S, ENGINE_RPC_GRACE_S, ENGINE_SHUTDOWN_TIMEOUT_S
 from core.errors import ProcessDied, RunStopped
+from core.gc_control import without_collector
 from core.lean_imports import SCIPY, lean_transformers, without_package
+from core.timing.deadlines import ENGINE_DEATH_GRACE_S, ENGINE_POLL_S, ENGINE_RPC_GRACE_S, ENGINE_SHUTDOWN_TIMEOUT_S
 from rollouts.engines.base import Capabilities, EngineConfig
 from rollouts.engines.sleeping import WakePart
 from rollouts.engines.vllm_support.common import VllmBase, _raise_first
 from rollouts.engines.vllm_support.early_core import EarlyCore, computes_in_core
 from rollouts.engines.vllm_support.settings import prepare_cpu
 from rollouts.engines.vllm_support.sockets import place_sockets
-from weight_sync.base import Chunk
+from trainers.weight_sync.base import Chunk
 
 _DIED = (
     "vLLM's own process died; its last output is in the log of this worker, in logs/ of the run folder (with "

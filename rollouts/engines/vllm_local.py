@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from core.errors import RunStopped
+from core.types.weights import Bucket
 from rollouts.engines.base import Capabilities
 from rollouts.engines.sleeping import WakePart
 from rollouts.engines.vllm_support.common import VllmBase
-from weight_sync.base import Bucket
 
 
 class LocalVllmEngine(VllmBase):

@@ -10,9 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from core.messages import Message, ToolSpec
-from core.types import Prompt
-from data_feeds.tool_parsing import ParsedReply
+from core.types.messages import Message, ToolSpec
+from core.types.samples import Prompt
+from data_feeds.chat.tool_parsing import ParsedReply
 
 
 class Env(ABC):

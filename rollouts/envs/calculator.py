@@ -10,9 +10,9 @@ import operator
 from collections.abc import Callable
 from typing import ClassVar
 
-from core.messages import Message
-from core.types import Prompt
-from data_feeds.tool_parsing import ParsedReply
+from core.types.messages import Message
+from core.types.samples import Prompt
+from data_feeds.chat.tool_parsing import ParsedReply
 from rollouts.envs.base import Env
 
 

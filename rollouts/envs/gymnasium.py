@@ -7,7 +7,7 @@ one sentence; it costs a turn, and no step.
 
 With `gym_observe: picture` the policy sees what the environment renders (rgb_array) instead of the observation. With
 `gym_bins: N` it acts by action tokens: each number of a Box is one of N equal bins, `<act_0>` to `<act_N-1>`, and a
-choice of n is one of the first n tokens; see core/action_tokens.py.
+choice of n is one of the first n tokens; see core/types/action_tokens.py.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from core.action_tokens import NotActions, find_centres, list_action_tokens, read_action_tokens
 from core.errors import UserError, name_error
-from core.messages import Message, Part
-from core.pictures import encode_picture
-from core.types import Prompt
-from data_feeds.tool_parsing import ParsedReply
+from core.types.action_tokens import NotActions, find_centres, list_action_tokens, read_action_tokens
+from core.types.images import encode_picture
+from core.types.messages import Message, Part
+from core.types.samples import Prompt
+from data_feeds.chat.tool_parsing import ParsedReply
 from rollouts.envs.base import Env
 
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from core.messages import name_of_tool
+from core.types.messages import name_of_tool
 from rollouts.tools.env import ToolEnv
 from rollouts.tools.functions import Tool, make_tool
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from core.types import Prompt
+from core.types.samples import Prompt
 from rewards.sandbox import Limits, SandboxUnavailable, check_sandbox
 from rewards.sandbox.session import PythonSession
 from rollouts.tools.calls import ToolUnavailable

@@ -12,12 +12,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from core.action_tokens import NotActions, find_bins, find_centres, read_action_tokens
 from core.errors import UserError
-from core.messages import Message
-from core.pictures import encode_picture
-from core.types import Prompt
-from data_feeds.tool_parsing import ParsedReply
+from core.types.action_tokens import NotActions, find_bins, find_centres, read_action_tokens
+from core.types.images import encode_picture
+from core.types.messages import Message
+from core.types.samples import Prompt
+from data_feeds.chat.tool_parsing import ParsedReply
 from rollouts.envs.base import Env
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from core.messages import Message
-from data_feeds.tool_parsing import ParsedReply
+from core.types.messages import Message
+from data_feeds.chat.tool_parsing import ParsedReply
 from rollouts.envs.base import Env
 
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from core.errors import UserError, name_error
-from core.messages import Message
-from core.types import Prompt
-from data_feeds.tool_parsing import ParsedReply
+from core.types.messages import Message
+from core.types.samples import Prompt
+from data_feeds.chat.tool_parsing import ParsedReply
 from rollouts.envs.base import Env
 
 

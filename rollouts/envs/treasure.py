@@ -8,9 +8,9 @@ known: take what is worth more than seven tenths, else open the box. data_prep/t
 
 from __future__ import annotations
 
-from core.messages import Message
-from core.types import Prompt
-from data_feeds.tool_parsing import ParsedReply
+from core.types.messages import Message
+from core.types.samples import Prompt
+from data_feeds.chat.tool_parsing import ParsedReply
 from rollouts.envs.base import Env
 
 TAKE, OPEN = "a", "b"

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from core.blocking import Unblocked
+from core.cluster.workers import gather_fail_fast
 from core.errors import RunStopped, UserError, name_error, shorten
-from core.messages import Message, ToolCall
-from core.workers import gather_fail_fast
-from data_feeds.tool_specs import find_misfit
+from core.timing.limit_blocking import Unblocked
+from core.types.messages import Message, ToolCall
+from data_feeds.chat.tool_specs import find_misfit
 from rewards.sandbox.base import SandboxUnavailable
 from rollouts.tools.functions import Tool
 

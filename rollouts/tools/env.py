@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from core.errors import UserError
-from core.messages import Message
-from data_feeds.tool_parsing import ParsedReply
+from core.types.messages import Message
+from data_feeds.chat.tool_parsing import ParsedReply
 from rollouts.envs.base import Env
 from rollouts.tools.calls import Answer, make_answer, run_calls
 from rollouts.tools.functions import MARK, Tool, make_spec, make_tool

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from core.errors import UserError, first_line, quote
-from core.messages import FunctionCall, ToolSpec, name_of_tool
-from data_feeds.tool_specs import find_misfit
+from core.types.messages import FunctionCall, ToolSpec, name_of_tool
+from data_feeds.chat.tool_specs import find_misfit
 
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "_is_tool"

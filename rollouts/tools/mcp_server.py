@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from core.deadlines import MCP_START_TIMEOUT_S
 from core.errors import UserError, name_error
-from core.messages import Message
 from core.tasks import start_task
+from core.timing.deadlines import MCP_START_TIMEOUT_S
+from core.types.messages import Message
 from rollouts.tools.calls import ToolFailed, ToolUnavailable
 from rollouts.tools.env import ToolEnv, check_names
 from rollouts.tools.functions import Tool

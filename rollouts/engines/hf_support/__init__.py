@@ -1,0 +1,1 @@
+"""Parts of the hf engine. Imports modeling. Begin with rows.py."""

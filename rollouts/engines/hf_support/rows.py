@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from core.pictures import PlacedPicture
-from core.rope_positions import find_rope_ids
-from modeling.pictures import PictureProcessor
+from core.types.images import PlacedPicture
+from modeling.images.processor import PictureProcessor
+from modeling.images.rope_positions import find_rope_ids
 from rollouts.engines.base import Completion
 
 Asked = tuple[list[int], Sequence[PlacedPicture]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from core.deadlines import VLLM_IMPORT_TIMEOUT_S
 from core.errors import RunStopped
+from core.timing.deadlines import VLLM_IMPORT_TIMEOUT_S
 
 CODE = """
 import sys

@@ -15,13 +15,13 @@ from torch import nn
 from configs.rollout_schema import RequestMode
 from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped, TransportFailed, UserError
-from core.pictures import PlacedPicture, list_written
-from core.support import Support
-from modeling.pictures import PictureProcessor, needs_pictures
+from core.types.allowed_tokens import Support
+from core.types.images import PlacedPicture, list_written
+from modeling.images.processor import PictureProcessor, needs_pictures
 from rollouts.engines.base import Completion, Engine, EngineConfig
 from rollouts.engines.sleeping import Sleeper
 from rollouts.engines.vllm_support.architectures import has_architecture
-from rollouts.engines.vllm_support.pictures import check_prompt, make_prompt
+from rollouts.engines.vllm_support.images import check_prompt, make_prompt
 from rollouts.engines.vllm_support.settings import engine_args, prepare_cpu
 
 PACKAGES = {

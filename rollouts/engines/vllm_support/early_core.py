@@ -24,8 +24,8 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from core.collector import without_collector
 from core.errors import ProcessDied
+from core.gc_control import without_collector
 from core.lean_imports import SCIPY, lean_transformers, without_package
 from core.replacing import replacing
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weight_sync.base import Bucket
-from weight_sync.fingerprint import checksum
+from core.types.weights import Bucket
+from trainers.weight_sync.fingerprint import checksum
 
 _WRAP = 1 << 64
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from core.deadlines import PARENT_POLL_S
-from core.scratch import name_shared_memory
+from core.cluster.scratch import name_shared_memory
+from core.timing.deadlines import PARENT_POLL_S
 
 SOON_MS = 20
 LOOK_AGAIN_SOON_MS = 1

@@ -9,7 +9,7 @@ import tempfile
 from functools import cache
 
 VARIABLE = "VLLM_RPC_BASE_PATH"
-"""vLLM's variable: the folder of its sockets. Within a run it is the run's temporary folder; see core/scratch.py."""
+"""vLLM's variable: the folder of its sockets. In a run it is the temporary folder (core/cluster/scratch.py)."""
 LONGEST_BASE = 56
 """Bytes. Up to 51 follow: a folder of ours, and a socket; together a Unix socket allows 107."""
 

@@ -30,12 +30,13 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from core.errors import TransportFailed
+from core.types.weights import Bucket
 from rollouts.engines.vllm_support.load_trace import LoadTrace
-from weight_sync.base import Bucket, transfer_errors
-from weight_sync.broadcast import WeightReceiver
-from weight_sync.chunks import Chunk, read_chunk
-from weight_sync.fingerprint import fingerprint
-from weight_sync.ipc import open_handles
+from trainers.weight_sync.base import transfer_errors
+from trainers.weight_sync.broadcast import WeightReceiver
+from trainers.weight_sync.chunks import Chunk, read_chunk
+from trainers.weight_sync.fingerprint import fingerprint
+from trainers.weight_sync.ipc import open_handles
 
 ADAPTER_ID = 1
 """Id of the only adapter; requests name it."""
@@ -156,7 +157,7 @@ class Streamed(Proven):
 
 
 class GlooTransfer(Streamed):
-    """Transfer over gloo and TCP, see weight_sync/broadcast.py."""
+    """Transfer over gloo and TCP, see trainers/weight_sync/broadcast.py."""
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         self._receiver = WeightReceiver(

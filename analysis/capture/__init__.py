@@ -1,0 +1,4 @@
+"""Recorded training steps (step snapshots) and their replay under other losses.
+
+Imports trainers, algs and what is below them. Begin with capsule.py, the format of a snapshot.
+"""

@@ -1,0 +1,123 @@
+"""The samples of a captured step with all that a loss reads of them: batch.npz and batch.jsonl in a capsule.
+
+Arrays of all samples are end to end, in the order of the groups. One that a sample lacks is zero there, and
+`has/<name>` says so.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analysis.capture.image_files import read_pictures, write_pictures
+from core.types.arrays import BOOLS, INTS, SINGLE
+from core.types.messages import describe_messages
+from core.types.sample_json import describe_places, restore_messages, restore_places
+from core.types.samples import Column, Group, Prompt, Sample, make_sample
+
+ARRAYS, RECORDS = "batch.npz", "batch.jsonl"
+T = TypeVar("T")
+
+
+def in_order(of_updates: list[list[T]]) -> list[T]:
+    """Return the groups of all updates in the order of the step: update i has every k-th of them, from i on.
+
+    >>> in_order([["a", "c"], ["b", "d"]])
+    ['a', 'b', 'c', 'd']
+    """
+    return [group for together in zip(*of_updates, strict=True) for group in together]
+
+
+def write_batch(folder: Path, groups: list[Group]) -> None:
+    """Write the groups of a step."""
+    samples = [s for g in groups for s in g]
+    arrays: dict[str, NDArray[Any]] = {
+        "lengths": np.array([len(s.token_ids) for s in samples], dtype=np.int64),
+        "group_sizes": np.array([len(g) for g in groups], dtype=np.int64),
+    }
+    for name in ("token_ids", "action_mask", "rollout_logp", "versions"):
+        arrays[name] = np.concatenate([getattr(s, name) for s in samples])
+    columns = sorted({name for s in samples for name in s.columns})
+    some: dict[str, list[NDArray[Any] | None]] = {
+        "advantage": [s.advantage for s in samples],
+        "excluded": [s.excluded for s in samples],
+        **{f"column/{name}": [s.columns.get(cast(Column, name)) for s in samples] for name in columns},
+    }
+    for name, values in some.items():
+        dtype = BOOLS if name == "excluded" else SINGLE
+        there = np.array([v is not None for v in values])
+        if there.any():
+            arrays[f"has/{name}"] = there
+            filled = [np.zeros(n, dtype) if v is None else v for v, n in zip(values, arrays["lengths"], strict=True)]
+            arrays[name] = np.concatenate(filled).astype(dtype, copy=False)
+    write_pictures(folder, samples)
+    np.savez(folder / ARRAYS, **arrays)  # pyright: ignore[reportArgumentType]
+    with (folder / RECORDS).open("w", encoding="utf-8") as file:
+        for s in samples:
+            record = {
+                "prompt": describe_prompt(s.prompt),
+                "stop": s.stop,
+                "reward": s.reward,
+                "reward_parts": s.reward_parts,
+                "failure": s.failure,
+                "completion": s.completion,
+                "transcript": describe_messages(s.transcript),
+                "pictures": describe_places(s.pictures),
+                "counts": s.counts,
+                "episode": s.episode,
+                "turns": s.turns,
+                "turn_rewards": s.turn_rewards,
+                "turn_numbers": s.turn_numbers,
+                "player": s.player,
+            }
+            file.write(json.dumps(record, default=str) + "\n")  # `extra` may hold anything that a data set holds
+
+
+def describe_prompt(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt as JSON, its pictures by name."""
+    as_it_is = {f.name: getattr(prompt, f.name) for f in fields(prompt)}
+    return as_it_is | {"messages": describe_messages(prompt.messages)}
+
+
+def read_batch(folder: Path) -> list[Group]:
+    """Return what `write_batch` wrote."""
+    records = [json.loads(line) for line in (folder / RECORDS).read_text(encoding="utf-8").splitlines()]
+    with np.load(folder / ARRAYS, allow_pickle=False) as found:
+        arrays = {name: found[name] for name in found.files}
+    ends = np.cumsum(arrays["lengths"])[:-1]
+    parts = {name: np.split(a, ends) for name, a in arrays.items() if len(a) == int(arrays["lengths"].sum())}
+    pictures = read_pictures(folder)
+    for record in records:
+        record["prompt"]["messages"] = restore_messages(record["prompt"]["messages"], pictures)
+        record["transcript"] = restore_messages(record["transcript"], pictures)
+        record["pictures"] = restore_places(record.get("pictures", ()), pictures)  # capsules of earlier versions
+    samples = [_read_sample(i, record, parts, arrays) for i, record in enumerate(records)]
+    rest = iter(samples)
+    groups = [[next(rest) for _ in range(int(n))] for n in arrays["group_sizes"]]
+    if len(samples) != len(arrays["lengths"]) or next(rest, None) is not None:
+        raise ValueError(f"{RECORDS} and {ARRAYS} hold other numbers of samples")
+    return groups
+
+
+def _read_sample(i: int, record: dict[str, Any], parts: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Sample:
+    def get(name: str) -> Any:
+        return parts[name][i].copy() if f"has/{name}" in arrays and arrays[f"has/{name}"][i] else None
+
+    columns = {name.removeprefix("has/column/"): None for name in arrays if name.startswith("has/column/")}
+    found = {name: get(f"column/{name}") for name in columns}
+    return make_sample(
+        prompt=Prompt(**record.pop("prompt")),
+        token_ids=parts["token_ids"][i].astype(INTS),
+        action_mask=parts["action_mask"][i].astype(BOOLS),
+        rollout_logp=parts["rollout_logp"][i].astype(SINGLE),
+        versions=parts["versions"][i].astype(INTS),
+        advantage=get("advantage"),
+        excluded=get("excluded"),
+        columns=cast(dict[Column, Any], {name: values for name, values in found.items() if values is not None}),
+        **record,
+    )

@@ -1,0 +1,190 @@
+"""A capsule: one step of a run, with all that computing it again needs. RUN/capsules/step_00010/ holds
+
+    capsule.json     the facts below, and the size of every other file; renamed into place last
+    samples.jsonl, tokens.npz    what a viewer shows: the text and the numbers of every token (tokens.py)
+    batch.jsonl, batch.npz       what a loss reads: ids, masks, rewards, advantages, columns (batch_file.py)
+    algorithm.py     a copy of the run's algorithm, where it is a file of its own
+    weights/update_0/, ...       the weights before each update, with capture.weights
+
+A folder without capsule.json was left by a run that was killed, and is never read.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from analysis.capture.batch_file import in_order, read_batch, write_batch
+from analysis.capture.tokens import CAPSULES, MANIFEST, UNREADABLE, CapturedSample, captured_steps, write_captured
+from core.errors import UserError, first_line, writing
+from core.loading import FileSpec, hash_file
+from core.text.atomic_write import flush_folder, flush_path, measure_sizes, write_whole
+from core.types.allowed_tokens import EVERY_TOKEN, Support
+from core.types.row_layout import RowLayout
+from core.types.samples import Group
+from data_feeds.packing.batches import Plan
+
+FORMAT = 1
+ALGORITHM = "algorithm.py"
+INCOMPLETE = "the capsule is incomplete, and will not be read"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Facts of the run that recomputing needs, the same for all its steps."""
+
+    alg: dict[str, Any]
+    """The algorithm's settings."""
+    alg_file: FileSpec
+    model: dict[str, Any]
+    """The section `model` of the recipe."""
+    trainer: dict[str, Any]
+    temperature: float
+    max_new_tokens: int
+    updates_per_step: int
+    layout: RowLayout
+    on_cpu: bool
+    support: Support = EVERY_TOKEN
+    """Tokens over which the softmax is taken; all in capsules of earlier versions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateFacts:
+    """Facts of one update of the step."""
+
+    samples: list[int]
+    """Numbers of its trained samples in the step."""
+    sample_weights: list[float]
+    """Weight of each trained token, by sample."""
+    bins: list[list[list[int]]]
+    """[rank][micro-batch] -> indices into `samples`."""
+    groups: list[int] | None
+    families: list[int] | None
+    loss: float
+    """Loss before the update, averaged as train/loss is."""
+    grad_norm: float | None
+    """Norm of the gradient before clipping; None where it was not finite, and the update was skipped."""
+    fingerprints: dict[str, dict[str, int]]
+    """Checksums of the weights before the update, by scope and tensor; see trainers/weight_sync/fingerprint.py."""
+    episodes: list[int] | None = None
+    """Number of each sample's episode; None in capsules of earlier versions, where each sample is one."""
+    has_seq_ids: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Contents of capsule.json."""
+
+    step: int
+    version: int
+    """Policy version of the weights before the step: the number of steps that they have behind them."""
+    reason: str
+    """Key or event that kept the step."""
+    run: RunFacts
+    updates: list[UpdateFacts]
+    metrics: dict[str, float]
+    """Metrics of the trainer for the step, as logged."""
+    checkpoint: str | None
+    """Checkpoint that holds the weights before the step, if the run made one."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capsule:
+    """Complete capsule on disk."""
+
+    folder: Path
+    manifest: Manifest
+    groups: list[Group]
+    """All groups of the step, with the columns and the advantages of the run's algorithm."""
+
+    @property
+    def alg_file(self) -> FileSpec:
+        """File of the run's algorithm: the copy in the capsule, or a module of algs/ as it is now."""
+        spec = self.manifest.run.alg_file
+        if spec.in_package:
+            return FileSpec(module=spec.module, path=spec.path, sha256=hash_file(own_module(spec)), in_package=True)
+        return FileSpec(module=spec.module, path=str(self.folder / ALGORITHM), sha256=spec.sha256, in_package=False)
+
+    def groups_of(self, update: int, groups: list[Group]) -> list[Group]:
+        """Return those of the step's groups that an update trained on."""
+        return groups[update :: self.manifest.run.updates_per_step]
+
+    def plan_of(self, update: int) -> Plan:
+        """Return the split of an update into micro-batches, as it was in the run."""
+        facts, samples = self.manifest.updates[update], [s for g in self.groups for s in g]
+        return Plan(
+            samples=[samples[i] for i in facts.samples],
+            weights=facts.sample_weights,
+            bins=facts.bins,
+            groups=facts.groups,
+            families=facts.families,
+            episodes=list(range(len(facts.samples))) if facts.episodes is None else facts.episodes,
+            has_seq_ids=facts.has_seq_ids,
+            sources=(),
+            padded=self.manifest.run.layout.padded,
+        )
+
+
+def own_module(spec: FileSpec) -> Path:
+    """Return the file of a module of FeynRL on this machine."""
+    return Path(__file__).parent.parent.parent / f"{spec.module.replace('.', '/')}.py"
+
+
+def write_capsule(
+    folder: Path, manifest: Manifest, captured: list[CapturedSample], of_updates: list[list[Group]]
+) -> None:
+    """Write a capsule; it exists when this returns, and not before."""
+    with writing(folder, meaning=INCOMPLETE):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_captured(folder, captured)
+        write_batch(folder, in_order(of_updates))
+        if not manifest.run.alg_file.in_package:
+            shutil.copyfile(manifest.run.alg_file.path, folder / ALGORITHM)
+        flush_folder(folder)
+        facts = asdict(manifest) | {"sizes": measure_sizes(folder)}
+        write_whole(folder / MANIFEST, json.dumps(facts) + "\n", meaning=INCOMPLETE)
+        flush_path(folder)
+
+
+def read_capsule(folder: Path) -> Capsule:
+    """Read a capsule. Raises UserError for a folder that holds none, an incomplete or a damaged one."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise UserError(f"{folder} is not a capsule: {_describe_lack(folder)}")
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if raw["format"] != FORMAT:
+            raise UserError(f"{folder}: the capsule has format {raw['format']}, and this version reads {FORMAT}")
+        sizes: dict[str, int] = raw.pop("sizes")
+        for name, size in sizes.items():
+            if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+                raise UserError(f"the capsule {folder} is damaged: {name} is missing or has another size than {size}")
+        return Capsule(folder=folder, manifest=_parse_manifest(raw), groups=read_batch(folder))
+    except UNREADABLE as error:
+        raise UserError(f"the capsule {folder} is damaged: {first_line(error)}") from error
+
+
+def _parse_manifest(raw: dict[str, Any]) -> Manifest:
+    run = dict(raw.pop("run"))
+    run |= {"alg_file": FileSpec(**run["alg_file"]), "layout": RowLayout(**run["layout"])}
+    if (given := run.get("support")) is not None:
+        allowed = given["allowed"]
+        run["support"] = Support(allowed=None if allowed is None else tuple(allowed), banned=tuple(given["banned"]))
+    updates = [UpdateFacts(**u) for u in raw.pop("updates")]
+    return Manifest(run=RunFacts(**run), updates=updates, **raw)
+
+
+def _describe_lack(folder: Path) -> str:
+    """Return why a folder is no capsule, and which one may be meant."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    if folder.parent.name == CAPSULES:
+        return f"it has no {MANIFEST}, so the run ended before it was complete"
+    home = folder.parent if folder.name == CAPSULES else folder
+    if steps := captured_steps(home):
+        return f"name one of the {len(steps)} in {home / CAPSULES}, such as step_{steps[-1]:05d}"
+    return f"it has no {MANIFEST}; a run keeps capsules with capture.every"

@@ -1,0 +1,113 @@
+"""Losses that look at the samples of another: shadows in a run, and those that a replay compares.
+
+Each is given by a name of algs/, by the path of a file, or by settings like the section `alg`, with a name of its own:
+
+    grpo        my_loss.py        {as: dr_grpo, name: grpo, loss_norm: constant}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from algs import find_algorithm
+from algs.base import Algorithm, PolicyGradient, assign_advantages
+from algs.returned import check_advantages
+from configs.load import validate
+from core.errors import UserError
+from core.loading import FileSpec
+from core.types.samples import Column, Group, Sample
+
+LABEL = r"[\w.+-]{1,60}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedLoss:
+    """Algorithm with its settings, under a name for the log."""
+
+    name: str
+    spec: FileSpec
+    alg: PolicyGradient
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.alg.model_dump()
+
+
+def parse_losses(given: Sequence[str | Mapping[str, Any]], *, key: str, max_new_tokens: int) -> list[NamedLoss]:
+    """Return the losses that a recipe or a command line names. Raises UserError, which begins with `key`."""
+    losses = [parse_loss(one, key=key, max_new_tokens=max_new_tokens) for one in given]
+    names = [loss.name for loss in losses]
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise UserError(f"{key}: two losses are called {twice[0]}: give one of them another name, by the setting as")
+    return losses
+
+
+def parse_loss(given: str | Mapping[str, Any], *, key: str, max_new_tokens: int) -> NamedLoss:
+    """Return one loss; see parse_losses."""
+    settings = dict(given) if isinstance(given, Mapping) else {_kind_of(given): given}
+    label = settings.pop("as", None)
+    try:
+        spec, cls = find_algorithm(settings)
+        alg = with_length_limit(validate(cls, settings, prefix=""), max_new_tokens)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+    if not isinstance(alg, PolicyGradient):
+        raise UserError(f"{key}: {given!r:.100} trains on given text, and only losses of sampled text can be compared")
+    name = label if label is not None else settings.get("name") or Path(settings["file"]).stem
+    if not isinstance(name, str) or not re.fullmatch(LABEL, name):
+        raise UserError(f"{key}: the name {name!r:.100} (as) must be up to 60 letters, digits and . _ + -")
+    return NamedLoss(name=name, spec=spec, alg=alg)
+
+
+def _kind_of(given: str) -> str:
+    return "file" if given.endswith(".py") or "/" in given else "name"
+
+
+def with_length_limit(alg: Algorithm, max_new_tokens: int) -> Algorithm:
+    """Return the algorithm with `overlong.max_tokens` set: by default it is the rollout's token budget."""
+    if not isinstance(alg, PolicyGradient) or alg.overlong.mode != "penalty" or alg.overlong.max_tokens is not None:
+        return alg
+    overlong = alg.overlong.model_dump() | {"max_tokens": max_new_tokens}
+    return validate(type(alg), alg.model_dump() | {"overlong": overlong}, prefix="alg.")
+
+
+def describe_lack(
+    loss: NamedLoss, *, columns: Collection[str], models: Mapping[Any, str], entropy: bool, group_size: int
+) -> str:
+    """Return what a loss needs and does not get, as the end of a sentence; "" where it gets everything.
+
+    columns: those that the trainer computes. models: paths of frozen models by column. entropy: whether it is computed.
+    """
+    alg = loss.alg
+    if lacking := sorted(alg.required_columns - set(columns)):
+        return f"needs the column {lacking[0]}, which the run's algorithm does not compute"
+    if other := next(((c, path) for c, path in alg.frozen_models.items() if models.get(c) != path), None):
+        return f"needs {other[0]} of {other[1] or 'the first model'}, which the run does not load"
+    if alg.needs_entropy and not entropy:
+        return "needs the entropy, which the run's algorithm does not compute (alg.entropy_coef is 0)"
+    if alg.needs_siblings and group_size < 2:
+        return "compares the samples of a group, and group_size is 1"
+    return ""
+
+
+def credit_groups(loss: NamedLoss, groups: list[Group], *, stale: bool) -> list[Group]:
+    """Return the groups with this loss's advantages, from the columns that it requires alone.
+
+    stale: with several updates per step there is the proximal policy's column too.
+    """
+    kept: set[Column] = {*loss.alg.required_columns}
+    if stale:
+        kept.add("prox_logp")
+    plain = [[_without_credit(s, kept) for s in g] for g in groups]
+    credited = assign_advantages(loss.alg, plain)
+    check_advantages(loss.alg, plain, credited)
+    return credited
+
+
+def _without_credit(sample: Sample, columns: Collection[Column]) -> Sample:
+    own = {name: values for name, values in sample.columns.items() if name in columns}
+    return replace(sample, advantage=None, excluded=None, columns=own)

@@ -1,0 +1,181 @@
+"""What `python -m analysis.capture.replay` does: an update again, under its own loss and under others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from algs import load_algorithm
+from algs.base import Algorithm
+from analysis.capture.capsule import Capsule, RunFacts, read_capsule
+from analysis.capture.compare import Comparison, compare_losses
+from analysis.capture.gradient import Distance, Gradient, compute_update
+from analysis.capture.losses import NamedLoss, credit_groups, parse_losses
+from analysis.capture.token_maps import TokenMaps, describe_tokens, read_update
+from analysis.capture.weights import load_trainer
+from core.errors import UserError
+from core.types.samples import Group
+from data_feeds.packing.batches import Plan, plan_update, token_weights
+from trainers.local import LocalTrainer
+
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
+"""Largest difference of a loss and a norm that count as reproduced, by the dtype of the weights."""
+ON_ANOTHER_DEVICE = 1e-3
+"""The same where the run was on a GPU and the replay is not: the two add in another order."""
+OWN = "run"
+"""Name of the run's own loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Findings of a replay."""
+
+    capsule: str
+    step: int
+    update: int
+    reason: str
+    algorithm: str
+    code_changed: bool
+    """True if the algorithm is a module of algs/ that is not the file which the run had."""
+    weights: str
+    """Where the weights were."""
+    recorded: dict[str, float | None]
+    """Loss and norm of the gradient in the run."""
+    recomputed: dict[str, float]
+    difference: float | None
+    """The larger difference of the two; None where the run has no norm, because it skipped the update."""
+    tolerance: float
+    kl_anchor: str
+    """Policy that the KL is taken to."""
+    losses: list[Comparison]
+    """The run's own first."""
+    maps: TokenMaps | None = None
+    """Numbers of every token, where they were asked for."""
+
+    @property
+    def is_reproduced(self) -> bool | None:
+        return None if self.difference is None else self.difference <= self.tolerance
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what was found without the maps, with null for numbers that are not finite: JSON has none."""
+        facts = asdict(replace(self, maps=None)) | {"reproduced": self.is_reproduced}
+        return replace_non_finite({name: value for name, value in facts.items() if name != "maps"})
+
+
+def replace_non_finite(value: Any) -> Any:
+    """
+    >>> replace_non_finite({"a": [1.0, float("inf")]})
+    {'a': [1.0, None]}
+    """
+    if isinstance(value, dict):
+        return {name: replace_non_finite(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [replace_non_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def replay(
+    folder: Path,
+    given: Sequence[str | Mapping[str, Any]],
+    *,
+    model: str | None = None,
+    update: int = 0,
+    tolerance: float | None = None,
+    with_maps: bool = False,
+) -> Replay:
+    """Compute a captured update under the run's loss and the given ones. Raises UserError for what the user must fix.
+
+    model: folder with the weights, where the capsule has none. tolerance: see TOLERANCE. with_maps: keep the numbers
+    of every token.
+    """
+    capsule = read_capsule(folder)
+    run, facts = capsule.manifest.run, capsule.manifest.updates
+    if not 0 <= update < len(facts):
+        raise UserError(f"--update {update}: the step has {len(facts)} updates, counted from 0")
+    others = parse_losses(given, key="--alg", max_new_tokens=run.max_new_tokens)
+    check_columns(others, capsule)
+    own = load_algorithm(capsule.alg_file, run.alg)
+    trainer, weights = load_trainer(capsule, update, model)
+    groups = capsule.groups_of(update, capsule.groups)
+    plan = capsule.plan_of(update)
+    if trainer.describe_layout() != run.layout:
+        plan = plan_again(capsule, trainer, own, groups)
+    first = compute_update(trainer, own, plan, groups)
+    of_kl, anchor = differentiate_kl(trainer, own, plan, groups)
+    rows, tokens = [compare_losses(OWN, first, first, of_kl)], [describe_tokens(OWN, first, first)]
+    for loss in others:
+        credited = capsule.groups_of(
+            update, credit_groups(loss, capsule.groups, stale=run.updates_per_step > 1)
+        )  # over the whole step, as in a run
+        again = compute_update(trainer, loss.alg, plan_again(capsule, trainer, loss.alg, credited), credited)
+        rows.append(compare_losses(loss.name, again, first, of_kl))
+        tokens.append(describe_tokens(loss.name, again, first))
+    recorded = facts[update]
+    return Replay(
+        capsule=str(folder),
+        step=capsule.manifest.step,
+        update=update,
+        reason=capsule.manifest.reason,
+        algorithm=run.alg.get("name") or run.alg["file"],
+        code_changed=capsule.alg_file.sha256 != run.alg_file.sha256,
+        weights=weights,
+        recorded={"loss": recorded.loss, "grad_norm": recorded.grad_norm},
+        recomputed={"loss": first.loss, "grad_norm": first.grad_norm},
+        difference=measure_difference(recorded.loss, first.loss, recorded.grad_norm, first.grad_norm),
+        tolerance=choose_tolerance(run, trainer.device) if tolerance is None else tolerance,
+        kl_anchor=anchor,
+        losses=rows,
+        maps=TokenMaps(samples=read_update(capsule, update), losses=tokens) if with_maps else None,
+    )
+
+
+def check_columns(losses: Sequence[NamedLoss], capsule: Capsule) -> None:
+    """Raise UserError for a loss that needs columns which the capsule does not hold."""
+    there = {name for g in capsule.groups for s in g for name in s.columns}
+    for loss in losses:
+        if lacking := sorted(loss.alg.required_columns - there):
+            raise UserError(
+                f"--alg: {loss.name} needs the column {lacking[0]}, which the run's algorithm did not compute and the "
+                "capsule does not hold: capture a run whose algorithm needs it"
+            )
+
+
+def differentiate_kl(trainer: LocalTrainer, own: Algorithm, plan: Plan, groups: list[Group]) -> tuple[Gradient, str]:
+    """Return the gradient of the KL to the reference model, or without one to the engine's policy; and its name."""
+    of_reference = "ref_logp" in own.required_columns
+    by_sample = dict(zip((id(s) for g in groups for s in g), token_weights(groups, "token", horizon=1), strict=True))
+    by_token = replace(plan, weights=[by_sample[id(s)] for s in plan.samples])
+    distance = Distance(anchor="ref_logp" if of_reference else "rollout_logp")
+    gradient = compute_update(trainer, distance, by_token, groups).gradient
+    return gradient, "the reference model" if of_reference else "the engine's policy"
+
+
+def plan_again(capsule: Capsule, trainer: LocalTrainer, alg: Algorithm, groups: list[Group]) -> Plan:
+    """Split an update anew, on one rank: the gradient does not depend on the split."""
+    layout = trainer.describe_layout()
+    return plan_update(
+        groups,
+        alg.loss_norm,
+        trainer.cfg.micro_batch_tokens,
+        horizon=capsule.manifest.run.max_new_tokens,
+        padded=layout.padded,
+        share_prefixes=layout.shares_prefixes,
+        whole_groups=alg.whole_groups,
+        whole_episodes=alg.whole_episodes,
+    )
+
+
+def measure_difference(loss: float, again: float, norm: float | None, norm_again: float) -> float | None:
+    """Return the larger difference: of the norm relative to it, of the loss relative to it where that is above 1."""
+    if norm is None or not math.isfinite(loss):
+        return None
+    return max(abs(again - loss) / max(abs(loss), 1.0), abs(norm_again - norm) / max(norm, 1e-12))
+
+
+def choose_tolerance(run: RunFacts, device: str) -> float:
+    """Return the difference that counts as reproduced."""
+    tolerance = TOLERANCE[run.model["dtype"]]
+    return tolerance if run.on_cpu == (device == "cpu") else max(tolerance, ON_ANOTHER_DEVICE)

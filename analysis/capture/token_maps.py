@@ -1,0 +1,100 @@
+"""Numbers of every token of an update under several losses: for the page of a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analysis.capture.capsule import Capsule
+from analysis.capture.compare import judge_tokens
+from analysis.capture.gradient import Computed
+from analysis.capture.tokens import CapturedSample, read_capsule_samples
+from core.types.arrays import Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTokens:
+    """Numbers of one loss for all tokens of the update's samples, end to end; NaN where a token is not trained on."""
+
+    name: str
+    slope: Floats
+    """Derivative of the update's loss by the token's log-probability: a step makes the token likelier where it is
+    negative."""
+    clipped: Floats | None
+    """1 where the loss says that it clipped, capped or masked the token, else 0; None where it does not say."""
+    judged: Floats
+    """OPPOSITE or ONE_SILENT (compare.py) where it disagrees with the run's own loss, else 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMaps:
+    """Samples of an update with the numbers of every loss."""
+
+    samples: list[CapturedSample]
+    losses: list[LossTokens]
+    """The run's own first."""
+
+    def spans(self) -> Iterator[tuple[CapturedSample, slice]]:
+        """Yield every sample with the place of its tokens."""
+        first = 0
+        for sample in self.samples:
+            after = first + len(sample.pieces)
+            yield sample, slice(first, after)
+            first = after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disagreement:
+    """Token that two losses treat differently."""
+
+    sample: int
+    """Number among the update's samples."""
+    token: int
+    """Number in the sample."""
+    judged: int
+    """OPPOSITE or ONE_SILENT."""
+    of_run: float
+    """Slope of the run's own loss; 0 where that does not train on the token."""
+    of_loss: float
+
+
+def describe_tokens(name: str, one: Computed, own: Computed) -> LossTokens:
+    """Return the numbers of one loss; own: of the run's loss."""
+
+    def mark(values: NDArray[np.generic], counted: NDArray[np.bool_]) -> Floats:
+        return np.where(counted, values, np.nan).astype(np.float32)
+
+    return LossTokens(
+        name=name,
+        slope=mark(one.slopes, one.trained),
+        clipped=None if one.clipped is None else mark(one.clipped, one.trained),
+        judged=mark(judge_tokens(one, own), one.trained | own.trained),
+    )
+
+
+def read_update(capsule: Capsule, update: int) -> list[CapturedSample]:
+    """Return the samples of an update with their texts, in the order of its groups."""
+    captured = read_capsule_samples(capsule.folder, capsule.manifest.step)
+    return [s for s in captured if s.group % capsule.manifest.run.updates_per_step == update]
+
+
+def list_disagreements(maps: TokenMaps, loss: LossTokens, most: int) -> list[Disagreement]:
+    """Return the tokens on which a loss and the run's own disagree, at most `most`, those that differ most first."""
+    own, other = (np.nan_to_num(one.slope.astype(np.float64)) for one in (maps.losses[0], loss))
+    places = np.flatnonzero(np.nan_to_num(loss.judged))
+    worst = places[np.argsort(-np.abs(own[places] - other[places]), kind="stable")][:most]
+    firsts = np.array([span.start for _, span in maps.spans()])
+    numbers = np.searchsorted(firsts, worst, side="right") - 1
+    return [
+        Disagreement(
+            sample=int(number),
+            token=int(place - firsts[number]),
+            judged=int(loss.judged[place]),
+            of_run=float(own[place]),
+            of_loss=float(other[place]),
+        )
+        for place, number in zip(worst, numbers, strict=True)
+    ]

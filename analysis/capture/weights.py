@@ -1,0 +1,148 @@
+"""Find the weights of a captured update, and load them into a local trainer; a checksum proves that they are the ones.
+
+They are looked for in the folder that the user names, or in the capsule, in the checkpoint of that step, and for the
+first step of a run in `model.path`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from algs.base import Algorithm
+from analysis.capture.capsule import Capsule
+from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.errors import UserError, first_line
+from modeling.export import exported_tensors
+from trainers.checkpoint.saved_policy import load_policy
+from trainers.local import LocalTrainer
+
+Fingerprints = Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Place that may hold the weights."""
+
+    name: str
+    load: Callable[[], LocalTrainer]
+
+
+def load_trainer(capsule: Capsule, update: int, model: str | None) -> tuple[LocalTrainer, str]:
+    """Return a local trainer with the weights before an update, and where they were.
+
+    model: folder that the user names. Raises UserError where no place holds the weights.
+    """
+    expected = capsule.manifest.updates[update].fingerprints
+    if not capsule.manifest.run.on_cpu:  # merged weights may differ in the last bit from those of another device
+        expected = {k: v for k, v in expected.items() if k == "adapter" or "adapter" not in expected}
+    if model is not None:
+        trainer = load_folder(capsule, model, key="--model")
+        if difference := describe_difference(expected, take_fingerprints(trainer)):
+            raise UserError(f"--model {model} does not hold the weights of {capsule.folder}: {difference}")
+        return trainer, model
+    tried: list[str] = []
+    for source in list_sources(capsule, update):
+        try:
+            trainer = source.load()
+        except UserError as error:
+            tried.append(f"{source.name} ({first_line(error)})")
+            continue
+        if not (difference := describe_difference(expected, take_fingerprints(trainer))):
+            return trainer, source.name
+        tried.append(f"{source.name} ({difference})")
+    looked = f"; looked in {'; '.join(tried)}" if tried else ""
+    raise UserError(
+        f"{capsule.folder} does not hold its weights, and they were not found{looked}: name their folder with --model, "
+        "or capture with capture.weights=true"
+    )
+
+
+def list_sources(capsule: Capsule, update: int) -> list[Source]:
+    """Return the places to look in, best first."""
+    manifest, found = capsule.manifest, list[Source]()
+    own = capsule.folder / "weights" / f"update_{update}"
+    if own.is_dir():
+        found.append(Source(name=str(own), load=partial(load_folder, capsule, str(own), key="capsule")))
+    if update:
+        return found
+    beside = capsule.folder.parent.parent / "checkpoints" / f"step_{manifest.step:05d}"
+    named = [] if manifest.checkpoint is None else [Path(manifest.checkpoint)]
+    for folder in [beside, *(other for other in named if other != beside)]:
+        if folder.is_dir():
+            found.append(Source(name=str(folder), load=partial(load_checkpoint, capsule, folder)))
+    if manifest.version == 0:
+        path = str(manifest.run.model["path"])
+        found.append(Source(name=path, load=partial(make_trainer, capsule)))
+    return found
+
+
+def make_trainer(capsule: Capsule, path: str | None = None) -> LocalTrainer:
+    """Return a trainer of the run's model, or of another folder's, without optimizer state and without losses."""
+    run = capsule.manifest.run
+    given: dict[str, Any] = run.model | ({} if path is None else {"path": path})
+    if not torch.cuda.is_available() and given["attention"] == "flash_attention_2":
+        given["attention"] = "auto"
+    settings: dict[str, Any] = run.trainer | {"ranks": 1, "deepspeed": {}}
+    cfg = TrainerConfig(**settings)
+    return LocalTrainer(
+        ModelConfig(**given), cfg, Algorithm(), temperature=run.temperature, support=run.support, total_updates=1
+    )
+
+
+def load_folder(capsule: Capsule, folder: str, *, key: str) -> LocalTrainer:
+    """Return a trainer with the weights of a folder: a model, or for a run with LoRA an adapter in PEFT's format."""
+    if not Path(folder).is_dir():
+        raise UserError(f"{key} {folder}: there is no such folder")
+    if capsule.manifest.run.model["lora"] is None:
+        return make_trainer(capsule, folder)
+    trainer = make_trainer(capsule)
+    load_adapter(trainer, Path(folder), key=key)
+    return trainer
+
+
+@torch.no_grad()
+def load_adapter(trainer: LocalTrainer, folder: Path, *, key: str) -> None:
+    """Read the tensors of an adapter into the trainer's."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = folder / "adapter_model.safetensors"
+    try:
+        saved = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{key} {folder}: {file.name} cannot be read ({first_line(error)})") from error
+    wanted = {exported.name: exported.parameters[0] for exported in exported_tensors(trainer.model)["adapter"]}
+    wrong = [n for n in {*saved, *wanted} if n not in saved or n not in wanted or saved[n].shape != wanted[n].shape]
+    if wrong:
+        raise UserError(f"{key} {folder} does not hold the adapter of this run: {min(wrong)} does not fit")
+    for name, parameter in wanted.items():
+        parameter.copy_(saved[name])
+
+
+def load_checkpoint(capsule: Capsule, folder: Path) -> LocalTrainer:
+    """Return a trainer with the weights of a checkpoint, of the local trainer or of DeepSpeed's ranks."""
+    trainer = make_trainer(capsule)
+    load_policy(trainer.model, folder)
+    return trainer
+
+
+def take_fingerprints(trainer: LocalTrainer) -> Fingerprints:
+    """Return the checksums of the trainer's weights, under the names of capsule.json."""
+    return {str(scope): sums for scope, sums in trainer.fingerprint_weights().items()}
+
+
+def describe_difference(expected: Fingerprints, found: Fingerprints) -> str:
+    """Return how two sets of checksums differ, in a clause; "" where they are equal."""
+    for scope, sums in expected.items():
+        other = found.get(scope, {})
+        changed = [name for name in sums if sums[name] != other.get(name)]
+        if changed or other.keys() - sums.keys():
+            first = (changed or sorted(other.keys() - sums.keys()))[0]
+            return f"{len(changed) or len(other.keys() - sums.keys())} of {len(sums)} tensors differ, such as {first}"
+    return ""

@@ -1,0 +1,246 @@
+"""The trainer and the engine of a recipe in this process, to sample, to score, and to move weights between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from algs.base import Algorithm
+from analysis.doctor.target import Target
+from configs.schema import RLConfig
+from core.errors import UserError
+from core.timing.clock import ActivityTimer
+from core.timing.phases import ENGINE_ACTIVITIES
+from core.types.arrays import Floats
+from core.types.images import PlacedPicture, as_argument
+from core.types.samples import Batch, Policy, Prompt, Sample, ScoredColumn, make_sample
+from core.types.weights import ExportScope
+from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.packing.batches import plan_update
+from driver.rl.setup import Prepared
+from driver.start.devices import list_cores
+from driver.start.rollouts import RolloutPlan, build_engine, plan_rollouts
+from driver.start.weight_sync import TOLERANCE
+from modeling.forward import forward, layout_for
+from rollouts.engines.base import Completion, Engine, EngineLacks
+from rollouts.episode import check_completion, make_seed
+from rollouts.transcript import find_places
+from trainers.checkpoint.saved_policy import load_policy
+from trainers.local import LocalTrainer, TorchLearner
+from trainers.weight_sync.base import Probe
+from trainers.weight_sync.fingerprint import describe_difference
+from trainers.weight_sync.publisher import LocalWeightSync
+
+SIBLINGS = 4
+"""Sequences of one prompt."""
+TOKENS_AT_ONCE = 4096
+"""Tokens of a scoring pass, at most."""
+Weights = list[Tensor]
+"""Values of the parameters in training, in their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Amount that is sampled, and the gap that is no mismatch."""
+
+    sequences: int
+    tokens: int
+    bound: float | None = None
+    """Largest mean difference in nats; None takes that of the weight sync's proof."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Request for a sequence of tokens."""
+
+    prompt_ids: list[int]
+    seed: int
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Pictures of the prompt."""
+
+
+class Bench:
+    """A local trainer, and engines that get its weights. `engine` is the one that is open."""
+
+    engine: Engine
+    sync: LocalWeightSync
+
+    def __init__(self, target: Target, prepared: Prepared, sampling: Sampling):
+        self.cfg = in_one_process(prepared.loaded.cfg)
+        self.plan: RolloutPlan = plan_rollouts(self.cfg)
+        self.tokenizer: ChatTokenizer = prepared.tokenizer
+        self.bound = sampling.bound or self.cfg.weight_sync.probe_tolerance or TOLERANCE[self.cfg.model.dtype]
+        self.max_new_tokens = min(sampling.tokens, self.cfg.rollout.max_new_tokens)
+        self.requests = self._make_requests(prepared, sampling.sequences)
+        torch.manual_seed(self.cfg.seed)
+        self.trainer = LocalTrainer(
+            self.cfg.model,
+            self.cfg.trainer,
+            Algorithm(),
+            temperature=self.cfg.rollout.temperature,
+            support=prepared.support,
+            total_updates=1,
+        )
+        if target.checkpoint is not None:
+            load_policy(self.trainer.model, target.checkpoint)
+        learner = self.trainer.policy
+        assert isinstance(learner, TorchLearner)
+        self.parameters = learner.parameters
+        self.version = 0
+
+    def _make_requests(self, prepared: Prepared, sequences: int) -> list[Request]:
+        prompts = [prepared.prompts.draw(i) for i in range(-(-sequences // SIBLINGS))]
+        ids = [self.tokenizer.render(prompt.messages, prompt.tools) for prompt in prompts]
+        pictures = [find_places(self.tokenizer, i, p.messages) for i, p in zip(ids, prompts, strict=True)]
+        seeds = [make_seed(self.cfg.seed, i // SIBLINGS, i % SIBLINGS, 0) for i in range(sequences)]
+        return [
+            Request(prompt_ids=ids[i // SIBLINGS], seed=seed, pictures=pictures[i // SIBLINGS])
+            for i, seed in enumerate(seeds)
+        ]
+
+    # --- weights
+
+    def copy_weights(self) -> Weights:
+        return [p.detach().clone() for p in self.parameters]
+
+    @torch.no_grad()
+    def set_weights(self, weights: Weights) -> None:
+        for parameter, value in zip(self.parameters, weights, strict=True):
+            parameter.copy_(value)
+
+    def open_engine(self, **changes: Any) -> None:
+        """Start an engine of the plan, with some settings changed."""
+        config = replace(self.plan.engine, cores=list_cores(None), **changes)
+        self.engine, _, _ = build_engine(self.plan, config)
+        scope: ExportScope = "adapter" if self.cfg.weight_sync.lora == "adapter" else "whole"
+        self.sync = LocalWeightSync(
+            self.trainer,
+            self.engine,
+            (self.trainer.timer, ActivityTimer(*ENGINE_ACTIVITIES)),
+            Probe(token_ids=[], bound=self.bound),
+            self.cfg.weight_sync.bucket_mib * 2**20,
+            scope,
+        )
+
+    async def push_weights(self) -> str | None:
+        """Send the trainer's weights to the engine; return how the engine's fingerprint differs, None if it does not.
+
+        Raises UserError for an engine that takes no weights from its own process.
+        """
+        try:
+            sent = await self.sync.transfer(self.version)
+        except EngineLacks as error:
+            raise UserError(
+                f"rollout.engine={self.cfg.rollout.engine}: {error}, and the doctor runs both in one: add "
+                "load_weights, as in rollouts/engines/hf.py"
+            ) from error
+        self.version += 1
+        return describe_difference(sent.checksums, await self.engine.read_fingerprint())
+
+    # --- sequences
+
+    async def sample(self, requests: Sequence[Request], *, together: bool = True) -> list[Sample]:
+        """Let the engine sample all requests at once, or one after the other."""
+        if together:
+            done = await asyncio.gather(*(self._generate(request) for request in requests))
+        else:
+            done = [await self._generate(request) for request in requests]
+        return [as_sample(r, [d]) for r, d in zip(requests, done, strict=True)]
+
+    async def sample_by_token(self, requests: Sequence[Request], *, tokens: int) -> list[Sample]:
+        """Let the engine sample all requests at once, but each token in a request of its own."""
+        done: list[list[Completion]] = [[] for _ in requests]
+        for turn in range(min(tokens, self.max_new_tokens)):
+            live = [i for i, parts in enumerate(done) if not parts or parts[-1].stop == "length"]
+            steps = [
+                Request(
+                    prompt_ids=requests[i].prompt_ids + [t for part in done[i] for t in part.token_ids],
+                    seed=make_seed(requests[i].seed, turn, 0, 0),
+                    pictures=requests[i].pictures,
+                )
+                for i in live
+            ]
+            parts = await asyncio.gather(*(self._generate(step, max_new_tokens=1) for step in steps))
+            for i, part in zip(live, parts, strict=True):
+                done[i].append(part)
+        return [as_sample(r, parts) for r, parts in zip(requests, done, strict=True)]
+
+    async def _generate(self, request: Request, max_new_tokens: int | None = None) -> Completion:
+        tokens = max_new_tokens or self.max_new_tokens
+        seen = as_argument(request.pictures)
+        done = await self.engine.generate(request.prompt_ids, max_new_tokens=tokens, seed=request.seed, **seen)
+        check_completion(done, max_new_tokens=tokens)
+        return done
+
+    def score(self, samples: Sequence[Sample], compute: Callable[[Batch], Policy] | None = None) -> list[Sample]:
+        """Return the samples with the column prox_logp: the trainer's log-probabilities, or those of `compute`."""
+        layout = self.trainer.describe_layout()
+        plan = plan_update(
+            [list(samples[i : i + SIBLINGS]) for i in range(0, len(samples), SIBLINGS)],
+            "token",
+            min(TOKENS_AT_ONCE, self.cfg.trainer.micro_batch_tokens),
+            padded=layout.padded,
+            share_prefixes=layout.shares_prefixes,
+        )
+        [batches] = plan.batches()
+        scored: list[dict[ScoredColumn, Floats]]
+        if compute is None:
+            scored = self.trainer.compute_columns(batches, frozenset({"prox_logp"}))
+        else:
+            with torch.no_grad():
+                on_device = map(self.trainer.media.load, batches)
+                scored = [{"prox_logp": compute(batch).logp.cpu().numpy()} for batch in on_device]
+        filled = plan.with_columns([scored])
+        return [filled[id(sample)] for sample in samples]
+
+    def run_model(
+        self,
+        batch: Batch,
+        *,
+        temperature: float | None = None,
+        model: nn.Module | None = None,
+        entropy: bool = False,
+        in_chunks: bool = True,
+    ) -> Policy:
+        """Run the trainer's model, or another one, at the run's temperature or at another."""
+        hf = self.trainer.model if model is None else model
+        return forward(
+            hf,
+            hf,
+            batch,
+            layout=layout_for(self.cfg.trainer.layout, hf),
+            temperature=temperature or self.cfg.rollout.temperature,
+            entropy=entropy,
+            logits_mib=self.cfg.trainer.logits_mib if in_chunks else 0,
+            support=self.trainer.support,
+        )
+
+
+def in_one_process(cfg: RLConfig) -> RLConfig:
+    """Return the configuration with one trainer rank and one engine, both in this process."""
+    changes: dict[str, Any] = {
+        "backend": "local",
+        "trainer": cfg.trainer.model_copy(update={"ranks": 1, "deepspeed": {}}),
+        "rollout": cfg.rollout.model_copy(update={"engines": 1, "tensor_parallel_size": 1}),
+        "weight_sync": cfg.weight_sync.model_copy(update={"transport": "auto"}),
+    }
+    return cfg.model_copy(update=changes)
+
+
+def as_sample(request: Request, parts: Sequence[Completion]) -> Sample:
+    """Return a prompt with its completion, which may have come in parts, as training sees it."""
+    ids = [token for part in parts for token in part.token_ids]
+    given, n = len(request.prompt_ids), len(ids)
+    return make_sample(
+        prompt=Prompt(id="doctor", messages=[]),
+        token_ids=[*request.prompt_ids, *ids],
+        action_mask=[False] * given + [True] * n,
+        rollout_logp=[0.0] * given + [logp for part in parts for logp in part.logp],
+        versions=[-1] * given + [version for part in parts for version in part.versions],
+        pictures=request.pictures,
+    )

@@ -1,0 +1,59 @@
+"""The toggles, and what one change of one of them did to the gap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from analysis.doctor.gap import Gap
+
+CLOSED_SHARE = 1 / 3
+"""Largest part of a gap that may be left where a change closes it."""
+
+
+class Toggle(StrEnum):
+    """Things that may differ between engine and trainer. Every cause has one of these names."""
+
+    TEMPERATURE = "temperature"
+    DTYPE = "dtype"
+    WEIGHTS = "weights"
+    TOKENISED_AGAIN = "tokenised again"
+    BATCH = "batch"
+    PREFIX_CACHE = "prefix cache"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Change, and the gap of the same requests without it and with it."""
+
+    toggle: Toggle
+    change: str
+    """What was changed, as a clause."""
+    before: Gap
+    after: Gap
+    means: str
+    """What it means if the change closes the gap, as a sentence without its end."""
+
+    def closes(self, bound: float) -> bool:
+        """Tell whether the gap was there, and is gone with the change."""
+        return self.before.mean > bound >= self.after.mean and self.after.mean <= CLOSED_SHARE * self.before.mean
+
+    @property
+    def left(self) -> float:
+        """Part of the gap that is left."""
+        return self.after.mean / self.before.mean if self.before.mean else 1.0
+
+    def describe(self, bound: float) -> str:
+        """Return the trial on one line."""
+        outcome = "closes it" if self.closes(bound) else ""
+        return f"{self.toggle:<16} {self.before.mean:>9.2g} -> {self.after.mean:<9.2g} {outcome:<10} {self.change}"
+
+    def to_json(self, bound: float) -> dict[str, Any]:
+        return {
+            "toggle": str(self.toggle),
+            "change": self.change,
+            "before": self.before.to_json(),
+            "after": self.after.to_json(),
+            "closes": self.closes(bound),
+        }

@@ -1,0 +1,131 @@
+"""Read a run folder: config.yaml, metrics.jsonl, summary.json, samples/. What is missing or broken is one sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from core import metrics as names
+from core.errors import UserError, first_line, quote
+from core.text.text_files import parse_json, read_text
+
+Row = dict[str, Any]
+"""One sample, as driver/records/sample_files.py writes it."""
+NEEDED = ("group", "prompt", "completion", "reward")
+STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """Contents of a run folder, its samples excepted."""
+
+    folder: Path
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    """Empty while the run goes on, and after it was killed."""
+    metrics: list[dict[str, float]]
+    """One line per step, in order."""
+    sample_files: dict[int, Path]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.summary)
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run folder, its samples excepted. Raises UserError for what is none."""
+    if not folder.is_dir():
+        raise UserError(f"{quote(folder)} is no folder: name a run folder, such as runs/NAME-TIME")
+    if not (folder / "metrics.jsonl").is_file():
+        raise UserError(f"{quote(folder)} is no run folder, it has no metrics.jsonl: name one, such as runs/NAME-TIME")
+    folder = folder.absolute()
+    summary: object = {}
+    if (folder / "summary.json").is_file():
+        where = str(folder / "summary.json")
+        summary = parse_json(read_text(folder / "summary.json", where), where)
+        if not isinstance(summary, dict):
+            raise UserError(f"{where} is no JSON object, which a run writes: name the folder of a run")
+    return RunRecord(
+        folder=folder,
+        config=read_run_config(folder / "config.yaml"),
+        summary=summary,
+        metrics=read_metrics(folder / "metrics.jsonl"),
+        sample_files=list_sample_files(folder / "samples"),
+    )
+
+
+def read_run_config(file: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(read_text(file, str(file)))
+    except yaml.YAMLError as error:
+        raise UserError(f"{file} is not YAML: {first_line(error)}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{file} holds no keys: name the folder of a run")
+    return config
+
+
+def read_metrics(file: Path) -> list[dict[str, float]]:
+    """Read metrics.jsonl. Raises UserError for a line that is no step's, and where there is no step."""
+    lines: list[dict[str, float]] = []
+    for where, text in numbered_lines(file):
+        line = parse_json(text, where)
+        if not isinstance(line, dict) or names.STEP_NUMBER not in line:
+            raise UserError(f"{where} has no {names.STEP_NUMBER}: metrics.jsonl has one JSON object per step")
+        for name, value in line.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise UserError(f"{where}: {quote(name)} is {quote(value)}, and a finite number is expected")
+        lines.append(line)
+    if not lines:
+        raise UserError(f"{file} holds no step: the run has not finished its first, so there is nothing to show")
+    steps = [line[names.STEP_NUMBER] for line in lines]
+    if wrong := [b for a, b in pairwise(steps) if b <= a]:
+        raise UserError(f"{file}: step {wrong[0]:g} comes after a step that is not before it: is it of two runs?")
+    return lines
+
+
+def list_sample_files(folder: Path) -> dict[int, Path]:
+    found = [(match, file) for file in sorted(folder.glob("step_*.jsonl")) if (match := STEP_FILE.fullmatch(file.name))]
+    return {int(match[1]): file for match, file in found}
+
+
+def read_samples(file: Path) -> list[Row]:
+    """Read the samples of a step. A number that is not finite becomes None, and is told as the sample's failure."""
+    rows: list[Row] = []
+    for where, text in numbered_lines(file):
+        odd: list[str] = []
+        try:
+            row = json.loads(text, parse_constant=odd.append)
+        except ValueError:
+            row = parse_json(text, where)
+        if not isinstance(row, dict):
+            raise UserError(f"{where} is no sample, which is a JSON object")
+        if missing := [key for key in NEEDED if key not in row]:
+            raise UserError(f"{where} is no sample, it has no {missing[0]}")
+        if odd:
+            row["failure"] = row.get("failure") or f"a number of this sample is {odd[0]}"
+        rows.append(row)
+    return rows
+
+
+def is_unfinished(run: RunRecord, step: int) -> bool:
+    """Tell whether a step's samples may still be being written, or were when the run was killed."""
+    return not run.has_ended and step == max(run.sample_files)
+
+
+def numbered_lines(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the lines that hold something, each after where it stands."""
+    for number, text in enumerate(read_text(file, str(file)).split("\n"), 1):
+        if text.strip():
+            yield f"{file}, line {number}", text

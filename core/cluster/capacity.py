@@ -1,0 +1,94 @@
+"""What the actors of a run need of a cluster, and the sentence that counts what it lacks. Nothing here imports ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.cluster.workers import Resources
+
+SLOT = "feynrl_worker"
+"""Resource of a machine without GPUs, given to `ray start --resources`: how many ranks it takes."""
+GPU, CPU = "GPU", "CPU"
+CPU_SHARE = 0.001
+"""Share of a CPU that a rank asks for where nothing counts ranks. A machine with --num-cpus=0 gets none."""
+NAMES = {GPU: "GPU", SLOT: f"{SLOT} slot", CPU: "CPU"}
+MEND = (
+    "start Ray on more machines, wait until other jobs end, or lower trainer.ranks, rollout.engines or "
+    "rollout.tensor_parallel_size"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """Equal actors that a run starts."""
+
+    name: str
+    n: int
+    resources: Resources
+    needs_run_folder: bool = True
+    """True if they read or write files of the run folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Machine of a cluster, and what it has of one resource."""
+
+    node_id: str
+    host: str
+    """Its name and address, for sentences."""
+    total: float
+    free: float
+
+
+def name_host(name: str, address: str) -> str:
+    """
+    >>> name_host("node7", "10.0.0.7"), name_host("10.0.0.7", "10.0.0.7")
+    ('node7 (10.0.0.7)', '10.0.0.7')
+    """
+    return address if name in ("", address) else f"{name} ({address})"
+
+
+def choose_resource(roles: Sequence[Role], *, has_slots: bool) -> str:
+    """Return the resource that decides how many actors a machine takes. has_slots: a machine declares SLOT."""
+    if any(role.resources.gpus for role in roles):
+        return GPU
+    return SLOT if has_slots else CPU
+
+
+def choose_bundle(resources: Resources, *, has_slots: bool) -> dict[str, float]:
+    """Return what one actor asks of its machine.
+
+    >>> choose_bundle(Resources(gpus=2), has_slots=True), choose_bundle(Resources(ranks=2), has_slots=True)
+    ({'GPU': 2}, {'feynrl_worker': 2})
+    """
+    if resources.gpus:
+        return {GPU: resources.gpus}
+    return {SLOT: resources.ranks} if has_slots else {CPU: CPU_SHARE}
+
+
+def describe_missing(roles: Sequence[Role], machines: Sequence[Machine], *, resource: str) -> str:
+    """Say what was asked for, what there is, and what is missing.
+
+    >>> roles = [Role(name="engine", n=2, resources=Resources(gpus=4))]
+    >>> print(describe_missing(roles, [Machine(node_id="a", host="10.0.0.1", total=8, free=4)], resource="GPU"))
+    asked for 2 x engine with 4 GPUs each, and the cluster has 1 machine with 4 free GPUs (10.0.0.1: 4 of 8): 4 GPUs \
+are missing; start Ray on more machines, wait until other jobs end, or lower trainer.ranks, rollout.engines or \
+rollout.tensor_parallel_size
+    """
+    bundles = [(role, choose_bundle(role.resources, has_slots=resource == SLOT)) for role in roles]
+    each = {role.name: bundle.get(resource, 0.0) for role, bundle in bundles}
+    wanted, free = sum(role.n * each[role.name] for role in roles), sum(machine.free for machine in machines)
+    asked = " and ".join(f"{role.n} x {role.name} with {_count(each[role.name], resource)} each" for role in roles)
+    listed = ", ".join(f"{machine.host}: {machine.free:g} of {machine.total:g}" for machine in machines)
+    there = f"{len(machines)} machine{'s' * (len(machines) != 1)} with {_count(free, resource, free=True)} ({listed})"
+    if wanted > free:
+        missing = f"{_count(wanted - free, resource)} {'is' if wanted - free == 1 else 'are'} missing"
+    else:
+        largest = max(each.values())
+        missing = f"no machine has {_count(largest, resource, free=True)} for one of them, which cannot be split"
+    return f"asked for {asked}, and the cluster has {there}: {missing}; {MEND}"
+
+
+def _count(n: float, resource: str, *, free: bool = False) -> str:
+    return f"{n:g} {'free ' * free}{NAMES[resource]}{'s' * (n != 1)}"

@@ -1,0 +1,92 @@
+"""Workers in Ray actors that come and go: a seat is a rank in which one actor follows another.
+
+An actor that Ray has no room for yet waits until there is some: on a new machine, or on one that is back. Workers of
+this kind form no process group with their peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import math
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from core.cluster.ray_workers import Remote
+from core.cluster.workers import gather_fail_fast
+from core.errors import ProcessDied
+from core.timing.deadlines import CLOSE_TIMEOUT_S
+
+W_co = TypeVar("W_co", covariant=True)
+
+
+class ElasticRemote(Remote[W_co]):
+    """Workers of which some are absent: their entry in `actors` is None."""
+
+    nodes: dict[int, str]
+    """Id of the machine on which each rank's last process was placed."""
+
+    async def add_seats(self, n: int) -> None:
+        """Add empty seats; called once, when the first workers are built."""
+        placed = await gather_fail_fast(self._call_actor(rank, "read_node") for rank in self.ranks)
+        self.nodes = dict(enumerate(placed))
+        self.actors.extend([None] * n)
+        self.ranks = range(len(self.actors))
+
+    def peers_of(self, rank: int) -> Iterable[Remote[W_co]]:
+        """Yield the worker alone: no other process can be the reason of its failure."""
+        yield self.only([rank])
+
+    async def find_place(self, rank: int) -> bool:
+        """Start an actor and wait until Ray has placed it, as long as it takes; ends the last one of the rank.
+
+        Returns True where the last one died, and this one is on the same machine.
+        """
+        self.restarting.add(rank)
+        self.started.discard(rank)
+        self._kill(rank)
+        self.actors[rank] = self.start_actor(rank)
+        node = await self.with_deadline(math.inf, key="")._call_actor(rank, "read_node")
+        before, self.nodes[rank] = self.nodes.get(rank), node
+        return node == before
+
+    async def build(self, rank: int) -> None:
+        """Build the worker of an actor that is placed. Raises what `build_workers` raises."""
+        await self.build_again(rank)
+        self.restarting.discard(rank)
+
+    async def release(self, rank: int) -> None:
+        """Let a worker close, then end its actor."""
+        from ray.exceptions import RayError
+
+        self.restarting.add(rank)
+        self.nodes.pop(rank, None)
+        with suppress(RayError, TimeoutError):  # it is killed next
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.actors[rank].call.remote("close")
+        self._kill(rank)
+        self.seats.give_up(rank)
+
+    async def find_leaving(self) -> dict[int, str]:
+        """Return the ranks whose machines Ray is about to lose (a preemption, `ray drain-node`), each with a clause."""
+        state: Any = importlib.import_module("ray._private.state")
+        draining: dict[str, int] = await asyncio.to_thread(state.state.get_draining_nodes)
+        return {rank: "its machine is to go" for rank, node in self.nodes.items() if node in draining}
+
+    async def check_health(self, rank: int) -> tuple[bool, str]:
+        if self.actors[rank] is None:
+            return False, f"{self.seats.name_worker(rank)} has left"
+        return await super().check_health(rank)
+
+    async def _call_actor(self, rank: int, what: str, *args: Any, **kwargs: Any) -> Any:
+        if self.actors[rank] is None:
+            raise ProcessDied(f"{self.seats.name_worker(rank)} has left", worker=(self.name, rank))
+        return await super()._call_actor(rank, what, *args, **kwargs)
+
+    def _kill(self, rank: int) -> None:
+        import ray
+
+        actor, self.actors[rank] = self.actors[rank], None
+        if actor is not None:
+            ray.kill(actor)

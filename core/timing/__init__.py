@@ -1,0 +1,4 @@
+"""Time: deadlines, phases, the clock, and limits on code that blocks.
+
+Imports core.errors alone. Begin with deadlines.py, which lists every deadline.
+"""

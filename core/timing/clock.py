@@ -1,0 +1,94 @@
+"""Measure seconds per phase; unexplained time is a row of its own.
+
+`Clock` is for the driver, which does one thing at a time. `ActivityTimer` is for a device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from core.timing.phases import IDLE, REST, STEP, Activity, Milestone, Phase, time_metric
+
+
+class Clock:
+    """Seconds per phase. Phases do not nest."""
+
+    def __init__(self) -> None:
+        self.started = self.lap_started = time.perf_counter()
+        self.total: dict[str, float] = {}
+        self.current: dict[str, float] = {}
+        self.current_phase = ""
+        self.reached: dict[str, float] = {}
+        """Time of the day, in seconds since 1970, at which the run first reached each milestone."""
+
+    def reach(self, milestone: Milestone) -> None:
+        """Note the time, if it is the first time."""
+        self.reached.setdefault(milestone, time.time())
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Generator[None]:
+        """Charge the body to `phase`."""
+        self.current_phase = phase
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.current[phase] = self.current.get(phase, 0.0) + spent
+            self.total[phase] = self.total.get(phase, 0.0) + spent
+            self.current_phase = ""
+
+    def start_lap(self) -> dict[str, float]:
+        """Return the seconds per phase since the last lap, with `rest`, adding up to `step`; and begin the next lap."""
+        now = time.perf_counter()
+        whole = now - self.lap_started
+        spent = self.current | {REST: whole - sum(self.current.values()), STEP: whole}
+        self.lap_started, self.current = now, {}
+        return {time_metric(name): seconds for name, seconds in spent.items()}
+
+    def get_totals(self) -> dict[str, float]:
+        """Return the seconds of every phase of the run, with `rest`, adding up to `all`."""
+        whole = time.perf_counter() - self.started
+        return self.total | {REST: whole - sum(self.total.values()), "all": whole}
+
+
+class ActivityTimer:
+    """Seconds per activity on one device. Overlapping activities are charged to the one listed first."""
+
+    def __init__(self, *activities: Activity):
+        self.running = dict.fromkeys(activities, 0)
+        self.seconds: dict[str, float] = dict.fromkeys([*activities, IDLE], 0.0)
+        self.charged_until = time.perf_counter()
+
+    @contextmanager
+    def measure(self, activity: Activity) -> Generator[None]:
+        """Charge the body to `activity`."""
+        self.begin_activity(activity)
+        try:
+            yield
+        finally:
+            self.end_activity(activity)
+
+    def begin_activity(self, activity: Activity) -> None:
+        """Charge the time from now on to `activity`, until `end_activity`. One that was not listed comes last."""
+        self._charge_elapsed()
+        self.running[activity] = self.running.get(activity, 0) + 1
+        self.seconds.setdefault(activity, 0.0)
+
+    def end_activity(self, activity: Activity) -> None:
+        """End what `begin_activity` began."""
+        self._charge_elapsed()
+        self.running[activity] -= 1
+
+    def read_seconds(self) -> dict[str, float]:
+        """Return the seconds of every activity, and of idling, since the timer was made."""
+        self._charge_elapsed()
+        return {str(name): seconds for name, seconds in self.seconds.items()}
+
+    def _charge_elapsed(self) -> None:
+        now = time.perf_counter()
+        activity = next((name for name, n in self.running.items() if n), IDLE)
+        self.seconds[activity] += now - self.charged_until
+        self.charged_until = now

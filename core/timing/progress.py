@@ -1,0 +1,27 @@
+"""Say what takes long, on stderr: sparingly, so that a log file stays short."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from core.timing.deadlines import PROGRESS_EVERY_S
+
+
+def say(text: str) -> None:
+    """Print one line on stderr at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Lines such as `data.train: 30,000 of 100,000 rows read`, one every PROGRESS_EVERY_S seconds."""
+
+    def __init__(self, what: str, total: int):
+        self.what, self.total = what, total
+        self.next_line = time.monotonic() + PROGRESS_EVERY_S
+
+    def show(self, done: int) -> None:
+        """Say how many rows are read, if the last line was long ago."""
+        if time.monotonic() >= self.next_line:
+            say(f"{self.what}: {done:,} of {self.total:,} rows read")
+            self.next_line = time.monotonic() + PROGRESS_EVERY_S

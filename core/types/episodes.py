@@ -1,0 +1,236 @@
+"""Episodes of several samples: which samples belong together, and an episode as if it were one sample.
+
+An episode is what earned one reward. It is one sample as long as every reply continues the tokens before it. Where a
+harness rewrites its history, compacts it or runs sub-agents, the replies stand in several sequences: branches, which
+share beginnings. The tokens of a reply are trained on in one of them, and are context in the others.
+
+Whatever is counted (baselines, deviations, sequences of a loss norm, ratios of sequences, metrics) counts episodes.
+So an algorithm gets every episode as one sample, whose tokens are those of its branches in order of time.
+
+In a game in which the policy plays several sides, each side has an episode of its own, and they are compared by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.errors import RunStopped
+from core.types.arrays import BOOLS, Floats, Mask
+from core.types.samples import Group, Sample
+
+
+def number_episodes(group: Group) -> list[int]:
+    """Return the number of each sample's episode, 0..E-1 in order of appearance.
+
+    A group of a, b, c and d, where a and c are branches of one episode: [0, 1, 0, 2].
+    """
+    numbers: dict[tuple[str, int], int] = {}
+    return [
+        numbers.setdefault(("alone", i) if s.episode is None else ("of", s.episode), len(numbers))
+        for i, s in enumerate(group)
+    ]
+
+
+def split_players(group: Group) -> list[Group]:
+    """Return the samples of each player of a group, in order of appearance. One group, where the policy has one side.
+
+    In a game in which the policy plays several sides, a reward is compared with those of the same side. A side may have
+    an advantage of its own, which no move has earned. And what the others earn in the same game depends on this side's
+    moves: in a baseline it would change the expected gradient.
+    """
+    players: dict[int, Group] = {}
+    for sample in group:
+        players.setdefault(sample.player, []).append(sample)
+    return list(players.values())
+
+
+def gather_episodes(group: Group) -> list[list[Sample]]:
+    """Return the samples of each episode of a group."""
+    gathered: dict[int, list[Sample]] = {}
+    for number, sample in zip(number_episodes(group), group, strict=True):
+        gathered.setdefault(number, []).append(sample)
+    return list(gathered.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedGroup:
+    """A group with every episode as one sample, and the way back."""
+
+    samples: Group
+    """One per episode."""
+    original: Group
+    places: list[NDArray[np.intp] | None]
+    """Where the tokens of each original sample stand in the joined one; None if it is the whole episode."""
+
+    def split(self, joined: Group) -> Group:
+        """Return the original samples with advantages, columns and exclusions of the joined ones."""
+        if all(place is None for place in self.places):
+            return joined
+        return [
+            joined[number] if place is None else _take_back(sample, joined[number], place)
+            for sample, number, place in zip(self.original, number_episodes(self.original), self.places, strict=True)
+        ]
+
+
+def list_episodes(group: Group) -> Group:
+    """Return every episode of the group as one sample, to be counted: without the way back."""
+    for sample in group:  # faster than all(), and every group of a step comes here several times
+        if sample.episode is not None:
+            return join_episodes(group).samples
+    return group
+
+
+def join_episodes(group: Group) -> JoinedGroup:
+    """Return the group with every episode as one sample. Raises RunStopped where branches contradict each other."""
+    if all(s.episode is None for s in group):
+        return JoinedGroup(samples=group, original=group, places=[None] * len(group))
+    members: dict[int, list[int]] = {}
+    for i, number in enumerate(number_episodes(group)):
+        members.setdefault(number, []).append(i)
+    samples: Group = []
+    places: list[NDArray[np.intp] | None] = [None] * len(group)
+    for own in members.values():
+        if len(own) == 1:
+            samples.append(group[own[0]])
+            continue
+        joined, where = _join([group[i] for i in own])
+        samples.append(joined)
+        for i, place in zip(own, where, strict=True):
+            places[i] = place
+    return JoinedGroup(samples=samples, original=group, places=places)
+
+
+def prepare_credit(groups: list[Group]) -> tuple[list[Group], Callable[[list[Group]], list[Group]]]:
+    """Return what an algorithm gets in place of these groups, and what turns its answer into theirs.
+
+    It gets every episode as one sample, and every player's samples as a group.
+    """
+    parts = [split_players(group) for group in groups]
+    joined = [join_episodes(part) for own in parts for part in own]
+
+    def give_back(credited: list[Group]) -> list[Group]:
+        rest = iter([part.split(own) for part, own in zip(joined, credited, strict=True)])
+        done: list[Group] = []
+        for group, own in zip(groups, parts, strict=True):
+            by_player = {part[0].player: iter(next(rest)) for part in own}
+            done.append([next(by_player[sample.player]) for sample in group])
+        return done
+
+    return [part.samples for part in joined], give_back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Tokens of a branch up to the end of a turn, with what stands before it; the last one also has what follows."""
+
+    branch: int
+    begin: int
+    end: int
+    turn: tuple[int, int] | None
+    earned: float
+    number: int
+    """Place of the turn in time."""
+
+
+def _join(branches: Sequence[Sample]) -> tuple[Sample, list[NDArray[np.intp]]]:
+    """Return an episode as one sample; and the place of each branch's tokens in it."""
+    _check_branches(branches)
+    pieces = _cut_into_pieces(branches)
+    offsets = np.cumsum([0, *(len(s.token_ids) for s in branches)])
+    order = np.concatenate([np.arange(p.begin, p.end) + offsets[p.branch] for p in pieces])
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+
+    turns: list[tuple[int, int]] = []
+    first = 0
+    for piece in pieces:
+        if piece.turn is not None:
+            turns.append((first + piece.turn[0] - piece.begin, first + piece.turn[1] - piece.begin))
+        first += piece.end - piece.begin
+    last = branches[pieces[-1].branch]
+    has_rewards = any(s.turn_rewards for s in branches)
+
+    def gather(values: Callable[[Sample], NDArray[Any]]) -> NDArray[Any]:
+        return np.concatenate([values(s) for s in branches])[order]
+
+    trained = [s for s in branches if s.n_trained]
+    names = [n for n in (trained[0].columns if trained else ()) if all(n in s.columns for s in trained)]
+    joined = replace(
+        branches[0],
+        token_ids=gather(lambda s: s.token_ids),
+        action_mask=gather(lambda s: s.action_mask),
+        rollout_logp=gather(lambda s: s.rollout_logp),
+        versions=gather(lambda s: s.versions),
+        columns={name: gather(lambda s, n=name: _get_column(s, n)) for name in names},
+        excluded=None if all(s.excluded is None for s in branches) else gather(_get_excluded),
+        advantage=None,
+        completion=last.completion,
+        stop=last.stop,
+        turns=tuple(turns),
+        turn_rewards=tuple(p.earned for p in pieces if p.turn is not None) if has_rewards else (),
+        turn_numbers=(),
+    )
+    return joined, [place[begin:end] for begin, end in pairwise(offsets)]
+
+
+def _check_branches(branches: Sequence[Sample]) -> None:
+    """Raise RunStopped unless the branches can be those of one episode."""
+    who = f"episode {branches[0].episode} of {branches[0].prompt.id}"
+    if len(rewards := {s.reward for s in branches}) > 1:
+        raise RunStopped(
+            f"the samples of {who} have the rewards {', '.join(sorted(map(str, rewards)))}: an episode has one, which "
+            "each of its samples carries"
+        )
+    if len({bool(s.failure) for s in branches}) > 1:
+        raise RunStopped(f"some samples of {who} failed and some did not: an episode fails as a whole")
+    if any(s.action_mask[:1].any() for s in branches):
+        raise RunStopped(f"a sample of {who} begins with a token that the policy chose: nothing predicts that one")
+    with_turns = [s for s in branches if s.spans]
+    if len({bool(s.turn_numbers) for s in with_turns}) > 1:
+        raise RunStopped(f"some samples of {who} have turn_numbers and some do not: give all of them, or none")
+    numbers = [n for s in with_turns for n in s.turn_numbers]
+    if len(numbers) != len({*numbers}):
+        raise RunStopped(f"two turns of {who} have the same number in turn_numbers: a turn is trained on once")
+
+
+def _cut_into_pieces(branches: Sequence[Sample]) -> list[_Piece]:
+    """Cut every branch after each of its turns; return the pieces of all in order of time."""
+    pieces: list[_Piece] = []
+    for b, s in enumerate(branches):
+        spans, begin = s.spans, 0
+        if not spans:
+            pieces.append(_Piece(branch=b, begin=0, end=len(s.token_ids), turn=None, earned=0.0, number=-1))
+        for k, turn in enumerate(spans):
+            end = len(s.token_ids) if k + 1 == len(spans) else turn[1]
+            earned = s.turn_rewards[k] if s.turn_rewards else 0.0
+            number = s.turn_numbers[k] if s.turn_numbers else len(pieces)
+            pieces.append(_Piece(branch=b, begin=begin, end=end, turn=turn, earned=earned, number=number))
+            begin = end
+    return sorted(pieces, key=lambda piece: piece.number)
+
+
+def _get_column(sample: Sample, name: Any) -> Floats:
+    """Return a column; zeros where the trainer did not compute it, because no token is trained on."""
+    found = sample.columns.get(name)
+    return np.zeros(len(sample.token_ids), dtype=sample.float_dtype) if found is None else found
+
+
+def _get_excluded(sample: Sample) -> Mask:
+    return np.zeros(len(sample.token_ids), dtype=BOOLS) if sample.excluded is None else sample.excluded
+
+
+def _take_back(sample: Sample, joined: Sample, place: NDArray[np.intp]) -> Sample:
+    """Return a branch with what an algorithm gave its tokens in the joined episode."""
+    columns = {name: values[place] for name, values in joined.columns.items()} if sample.n_trained else {}
+    return replace(
+        sample,
+        advantage=None if joined.advantage is None else joined.advantage[place],
+        excluded=None if joined.excluded is None else joined.excluded[place],
+        columns=sample.columns | columns,
+    )

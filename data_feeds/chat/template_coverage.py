@@ -1,0 +1,113 @@
+"""Find what of a row a chat template would leave out, by writing the row with it and without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from core.errors import UserError
+from core.types.messages import Message, ToolSpec
+from data_feeds.chat.template_append import TemplateRefuses
+from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.images.image_tokens import with_text
+
+Shape = tuple[Any, ...]
+"""What of a message a template may look at besides its texts."""
+
+
+class LeftOutCheck:
+    """Check of the rows of one source. Rows of one shape are written alike, so the first of each is looked at."""
+
+    def __init__(self, tokenizer: ChatTokenizer):
+        self.tokenizer = tokenizer
+        self.seen: set[Shape] = set()
+
+    def check(self, messages: list[Message], tools: Sequence[ToolSpec], where: str) -> None:
+        """Raise UserError, beginning with `where`, for a field of the row that the template would leave out."""
+        if tools and self._is_new(("tools", messages[0]["role"])) and self._is_same(messages, messages, tools, ()):
+            self._refuse(where, "the tools of the row", "remove the column tools")
+        for i, message in enumerate(messages):
+            before = messages[i - 1]["role"] if i else ""
+            if message.keys() > {"role", "content"} and self._is_new(_shape_of(message, before, bool(tools))):
+                self._check_message(messages[: i + 1], tools, where)
+        self._check_order(messages, tools, where)
+
+    def _check_message(self, until: list[Message], tools: Sequence[ToolSpec], where: str) -> None:
+        """Check the last of these messages, as it stands when it is said."""
+        message = until[-1]
+        before = until[:-1]
+        calls = message.get("tool_calls", [])
+        for i in range(len(calls)):
+            fewer = _without(message, "tool_calls")
+            if left := calls[:i] + calls[i + 1 :]:
+                fewer["tool_calls"] = left
+            if self._is_same(until, [*before, fewer], tools):
+                which = "tool_calls" if len(calls) == 1 else f"call {i + 1} of {len(calls)} of one reply"
+                self._refuse(where, which, "leave such rows out")
+        if calls and message["content"].strip() and self._is_same(until, [*before, with_text(message, "")], tools):
+            self._refuse(where, "the content of a turn that has tool_calls", "empty that content")
+        if "reasoning" in message and self._is_same(until, [*before, _without(message, "reasoning")], tools):
+            self._refuse(where, "reasoning", "remove it, or write it into the content")
+        says_more = "name" in message and not _names_its_call(message, before)
+        if says_more and self._is_same(until, [*before, _without(message, "name")], tools):
+            self._refuse(where, "the name of a message", "remove it, or write it into the content")
+
+    def _check_order(self, messages: list[Message], tools: Sequence[ToolSpec], where: str) -> None:
+        """Refuse results in another order than their calls, where nothing else tells which is which."""
+        waiting: list[str] = []
+        for i, message in enumerate(messages):
+            waiting = [call["id"] for call in message["tool_calls"]] if "tool_calls" in message else waiting
+            answered = message.get("tool_call_id")
+            if answered is None or answered not in waiting:
+                continue
+            if waiting[0] != answered:
+                until = messages[: i + 1]
+                if self._is_same(until, [*until[:-1], _without(message, "tool_call_id")], tools):
+                    self._refuse(where, "tool_call_id", "bring results into the order of their calls")
+            waiting.remove(answered)
+
+    def _is_new(self, shape: Shape) -> bool:
+        is_new = shape not in self.seen
+        self.seen.add(shape)
+        return is_new
+
+    def _is_same(
+        self,
+        whole: list[Message],
+        less: list[Message],
+        tools: Sequence[ToolSpec],
+        less_tools: Sequence[ToolSpec] | None = None,
+    ) -> bool:
+        """Tell whether the template writes the same text of less; one that refuses it has looked at the rest."""
+        written = self.tokenizer.render_text(whole, reply_next=False, tools=tools)
+        try:
+            return written == self.tokenizer.render_text(
+                less, reply_next=False, tools=tools if less_tools is None else less_tools
+            )
+        except TemplateRefuses:
+            return False
+
+    def _refuse(self, where: str, what: str, mend: str) -> None:
+        if self.tokenizer.template == "plain":
+            raise UserError(f"{where}: data.template=plain leaves out {what}: use data.template=chat, or {mend}")
+        raise UserError(
+            f"{where}: the chat template leaves out {what}: use a model or a template that writes it, or {mend}"
+        )
+
+
+def _shape_of(message: Message, before: str, has_tools: bool) -> Shape:
+    calls = len(message.get("tool_calls", []))
+    optional = ("reasoning", "name", "tool_call_id")
+    said = bool(message["content"].strip())
+    return (message["role"], before, has_tools, calls, said, *(name in message for name in optional))
+
+
+def _without(message: Message, field: str) -> Message:
+    fewer: Any = {key: value for key, value in message.items() if key != field}
+    return fewer
+
+
+def _names_its_call(message: Message, before: list[Message]) -> bool:
+    """Tell whether the name of a result is that of a function which was called before it."""
+    called = {call["function"]["name"] for m in before for call in m.get("tool_calls", [])}
+    return message["role"] == "tool" and message.get("name") in called

@@ -1,0 +1,308 @@
+"""Messages to token ids, once; token ids to text, for rewards and logs. Sampled tokens are never encoded again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from core.errors import UserError, first_line, name_error
+from core.hub import describe_hub, prepare_hub
+from core.lean_imports import lean_transformers
+from core.types.images import Picture, PlacedPicture
+from core.types.messages import ROLES, Message, ToolSpec, find_pictures
+from data_feeds.chat.template_append import STAND_IN, TemplateRefuses, write_answers
+from data_feeds.chat.template_messages import count_characters, to_template_messages
+from data_feeds.chat.turns import Piece, TrainOn, split_turns
+from data_feeds.images.image_tokens import check_texts, count_tokens, insert_pictures, place_pictures
+from modeling.images.processor import PictureProcessor, needs_pictures
+from modeling.pretrained import load_pretrained, refuse_own_code
+
+CHARS_PER_TOKEN = 8
+"""Characters that are looked at for each token of a bound: more than usual texts have."""
+CHARS_AT_ONCE = 2**20
+"""Characters that are encoded in one call. The library needs some hundred bytes for each token of it."""
+Encoded = tuple[list[int], list[bool]]
+"""Ids of a piece, and which of them are trained on."""
+
+
+class ChatTokenizer:
+    """Hugging Face tokenizer with a way to write conversations.
+
+    chat: by the tokenizer's chat template. plain: the contents are concatenated, and each of the policy's turns ends
+    with the end-of-sequence token.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        template: Literal["chat", "plain"],
+        *,
+        key: str = "model.path",
+        trust_remote_code: bool = False,
+        template_args: Mapping[str, Any] | None = None,
+    ):
+        """template_args: what the chat template gets besides the messages; see template_args.py."""
+        with lean_transformers():
+            from transformers import AutoTokenizer
+
+        is_folder = os.path.isdir(path)
+        if not is_folder:
+            prepare_hub(f"{key}={path}")
+        try:
+            self.hf: Any = load_pretrained(AutoTokenizer, path, trust_remote_code=trust_remote_code)
+        except Exception as error:  # a border: a broken file can make the library raise anything
+            if refusal := refuse_own_code(error, key=key, path=path, trust_remote_code=trust_remote_code):
+                raise UserError(refusal) from error
+            more = "" if is_folder else f"; {describe_hub()}"
+            raise UserError(f"{key}={path}: its tokenizer cannot be loaded: {name_error(error)}{more}") from error
+        self.who, self.template, self.template_args = f"{key}={path}", template, dict(template_args or {})
+        self.pictures = self._load_pictures(path, key, trust_remote_code)
+        if template == "chat" and not self.hf.chat_template:
+            if self.pictures is not None:
+                raise UserError(f"{key}={path} has no chat template: add one to its processor")
+            raise UserError(f"{key}={path} has no chat template: set data.template=plain, or add one to its tokenizer")
+        if self.hf.eos_token_id is None:
+            raise UserError(f"{key}={path}: its tokenizer has no end-of-sequence token")
+        more_ends = _eos_of_generation_config(path, key, trust_remote_code=trust_remote_code)
+        self.stop_token_ids = sorted({self.hf.eos_token_id, *more_ends})
+
+    def _load_pictures(self, path: str, key: str, trust_remote_code: bool) -> PictureProcessor | None:
+        """Return the processor of a model that sees pictures, whose chat template comes before the tokenizer's."""
+        if os.path.isdir(path) and not (Path(path) / "config.json").is_file():  # a tokenizer alone
+            return None
+        if not needs_pictures(path, key=key, trust_remote_code=trust_remote_code):
+            return None
+        pictures = PictureProcessor(path, key=key, trust_remote_code=trust_remote_code, tokenizer=self.hf)
+        self.hf.chat_template = pictures.chat_template or self.hf.chat_template
+        return pictures
+
+    @property
+    def written_ids(self) -> frozenset[int]:
+        """Tokens that are in decoded text: all but the special ones."""
+        return frozenset(self.hf.get_vocab().values()) - frozenset(self.hf.all_special_ids)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids, from 0 on."""
+        return max(self.hf.get_vocab().values()) + 1
+
+    @property
+    def turn_end(self) -> list[int]:
+        """Tokens with which a reply's turn ends in a conversation, where the policy did not sample them."""
+        if self.template == "plain":
+            return [self.hf.eos_token_id]
+        reply: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": STAND_IN}]
+        text = self.render_text(reply, reply_next=False)
+        rest = text[text.rindex(STAND_IN) + len(STAND_IN) :]
+        return [self.hf.eos_token_id] if rest.startswith(self.hf.eos_token) else []
+
+    @cached_property
+    def reply_header(self) -> str:
+        """Text that begins a reply in a conversation, before the policy's first token."""
+        asked: list[Message] = [{"role": "user", "content": "."}]
+        whole = self.render_text(asked, reply_next=True)
+        return whole.removeprefix(self.render_text(asked, reply_next=False))
+
+    def without_stop(self, ids: list[int]) -> list[int]:
+        """Return the tokens of a reply without the one that ended it."""
+        return ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids
+
+    def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """Return the ids of a conversation, up to the point where the policy's reply begins."""
+        return self.encode(self.render_text(messages, reply_next=True, tools=tools))
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.hf.get_vocab()))
+
+    def bound_tokens(self, messages: list[Message], *, limit: int, tools: Sequence[ToolSpec] = ()) -> int | None:
+        """Return a number above `limit` if a conversation has surely that many tokens, without encoding it all.
+
+        The tokens of a beginning are those of the whole text but near the cut. So twice the limit, with room for the
+        longest token at the cut, leaves no doubt. None for a text that is short, or may be short enough.
+        """
+        pictures = find_pictures(messages)
+        if self.pictures is not None and (seen := count_tokens(self.pictures, pictures)) > limit:
+            return seen
+        surely = 2 * limit + 4 * self._longest_token
+        size = CHARS_PER_TOKEN * surely
+        if count_characters(messages, tools) + CHARS_PER_TOKEN * len(messages) <= size:
+            return None
+        text = self.render_text(messages, reply_next=False, tools=tools)
+        while size < len(text):
+            if len(self.encode(text[:size])) > surely:
+                return limit + 1
+            size *= 2
+        return None
+
+    def render_turns(self, reply: Message, answers: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """Return the ids that follow a finished reply of the policy: the answers to it, up to the next reply.
+
+        All answers are written at once, since templates join the results of several calls. Raises TemplateRewrites
+        where the template does not let them follow the tokens of the reply.
+        """
+        if self.template == "plain":
+            self._check_pictures(answers, ())
+            return self.encode("".join(m["content"] for m in answers))
+
+        def write(messages: list[Message], reply_next: bool) -> str:
+            return self.render_text(messages, reply_next=reply_next, tools=tools)
+
+        return self.encode(write_answers(write, self.hf.eos_token, reply, answers))
+
+    def mask_turns(
+        self, messages: list[Message], train_on: TrainOn = ("assistant",), tools: Sequence[ToolSpec] = ()
+    ) -> tuple[list[int], list[bool]]:
+        """Return the ids of a conversation and which of them are trained on, up to the last turn that `train_on` names.
+
+        The assistant's turns are encoded one by one, and the text between them in one piece each, as when the policy
+        samples. So the tokens are those that would be sampled, whatever `train_on` is. A reply is trained on with
+        its tool calls and its end-of-turn token and without the header before it; turns of other roles likewise, if
+        the template ends them with that token.
+        """
+        return join_encoded(self.encode_pieces(self.split_turns(messages, train_on, tools)))
+
+    def split_turns(self, messages: list[Message], train_on: TrainOn, tools: Sequence[ToolSpec] = ()) -> list[Piece]:
+        """Return the pieces that `mask_turns` encodes, in their order."""
+
+        def write(written: list[Message], reply_next: bool) -> str:
+            return self.render_text(written, reply_next=reply_next, tools=tools)
+
+        return split_turns(write, self.hf.eos_token, messages, train_on)
+
+    def encode_pieces(self, pieces: list[Piece]) -> list[Encoded]:
+        """Encode pieces one by one, but in few calls, which the library spreads over the cores."""
+        encoded: list[Encoded] = []
+        for batch in _split_by_size(pieces):
+            texts = [text for text, _ in batch]
+            has_spans = any(isinstance(learnt, list) and learnt for _, learnt in batch)
+            found = self.hf(texts, add_special_tokens=False, return_offsets_mapping=has_spans)
+            offsets = found["offset_mapping"] if has_spans else [[]] * len(batch)
+            for ids, places, (_, learnt) in zip(found["input_ids"], offsets, batch, strict=True):
+                if isinstance(learnt, list) and learnt:
+                    encoded.append((ids, [any(at in span for span in learnt) for at, _ in places]))
+                else:
+                    encoded.append((ids, [bool(learnt)] * len(ids)))
+        return encoded
+
+    def decode(self, ids: list[int]) -> str:
+        return self.hf.decode(ids, skip_special_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        return self.hf.encode(text, add_special_tokens=False) if text else []
+
+    def save(self, folder: Path) -> None:
+        self.hf.save_pretrained(folder)
+        if self.pictures is not None:
+            self.pictures.save(folder)
+
+    def place(self, ids: Sequence[int], pictures: Sequence[Picture], begin: int = 0) -> tuple[PlacedPicture, ...]:
+        """Return the tokens that stand for each picture, in order, from `begin` on.
+
+        Raises PicturesDoNotFit where other pictures stand there, more or fewer.
+        """
+        if self.pictures is None:
+            if pictures:
+                raise self._refuse_pictures()
+            return ()
+        return place_pictures(self.pictures, ids, pictures, begin)
+
+    def _check_pictures(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Picture]:
+        """Return the pictures of a conversation. Raises UserError where they, or its texts, cannot be written."""
+        pictures = find_pictures(messages)
+        if self.pictures is None and pictures:
+            raise self._refuse_pictures()
+        if self.pictures is not None:
+            if pictures and self.template == "plain":
+                raise UserError("data.template=plain writes no pictures: set data.template=chat")
+            check_texts(self.pictures, messages, tools)
+        return pictures
+
+    def _refuse_pictures(self) -> UserError:
+        return UserError(
+            f"{self.who} is a language model, which sees no pictures, and a message holds one: take a model that sees, "
+            "or rows without pictures"
+        )
+
+    @cached_property
+    def _roles_in_parts(self) -> frozenset[str]:
+        """Roles whose text the template of a model that sees writes only where it is given as a list of parts."""
+        if self.pictures is None:
+            return frozenset()
+        return frozenset(role for role in ROLES if self._drops_text_of(role))
+
+    def _drops_text_of(self, role: str) -> bool:
+        said: Message = {"role": role, "content": STAND_IN}
+        asked: Message = {"role": "user", "content": "."}
+        trial = {"user": [said], "assistant": [asked, said], "tool": [asked, said]}.get(role, [said, asked])
+        written = [self._try_template(trial, in_parts) for in_parts in ((), ROLES)]
+        return STAND_IN not in written[0] and STAND_IN in written[1]
+
+    def _try_template(self, messages: list[Message], in_parts: Collection[str]) -> str:
+        try:
+            return self._apply_template(messages, in_parts, reply_next=False, tools=())
+        except TemplateRefuses:
+            return ""
+
+    def render_text(self, messages: list[Message], *, reply_next: bool, tools: Sequence[ToolSpec] = ()) -> str:
+        """Return a conversation as text; reply_next: with the header of the policy's next turn."""
+        pictures = self._check_pictures(messages, tools)
+        if self.template == "plain":
+            return "".join(m["content"] + (self.hf.eos_token if m["role"] == "assistant" else "") for m in messages)
+        text = self._apply_template(messages, self._roles_in_parts, reply_next=reply_next, tools=tools)
+        return text if self.pictures is None else insert_pictures(self.pictures, text, pictures)
+
+    def _apply_template(
+        self, messages: list[Message], in_parts: Collection[str], *, reply_next: bool, tools: Sequence[ToolSpec]
+    ) -> str:
+        from jinja2.exceptions import TemplateError
+
+        given = list(tools) or None
+        try:
+            return self.hf.apply_chat_template(
+                to_template_messages(messages, self.hf.get_chat_template(tools=given), in_parts),
+                tools=given,
+                tokenize=False,
+                add_generation_prompt=reply_next,
+                **self.template_args,
+            )
+        except TemplateError as error:
+            raise TemplateRefuses(first_line(error)) from error
+
+
+def join_encoded(parts: list[Encoded]) -> Encoded:
+    """Return the pieces of one conversation as one."""
+    return [i for ids, _ in parts for i in ids], [learnt for _, mask in parts for learnt in mask]
+
+
+def _split_by_size(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """Yield runs of pieces that together have about CHARS_AT_ONCE characters, or are one long piece."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[0])
+        if size >= CHARS_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _eos_of_generation_config(path: str, key: str, *, trust_remote_code: bool) -> list[int]:
+    """Return the stop tokens of the model's generation config; a chat model may have several."""
+    from transformers import GenerationConfig
+
+    if os.path.isdir(path) and not (Path(path) / "generation_config.json").is_file():
+        return []
+    try:
+        found = load_pretrained(GenerationConfig, path, trust_remote_code=trust_remote_code).eos_token_id
+    except Exception as error:  # a border, as above
+        raise UserError(
+            f"{key}={path}: its generation_config.json cannot be read, but it names the stop tokens: "
+            f"{name_error(error)}"
+        ) from error
+    return found if isinstance(found, list) else [] if found is None else [found]

@@ -1,0 +1,72 @@
+"""Choose what reads replies: content, reasoning and tool calls. What cannot be read is said, and never raised."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from core.errors import UserError, quote
+from core.loading import FileSpec, hash_file
+from core.text.text_files import parse_json, read_text
+from data_feeds.chat.parsed_reply import ParsedReply as ParsedReply
+from data_feeds.chat.parsed_reply import PlainParser as PlainParser
+from data_feeds.chat.parsed_reply import ReplyParser as ReplyParser
+from data_feeds.chat.parsed_reply import rename_taken as rename_taken
+from data_feeds.chat.reply_forms import REPLY_FORMS
+from data_feeds.chat.template_parsing import TemplateParser, load_form
+
+if TYPE_CHECKING:
+    from data_feeds.chat.tokenizer import ChatTokenizer
+
+KEY = "rollout.tool_parser"
+VLLM = "vllm:"
+OWN = "response_template"
+"""Name of the parser that the tokenizer brings."""
+
+
+def make_parser(name: str | None, tokenizer: ChatTokenizer) -> ReplyParser:
+    """Return the parser that `rollout.tool_parser` names. Raises UserError for one that is not there."""
+    own, key = getattr(tokenizer.hf, OWN, None), f"{KEY}={quote(name)}"
+    if name is None and own is None:
+        return PlainParser()
+    if name is None:
+        form = load_form(own, key=f"the {OWN} of the tokenizer")
+        return TemplateParser(tokenizer, form, only_with_tools=True)
+    if name == OWN:
+        if own is None:
+            raise UserError(f"{key}: the tokenizer of this model brings none; {_list_names()}")
+        return TemplateParser(tokenizer, load_form(own, key=key))
+    if name in REPLY_FORMS:
+        return TemplateParser(tokenizer, REPLY_FORMS[name])
+    if name.startswith(VLLM):
+        from data_feeds.chat.vllm_parsing import make_vllm_parser
+
+        return make_vllm_parser(name.removeprefix(VLLM), tokenizer, key=key)
+    if name.endswith(".json"):
+        if not os.path.isfile(name):
+            raise UserError(f"{key}: there is no such file")
+        return TemplateParser(tokenizer, load_form(parse_json(read_text(Path(name), key), key), key=key))
+    raise UserError(f"{key} is no parser; {_list_names()}")
+
+
+def locate_parser(name: str | None) -> FileSpec | None:
+    """Return the file that a parser is read from; None where it is none."""
+    if name is None or not name.endswith(".json") or not os.path.isfile(name):
+        return None
+    path = Path(name).absolute()
+    return FileSpec(module=path.stem, path=str(path), sha256=hash_file(path), in_package=False)
+
+
+def check_parser(name: str | None, tokenizer: ChatTokenizer, *, has_tools: bool) -> None:
+    """Raise UserError where the parser cannot be made, or where there are tools and nothing would read their calls."""
+    parser = make_parser(name, tokenizer)
+    if has_tools and isinstance(parser, PlainParser):
+        raise UserError(
+            f"{KEY} is unset, there are tools, and the tokenizer has no response template: nothing would read the "
+            f"calls; {_list_names()}"
+        )
+
+
+def _list_names() -> str:
+    return f"name the form in which the model writes calls: {', '.join(REPLY_FORMS)}, {VLLM}NAME, or a .json file"

@@ -1,0 +1,132 @@
+"""Cut a conversation into pieces to encode: the policy's turns one by one, and the text between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+from core.errors import UserError
+from core.types.messages import Message
+from data_feeds.chat.template_append import STAND_IN, TemplateRewrites, Write
+from data_feeds.images.image_tokens import with_text
+
+TrainOn = Literal["everything", "last_reply"] | Sequence[str]
+"""Part of a conversation that is trained on: everything, its last reply, or the turns of these roles."""
+Piece = tuple[str, bool | list[range]]
+"""Text to encode, and what of it is trained on: all, nothing, or the tokens that begin within these characters."""
+
+
+def split_turns(write: Write, end_of_turn: str, messages: list[Message], train_on: TrainOn) -> list[Piece]:
+    """Return the pieces of a conversation, in their order, up to the last turn that is trained on.
+
+    A template may write earlier replies differently from the last one, without their reasoning for example. Then only
+    the last reply can be trained on: it follows the conversation as the template writes it before that reply.
+    """
+    try:
+        return _Cut(write, end_of_turn, messages, train_on).all_pieces()
+    except TemplateRewrites as rewrites:
+        if train_on != "last_reply":
+            raise TemplateRewrites(f"{rewrites}, or data.train_on: last_reply") from rewrites
+        return _cut_before_last_reply(write, end_of_turn, messages)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    write: Write
+    end_of_turn: str
+    messages: list[Message]
+    train_on: TrainOn
+
+    @cached_property
+    def chosen(self) -> set[int]:
+        """Indices of the turns that are trained on."""
+        return _find_turns(self.messages, self.train_on)
+
+    def all_pieces(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        whole_text = self.train_on == "everything"
+        done, after = "", 0
+        for i in _find_replies(self.messages):
+            asked = self.write(self.messages[:i], True)
+            whole = self.write(self.messages[: i + 1], False)
+            _check_appends(done, asked, whole)
+            between = whole_text or self.find_spans(self.chosen & {*range(after, i)}, skip=len(done))
+            reply, rest = _split_reply(whole[len(asked) :], self.end_of_turn)
+            pieces += [(asked[len(done) :], between), (reply, i in self.chosen), (rest, whole_text)]
+            done, after = whole, i + 1
+        if left := {j for j in self.chosen if j >= after}:
+            whole = self.write(self.messages[: max(left) + 1], False)
+            _check_appends(done, whole)
+            pieces.append((whole[len(done) :], whole_text or self.find_spans(left, skip=len(done))))
+        return pieces
+
+    def find_spans(self, turns: set[int], *, skip: int) -> list[range]:
+        """Return the characters of the contents of turns in the rendered conversation, counted from `skip` on.
+
+        An end-of-turn token that follows at once is included.
+        """
+        return [range(span.start - skip, span.stop - skip) for span in map(self._find_span, turns)]
+
+    def _find_span(self, turn: int) -> range:
+        until = self.messages[: turn + 1]
+        blank = with_text(until[-1], STAND_IN)
+        header, _, tail = self.write([*until[:-1], blank], False).rpartition(STAND_IN)
+        whole = self.write(until, False)
+        _check_appends(header, whole)
+        if not whole.endswith(tail):
+            raise UserError(
+                "the chat template writes a turn differently according to its content, so turns of "
+                f"{until[-1]['role']} cannot be trained on: leave that role out of data.train_on"
+            )
+        ends = len(self.end_of_turn) if tail.startswith(self.end_of_turn) else 0
+        return range(len(header), len(whole) - len(tail) + ends)
+
+
+def _cut_before_last_reply(write: Write, end_of_turn: str, messages: list[Message]) -> list[Piece]:
+    last = _find_replies(messages)[-1]
+    asked = write(messages[:last], True)
+    whole = write(messages[: last + 1], False)
+    _check_appends(asked, whole)
+    reply, rest = _split_reply(whole[len(asked) :], end_of_turn)
+    return [(asked, False), (reply, True), (rest, False)]
+
+
+def _split_reply(text: str, end_of_turn: str) -> tuple[str, str]:
+    """Return a reply with the token that ends it, and what the template writes after it."""
+    end = text.find(end_of_turn)
+    if end < 0:
+        raise UserError(
+            f"the chat template does not end a turn with the tokenizer's end-of-sequence token "
+            f"{end_of_turn!r}, where the policy would stop: make eos_token the one the template writes"
+        )
+    end += len(end_of_turn)
+    return text[:end], text[end:]
+
+
+def _find_replies(messages: list[Message]) -> list[int]:
+    return [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+
+
+def _find_turns(messages: list[Message], train_on: TrainOn) -> set[int]:
+    """Return the indices of the turns that are trained on."""
+    if train_on == "everything":
+        return {*range(len(messages))}
+    if train_on == "last_reply":
+        return {*_find_replies(messages)[-1:]}
+    return {i for i, m in enumerate(messages) if m["role"] in train_on}
+
+
+def count_written(messages: list[Message], train_on: TrainOn) -> int:
+    """Return how many messages the pieces of a conversation hold: up to its last reply, or a later trained turn."""
+    return 1 + max([*_find_replies(messages), *_find_turns(messages, train_on)], default=-1)
+
+
+def _check_appends(*longer: str) -> None:
+    if not all(after.startswith(before) for before, after in pairwise(longer)):
+        raise TemplateRewrites(
+            "the chat template rewrites earlier turns (a conversation's beginning is not the beginning of its "
+            "continuation), so turns cannot be trained on one by one: use a template that only appends"
+        )

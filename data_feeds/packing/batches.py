@@ -1,0 +1,347 @@
+"""Samples -> Batches. The only place that shifts labels, and the only place that normalises."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from core.errors import RunStopped
+from core.types.arrays import Floats, list_fields, repeat_runs
+from core.types.episodes import number_episodes
+from core.types.samples import Batch, Group, LossNorm, Sample, ScoredColumn, Tokens
+from data_feeds.images.row_images import check_untrained, count_inputs, fill_row, make_keys, order_pictures
+from data_feeds.packing.bin_packing import TooLarge, pack_into_bins
+from data_feeds.packing.prefix_bins import find_families, pack_families
+from data_feeds.packing.prefix_tree import lay_out_row
+
+C = TypeVar("C", bound=str)
+
+
+def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[float]:
+    """Compute the weight of one trained token of each sample of an update, in the order of `groups`, flattened.
+
+    Computed once on the whole update, before any split, in float64. What is counted as a sequence is an episode, of one
+    sample or of several. Those without a trained token have weight 0 and are counted in no denominator.
+
+    Example: two prompts with one episode each, of 1 and 3 trained tokens, horizon 10.
+        token         1/4,  1/4    every token of the update counts the same; long episodes dominate
+        sequence      1/2,  1/6    every episode counts the same; its tokens share
+        sequence_sum  1/2,  1/2    every episode's sum counts the same (REINFORCE, RLOO)
+        constant      1/20, 1/20   every token of every update counts the same (Dr. GRPO)
+        prompt        1/2,  1/6    every prompt counts the same; its tokens share (ScaleRL)
+    """
+    counts = [[s.n_trained for s in group] for group in groups]  # [groups][samples]
+    episodes = [add_up_episodes(group, own) for group, own in zip(groups, counts, strict=True)]
+    n_tokens = sum(map(sum, counts))
+    n_sequences = sum(n > 0 for totals, _ in episodes for n in totals)
+    n_prompts = sum(sum(group) > 0 for group in counts)
+
+    def token_weight(n: int, in_group: int) -> float:
+        match norm:
+            case "token":
+                return 1 / n_tokens
+            case "sequence":
+                return 1 / (n * n_sequences)
+            case "sequence_sum":
+                return 1 / n_sequences
+            case "constant":
+                return 1 / (n_sequences * horizon)
+            case "prompt":
+                return 1 / (in_group * n_prompts)
+
+    return [
+        token_weight(totals[number], sum(own)) if n else 0.0
+        for own, (totals, numbers) in zip(counts, episodes, strict=True)
+        for n, number in zip(own, numbers, strict=True)
+    ]
+
+
+def add_up_episodes(group: Group, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the sum of `counts` over the samples of each episode; and the number of each sample's episode."""
+    numbers = number_episodes(group)
+    totals = [0] * (1 + max(numbers, default=-1))
+    for number, n in zip(numbers, counts, strict=True):
+        totals[number] += n
+    return totals, numbers
+
+
+def pack(
+    samples: list[Sample],
+    weights: list[float],
+    *,
+    groups: list[int] | None = None,
+    families: list[int] | None = None,
+    episodes: Sequence[int] | None = None,
+    has_seq_ids: bool = True,
+    sources: Sequence[str] = (),
+    dtype: torch.dtype = torch.float32,
+) -> Batch:
+    """Concatenate samples into a Batch; `weights[i]` is the weight of each trained token of `samples[i]`.
+
+    Of each sample there is a number: of its group (groups), where whole groups are in one batch; of its family, whose
+    common beginnings are laid once (prefix_tree.py), or None; of its episode (None: each is one). has_seq_ids: False
+    where the rest of an episode may be in other batches. sources: data sets whose tokens get source_ids.
+
+    A Sample is token-aligned (entry t is about token t), a Batch is input-aligned: position t predicts token t+1. The
+    shift happens here and nowhere else, and so does the choice of the trained tokens: values of others never get out.
+    """
+    row = lay_out_row(make_keys(samples), families)
+    places = row.places
+    learnt, counts = zip(*(find_trained(s) for s in samples), strict=True)
+
+    def select(per_sample: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        return np.concatenate([values[1:][chosen] for values, chosen in zip(per_sample, learnt, strict=True)])
+
+    def floats(per_sample: list[Floats]) -> Tensor:
+        return torch.from_numpy(select(per_sample)).to(dtype)
+
+    columns: dict[str, Any] = {name: floats([s.columns[name] for s in samples]) for name in samples[0].columns}
+    if all_credited(samples):
+        columns["advantage"] = floats([s.advantage for s in samples if s.advantage is not None])
+
+    numbers = number_samples(samples, groups, episodes, has_seq_ids=has_seq_ids, sources=sources)
+    columns |= {name: torch.from_numpy(repeat_runs(np.array(own), counts)) for name, own in numbers.items()}
+    input_ids, rope_ids = fill_row(samples, row)
+    return Batch(
+        input_ids=input_ids,
+        position_ids=torch.from_numpy(row.position_ids),
+        segment_ids=torch.from_numpy(row.segment_ids),
+        parents=torch.from_numpy(row.parents),
+        at=torch.from_numpy(np.concatenate([place[chosen] for place, chosen in zip(places, learnt, strict=True)])),
+        labels=torch.from_numpy(select([s.token_ids for s in samples]).astype(np.int64)),
+        tokens=Tokens(
+            weight=torch.from_numpy(repeat_runs(torch.tensor(weights, dtype=dtype).numpy(), counts)),
+            rollout_logp=floats([s.rollout_logp for s in samples]),
+            **columns,
+        ),
+        pictures=order_pictures(samples, places),
+        rope_ids=rope_ids,
+    )
+
+
+def find_trained(sample: Sample) -> tuple[slice | NDArray[np.intp], int]:
+    """Return which inputs predict a token that is trained on, and how many do: input t predicts token t + 1.
+
+    A slice where they follow one another, as in a single reply: what it picks is not copied.
+    """
+    mask = sample.loss_mask[1 : count_inputs(sample) + 1]
+    n = int(np.count_nonzero(mask))
+    first = int(mask.argmax()) if n else 0
+    is_run = np.count_nonzero(mask[first : first + n]) == n
+    return (slice(first, first + n) if is_run else np.flatnonzero(mask)), n
+
+
+def number_samples(
+    samples: list[Sample],
+    groups: list[int] | None,
+    episodes: Sequence[int] | None,
+    *,
+    has_seq_ids: bool,
+    sources: Sequence[str],
+) -> dict[str, list[int]]:
+    """Return the numbers of each sample that its tokens get, by the name of their column."""
+    found: dict[str, list[int]] = {}
+    if groups is not None:
+        found["group_ids"] = number_anew(groups)
+    if has_seq_ids:
+        found["seq_ids"] = number_anew(range(len(samples)) if episodes is None else episodes)
+    if sources:
+        found["source_ids"] = [sources.index(s.prompt.source) for s in samples]
+    return found
+
+
+def number_anew(given: Sequence[Hashable]) -> list[int]:
+    """Return numbers from 0 on, in order of appearance.
+
+    >>> number_anew([7, 3, 7])
+    [0, 1, 0]
+    """
+    numbers = {one: n for n, one in enumerate(dict.fromkeys(given))}
+    return [numbers[one] for one in given]
+
+
+def all_credited(samples: list[Sample]) -> bool:
+    """Return True if every sample has an advantage, False if none has; raise ValueError for a mix."""
+    credited = {s.advantage is not None for s in samples}
+    if len(credited) == 2:
+        raise ValueError(
+            "some samples of an update have an advantage and some have none: compute_advantages() must set all or none"
+        )
+    return credited.pop()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Split of one update: the samples of every micro-batch of every rank."""
+
+    samples: list[Sample]
+    """Samples with at least one trained token."""
+    weights: list[float]
+    """Weight of each trained token, by sample."""
+    bins: list[list[list[int]]]
+    """[rank][micro-batch] -> indices into `samples`."""
+    groups: list[int] | None
+    """Number of each sample's group, where groups are kept whole."""
+    families: list[int] | None
+    """Number of each sample's family, where samples of one share their common beginnings; mostly its group."""
+    episodes: list[int]
+    """Number of each sample's episode."""
+    has_seq_ids: bool
+    """False if an episode may be split between micro-batches."""
+    sources: Sequence[str]
+    """Data sets whose losses are logged separately."""
+    padded: bool
+    """True if rows are padded to the longest of their micro-batch."""
+
+    @property
+    def padding(self) -> float:
+        """Fraction of the positions of the forward passes that hold no token; 0 where nothing is padded."""
+        if not self.padded:
+            return 0.0
+        sizes = [[len(self.samples[i].token_ids) - 1 for i in b] for rank in self.bins for b in rank if b]
+        return 1 - sum(map(sum, sizes)) / sum(len(b) * max(b) for b in sizes)
+
+    def batches(self, dtype: torch.dtype = torch.float32) -> list[list[Batch]]:
+        """Return the batches, [rank][micro-batch]."""
+        return [[self._make_batch(b, dtype) for b in rank] for rank in self.bins]
+
+    def measure_shared(self, batches: list[list[Batch]]) -> float:
+        """Return the fraction of the samples' input tokens that a common beginning saves in these batches."""
+        both = [pair for rank in zip(self.bins, batches, strict=True) for pair in zip(*rank, strict=True)]
+        laid = sum(batch.input_ids.numel() for chosen, batch in both if chosen)  # the others are idle
+        return 1 - laid / sum(map(count_inputs, self.samples))
+
+    def _make_batch(self, chosen: list[int], dtype: torch.dtype) -> Batch:
+        if not chosen:
+            return self.make_idle_batch(dtype)
+        return pack(
+            [self.samples[i] for i in chosen],
+            [self.weights[i] for i in chosen],
+            groups=None if self.groups is None else [self.groups[i] for i in chosen],
+            families=None if self.families is None else [self.families[i] for i in chosen],
+            episodes=[self.episodes[i] for i in chosen],
+            has_seq_ids=self.has_seq_ids,
+            sources=self.sources,
+            dtype=dtype,
+        )
+
+    def make_idle_batch(self, dtype: torch.dtype = torch.float32) -> Batch:
+        """Return a batch without trained tokens: its rank still takes part in every collective of the step."""
+        shortest = min(range(len(self.samples)), key=lambda i: len(self.samples[i].token_ids))
+        batch = self._make_batch([shortest], dtype)
+        columns: dict[str, Any] = {name: getattr(batch.tokens, name, None) for name in list_fields(Tokens)}
+        batch.tokens = batch.tokens.replace(**{name: v[:0] for name, v in columns.items() if isinstance(v, Tensor)})
+        batch.at, batch.labels = batch.at[:0], batch.labels[:0]
+        return batch
+
+    def with_columns(self, scored: list[list[dict[ScoredColumn, Floats]]]) -> dict[int, Sample]:
+        """Return the samples with the columns of a trainer, by id() of the sample.
+
+        scored: [rank][micro-batch][column], each [M].
+        """
+        laid = self.lay_out(scored, fill=0.0)
+        return {id(s): replace(s, columns=s.columns | laid[id(s)]) for s in self.samples if id(s) in laid}
+
+    def lay_out(self, columns: Sequence[Sequence[Mapping[C, Floats]]], *, fill: float) -> dict[int, dict[C, Floats]]:
+        """Return columns of trained tokens over the whole of each sample, by id() of the sample.
+
+        columns: [rank][micro-batch][column], each [M]. fill: value of a token that is not trained on.
+        """
+        done: dict[int, dict[C, Floats]] = {}
+        for rank_bins, of_rank in zip(self.bins, columns, strict=True):
+            for chosen, of_batch in zip(rank_bins, of_rank, strict=True):
+                first = 0
+                for s in (self.samples[i] for i in chosen):
+                    mask, after = s.loss_mask, first + s.n_trained
+                    own = {name: np.full(len(mask), fill, dtype=s.float_dtype) for name in of_batch}
+                    for name, values in of_batch.items():
+                        own[name][mask] = values[first:after]
+                    done[id(s)], first = own, after
+        return done
+
+
+def plan_update(
+    groups: list[Group],
+    norm: LossNorm,
+    max_tokens: int,
+    *,
+    ranks: int = 1,
+    horizon: int = 1,
+    padded: bool = True,
+    share_prefixes: bool = False,
+    whole_groups: bool = False,
+    whole_episodes: bool = False,
+    sources: Sequence[str] = (),
+) -> Plan:
+    """Split one update into micro-batches of at most `max_tokens` tokens, the same number for every rank.
+
+    The split affects memory and speed only: weights are computed before it. share_prefixes: a micro-batch counts common
+    beginnings once (find_families). whole_episodes: the samples of an episode are in one micro-batch.
+
+    A picture counts with its tokens: the vision part computes a fixed number of patches for each, so the budget bounds
+    the memory of both; a shared picture is computed once, as its tokens are.
+    """
+    if padded and share_prefixes:
+        raise ValueError("padded rows share no prefixes")
+    weights = token_weights(groups, norm, horizon=horizon)
+    numbered = [
+        (g, (g, n), s) for g, group in enumerate(groups) for n, s in zip(number_episodes(group), group, strict=True)
+    ]
+    kept = [(row, w) for row, w in zip(numbered, weights, strict=True) if w]
+    samples, in_group = [s for (_, _, s), _ in kept], [g for (g, _, _), _ in kept]
+    check_untrained(samples)
+    families = find_families(samples, in_group) if share_prefixes else None
+    episodes = number_anew([episode for (_, episode, _), _ in kept])
+    are_single = len({*episodes}) == len(episodes)
+    # what is in one micro-batch: whole groups, whole episodes, or single samples
+    units = in_group if whole_groups else episodes if whole_episodes else list(range(len(samples)))
+    try:
+        if families is not None:
+            whole = whole_groups or (whole_episodes and not are_single)
+            bins = pack_families(samples, units if whole else families, max_tokens, ranks=ranks, whole=whole)
+        else:
+            bins = _pack_units(samples, units, max_tokens, ranks=ranks, padded=padded)
+    except TooLarge as error:
+        if are_single:
+            raise
+        raise RunStopped(
+            f"the samples of an episode have {error.tokens} tokens, more than trainer.micro_batch_tokens={max_tokens}; "
+            "this loss compares episodes as wholes, so they must be in one micro-batch: raise it, or use a ratio per "
+            "token (another alg, alg.correction.level: token)"
+        ) from error
+    return Plan(
+        samples=samples,
+        weights=[w for _, w in kept],
+        bins=[bins[rank::ranks] for rank in range(ranks)],
+        padded=padded,
+        groups=in_group if whole_groups else None,
+        families=families,
+        episodes=episodes,
+        has_seq_ids=whole_episodes or are_single,
+        sources=sources,
+    )
+
+
+def _pack_units(
+    samples: Sequence[Sample], units: Sequence[int], max_tokens: int, *, ranks: int, padded: bool
+) -> list[list[int]]:
+    """Pack samples into micro-batches, those of one unit into the same; return their indices."""
+    members: dict[int, list[int]] = {}
+    for i, unit in enumerate(units):
+        members.setdefault(unit, []).append(i)
+    in_order = list(members.values())
+    lengths = [[len(samples[i].token_ids) - 1 for i in unit] for unit in in_order]
+    sizes = [len(u) * max(u) if padded else sum(u) for u in lengths]
+    packed = pack_into_bins(sizes, max_tokens, ranks=ranks, padded=padded)
+    return [[i for unit in b for i in in_order[unit]] for b in packed]
+
+
+def micro_batches(groups: list[Group], norm: LossNorm, max_tokens: int, **how: Any) -> list[list[Batch]]:
+    """Return the batches of `plan_update`, [rank][micro-batch]."""
+    return plan_update(groups, norm, max_tokens, **how).batches()

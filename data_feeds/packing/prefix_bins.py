@@ -1,0 +1,186 @@
+"""Distribute sequences that share their beginnings over micro-batches and ranks, counting what is shared once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.types.samples import Sample
+from data_feeds.images.row_images import count_inputs, make_keys
+from data_feeds.packing.bin_packing import estimate_cost, pack_into_bins
+from data_feeds.packing.prefix_tree import gather_families, sort_by_prefix
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.floating[Any]]
+LEAST_SHARED = 16
+"""Tokens that rows of different groups must have in common to be computed together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pieces:
+    """Families, or parts of them, each of which is computed in one micro-batch. [P] each."""
+
+    starts: Ints
+    """Where each begins; it ends where the next one does."""
+    sizes: Ints
+    """Different tokens; or trained ones, which all need logits, if there are more of these: where many are copies."""
+    costs: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Families:
+    """Sequences of all families, end to end; each family is sorted, so that a piece of it is a tree again. [N] each."""
+
+    members: Ints
+    lengths: Ints
+    shared: Ints
+    """Tokens in common with the sequence before; 0 for the first of a family."""
+    trained: Ints
+    """Tokens that are trained on."""
+    is_first: NDArray[np.bool_]
+    """True for the first sequence of each family."""
+    siblings: Ints
+    """Sequences of each one's family."""
+    middle: Floats
+    """Where the middle of each one's own tokens stands among its family's: 0 at their beginning, 1 at their end."""
+    costs: Floats
+    """What each costs after the one before; every token attends to all before it in its sequence."""
+
+    @classmethod
+    def of(cls, *, members: Ints, sizes: list[int], lengths: Ints, shared: Ints, trained: Ints) -> _Families:
+        """Return families of `sizes` sequences."""
+        counts = np.array(sizes)
+        begins = counts.cumsum() - counts
+        several = begins[counts > 1]
+        own = lengths - shared
+        own[several] -= shared[several + 1]  # the common beginning is nobody's own
+        ends, totals = own.cumsum(), np.add.reduceat(own, begins)
+        middles = ends - own / 2 - np.repeat(ends[begins] - own[begins], counts)
+        is_first = np.zeros(len(members), dtype=np.bool_)
+        is_first[begins] = True
+        return cls(
+            members=members,
+            lengths=lengths,
+            shared=shared,
+            trained=trained,
+            is_first=is_first,
+            siblings=np.repeat(counts, counts),
+            middle=middles / np.repeat(np.maximum(totals, 1), counts),
+            costs=estimate_cost(lengths) - estimate_cost(shared),
+        )
+
+    def measure(self, starts: Ints) -> _Pieces:
+        """Return the pieces that begin at `starts`."""
+        again = self.shared[starts]  # what the first sequence of a piece shares is computed there too
+        tokens = np.add.reduceat(self.lengths - self.shared, starts) + again
+        return _Pieces(
+            starts=starts,
+            sizes=np.maximum(tokens, np.add.reduceat(self.trained, starts)),
+            costs=np.add.reduceat(self.costs, starts) + estimate_cost(again),
+        )
+
+    def cut(self, pieces: int, max_tokens: int) -> _Pieces:
+        """Cut each family into `pieces` with about as many own tokens, into more if one is too large.
+
+        A family of fewer sequences is cut into single ones.
+        """
+        wanted = np.minimum(pieces, self.siblings)
+        numbers = np.minimum(self.middle * wanted, wanted - 1).astype(int)
+        is_start = self.is_first | _find_changes(numbers)
+        done = self.measure(np.flatnonzero(is_start))
+        if not (too_large := np.flatnonzero(done.sizes > max_tokens)).size:
+            return done
+        stops = [*done.starts[1:].tolist(), len(numbers)]
+        for n in too_large.tolist():
+            is_start[list(self._fill(int(done.starts[n]), stops[n], max_tokens))] = True
+        return self.measure(np.flatnonzero(is_start))
+
+    def _fill(self, first: int, end: int, max_tokens: int) -> Iterator[int]:
+        """Return where a piece must be cut so that none of its parts is larger than `max_tokens`."""
+        tokens = trained = 0
+        for i in range(first, end):
+            more = self.lengths[i] - (self.shared[i] if tokens else 0)
+            is_full = max(tokens + more, trained + self.trained[i]) > max_tokens
+            if i > first and is_full:
+                yield i
+                tokens, trained, more = 0, 0, self.lengths[i]
+            tokens, trained = tokens + more, trained + self.trained[i]
+
+
+def _find_changes(values: Ints) -> NDArray[np.bool_]:
+    """Return True where a value differs from the one before, and at the first."""
+    changes = np.ones(len(values), dtype=np.bool_)
+    np.not_equal(values[1:], values[:-1], out=changes[1:])
+    return changes
+
+
+def find_families(samples: Sequence[Sample], groups: Sequence[int]) -> list[int]:
+    """Return the number of each sample's family, whose samples share their common beginnings: its group.
+
+    Where every group is one sample, as in SFT, a family is what begins with the same tokens, such as a system prompt.
+    Samples that have fewer than LEAST_SHARED tokens in common with others are families of their own, which pack better.
+    """
+    if len({*groups}) < len(groups):
+        return [*groups]
+    order, shared = sort_by_prefix(make_keys(samples))
+    numbers = np.empty(len(order), dtype=np.int64)
+    numbers[order] = np.cumsum(np.array(shared) < LEAST_SHARED)
+    return numbers.tolist()
+
+
+def pack_families(
+    samples: Sequence[Sample], families: Sequence[int], max_tokens: int, *, ranks: int = 1, whole: bool = False
+) -> list[list[int]]:
+    """Pack samples into micro-batches, as pack_into_bins does; return their indices.
+
+    A family stays together as long as that makes no rank wait for another: it is cut, and its common beginning computed
+    on both sides, if the slowest rank is done earlier then, or if it does not fit. whole: never cut one.
+    """
+    if not samples:
+        return pack_into_bins([], max_tokens)  # raises: there is nothing to train on
+    ordered = _sort_families(samples, families)
+    uncut = ordered.measure(np.flatnonzero(ordered.is_first))
+    largest = 1 if whole or ranks == 1 else int(ordered.siblings.max())
+    least = float(uncut.costs.sum()) / ranks  # cost of each rank if no family is cut
+    best: tuple[float, _Pieces, list[list[int]]] | None = None
+    parts = 1
+    while True:
+        pieces = uncut if whole else ordered.cut(parts, max_tokens)
+        cost, bins = _pack_pieces(pieces, max_tokens, ranks)
+        if best is None or cost < 0.99 * best[0]:
+            best = cost, pieces, bins
+        if parts >= largest or 0.99 * best[0] <= least:
+            break
+        parts = min(2 * parts, largest)
+    _, pieces, bins = best
+    members, borders = ordered.members.tolist(), [*pieces.starts.tolist(), len(samples)]
+    return [[i for n in b for i in members[borders[n] : borders[n + 1]]] for b in bins]
+
+
+def _sort_families(samples: Sequence[Sample], families: Sequence[int]) -> _Families:
+    members: list[int] = []
+    shared: list[int] = []
+    gathered = gather_families(range(len(samples)), families)
+    for chosen in gathered:
+        order, in_common = sort_by_prefix(make_keys([samples[i] for i in chosen]))
+        members += [chosen[n] for n in order]
+        shared += in_common
+    return _Families.of(
+        members=np.array(members, dtype=np.int64),
+        sizes=[len(chosen) for chosen in gathered],
+        lengths=np.array([count_inputs(samples[i]) for i in members], dtype=np.int64),
+        shared=np.array(shared, dtype=np.int64),
+        trained=np.array([samples[i].n_trained for i in members], dtype=np.int64),
+    )
+
+
+def _pack_pieces(pieces: _Pieces, max_tokens: int, ranks: int) -> tuple[float, list[list[int]]]:
+    """Pack the pieces; return the cost of the slowest rank, and the numbers of the pieces of each micro-batch."""
+    costs = pieces.costs.tolist()
+    bins = pack_into_bins(pieces.sizes.tolist(), max_tokens, ranks=ranks, padded=False, costs=costs)
+    slowest = max(sum(costs[i] for b in bins[rank::ranks] for i in b) for rank in range(ranks))
+    return slowest, bins

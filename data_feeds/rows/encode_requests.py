@@ -1,0 +1,60 @@
+"""Encode the texts of many rows in one call: the tokenizer spreads it over the cores, one row at a time it cannot.
+
+A row is made by a generator, its draft: it yields the texts to encode, is sent their ids, and returns what it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from typing import NoReturn, TypeVar
+
+from data_feeds.chat.tokenizer import Encoded
+from data_feeds.chat.turns import Piece
+
+Made = TypeVar("Made")
+Draft = Generator[list[Piece], list[Encoded], Made]
+Outcome = Callable[[], Made]
+"""Returns what was made of a row, or raises the error of its draft."""
+ROWS_AT_ONCE = 256
+
+
+def finish_drafts(
+    drafts: Iterable[Draft[Made]],
+    encode: Callable[[list[Piece]], list[Encoded]],
+    *,
+    at_once: int = ROWS_AT_ONCE,
+) -> Iterator[Outcome[Made]]:
+    """Run drafts, `at_once` side by side; yield one outcome for each, in their order.
+
+    A draft's error waits in its outcome, so the first error that is raised is that of the first wrong row.
+    """
+    left = iter(drafts)
+    while chunk := list(islice(left, at_once)):
+        yield from _finish_chunk(chunk, encode)
+
+
+def _finish_chunk(chunk: list[Draft[Made]], encode: Callable[[list[Piece]], list[Encoded]]) -> Iterator[Outcome[Made]]:
+    outcomes: dict[int, Outcome[Made]] = {}
+    answers: dict[int, list[Encoded] | None] = dict.fromkeys(range(len(chunk)))
+    while answers:
+        asked: dict[int, list[Piece]] = {}
+        for i, answer in answers.items():
+            try:
+                asked[i] = next(chunk[i]) if answer is None else chunk[i].send(answer)
+            except StopIteration as end:
+                outcomes[i] = partial(_give, end.value)
+            except Exception as error:  # not lost: its outcome raises it
+                outcomes[i] = partial(_raise, error)
+        encoded = iter(encode([piece for pieces in asked.values() for piece in pieces]))
+        answers = {i: list(islice(encoded, len(pieces))) for i, pieces in asked.items()}
+    return (outcomes[i] for i in range(len(chunk)))
+
+
+def _give(made: Made) -> Made:
+    return made
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -1,0 +1,61 @@
+"""Read the data sets of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from configs.eval_schema import EvalConfig
+from core.errors import UserError
+from core.types.messages import ToolSpec
+from core.types.samples import Prompt
+from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.feed import read_source
+from data_feeds.rows.invalid_rows import InvalidRows
+from data_feeds.rows.row_types import ROW_TYPES, Reader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """Prompts of one data set, in their order."""
+
+    name: str
+    prompts: list[Prompt]
+    samples: int
+    """Samples per prompt."""
+    invalid: InvalidRows
+
+
+def load_sets(cfg: EvalConfig, tokenizer: ChatTokenizer, env_tools: Sequence[ToolSpec] = ()) -> list[PromptSet]:
+    """Read every data set. Raises UserError for one with too few valid rows, and for a column that no row has.
+
+    env_tools: tools of the environment, which count as tokens of every prompt.
+    """
+    sets: list[PromptSet] = []
+    for i, one in enumerate(cfg.data.sets):
+        reader = Reader(
+            tokenizer=tokenizer,
+            source=one.source.log_name,
+            prefix="",
+            max_tokens=cfg.data.max_prompt_tokens,
+            max_tokens_key="data.max_prompt_tokens",
+            train_on=(),
+            system_prompt=cfg.data.system_prompt,
+            env_tools=env_tools,
+        )
+        key = f"data.sets[{i}]={one.path}"
+        prompts, invalid = read_source(one.source, key, ROW_TYPES["prompts"], reader, data=cfg.data, limit=one.rows)
+        sets.append(
+            PromptSet(name=one.source.log_name, prompts=prompts, samples=cfg.count_samples(one), invalid=invalid)
+        )
+    _check_columns(cfg.data.by, sets)
+    return sets
+
+
+def _check_columns(by: list[str], sets: list[PromptSet]) -> None:
+    there = sorted({column for one in sets for prompt in one.prompts for column in prompt.extra})
+    if missing := [column for column in by if column not in there]:
+        raise UserError(
+            f"data.by names the column {missing[0]}, and no row has one; the other columns are "
+            f"{', '.join(there) or 'none'}"
+        )

@@ -1,0 +1,104 @@
+"""Invalid rows: counted by reason, shown with an example each, and refused when there are too many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+from core.timing.progress import Progress
+
+Reason = Literal[
+    "missing_column",
+    "empty",
+    "bad_messages",
+    "bad_tools",
+    "bad_text",
+    "bad_answer",
+    "bad_id",
+    "bad_picture",
+    "no_reply",
+    "ends_in_reply",
+    "not_one_prompt",
+    "same_reply",
+    "bad_label",
+    "too_long",
+]
+Raw = TypeVar("Raw")
+Fitting = TypeVar("Fitting")
+
+
+class InvalidRow(Exception):
+    """Error of one row that cannot be used; the others may be valid."""
+
+    def __init__(self, reason: Reason, why: str):
+        super().__init__(why)
+        self.reason: Reason = reason
+        self.why = why
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Invalid rows that share a reason."""
+
+    rows: int
+    example: str
+    """Id of the first of these rows."""
+    why: str
+    """Problem of the example row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvalidRows:
+    """Counts of invalid rows, by reason."""
+
+    looked_at: int = 0
+    cases: dict[Reason, Case] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return sum(case.rows for case in self.cases.values())
+
+    @property
+    def share(self) -> float:
+        return self.rows / self.looked_at if self.looked_at else 0.0
+
+    def __str__(self) -> str:
+        """
+        >>> str(InvalidRows(looked_at=9, cases={"too_long": Case(2, "gsm8k/7", "31 tokens")}))
+        '2 too_long (such as row gsm8k/7: 31 tokens)'
+        """
+        return ", ".join(
+            f"{case.rows} {reason} (such as row {case.example}: {case.why})" for reason, case in self.cases.items()
+        )
+
+    def as_facts(self) -> dict[str, dict[str, Any]]:
+        """Return the counts for summary.json."""
+        return {
+            reason: {"rows": case.rows, "example": case.example, "why": case.why} for reason, case in self.cases.items()
+        }
+
+
+def filter_rows(
+    rows: Iterable[tuple[str, Raw]],
+    make: Callable[[Raw], Fitting],
+    *,
+    limit: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[list[Fitting], InvalidRows]:
+    """Convert each (id, row) with `make`; count rows where it raises InvalidRow; stop after `limit` valid rows."""
+    fitting: list[Fitting] = []
+    cases: dict[Reason, Case] = {}
+    looked_at = 0
+    for row_id, row in rows:
+        if limit is not None and len(fitting) >= limit:
+            break
+        looked_at += 1
+        try:
+            fitting.append(make(row))
+        except InvalidRow as unfit:
+            first = cases.get(unfit.reason, Case(0, row_id, unfit.why))
+            cases[unfit.reason] = replace(first, rows=first.rows + 1)
+        if progress is not None:
+            progress.show(looked_at)
+    return fitting, InvalidRows(looked_at=looked_at, cases=cases)

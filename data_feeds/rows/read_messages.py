@@ -1,0 +1,203 @@
+"""Messages of a row, as data sets write them, in our form (core/types/messages.py)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from core.errors import UserError, quote
+from core.types.messages import ROLES, Message, Part, ToolCall
+from data_feeds.images.read_images import IMAGE_TYPES, SOURCES, Placeholders, is_absent
+from data_feeds.rows.invalid_rows import InvalidRow
+
+REASONING = ("reasoning", "reasoning_content")
+"""Names under which data sets write what an assistant thought."""
+FIELDS = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONING}
+
+
+def read_messages(
+    given: Any,
+    column: str,
+    where: str,
+    *,
+    text_is: str,
+    fills_gaps: bool,
+    places: Placeholders,
+    is_reply: bool = False,
+) -> list[Message]:
+    """Return the messages of a column; plain text is one turn of the role `text_is`.
+
+    fills_gaps: whether the file fills in null where an object lacks a key that another row's has.
+    places: the row's own pictures; those of a user's plain text stand before it.
+    is_reply: whether the column may be the answer to other messages, which have the pictures.
+    Raises InvalidRow for anything but a list of messages, and UserError for content that would silently be lost.
+    """
+    if isinstance(given, str):
+        given = [{"role": text_is, "content": given}]
+        if text_is == "user" and places.all:
+            text = {"type": "text", "text": given[0]["content"]}
+            given[0]["content"] = [*({"type": "image"} for _ in places.all), text]
+    if not isinstance(given, list) or not given or not all(map(_is_message, given)):
+        raise InvalidRow(
+            "bad_messages", f"{column} must be text or a list of {{role, content}} texts, found {given!r:.60}"
+        )
+    if lost := {k for m in given for k, v in m.items() if k not in FIELDS and v is not None}:
+        raise UserError(
+            f"{where}: a message holds {min(lost)!r}, which is not passed to the template: remove it, or write it into "
+            "the content"
+        )
+    if strange := sorted({m["role"] for m in given} - set(ROLES)):
+        raise UserError(
+            f"{where}: a message has the role {strange[0]!r}, which is none of {', '.join(ROLES)}: rename it "
+            "(data_prep/chats.py renames those of ShareGPT)"
+        )
+    messages: list[Message] = []
+    for turn in given:
+        made = sum(len(m.get("tool_calls", [])) for m in messages)
+        messages.append(_read_message(turn, where, places, made=made, fills_gaps=fills_gaps))
+    _check_results(messages)
+    places.check_all_taken(is_reply=is_reply)
+    return messages
+
+
+def _is_message(turn: Any) -> bool:
+    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+        return False
+    content = turn.get("content")
+    return isinstance(content, str | list) or (content is None and bool(turn.get("tool_calls")))
+
+
+def _read_message(turn: dict[str, Any], where: str, places: Placeholders, *, made: int, fills_gaps: bool) -> Message:
+    """Return one message; `made` calls were made before it."""
+    parts = _read_content(turn.get("content"), where, places)
+    message: Message = {"role": turn["role"], "content": "".join(p["text"] for p in parts if p["type"] == "text")}
+    if any(part["type"] == "image" for part in parts):
+        message["parts"] = parts
+        if turn["role"] == "assistant":
+            raise InvalidRow("bad_picture", "a turn of assistant holds a picture, and the policy writes text alone")
+    if calls := turn.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise InvalidRow("bad_messages", f"tool_calls must be a list of calls, found {calls!r:.60}")
+        message["tool_calls"] = [_read_call(call, n, fills_gaps) for n, call in enumerate(calls, start=made)]
+    thoughts = {said for name in REASONING if (said := _read_name(turn, name))}
+    if len(thoughts) > 1:
+        raise InvalidRow("bad_messages", "a message has reasoning and reasoning_content, and they differ")
+    if thoughts:
+        message["reasoning"] = thoughts.pop()
+    if (answered := _read_name(turn, "tool_call_id")) is not None:
+        message["tool_call_id"] = answered
+    if (name := _read_name(turn, "name")) is not None:
+        message["name"] = name
+    for field, role in (("tool_calls", "assistant"), ("reasoning", "assistant"), ("tool_call_id", "tool")):
+        if field in message and turn["role"] != role:
+            raise InvalidRow(
+                "bad_messages", f"{field} belongs to a turn of {role}, found it in a turn of {turn['role']}"
+            )
+    return message
+
+
+def _read_name(turn: dict[str, Any], field: str) -> str | None:
+    given = turn.get(field)
+    if not isinstance(given, str | None):
+        raise InvalidRow("bad_messages", f"{field} of a message must be text, found {given!r:.60}")
+    return given
+
+
+def _read_content(content: Any, where: str, places: Placeholders) -> list[Part]:
+    """Return the parts of a message: given as text, as parts, or not at all beside tool calls."""
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [_read_part(part, where, places) for part in content]
+
+
+def _read_part(part: Any, where: str, places: Placeholders) -> Part:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", *IMAGE_TYPES) and isinstance(kind, str):
+        raise UserError(
+            f"{where}: a message holds a part of the type {quote(kind)}, and only parts of text and pictures can be "
+            "read: leave such rows out"
+        )
+    if kind in IMAGE_TYPES:
+        known = {"type", "text", *SOURCES}
+        if lost := {key for key, value in part.items() if key not in known and value is not None}:
+            raise UserError(f"{where}: a picture holds {min(lost)!r}, which is not read: remove it")
+        if part.get("text") is not None:
+            raise InvalidRow("bad_messages", f"a part of a content must be text or a picture, found {part!r:.60}")
+        return places.read_part(part)
+    if kind != "text" or not isinstance(part.get("text"), str) or any(not is_absent(part.get(key)) for key in SOURCES):
+        raise InvalidRow("bad_messages", f"a part of a content must be {{type: text, text}}, found {part!r:.60}")
+    return {"type": "text", "text": part["text"]}
+
+
+def _read_call(call: Any, n: int, fills_gaps: bool) -> ToolCall:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise InvalidRow(
+            "bad_messages", f"a call must be {{id, type, function: {{name, arguments}}}}, found {call!r:.60}"
+        )
+    if call.get("type") not in (None, "function"):
+        raise InvalidRow("bad_messages", f"a call has the type {call['type']!r:.60}, and only function can be read")
+    call_id = call.get("id")
+    if not isinstance(call_id, str | None):
+        raise InvalidRow("bad_messages", f"id of a call must be text, found {call_id!r:.60}")
+    arguments = _read_arguments(function.get("arguments"), function["name"], fills_gaps)
+    return {
+        "id": call_id or name_call(n),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def name_call(n: int) -> str:
+    """Return an id for the nth call of a conversation. It has the nine characters that some templates ask for.
+
+    >>> name_call(0), name_call(12)
+    ('call00000', 'call00012')
+    """
+    return f"call{n:05d}"
+
+
+def _read_arguments(given: Any, function: str, fills_gaps: bool) -> dict[str, Any]:
+    if isinstance(given, dict):
+        if fills_gaps and holds_null(given):
+            raise InvalidRow(
+                "bad_messages",
+                f"the arguments of a call of {function:.60} hold null, and this kind of file writes null for every "
+                "argument that another call has: write arguments as JSON text",
+            )
+        return given
+    try:
+        arguments = json.loads(given) if isinstance(given, str) else None
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidRow(
+            "bad_messages", f"arguments of a call of {function:.60} must be a JSON object, found {given!r:.60}"
+        )
+    return arguments
+
+
+def holds_null(value: Any) -> bool:
+    """Tell whether an object holds null anywhere.
+
+    >>> holds_null({"a": [{"b": None}]}), holds_null({"a": [0, ""]})
+    (True, False)
+    """
+    if isinstance(value, dict):
+        return any(map(holds_null, value.values()))
+    return value is None or (isinstance(value, list) and any(map(holds_null, value)))
+
+
+def _check_results(messages: list[Message]) -> None:
+    """Raise InvalidRow where a result answers no call, or two calls have one id."""
+    made: set[str] = set()
+    for message in messages:
+        ids = [call["id"] for call in message.get("tool_calls", [])]
+        if len({*ids}) < len(ids):
+            raise InvalidRow("bad_messages", "two calls of one reply have the same id")
+        made |= {*ids}
+        answered = message.get("tool_call_id")
+        if answered is not None and answered not in made:
+            raise InvalidRow("bad_messages", f"a result answers the call {answered!r:.60}, which no turn before made")

@@ -1,0 +1,248 @@
+"""Turn a row into a Prompt, or into Samples to train on. InvalidRow is raised for a row that cannot be used.
+
+The methods of Reader are drafts (data_feeds/rows/encode_requests.py): where one needs ids, it yields the texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from core.errors import UserError
+from core.types.messages import Message, ToolSpec, find_pictures, name_of_tool
+from core.types.samples import Group, Prompt, Rows, Sample
+from data_feeds.chat.template_append import TemplateRefuses, TemplateRewrites
+from data_feeds.chat.template_coverage import LeftOutCheck
+from data_feeds.chat.tokenizer import ChatTokenizer, join_encoded
+from data_feeds.chat.turns import TrainOn, count_written
+from data_feeds.images.image_tokens import PicturesDoNotFit
+from data_feeds.rows.encode_requests import Draft
+from data_feeds.rows.invalid_rows import InvalidRow
+from data_feeds.rows.sources import PICTURES, Record
+
+Written = TypeVar("Written")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Converter of the records of one source."""
+
+    tokenizer: ChatTokenizer
+    source: str
+    prefix: str
+    """Prefix of every id, so that ids are unique in a mixture."""
+    max_tokens: int
+    max_tokens_key: str
+    """Key that sets max_tokens."""
+    train_on: TrainOn
+    system_prompt: str | None = None
+    """System turn of the rows that have none."""
+    env_tools: Sequence[ToolSpec] = ()
+    """Tools of the environment, which prompts show besides those of the row."""
+
+    @cached_property
+    def left_out(self) -> LeftOutCheck:
+        """Memory of which shapes of rows the template writes whole."""
+        return LeftOutCheck(self.tokenizer)
+
+    def make_prompt(self, record: Record) -> Draft[Prompt]:
+        """Return the prompt of a row; the policy writes the completion."""
+        messages = record.get_messages("messages", text_is="user")
+        if messages[-1]["role"] == "assistant":
+            raise InvalidRow(
+                "ends_in_reply",
+                "it ends with an assistant turn, so its answer would be in the prompt: remove that turn",
+            )
+        if not any(m["content"].strip() or "parts" in m for m in messages):
+            raise InvalidRow("empty", "all its messages are empty")
+        prompt = self._build_prompt(record, self._with_system(messages))
+        tools = [*prompt.tools, *self.env_tools]
+        self._check_size(record, prompt.messages, tools)
+        text = self._apply_template(
+            record, lambda: self.tokenizer.render_text(prompt.messages, reply_next=True, tools=tools)
+        )
+        self._check_written(record, prompt.messages, tools)
+        [(ids, _)] = yield [(text, False)]
+        self._check_length(len(ids))
+        self._apply_template(record, lambda: self.tokenizer.place(ids, find_pictures(prompt.messages)))
+        return prompt
+
+    def make_conversation(self, record: Record) -> Draft[Group]:
+        """Return a group of one Sample, trained on the turns that `train_on` names."""
+        messages = self._with_system(_check_replies(record.get_messages("messages", text_is="user")))
+        prompt = self._build_prompt(record, messages)
+        sample = yield from self._build_sample(record, prompt, messages, self.train_on)
+        if not sample.n_trained:
+            named = "turn to train on" if isinstance(self.train_on, str) else f"turn of {' or '.join(self.train_on)}"
+            raise InvalidRow("no_reply", f"it has no {named}")
+        return [sample]
+
+    def make_pair(self, record: Record) -> Draft[Group]:
+        """Return [chosen, rejected] with rewards 1 and 0, trained on the last replies; the prompt must be the same."""
+        asked = record.get_messages("messages", text_is="user") if "messages" in record.columns else None
+        chosen, rejected = (self._with_system(_join_reply(record, c, asked)) for c in ("chosen", "rejected"))
+        if chosen[:-1] != rejected[:-1]:
+            raise InvalidRow("not_one_prompt", "chosen and rejected differ before their last reply")
+        if _strip(chosen[-1]) == _strip(rejected[-1]):
+            raise InvalidRow("same_reply", "chosen and rejected are the same")
+        prompt = self._build_prompt(record, chosen[:-1])
+        group = [
+            (yield from self._build_sample(record, prompt, chosen, "last_reply", 1.0)),
+            (yield from self._build_sample(record, prompt, rejected, "last_reply", 0.0)),
+        ]
+        before = [s.token_ids[: np.argmax(s.action_mask)] for s in group]
+        if not np.array_equal(before[0], before[1]):
+            raise UserError(
+                f"{record.where}: the chat template writes the prompt differently before the two replies, so they "
+                "cannot be compared: use a template that only appends"
+            )
+        return group
+
+    def make_unpaired(self, record: Record) -> Draft[Group]:
+        """Return a group of one Sample with reward 1 if `label` is true, else 0; trained on the last reply."""
+        messages = self._with_system(_check_ends_in_reply(record.get_messages("messages", text_is="user"), "messages"))
+        label = record.get_column("label")
+        if not isinstance(label, bool | int | float) or label not in (0, 1):
+            raise InvalidRow("bad_label", f"label must be true, false, 1 or 0, found {label!r:.60}")
+        prompt = self._build_prompt(record, messages[:-1])
+        return [(yield from self._build_sample(record, prompt, messages, "last_reply", float(label)))]
+
+    def _with_system(self, messages: list[Message]) -> list[Message]:
+        """Return the messages, which begin with a system turn where the recipe has one and the row has none."""
+        if self.system_prompt is None or any(m["role"] == "system" for m in messages):
+            return messages
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def _build_prompt(self, record: Record, messages: list[Message]) -> Prompt:
+        return Prompt(
+            id=self.prefix + record.id,
+            messages=messages,
+            answer=record.get_answer(),
+            extra=record.extra,
+            source=self.source,
+            tools=record.get_tools(),
+        )
+
+    def _build_sample(
+        self, record: Record, prompt: Prompt, messages: list[Message], train_on: TrainOn, reward: float | None = None
+    ) -> Draft[Sample]:
+        tools = prompt.tools
+        self._check_size(record, messages, tools)
+        seen = find_pictures(messages[: count_written(messages, train_on)])
+        pieces = self._apply_template(record, lambda: self.tokenizer.split_turns(messages, train_on, tools))
+        self._check_written(record, messages, tools)
+        ids, mask = join_encoded((yield pieces))
+        self._check_length(len(ids))
+        places = self._apply_template(record, lambda: self.tokenizer.place(ids, seen))
+        chosen = np.array(mask, dtype=np.bool_)
+        for place in places:
+            chosen[place.begin : place.end] = False  # no policy writes them
+        return Sample(
+            prompt=prompt,
+            token_ids=np.array(ids, dtype=np.int32),
+            action_mask=chosen,
+            pictures=places,
+            rollout_logp=np.zeros(len(ids), dtype=np.float32),
+            versions=np.full(len(ids), -1, dtype=np.int32),
+            reward=reward,
+        )
+
+    def _check_written(self, record: Record, messages: list[Message], tools: list[ToolSpec]) -> None:
+        """Refuse a row that calls what is no tool of it, or of which the template leaves something out."""
+        names = {name_of_tool(tool) for tool in tools}
+        called = [call["function"]["name"] for message in messages for call in message.get("tool_calls", [])]
+        if unknown := [name for name in called if tools and name not in names]:
+            raise InvalidRow("bad_messages", f"it calls {unknown[0]:.60}, which is none of its tools")
+        self._apply_template(record, lambda: self.left_out.check(messages, tools, record.where))
+
+    def _apply_template(self, record: Record, write: Callable[[], Written]) -> Written:
+        try:
+            return write()
+        except PicturesDoNotFit as misfit:
+            raise InvalidRow("bad_picture", str(misfit)) from misfit
+        except TemplateRefuses as refusal:
+            raise InvalidRow("bad_messages", f"the chat template refuses it: {refusal}") from refusal
+        except TemplateRewrites as rewrites:
+            raise UserError(f"{record.where}: {rewrites}") from rewrites
+
+    def _check_size(self, record: Record, messages: list[Message], tools: list[ToolSpec]) -> None:
+        """Refuse a conversation of megabytes before all of it is tokenized, which would take minutes."""
+        at_least = self._apply_template(
+            record, lambda: self.tokenizer.bound_tokens(messages, limit=self.max_tokens, tools=tools)
+        )
+        if at_least is not None:
+            raise InvalidRow("too_long", f"{at_least} tokens and more, over {self.max_tokens_key}={self.max_tokens}")
+
+    def _check_length(self, tokens: int) -> None:
+        if tokens > self.max_tokens:
+            raise InvalidRow("too_long", f"{tokens} tokens, more than {self.max_tokens_key}={self.max_tokens}")
+
+
+def _join_reply(record: Record, column: str, asked: list[Message] | None) -> list[Message]:
+    """Return the conversation that ends in the chosen or the rejected reply.
+
+    The column holds that reply as text, the turns that follow `asked`, or all turns, beginning with `asked`.
+    """
+    turns = record.get_messages(column, text_is="assistant", is_reply=asked is not None)
+    begins_with_asked = asked is None or (len(turns) > len(asked) and turns[: len(asked)] == asked)
+    if not begins_with_asked and turns[0]["role"] != "assistant":
+        raise InvalidRow(
+            "not_one_prompt", f"{column} is neither the reply to messages nor a conversation that begins with them"
+        )
+    whole = _check_ends_in_reply(turns if begins_with_asked else [*(asked or []), *turns], column)
+    if len(whole) < 2:
+        raise InvalidRow("missing_column", f"it has no messages, and {column} is a reply alone")
+    if whole[-2]["role"] == "assistant":
+        raise InvalidRow("ends_in_reply", f"the reply of {column} follows another assistant turn")
+    return whole
+
+
+def _check_ends_in_reply(messages: list[Message], column: str) -> list[Message]:
+    if messages[-1]["role"] != "assistant":
+        raise InvalidRow("no_reply", f"{column} must end in an assistant turn, found a turn of {messages[-1]['role']}")
+    return _check_replies(messages)
+
+
+def _check_replies(messages: list[Message]) -> list[Message]:
+    if any(m["role"] == "assistant" and not m["content"].strip() and "tool_calls" not in m for m in messages):
+        raise InvalidRow("empty", "an assistant turn is empty")
+    return messages
+
+
+def _strip(message: Message) -> Message:
+    """Return a message for a comparison: without space around its content, and without the ids of its calls."""
+    stripped: Message = {**message, "content": message["content"].strip()}
+    if "tool_calls" in message:
+        stripped["tool_calls"] = [{**call, "id": ""} for call in message["tool_calls"]]
+    return stripped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowType:
+    """A kind of row: to add one, add its entry to ROW_TYPES and its method to Reader."""
+
+    needed: tuple[str, ...]
+    """Columns that some row must have."""
+    make: Callable[[Reader, Record], Draft[Any]]
+    """Drafts a Prompt, or a Group to train on, of one row."""
+
+    def draft(self, reader: Reader, record: Record) -> Draft[Any]:
+        """Draft what the row is for. Its first step raises InvalidRow where the record has a flaw."""
+        return (yield from self.make(reader, record.check()))
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Columns that are read by our names; a row's other columns are its prompt's `extra`."""
+        return tuple(dict.fromkeys(("id", "messages", "tools", "answer", *PICTURES, *self.needed)))
+
+
+ROW_TYPES: dict[Rows | Literal["prompts"], RowType] = {
+    "prompts": RowType(needed=("messages",), make=Reader.make_prompt),
+    "conversations": RowType(needed=("messages",), make=Reader.make_conversation),
+    "pairs": RowType(needed=("chosen", "rejected"), make=Reader.make_pair),
+    "unpaired": RowType(needed=("messages", "label"), make=Reader.make_unpaired),
+}

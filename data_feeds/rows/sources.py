@@ -1,0 +1,233 @@
+"""Read a source: Parquet, JSONL, CSV, a folder of Hugging Face datasets, or a name on the hub -> Records."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.data_schema import SourceConfig
+from core.errors import UserError, first_line, name_error
+from core.hub import describe_hub, prepare_hub
+from core.text.text_files import describe_format, parse_json, read_packed_text, read_text
+from core.types.messages import Message, ToolSpec
+from data_feeds.chat.tool_specs import read_tools
+from data_feeds.images.read_images import PictureReader, Placeholders
+from data_feeds.rows.csv_rows import read_csv
+from data_feeds.rows.invalid_rows import InvalidRow
+from data_feeds.rows.read_messages import read_messages
+from data_feeds.rows.values import holds_lone_surrogate, to_text
+
+HUB = "hub:"
+PICTURES = ("image", "images")
+"""Columns with the row's pictures: one, or a list."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Row with its columns under our names."""
+
+    id: str
+    where: str
+    """Setting, file and row, for error messages."""
+    columns: dict[str, Any]
+    """Columns with one of our names and a value."""
+    extra: dict[str, Any]
+    """All other columns, under their own names."""
+    flaw: InvalidRow | None = None
+    """Why the row cannot be used, whatever it is for."""
+    reader: PictureReader
+    """Reader of its pictures."""
+    fills_gaps: bool = False
+    """Whether the file fills in null where an object lacks a key that another row's has, as columnar formats do."""
+
+    def check(self) -> Record:
+        """Return the record itself. Raises InvalidRow where it has a flaw."""
+        if self.flaw is not None:
+            raise self.flaw
+        return self
+
+    def get_answer(self) -> str:
+        """Return the answer as text; "" where the row has none. Raises InvalidRow for what is not one answer."""
+        return to_text(self.columns.get("answer", ""), "answer", "bad_answer")
+
+    def get_column(self, column: str) -> Any:
+        """Return the value of a column. Raises InvalidRow where the row has none."""
+        if column not in self.columns:
+            raise InvalidRow("missing_column", f"it has no {column}")
+        return self.columns[column]
+
+    def get_messages(self, column: str, *, text_is: str, is_reply: bool = False) -> list[Message]:
+        """Return the messages in a column; plain text is one turn of the role `text_is`.
+
+        is_reply: whether the column may be the answer to other messages, which have the row's pictures.
+        Raises InvalidRow for anything but a list of messages, and UserError for content that would silently be lost.
+        """
+        return read_messages(
+            self.get_column(column),
+            column,
+            self.where,
+            text_is=text_is,
+            fills_gaps=self.fills_gaps,
+            places=self._get_places(),
+            is_reply=is_reply,
+        )
+
+    def _get_places(self) -> Placeholders:
+        """Return the pictures of the row's own columns."""
+        there = [name for name in PICTURES if name in self.columns]
+        if len(there) > 1:
+            raise InvalidRow("bad_picture", f"it has {' and '.join(there)}: keep one of them")
+        column = there[0] if there else PICTURES[-1]
+        return Placeholders(self.reader, self.reader.read_all(self.columns.get(column), column), column)
+
+    def get_tools(self) -> list[ToolSpec]:
+        """Return the tools of the row. Raises InvalidRow for what is not a list of tools."""
+        return read_tools(self.columns.get("tools"), fills_gaps=self.fills_gaps)
+
+
+def read_records(
+    source: SourceConfig, *, key: str, needed: Iterable[str], known: Iterable[str], max_picture_pixels: int = 2**24
+) -> list[Record]:
+    """Read every row of a source. Raises UserError, beginning with `key`, if the source as a whole is wrong.
+
+    needed: columns that at least one row must have. known: all columns that are read by our names.
+    """
+    known = list(known)
+    if ignored := [ours for ours in source.columns if ours not in known]:
+        raise UserError(f"{key}: columns names {ignored[0]}, and only {', '.join(known)} are read here: leave it out")
+    rows = _read_rows(source, key)
+    if not rows:
+        raise UserError(f"{key} has no rows")
+    names = {ours: source.columns.get(ours, ours) for ours in known}
+    there = set().union(*(row.keys() for row in rows))
+    for ours in dict.fromkeys([*needed, *source.columns]):
+        if names[ours] not in there:
+            raise UserError(
+                f"{key} has no column {names[ours]}; it has {', '.join(sorted(there))}: name the one meant in columns "
+                f"({{{ours}: ...}})"
+            )
+    fills_gaps = not source.path.removesuffix(".gz").endswith((".jsonl", ".csv"))
+    reader = PictureReader(
+        folder=_find_folder(source.path), max_pixels=max_picture_pixels, max_pixels_key="data.max_picture_pixels"
+    )
+    records = [_make_record(row, i, names, f"{key}, row {i}", reader, fills_gaps) for i, row in enumerate(rows)]
+    if len({record.id for record in records}) < len(records):
+        raise UserError(f"{key}: ids must be unique, and some are not: give every row an id of its own")
+    return records
+
+
+def _find_folder(path: str) -> Path | None:
+    """Return the folder from which a source's relative paths go out; None for a name on the hub."""
+    if path.startswith(HUB):
+        return None
+    return Path(path) if os.path.isdir(path) else Path(path).parent
+
+
+def _make_record(
+    row: dict[str, Any], i: int, names: dict[str, str], where: str, reader: PictureReader, fills_gaps: bool
+) -> Record:
+    columns = {ours: row[theirs] for ours, theirs in names.items() if row.get(theirs) is not None}
+    extra = {k: v for k, v in row.items() if k not in names.values() and k != "extra"}
+    nested = row.get("extra") or {}
+    try:
+        extra |= json.loads(nested) if isinstance(nested, str) else nested
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{where}: extra must be an object, or JSON of one, found {nested!r:.60}") from error
+    flaw = None
+    try:
+        row_id = to_text(columns.pop("id", i), "id", "bad_id")
+        if holds_lone_surrogate(row):
+            raise InvalidRow("bad_text", 'a text holds half of a character (such as "\\ud800"): write it again')
+    except InvalidRow as found:
+        row_id, flaw = str(i), found
+    return Record(id=row_id, where=where, columns=columns, extra=extra, reader=reader, flaw=flaw, fills_gaps=fills_gaps)
+
+
+def _read_rows(source: SourceConfig, key: str) -> list[dict[str, Any]]:
+    if source.path.startswith(HUB):
+        return _read_hub(source, key)
+    file = Path(source.path)
+    if os.path.isdir(file):  # unlike file.is_dir, False for a name that is too long
+        return _read_saved(file, source.split, key)
+    if not os.path.isfile(file):
+        raise UserError(f"{key}: there is no such file; the scripts in data_prep/ make one")
+    is_packed = file.suffix == ".gz"
+    match (file.with_suffix("") if is_packed else file).suffix:
+        case ".parquet" if not is_packed:
+            return _read_parquet(file, key)
+        case ".jsonl":
+            return _read_jsonl(read_packed_text(file, key) if is_packed else read_text(file, key), key)
+        case ".csv":
+            return read_csv(read_packed_text(file, key) if is_packed else read_text(file, key), source, key)
+        case _:
+            raise UserError(
+                f"{key} must end in .parquet, .jsonl or .csv (.jsonl.gz, .csv.gz), be a folder made by "
+                "datasets.save_to_disk, or hub:NAME"
+            )
+
+
+def _read_parquet(file: Path, key: str) -> list[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with file.open("rb") as head:
+            found = describe_format(head.read(4))
+        if found is not None and "Parquet" not in found[0]:
+            raise UserError(f"{key} is {found[0]}, and not Parquet as its name says: {found[1]}")
+        with pyarrow.parquet.ParquetFile(file) as table:  # read_table would import pandas
+            return table.read().to_pylist()
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{key} is not a Parquet file: {first_line(error)}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{key}: a column of text holds bytes that are not UTF-8: write the file again") from error
+    except OSError as error:
+        raise UserError(f"{key} cannot be read: {first_line(error)}") from error
+
+
+def _read_jsonl(text: str, key: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for n, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        row = parse_json(line, f"{key}, line {n}")
+        if not isinstance(row, dict):
+            raise UserError(f"{key}, line {n} is not a JSON object: every line holds one row, {{...}}")
+        rows.append(row)
+    return rows
+
+
+def _read_saved(folder: Path, split: str, key: str) -> list[dict[str, Any]]:
+    """Read a folder with one split, or the split `split` of several."""
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        saved = load_from_disk(str(folder))
+    except FileNotFoundError as error:
+        raise UserError(f"{key} is a folder that datasets.save_to_disk did not make: name a file in it") from error
+    except Exception as error:  # a border: what a broken file of the folder makes pyarrow and datasets raise
+        raise UserError(f"{key} cannot be loaded by datasets.load_from_disk: {name_error(error)}") from error
+    if not isinstance(saved, DatasetDict):
+        if split != "train" and str(saved.split) != split:
+            raise UserError(f"{key} holds one split ({saved.split}), and split is {split!r}: leave split out")
+        return saved.to_list()
+    if split not in saved:
+        raise UserError(f"{key} has no split {split!r}; it has {', '.join(map(str, saved))}: set split to one of them")
+    return saved[split].to_list()
+
+
+def _read_hub(source: SourceConfig, key: str) -> list[dict[str, Any]]:
+    prepare_hub(key)
+    from datasets import load_dataset
+
+    parts = source.path.removeprefix(HUB).split("/", 2)  # NAME is OWNER/NAME but for a few old sets
+    try:
+        return load_dataset("/".join(parts[:2]), *parts[2:], split=source.split).to_list()
+    except Exception as error:  # a border: a name or a file of the hub that datasets cannot read raises anything
+        raise UserError(
+            f"{key} (split {source.split}) cannot be loaded from the hub: {first_line(error)}; {describe_hub()}"
+        ) from error

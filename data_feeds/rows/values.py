@@ -1,0 +1,42 @@
+"""Values of a data set that become text: what they mean must not depend on how a column is stored."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from typing import Any
+
+from data_feeds.rows.invalid_rows import InvalidRow, Reason
+
+EXACT = 2**53
+"""Up to here a float holds every whole number."""
+
+
+def to_text(value: Any, column: str, reason: Reason) -> str:
+    """Return text as it is, and a number as one would write it. Raises InvalidRow for anything else.
+
+    A column of whole numbers becomes one of floats as soon as one row has none, so 5.0 is written 5.
+
+    >>> [to_text(value, "answer", "bad_answer") for value in (" 5", 5, 5.0, -0.0, 0.5, Decimal("5.00"))]
+    [' 5', '5', '5', '0', '0.5', '5']
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float | Decimal) and math.isfinite(value):
+        return str(int(value)) if abs(value) < EXACT and value == int(value) else str(value)
+    raise InvalidRow(reason, f"{column} must be text or a number, found {value!r:.60}: write one {column} as text")
+
+
+def holds_lone_surrogate(value: Any) -> bool:
+    r"""Tell whether some text in a row holds half of a character (JSON's "\ud800"), which no tokenizer can read.
+
+    >>> holds_lone_surrogate({"a": [{"b": "x\ud800"}]}), holds_lone_surrogate({"a": "\U0001f600", "b": 3})
+    (True, False)
+    """
+    if isinstance(value, str):
+        return not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value)
+    if isinstance(value, dict):
+        return any(holds_lone_surrogate(k) or holds_lone_surrogate(v) for k, v in value.items())
+    return isinstance(value, list) and any(map(holds_lone_surrogate, value))

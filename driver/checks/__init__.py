@@ -1,0 +1,4 @@
+"""Checks of a recipe before anything is started.
+
+Imports configs, modeling and data_feeds. Begin with engine.py; rl/setup.py shows the order.
+"""

@@ -1,0 +1,78 @@
+"""Refuse a recipe that asks its engine for what it cannot do."""
+
+from __future__ import annotations
+
+from configs.eval_schema import EvalConfig
+from configs.schema import RLConfig
+from core.errors import UserError, quote
+from core.types.allowed_tokens import Support
+from data_feeds.chat.tokenizer import ChatTokenizer
+from modeling.hf_config import read_config
+from modeling.images.processor import needs_pictures
+from rollouts.allowed_tokens import find_support
+from rollouts.registry import load_engine_class, resolve_engine
+from rollouts.stops import Stops, check_stops
+
+
+def check_engine(cfg: RLConfig | EvalConfig) -> None:
+    """Raise UserError for a key that the engine's capabilities do not cover."""
+    name = f"rollout.engine={cfg.rollout.engine}"
+    can = load_engine_class(resolve_engine(cfg.rollout.engine)).capabilities
+    if cfg.backend == "ray" and not can.broadcast:
+        raise UserError(f"{name} runs in the driver's process only: set backend to local, or take another engine")
+    if cfg.rollout.tensor_parallel_size != 1 and not can.tensor_parallel:
+        raise UserError(f"{name} has no tensor parallelism: set rollout.tensor_parallel_size to 1")
+    if cfg.rollout.stop and not can.stop_strings:
+        raise UserError(
+            f"rollout.stop is set, and {name} does not look for stop strings: end a completion where "
+            "EngineConfig.stop_strings says, as in rollouts/engines/hf.py, and say so in its capabilities"
+        )
+    if isinstance(cfg, EvalConfig):
+        return  # its weights never change
+    if cfg.placement == "colocate" and not can.sleep:
+        raise UserError(
+            f"placement is colocate, and {name} does not sleep while the trainer has the device: add sleep and wake, "
+            "as in rollouts/engines/hf.py, and say so in its capabilities, or set placement to apart"
+        )
+    transport = cfg.weight_sync.transport
+    if transport == "nccl" and not can.nccl:
+        raise UserError(f"{name} takes no weights over NCCL: set weight_sync.transport to auto")
+    if transport in ("direct", "disk") and not can.chunks:
+        raise UserError(
+            f"weight_sync.transport is {transport}, and {name} takes no weights in chunks: add begin_chunks and "
+            "load_chunk, as in rollouts/engines/hf.py, and say so in its capabilities, or set the transport to auto"
+        )
+    if cfg.weight_sync.lora == "adapter" and not can.adapter:
+        raise UserError(
+            f"weight_sync.lora is adapter, and {name} does not sample with an adapter beside the weights: set "
+            "rollout.engine to vllm, or weight_sync.lora to merged"
+        )
+
+
+def check_pictures(cfg: RLConfig | EvalConfig) -> None:
+    """Raise UserError where the model sees pictures, and the engine does not."""
+    path, trusts = cfg.model.path, cfg.model.trust_remote_code
+    if not needs_pictures(path, trust_remote_code=trusts):
+        return
+    engine = load_engine_class(resolve_engine(cfg.rollout.engine))
+    if not engine.capabilities.pictures:
+        raise UserError(
+            f"model.path={quote(path)} is a model that sees pictures, and rollout.engine={cfg.rollout.engine} takes "
+            "none: set rollout.engine to vllm or hf"
+        )
+    engine.check_family(read_config(path, trust_remote_code=trusts).model_type, path=path)
+
+
+def check_sampling(cfg: RLConfig | EvalConfig, tokenizer: ChatTokenizer) -> Support:
+    """Return the tokens that may be sampled. Raises UserError for a stop or an allowed token that can never come up."""
+    rollout = cfg.rollout
+    check_stops(tokenizer, rollout.stop, rollout.stop_token_ids, tokenizer.vocabulary)
+    stops = Stops(tokenizer, rollout.stop, rollout.stop_token_ids)
+    support = find_support(tokenizer, rollout.allowed_tokens, stops.token_ids)
+    if not support.is_everything and not load_engine_class(resolve_engine(rollout.engine)).capabilities.support:
+        why = "rollout.allowed_tokens is set" if rollout.allowed_tokens else "the model reads pictures"
+        raise UserError(
+            f"{why}, and rollout.engine={rollout.engine} samples from all tokens: restrict it to "
+            "EngineConfig.support, as in rollouts/engines/hf.py, and say so in its capabilities"
+        )
+    return support

@@ -1,0 +1,242 @@
+"""--explain: print what a recipe means, without starting anything."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import yaml
+
+from algs import load_algorithm
+from configs.rollout_schema import RolloutConfig
+from configs.schema import RLConfig, RunConfig, SLConfig
+from configs.trainer_schema import LoraConfig, TrainerConfig
+from driver.checks.explain_images import BytesEach, describe_vision, measure_vision
+from driver.checks.memory_estimate import GIB, MemoryEstimate
+from driver.checks.shared_memory import describe_turns
+from driver.load_recipe import Loaded
+from driver.start.devices import check_devices, count_gpus, uses_gpus
+from modeling.hf_config import ModelUnreadable, check_model_folder, meta_model
+
+ROWS = {"conversations": "rows", "pairs": "pairs", "unpaired": "rows"}
+
+
+def explain(loaded: Loaded[Any]) -> str:
+    cfg: RunConfig = loaded.cfg
+    parts = [
+        "# the configuration as it will run",
+        yaml.safe_dump(cfg.model_dump(), sort_keys=False).rstrip(),
+        "",
+        "# what follows from it",
+        *(
+            f"{name:<22} {text}"
+            for name, text in (*describe_arithmetic(loaded), *describe_placement(cfg), *describe_memory(loaded))
+        ),
+    ]
+    if lacking := check_devices(cfg):
+        parts += ["", f"warning: {lacking}"]
+    return "\n".join(parts)
+
+
+def describe_arithmetic(loaded: Loaded[Any]) -> list[tuple[str, str]]:
+    cfg: RunConfig = loaded.cfg
+    trainer = cfg.trainer
+    if isinstance(cfg, SLConfig):
+        rows = load_algorithm(loaded.alg_spec, cfg.alg).rows
+        tokens = cfg.rows_per_step * cfg.data.max_tokens * (2 if rows == "pairs" else 1)
+        return [
+            ("a step", f"{cfg.rows_per_step} {ROWS[rows]} -> at most {tokens:,} tokens -> 1 optimizer update"),
+            ("micro-batches", describe_micro_batches(tokens, trainer)),
+            (
+                "the run",
+                f"{cfg.epochs:g} epochs of data.train"
+                if cfg.steps is None
+                else f"{cfg.steps} steps -> {cfg.steps * cfg.rows_per_step:,} rows -> {cfg.steps} optimizer updates",
+            ),
+        ]
+    assert isinstance(cfg, RLConfig)
+    samples = cfg.groups_per_step * cfg.group_size
+    tokens = samples * cfg.longest_sample
+    per_update = tokens // cfg.updates_per_step
+    lag = (
+        "the policy that sampled is the one in training"
+        if cfg.updates_per_step == 1
+        else ("prox_logp is scored before the first")
+    )
+    return [
+        ("a step", f"{cfg.groups_per_step} prompts x {cfg.group_size} samples -> {samples} sequences"),
+        (
+            "a sequence",
+            f"at most {cfg.data.max_prompt_tokens} prompt + {cfg.rollout.max_new_tokens} new = "
+            f"{cfg.longest_sample} tokens",
+        ),
+        ("tokens of a step", f"at most {tokens:,}, dealt over {cfg.updates_per_step} optimizer updates ({lag})"),
+        ("micro-batches", describe_micro_batches(per_update, trainer)),
+        ("the run", f"{cfg.steps} steps -> {cfg.steps * samples:,} sequences -> {cfg.total_updates} optimizer updates"),
+        ("generation", describe_schedule(cfg)),
+    ]
+
+
+def describe_schedule(cfg: RLConfig) -> str:
+    often = "every step" if cfg.weight_sync.every == 1 else f"every {cfg.weight_sync.every} steps"
+    publishes = f"weights are synced {often}"
+    if cfg.weight_sync.max_kl is not None:
+        publishes += f", or earlier where train/mismatch/kl is above {cfg.weight_sync.max_kl:g}"
+    if cfg.max_staleness == 0:
+        return f"waits for every weight sync (max_staleness=0); {publishes}"
+    ahead = (cfg.max_staleness + 1) * cfg.groups_per_step // cfg.sample_reuse
+    return f"runs up to {ahead} groups ahead of the trainer (max_staleness={cfg.max_staleness}); {publishes}"
+
+
+def describe_micro_batches(tokens: int, cfg: TrainerConfig) -> str:
+    budget, parts, each = cfg.micro_batch_tokens, cfg.data_parallel_size, cfg.sequence_parallel
+    who = "rank" if each == 1 else f"group of {each} ranks"
+    groups = "one such group" if parts == 1 else f"{parts} such groups"
+    where = f"{cfg.ranks} ranks" if each == 1 else f"{groups} (trainer.sequence_parallel)"
+    most = -(-tokens // (budget * parts))
+    return f"at most {budget:,} tokens each -> at most about {most} per {who} and update, on {where}"
+
+
+def count_engines(rollout: RolloutConfig) -> str:
+    """Return the number of engines, or between which numbers they come and go."""
+    least, most = rollout.least_engines, rollout.most_engines
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
+    if cfg.backend == "local":
+        device = "the GPU" if count_gpus() else "the CPU"
+        return [
+            (
+                "this process",
+                f"everything, on {device}: local trainer" + (" and engine" if isinstance(cfg, RLConfig) else ""),
+            )
+        ]
+    kind = "GPU" if uses_gpus(cfg) else "share of the CPU"
+    offloaded = " with its state in the machine's memory" if cfg.trainer.offload else ""
+    library = f"FSDP2{offloaded}" if cfg.trainer.library == "fsdp2" else f"DeepSpeed ZeRO-{cfg.trainer.zero_stage}"
+    rows = [("trainer", f"{cfg.trainer.ranks} Ray actors, {library}, one {kind} each")]
+    if (n := cfg.trainer.sequence_parallel) > 1:
+        rows.append(("rows", f"each is computed by {n} ranks, which hold 1/{n} of its activations each"))
+    if isinstance(cfg, RLConfig):
+        rollout = cfg.rollout
+        turns = " and in turns with the trainers" if cfg.placement == "colocate" else ""
+        actors = f"{count_engines(rollout)} Ray actors ({rollout.engine})"
+        rows.append(("engines", f"{actors}, {rollout.tensor_parallel_size} {kind} each{turns}"))
+        rows.append(("rewards", f"{cfg.reward.workers} processes beside each engine"))
+    rows.append(("this machine", f"{count_gpus()} GPUs, {os.cpu_count()} CPU cores"))
+    return rows
+
+
+def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
+    """Describe the memory of weights, gradients and optimizer states; activations and caches come on top."""
+    try:
+        m = estimate_memory(loaded)
+    except ModelUnreadable as error:  # a recipe may name a model that is made later
+        return [("memory", f"unknown: {error}")]
+    alg = load_algorithm(loaded.alg_spec, loaded.cfg.alg)
+    models = 1 if alg.value_lr is None else 2
+    of_adapter = f", and {m.adapter:,} of the adapter, which alone are trained" if m.adapter else ""
+    rows = [
+        ("parameters", f"{m.parameters:,}{of_adapter}"),
+        *describe_vision(
+            loaded.cfg, parameters=m.parameters, models=models, per_rank=m.per_rank, each=count_bytes(loaded.cfg)
+        ),
+        (
+            "memory per rank",
+            f"about {m.per_rank:.2f} GiB: weights {m.weights:.2f}, gradients {m.gradients:.2f}, optimizer "
+            f"{m.optimizer:.2f}, frozen models {m.frozen:.2f}; activations come on top"
+            + (", and are all that a GPU holds besides one block's weights" if loaded.cfg.trainer.offload else ""),
+        ),
+    ]
+    if isinstance(loaded.cfg, RLConfig):
+        rows.append(("memory per engine", f"about {m.per_engine:.2f} GiB of weights per rank, and its cache"))
+        rows += describe_turns(loaded.cfg, m)
+    return rows
+
+
+def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
+    """Return what weights, gradients and optimizer states take. Raises UserError where a config cannot be read."""
+    cfg: RunConfig = loaded.cfg
+    trusts = cfg.model.trust_remote_code
+    n = count_parameters(cfg.model.path, trust_remote_code=trusts)
+    held, states = count_held(cfg), count_states(cfg)
+    each = count_bytes(cfg)
+    alg = load_algorithm(loaded.alg_spec, cfg.alg)
+    lora = cfg.model.lora
+    adapter = 0 if lora is None else count_adapter(cfg.model.path, lora, trust_remote_code=trusts)
+    critic = 0 if alg.value_lr is None else n  # the value model is as large as the policy, and has no adapter
+    tower = count_frozen_tower(cfg)
+    in_training = (n - tower if lora is None else adapter) + max(0, critic - tower)
+    # a precomputed reference is not loaded, and that of an adapter is the policy without it
+    spared = lora is not None or (isinstance(cfg, SLConfig) and cfg.precompute_ref_logp)
+    beside = [path for path in alg.frozen_models.values() if path or not spared]
+    frozen = sum(count_parameters(path, key="alg", trust_remote_code=trusts) if path else n for path in beside)
+    merges = lora is None or lora.merge_on_save
+    return MemoryEstimate(
+        parameters=n,
+        adapter=adapter,
+        weights=(in_training * each.weights + (n + adapter + critic - in_training) * each.idle) / GIB,
+        gradients=in_training * each.gradients / GIB,
+        optimizer=in_training * each.optimizer / GIB,
+        frozen=frozen * each.reference / GIB,
+        per_engine=n * held / cfg.rollout.tensor_parallel_size / GIB if isinstance(cfg, RLConfig) else 0.0,
+        checkpoint=in_training * (4 + states) / GIB,  # float32 weights and the optimizer
+        saved=((n if merges else 0) + adapter + critic) * held / GIB,
+    )
+
+
+def count_held(cfg: RunConfig) -> int:
+    """Return the bytes of a weight in use."""
+    return 2 if cfg.model.dtype == "bfloat16" else 4
+
+
+def count_states(cfg: RunConfig) -> int:
+    """Return the bytes of the optimizer's states of a parameter."""
+    return 8 if cfg.trainer.optimizer == "adamw" else 0
+
+
+def count_bytes(cfg: RunConfig) -> BytesEach:
+    """Count what one rank holds of a parameter in training."""
+    held = count_held(cfg)
+    master = 4 if held == 2 else 0
+    ranks, stage = cfg.trainer.ranks, cfg.trainer.zero_stage if cfg.backend == "ray" else 0
+    if cfg.backend == "ray" and cfg.trainer.library == "fsdp2":
+        parts = ranks if cfg.model.lora is None else 1  # an adapter is whole on every rank
+        return BytesEach(
+            weights=4 / parts,
+            idle=held / ranks,
+            reference=held / ranks,
+            gradients=4 / parts,
+            optimizer=count_states(cfg) / parts,
+        )
+    weights = held / (ranks if stage == 3 else 1)
+    return BytesEach(
+        weights=weights,
+        idle=weights,
+        reference=held,
+        gradients=4 / (ranks if stage >= 2 else 1),
+        optimizer=(master + count_states(cfg)) / (ranks if stage >= 1 else 1),
+    )
+
+
+def count_frozen_tower(cfg: RunConfig) -> int:
+    """Count the parameters that trainer.vision takes out of training."""
+    if cfg.trainer.vision == "train":
+        return 0
+    part = measure_vision(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    return 0 if part is None else part.tower
+
+
+def count_adapter(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> int:
+    """Count the parameters of a new adapter for this model."""
+    from modeling.lora import with_adapter
+
+    model = meta_model(path, trust_remote_code=trust_remote_code)
+    return sum(p.numel() for p in with_adapter(model, lora, path=path).parameters() if p.requires_grad)
+
+
+def count_parameters(path: str, *, key: str = "model.path", trust_remote_code: bool) -> int:
+    """Count the parameters of the model without allocating them."""
+    check_model_folder(path, key=key, trust_remote_code=trust_remote_code)
+    return sum(p.numel() for p in meta_model(path, key=key, trust_remote_code=trust_remote_code).parameters())

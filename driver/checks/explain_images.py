@@ -1,0 +1,107 @@
+"""What pictures add to the plan of a run: the parameters that read them, and the memory of what they read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from configs.schema import RunConfig
+from modeling.hf_config import meta_model
+from modeling.images.vision import in_tower, in_vision, parts_of
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BytesEach:
+    """Bytes of one trainer rank for one parameter."""
+
+    weights: float
+    """Weight of a parameter in training."""
+    idle: float
+    """Weight of one that is not trained, in a model that is."""
+    reference: float
+    """Weight of one in a frozen model beside it."""
+    gradients: float
+    optimizer: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionPart:
+    """Sizes of the part of a model that reads pictures."""
+
+    parameters: int
+    """Parameters of tower and connector."""
+    tower: int
+    """Parameters of the tower alone."""
+    layers: int
+    """Layers of the tower."""
+    width: int
+    """Numbers of a patch between two layers of the tower."""
+    patches: int
+    """Patches that become one token."""
+    numbers: int
+    """Numbers that the model reads of each patch."""
+
+
+def measure_vision(path: str, *, trust_remote_code: bool) -> VisionPart | None:
+    """Return the sizes of a model's vision part, without allocating it; None for a text model."""
+    model = meta_model(path, trust_remote_code=trust_remote_code)
+    parts = parts_of(model)
+    if parts is None:
+        return None
+    config: Any = model.config
+    vision = config.vision_config
+    has_tiles = hasattr(config, "scale_factor")
+    side = config.scale_factor if has_tiles else vision.spatial_merge_size
+    frames = 1 if has_tiles else vision.temporal_patch_size
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    return VisionPart(
+        parameters=sum(n for name, n in sizes.items() if in_vision(name, parts)),
+        tower=sum(n for name, n in sizes.items() if in_tower(name, parts)),
+        layers=vision.num_hidden_layers if has_tiles else vision.depth,
+        width=getattr(vision, "embed_dim", vision.hidden_size),  # of Qwen2-VL hidden_size is the language part's
+        patches=side**2,
+        numbers=3 * frames * vision.patch_size**2,
+    )
+
+
+def describe_vision(
+    cfg: RunConfig, *, parameters: int, models: int, per_rank: float, each: BytesEach
+) -> list[tuple[str, str]]:
+    """Describe the vision part of the model and the memory that pictures take; nothing for a text model.
+
+    models: in training, with the value model. per_rank: GiB of a trainer rank before its first batch.
+    """
+    part = measure_vision(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    if part is None:
+        return []
+    lora, frozen = cfg.model.lora, cfg.trainer.vision == "frozen"
+    if lora is not None:
+        how = "with adapters" if lora.vision else "frozen"
+    else:
+        how = f"its tower of {part.tower:,} frozen" if frozen else "trained"
+    tokens = cfg.trainer.micro_batch_tokens
+    held = 2 if cfg.model.dtype == "bfloat16" else 4
+    patches = tokens * part.patches
+    pixels = patches * part.numbers * held / MIB
+    learns = not frozen if lora is None else lora.vision
+    kept = patches * part.width * part.layers * held / MIB if learns else 0.0
+    trained = (models if lora is None else models - 1) * (part.parameters - (part.tower if frozen else 0))
+    idle = (models * part.parameters - trained) * each.idle
+    vision = (idle + trained * (each.weights + each.gradients + each.optimizer)) / GIB
+    return [
+        ("of these, vision", f"{part.parameters:,} ({part.parameters / parameters:.0%}), {how}"),
+        (
+            "pictures",
+            f"a token of a picture is {part.patches} patches; if all {tokens:,} tokens of a micro-batch are of "
+            f"pictures, {patches:,} patches go through the tower's {part.layers} layers, and their "
+            f"pixels take {pixels:,.0f} MiB" + (f", the inputs of these layers {kept:,.0f} MiB" if kept else ""),
+        ),
+        (
+            "memory for pictures",
+            f"about {vision:.2f} GiB per rank ({vision / per_rank:.0%}) for weights, gradients and optimizer of the "
+            f"vision part; {'pixels and inputs of layers' if kept else 'pixels'} come on top, up to "
+            f"{(pixels + kept) * MIB / GIB:.2f} GiB",
+        ),
+    ]

@@ -1,0 +1,68 @@
+"""Checks of the models that a run reads, before anything is started."""
+
+from __future__ import annotations
+
+from algs.base import Algorithm
+from configs.eval_schema import EvalConfig
+from configs.schema import RLConfig, RunConfig
+from configs.trainer_schema import ModelConfig
+from core.errors import UserError
+from data_feeds.chat.tokenizer import ChatTokenizer
+from modeling.attention import refuse_sequence_parallel
+from modeling.hf_config import check_model_folder, max_positions, read_config
+from modeling.load import check_weights
+
+
+def check_policy(model: ModelConfig, tokenizer: ChatTokenizer) -> None:
+    """Raise UserError where the model's files do not fit its config, or its tokenizer has ids without an embedding."""
+    check_weights(model.path, trust_remote_code=model.trust_remote_code)
+    _check_vocabulary(model.path, tokenizer, key="model.path", trusts=model.trust_remote_code)
+
+
+def check_room(cfg: RLConfig | EvalConfig) -> None:
+    """Raise UserError where a prompt with its completion may be longer than the model's positions."""
+    positions = max_positions(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    if positions is not None and cfg.longest_sample > positions:
+        raise UserError(
+            f"one sample may reach {cfg.longest_sample} tokens (data.max_prompt_tokens + rollout.max_new_tokens), and "
+            f"model.path={cfg.model.path} has room for {positions}: lower one of the two"
+        )
+
+
+def check_sequence_parallel(cfg: RunConfig, alg: Algorithm) -> None:
+    """Raise UserError for a model, in training or frozen, whose rows several ranks cannot compute together."""
+    size, trusts = cfg.trainer.sequence_parallel, cfg.model.trust_remote_code
+    if size == 1:
+        return
+    for key, path in (("model.path", cfg.model.path), *(("alg", path) for path in alg.frozen_models.values() if path)):
+        config = read_config(path, key=key, trust_remote_code=trusts)
+        if why := refuse_sequence_parallel(config, size):
+            raise UserError(f"trainer.sequence_parallel={size}, and {key}={path}: {why}")
+
+
+def check_frozen_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelConfig) -> None:
+    """Raise UserError for a frozen model that cannot be loaded, or has another vocabulary than the policy."""
+    for frozen in filter(None, alg.frozen_models.values()):
+        trusts = model.trust_remote_code
+        check_model_folder(frozen, key="alg", trust_remote_code=trusts)
+        own = ChatTokenizer(frozen, "plain", key="alg", trust_remote_code=trusts)
+        if tokenizer.hf.get_vocab() != own.hf.get_vocab():
+            raise UserError(
+                f"alg names the model {frozen}, whose vocabulary is not that of model.path={model.path}, so it cannot "
+                "compute log-probabilities of the same tokens: take one with the same tokenizer"
+            )
+        check_weights(frozen, key="alg", trust_remote_code=trusts)
+        _check_vocabulary(frozen, tokenizer, key="alg", trusts=trusts)
+
+
+def _check_vocabulary(path: str, tokenizer: ChatTokenizer, *, key: str, trusts: bool) -> None:
+    config = read_config(path, key=key, trust_remote_code=trusts).get_text_config()
+    rows = getattr(config, "vocab_size", None)
+    if rows is None:
+        raise UserError(f"{key}={path}: its config has no vocab_size, the number of its embeddings: add it")
+    largest = max(tokenizer.hf.get_vocab().values())
+    if largest >= rows:
+        raise UserError(
+            f"{key}={path}: its tokenizer has ids up to {largest}, and the model has {rows} embeddings: resize them "
+            "(model.resize_token_embeddings), or use the tokenizer that the model was trained with"
+        )

@@ -1,0 +1,65 @@
+"""The folder `save_to`: checked before the start, and replaced at the end in one step."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from algs.base import Algorithm
+from configs.schema import RunConfig
+from core.errors import UserError, writing
+from core.text.atomic_write import PARTIAL
+
+MARKER = "feynrl.json"
+"""File in every model folder that a run has saved; a folder without it is never replaced."""
+
+
+def check_output_folders(cfg: RunConfig, alg: Algorithm) -> None:
+    """Raise UserError where the results could not be written, before anything is started."""
+    if cfg.save_to is not None:
+        reads = [cfg.model.path, *filter(None, alg.frozen_models.values())]
+        _check_save_to(cfg.save_to, reads=reads, run_dir=cfg.run_dir)
+
+
+def _check_save_to(save_to: str, *, reads: Iterable[str], run_dir: str) -> None:
+    """Raise UserError where the model could not be saved at the end, or something else would be lost.
+
+    reads: the models that the run reads.
+    """
+    key, folder = f"save_to={save_to}", Path(save_to).absolute()
+    if used := [path for path in reads if folder.resolve() == Path(path).resolve()]:
+        raise UserError(f"{key} is a model that this run reads ({used[0]}): name another folder")
+    if Path(run_dir).resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{key} holds run_dir={run_dir}: name a folder of its own")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{key} is a file: name a folder")
+    if folder.exists() and (held := sorted(os.listdir(folder))) and MARKER not in held:
+        raise UserError(
+            f"{key} holds {held[0]}, and no run of FeynRL saved it: name another folder, or empty this one first"
+        )
+    there = next(parent for parent in folder.parents if parent.exists())
+    if not there.is_dir():
+        raise UserError(f"{key} lies below {there}, which is a file: name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{key}: {there} cannot be written to: name another folder")
+
+
+async def save_in_one_step(folder: Path, write: Callable[[Path], Any], facts: dict[str, Any]) -> None:
+    """Let `write` fill a folder beside `folder`, add the marker, and put it in the place of what was there."""
+    partial = folder.with_name(folder.name + PARTIAL)
+    with writing(folder, meaning="the model is not saved there; a checkpoint (checkpoint.every) would have kept it"):
+        if partial.exists():
+            shutil.rmtree(partial)
+        try:
+            await write(partial)
+            (partial / MARKER).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        except Exception:
+            shutil.rmtree(partial, ignore_errors=True)  # it may be what filled the disk
+            raise
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(partial, folder)

@@ -1,0 +1,101 @@
+"""Memory of devices that trainers and engines share in turns (placement: colocate), planned before the start.
+
+On a GPU each turn must fit by itself, and what is away must fit into the machine's memory. On a CPU everything is in
+the machine's memory all the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from configs.schema import RLConfig, RunConfig
+from core.errors import UserError
+from driver.checks.memory_estimate import MemoryEstimate, find_gpu_gib, find_machine_gib
+from driver.start.devices import uses_gpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Memory that is needed at the same time, in GiB."""
+
+    when: str
+    parts: dict[str, float]
+    place: str
+    """Where it is needed: a GPU or the machine."""
+    there: float
+    """Memory of that place."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        parts = " + ".join(f"{name} {gib:.2f}" for name, gib in self.parts.items() if gib)
+        return f"{self.when} takes {self.total:.2f} GiB ({parts}) of the {self.there:.2f} GiB of {self.place}"
+
+
+def plan_turns(cfg: RLConfig, estimate: MemoryEstimate, *, gpu_gib: float | None, machine_gib: float) -> list[Need]:
+    """Return what every turn needs; activations are not counted. gpu_gib: None on a CPU, and where no GPU is seen."""
+    trainers = cfg.trainer.ranks * estimate.per_rank
+    engines = cfg.rollout.least_engines * cfg.rollout.tensor_parallel_size
+    of_machine = partial(Need, place="this machine", there=machine_gib)
+    on_vllm = cfg.rollout.engine.startswith("vllm")
+    if not uses_gpus(cfg):
+        # on a CPU vLLM packs the weights for its kernels, beside what was loaded
+        everything = {
+            "trainers": trainers,
+            "weights of the engines, twice" if on_vllm else "weights of the engines": (1 + on_vllm)
+            * engines
+            * estimate.per_engine,
+            "caches": engines * cfg.rollout.kv_cache_gib if on_vllm else 0.0,
+        }
+        return [of_machine(when="everything together", parts=everything)]
+    away = {"trainers": trainers}
+    if cfg.engine_sleep == "offload":
+        away["weights of the engines"] = engines * estimate.per_engine
+    needs = [of_machine(when="what is away from the GPUs", parts=away)]
+    if gpu_gib is None:
+        return needs
+    of_gpu = partial(Need, place="a GPU", there=gpu_gib)
+    sending = {
+        "weights of the trainer": estimate.weights,
+        "weights of the engine": estimate.per_engine,
+        "two buckets": 2 * cfg.weight_sync.bucket_mib / 1024,
+    }
+    share = cfg.rollout.gpu_memory_utilization
+    return [
+        of_gpu(when="training", parts={"the trainer": estimate.per_rank}),
+        of_gpu(when="sending the weights", parts=sending),
+        Need(
+            when="generating",
+            parts={"weights of the engine": estimate.per_engine},
+            place=f"a GPU that rollout.gpu_memory_utilization={share:g} leaves to it, its cache included",
+            there=share * gpu_gib,
+        ),
+        *needs,
+    ]
+
+
+def check_turns(cfg: RLConfig, estimate: MemoryEstimate) -> None:
+    """Raise UserError, with numbers, where a turn of a colocated run does not fit."""
+    refuse_tight(plan_turns(cfg, estimate, gpu_gib=find_gpu_gib(), machine_gib=find_machine_gib()))
+
+
+def refuse_tight(needs: list[Need]) -> None:
+    """Raise UserError for the first need that is larger than its place."""
+    for need in needs:
+        if need.total > need.there:
+            raise UserError(
+                f"placement is colocate, and {need}, without activations: take a smaller model, model.lora, "
+                "model.dtype=bfloat16, a higher trainer.zero_stage or less rollout.kv_cache_gib, or set placement to "
+                "apart"
+            )
+
+
+def describe_turns(cfg: RunConfig, estimate: MemoryEstimate) -> list[tuple[str, str]]:
+    """Return the rows of --explain about a shared device; none where nothing is shared."""
+    if not isinstance(cfg, RLConfig) or cfg.placement == "apart":
+        return []
+    needs = plan_turns(cfg, estimate, gpu_gib=find_gpu_gib(), machine_gib=find_machine_gib())
+    return [("shared in turns", str(need)) for need in needs]

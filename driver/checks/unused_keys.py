@@ -1,0 +1,197 @@
+"""Refuse keys that a recipe sets and that nothing reads.
+
+Two ways, because a key and a hyper-parameter are read differently. RULES below say of keys of the schema when they are
+of no use, and a recipe is refused before the start. Hyper-parameters belong to algorithms that anyone may write: they
+are watched while the first step is made, in the driver and in every trainer, and one that nobody read ends the run.
+
+Keys that say where and how large a run is (engines, memory, deadlines, transports) have no rule: a recipe keeps them
+when it runs on another machine or under `backend: local`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from algs.base import Algorithm
+from configs.schema import RLConfig, RunConfig, SLConfig
+from core.errors import UserError
+from driver.start.devices import shares_devices
+
+if TYPE_CHECKING:
+    from core.cluster.workers import Workers
+    from trainers.trainer import Trainer
+
+NOT_READ_BY_ALGORITHMS = ("name", "file")
+"""Keys of `alg` that find the algorithm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Keys of the schema, and when they are of no use."""
+
+    keys: tuple[str, ...]
+    is_unused: Callable[[Any], bool]
+    """Whether they are of no use under this configuration."""
+    why: str
+
+
+def _is_text_model(cfg: RunConfig) -> bool:
+    """Tell whether the model is known to read no pictures; a recipe may name one that is made later."""
+    from modeling.hf_config import ModelUnreadable, read_config
+    from modeling.images.vision import VISION_FAMILIES
+
+    try:
+        config = read_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    except ModelUnreadable:
+        return False
+    return config.model_type not in VISION_FAMILIES
+
+
+RULES = (
+    Rule(keys=("max_resumes",), is_unused=lambda cfg: cfg.on_failure == "stop", why="on_failure is stop"),
+    Rule(keys=("ship_code",), is_unused=lambda cfg: cfg.ray_address is None, why="ray_address is unset"),
+    Rule(keys=("checkpoint.keep",), is_unused=lambda cfg: not cfg.checkpoint.every, why="checkpoint.every is 0"),
+    Rule(keys=("data.eval_rows",), is_unused=lambda cfg: cfg.data.eval is None, why="data.eval is unset"),
+    Rule(
+        keys=("trainer.betas", "trainer.eps"),
+        is_unused=lambda cfg: cfg.trainer.optimizer == "sgd",
+        why="trainer.optimizer is sgd",
+    ),
+    Rule(
+        keys=("trainer.zero_stage", "trainer.deepspeed"),
+        is_unused=lambda cfg: cfg.trainer.library == "fsdp2",
+        why="trainer.library is fsdp2",
+    ),
+    Rule(
+        keys=("trainer.offload",),
+        is_unused=lambda cfg: cfg.trainer.library == "deepspeed",
+        why="trainer.library is deepspeed, which has zero_optimization in trainer.deepspeed for it",
+    ),
+    Rule(
+        keys=("trainer.share_prefixes",),
+        is_unused=lambda cfg: cfg.trainer.layout == "padded",
+        why="trainer.layout is padded, and only packed rows share",
+    ),
+    Rule(
+        keys=("data.max_picture_pixels", "trainer.vision", "model.lora.vision"),
+        is_unused=_is_text_model,
+        why="model.path is a text model",
+    ),
+    Rule(
+        keys=("rollout.max_turns",),
+        is_unused=lambda cfg: (
+            isinstance(cfg, RLConfig) and cfg.rollout.env == "single_turn" and cfg.rollout.agent is None
+        ),
+        why="rollout.env is single_turn, which ends after one reply",
+    ),
+    Rule(
+        keys=("engine_sleep",),
+        is_unused=lambda cfg: isinstance(cfg, RLConfig) and cfg.placement == "apart",
+        why="placement is apart, and the engines never sleep",
+    ),
+    Rule(
+        keys=("rollout.restarts",),
+        is_unused=shares_devices,
+        why="placement is colocate, where the death of an engine ends the run (on_failure: resume goes on by itself)",
+    ),
+    Rule(
+        keys=("alg.credit",),
+        is_unused=lambda cfg: (
+            isinstance(cfg, RLConfig) and cfg.alg.get("credit") == "turn" and cfg.rollout.max_turns == 1
+        ),
+        why="rollout.max_turns is 1, and the one turn is the episode",
+    ),
+)
+"""Every rule. A test has a recipe for each key here."""
+RULE_OF_VISION = "with model.lora the vision part is frozen anyway, but for adapters of model.lora.vision"
+RULE_OF_TRAIN_ON = "this algorithm trains on the last reply of each row, whatever data.train_on is"
+
+
+def check_keys(cfg: RunConfig, alg: Algorithm, given: frozenset[str]) -> None:
+    """Raise UserError for a key that the recipe sets and that nothing would read.
+
+    given: what the recipe sets, by dotted key.
+    """
+    for rule in RULES:
+        for key in rule.keys:
+            if is_given(key, given) and rule.is_unused(cfg):
+                raise UserError(f"{key} is set and would not be read, because {rule.why}: leave it out")
+    if isinstance(cfg, SLConfig) and alg.rows != "conversations" and is_given("data.train_on", given):
+        raise UserError(f"data.train_on is set and would not be read: {RULE_OF_TRAIN_ON}: leave it out")
+    if cfg.model.lora is not None and alg.value_lr is None and is_given("trainer.vision", given):
+        raise UserError(f"trainer.vision is set and would not be read, because {RULE_OF_VISION}: leave it out")
+    _check_sources(cfg)
+
+
+def _check_sources(cfg: RunConfig) -> None:
+    """Raise UserError for a key of a source that its kind of file or its number does not read."""
+    both: tuple[tuple[str, Any], ...] = (("data.train", cfg.data.train), ("data.eval", cfg.data.eval))
+    for key, value in both:
+        sources = value if isinstance(value, list) else [value]
+        for source in sources:
+            if source is None or isinstance(source, str):
+                continue
+            own = source.model_fields_set
+            if "split" in own and source.path.endswith((".parquet", ".jsonl", ".csv", ".gz")):
+                raise UserError(f"{key}: split is set and would not be read, because {source.path} is one file")
+            if "ratio" in own and len(sources) == 1:
+                raise UserError(f"{key}: ratio is set and would not be read, because there is no other source")
+            if "replacement" in own and key == "data.eval":
+                raise UserError(f"{key}: replacement is set and would not be read, because every row is measured once")
+
+
+def list_given(raw: Mapping[str, Any], prefix: str = "") -> frozenset[str]:
+    """Return what a recipe sets, by dotted key; a section that is empty or a list is one key.
+
+    >>> sorted(list_given({"a": {"b": 1, "c": {}}, "d": [1]}))
+    ['a.b', 'a.c', 'd']
+    """
+    found: set[str] = set()
+    for key, value in raw.items():
+        found |= list_given(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}"}
+    return frozenset(found)
+
+
+def is_given(key: str, given: frozenset[str]) -> bool:
+    """Tell whether the recipe sets this key, or a key below it."""
+    return any(one == key or one.startswith(f"{key}.") for one in given)
+
+
+class HyperParameterCheck:
+    """Check, once, that the first update reads every hyper-parameter that the recipe sets."""
+
+    def __init__(self, given: frozenset[str], reads: set[str]):
+        """Begin; `reads` are those that this process has read, and grow."""
+        alg = (key.removeprefix("alg.") for key in given if key.startswith("alg."))
+        self.left = {key for key in alg if key.split(".")[0] not in NOT_READ_BY_ALGORITHMS}
+        self.reads = reads
+
+    async def check_after_update(self, trainers: Workers[Trainer], metrics: Mapping[str, float]) -> None:
+        """Raise UserError for a hyper-parameter that was not read by the end of the first update.
+
+        An update that was not made, or without a token, reads less than another one: the next one is asked then.
+        """
+        if not self.left or not metrics.get("tokens") or metrics.get("updates_skipped"):
+            return
+        from trainers.trainer import Trainer
+
+        read = self.reads.union(*await trainers.call_all(Trainer.list_settings_read))
+        unread = sorted(key for key in self.left if not _was_read(key, read))
+        self.left = set()
+        if unread:
+            raise UserError(
+                f"alg.{unread[0]} is set, and nothing has read it by the end of the first update: it changes nothing "
+                "under the other settings: leave it out, or read it in the algorithm"
+            )
+
+
+def _was_read(key: str, read: set[str]) -> bool:
+    """Tell whether a setting, or one that holds it as a whole (a dict), was read.
+
+    >>> _was_read("kl.coef", {"kl", "kl.coef"}), _was_read("kl.place", {"kl", "kl.coef"}), _was_read("map.a", {"map"})
+    (True, False, True)
+    """
+    holder = key.rpartition(".")[0]
+    return key in read or (bool(holder) and not any(r.startswith(f"{holder}.") for r in read) and holder in read)

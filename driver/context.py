@@ -1,0 +1,348 @@
+"""The frame around a training loop: run folder, clock, display, and an orderly end whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from algs.base import Algorithm
+from configs.eval_schema import EvalConfig
+from configs.schema import RunConfig, SLConfig
+from core import metrics as names
+from core.cluster.ray_workers import Cluster
+from core.cluster.scratch import Scratch
+from core.cluster.signals import end_on_signals, raise_interrupt
+from core.cluster.workers import Workers
+from core.errors import ProcessDied, RunStopped
+from core.gc_control import collecting_seldom
+from core.timing.clock import Clock
+from core.timing.deadlines import CLOSE_TIMEOUT_S
+from core.timing.phases import Milestone, Phase
+from core.types.samples import Group
+from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.feed import Feed
+from driver.checkpoint import BestBy, Checkpoint, RunState, is_due, remove_old_checkpoints, write_checkpoint
+from driver.checks.hub_upload import push_model
+from driver.checks.output_folder import save_in_one_step
+from driver.early_stop import EarlyStop
+from driver.records.advice import Adviser, make_settings
+from driver.records.console import Console
+from driver.records.run_folder import RunFolder
+from driver.records.run_result import RunResult, make_result, name_end
+from driver.records.sample_text import make_record, write_sample
+from driver.records.time_account import describe_shares
+from driver.records.trackers.base import Outcome
+from driver.records.trackers.hub import Trackers
+from driver.records.tracking import make_sample_rows, make_trackers
+from driver.resume import bitwise_only_changes, changed_package_files
+from rollouts.scheduling.availability import EngineAvailability
+from rollouts.worker import RolloutWorker
+from trainers.allocator import keep_freed_memory
+from trainers.trainer import Trainer
+
+
+@dataclass
+class Session:
+    """Objects that all programs use while they run. `facts` are written to summary.json."""
+
+    cfg: RunConfig | EvalConfig
+    folder: RunFolder
+    clock: Clock
+    console: Console
+    trackers: Trackers
+    adviser: Adviser
+    early_stop: EarlyStop
+    cluster: Cluster | None = None
+    engines: Workers[RolloutWorker] | None = None
+    availability: EngineAvailability | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    updates_skipped: int = 0
+    updates_made: int = 0
+    logged: dict[str, float] = field(default_factory=dict[str, float])
+    names_logged: set[str] = field(default_factory=set[str])
+    """Metrics of the last step, and the names of those of all steps."""
+
+    @property
+    def training(self) -> RunConfig:
+        """Configuration of a run that trains."""
+        assert isinstance(self.cfg, RunConfig)
+        return self.cfg
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Give the step's metrics to the trackers and show them, with what there is to advise."""
+        metrics = {names.STEP_NUMBER: float(step), **metrics, **self.clock.start_lap()}
+        tokens = metrics.get(names.ROLLOUT_TOKENS, metrics[names.TRAIN_TOKENS])
+        metrics[names.TOKENS_PER_S] = tokens / metrics[names.STEP_SECONDS]
+        self.logged = metrics
+        self.names_logged |= metrics.keys()
+        with self.clock.phase(Phase.LOG):  # of the next step: the seconds of this one are in the line
+            self.trackers.metrics(step, metrics)
+            self.console.show_step(metrics)
+            for rule, text in self.adviser.read_line(metrics):
+                self.console.advise(rule, text)
+        self.facts["steps_done"] = step + 1
+        skipped = int(metrics[names.TRAIN_SKIPPED])
+        self.updates_skipped += skipped
+        self.updates_made += self.training.total_updates // self.cfg.n_steps - skipped
+        self.early_stop.note_step(metrics)
+
+    def count_steps(self, first: int) -> Iterator[int]:
+        """Yield the steps that the run makes: all of the recipe from `first` on, or until `stop_when` ends it."""
+        for step in range(first, self.cfg.n_steps):
+            yield step
+            if self.is_over:
+                return
+
+    @property
+    def is_over(self) -> bool:
+        """True where `stop_when` ends the run after this step."""
+        return bool(self.early_stop.reason)
+
+    def show_samples(self, step: int, groups: list[Group], *, every: int) -> None:
+        """Give some samples of the step to the trackers, and print one after every `every` steps, if they are due."""
+        tracking = self.training.tracking
+        if self.trackers.feeders and tracking.samples_every and step % tracking.samples_every == 0:
+            self.trackers.samples(step, make_sample_rows(step, groups, tracking.samples))
+        if every and step % every == 0:
+            record = make_record(step, groups)
+            self.console.show_sample(step, write_sample(step, record), record)
+
+    def check_trained(self) -> None:
+        """Say how many updates were skipped. Raises RunStopped where the run made none: its model is the old one."""
+        if not self.updates_skipped:
+            return
+        why = "because its gradient was not finite"
+        if not self.updates_made:
+            raise RunStopped(
+                f"none of the run's {self.updates_skipped} updates was made, each {why}: the model is what it was "
+                "before; look at the loss and the advantages, or lower trainer.lr"
+            )
+        self.facts["updates_skipped"] = self.updates_skipped
+        self.console.say(
+            f"{self.updates_skipped} of {self.updates_skipped + self.updates_made} updates were skipped, each {why}"
+        )
+
+    def report_data(self, feeds: dict[str, Feed[Any] | None]) -> None:
+        """Say which rows are invalid, by the key that names their file."""
+        for key, feed in feeds.items():
+            if feed is not None:
+                sentences, self.facts[key] = feed.summary(key)
+                for sentence in sentences:
+                    self.console.say(sentence)
+
+    async def save_model(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, alg: Algorithm) -> None:
+        """Write the final model into the run folder and into `save_to`; and the value model, if there is one."""
+        self.check_trained()
+        save_to = self.training.save_to
+        copies = [Path(save_to).absolute()] if save_to else []
+        with self.clock.phase(Phase.SAVE):
+            for folder in [self.folder.path / "model", *copies]:
+                steps = self.facts.get("steps_done", self.cfg.n_steps)
+                await self._write_model(trainers, tokenizer, folder, steps=steps)
+            if alg.value_lr is not None:
+                await trainers.call_all(Trainer.save_value_model, self.folder.path / "value_model")
+            if self.training.push_to is not None:
+                pushed = await asyncio.to_thread(push_model, self.training.push_to, self.folder.path / "model")
+                self.facts["pushed"] = pushed
+                self.console.say(f"pushed to {pushed}")
+
+    async def _write_model(
+        self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, folder: Path, *, steps: int
+    ) -> None:
+        async def write(folder: Path) -> None:
+            await trainers.call_all(Trainer.save_model, folder)
+            tokenizer.save(folder)
+
+        await save_in_one_step(folder, write, {"run": str(self.folder.path), "steps": steps})
+
+    def checkpoint_is_due(self, steps_done: int) -> bool:
+        steps = steps_done if self.is_over else self.cfg.n_steps
+        return is_due(steps_done, every=self.training.checkpoint.every, steps=steps)
+
+    async def write_checkpoint(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, state: RunState) -> None:
+        """Write a checkpoint with all that the step logged; and the model, where it is the best by checkpoint.best."""
+        keys = self.training.checkpoint
+        self._check_best(keys.best, is_last=state.steps_done == self.cfg.n_steps)
+        with self.clock.phase(Phase.CHECKPOINT):
+            home = self.folder.path / "checkpoints"
+            await write_checkpoint(home, trainers, replace(state, metrics=state.metrics | self.logged))
+            by = BestBy(metric=keys.best_metric, lower=keys.lower_is_better)
+            best = remove_old_checkpoints(home, keys.keep, by)
+            if keys.best is not None and best is not None and best.state.steps_done == state.steps_done:
+                await self._write_model(trainers, tokenizer, self.folder.path / "best_model", steps=state.steps_done)
+                self.facts["best"] = {"steps_done": state.steps_done, keys.best: best.state.metrics[keys.best]}
+
+    def _check_best(self, metric: str | None, *, is_last: bool) -> None:
+        """Raise RunStopped for a metric of checkpoint.best that no step has logged: nothing would be compared.
+
+        At the end it is said instead: the trained model is still to be saved.
+        """
+        if metric is None or metric in self.names_logged:
+            return
+        said = f"checkpoint.best={metric}: no step has logged it; the steps log {', '.join(sorted(self.logged))}"
+        if not is_last:
+            raise RunStopped(said)
+        self.console.say(said)
+
+    async def resume(self, trainers: Workers[Trainer], checkpoint: Checkpoint | None, settings: dict[str, Any]) -> int:
+        """Restore the trainers from `checkpoint`; return the steps that are done, 0 without one."""
+        if checkpoint is None:
+            return 0
+        with self.clock.phase(Phase.RESUME):
+            await trainers.call_all(Trainer.load_state, checkpoint.folder)
+        done = checkpoint.state.steps_done
+        self.facts["resumed"] = {"checkpoint": str(checkpoint.folder), "steps_done": done}
+        self.console.steps_done = done
+        self.console.say(f"resumed after {done} steps: {checkpoint.folder}")
+        for key in changed_package_files(checkpoint.state.recipe, settings):
+            self.console.say(f"{key}: this file of FeynRL has changed since the checkpoint; the numbers may differ")
+        if moved := bitwise_only_changes(checkpoint.state.recipe["settings"], settings["settings"]):
+            self.console.say(f"not to the last bit: {', '.join(moved)} differs from the run that is resumed")
+        return done
+
+    def show_outcome(self) -> None:
+        """Show the held-out results before and after, where the time went, and the run folder."""
+        before, after = self.facts.get("before", {}), self.facts.get("after", {})
+        hidden = {names.REWARD_STD, names.VERSION, *([] if after.get(names.ROLLOUT_FAILED) else [names.ROLLOUT_FAILED])}
+        rows = [(n, f"{before[n]:.3f}", f"{after[n]:.3f}") for n in before if n in after and n not in hidden]
+        if rows:
+            self.console.show_table("on held-out data", rows, ("", "before", "after"))
+        if devices := self.facts.get("devices"):
+            for line in (*describe_shares(devices), self.facts["bottleneck"]):
+                self.console.say(line)
+        if self.is_over:
+            done = f"{self.facts['steps_done']} of {self.cfg.n_steps} steps"
+            self.console.say(f"ended after {done}: {self.early_stop.reason}")
+        self.console.say(f"run folder: {self.folder.path}")
+
+    async def start_cluster(self) -> None:
+        """Start Ray, in a thread: in the main one it would take SIGTERM for itself, and the loop would not turn."""
+        starting = asyncio.create_task(asyncio.to_thread(Cluster, self.cfg.ray_address, ship_code=self.cfg.ship_code))
+        try:
+            self.cluster = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self.cluster = await starting  # what has started must be ended
+            raise
+
+    def write_summary(self, exit_reason: str) -> None:
+        """Write summary.json; where that fails, say why: the reason of the end must not be lost for it."""
+        try:
+            times = {"seconds": self.clock.get_totals(), "reached": self.clock.reached}
+            warned = [*self.adviser.given.values()]
+            self.folder.write_summary(exit_reason=exit_reason, **times, warnings=warned, **self.facts)
+        except RunStopped as error:
+            self.console.say(f"{error}")
+
+    @contextmanager
+    def tracking(self, at_once: Callable[[], None]) -> Generator[None]:
+        """Feed the trackers while the body runs; then tell them how it ended, and where the model is.
+
+        at_once: called where a signal ends this process at once.
+        """
+        self.trackers.start()
+        end: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            end = error
+            raise
+        finally:
+            end_on_signals(at_once=at_once)  # the loop has ended; a signal now ends the wait for slow trackers
+            model = self.folder.path / "model"
+            path = str(model) if model.is_dir() else None
+            with self.clock.phase(Phase.CLOSE):
+                self.facts["trackers"] = self.trackers.finish(Outcome(exit_reason=name_end(end), model=path))
+
+    async def close(self) -> None:
+        try:
+            if self.availability is not None:
+                await self.availability.stop()
+            if self.engines is not None:
+                ranks = range(len(self.engines)) if self.availability is None else self.availability.running()
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await asyncio.gather(*(self.engines.call_one(rank, RolloutWorker.close) for rank in ranks))
+        except (TimeoutError, RunStopped) as error:  # it is killed next
+            self.console.say(f"an engine did not close by itself ({error or 'no response'})")
+        finally:
+            if self.cluster is not None:
+                self.cluster.close()
+
+
+async def run_body(session: Session, body: Callable[[Session], Awaitable[None]], at_once: Callable[[], None]) -> None:
+    """Start Ray if the run needs it, run `body`, and close, in the event loop of the run.
+
+    at_once: called where a signal ends this process at once.
+    """
+    cfg, clock = session.cfg, session.clock
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    loop_turns = cfg.backend == "ray" or not isinstance(cfg, SLConfig)
+    first = (lambda: loop.call_soon_threadsafe(task.cancel)) if loop_turns else raise_interrupt
+    end_on_signals(first=first, at_once=at_once)
+    try:
+        if cfg.backend == "ray":
+            with clock.phase(Phase.START):
+                await session.start_cluster()
+            end_on_signals(first=first, at_once=at_once)  # Ray's own code in C++ has taken SIGTERM, from any thread
+            clock.reach(Milestone.RAY)
+        await body(session)
+    except ProcessDied:
+        session.engines = None  # they may wait for it; all are killed next
+        raise
+    finally:
+        with clock.phase(Phase.CLOSE):
+            await session.close()
+
+
+def run_session(
+    cfg: RunConfig | EvalConfig, body: Callable[[Session], Awaitable[None]], checkpoint: Checkpoint | None = None
+) -> RunResult:
+    """Run `body` to its end, Ctrl-C, SIGTERM or an error; always write a summary and end all processes.
+
+    checkpoint: the one that the run resumes, whose trackers go on.
+    """
+    clock = Clock()
+    clock.reach(Milestone.CHECKED)
+    keep_freed_memory()  # every step makes arrays of about the same sizes
+    folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump())
+    is_training = isinstance(cfg, RunConfig)
+    display = cfg.display if is_training else "auto"
+    console = Console(cfg.n_steps, clock, live=cfg.backend == "ray", display=display)
+    session = Session(
+        cfg=cfg,
+        folder=folder,
+        clock=clock,
+        console=console,
+        trackers=make_trackers(cfg, folder.path, console.say, checkpoint),
+        adviser=Adviser(make_settings(cfg), cfg.n_steps),
+        early_stop=EarlyStop(cfg.stop_when if is_training else None),
+    )
+    at_once = partial(session.write_summary, "interrupted")
+    reason = "error"
+    try:
+        end_on_signals(at_once=at_once)
+        console.say(f"run folder: {folder.path}")
+        seldom = collecting_seldom(cfg.backend == "ray")
+        with Scratch(logs=folder.path / "logs"), session.tracking(at_once), console, seldom:
+            asyncio.run(run_body(session, body, at_once))
+        reason = f"done early, {session.early_stop.reason}" if session.is_over else "done"
+        session.show_outcome()
+    except (KeyboardInterrupt, asyncio.CancelledError) as error:
+        reason = name_end(error)
+        raise KeyboardInterrupt from None
+    except Exception as error:
+        reason = name_end(error)
+        if isinstance(error, ProcessDied):
+            error.run_folder, error.steps = folder.path, cfg.n_steps
+        raise
+    finally:
+        for unwritten in folder.samples.close():
+            console.say(unwritten)
+        session.write_summary(reason)
+        end_on_signals()  # as before the run
+    return make_result(reason, folder.path, session.facts, session.logged)

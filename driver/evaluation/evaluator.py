@@ -1,0 +1,106 @@
+"""Evaluations of an RL run on data.eval: in place, or beside training; always of one policy version.
+
+In place the trainers wait. Beside training the engines answer the held-out prompts while the trainers go on, and the
+next weight sync waits for the answers, so that no number is of two versions. That needs overlap (max_staleness above
+0), and that nothing hangs on the number: `stop_when` and `checkpoint.best` want it in the line of its own step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from configs.schema import RLConfig
+from core import metrics as names
+from core.cluster.workers import gather_fail_fast
+from core.tasks import start_task
+from core.types.samples import Group, Prompt
+from driver.records.rollout_metrics import check_failures, measure_groups, measure_passes
+from rollouts.scheduling.generation import Generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Findings of an evaluation."""
+
+    when: str
+    """Such as `after step 10`."""
+    metrics: dict[str, float]
+    """Metrics without the prefix eval/, with `version`."""
+
+    @property
+    def version(self) -> int:
+        """Steps that the evaluated weights have behind them."""
+        return int(self.metrics[names.VERSION])
+
+
+@dataclass
+class HeldOut:
+    """Held-out prompts of a run, and the evaluation that runs beside training, if one does."""
+
+    cfg: RLConfig
+    prompts: list[Prompt]
+    generation: Generation
+    pending: asyncio.Task[list[Group]] | None = None
+    when: str = ""
+    """Time of the pending evaluation."""
+
+    def may_run_beside(self, steps_done: int) -> bool:
+        """Tell whether an evaluation after `steps_done` steps can run beside the steps up to the next weight sync.
+
+        The last sync is left out: the line of the last step has the evaluation of the final weights. So are
+        evaluations as frequent as syncs, of which two would end in one line.
+        """
+        cfg = self.cfg
+        decides = cfg.stop_when is not None or (cfg.checkpoint.best or "").startswith(names.EVAL.format(""))
+        sync_every = cfg.weight_sync.every
+        return (
+            cfg.max_staleness > 0
+            and not decides
+            and cfg.eval_every > sync_every
+            and steps_done % cfg.eval_every == 0
+            and steps_done + sync_every < cfg.steps
+        )
+
+    def begin(self, when: str) -> None:
+        """Start an evaluation beside training."""
+        self.when, self.pending = when, self.generation.start_beside(self.sample())
+
+    async def end(self) -> Measured | None:
+        """Wait for the pending evaluation; None where it cannot be of one version: an engine was restarted meanwhile.
+
+        A restarted engine needs weights, and the trainers may have newer ones by now.
+        """
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        engines = self.generation.engines
+
+        def left_alone() -> Sequence[int]:
+            return [] if engines.serving() else engines.needing_weights()  # others that serve are asked for its groups
+
+        none_serves = start_task(engines.wait_for(left_alone))
+        try:
+            await asyncio.wait([pending, none_serves], return_when=asyncio.FIRST_COMPLETED)
+            return self.measure(pending.result(), self.when) if pending.done() else None
+        finally:
+            none_serves.cancel()
+            pending.cancel()
+
+    async def sample(self) -> list[Group]:
+        """Sample every prompt, `eval_samples` times."""
+        size = self.cfg.eval_samples
+        calls = (self.generation.generate_group(-1 - i, prompt, size) for i, prompt in enumerate(self.prompts))
+        return await gather_fail_fast(calls)
+
+    def measure(self, groups: list[Group], when: str) -> Measured | None:
+        """Return reward, its parts, failures and pass@k; None where the tokens are not of one version."""
+        check_failures(groups, max_failed_fraction=self.cfg.reward.max_failed_fraction)
+        versions = {int(v) for group in groups for s in group for v in s.versions[s.action_mask]}
+        if len(versions) > 1:
+            return None
+        [version] = versions or {self.generation.buffer.version}
+        measured = measure_groups(groups)
+        shown = {k: v for k, v in measured.items() if k.startswith("reward/") or k == names.ROLLOUT_FAILED}
+        passes = measure_passes(groups, pass_reward=self.cfg.eval_pass_reward)
+        return Measured(when=when, metrics=shown | passes | {names.VERSION: float(version)})

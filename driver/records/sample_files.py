@@ -1,0 +1,113 @@
+"""The sample files of a run, samples/step_*.jsonl: written by a thread beside the training loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.errors import writing
+from core.types.messages import describe_message, describe_messages
+from core.types.samples import Group, Sample
+from driver.records.rollout_metrics import count_versions
+
+MAX_WAITING = 2
+"""Steps whose samples may wait to be written; the loop waits for a disk that is slower."""
+
+
+class SampleFiles:
+    """Writer of one file per step. An error stops the run at the next step, or at the end."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._waiting: deque[Future[None]] = deque()
+
+    async def write(self, step: int, groups: list[Group]) -> None:
+        """Write the samples of a step beside the loop. Raises RunStopped where an earlier step's could not be."""
+        path = self.folder / f"step_{step:05d}.jsonl"
+        self._waiting.append(self._thread.submit(write_samples, path, groups))
+        while self._waiting and self._waiting[0].done():  # without a turn of the loop, which has other work by now
+            self._waiting.popleft().result()
+        while len(self._waiting) > MAX_WAITING:
+            await self._finish_oldest()
+
+    async def flush(self) -> None:
+        """Wait until all samples are written. Raises RunStopped where they could not be."""
+        while self._waiting:
+            await self._finish_oldest()
+
+    async def _finish_oldest(self) -> None:
+        oldest = asyncio.wrap_future(self._waiting[0])
+        await asyncio.wait([oldest])  # unlike `await oldest`, this lets it go on where the run is interrupted
+        self._waiting.popleft()
+        oldest.result()
+
+    def close(self) -> list[str]:
+        """Wait until all samples are written, after an error too; return what could not be, in sentences."""
+        self._thread.shutdown(wait=True)
+        failures = [error for one in self._waiting if (error := one.exception())]
+        self._waiting.clear()
+        return [str(error) for error in failures]
+
+
+def write_samples(path: Path, groups: list[Group]) -> None:
+    """Write one JSON object per sample: prompt, completion, reward and its parts, advantage, versions, turns."""
+    with writing(path, meaning="the steps before are logged"), path.open("w", encoding="utf-8") as file:
+        for ticket, group in enumerate(groups):
+            for sample in group:
+                file.write(json.dumps(make_sample_record(sample, ticket)) + "\n")
+
+
+def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
+    """Return what the files hold of a sample; tools, turns and counts only where there are some."""
+    record = {
+        "group": group,
+        "id": sample.prompt.id,
+        "prompt": describe_messages(sample.prompt.messages),
+        "answer": sample.prompt.answer,
+        "completion": sample.completion,
+        "stop": sample.stop,
+        "reward": sample.reward,
+        "reward_parts": sample.reward_parts,
+        "failure": sample.failure,
+        "advantage": _first_advantage(sample),
+        "versions": sorted(count_versions(sample)),
+        "new_tokens": sample.n_sampled,
+    }
+    more: dict[str, Any] = {"tools": sample.prompt.tools, "turns": list_turns(sample), "counts": sample.counts}
+    if sample.episode is not None:
+        more["episode"] = sample.episode
+    if sample.player:
+        more["player"] = sample.player
+    return record | {name: value for name, value in more.items() if value not in ([], {})}
+
+
+def list_turns(sample: Sample) -> list[dict[str, Any]]:
+    """Return the messages after the prompt; those of the policy with their tokens, and with what each reply earned."""
+    replies = sum(message["role"] == "assistant" for message in sample.transcript)
+    before = max(0, replies - len(sample.spans))  # context: of an earlier branch, or told by a harness
+    spans = iter([None] * before + [*sample.spans])
+    rewards = iter([None] * before + [*sample.turn_rewards])
+    turns: list[dict[str, Any]] = []
+    for message in sample.transcript:
+        turn = describe_message(message)
+        if message["role"] == "assistant" and (span := next(spans, None)) is not None:
+            turn["tokens"] = span[1] - span[0]
+            if (reward := next(rewards, None)) is not None:
+                turn["reward"] = reward
+        turns.append(turn)
+    return turns
+
+
+def _first_advantage(sample: Sample) -> float | None:
+    """Return the advantage of the first trained token, in as few digits as its dtype needs."""
+    trained = sample.loss_mask
+    if sample.advantage is None or not trained.any():
+        return None
+    return float(str(sample.advantage[np.argmax(trained)]))

@@ -1,0 +1,42 @@
+"""Trackers: where the numbers of a run go. A tracker is found by its name here, or by the path of a file."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from configs.tracking_schema import TrackingConfig
+from core.errors import UserError
+from core.loading import classes_below, load_class, resolve
+from driver.records.trackers.base import Tracker
+
+
+def load_trackers(names: Sequence[str]) -> dict[str, type[Tracker]]:
+    """Return the classes by name; UserError for a name that is unknown or given twice."""
+    found: dict[str, type[Tracker]] = {}
+    for name in names:
+        if name in found:
+            raise UserError(f"trackers: {name} is given twice: name it once")
+        spec = resolve(name, "driver.records.trackers", offers=_is_tracker, key="trackers")
+        base: Any = Tracker  # a protocol, which type checkers do not take for a class
+        found[name] = load_class(spec, base, key="trackers")
+    return found
+
+
+def check_trackers(names: Sequence[str], settings: TrackingConfig) -> None:
+    """Raise UserError for a tracker that cannot start here: its package is missing, or it would ask for a password."""
+    for name, cls in load_trackers(names).items():
+        if missing := [package for package in cls.packages if importlib.util.find_spec(package) is None]:
+            raise UserError(
+                f"trackers: {name} needs the package {missing[0]}, which is not installed: {cls.install}, or leave "
+                f"{name} out"
+            )
+        if refused := cls.refuse(settings):
+            raise UserError(f"trackers: {refused}")
+
+
+def _is_tracker(module: ModuleType) -> bool:
+    base: Any = Tracker
+    return bool(classes_below(module, base))

@@ -1,0 +1,39 @@
+"""metrics.jsonl in the run folder: one line per step.
+
+It is part of the run: it is written before the loop goes on, and a full disk stops the run.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from typing import Any
+
+from core.errors import writing
+from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
+
+FILE = "metrics.jsonl"
+
+
+class Jsonl(Tracker):
+    """Writer of metrics.jsonl. The samples are in samples/, whether or not there is a tracker."""
+
+    def start(self, run: TrackedRun) -> Identity | None:
+        self.path = run.folder / FILE
+        with writing(self.path):
+            self.file = self.path.open("ab", buffering=0)
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        line = (json.dumps(values, allow_nan=False) + "\n").encode()
+        before = self.file.tell()
+        with writing(self.path, meaning="the steps before are logged"):
+            if self.file.write(line) != len(line):  # what did not fit is not an error of its own
+                self.file.truncate(before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        pass
+
+    def finish(self, outcome: Outcome) -> None:
+        self.file.close()

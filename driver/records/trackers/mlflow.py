@@ -1,0 +1,149 @@
+"""MLflow: a tracking server, or a local store. Samples are tables (Artifacts, and MLflow's table view)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, ClassVar, TypeVar
+
+from core.text.secrets import hide_secrets
+from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
+
+T = TypeVar("T")
+PER_REQUEST = 100
+"""Parameters or tags that MLflow takes at once; of metrics it takes more."""
+TABLES_TAG, MOST_TABLES = "mlflow.loggedArtifacts", 100
+"""Tag by which MLflow's page knows a file as a table; a tag has room for about 140 of ours. All files stay."""
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
+"""MLflow's own defaults would retry for ten minutes, and nobody would be told that the server is gone."""
+QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "GIT_PYTHON_REFRESH": "quiet",
+}
+"""It would report its use to its makers, print addresses between our lines, and complain where there is no git."""
+
+
+class Mlflow(Tracker):
+    """Tracker that writes one run of an experiment."""
+
+    packages: ClassVar = ("mlflow",)
+    install: ClassVar = "run `make install`"
+
+    def start(self, run: TrackedRun) -> Identity | None:
+        for name, value in (PATIENCE | QUIET).items():
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient
+
+        self.tables: deque[dict[str, str]] = deque(maxlen=MOST_TABLES)
+        uri = run.settings.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or None
+        local = None if uri else run.folder.parent
+        self.client = MlflowClient(uri or f"sqlite:///{run.folder.parent / 'mlflow.db'}")
+        where = hide_secrets(self.client.tracking_uri)
+        previous = run.previous.id if run.previous is not None and run.previous.where == where else None
+        self.run_id = self._continue_run(previous) if previous else None
+        if self.run_id is None:
+            experiment = run.settings.mlflow_experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "feynrl"
+            artifacts = f"file://{local / 'mlflow_artifacts'}" if local else None
+            self.run_id = self._begin_run(experiment, run.name, artifacts)
+        self._describe(run)
+        return Identity(id=self.run_id, where=where)
+
+    def _continue_run(self, run_id: str) -> str | None:
+        """Return the run to continue; None where the server has it no longer."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            found = self.client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+        if found.info.lifecycle_stage != "active":
+            return None
+        self.client.update_run(run_id, status="RUNNING")
+        return run_id
+
+    def _begin_run(self, experiment: str, name: str, artifacts: str | None) -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = self.client.get_experiment_by_name(experiment)
+        if found is None:
+            try:
+                experiment_id = self.client.create_experiment(experiment, artifacts)
+            except MlflowException:  # another run has made it meanwhile
+                found = self.client.get_experiment_by_name(experiment)
+                if found is None:
+                    raise
+                experiment_id = found.experiment_id
+        else:
+            experiment_id = found.experiment_id
+        return self.client.create_run(experiment_id, run_name=name).info.run_id
+
+    def _describe(self, run: TrackedRun) -> None:
+        """Write the configuration as parameters and the facts as tags.
+
+        MLflow never changes a parameter. What a resumed run has changed becomes a tag.
+        """
+        from mlflow.entities import Param, RunTag
+
+        assert self.run_id is not None
+        there = self.client.get_run(self.run_id).data.params
+        values = {make_name(key): str(value) for key, value in run.config.items()}
+        params = [Param(key, value) for key, value in values.items() if key not in there]
+        changed = {f"resumed.{key}": value for key, value in values.items() if key in there and there[key] != value}
+        facts = run.facts | {"run_folder": str(run.folder)} | changed
+        tags = [RunTag(make_name(key), value) for key, value in facts.items()]
+        for some in batched(params, PER_REQUEST):
+            self.client.log_batch(self.run_id, params=some)
+        for some in batched(tags, PER_REQUEST):
+            self.client.log_batch(self.run_id, tags=some)
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        assert self.run_id is not None
+        now = int(time.time() * 1000)
+        self.client.log_batch(
+            self.run_id, metrics=[Metric(make_name(name), value, now, step) for name, value in values.items()]
+        )
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        assert self.run_id is not None
+        path = f"samples/step_{step:05d}.json"
+        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
+        self.client.log_text(self.run_id, json.dumps(table), path)
+        self.tables.append({"path": path, "type": "table"})
+        self.client.set_tag(self.run_id, TABLES_TAG, json.dumps(list(self.tables)))
+
+    def finish(self, outcome: Outcome) -> None:
+        assert self.run_id is not None
+        self.client.set_tag(self.run_id, "exit_reason", outcome.exit_reason)
+        if outcome.model is not None:
+            self.client.set_tag(self.run_id, "model", outcome.model)
+        self.client.set_terminated(self.run_id, outcome.status.upper())
+
+
+def make_name(name: str) -> str:
+    """Return a name that MLflow allows.
+
+    >>> make_name("reward/is it right?"), make_name("a" * 300) == "a" * 250
+    ('reward/is it right_', True)
+    """
+    return re.sub(r"[^/\w.\- :]", "_", name)[:250]
+
+
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of at most `size` items.
+
+    >>> list(batched("abcde", 2))
+    [['a', 'b'], ['c', 'd'], ['e']]
+    """
+    left = iter(items)
+    while some := list(islice(left, size)):
+        yield some

@@ -1,0 +1,51 @@
+"""TensorBoard: event files in the run folder's tensorboard/. Samples are texts, because it has no tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
+
+FOLDER = "tensorboard"
+
+
+class Tensorboard(Tracker):
+    """Writer of one event file. A resumed run adds one to the folder of the run that it resumes."""
+
+    packages: ClassVar = ("tensorboard",)
+    install: ClassVar = "run `.venv/bin/pip install -c constraints.txt tensorboard`"
+
+    def start(self, run: TrackedRun) -> Identity | None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = run.folder / FOLDER
+        purge = None
+        if run.previous is not None and Path(run.previous.id).is_dir():
+            folder, purge = Path(run.previous.id), run.first_step  # later steps of that run are made again
+        self.writer: Any = SummaryWriter(str(folder), purge_step=purge)
+        for title, values in (("config", run.config), ("facts", run.facts | {"run_folder": str(run.folder)})):
+            self.writer.add_text(title, as_code("\n".join(f"{key}: {value}" for key, value in values.items())), purge)
+        return Identity(id=str(folder))
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step, new_style=True, double_precision=True)  # else it is rounded
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        shown = ("\n".join(f"{name}: {value}" for name, value in row.items()) for row in rows)
+        self.writer.add_text("samples", as_code("\n\n".join(shown)), step)
+
+    def finish(self, outcome: Outcome) -> None:
+        said = f"exit reason: {outcome.exit_reason}\nmodel: {outcome.model}"
+        self.writer.add_text("outcome", as_code(said))
+        self.writer.close()
+
+
+def as_code(text: str) -> str:
+    """Return Markdown that shows the text as it is: TensorBoard reads Markdown, in which four spaces begin code.
+
+    >>> as_code("<b>")
+    '    <b>'
+    """
+    return "\n".join(f"    {line}" for line in text.splitlines())

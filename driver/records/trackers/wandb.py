@@ -1,0 +1,111 @@
+"""Weights & Biases, online or offline (then in the run folder's wandb/, for `wandb sync`). Samples are tables."""
+
+from __future__ import annotations
+
+import netrc
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from configs.tracking_schema import TrackingConfig
+from core.timing.deadlines import TRACKER_FINISH_TIMEOUT_S
+from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
+
+SERVER = "https://api.wandb.ai"
+MODES = {"": "online", "run": "online", "dryrun": "offline"}
+"""Older names of the modes."""
+QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+"""It would report its errors to its makers, and print between our lines."""
+
+
+class Wandb(Tracker):
+    """Tracker that writes one run of a project."""
+
+    packages: ClassVar = ("wandb",)
+    install: ClassVar = "run `make install`"
+
+    @classmethod
+    def refuse(cls, settings: TrackingConfig) -> str | None:
+        mode = choose_mode(settings)
+        if mode not in ("online", "offline"):
+            return f"wandb is named, and the variable WANDB_MODE is {mode}: unset it, or leave wandb out"
+        if mode == "online" and not has_key(os.environ.get("WANDB_BASE_URL") or SERVER):
+            return (
+                "wandb has no API key: set the variable WANDB_API_KEY, run `wandb login`, or set tracking.wandb_mode "
+                "to offline"
+            )
+        return None
+
+    def start(self, run: TrackedRun) -> Identity | None:
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        import wandb
+
+        self.wandb: Any = wandb  # half typed
+        self.offline = choose_mode(run.settings) == "offline"
+        settings, project = run.settings, run.settings.wandb_project or os.environ.get("WANDB_PROJECT") or "feynrl"
+        where = f"{settings.wandb_entity or os.environ.get('WANDB_ENTITY') or ''}/{project}"
+        previous = run.previous.id if run.previous is not None and run.previous.where == where else None
+        self.run: Any = self.wandb.init(
+            project=project,
+            entity=settings.wandb_entity,
+            name=None if previous else run.name,
+            id=previous,
+            resume="allow" if previous else None,
+            dir=str(run.folder),
+            mode=choose_mode(settings),
+            config=run.config,
+            allow_val_change=True,
+            settings=wandb.Settings(
+                console="off",  # the terminal is ours
+                silent=True,
+                disable_git=True,  # an address of git may hold a token; our facts have the commit
+                disable_code=True,
+                save_code=False,
+                finish_timeout=TRACKER_FINISH_TIMEOUT_S,
+            ),
+        )
+        self.run.config.update({"facts": run.facts, "run_folder": str(run.folder)}, allow_val_change=True)
+        # with our own step a resumed run may log again what the first one logged after its checkpoint
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+        return Identity(id=self.run.id, where=where)
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        self.run.log({"step": step, **values})
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        table = self.wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self.run.log({"step": step, "samples": table})
+
+    def finish(self, outcome: Outcome) -> None:
+        self.run.summary.update({"exit_reason": outcome.exit_reason, "model": outcome.model})
+        if self.offline:
+            self.farewell = f"wandb: offline; `wandb sync {Path(self.run.dir).parent}` sends this run"
+        self.run.finish(exit_code=int(outcome.status != "finished"))
+        self.wandb.teardown()  # its process ends here, and not with the processes of the run
+
+    def abandon(self) -> None:
+        self.wandb.teardown()  # what it would do when Python ends, where it would wait, or print a traceback
+
+
+def choose_mode(settings: TrackingConfig) -> str:
+    """Return online, offline, or what else the variable WANDB_MODE says."""
+    given = settings.wandb_mode or os.environ.get("WANDB_MODE") or ""
+    return MODES.get(given, given)
+
+
+def has_key(server: str) -> bool:
+    """Tell whether W&B would find an API key by itself; without one it asks for it in the terminal."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    named = os.environ.get("NETRC")
+    files = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    for file in files:
+        try:
+            if netrc.netrc(str(file.expanduser())).authenticators(urlsplit(server).netloc):
+                return True
+        except (OSError, netrc.NetrcParseError):  # there is none that W&B could read either
+            continue
+    return False

@@ -1,0 +1,137 @@
+"""Trainers and engines on the same devices, in turns (placement: colocate).
+
+One step takes every device once around this circle. Each arrow is one call with a deadline, in the time account under
+the phase that stands at it:
+
+    generating --sleep--> engines asleep --return--> training --leave--> optimizer away --wake--> weights awake
+         ^                                                                                             |
+         +--sync (proof)-- cache awake <--wake-- trainers away <--leave-- published <----sync (send)---+
+
+The engine's weights wake before the trainer's leave, because the first are loaded from the second; by then the
+optimizer has left, which is most of a trainer. The cache, which is most of an engine, wakes last.
+
+The driver alone knows whose turn it is. What is called out of turn is refused where it would touch memory that is not
+there: by rollouts/engines/sleeping.py and trainers/offload/offloaded_trainer.py, on a CPU as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from configs.schema import RLConfig
+from core.cluster.ray_workers import Remote
+from core.cluster.workers import Workers
+from core.errors import CallFailed, ProcessDied, RunStopped
+from core.timing.clock import Clock
+from core.timing.deadlines import SYNC_TIMEOUT_GRACE_S
+from core.timing.phases import Phase
+from rollouts.worker import RolloutWorker
+from trainers.offload.offloaded_trainer import Away
+from trainers.trainer import Trainer
+from trainers.weight_sync.base import WeightSync
+
+T = TypeVar("T")
+
+
+class Turn(StrEnum):
+    """State of the devices."""
+
+    GENERATING = "generating"
+    ENGINES_ASLEEP = "engines asleep"
+    TRAINING = "training"
+    OPTIMIZER_AWAY = "optimizer away"
+    WEIGHTS_AWAKE = "weights awake"
+    PUBLISHED = "published"
+    TRAINERS_AWAY = "trainers away"
+    CACHE_AWAKE = "cache awake"
+
+
+@dataclass
+class DeviceTurns:
+    """State machine of the devices that trainers and engines share."""
+
+    trainers: Workers[Away]
+    engines: Workers[RolloutWorker]
+    sleepers: Workers[RolloutWorker]
+    """The engines with the deadline of a call that may wait for groups."""
+    weights: WeightSync
+    clock: Clock
+    turn: Turn = Turn.GENERATING
+
+    async def give_to_trainers(self) -> None:
+        """Let the engines sleep and the trainers return."""
+        go, trainers, sleepers = self._go, self.trainers, self.sleepers
+        await go(Turn.GENERATING, Turn.ENGINES_ASLEEP, Phase.SLEEP, sleepers.call_all(RolloutWorker.sleep))
+        await go(Turn.ENGINES_ASLEEP, Turn.TRAINING, Phase.RETURN, trainers.call_all(Away.return_to_device))
+
+    async def give_to_engines(self, version: int) -> dict[str, float]:
+        """Publish the weights as `version`, let the trainers leave and the engines wake; return the metrics of it."""
+        go, trainers, engines, weights = self._go, self.trainers, self.engines, self.weights
+        await go(Turn.TRAINING, Turn.OPTIMIZER_AWAY, Phase.LEAVE, trainers.call_all(Away.leave_states))
+        await go(
+            Turn.OPTIMIZER_AWAY, Turn.WEIGHTS_AWAKE, Phase.WAKE, engines.call_all(RolloutWorker.wake, part="weights")
+        )
+        sent = await go(Turn.WEIGHTS_AWAKE, Turn.PUBLISHED, Phase.SYNC, weights.deliver_weights(version))
+        await go(Turn.PUBLISHED, Turn.TRAINERS_AWAY, Phase.LEAVE, trainers.call_all(Away.leave_weights))
+        await go(
+            Turn.TRAINERS_AWAY, Turn.CACHE_AWAKE, Phase.WAKE, engines.call_all(RolloutWorker.wake, part="kv_cache")
+        )
+        return await go(Turn.CACHE_AWAKE, Turn.GENERATING, Phase.SYNC, weights.prove_weights(sent))
+
+    async def _go(self, before: Turn, after: Turn, phase: Phase, call: Coroutine[Any, Any, T]) -> T:
+        """Await the call that leads from one state to the next. Raises RunStopped where it is not its turn."""
+        if self.turn is not before:
+            call.close()
+            raise RunStopped(
+                f"the device was to go from '{before}' to '{after}', and it is at '{self.turn}': main_rl.py gives it "
+                "to the trainers after the groups of a step, and to the engines with the weights"
+            )
+        try:
+            with self.clock.phase(phase):
+                result = await call
+        except ProcessDied as error:
+            raise ProcessDied(f"between '{before}' and '{after}', {error}", worker=error.worker) from error
+        except CallFailed as error:
+            raise type(error)(f"between '{before}' and '{after}', {error}") from error
+        self.turn = after
+        return result
+
+
+def make_turns(
+    cfg: RLConfig,
+    trainers: Workers[Trainer],
+    engines: Workers[RolloutWorker],
+    weights: WeightSync,
+    clock: Clock,
+) -> DeviceTurns:
+    """Return the state machine of trainers that are away, and engines that are awake."""
+    away: Workers[Away] = trainers.attribute("away")
+    sleepers = engines
+    if isinstance(engines, Remote) and isinstance(away, Remote):
+        deadline_s, key = cfg.weight_sync.timeout_s + SYNC_TIMEOUT_GRACE_S, "weight_sync.timeout_s"
+        away, engines = away.with_deadline(deadline_s, key=key), engines.with_deadline(deadline_s, key=key)
+    return DeviceTurns(trainers=away, engines=engines, sleepers=sleepers, weights=weights, clock=clock)
+
+
+async def leave_after_start(trainers: Workers[Trainer]) -> list[str]:
+    """Let new trainers leave, before the engines measure what memory is free; return the GPUs of every rank."""
+    away: Workers[Away] = trainers.attribute("away")
+    await away.call_all(Away.leave_states)
+    await away.call_all(Away.leave_weights)
+    return await away.call_all(Away.name_devices)
+
+
+def share_devices(of_ranks: Sequence[str], *, per_engine: int) -> tuple[str, ...]:
+    """Return the GPUs of every engine, from those of the trainer ranks; nothing on a CPU.
+
+    >>> share_devices(["0", "1", "2", "3"], per_engine=2)
+    ('0,1', '2,3')
+    >>> share_devices(["", ""], per_engine=1)
+    ()
+    """
+    if not any(of_ranks):
+        return ()
+    return tuple(",".join(of_ranks[i : i + per_engine]) for i in range(0, len(of_ranks), per_engine))

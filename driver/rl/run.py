@@ -1,0 +1,339 @@
+"""The calls of one RL step, in the order in which main_rl.py makes them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from algs.base import PolicyGradient, TurnCredit, assign_advantages
+from algs.returned import check_advantages
+from analysis.capture.recorder import Recorder
+from analysis.shadows import Shadows
+from configs.schema import RLConfig
+from core import metrics as names
+from core.cluster.workers import Workers, copy_to_groups
+from core.errors import ProcessDied, RunStopped
+from core.tasks import start_task
+from core.timing.phases import Milestone, Phase
+from core.types.row_layout import RowLayout
+from core.types.samples import Group, Prompt, ScoredColumn
+from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.feed import Feed
+from data_feeds.packing.batches import Plan, plan_update
+from driver.checkpoint import RunState
+from driver.checks.unused_keys import HyperParameterCheck
+from driver.context import Session
+from driver.evaluation.evaluator import HeldOut, Measured
+from driver.records.rollout_metrics import (
+    check_failures,
+    measure_drawn,
+    measure_groups,
+    measure_staleness,
+    name_train_metrics,
+)
+from driver.records.time_account import TimeBreakdown, describe_turns_cost, name_bottleneck
+from driver.rl.colocation import DeviceTurns
+from driver.rl.scoring import add_columns
+from rollouts.scheduling.availability import EngineAvailability
+from rollouts.scheduling.buffer import ReplayBuffer
+from rollouts.scheduling.generation import Generation
+from trainers.trainer import Trainer
+from trainers.weight_sync.base import WeightSync
+
+T = TypeVar("T")
+
+
+@dataclass
+class Run:
+    """The objects of one RL run."""
+
+    cfg: RLConfig
+    alg: PolicyGradient
+    prompts: Feed[Prompt]
+    held_out: HeldOut | None
+    tokenizer: ChatTokenizer
+    trainers: Workers[Trainer]
+    weights: WeightSync
+    session: Session
+    settings: dict[str, Any]
+    """Settings that a resumed run must share with this one; see driver/resume.py."""
+    first_step: int
+    """First step to run; a resumed run does not repeat earlier ones."""
+    generation: Generation
+    steps_done: int
+    """Steps that the trainers' weights have behind them."""
+    layout: RowLayout
+    """Layout of the trainers' rows, which depends on the loaded model."""
+    time: TimeBreakdown
+    turns: DeviceTurns | None = None
+    """Turns of trainers and engines on the same devices; None where each has its own."""
+    shadows: Shadows | None = None
+    recorder: Recorder | None = None
+    evaluated: Measured | None = None
+    """The last evaluation."""
+    unlogged: dict[str, float] = field(default_factory=dict[str, float])
+    """What an evaluation beside training measured, for the line of the step in which it ended."""
+    hyper_parameters: HyperParameterCheck = field(default_factory=lambda: HyperParameterCheck(frozenset(), set()))
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Yield the steps that the run makes; `stop_when` may end them early."""
+        return self.session.count_steps(self.first_step)
+
+    @property
+    def whole_episodes(self) -> bool:
+        """True if a loss, the run's or a shadow, looks at episodes as wholes."""
+        losses = [] if self.shadows is None else self.shadows.losses
+        return self.alg.whole_episodes or any(loss.alg.whole_episodes for loss in losses)
+
+    @property
+    def steps(self) -> int:
+        return self.cfg.steps
+
+    @property
+    def buffer(self) -> ReplayBuffer:
+        return self.generation.buffer
+
+    @property
+    def engines(self) -> EngineAvailability:
+        return self.generation.engines
+
+    async def next_groups(self, step: int) -> tuple[list[Group], dict[str, float]]:
+        """Wait for the step's groups, `groups_per_step` of them; return them with their metrics."""
+        with self.session.clock.phase(Phase.WAIT_FOR_DATA):
+            groups, drawn = await self._while_trainers_wait(self.buffer.next_step_groups(step))
+        with self.session.clock.phase(Phase.CHECK):
+            check_failures([d.group for d in drawn], max_failed_fraction=self.cfg.reward.max_failed_fraction)
+            if len(groups) < self.cfg.groups_per_step:
+                raise RunStopped(
+                    f"of {len(drawn)} groups, the algorithm accepts {len(groups)} of the groups_per_step="
+                    f"{self.cfg.groups_per_step} that a step needs: the reward may be the same for every completion"
+                )
+            staleness = measure_staleness(groups, step=step, max_staleness=self.cfg.max_staleness)
+            return groups, staleness | measure_drawn(drawn) | self.prompts.count_draws(drawn[-1].ticket + 1)
+
+    async def add_columns(self, groups: list[Group]) -> list[Group]:
+        """Compute the columns that the algorithm requires, with the trainer's models as they are now.
+
+        With one update per step the proximal policy is the one in training, so only more updates need its column.
+        """
+        proximal: frozenset[ScoredColumn] = frozenset({"prox_logp"} if self.cfg.updates_per_step > 1 else ())
+        with self.session.clock.phase(Phase.LOGP):
+            columns = self.alg.required_columns | proximal
+            return await add_columns(self.trainers, groups, self._plan(groups), columns)
+
+    def compute_advantages(self, groups: list[Group]) -> list[Group]:
+        """Give every token its advantage, over all groups of the step."""
+        with self.session.clock.phase(Phase.ADVANTAGES):
+            filled = assign_advantages(self.alg, groups)
+            check_advantages(self.alg, groups, filled)
+            return filled
+
+    async def train(self, groups: list[Group]) -> dict[str, float]:
+        """Train on the groups of a step, distributed over its updates."""
+        k = self.cfg.updates_per_step
+        of_updates = [groups[i::k] for i in range(k)]
+        with self.session.clock.phase(Phase.TRAIN):
+            plans = [self._plan(own) for own in of_updates]
+        if self.recorder is None:
+            return await self._train(of_updates, plans)
+        clock = self.session.clock
+        async with self.recorder.recording(self.steps_done, of_updates, plans, clock) as recording:
+            recording.metrics = await self._train(of_updates, plans)
+        return recording.metrics
+
+    async def _train(self, groups: list[list[Group]], plans: list[Plan]) -> dict[str, float]:
+        """Make the updates, each on its groups by its plan."""
+        k = len(plans)
+        with self.session.clock.phase(Phase.TRAIN):
+            updates = [plan.batches() for plan in plans]  # [update][rank][micro-batch]
+            if self.shadows is not None:
+                self.shadows.attach(updates, plans, groups)
+            self.time.prefetch_engine_timers()
+            shards = [list(of_updates) for of_updates in zip(*updates, strict=True)]
+            measured, *_ = await self.trainers.scatter(Trainer.step, copy_to_groups(shards, len(self.trainers)))
+            self.time.prefetch_trainer_timers()
+            self.steps_done += 1
+            padding = sum(plan.padding for plan in plans) / k
+            shared = sum(plan.measure_shared(own) for plan, own in zip(plans, updates, strict=True)) / k
+        await self.hyper_parameters.check_after_update(self.trainers, measured)
+        named = name_train_metrics(measured) | {names.TRAIN_PADDING: padding, names.TRAIN_SHARED: shared}
+        return named if self.shadows is None else self.shadows.drop_non_finite(named)
+
+    def _plan(self, groups: list[Group]) -> Plan:
+        return plan_update(
+            groups,
+            self.alg.loss_norm,
+            self.cfg.trainer.micro_batch_tokens,
+            ranks=self.cfg.trainer.data_parallel_size,
+            horizon=self.cfg.rollout.max_new_tokens,
+            padded=self.layout.padded,
+            share_prefixes=self.layout.shares_prefixes,
+            whole_groups=self.alg.whole_groups,
+            whole_episodes=self.whole_episodes,
+        )
+
+    async def sync_weights(self, version: int) -> dict[str, float]:
+        """Transfer the trainer's weights to every engine that is there, as `version`."""
+        if self.turns is not None:
+            proof = await self.turns.give_to_engines(version)
+        else:
+            with self.session.clock.phase(Phase.SYNC):
+                proof = None
+                while proof is None:
+                    proof = await self._publish(version, await self.engines.wait_for(self.engines.taking_weights))
+        self.session.clock.reach(Milestone.SYNCED)
+        self.buffer.set_version(version)
+        return proof
+
+    async def _publish(self, version: int, engines: Sequence[int]) -> dict[str, float] | None:
+        """Transfer the weights to these engines; None where one of them died, and the others need another sync."""
+        deaths = self.engines.deaths
+        try:
+            with self.engines.syncing():
+                proof = await self.weights.publish_weights(version, engines)
+        except ProcessDied as death:
+            self.engines.report_death(death, deaths)
+            return None
+        self.engines.weights_arrived(engines, version, deaths)
+        return proof
+
+    async def _while_trainers_wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await the engines' work. Engines that were started meanwhile get the weights: the trainers are idle."""
+        working = start_task(work)
+        try:
+            while not working.done():
+                started = start_task(self.engines.wait_for(self.engines.needing_weights))
+                await asyncio.wait([working, started], return_when=asyncio.FIRST_COMPLETED)
+                if started.done():
+                    await self._publish(self.steps_done, started.result())
+                started.cancel()
+            return working.result()
+        finally:
+            working.cancel()
+
+    async def sync_weights_if_due(self, steps_done: int, train_metrics: dict[str, float]) -> dict[str, float]:
+        """Sync weights after `steps_done` steps, if the schedule says so."""
+        kl = train_metrics.get(names.MISMATCH_KL)  # absent where no update of the step was made
+        if not self.buffer.schedule.needs_sync(steps_done, version=self.buffer.version, kl=kl):
+            return {}
+        if self.held_out is not None:
+            await self._end_evaluation(self.held_out)
+        return await self.sync_weights(steps_done)
+
+    async def log(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
+        """Write the step's samples and metrics."""
+        with self.session.clock.phase(Phase.LOG):
+            by_turn = isinstance(self.alg, TurnCredit) and self.alg.credit == "turn"
+            measured = measure_groups(groups, self.prompts.mixed, by_turn=by_turn) | metrics
+            self.session.show_samples(step, groups, every=self.cfg.show_samples)
+            measured |= await self.time.start_lap()
+        measured[names.ROLLOUT_GROUP_RETRIES] = float(self.generation.n_retries)
+        measured[names.ROLLOUT_RESTARTS] = float(self.engines.n_restarts)
+        measured[names.ROLLOUT_ENGINES] = float(len(self.engines.serving()))
+        self.session.log(step, measured)
+        with self.session.clock.phase(Phase.LOG):  # last: the thread that writes them takes this one's time
+            await self.session.folder.samples.write(step, groups)
+
+    async def evaluate_if_due(self, steps_done: int) -> dict[str, float]:
+        """Evaluate after every `eval_every` steps; return what was measured since the last step.
+
+        In overlap that may be an evaluation that ran beside training, of the weights before the last sync.
+        """
+        held_out, every = self.held_out, self.cfg.eval_every
+        if held_out is None:
+            return {}
+        if self.session.checkpoint_is_due(steps_done):
+            await self._end_evaluation(held_out)  # a resumed run could not make it again
+        logged, self.unlogged = self.unlogged, {}
+        if not every or steps_done % every:
+            return logged
+        if not held_out.may_run_beside(steps_done):
+            return await self.evaluate(f"after step {steps_done}")
+        held_out.begin(f"after step {steps_done}")
+        return logged
+
+    async def evaluate(self, when: str) -> dict[str, float]:
+        """Measure the reward on the held-out prompts, `eval_samples` each at the run's temperature.
+
+        After the last step it may have been measured already.
+        """
+        if self.held_out is None:
+            return {}
+        if self.session.is_over and self.buffer.version < self.steps_done:
+            await self.sync_weights(self.steps_done)  # stop_when may end a run between two weight syncs
+        if self.evaluated is None or self.evaluated.version != self.buffer.version:
+            self.evaluated = await self._measure(self.held_out, when)
+        found = self._report(replace(self.evaluated, when=when))
+        if 0 < self.first_step == self.steps_done and self.held_out.may_run_beside(self.first_step):
+            self.unlogged = found  # it began beside the run that is resumed, and did not end there
+        return found
+
+    async def _measure(self, held_out: HeldOut, when: str) -> Measured:
+        """Evaluate while the trainers wait; again after a sync, where an engine was restarted with newer weights."""
+        for _ in range(2):
+            with self.session.clock.phase(Phase.EVALUATE):
+                found = held_out.measure(await self._while_trainers_wait(held_out.sample()), when)
+            if found is not None:
+                return found
+            if self.turns is None:
+                await self.sync_weights(self.steps_done)
+        raise RunStopped(
+            "the engines (rollout.engine) said after a weight sync that they sampled tokens of several versions: "
+            "correct the versions that generate() returns"
+        )
+
+    async def _end_evaluation(self, held_out: HeldOut) -> None:
+        """Wait for the evaluation beside training, if there is one, and keep its numbers for the log."""
+        if held_out.pending is None:
+            return
+        with self.session.clock.phase(Phase.EVALUATE):
+            found = await held_out.end()
+        if found is None:
+            self.session.console.say(
+                f"the evaluation {held_out.when} is left out: an engine was restarted, and its weights are newer"
+            )
+        else:
+            self.evaluated = found
+            self.unlogged = self._report(found)
+
+    def _report(self, found: Measured) -> dict[str, float]:
+        """Show what an evaluation found; return it under the names of the log."""
+        assert self.held_out is not None
+        shown = self.session.facts[found.when] = found.metrics
+        n = len(self.held_out.prompts)
+        self.session.console.say(f"{found.when}: held-out reward {shown[names.REWARD_MEAN]:.3f} over {n} prompts")
+        return {names.EVAL.format(name): value for name, value in shown.items()}
+
+    async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
+        """Write a checkpoint after every `checkpoint.every` steps."""
+        if not self.session.checkpoint_is_due(step + 1):
+            return
+        if self.turns is None:
+            return await self._write_checkpoint(step, metrics)
+        async with self.generation.held():
+            await self.turns.give_to_trainers()
+            await self._write_checkpoint(step, metrics)
+            await self.turns.give_to_engines(self.steps_done)
+
+    async def _write_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
+        position = self.buffer.get_state()
+        state = RunState(steps_done=step + 1, metrics=metrics, position=position, recipe=self.settings)
+        await self.session.write_checkpoint(self.trainers, self.tokenizer, state)
+
+    async def save(self) -> None:
+        """Write the trained model, and where the time went."""
+        await self.session.folder.samples.flush()
+        if self.turns is not None:
+            await self.turns.give_to_trainers()
+        await self.session.save_model(self.trainers, self.tokenizer, self.alg)
+        if self.recorder is not None:
+            await self.recorder.finish()
+        devices = await self.time.read_totals()
+        self.session.facts["devices"] = devices
+        self.session.facts["bottleneck"] = (
+            name_bottleneck(devices, max_staleness=self.cfg.max_staleness)
+            if self.turns is None
+            else describe_turns_cost(devices)
+        )

@@ -1,0 +1,54 @@
+"""Add the columns that trainers compute to the samples they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+
+from core.cluster.workers import Workers, copy_to_groups, first_of_groups
+from core.types.arrays import Floats
+from core.types.samples import Group, Sample, ScoredColumn
+from data_feeds.packing.batches import Plan
+from trainers.trainer import Trainer
+
+
+async def add_columns(
+    trainers: Workers[Trainer], groups: list[Group], plan: Plan, columns: frozenset[ScoredColumn]
+) -> list[Group]:
+    """Return the groups with these columns, under the trainers' weights as they are now; `plan` is of these groups."""
+    if not columns:
+        return groups
+    shards = copy_to_groups(plan.batches(), len(trainers))
+    scored = await trainers.scatter(Trainer.compute_columns, shards, columns)
+    filled = plan.with_columns(first_of_groups(scored, len(plan.bins)))
+    return [[filled.get(id(s), s) for s in group] for group in groups]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecomputedReference:
+    """Reference log-probabilities that were computed once, before training."""
+
+    ref_logp: dict[str, Floats]
+    """Log-probabilities by the hash of the sample, [L] each."""
+
+    @staticmethod
+    def from_prox_logp(groups: list[Group]) -> PrecomputedReference:
+        """Use the prox_logp of groups as reference; it must be computed before the first update."""
+        return PrecomputedReference(
+            ref_logp={hash_sample(s): s.columns["prox_logp"] for group in groups for s in group}
+        )
+
+    def add_ref_logp(self, groups: list[Group]) -> list[Group]:
+        """Return the groups with their ref_logp."""
+        return [
+            [replace(s, columns=s.columns | {"ref_logp": self.ref_logp[hash_sample(s)]}) for s in g] for g in groups
+        ]
+
+
+def hash_sample(sample: Sample) -> str:
+    """Hash tokens, loss mask and pictures: ids of rows may repeat between training and held-out data.
+
+    Other pictures may have the same tokens.
+    """
+    seen = "".join(f" {place.begin} {place.picture.hash}" for place in sample.pictures)
+    return hashlib.sha256(sample.token_ids.tobytes() + sample.loss_mask.tobytes() + seen.encode()).hexdigest()

@@ -1,0 +1,339 @@
+"""From a recipe to a Run: check everything that can be checked, then start trainers and engines."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from algs import load_algorithm
+from algs.base import PolicyGradient, accepts_group
+from analysis.capture.capsule import RunFacts
+from analysis.capture.losses import NamedLoss
+from analysis.capture.recorder import Recorder
+from analysis.shadows import Shadows, load_shadows
+from configs.eval_schema import EvalConfig
+from configs.schema import RLConfig
+from core.cluster.elastic_workers import ElasticRemote
+from core.cluster.ray_workers import Remote
+from core.cluster.workers import Workers, gather_fail_fast
+from core.errors import UserError
+from core.reads import record_reads
+from core.timing.deadlines import GROUP_TIMEOUT_GRACE_S, MEMBERSHIP_POLL_S
+from core.timing.phases import Milestone, Phase
+from core.types.allowed_tokens import Support
+from core.types.row_layout import RowLayout
+from core.types.samples import Prompt
+from data_feeds.chat.template_args import check_template_args, make_tokenizer
+from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.chat.tool_parsing import check_parser
+from data_feeds.feed import Feed, load_prompts
+from driver.checkpoint import Checkpoint
+from driver.checks.engine import check_pictures, check_sampling
+from driver.checks.explain import estimate_memory
+from driver.checks.hub_upload import check_push
+from driver.checks.machines import claim_machines
+from driver.checks.models import check_frozen_models, check_policy, check_room, check_sequence_parallel
+from driver.checks.output_folder import check_output_folders
+from driver.checks.shared_memory import check_turns
+from driver.checks.unused_keys import HyperParameterCheck
+from driver.checks.user_code import check_own_code
+from driver.context import Session
+from driver.evaluation.evaluator import HeldOut
+from driver.load_recipe import Loaded
+from driver.records.engine_timers import EngineTimers
+from driver.records.time_account import TimeBreakdown
+from driver.records.trackers import check_trackers
+from driver.resume import collect_settings, find_checkpoint_to_resume
+from driver.rl.colocation import leave_after_start, make_turns, share_devices
+from driver.rl.run import Run
+from driver.start.devices import check_devices, shares_devices, uses_gpus
+from driver.start.rollouts import (
+    RolloutPlan,
+    check_reward_and_env,
+    plan_engine_role,
+    plan_rollouts,
+    start_rollouts,
+)
+from driver.start.trainers import plan_trainer, plan_trainer_role, start_trainers
+from driver.start.weight_sync import make_probe, make_weight_sync
+from modeling.hf_config import check_model_folder
+from modeling.lora import check_lora_targets
+from rollouts.scheduling.availability import EngineAvailability
+from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer, Schedule
+from rollouts.scheduling.elastic_engines import Bounds, ElasticAvailability
+from rollouts.scheduling.generation import Generation
+from rollouts.worker import RolloutWorker
+from trainers.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Everything that can be read and refused before a process is started."""
+
+    loaded: Loaded[RLConfig]
+    alg: PolicyGradient
+    tokenizer: ChatTokenizer
+    prompts: Feed[Prompt]
+    held_out: Feed[Prompt] | None
+    rollouts: RolloutPlan
+    support: Support
+    """Tokens that the policy may choose."""
+    shadows: list[NamedLoss]
+    settings: dict[str, Any]
+    hyper_parameters: HyperParameterCheck
+    checkpoint: Checkpoint | None
+    """The checkpoint that the run resumes."""
+
+
+def prepare(loaded: Loaded[RLConfig]) -> Prepared:
+    """Check the recipe against model, data and code; raise UserError for what the user must fix."""
+    cfg = loaded.cfg
+    reads: set[str] = set()
+    alg = record_reads(load_algorithm(loaded.alg_spec, cfg.alg), reads, everywhere=True)
+    if not isinstance(alg, PolicyGradient):
+        raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} trains on given text: run it with main_sl.py")
+    if alg.needs_siblings and cfg.group_size < 2:
+        raise UserError("group_size is 1, and a group of one has no other sample to compare with: set it to 2 or more")
+    if lacking := check_devices(cfg):
+        raise UserError(lacking)
+    check_output_folders(cfg, alg)
+    check_push(cfg)
+    check_trackers(cfg.trackers, cfg.tracking)
+    trusts = cfg.model.trust_remote_code
+    check_model_folder(cfg.model.path, trust_remote_code=trusts)
+    check_lora_targets(cfg.model)
+    check_sequence_parallel(cfg, alg)
+    check_room(cfg)
+    if cfg.placement == "colocate":
+        check_turns(cfg, estimate_memory(loaded))
+    check_pictures(cfg)
+    shadows = load_shadows(cfg, alg)
+    rollouts = plan_rollouts(cfg)
+    check_reward_and_env(cfg, rollouts)
+    env_tools = rollouts.load_code()
+    tokenizer = make_tokenizer(cfg.model, cfg.data)
+    check_template_args(tokenizer, cfg.data)
+    check_policy(cfg.model, tokenizer)
+    support = check_sampling(cfg, tokenizer)
+    check_frozen_models(alg, tokenizer, cfg.model)
+    check_own_code(cfg)
+    prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools)
+    held_out = None
+    if cfg.data.eval is not None:
+        held_out = load_prompts(cfg.data, "eval", tokenizer, seed=cfg.seed, env_tools=env_tools)
+    has_tools = any(prompt.tools for feed in (prompts, held_out) if feed is not None for prompt in feed.all())
+    check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
+    settings = collect_settings(loaded, rollouts.files)
+    return Prepared(
+        loaded=loaded,
+        alg=alg,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=held_out,
+        rollouts=rollouts,
+        support=support,
+        shadows=shadows,
+        settings=settings,
+        hyper_parameters=HyperParameterCheck(loaded.given, reads),
+        checkpoint=find_checkpoint_to_resume(loaded, settings),
+    )
+
+
+async def start(prepared: Prepared, session: Session) -> Run:
+    """Start trainers and engines; return when both are ready."""
+    cfg, feed = prepared.loaded.cfg, prepared.prompts
+    session.report_data({"data.train": feed, "data.eval": prepared.held_out})
+    plan = plan_trainer(
+        cfg,
+        prepared.loaded.alg_spec,
+        temperature=cfg.rollout.temperature,
+        total_updates=cfg.total_updates,
+        shadows=prepared.shadows,
+        support=prepared.support,
+        shares_device=cfg.placement == "colocate",
+    )
+    with session.clock.phase(Phase.START):
+        trainers, engines = await start_workers(prepared, session, plan)
+    weights = make_weight_sync(
+        cfg,
+        trainers,
+        engines,
+        make_probe(cfg, prepared.tokenizer, feed.all()),
+        rollouts=prepared.rollouts,
+        say=session.console.say,
+        facts=session.facts,
+        folder=session.folder.path,
+    )
+    turns = None
+    if plan.shares_device:
+        turns = make_turns(cfg, trainers, engines, weights, session.clock)
+        await turns.give_to_trainers()
+    with session.clock.phase(Phase.START):
+        layout = await trainers.call_one(0, Trainer.describe_layout)
+    first_step = await session.resume(trainers, prepared.checkpoint, prepared.settings)
+    availability = watch_engines(cfg, engines, session)
+    generation = make_generation(prepared, session, engines, availability, first_step)
+    held_out = None
+    if prepared.held_out is not None:
+        held_out = HeldOut(cfg, prepared.held_out.all(), generation)
+    return Run(
+        cfg=cfg,
+        alg=prepared.alg,
+        prompts=feed,
+        held_out=held_out,
+        tokenizer=prepared.tokenizer,
+        trainers=trainers,
+        weights=weights,
+        turns=turns,
+        session=session,
+        settings=prepared.settings,
+        hyper_parameters=prepared.hyper_parameters,
+        first_step=first_step,
+        steps_done=first_step,
+        generation=generation,
+        layout=layout,
+        time=await TimeBreakdown.start(session.clock, trainers=trainers, engines=EngineTimers(engines, availability)),
+        shadows=make_shadows(prepared, session),
+        recorder=make_recorder(prepared, session, trainers, layout),
+    )
+
+
+def make_generation(
+    prepared: Prepared,
+    session: Session,
+    engines: Workers[RolloutWorker],
+    availability: EngineAvailability,
+    first_step: int,
+) -> Generation:
+    """Return what generates groups beside training, and tells the terminal how far a step's are."""
+    cfg = prepared.loaded.cfg
+    buffer = make_buffer(prepared, first_step)
+
+    def show_progress(finished: FinishedGroup) -> None:
+        tokens = sum(sample.n_sampled for sample in finished.group)
+        session.console.count_group(done=buffer.n_collected, wanted=cfg.groups_per_step, tokens=tokens)
+
+    return Generation(
+        engines,
+        draw_prompt=prepared.prompts.draw,
+        accept_group=partial(accepts_group, prepared.alg),
+        buffer=buffer,
+        group_size=cfg.group_size,
+        timeout_s=cfg.rollout.timeout_s,
+        engines=availability,
+        on_group=partial(session.clock.reach, Milestone.SAMPLED),
+        on_finished=show_progress,
+    )
+
+
+def make_shadows(prepared: Prepared, session: Session) -> Shadows | None:
+    """Return the losses that watch; None where the recipe has none."""
+    cfg = prepared.loaded.cfg
+    if not prepared.shadows:
+        return None
+    return Shadows(
+        prepared.shadows, cfg.rollout.max_new_tokens, stale=cfg.updates_per_step > 1, say=session.console.say
+    )
+
+
+def make_recorder(
+    prepared: Prepared, session: Session, trainers: Workers[Trainer], layout: RowLayout
+) -> Recorder | None:
+    """Return what keeps capsules; None where the recipe asks for none."""
+    cfg = prepared.loaded.cfg
+    rollout = cfg.rollout
+    if not cfg.capture.is_on:
+        return None
+    return Recorder(
+        cfg.capture,
+        trainers,
+        home=session.folder.path,
+        facts=RunFacts(
+            alg=cfg.alg,
+            alg_file=prepared.loaded.alg_spec,
+            model=cfg.model.model_dump(),
+            trainer=cfg.trainer.model_dump(),
+            temperature=rollout.temperature,
+            support=prepared.support,
+            max_new_tokens=rollout.max_new_tokens,
+            updates_per_step=cfg.updates_per_step,
+            layout=layout,
+            on_cpu=not uses_gpus(cfg),
+        ),
+        tokenizer=prepared.tokenizer.hf,
+        say=session.console.say,
+        resumed_from=None if prepared.checkpoint is None else prepared.checkpoint.folder,
+    )
+
+
+async def start_workers(
+    prepared: Prepared, session: Session, plan: Any
+) -> tuple[Workers[Trainer], Workers[RolloutWorker]]:
+    """Start trainers and engines at the same time; where they share devices, engines after trainers have left."""
+    cfg, rollouts = prepared.loaded.cfg, prepared.rollouts
+    roles = [plan_trainer_role(cfg), plan_engine_role(cfg, rollouts, session.folder.path)]
+    await claim_machines(session, roles, {"model.path": cfg.model.path})
+
+    async def start_engines() -> Workers[RolloutWorker]:
+        session.engines = await start_rollouts(session.cluster, cfg, rollouts)
+        session.clock.reach(Milestone.ENGINES)
+        return session.engines
+
+    async def start_trainer() -> Workers[Trainer]:
+        trainers = await start_trainers(session.cluster, cfg, plan)
+        session.clock.reach(Milestone.TRAINERS)
+        return trainers
+
+    if plan.shares_device:
+        trainers = await start_trainer()
+        gpus = await leave_after_start(trainers)
+        per_engine = cfg.rollout.tensor_parallel_size
+        rollouts = replace(rollouts, devices=share_devices(gpus, per_engine=per_engine))
+        return trainers, await start_engines()
+    calls: list[Coroutine[Any, Any, Any]] = [start_trainer(), start_engines()]
+    trainers, engines = await gather_fail_fast(calls)
+    return trainers, engines
+
+
+def watch_engines(cfg: RLConfig | EvalConfig, engines: Workers[RolloutWorker], session: Session) -> EngineAvailability:
+    """Return the states of the engines, which restart, or come and go, with processes and devices of their own."""
+    rollout = cfg.rollout
+    if isinstance(engines, ElasticRemote):
+        bounds = Bounds(
+            least=rollout.least_engines,
+            most=rollout.most_engines,
+            few_s=cfg.timeout_s,
+            leave_s=rollout.timeout_s + GROUP_TIMEOUT_GRACE_S,
+        )
+        elastic = ElasticAvailability(bounds, engines, budget=rollout.restarts, say=session.console.say)
+        elastic.open_seats()
+        elastic.start_watch(engines.find_leaving, every_s=MEMBERSHIP_POLL_S)
+        session.availability = elastic
+    else:
+        restart = engines.restart if isinstance(engines, Remote) and not shares_devices(cfg) else None
+        session.availability = EngineAvailability(
+            len(engines), restart=restart, budget=rollout.restarts, say=session.console.say
+        )
+    return session.availability
+
+
+def make_buffer(prepared: Prepared, first_step: int) -> ReplayBuffer:
+    """Return an empty buffer, or the one of the checkpoint that is resumed."""
+    schedule = make_schedule(prepared.loaded.cfg)
+    if prepared.checkpoint is None:
+        return ReplayBuffer(schedule)
+    position = prepared.checkpoint.state.position
+    return ReplayBuffer.from_state(position, schedule, prepared.prompts.draw, step=first_step)
+
+
+def make_schedule(cfg: RLConfig) -> Schedule:
+    return Schedule(
+        steps=cfg.steps,
+        per_step=cfg.groups_per_step,
+        max_staleness=cfg.max_staleness,
+        sync_every=cfg.weight_sync.every,
+        max_kl=cfg.weight_sync.max_kl,
+        sample_reuse=cfg.sample_reuse,
+    )

@@ -1,0 +1,268 @@
+"""A supervised run: its preparation, and the calls of one step in the order in which main_sl.py makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from algs import load_algorithm
+from algs.base import Algorithm, PolicyGradient, assign_advantages
+from configs.schema import SLConfig
+from core import metrics as names
+from core.cluster.workers import Workers, copy_to_groups
+from core.errors import UserError
+from core.reads import record_reads
+from core.timing.phases import Phase
+from core.types.row_layout import RowLayout
+from core.types.samples import Group
+from data_feeds.chat.template_args import check_template_args, make_tokenizer
+from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.feed import Feed, load_groups
+from data_feeds.packing.batches import Plan, plan_update
+from driver.checkpoint import Checkpoint, RunState
+from driver.checks.hub_upload import check_push
+from driver.checks.machines import claim_machines
+from driver.checks.models import check_frozen_models, check_policy, check_sequence_parallel
+from driver.checks.output_folder import check_output_folders
+from driver.checks.unused_keys import HyperParameterCheck
+from driver.checks.user_code import check_own_code
+from driver.context import Session
+from driver.load_recipe import Loaded
+from driver.records.rollout_metrics import name_train_metrics
+from driver.records.trackers import check_trackers
+from driver.resume import collect_settings, find_checkpoint_to_resume
+from driver.rl.scoring import PrecomputedReference, add_columns
+from driver.start.devices import check_devices
+from driver.start.trainers import plan_trainer, plan_trainer_role, start_trainers
+from modeling.hf_config import check_model_folder
+from modeling.lora import check_lora_targets
+from trainers.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Everything that can be read and refused before a process is started."""
+
+    loaded: Loaded[SLConfig]
+    """Recipe with `epochs` converted to `steps`."""
+    alg: Algorithm
+    tokenizer: ChatTokenizer
+    rows: Feed[Group]
+    held_out: Feed[Group] | None
+    settings: dict[str, Any]
+    hyper_parameters: HyperParameterCheck
+    checkpoint: Checkpoint | None
+    """The checkpoint that the run resumes."""
+
+
+def prepare(loaded: Loaded[SLConfig]) -> Prepared:
+    """Check the recipe against model, data and code; raise UserError for what the user must fix."""
+    cfg = loaded.cfg
+    reads: set[str] = set()
+    alg = record_reads(load_algorithm(loaded.alg_spec, cfg.alg), reads, everywhere=True)
+    if isinstance(alg, PolicyGradient):
+        raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} trains on samples: run it with main_rl.py")
+    if lacking := check_devices(cfg):
+        raise UserError(lacking)
+    check_output_folders(cfg, alg)
+    check_push(cfg)
+    check_trackers(cfg.trackers, cfg.tracking)
+    check_rows(cfg, alg)
+    trusts = cfg.model.trust_remote_code
+    check_model_folder(cfg.model.path, trust_remote_code=trusts)
+    check_lora_targets(cfg.model)
+    check_sequence_parallel(cfg, alg)
+    tokenizer = make_tokenizer(cfg.model, cfg.data)
+    check_template_args(tokenizer, cfg.data)
+    check_policy(cfg.model, tokenizer)
+    check_frozen_models(alg, tokenizer, cfg.model)
+    check_own_code(cfg)
+    rows = load_groups(cfg.data, "train", tokenizer, rows=alg.rows, seed=cfg.seed)
+    held_out = None
+    if cfg.data.eval is not None:
+        held_out = load_groups(cfg.data, "eval", tokenizer, rows=alg.rows, seed=cfg.seed)
+    loaded = replace(loaded, cfg=cfg.with_steps(len(rows.all())))
+    settings = collect_settings(loaded, {})
+    return Prepared(
+        loaded=loaded,
+        alg=alg,
+        tokenizer=tokenizer,
+        rows=rows,
+        held_out=held_out,
+        settings=settings,
+        hyper_parameters=HyperParameterCheck(loaded.given, reads),
+        checkpoint=find_checkpoint_to_resume(loaded, settings),
+    )
+
+
+def check_rows(cfg: SLConfig, alg: Algorithm) -> None:
+    """Raise UserError where the recipe does not fit the algorithm's kind of rows."""
+    size, budget = cfg.data.max_tokens, cfg.trainer.micro_batch_tokens
+    if alg.rows != "conversations" and 2 * size > budget:
+        raise UserError(
+            f"two completions of data.max_tokens={size} may have to be in one micro-batch, and trainer."
+            f"micro_batch_tokens={budget} has no room for them: raise that to {2 * size}, or lower the first"
+        )
+    if alg.rows == "unpaired" and cfg.rows_per_step < 2:
+        raise UserError("rows_per_step=1 leaves no other row's completion to compare with: set it to 2 or more")
+    if alg.model_kind == "reward" and cfg.model.lora is not None:
+        raise UserError("model.lora: a reward model is trained whole, because its head is new: leave model.lora out")
+    if cfg.precompute_ref_logp and "ref_logp" not in alg.required_columns:
+        raise UserError("precompute_ref_logp is true, and this algorithm uses no reference: leave it out")
+    if cfg.precompute_ref_logp and alg.rows == "unpaired":
+        raise UserError(
+            "precompute_ref_logp cannot be true: this algorithm pairs prompts and completions again at each step: "
+            "leave it out"
+        )
+
+
+async def start(prepared: Prepared, session: Session) -> Run:
+    """Start the trainers; return when they have loaded their models."""
+    cfg, rows = prepared.loaded.cfg, prepared.rows
+    session.report_data({"data.train": rows, "data.eval": prepared.held_out})
+    plan = plan_trainer(
+        cfg,
+        prepared.loaded.alg_spec,
+        temperature=1.0,
+        total_updates=cfg.total_updates,
+        sources=tuple(rows.mixed),
+        has_ref_logp=cfg.precompute_ref_logp,
+    )
+    with session.clock.phase(Phase.START):
+        await claim_machines(session, [plan_trainer_role(cfg)], {"model.path": cfg.model.path})
+        trainers = await start_trainers(session.cluster, cfg, plan)
+        layout = await trainers.call_one(0, Trainer.describe_layout)
+    run = Run(
+        cfg=cfg,
+        alg=prepared.alg,
+        rows=rows,
+        held_out=prepared.held_out,
+        tokenizer=prepared.tokenizer,
+        trainers=trainers,
+        session=session,
+        settings=prepared.settings,
+        hyper_parameters=prepared.hyper_parameters,
+        layout=layout,
+    )
+    if cfg.precompute_ref_logp:
+        await run.compute_reference()  # while the model is still the one that was loaded
+    run.first_step = await session.resume(trainers, prepared.checkpoint, prepared.settings)
+    return run
+
+
+@dataclass
+class Run:
+    """The objects of one supervised run."""
+
+    cfg: SLConfig
+    alg: Algorithm
+    rows: Feed[Group]
+    held_out: Feed[Group] | None
+    tokenizer: ChatTokenizer
+    trainers: Workers[Trainer]
+    session: Session
+    layout: RowLayout
+    """Layout of the trainers' rows, which depends on the loaded model."""
+    settings: dict[str, Any]
+    """Settings that a resumed run must share with this one; see driver/resume.py."""
+    first_step: int = 0
+    """First step to run; a resumed run does not repeat earlier ones."""
+    reference: PrecomputedReference | None = None
+    hyper_parameters: HyperParameterCheck = field(default_factory=lambda: HyperParameterCheck(frozenset(), set()))
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Yield the steps that the run makes; `stop_when` may end them early."""
+        return self.session.count_steps(self.first_step)
+
+    @property
+    def steps(self) -> int:
+        return self.cfg.n_steps
+
+    def draw_rows(self, step: int) -> list[Group]:
+        """Return the rows of a step."""
+        n = self.cfg.rows_per_step
+        return [self.rows.draw(ticket) for ticket in range(step * n, (step + 1) * n)]
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the step's metrics."""
+        self.session.log(step, metrics | self.rows.count_draws((step + 1) * self.cfg.rows_per_step))
+
+    async def train(self, groups: list[Group]) -> dict[str, float]:
+        """Make one update on the rows of a step."""
+        groups = await self._with_advantages(groups)
+        with self.session.clock.phase(Phase.TRAIN):
+            plan = self._plan(groups, self.rows.mixed)
+            batches = plan.batches()
+            shards = copy_to_groups([[micro] for micro in batches], len(self.trainers))
+            measured, *_ = await self.trainers.scatter(Trainer.step, shards)
+            of_plan = {names.TRAIN_PADDING: plan.padding, names.TRAIN_SHARED: plan.measure_shared(batches)}
+        await self.hyper_parameters.check_after_update(self.trainers, measured)
+        return name_train_metrics(measured) | of_plan
+
+    async def evaluate_if_due(self, step: int) -> dict[str, float]:
+        """Measure the held-out rows after every `eval_every` steps."""
+        every = self.cfg.eval_every
+        if self.held_out is None or every == 0 or (step + 1) % every:
+            return {}
+        return await self._measure(self.held_out)
+
+    async def evaluate(self, when: str) -> None:
+        """Measure the held-out rows and show the loss."""
+        if self.held_out is None:
+            return
+        measured = await self._measure(self.held_out)
+        self.session.facts[when] = measured
+        shown = [f"loss {measured[names.EVAL_LOSS]:.4f}"]
+        if names.EVAL_PAIR_ACCURACY in measured:
+            shown.append(f"accuracy {measured[names.EVAL_PAIR_ACCURACY]:.3f}")
+        self.session.console.say(f"{when}: held-out {', '.join(shown)} over {len(self.held_out.all())} rows")
+
+    async def _measure(self, feed: Feed[Group]) -> dict[str, float]:
+        """Measure all rows as one update that is not made."""
+        groups = await self._with_advantages(feed.all())
+        with self.session.clock.phase(Phase.EVALUATE):
+            shards = copy_to_groups(self._plan(groups).batches(), len(self.trainers))
+            measured, *_ = await self.trainers.scatter(Trainer.measure_loss, shards)
+        return {names.EVAL.format(name): value for name, value in measured.items() if name != "tokens"}
+
+    async def _with_advantages(self, groups: list[Group]) -> list[Group]:
+        groups = self.alg.prepare_groups(groups)
+        columns = self.alg.required_columns
+        if self.reference is not None:
+            groups, columns = self.reference.add_ref_logp(groups), columns - {"ref_logp"}
+        if columns:
+            with self.session.clock.phase(Phase.LOGP):
+                groups = await add_columns(self.trainers, groups, self._plan(groups), columns)
+        return assign_advantages(self.alg, groups)
+
+    async def compute_reference(self) -> None:
+        """Compute reference log-probabilities once for all rows, with the model itself, before it is trained."""
+        feeds = [self.rows] if self.held_out is None else [self.rows, self.held_out]
+        with self.session.clock.phase(Phase.LOGP):
+            groups = self.alg.prepare_groups([group for feed in feeds for group in feed.all()])
+            filled = await add_columns(self.trainers, groups, self._plan(groups), frozenset({"prox_logp"}))
+        self.reference = PrecomputedReference.from_prox_logp(filled)
+
+    def _plan(self, groups: list[Group], sources: Sequence[str] = ()) -> Plan:
+        return plan_update(
+            groups,
+            self.alg.loss_norm,
+            self.cfg.trainer.micro_batch_tokens,
+            ranks=self.cfg.trainer.data_parallel_size,
+            horizon=self.cfg.data.max_tokens,
+            padded=self.layout.padded,
+            share_prefixes=self.layout.shares_prefixes,
+            whole_groups=self.alg.whole_groups,
+            sources=sources,
+        )
+
+    async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
+        """Write a checkpoint after every `checkpoint.every` steps."""
+        if self.session.checkpoint_is_due(step + 1):
+            state = RunState(steps_done=step + 1, metrics=metrics, position={}, recipe=self.settings)
+            await self.session.write_checkpoint(self.trainers, self.tokenizer, state)
+
+    async def save(self) -> None:
+        """Write the trained model."""
+        await self.session.save_model(self.trainers, self.tokenizer, self.alg)

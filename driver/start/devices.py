@@ -1,0 +1,73 @@
+"""Devices of this machine, and the share of each worker."""
+
+from __future__ import annotations
+
+import os
+
+from configs.eval_schema import EvalConfig
+from configs.schema import RLConfig, RunConfig
+from core.cluster.workers import RankInfo, Resources
+
+
+def count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def list_cores(info: RankInfo | None) -> list[int]:
+    """Return the CPU cores of one of several engines on this machine; all of them for a single one."""
+    cores = sorted(os.sched_getaffinity(0))
+    if info is None or info.size > len(cores):
+        return cores
+    return cores[info.rank * len(cores) // info.size : (info.rank + 1) * len(cores) // info.size]
+
+
+def uses_gpus(cfg: RunConfig | EvalConfig) -> bool:
+    """Tell whether trainers and engines get GPUs. With device=cuda the driver itself may have none."""
+    return cfg.device == "cuda" or count_gpus() > 0
+
+
+def share_machine(cfg: RunConfig | EvalConfig, workers: int, *, gpus: int) -> Resources:
+    """Return what one of several equal workers gets: its own GPUs, or on a CPU a share of the cores.
+
+    gpus: one for each of its ranks.
+    """
+    if uses_gpus(cfg):
+        return Resources(gpus=gpus, ranks=gpus)
+    return Resources(threads=max(1, (os.cpu_count() or 1) // workers), ranks=gpus)
+
+
+def shares_devices(cfg: RunConfig | EvalConfig) -> bool:
+    """Tell whether trainers and engines take turns on the same devices."""
+    return isinstance(cfg, RLConfig) and cfg.placement == "colocate"
+
+
+def check_devices(cfg: RunConfig) -> str | None:
+    """Return what this machine lacks for the run, in one sentence; None if nothing."""
+    rollout = cfg.rollout if isinstance(cfg, RLConfig) else None
+    engines = rollout.least_engines * rollout.tensor_parallel_size if rollout else 0
+    wanted = cfg.trainer.ranks + (0 if shares_devices(cfg) else engines)
+    gpus, cores = count_gpus(), os.cpu_count() or 1
+    if isinstance(cfg, RLConfig) and cfg.weight_sync.transport == "nccl" and not uses_gpus(cfg):
+        return "weight_sync.transport is nccl, and trainers and engines get no GPUs: set it to auto, or device=cuda"
+    if cfg.ray_address is not None:
+        return None  # core/cluster/placement.py asks the cluster
+    if cfg.backend == "local":
+        return (
+            "device is cuda, and this machine has no GPU: set device=auto"
+            if cfg.device == "cuda" and not gpus
+            else None
+        )
+    if uses_gpus(cfg) and wanted > gpus:
+        both = "share" if shares_devices(cfg) else "want"
+        return (
+            f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks {both} {wanted} GPUs, and this machine has "
+            f"{gpus}: lower trainer.ranks, rollout.engines or rollout.tensor_parallel_size"
+        )
+    if not uses_gpus(cfg) and max(cfg.trainer.ranks, engines) > cores:
+        return (
+            f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks are more than this machine's {cores} CPU "
+            "cores: lower trainer.ranks, rollout.engines or rollout.tensor_parallel_size"
+        )
+    return None

@@ -1,0 +1,224 @@
+"""Build rollout workers and their engines from a configuration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from configs.data_schema import TemplateConfig
+from configs.eval_schema import EvalConfig
+from configs.rollout_schema import RewardConfig, RolloutConfig
+from configs.schema import RLConfig
+from configs.trainer_schema import ModelConfig
+from core.cluster.capacity import Role
+from core.cluster.elastic_workers import ElasticRemote
+from core.cluster.ray_workers import Cluster
+from core.cluster.workers import Local, RankInfo, Resources, Workers
+from core.loading import FileSpec
+from core.types.messages import ToolSpec
+from data_feeds.chat.template_args import make_tokenizer
+from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.chat.tool_parsing import locate_parser, make_parser
+from driver.start.devices import count_gpus, list_cores, share_machine, shares_devices, uses_gpus
+from modeling.lora import name_lora_targets
+from rewards.pool import RewardPool
+from rewards.several import RewardPlan
+from rewards.weights import plan_rewards
+from rollouts.agents.processes import AgentProcesses, check_agent
+from rollouts.agents.task import AgentPlan
+from rollouts.allowed_tokens import find_support
+from rollouts.engines.base import Capabilities, Engine, EngineConfig
+from rollouts.registry import (
+    list_env_tools,
+    load_engine_class,
+    load_env_class,
+    resolve_agent,
+    resolve_engine,
+    resolve_env,
+)
+from rollouts.scheduling.availability import ENGINE_GROUP
+from rollouts.stops import Stops
+from rollouts.worker import RolloutWorker
+from trainers.weight_sync.base import TransportName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPlan:
+    """Settings of a rollout worker, which loads reward, environment and engine itself, from these files."""
+
+    model: ModelConfig
+    data: TemplateConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    reward_functions: RewardPlan
+    env_spec: FileSpec
+    agent: AgentPlan | None
+    engine_spec: FileSpec
+    engine: EngineConfig
+    """Engine settings without stop tokens, support and cores, which the worker's process adds."""
+    transports: tuple[TransportName, ...]
+    """Transports of weights; in a synchronous run the next one replaces one that fails."""
+    devices: tuple[str, ...] = ()
+    """GPUs of every engine, as CUDA_VISIBLE_DEVICES names them; empty leaves them to Ray."""
+    max_prompt_tokens: int
+    """Largest number of tokens before a policy's first reply: data.max_prompt_tokens."""
+    seed: int
+
+    @property
+    def files(self) -> dict[str, FileSpec | None]:
+        """Return every file that episodes depend on by the key that names it."""
+        return {
+            **self.reward_functions.files,
+            "rollout.env": self.env_spec,
+            "rollout.agent.file": None if self.agent is None else self.agent.file,
+            "rollout.engine": self.engine_spec,
+            "rollout.tool_parser": locate_parser(self.rollout.tool_parser),
+        }
+
+    def load_code(self) -> list[ToolSpec]:
+        """Import environment and agent, and return the tools that the environment brings.
+
+        Raises UserError where one of them cannot be used.
+        """
+        if self.agent is not None:
+            check_agent(self.agent)
+        return list_env_tools(load_env_class(self.env_spec), max_turns=self.rollout.max_turns)
+
+
+def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
+    """Decide everything that does not depend on the worker's process."""
+    plan = plan_engines(cfg, cfg.model)
+    transports = choose_transports(cfg, load_engine_class(plan.engine_spec).capabilities)
+    lora = cfg.model.lora if cfg.weight_sync.lora == "adapter" else None
+    engine = replace(
+        plan.engine,
+        starts_empty=lora is None,  # the first weight sync sends all weights
+        lora=lora and name_lora_targets(lora, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code),
+        over_nccl=transports[0] == "nccl",
+        over_ipc=transports[0] == "ipc",
+        sleep=cfg.engine_sleep if cfg.placement == "colocate" else None,
+        timeout_s=cfg.weight_sync.timeout_s,
+        requests=cfg.weight_sync.requests,
+    )
+    return replace(plan, engine=engine, transports=transports)
+
+
+def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
+    """Return the plan of engines that load the model and whose weights stay as they are."""
+    engine_spec = resolve_engine(cfg.rollout.engine)
+    can = load_engine_class(engine_spec).capabilities
+    if cfg.backend == "local" and can.in_process:
+        engine_spec = resolve_engine(can.in_process)
+    engine = EngineConfig(
+        model_path=model.path,
+        temperature=cfg.rollout.temperature,
+        max_model_len=cfg.longest_sample,
+        stop_token_ids=(),
+        dtype=model.dtype,
+        trust_remote_code=model.trust_remote_code,
+        seed=cfg.seed,
+        tensor_parallel_size=cfg.rollout.tensor_parallel_size,
+        kv_cache_gib=cfg.rollout.kv_cache_gib if count_gpus() == 0 else None,
+        gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
+        enforce_eager=cfg.rollout.enforce_eager,
+    )
+    parser_file = locate_parser(cfg.rollout.tool_parser)  # another process may have another working folder
+    moved = {} if parser_file is None else {"tool_parser": parser_file.path}
+    return RolloutPlan(
+        model=model,
+        data=cfg.data,
+        rollout=cfg.rollout.model_copy(update=moved),
+        reward=cfg.reward,
+        reward_functions=plan_rewards(cfg.reward),
+        env_spec=resolve_env(cfg.rollout.env),
+        agent=None if cfg.rollout.agent is None else resolve_agent(cfg.rollout.agent),
+        engine_spec=engine_spec,
+        engine=engine,
+        transports=(),
+        max_prompt_tokens=cfg.data.max_prompt_tokens,
+        seed=cfg.seed,
+    )
+
+
+def check_reward_and_env(cfg: RLConfig | EvalConfig, plan: RolloutPlan) -> None:
+    """Raise UserError for a reward whose settings do not fit, and for what cannot work on this machine."""
+    plan.reward_functions.load()
+    if cfg.ray_address is None:  # else it is the engines' machines that need it
+        plan.reward_functions.check(cfg.reward.timeout_s)
+        load_env_class(plan.env_spec).check()
+
+
+def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, ...]:
+    """Return the transport, and what a synchronous run may fall back to; from GPU to GPU where both ends can."""
+    if (chosen := cfg.weight_sync.transport) != "auto":
+        return (chosen,)
+    if cfg.placement == "colocate" and can.ipc and uses_gpus(cfg):
+        return ("ipc",)
+    apart_on_gpus = can.nccl and uses_gpus(cfg) and cfg.placement == "apart"
+    first: TransportName = "nccl" if apart_on_gpus else "gloo"
+    return (first, "direct", "disk") if can.chunks else (first,)
+
+
+def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
+    """Return a rollout worker with its engine; without `info`, everything is in this process."""
+    if info is not None and plan.devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = plan.devices[info.rank]  # before CUDA is in use
+    agents = None if plan.agent is None else AgentProcesses(plan.agent)  # its file is imported while the engine starts
+    engine, tokenizer, stops = build_engine(plan, replace(plan.engine, cores=list_cores(info)))
+    return RolloutWorker(
+        engine,
+        tokenizer,
+        load_env_class(plan.env_spec),
+        RewardPool(plan.reward_functions, plan.reward.workers, plan.reward.timeout_s),
+        reward=plan.reward,
+        rollout=plan.rollout,
+        seed=plan.seed,
+        stops=stops,
+        parser=make_parser(plan.rollout.tool_parser, tokenizer),
+        max_prompt_tokens=plan.max_prompt_tokens,
+        agents=agents,
+    )
+
+
+def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatTokenizer, Stops]:
+    """Return the engine of a plan with these settings, and the tokenizer and the stops that it was made with."""
+    make_engine = load_engine_class(plan.engine_spec).begin(config)
+    tokenizer = make_tokenizer(plan.model, plan.data)
+    stops = Stops(tokenizer, plan.rollout.stop, plan.rollout.stop_token_ids)
+    support = find_support(tokenizer, plan.rollout.allowed_tokens, stops.token_ids)
+    engine = make_engine(replace(config, stop_token_ids=stops.token_ids, stop_strings=stops.strings, support=support))
+    return engine, tokenizer, stops
+
+
+def share_for_engine(cfg: RLConfig | EvalConfig) -> Resources:
+    """Return what one engine gets of its machine: GPUs of its own, or none where it uses the trainers' in turns."""
+    resources = share_machine(cfg, cfg.rollout.least_engines, gpus=cfg.rollout.tensor_parallel_size)
+    return replace(resources, gpus=0) if shares_devices(cfg) else resources
+
+
+def plan_engine_role(cfg: RLConfig | EvalConfig, plan: RolloutPlan, run_folder: Path) -> Role:
+    """Return what the engines ask of a cluster. They may read weights or a model from files of the run folder."""
+    return Role(
+        name=ENGINE_GROUP,
+        n=cfg.rollout.least_engines,
+        resources=share_for_engine(cfg),
+        needs_run_folder=plan.transports[:1] == ("disk",) or Path(plan.engine.model_path).is_relative_to(run_folder),
+    )
+
+
+async def start_rollouts(
+    cluster: Cluster | None, cfg: RLConfig | EvalConfig, plan: RolloutPlan
+) -> Workers[RolloutWorker]:
+    """Start the engines; return when all can take requests."""
+    if cluster is None:
+        return Local(build_worker(None, plan))
+    least, most = cfg.rollout.least_engines, cfg.rollout.most_engines
+    asked: dict[str, Any] = {"resources": share_for_engine(cfg), "timeout_s": cfg.timeout_s}
+    if least == most:
+        return await cluster.spawn(ENGINE_GROUP, least, build_worker, plan, **asked)
+    kind = ElasticRemote[RolloutWorker]
+    elastic = await cluster.spawn_as(kind, ENGINE_GROUP, least, build_worker, plan, **asked)
+    await elastic.add_seats(most - least)
+    return elastic

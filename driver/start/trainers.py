@@ -1,0 +1,136 @@
+"""Build trainers from a configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from algs import load_algorithm
+from analysis.capture.losses import NamedLoss
+from configs.schema import RunConfig
+from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.cluster.capacity import Role
+from core.cluster.ray_workers import Cluster
+from core.cluster.workers import Local, RankInfo, Workers
+from core.loading import FileSpec
+from core.types.allowed_tokens import EVERY_TOKEN, Support
+
+if TYPE_CHECKING:
+    from trainers.learner import TrainerSettings
+    from trainers.trainer import Trainer
+
+from driver.start.devices import count_gpus, share_machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerPlan:
+    """Settings of a trainer process, which loads the algorithm's file itself and checks its hash."""
+
+    model: ModelConfig
+    trainer: TrainerConfig
+    alg_spec: FileSpec
+    alg: dict[str, Any]
+    temperature: float
+    total_updates: int
+    seed: int
+    sources: tuple[str, ...] = ()
+    shadows: dict[str, tuple[FileSpec, dict[str, Any]]] = field(default_factory=dict)
+    """File and settings of each shadow loss, by its name."""
+    support: Support = EVERY_TOKEN
+    has_ref_logp: bool = False
+    shares_device: bool = False
+    """The trainer leaves its device, so that an engine has it, and returns."""
+    timeout_s: float = 1800.0
+    """Deadline of the ranks' collectives."""
+
+
+if count_gpus() == 0:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for one, and warns
+
+
+def build_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
+    """Return a rank of the recipe's library; without `info`, the local trainer of this process."""
+    trainer = _make_trainer(info, plan)
+    if plan.shares_device:
+        from trainers.offload.offloaded_trainer import Away
+
+        trainer.away = Away(trainer)
+    return trainer
+
+
+def _make_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
+    import torch
+
+    alg = load_algorithm(plan.alg_spec, plan.alg)
+    torch.manual_seed(plan.seed)
+    settings: TrainerSettings = {
+        "temperature": plan.temperature,
+        "total_updates": plan.total_updates,
+        "sources": plan.sources,
+        "shadows": {name: load_algorithm(spec, given) for name, (spec, given) in plan.shadows.items()},
+        "support": plan.support,
+        "has_ref_logp": plan.has_ref_logp,
+    }
+    if info is None:
+        from trainers.local import LocalTrainer
+
+        return LocalTrainer(plan.model, plan.trainer, alg, **settings)
+    os.environ |= {
+        "MASTER_ADDR": info.address,
+        "MASTER_PORT": str(info.port),
+        "RANK": str(info.rank),
+        "WORLD_SIZE": str(info.size),
+        "LOCAL_RANK": "0",  # Ray shows each actor its own device only
+    }
+    if plan.trainer.library == "fsdp2":
+        from trainers.fsdp2 import FsdpTrainer
+
+        return FsdpTrainer(plan.model, plan.trainer, alg, timeout_s=plan.timeout_s, **settings)
+    from trainers.deepspeed import DeepSpeedTrainer
+
+    return DeepSpeedTrainer(plan.model, plan.trainer, alg, timeout_s=plan.timeout_s, **settings)
+
+
+def plan_trainer(
+    cfg: RunConfig,
+    alg_spec: FileSpec,
+    *,
+    temperature: float,
+    total_updates: int,
+    sources: tuple[str, ...] = (),
+    shadows: Sequence[NamedLoss] = (),
+    support: Support = EVERY_TOKEN,
+    has_ref_logp: bool = False,
+    shares_device: bool = False,
+) -> TrainerPlan:
+    return TrainerPlan(
+        model=cfg.model,
+        trainer=cfg.trainer,
+        alg_spec=alg_spec,
+        alg=cfg.alg,
+        temperature=temperature,
+        total_updates=total_updates,
+        seed=cfg.seed,
+        sources=sources,
+        shadows={shadow.name: (shadow.spec, shadow.settings) for shadow in shadows},
+        support=support,
+        has_ref_logp=has_ref_logp,
+        shares_device=shares_device,
+        timeout_s=cfg.timeout_s,
+    )
+
+
+def plan_trainer_role(cfg: RunConfig) -> Role:
+    return Role(name="trainer", n=cfg.trainer.ranks, resources=share_machine(cfg, cfg.trainer.ranks, gpus=1))
+
+
+async def start_trainers(cluster: Cluster | None, cfg: RunConfig, plan: TrainerPlan) -> Workers[Trainer]:
+    """Start the trainer ranks; return when all have loaded their models."""
+    if cluster is None:
+        return Local(build_trainer(None, plan))
+    role = plan_trainer_role(cfg)
+    return await cluster.spawn(
+        role.name, role.n, build_trainer, plan, resources=role.resources, timeout_s=cfg.timeout_s
+    )

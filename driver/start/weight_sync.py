@@ -1,0 +1,124 @@
+"""Choose the transports of a run and build its weight sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.schema import RLConfig
+from core.cluster.ray_workers import Remote
+from core.cluster.workers import Local, Workers
+from core.errors import UserError
+from core.timing.clock import ActivityTimer
+from core.timing.deadlines import SYNC_TIMEOUT_GRACE_S
+from core.types.messages import find_pictures
+from core.types.samples import Prompt
+from core.types.weights import ExportScope
+from data_feeds.chat.tokenizer import ChatTokenizer
+from driver.start.rollouts import RolloutPlan
+from rollouts.transcript import find_places
+from rollouts.worker import RolloutWorker
+from trainers.trainer import Trainer
+from trainers.weight_sync.base import Probe, ReceivesWeights, TransportName, WeightSync
+from trainers.weight_sync.publisher import LocalWeightSync, RemoteWeightSync
+from trainers.weight_sync.source import WeightSource
+from trainers.weight_sync.transports import (
+    BroadcastTransport,
+    ChunkedTransport,
+    HandleTransport,
+    SyncEndpoints,
+    Transport,
+)
+
+TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
+"""Default of weight_sync.probe_tolerance by model.dtype, in nats."""
+PROBE_TOKENS = 64
+"""Length of the prompt that proves a weight sync; after its first picture, where it has one."""
+
+
+def make_probe(cfg: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[Prompt]) -> Probe:
+    """Make the probe from the first prompt, of those with pictures if there are some.
+
+    Raises UserError where it has fewer than two tokens.
+    """
+    prompt = prompts[0]
+    if tokenizer.pictures is not None:
+        prompt = next((p for p in prompts if find_pictures(p.messages)), prompt)
+    ids = tokenizer.render(prompt.messages, prompt.tools)
+    if len(ids) < 2:
+        raise UserError("data.train: the first prompt has fewer than two tokens")
+    places = find_places(tokenizer, ids, prompt.messages)
+    end = PROBE_TOKENS + (places[0].end if places else 0)
+    end = min([end, *(place.begin for place in places if place.end > end)])  # a picture is never cut
+    return Probe(
+        token_ids=ids[:end],
+        bound=cfg.weight_sync.probe_tolerance or TOLERANCE[cfg.model.dtype],
+        pictures=tuple(place for place in places if place.end <= end),
+    )
+
+
+def make_weight_sync(
+    cfg: RLConfig,
+    trainers: Workers[Trainer],
+    workers: Workers[RolloutWorker],
+    probe: Probe,
+    *,
+    rollouts: RolloutPlan,
+    say: Callable[[str], None],
+    facts: dict[str, Any],
+    folder: Path,
+) -> WeightSync:
+    """Return the weight sync of a run.
+
+    say: prints a warning when another transport is used. facts: gets the name of the last one. folder: the run folder,
+    which holds the files of the disk transport during a sync.
+    """
+    max_bytes = cfg.weight_sync.bucket_mib * 2**20
+    scope: ExportScope = "adapter" if cfg.weight_sync.lora == "adapter" else "whole"
+    if isinstance(trainers, Local) and isinstance(workers, Local):
+        trainer, worker = trainers.worker, workers.worker
+        return LocalWeightSync(trainer, worker.engine, (trainer.timer, worker.timer), probe, max_bytes, scope)
+    assert isinstance(trainers, Remote) and isinstance(workers, Remote)
+    deadline_s, key = cfg.weight_sync.timeout_s + SYNC_TIMEOUT_GRACE_S, "weight_sync.timeout_s"
+    sources: Remote[WeightSource] = trainers.attribute("weight_source")
+    engines: Remote[ReceivesWeights] = workers.attribute("engine")
+    timers: Remote[ActivityTimer] = workers.attribute("timer")
+    ends = SyncEndpoints(
+        trainers=trainers.with_deadline(deadline_s, key=key),
+        sources=sources.with_deadline(deadline_s, key=key),
+        engines=engines.with_deadline(deadline_s, key=key),
+        engine_timers=timers.with_deadline(deadline_s, key=key),
+        ranks_per_engine=cfg.rollout.tensor_parallel_size,
+        max_bytes=max_bytes,
+        scope=scope,
+        timeout_s=cfg.weight_sync.timeout_s,
+    )
+    return RemoteWeightSync(
+        ends=ends,
+        engines=engines,
+        probe=probe,
+        transports=[make_transport(name, folder) for name in list_usable(rollouts.transports, workers, say)],
+        may_fall_back=cfg.max_staleness == 0,
+        say=say,
+        facts=facts,
+    )
+
+
+def list_usable(
+    names: Sequence[TransportName], workers: Remote[RolloutWorker], say: Callable[[str], None]
+) -> list[TransportName]:
+    """Leave out files as a last resort where an engine's machine does not see the run folder, and say so."""
+    if "disk" not in names or not workers.without_run_folder:
+        return [*names]
+    blind = ", ".join(workers.seats.name_worker(rank) for rank in sorted(workers.without_run_folder))
+    say(f"{blind}: no weights can go there by files (disk), because the machine does not see the run folder")
+    return [name for name in names if name != "disk"]
+
+
+def make_transport(name: TransportName, folder: Path) -> Transport:
+    if name in ("nccl", "gloo"):
+        return BroadcastTransport(name)
+    if name == "ipc":
+        return HandleTransport(name, None)
+    return ChunkedTransport(name, folder / "weights" if name == "disk" else None)

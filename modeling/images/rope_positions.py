@@ -1,0 +1,44 @@
+"""Positions along three axes (M-RoPE), for model families that see pictures as grids of tokens.
+
+Text counts on along all three axes. The tokens of a picture stand at one time, in rows and columns that begin there,
+and what follows goes on after the larger of the two numbers:
+
+    tokens    a  b  [ a picture of 2 rows and 3 columns ]   c
+    time      0  1    2   2   2   2   2   2                 5
+    row       0  1    2   2   2   3   3   3                 5
+    column    0  1    2   3   4   2   3   4                 5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.types.images import PlacedPicture
+
+
+def find_rope_ids(length: int, pictures: Sequence[PlacedPicture]) -> NDArray[np.int64]:
+    """Return the positions [3, length] of a sequence; a picture's span is its grid, row by row.
+
+    Raises ValueError for a picture without a grid, or one whose grid has another number of tokens than its span.
+    """
+    parts: list[NDArray[np.int64]] = []
+    done = position = 0
+    for place in pictures:
+        if place.grid is None or place.grid[0] * place.grid[1] != place.end - place.begin:
+            raise ValueError(f"a picture has the grid {place.grid} and {place.end - place.begin} tokens")
+        text = place.begin - done
+        parts.append(_count_on(position, text))
+        position += text
+        rows, columns = place.grid
+        time = np.zeros(rows * columns, dtype=np.int64)
+        parts.append(position + np.stack([time, np.arange(rows).repeat(columns), np.tile(np.arange(columns), rows)]))
+        position += max(rows, columns)
+        done = place.end
+    return np.concatenate([*parts, _count_on(position, length - done)], axis=1)
+
+
+def _count_on(begin: int, n: int) -> NDArray[np.int64]:
+    return np.broadcast_to(np.arange(begin, begin + n, dtype=np.int64), (3, n))

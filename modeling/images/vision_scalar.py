@@ -1,0 +1,49 @@
+"""Reward and value models that see: the body of a vision-language model with a head of one number.
+
+transformers has no sequence classifier for these families. Here is one for each, made of its general parts: what is
+saved is a model folder like any other, whose class is found by its config.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from modeling.images.vision import VISION_FAMILIES
+
+
+@cache
+def scalar_class(model_type: str) -> Any:
+    """Return the sequence classifier of a family, which AutoModelForSequenceClassification knows from then on."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.modeling_layers import GenericForSequenceClassification
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    config_class = CONFIG_MAPPING[model_type]
+    body: Any = MODEL_MAPPING[config_class]
+    parent = next(base for base in body.__mro__ if base.__name__.endswith("PreTrainedModel"))
+    name = parent.__name__.replace("PreTrainedModel", "ForSequenceClassification")
+    made = type(name, (GenericForSequenceClassification, parent), {"__module__": __name__})
+    AutoModelForSequenceClassification.register(config_class, made, exist_ok=True)
+    return made
+
+
+def register_scalar_classes() -> None:
+    """Let transformers find the classifier of every family."""
+    for model_type in VISION_FAMILIES:
+        scalar_class(model_type)
+
+
+def with_scalar_head(model: nn.Module) -> nn.Module:
+    """Return the model's body under a head of one number, which begins at zero, in place of its own head."""
+    lm: Any = model
+    lm.config.num_labels = 1
+    with torch.device("meta"):
+        scalar = scalar_class(lm.config.model_type)(lm.config)
+    scalar.model = lm.model
+    scalar.score = nn.Linear(lm.config.get_text_config().hidden_size, 1, bias=False, dtype=lm.dtype)
+    return scalar

@@ -1,0 +1,283 @@
+"""One episode of an agent at the gateway: its requests, their limits and seeds, and the trace that they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from core.timing.clock import ActivityTimer
+from core.timing.phases import Activity
+from core.types.images import as_argument
+from core.types.messages import Message, find_pictures
+from core.types.samples import Prompt, Stop
+from data_feeds.chat.template_append import TemplateRefuses
+from data_feeds.chat.tool_parsing import PlainParser, ReplyParser, rename_taken
+from rollouts.agents.trace import CannotContinue, Node, Planned, Trace
+from rollouts.agents.wire import Answer, Ask, Refused
+from rollouts.engines.base import Completion, Engine
+from rollouts.stops import Stops, StopStrings
+from rollouts.transcript import Tokenizer, check_completion
+
+AT_ONCE = 64
+"""Requests of one episode that may run at once; the next one is refused until one of them has ended."""
+MAX_REFUSED = 100
+"""Requests of one episode that may be refused. With more, it fails: the harness does not listen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """Engine and settings that sample the replies of all episodes of a worker."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    stops: Stops
+    parser: ReplyParser
+    timer: ActivityTimer
+    temperature: float
+    max_new_tokens: int
+    max_turns: int
+    max_model_len: int
+    """Tokens of the longest prompt and completion together."""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """Request, with those that repeat it because its answer did not arrive."""
+
+    task: asyncio.Task[tuple[Answer, Node]]
+    listeners: int = 0
+    """Connections that wait for the answer."""
+    was_delivered: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """Counts of what the requests of an episode ask for that the policy's own conversation would not have."""
+
+    refused: int = 0
+    must_call: int = 0
+    """Requests with a tool_choice that demands a call."""
+    retried: int = 0
+    sampled: int = 0
+    """Tokens that the engine has returned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Request with what the transport knows of it."""
+
+    ask: Ask
+    digest: str
+    """Hash of the body."""
+    retry: int | None = None
+    """Number of retries that the client says it has made; None where it does not say."""
+
+
+class Session:
+    """Requests of one episode.
+
+    `failed` is set to an error that must end the run, or to a sentence why the episode fails.
+    """
+
+    def __init__(self, sampler: Sampler, prompt: Prompt, seed_of_turn: Callable[[int | str], int]):
+        """seed_of_turn: see `_choose_seed`."""
+        self.sampler, self.prompt, self.seed_of_turn = sampler, prompt, seed_of_turn
+        self.id, self.key = secrets.token_hex(8), f"feynrl-{secrets.token_urlsafe(32)}"
+        self.trace = Trace(sampler.tokenizer, sampler.stops.close_turn, prompt.messages)
+        self.left = sampler.max_new_tokens
+        self.n_started = 0
+        self.counts = Counts()
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._calls: dict[str, _Call] = {}
+        self._running: set[asyncio.Task[tuple[Answer, Node]]] = set()
+        self._contexts: Counter[str] = Counter()
+        self._main: dict[int, str] = {}
+        """Contexts of the conversation that begins with the prompt, by the number of replies before."""
+
+    @asynccontextmanager
+    async def answering(self, request: Request) -> AsyncGenerator[Answer]:
+        """Yield the answer to a request; when the body ends without an error, the harness has got it."""
+        call = self._find_call(request) or self._start_call(request)
+        call.listeners += 1
+        try:
+            await asyncio.wait([call.task])  # it goes on where this connection ends
+            answer, node = _get_result(call.task)
+            yield answer
+            call.was_delivered = True
+            node.keep()
+        finally:
+            call.listeners -= 1
+
+    def count_refusal(self, refusal: Refused) -> None:
+        """Count a request that was refused; the episode fails where there are too many."""
+        self.counts.refused += 1
+        if self.counts.refused >= MAX_REFUSED and not self.failed.done():
+            self.failed.set_result(
+                f"the agent has made {MAX_REFUSED} requests that were refused, the last because: {refusal}"
+            )
+
+    async def close(self) -> None:
+        """End the requests that are running."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        if not self.failed.cancel() and not self.failed.cancelled():
+            self.failed.exception()  # whoever could hear of it has; else asyncio would complain
+
+    def _find_call(self, request: Request) -> _Call | None:
+        """Return the request that this one repeats: the same body, and the client says so, or nobody got the answer."""
+        call = self._calls.get(request.digest)
+        if call is None or request.retry == 0:
+            return None
+        is_repeated = request.retry is not None or (not call.listeners and not call.was_delivered)
+        self.counts.retried += is_repeated
+        return call if is_repeated else None
+
+    def _start_call(self, request: Request) -> _Call:
+        if len(self._running) >= AT_ONCE:
+            raise Refused(
+                f"{AT_ONCE} requests of this episode are running, and more are not taken at once: await some first",
+                status=429,
+            )
+        task = asyncio.create_task(self._reply(request.ask))
+        self._running.add(task)
+        task.add_done_callback(self._end_call)
+        call = self._calls[request.digest] = _Call(task)
+        return call
+
+    def _end_call(self, task: asyncio.Task[tuple[Answer, Node]]) -> None:
+        self._running.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not isinstance(error, Refused) and not self.failed.done():
+            self.failed.set_exception(error)  # the engine's, or a defect: the run must hear of it
+
+    async def _reply(self, ask: Ask) -> tuple[Answer, Node]:
+        self.counts.must_call += ask.must_call
+        if ask.tools and isinstance(self.sampler.parser, PlainParser):
+            raise Refused(
+                "rollout.tool_parser is unset and the tokenizer has no response template, so nothing would read the "
+                "calls of tools: set that key in the recipe, or leave tools out",
+                param="tools",
+            )
+        if self.sampler.tokenizer.pictures is None and find_pictures(ask.messages):
+            raise Refused("the policy is a language model, which sees no pictures: leave them out", param="messages")
+        try:
+            planned = self.trace.plan_reply(ask.messages, ask.tools)
+        except CannotContinue as error:
+            raise Refused(str(error), param="messages") from error
+        except TemplateRefuses as error:
+            raise Refused(f"the model's chat template refuses these messages: {error}", param="messages") from error
+        room = self._measure_room(planned)
+        self.n_started += 1
+        wanted = room if ask.max_tokens is None else min(room, ask.max_tokens)
+        done = await self._sample(planned, wanted)
+        done = cut_at_stop(done, ask.stop, self.sampler)
+        self.left -= len(done.token_ids) + (0 if planned.parent is None else len(planned.given))
+        reply = self._parse(done, ask)
+        node = self.trace.add_reply(planned, done, reply)
+        reason = "length" if done.stop == "length" else "tool_calls" if "tool_calls" in reply else "stop"
+        answer = Answer(
+            id=f"chatcmpl-{self.id}-{node.number}",
+            message=reply,
+            finish_reason=reason,
+            prompt_tokens=len(planned.context),
+            completion_tokens=len(done.token_ids),
+        )
+        return answer, node
+
+    def _measure_room(self, planned: Planned) -> int:
+        """Return how many tokens the reply may have. Raises Refused where a limit of the episode leaves none."""
+        sampler = self.sampler
+        if self.n_started >= sampler.max_turns:
+            raise self._end_branch(
+                planned,
+                "turns",
+                f"the episode has had rollout.max_turns={sampler.max_turns} replies: end it, or raise that key",
+            )
+        if planned.parent is None and len(planned.context) >= sampler.max_model_len:
+            raise self._end_branch(
+                planned,
+                "length",
+                f"the conversation has {len(planned.context)} tokens, and with a reply it may have "
+                f"data.max_prompt_tokens + rollout.max_new_tokens={sampler.max_model_len}: shorten it, or raise them",
+            )
+        left = self.left - (0 if planned.parent is None else len(planned.given))
+        room = min(left, sampler.max_model_len - len(planned.context))
+        if room <= 0:
+            raise self._end_branch(
+                planned,
+                "length",
+                f"the episode has used up rollout.max_new_tokens={sampler.max_new_tokens}, its budget of sampled and "
+                "answered tokens: end it, or raise that key",
+            )
+        return room
+
+    def _end_branch(self, planned: Planned, stop: Stop, why: str) -> Refused:
+        if planned.parent is not None:
+            planned.parent.refused = stop
+        return Refused(why)
+
+    async def _sample(self, planned: Planned, max_new_tokens: int) -> Completion:
+        sampler = self.sampler
+        seed = self.seed_of_turn(self._choose_seed(planned))
+        with sampler.timer.measure(Activity.GENERATE):
+            done = await sampler.engine.generate(
+                planned.context, max_new_tokens=max_new_tokens, seed=seed, **as_argument(planned.pictures)
+            )
+        check_completion(done, max_new_tokens=max_new_tokens)
+        sampler.stops.check_completion(done.token_ids, done.stop)
+        self.counts.sampled += len(done.token_ids)
+        return done
+
+    def _choose_seed(self, planned: Planned) -> int | str:
+        """Return what tells a reply's seed from those of others: two replies with one seed would not be independent.
+
+        In the conversation that begins with the prompt it is the number of replies before, as in an environment.
+        Elsewhere, as where that conversation forks, the context decides, and how often it was asked before.
+        """
+        context = np.array(planned.context, dtype=np.int64).tobytes()
+        digest = hashlib.blake2b(context, digest_size=8).hexdigest()
+        before, self._contexts[digest] = self._contexts[digest], self._contexts[digest] + 1
+        is_main = self.trace.starts_with_prompt(planned) and planned.tools == self.prompt.tools
+        if is_main and not before and self._main.setdefault(planned.depth, digest) == digest:
+            return planned.depth
+        return f"{planned.depth}/{digest}/{before}"
+
+    def _parse(self, done: Completion, ask: Ask) -> Message:
+        """Return the reply as a message, without the text from a stop string of the request on."""
+        sampler = self.sampler
+        parser = sampler.parser if ask.tools and ask.may_call else PlainParser()
+        text = sampler.tokenizer.decode(done.token_ids)
+        reply = rename_taken(parser.parse(done.token_ids, text, ask.tools).message, ask.messages)
+        ends = [at for s in ask.stop if (at := reply["content"].find(s)) >= 0]
+        return {**reply, "content": reply["content"][: min(ends)]} if ends else reply
+
+
+def _get_result(task: asyncio.Task[tuple[Answer, Node]]) -> tuple[Answer, Node]:
+    """Return what a request that has ended gave; raise Refused where the run could not answer it."""
+    if not task.cancelled() and (task.exception() is None or isinstance(task.exception(), Refused)):
+        return task.result()
+    raise Refused("the policy cannot answer any more: the episode, or the run, is ending", status=500)
+
+
+def cut_at_stop(done: Completion, strings: tuple[str, ...], sampler: Sampler) -> Completion:
+    """Return a completion up to the token that completes a stop string of the request.
+
+    That is what an engine returns which looks for the string after every token; what came later had no effect.
+    """
+    if not strings:
+        return done
+    stops = StopStrings(strings, sampler.tokenizer.decode, sampler.stops.tokenizer.written_ids)
+    end = stops.find_end(done.token_ids)
+    if end is None:
+        return done
+    return replace(done, token_ids=done.token_ids[:end], logp=done.logp[:end], versions=done.versions[:end], stop="eos")

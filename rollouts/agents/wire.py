@@ -1,0 +1,288 @@
+"""OpenAI's chat completions as they come over HTTP: requests read, answers written. No token is seen here.
+
+What would change how replies are sampled is refused, in one sentence. A harness that could set a temperature of its own
+would make samples of a policy that is not the one in training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from core.errors import quote
+from core.types.images import PictureRefused, read_picture
+from core.types.messages import ROLES, Message, Part, ToolCall, ToolSpec
+from data_feeds.images.read_images import read_data_uri
+from data_feeds.rows.values import holds_lone_surrogate
+
+MODEL = "policy"
+"""Name of the model at every endpoint."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "store": (False,),
+}
+"""Parameters that a request may have with these values, which change nothing."""
+WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier")
+"""Parameters that concern OpenAI's own service."""
+READ = ("model", "messages", "tools", "tool_choice", "temperature", "max_tokens", "max_completion_tokens", "stop")
+STREAMING = ("stream", "stream_options")
+EMPTY_IN_MESSAGES = ("refusal", "annotations", "audio", "function_call")
+"""Fields of a reply that clients send back, empty."""
+REASONING = ("reasoning", "reasoning_content")
+"""Names that clients have for what an assistant thought."""
+
+
+class Refused(Exception):
+    """Request that is not answered. The message is one sentence for the author of the harness."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None):
+        """status: of HTTP. param: the parameter at fault."""
+        super().__init__(message)
+        self.status, self.param = status, param
+
+    def write(self) -> dict[str, Any]:
+        """Return the body of the answer, in OpenAI's form."""
+        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Request for a reply."""
+
+    messages: list[Message]
+    tools: list[ToolSpec]
+    may_call: bool = True
+    """False with tool_choice: none; the reply is then all content."""
+    must_call: bool = False
+    """True with a tool_choice that demands a call. Nothing enforces that: it would be another distribution."""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    streams: bool = False
+    wants_usage: bool = False
+    """Whether a streamed answer ends with the numbers of tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Reply for a harness."""
+
+    id: str
+    message: Message
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def read_ask(body: Any, *, temperature: float) -> Ask:
+    """Return a request. Raises Refused for what it may not ask.
+
+    temperature: the run's.
+    """
+    if not isinstance(body, dict):
+        raise Refused("the body of a request must be a JSON object with model and messages")
+    if holds_lone_surrogate(body):
+        raise Refused("a text of the request holds half of a character, which no tokenizer can read: leave it out")
+    if (model := body.get("model")) != MODEL:
+        raise Refused(f"there is no model {quote(model)} here: it is called {MODEL}", status=404, param="model")
+    _check_parameters(body, temperature)
+    messages, tools = body.get("messages"), body.get("tools") or []
+    if not isinstance(messages, list) or not isinstance(tools, list):
+        raise Refused("messages and tools must be lists", param="messages")
+    choice = body.get("tool_choice")
+    demands = choice == "required" or isinstance(choice, dict)
+    if choice not in (None, "auto", "none") and not demands:
+        raise Refused(f"tool_choice must be auto, none, required or a function, found {choice!r:.80}")
+    options = body.get("stream_options") or {}
+    return Ask(
+        messages=[read_message(m, f"messages[{i}]") for i, m in enumerate(messages)],
+        tools=[_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
+        may_call=choice != "none",
+        must_call=demands,
+        max_tokens=_read_max_tokens(body),
+        stop=_read_stop(body.get("stop")),
+        streams=bool(body.get("stream")),
+        wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+    )
+
+
+def _check_parameters(body: dict[str, Any], temperature: float) -> None:
+    """Raise Refused for a parameter that would change how replies are sampled, or that nothing reads."""
+    if (asked := body.get("temperature")) is not None and asked != temperature:
+        raise Refused(
+            f"temperature is {asked!r:.40}, and this run samples at rollout.temperature={temperature:g}: leave it out",
+            param="temperature",
+        )
+    for name, value in body.items():
+        if value is None or name in (*READ, *STREAMING, *WITHOUT_EFFECT):
+            continue
+        if name not in NEUTRAL:
+            raise Refused(
+                f"{quote(name)} is not offered: the run decides how replies are sampled; leave it out", param=name
+            )
+        if value not in NEUTRAL[name]:
+            raise Refused(
+                f"{name} is {value!r:.80}, and it would sample from another distribution than the one in training, or "
+                "is not offered: leave it out",
+                param=name,
+            )
+
+
+def read_message(given: Any, where: str) -> Message:
+    """Return a message of a request. Raises Refused for what no chat template could be shown."""
+    if not isinstance(given, dict) or given.get("role") not in ROLES:
+        raise Refused(f"{where} must be an object whose role is one of {', '.join(ROLES)}", param=where)
+    parts = _read_content(given.get("content"), where)
+    text = "".join(part["text"] for part in parts if part["type"] == "text")
+    message: Message = {"role": given["role"], "content": text}
+    if any(part["type"] == "image" for part in parts):
+        message["parts"] = parts
+    for name, value in given.items():
+        if name in ("role", "content") or value in (None, [], ""):
+            continue
+        if name == "tool_calls" and given["role"] == "assistant" and isinstance(value, list):
+            message["tool_calls"] = [_read_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(value)]
+        elif name == "tool_call_id" and isinstance(value, str):
+            message["tool_call_id"] = value
+        elif name == "name" and isinstance(value, str):
+            message["name"] = value
+        elif name in REASONING and isinstance(value, str) and given["role"] == "assistant":
+            message["reasoning"] = value
+        elif name not in EMPTY_IN_MESSAGES:
+            raise Refused(f"{where} has {quote(name)}, which no chat template is shown: leave it out", param=where)
+    return message
+
+
+def _read_content(content: Any, where: str) -> list[Part]:
+    if content is None or isinstance(content, str):
+        return [{"type": "text", "text": content or ""}]
+    if not isinstance(content, list):
+        raise Refused(f"{where}.content must be text, or a list of parts: the policy sees nothing else")
+    return [_read_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+
+
+def _read_part(part: Any, where: str) -> Part:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    url = part.get("image_url") if kind == "image_url" else None
+    url = url.get("url") if isinstance(url, dict) else url
+    if not isinstance(url, str):
+        raise Refused(f"{where} must be a part of type text or image_url: the policy sees nothing else", param=where)
+    if not url.startswith("data:"):
+        raise Refused(f"{where}: a picture by its address is not fetched: send it as a data URI", param=where)
+    try:
+        return {"type": "image", "image": read_picture(read_data_uri(url))}
+    except PictureRefused as refusal:
+        raise Refused(f"{where}: {refusal}", param=where) from refusal
+
+
+def _read_call(given: Any, where: str) -> ToolCall:
+    function: Any = given.get("function") if isinstance(given, dict) else None
+    name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict) or not isinstance(name, str):
+        raise Refused(
+            f"{where} must be {{id, type: function, function: {{name, arguments}}}} with arguments that are a JSON "
+            "object",
+            param=where,
+        )
+    return {"id": str(given.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _read_tool(given: Any, where: str) -> ToolSpec:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused(f"{where} must be {{type: function, function: {{name, description, parameters}}}}", param="tools")
+    return given
+
+
+def _read_max_tokens(body: dict[str, Any]) -> int | None:
+    asked = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
+    if wrong := [n for n in asked if type(n) is not int or n < 1]:
+        raise Refused(f"max_tokens must be a whole number from 1 on, found {wrong[0]!r:.40}", param="max_tokens")
+    return min(asked, default=None)
+
+
+def _read_stop(stop: Any) -> tuple[str, ...]:
+    strings: Any = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
+        raise Refused(f"stop must be a text or a list of texts, none empty, found {stop!r:.80}", param="stop")
+    return tuple(strings)
+
+
+def write_answer(answer: Answer, *, created: int) -> dict[str, Any]:
+    """Return the body of a complete answer."""
+    choice = {
+        "index": 0,
+        "message": write_message(answer.message),
+        "finish_reason": answer.finish_reason,
+        "logprobs": None,
+    }
+    return {
+        "id": answer.id,
+        "object": "chat.completion",
+        "created": created,
+        "model": MODEL,
+        "choices": [choice],
+        "usage": _write_usage(answer),
+    }
+
+
+def write_chunks(answer: Answer, *, created: int, wants_usage: bool) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of a streamed answer: all of the reply in the first one."""
+    delta = write_message(answer.message)
+    for i, call in enumerate(delta.get("tool_calls", [])):
+        call["index"] = i
+    head = {"id": answer.id, "object": "chat.completion.chunk", "created": created, "model": MODEL}
+    rest = {"usage": None} if wants_usage else {}
+    yield head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} | rest
+    yield head | {"choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish_reason}]} | rest
+    if wants_usage:
+        yield head | {"choices": [], "usage": _write_usage(answer)}
+
+
+def write_message(message: Message) -> dict[str, Any]:
+    """Return a reply as clients read it: the arguments of a call are text there."""
+    written: dict[str, Any] = {"role": "assistant", "content": message["content"], "refusal": None}
+    if "reasoning" in message:
+        written["reasoning_content"] = message["reasoning"]
+    if calls := message.get("tool_calls"):
+        written["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in calls
+        ]
+        written["content"] = message["content"] or None
+    return written
+
+
+def list_models(*, created: int) -> dict[str, Any]:
+    """Return the body of the list of models: there is one."""
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": created, "owned_by": "feynrl"}]}
+
+
+def _write_usage(answer: Answer) -> dict[str, int]:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }

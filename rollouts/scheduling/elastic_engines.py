@@ -1,0 +1,221 @@
+"""Engines that come and go in a running job: `rollout.engines: {min: 1, max: 8}`.
+
+There are `max` seats. One without an engine waits for a place in the cluster: on a new machine, or one that is back.
+
+    waits for a place -> is started -> needs weights -> serves -> leaves -> waits for a place -> ...
+
+An engine joins at a weight sync, after the same proof as all others and before its first sample. One whose machine is
+to go gets no more groups and no more weights, and leaves when its groups are done. One that is killed is as in
+rollouts/scheduling/availability.py: its groups are asked again, of the others.
+
+No promise of the schedule depends on who is there: tickets belong to the driver, and the staleness of a group is
+bounded where it starts. What a leaving engine still samples has the weights with which its groups began, or later ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from core.errors import ProcessDied, RunStopped, UserError
+from rollouts.scheduling.availability import ENGINE_GROUP, EngineAvailability, EngineState
+from rollouts.scheduling.least_busy import Process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Numbers of engines, and two deadlines."""
+
+    least: int
+    """rollout.engines.min: the first ranks, which are there at the start."""
+    most: int
+    """rollout.engines.max."""
+    few_s: float
+    """Seconds after which a run with fewer than `least` engines ends."""
+    leave_s: float
+    """Seconds after which an engine leaves although it has groups; these are asked again."""
+
+
+class Seats(Protocol):
+    """Processes of engines by rank. A rank is a seat, in which one engine follows another."""
+
+    async def find_place(self, rank: int) -> bool:
+        """Start a process as soon as there is a place for it; ends the last one.
+
+        Returns True where the last process of this rank died, and this one is on the same machine.
+        """
+        ...
+
+    async def build(self, rank: int) -> None:
+        """Build the engine in the process that has found a place."""
+        ...
+
+    async def release(self, rank: int) -> None:
+        """End the process of a rank."""
+        ...
+
+
+class ElasticAvailability(EngineAvailability):
+    """States of engines that come and go."""
+
+    def __init__(self, bounds: Bounds, seats: Seats, *, budget: int = 0, say: Callable[[str], None] = print) -> None:
+        """Begin with the first `least` ranks. budget: how often engines may die while their machines live."""
+        self.bounds, self._seats = bounds, seats
+        self._joined = {*range(bounds.least)}
+        self._n_died = self._n_spent = 0
+        self._idle: dict[Process, asyncio.Event] = {}
+        """Set when a process that leaves has no group any more, or is gone."""
+        self._too_few: asyncio.TimerHandle | None = None
+        super().__init__(bounds.most, budget=budget, say=say)
+        for rank in range(bounds.least, bounds.most):
+            self.states[rank] = EngineState.RESTARTING
+        self._note_states()
+
+    @property
+    def can_restart(self) -> bool:
+        return True
+
+    @property
+    def _replaces_dead(self) -> bool:
+        return True
+
+    @property
+    def n_restarts(self) -> int:
+        return self._n_died
+
+    def ever_running(self) -> list[int]:
+        return sorted(self._joined)
+
+    def open_seats(self) -> None:
+        """Let engines join from now on."""
+        for rank in range(self.bounds.least, self.bounds.most):
+            self._start_task(self._bring_back(rank))
+
+    def start_watch(self, find_leaving: Callable[[], Awaitable[Mapping[int, str]]], *, every_s: float) -> None:
+        """Look now and then which machines are to go, and let their engines leave.
+
+        find_leaving: returns the ranks of these, each with a clause that says why.
+        """
+
+        async def watch() -> None:
+            while True:
+                for rank, why in (await find_leaving()).items():
+                    self.drain(rank, why)
+                await asyncio.sleep(every_s)
+
+        self._start_task(self._guard(watch()))
+
+    def drain(self, rank: int, why: str) -> None:
+        """Let an engine leave: it gets no more groups and no more weights, and its seat is free when it is done."""
+        if self.states[rank] in (EngineState.SERVING, EngineState.NEEDS_WEIGHTS):
+            process = self.process_of(rank)
+            n = self.counts.groups[process]
+            self._say(f"engine {rank} leaves{f', when its {n} groups are done' if n else ''}: {why}")
+            self._idle[process] = asyncio.Event()
+            self._set_state(rank, EngineState.LEAVING)
+            self._start_task(self._guard(self._let_go(process)))
+
+    def end_group(self, process: Process) -> None:
+        super().end_group(process)
+        if process in self._idle and not self.counts.groups[process]:
+            self._idle[process].set()
+
+    async def _let_go(self, process: Process) -> None:
+        """End an engine when its groups are done, unless it dies before."""
+        rank, idle = process[0], self._idle[process]
+        if self.counts.groups[process]:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(idle.wait(), self.bounds.leave_s)
+        await self.wait_for(lambda: [] if self._in_sync else [rank])
+        if self.process_of(rank) == process:
+            self._lose(rank)  # before it ends: a group that it takes with it is no death
+            await self._seats.release(rank)
+            await self._bring_back(rank)
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work`; its error is told to whoever waits for the engines."""
+        try:
+            await work
+        except Exception as error:
+            self._failure = error
+            self._changed.set()
+
+    def _note_death(self, rank: int, death: ProcessDied) -> None:
+        """Say that an engine is gone; whether this counts is known when there is a place for the next one."""
+        self._n_died += 1
+        self._say(f"{death}; its groups are generated again, and its seat waits for a place")
+
+    def _lose(self, rank: int) -> None:
+        if (idle := self._idle.pop(self.process_of(rank), None)) is not None:
+            idle.set()
+        super()._lose(rank)
+
+    async def _bring_back(self, rank: int) -> None:
+        """Fill a seat, as soon as there is a place. One whose machine is refused stays empty."""
+        await self._guard(self._fill(rank))
+
+    async def _fill(self, rank: int) -> None:
+        try:
+            while not await self._start_engine(rank):
+                self._count_process(rank)
+        except UserError as refused:
+            self._say(f"engine {rank} cannot join, and its seat stays empty: {refused}")
+            await self._seats.release(rank)
+            return
+        self._set_state(rank, EngineState.NEEDS_WEIGHTS)
+        self._changed.set()
+
+    async def _start_engine(self, rank: int) -> bool:
+        """Start an engine; return False where its process died meanwhile. Raises ProcessDied if none may any more."""
+        try:
+            died_here = await self._seats.find_place(rank)
+        except ProcessDied as death:
+            self._note_death(rank, death)
+            self._spend(rank)
+            return False
+        if died_here:
+            self._spend(rank)
+        try:
+            await self._seats.build(rank)
+        except ProcessDied as death:
+            self._note_death(rank, death)
+            return False
+        return True
+
+    def _spend(self, rank: int) -> None:
+        """Count a death that was not its machine's. Raises ProcessDied where no more are allowed."""
+        self._n_spent += 1
+        if self._n_spent > self._budget:
+            raise ProcessDied(
+                f"engine {rank} died while its machine lives, and rollout.restarts={self._budget} were used up before",
+                worker=(ENGINE_GROUP, rank),
+            )
+
+    def _say_back(self, rank: int, weights: str) -> None:
+        what = "is back" if rank in self._joined else "has joined"
+        self._joined.add(rank)
+        self._say(f"engine {rank} {what}{weights}; {len(self.serving()) + 1} of {self.bounds.most} engines serve")
+
+    def _note_states(self) -> None:
+        super()._note_states()
+        if len(self.taking_weights()) >= self.bounds.least:
+            if self._too_few is not None:
+                self._too_few.cancel()
+                self._too_few = None
+        elif self._too_few is None:
+            self._too_few = asyncio.get_running_loop().call_later(self.bounds.few_s, self._give_up)
+
+    def _give_up(self) -> None:
+        self._failure = RunStopped(
+            f"for {self.bounds.few_s:g} seconds (timeout_s) there were fewer engines than rollout.engines.min="
+            f"{self.bounds.least}, at last {len(self.taking_weights())}: give the cluster machines, or lower it"
+        )
+        self._changed.set()
+
+    async def stop(self) -> None:
+        if self._too_few is not None:
+            self._too_few.cancel()
+        await super().stop()

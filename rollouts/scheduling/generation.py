@@ -1,0 +1,169 @@
+"""Generation in the background: every group starts as soon as its staleness is bounded, while the trainer works."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from core.cluster.workers import Workers
+from core.errors import ProcessDied, RunStopped
+from core.timing.deadlines import GROUP_TIMEOUT_GRACE_S
+from core.timing.timeouts import SharedTimeout
+from core.types.samples import Group, Prompt
+from rollouts.scheduling.availability import ENGINE_GROUP, EngineAvailability
+from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer
+from rollouts.worker import RolloutWorker
+
+T = TypeVar("T")
+
+
+class GroupRequests:
+    """Requests of groups to the engines. `n_retries` counts groups that were retried after a timeout."""
+
+    def __init__(
+        self,
+        workers: Workers[RolloutWorker],
+        *,
+        timeout_s: float,
+        engines: EngineAvailability | None = None,
+        on_group: Callable[[], None] = lambda: None,
+    ):
+        """timeout_s: of one group, per attempt. engines: None is engines that are not restarted.
+
+        on_group: called when a group has been sampled.
+        """
+        self.on_group = on_group
+        self.engines = engines or EngineAvailability(len(workers))
+        self.workers, self.timeout_s = workers, timeout_s
+        self._timeout = SharedTimeout(timeout_s + GROUP_TIMEOUT_GRACE_S)
+        self.n_retries = 0
+
+    async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
+        """Return a group from the least busy engine; where that dies, from another one, or from it when it is back.
+
+        Raises ProcessDied naming an engine that may not be restarted, and RunStopped where a group takes too long.
+        """
+        too_slow: list[int] = []
+        while True:  # one coroutine for all attempts: a step may have a hundred thousand groups
+            deaths = self.engines.deaths
+            try:
+                rank = await self._choose_engine(too_slow)
+                process = self.engines.begin_group(rank)
+                call = self.workers.call_one(rank, RolloutWorker.generate_group, ticket, prompt, size)
+                group = await self._timeout.wait(call)  # None on timeout, also where the worker reports it
+                if group is not None:
+                    self.engines.end_group(process)
+                    self.on_group()
+                    return group
+                too_slow.append(rank)
+                if len(too_slow) > 1:
+                    await self._stop_for(ticket, too_slow)
+                self.n_retries += 1
+            except ProcessDied as death:
+                self.engines.report_death(death, deaths)
+                too_slow = []
+
+    async def _choose_engine(self, too_slow: list[int]) -> int:
+        """Return the least busy engine; after a timeout another one, where there is one."""
+        await self.engines.wait_for(self.engines.serving)
+        if not too_slow:
+            return self.engines.counts.find_least_busy()
+        (first,) = too_slow
+        second = self.engines.counts.find_least_busy(besides=first)
+        if second == first or self.engines.can_restart:  # a stopped one would let more groups wait as long
+            await self._check_alive(first)
+        return second
+
+    async def _stop_for(self, ticket: int, too_slow: list[int]) -> None:
+        """Stop the run for a group that two engines did not finish; ProcessDied if one of them is dead."""
+        for rank in too_slow:
+            await self._check_alive(rank)
+        raise RunStopped(
+            f"the group of ticket {ticket} was requested twice, from engine {too_slow[0]} first, and did not finish "
+            f"within rollout.timeout_s={self.timeout_s:g} seconds: raise that if completions may take so long"
+        )
+
+    async def _check_alive(self, rank: int) -> None:
+        alive, seen = await self.workers.check_health(rank)
+        if not alive:
+            raise ProcessDied(seen, worker=(ENGINE_GROUP, rank))
+
+
+class Generation(GroupRequests):
+    """Groups of a training run, generated in the background into its buffer."""
+
+    def __init__(
+        self,
+        workers: Workers[RolloutWorker],
+        *,
+        draw_prompt: Callable[[int], Prompt],
+        accept_group: Callable[[Group], bool],
+        buffer: ReplayBuffer,
+        group_size: int,
+        timeout_s: float,
+        engines: EngineAvailability | None = None,
+        on_group: Callable[[], None] = lambda: None,
+        on_finished: Callable[[FinishedGroup], None] = lambda _: None,
+    ):
+        """draw_prompt: ticket -> prompt. accept_group: see Algorithm. The others: see GroupRequests.
+
+        on_finished: called when a group of a step is in the buffer.
+        """
+        super().__init__(workers, timeout_s=timeout_s, engines=engines, on_group=on_group)
+        self.draw_prompt, self.accept_group, self.buffer = draw_prompt, accept_group, buffer
+        self.group_size, self.on_finished = group_size, on_finished
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self._of_run: asyncio.TaskGroup | None = None
+        self._may_start = asyncio.Event()
+        self._may_start.set()
+
+    @asynccontextmanager
+    async def running_in_background(self) -> AsyncGenerator[None]:
+        """Generate while the body runs. An error on either side ends the other."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._of_run = tasks
+                starting = tasks.create_task(self._start_groups(tasks))
+                yield
+                for task in (starting, *self.tasks):  # a resumed run of fewer steps does not need all of them
+                    task.cancel()
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    @asynccontextmanager
+    async def held(self) -> AsyncGenerator[None]:
+        """Wait for the groups that are being generated, and start no other one while the body runs."""
+        self._may_start.clear()
+        try:
+            while running := [task for task in self.tasks if not task.done()]:
+                await asyncio.wait(running)
+            yield
+        finally:
+            self._may_start.set()
+
+    def start_beside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run `work` beside the body of `running_in_background`, whose end cancels it. Its error ends the body."""
+        assert self._of_run is not None, "nothing runs in the background"
+        return self._keep(self._of_run.create_task(work))
+
+    async def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            ticket = await self.buffer.reserve_ticket()
+            await self._may_start.wait()
+            self._keep(tasks.create_task(self._generate_into_buffer(ticket)))
+
+    def _keep(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    async def _generate_into_buffer(self, ticket: int) -> None:
+        now = asyncio.get_running_loop().time  # not the wall clock in a simulator
+        start = now()
+        group = await self.generate_group(ticket, self.draw_prompt(ticket), self.group_size)
+        accepted = self.accept_group(group)
+        finished = FinishedGroup(ticket=ticket, group=group, accepted=accepted, seconds=now() - start)
+        self.buffer.add_group(finished)
+        self.on_finished(finished)

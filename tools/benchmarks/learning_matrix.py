@@ -1,0 +1,228 @@
+"""Does every algorithm learn? Each takes the quickstart's warmed-up tiny model to 0.9 reward through the real loop.
+
+    python -m tools.benchmarks.learning_matrix [--seeds 0 1 2] [--only NAME ...] [--write] [--curves FILE]
+
+Runs main_rl's loop (backend: local, engine: hf), two runs at a time, and prints the steps and seconds each took;
+--write puts the table into algs/README.md, --curves the rewards of every step of seed 0 into a JSON file that
+tools/benchmarks/learning_curves.py draws. Exit code 1 if one did not get there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import product, repeat
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+import main_rl
+import main_sl
+from configs.schema import RLConfig, SLConfig
+from core.types.samples import Group
+from data_prep import arithmetic, tiny_model
+from driver.context import Session, run_session
+from driver.load_recipe import load_recipe
+from driver.rl.setup import prepare, start
+from driver.sl.run import prepare as prepare_sl
+from driver.sl.run import start as start_sl
+from tools.benchmarks.learning_curves import keep
+
+ROOT = Path(__file__).parent.parent.parent
+README = ROOT / "algs" / "README.md"
+BEGIN, END = "<!-- learning matrix: begin -->\n", "<!-- learning matrix: end -->\n"
+GOAL = 0.9
+STEPS = 32
+"""At most: a run ends at the step that reaches the goal."""
+TEACHER = "GRPO"
+"""Trains on to its last step, and then teaches distillation."""
+
+
+def of_recipe(name: str) -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["alg"]
+
+
+MATRIX: dict[str, dict[str, Any]] = {
+    "GRPO": {"name": "grpo"},
+    "GRPO as published": {
+        "name": "grpo",
+        "scale_rewards": "group",
+        "loss_norm": "sequence",
+        "clip_high": 0.2,
+        "kl": {"coef": 0.001, "estimator": "k3"},
+    },
+    "Dr. GRPO": of_recipe("dr_grpo"),
+    "DAPO": of_recipe("dapo"),
+    "MaxRL": of_recipe("maxrl"),
+    "decoupled PPO": of_recipe("decoupled_ppo"),
+    "PPO": of_recipe("ppo"),
+    "CISPO": {"name": "cispo"},
+    "GSPO, sequence": {"name": "gspo", "clip_low": 0.01, "clip_high": 0.01},
+    "GSPO, token": {"name": "gspo", "form": "token", "clip_low": 0.01, "clip_high": 0.01},
+    "RLOO": {"name": "rloo"},
+    "REINFORCE++": {"name": "reinforce_pp"},
+    "REINFORCE++, baseline": {"name": "reinforce_pp", "baseline": True},
+    "DPPO": {"name": "dppo"},
+    "SAPO": {"name": "sapo"},
+    "GMPO": {"name": "gmpo"},
+    "P3O": {"name": "p3o"},
+    "P4O": {"name": "p4o"},
+    "on-policy distillation": {"name": "opd", "teacher": TEACHER},
+    "GRPO, LoRA": {"name": "grpo"},
+}
+RECIPES = {"GRPO, LoRA": "quickstart_lora"}
+"""Recipes of the rows that do not use the quickstart's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    name: str
+    seed: int
+    start: float
+    """Mean reward of the first step."""
+    best: float
+    rewards: list[float]
+    """Mean reward of every step."""
+    steps: int | None
+    """Steps until the mean reward of one was at least GOAL; None if none was."""
+    seconds: float
+
+
+class Reached(Exception):
+    """End of a run that is good enough."""
+
+
+def quietly(run: Any) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        run()
+
+
+def warm_up(folder: Path) -> None:
+    """Make the quickstart's model, data and supervised warm-up, under `folder`."""
+
+    def work() -> None:
+        tiny_model.main(["--out", str(folder / "model"), "--hidden-size", "128", "--heads", "4"])
+        sizes = ["--max", "49", "--padded", "--train", "475", "--eval", "200", "--sft", "600"]
+        arithmetic.main(["--out", str(folder / "data"), *sizes, "--copies", "24", "--wrong-share", "0.66"])
+        paths = [f"model.path={folder / 'model'}", f"data.train={folder / 'data' / 'sft.parquet'}"]
+        where = [f"save_to={folder / 'warm'}", f"run_dir={folder / 'runs'}", "backend=local"]
+        prepared = prepare_sl(load_recipe(SLConfig, str(ROOT / "configs/quickstart_sft.yaml"), [*paths, *where]))
+
+        async def body(session: Session) -> None:
+            await main_sl.train(await start_sl(prepared, session))
+
+        run_session(prepared.loaded.cfg, body)
+
+    quietly(work)
+
+
+def learn(name: str, seed: int, folder: Path) -> Row:
+    """Run one algorithm; its model is saved under its name."""
+    alg = dict(MATRIX[name])
+    if alg.get("teacher") == TEACHER:
+        alg["teacher"] = str(folder / f"{TEACHER}-{seed}")
+        if not Path(alg["teacher"]).exists():
+            learn(TEACHER, seed, folder)
+    run_dir = Path(tempfile.mkdtemp(dir=folder))
+    overrides = {
+        "backend": "local",
+        "rollout.engine": "hf",
+        "weight_sync.lora": "merged",
+        "run_dir": run_dir,
+        "save_to": folder / f"{name}-{seed}",
+        "model.path": folder / "warm",
+        "data.train": folder / "data" / "train.parquet",
+        "data.eval": "null",
+        "steps": STEPS,
+        "seed": seed,
+        "alg": json.dumps(alg).replace("Infinity", ".inf"),
+    }
+    items = [f"{key}={value}" for key, value in overrides.items()]
+
+    def work() -> None:
+        prepared = prepare(
+            load_recipe(RLConfig, str(ROOT / "configs" / f"{RECIPES.get(name, 'quickstart')}.yaml"), items)
+        )
+
+        async def body(session: Session) -> None:
+            run = await start(prepared, session)
+            log = run.log
+
+            async def log_until_there(step: int, groups: list[Group], metrics: dict[str, float]) -> None:
+                await log(step, groups, metrics)
+                if metrics["reward/mean_drawn"] >= GOAL and name != TEACHER:
+                    raise Reached
+
+            run.log = log_until_there
+            try:
+                await main_rl.train(run)
+            except Reached:
+                await run.save()
+
+        run_session(prepared.loaded.cfg, body)
+
+    quietly(work)
+    [run] = run_dir.iterdir()
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rewards = [m["reward/mean_drawn"] for m in metrics]
+    reached = next((i + 1 for i, r in enumerate(rewards) if r >= GOAL), None)
+    seconds = sum(m["time/step_s"] for m in metrics[:reached])
+    first, best = rewards[0], max(rewards)
+    return Row(name=name, seed=seed, start=first, best=best, rewards=rewards, steps=reached, seconds=seconds)
+
+
+def learn_all(names: list[str], seeds: list[int], folder: Path) -> Iterator[Row]:
+    """Two runs at a time, one thread each: a model this small has no work for more."""
+    tasks = list(product(seeds, names))
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield from pool.map(learn, [n for _, n in tasks], [s for s, _ in tasks], repeat(folder))
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        f"| algorithm | seed | reward at first | best | steps to {GOAL:g} | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        steps = "-" if r.steps is None else str(r.steps)
+        lines.append(f"| {r.name} | {r.seed} | {r.start:.2f} | {r.best:.2f} | {steps} | {r.seconds:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Does every algorithm learn?")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--only", nargs="+", choices=list(MATRIX), default=list(MATRIX), metavar="NAME")
+    parser.add_argument("--write", action="store_true", help="put the table into algs/README.md")
+    parser.add_argument("--curves", type=Path, metavar="FILE", help="put the rewards per step of seed 0 into this JSON")
+    args = parser.parse_args(argv)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        warm_up(folder)
+        for row in learn_all(args.only, args.seeds, folder):
+            rows.append(row)
+            print(table([row]).splitlines()[-1], flush=True)
+            if args.curves and row.seed == 0:
+                keep(args.curves, "quickstart", row.name, row.rewards)
+    print("\n" + table(rows))
+    if args.write:
+        text = README.read_text()
+        head, rest = text.split(BEGIN)
+        README.write_text(head + BEGIN + table(rows) + END + rest.split(END)[1])
+    return int(any(r.steps is None for r in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

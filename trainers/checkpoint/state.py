@@ -1,0 +1,144 @@
+"""State of a trainer in a checkpoint: every learner's weights and optimizer, and each rank's counters and random state.
+Frozen models are not in it: they are loaded from the paths of the recipe.
+
+A checkpoint is data. Its files are pickles, as torch writes them; one that would run code when it is read is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch.distributed import DistError
+from torch.serialization import safe_globals
+
+from configs.renamed import ADDED
+from core.cluster.scratch import restore_environment
+from core.errors import UserError, first_line
+from trainers.learner import Learner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Counters of a trainer; the same on every rank."""
+
+    updates_done: int
+    skipped_in_a_row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """State of one trainer rank that a checkpoint saves."""
+
+    rank: int
+    ranks: int
+    learners: dict[str, Learner]
+    """Learners by the name of their folder."""
+    settings: dict[str, Any]
+    """Recipe keys that the files depend on, and their values."""
+
+    @property
+    def fits(self) -> dict[str, Any]:
+        """Values that checkpoint and trainer must share, by the recipe key that decides them."""
+        trained = {
+            # with ZeRO-3 a parameter has no shape of its own; with FSDP2 it has that of the whole
+            f"{name}.{parameter}": list(getattr(p, "ds_shape", p.shape))
+            for name, learner in self.learners.items()
+            for parameter, p in learner.model.named_parameters()
+            if p.requires_grad
+        }
+        return {**self.settings, "model": trained}
+
+
+def rank_file(rank: int) -> str:
+    return f"rank_{rank}.pt"
+
+
+def save_state(state: RankState, counters: Counters, folder: Path) -> None:
+    """Write this rank's share into `folder`, which exists."""
+    for name, learner in state.learners.items():
+        learner.save_state(folder / name)
+    rest = {
+        "fits": state.fits,
+        "ranks": state.ranks,
+        "updates_done": counters.updates_done,
+        "skipped_in_a_row": counters.skipped_in_a_row,
+        "random": torch.get_rng_state(),
+        "random_gpu": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+    torch.save(rest, folder / rank_file(state.rank))
+
+
+def load_state(state: RankState, folder: Path) -> Counters:
+    """Restore the state saved in `folder`. Raises UserError where it does not fit this trainer."""
+    first = read_rest(folder, 0)
+    check_fit(first["fits"], state.fits, folder)
+    for name, learner in state.learners.items():
+        learner.load_state(folder / name)
+    rest = read_rest(folder, state.rank % first.get("ranks", state.ranks))  # more ranks may go on than have saved
+    torch.set_rng_state(rest["random"])
+    if rest["random_gpu"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(rest["random_gpu"])
+    return Counters(updates_done=rest["updates_done"], skipped_in_a_row=rest["skipped_in_a_row"])
+
+
+def check_fit(then: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Raise UserError naming the first key on which checkpoint and trainer differ."""
+    then = ADDED | then  # an earlier version did not write every key
+    for key in (key for key in now if key != "model"):
+        if then[key] != now[key]:
+            raise UserError(
+                f"{key} is {now[key]} and the checkpoint {folder} was made with {then[key]}, whose files fit no other: "
+                f"set {key}={then[key]}"
+            )
+    if then["model"] != now["model"]:
+        other = sorted(k for k in {*then["model"], *now["model"]} if then["model"].get(k) != now["model"].get(k))
+        raise UserError(
+            f"model: the checkpoint {folder} does not hold what this run trains, {len(other)} tensors differ, such as "
+            f"{other[0]}: resume with the model of the run that made it"
+        )
+
+
+def read_rest(folder: Path, rank: int) -> dict[str, Any]:
+    path = folder / rank_file(rank)
+    if not path.is_file():
+        raise UserError(
+            f"resume: trainer rank {rank} does not see {path}: a checkpoint must lie where every machine of the run "
+            "reads it"
+        )
+    with reading(path):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def reading(path: Path, *, classes: Sequence[type] = ()) -> Generator[None]:
+    """Let torch.load read tensors, numbers and `classes` only, whatever its caller asks for.
+
+    Raises UserError that names `path` for a file that holds anything else, or cannot be read.
+    """
+    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    before = {name: os.environ.get(name) for name in names}
+    restore_environment({names[0]: "1", names[1]: None})
+    try:
+        with safe_globals([*classes]):
+            yield
+    except UnpicklingError as error:
+        raise UserError(
+            f"resume: {path} is refused, because it is damaged or holds what a checkpoint of a run never holds, such "
+            f"as code ({first_line(error)}): resume from a checkpoint that a run of this project wrote"
+        ) from error
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
+        if isinstance(error, DistError) or "gloo" in str(error):  # another rank has failed, and says why
+            raise
+        raise UserError(
+            f"resume: {path} cannot be read ({type(error).__name__}: {first_line(error)}): the checkpoint is damaged, "
+            "resume from an earlier one"
+        ) from error
+    finally:
+        restore_environment(before)

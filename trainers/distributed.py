@@ -1,0 +1,111 @@
+"""A trainer of several ranks, whichever library shards its models. One process per rank."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore, distributed_c10d
+
+from algs.base import Algorithm
+from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.cluster.addresses import host_store
+from core.errors import UserError
+from core.types.weights import ExportScope
+from modeling.attention import can_share_prefixes, refuse_sequence_parallel
+from modeling.export import gather_tensors, save_exported
+from modeling.forward import layout_for
+from modeling.sequence_parallel import SequenceGroup
+from trainers.learner import Learner, TrainerSettings
+from trainers.trainer import Trainer
+from trainers.weight_sync.source import WeightSource
+
+
+class RankTrainer(Trainer):
+    """Trainer rank; torch.distributed reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        cfg: TrainerConfig,
+        alg: Algorithm,
+        *,
+        timeout_s: float,
+        **settings: Unpack[TrainerSettings],
+    ):
+        """timeout_s: deadline of every collective."""
+        self.dtype = model.dtype
+        on_gpu = torch.cuda.is_available()
+        timeout = timedelta(seconds=timeout_s)
+        form_group("nccl" if on_gpu else "gloo", timeout)
+        self.start_library(timeout)
+        device = f"cuda:{torch.cuda.current_device()}" if on_gpu else "cpu"
+        self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if cfg.sequence_parallel > 1:
+            self.sequence_group = form_sequence_group(cfg.sequence_parallel)
+        super().__init__(model, cfg, alg, device=device, **settings)
+        if self.sequence_group is not None:
+            self.check_models(self.sequence_group.size)
+        for group in distributed_c10d._world.pg_map:  # a library makes groups of its own, with torch's default
+            distributed_c10d._set_pg_timeout(timeout, group)
+        self.weight_source = WeightSource(self, self.timer, is_sender=self.rank == 0)
+
+    def get_file_settings(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def start_library(self, timeout: timedelta) -> None:
+        """Prepare the library, after the group of all ranks was formed and before a model is loaded."""
+        raise NotImplementedError
+
+    def check_models(self, size: int) -> None:
+        """Raise UserError for a model whose rows `size` ranks cannot compute together, as it was loaded."""
+        for model in self.list_models():
+            config: Any = model.config
+            why = refuse_sequence_parallel(config, size)
+            if why is None and not (layout_for(self.cfg.layout, model) == "packed" and can_share_prefixes(model)):
+                why = f"the attention of this {config.model_type} model is not that of modeling/attention.py"
+            if why is not None:
+                raise UserError(f"trainer.sequence_parallel={size}: {why}")
+
+    def sum_over_rows(self, values: Tensor) -> Tensor:
+        together = self.sequence_group
+        counts = together is None or together.place == 0  # the ranks of a group have the same rows: one of them counts
+        return self.sum_over_ranks(values if counts else torch.zeros_like(values))
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` over all ranks, on every rank."""
+        total = values.to(self.device)
+        torch.distributed.all_reduce(total)
+        return total.to(values.device)
+
+    def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> None:
+        """Write from rank 0; the other ranks take part in gathering."""
+        exported = gather_tensors(learner.export_weights, scopes)
+        if self.rank == 0:
+            save_exported(learner.model, folder, exported)
+        torch.distributed.barrier()
+
+
+def form_sequence_group(size: int) -> SequenceGroup:
+    """Form groups of `size` neighbours, which are on one machine where they can be; return this rank's."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    groups = [list(range(first, first + size)) for first in range(0, ranks, size)]
+    own, _ = torch.distributed.new_subgroups_by_enumeration(groups)
+    return SequenceGroup(place=rank % size, size=size, group=own)
+
+
+def form_group(backend: str, timeout: timedelta) -> None:
+    """Form the group of all ranks before a library does, whose store would listen on all addresses."""
+    if torch.distributed.is_initialized():  # a second trainer in this process
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == 0:
+        store = host_store(address, port, timeout=timeout, size=size)
+    else:
+        store = TCPStore(address, port, size, is_master=False, timeout=timeout)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

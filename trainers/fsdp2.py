@@ -1,0 +1,164 @@
+"""The trainer of several ranks with torch's FSDP2: every tensor of a model is sharded over the ranks.
+
+A rank holds its rows of the float32 weights in training, of their gradients and of the optimizer's states, and nothing
+twice: a bfloat16 model's weights are rounded when the ranks gather them for a forward pass (trainers/fsdp2_units.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from algs.base import Algorithm
+from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.types.buckets import split_into_buckets
+from core.types.weights import Bucket, ExportScope
+from modeling.export import exported_tensors
+from modeling.load import DTYPES
+from trainers.checkpoint.fsdp2_state import WEIGHTS, list_saved, read_state, write_state
+from trainers.distributed import RankTrainer
+from trainers.fsdp2_units import settle_shards, shard_model
+from trainers.learner import Learner
+from trainers.models import ModelLoader
+from trainers.optimizer import make_optimizer
+from trainers.row_shards import as_part_of, local_part
+
+
+class FsdpTrainer(RankTrainer):
+    """Trainer rank with FSDP2."""
+
+    def start_library(self, timeout: timedelta) -> None:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        self.mesh = init_device_mesh(kind, (torch.distributed.get_world_size(),))
+
+    def get_file_settings(self) -> dict[str, Any]:
+        return {"backend": "ray", "trainer.library": "fsdp2"}  # any number of ranks reads them
+
+    def make_loader(self, model: ModelConfig, alg: Algorithm) -> ModelLoader:
+        place = partial(shard_model, mesh=self.mesh, dtype=DTYPES[self.dtype], offload=self.cfg.offload)
+        return ModelLoader(model, self.cfg, alg, place=place, place_frozen=place)
+
+    def make_learner(self, model: nn.Module) -> Learner:
+        return FsdpLearner(model, self.cfg, self.mesh, dtype=DTYPES[self.dtype], sum_over_ranks=self.sum_over_ranks)
+
+    def hold_frozen(self, model: nn.Module) -> nn.Module:
+        sharded: Any = settle_shards(model, self.mesh, dtype=DTYPES[self.dtype], offload=self.cfg.offload)
+        sharded.set_reshard_after_forward(True, recurse=False)  # no backward pass follows
+        return sharded
+
+
+class FsdpLearner:
+    """Train one sharded model. An adapter is not sharded: every rank holds it whole, and its gradients are summed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cfg: TrainerConfig,
+        mesh: DeviceMesh,
+        *,
+        dtype: torch.dtype,
+        sum_over_ranks: Callable[[Tensor], Tensor],
+    ):
+        self.model = self.module = settle_shards(model, mesh, dtype=dtype, offload=cfg.offload)
+        self.sum_over_ranks, self.max_grad_norm = sum_over_ranks, cfg.max_grad_norm
+        self.exported = {
+            scope: [replace(e, dtype=dtype) for e in tensors] for scope, tensors in exported_tensors(model).items()
+        }
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.held = {name: local_part(p.detach()) for name, p in self.trained.items()}
+        """What this rank holds of each trained parameter: rows of a sharded one, in the parameter's own memory."""
+        self.optimizer = make_optimizer(cfg, self.held.values())
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # every unit's gradient is summed over the ranks, and added to that of this rank's rows
+
+    def has_finite_gradients(self) -> bool:
+        finite = [torch.isfinite(local_part(p.grad)).all() for p in self.trained.values() if p.grad is not None]
+        return self.sum_over_ranks((~torch.stack(finite).all()).double()).item() == 0
+
+    def update(self, *, lr: float, apply: bool) -> float:
+        self._sum_gradients_of_adapter()
+        for name, p in self.trained.items():
+            self.held[name].grad = None if p.grad is None else local_part(p.grad)
+            p.grad = None
+        norm = self._compute_norm()
+        value = float(norm) if apply else math.inf
+        if math.isfinite(value):
+            if self.max_grad_norm > 0:
+                nn.utils.clip_grads_with_norm_(self.held.values(), self.max_grad_norm, norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return value
+
+    def _sum_gradients_of_adapter(self) -> None:
+        """Sum over the ranks the gradients of the parameters that are not sharded, in one call."""
+        adapter = [p for p in self.trained.values() if not isinstance(p, DTensor)]
+        if not adapter:
+            return
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in adapter]
+        total = self.sum_over_ranks(torch.cat([grad.flatten() for grad in grads]))
+        for p, grad in zip(adapter, total.split([p.numel() for p in adapter]), strict=True):
+            p.grad = grad.view_as(p)
+
+    def _compute_norm(self) -> Tensor:
+        """Return the norm of the whole gradient, the same on every rank."""
+        names = [name for name, held in self.held.items() if held.grad is not None]
+        of_rows = self._sum_squares([name for name in names if isinstance(self.trained[name], DTensor)])
+        of_whole = self._sum_squares([name for name in names if not isinstance(self.trained[name], DTensor)])
+        return (self.sum_over_ranks(of_rows) + of_whole).sqrt().float()
+
+    def _sum_squares(self, names: list[str]) -> Tensor:
+        grads = [grad for name in names if (grad := self.held[name].grad) is not None]
+        device = next(iter(self.held.values())).device
+        return nn.utils.get_total_norm(grads).to(device).double().square()
+
+    def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
+        """Yield buckets; every rank must consume all of them."""
+        for bucket in split_into_buckets(self.exported[scope], lambda exported: exported.nbytes, max_bytes):
+            yield [(e.name, e.compute(lambda p, dtype=e.dtype: gather(p, dtype))) for e in bucket]
+
+    def save_state(self, folder: Path) -> None:
+        """Write each rank's rows, without frozen parameters."""
+        state: dict[str, Tensor] = {f"{WEIGHTS}.{name}": p.detach() for name, p in self.trained.items()}
+        for name, p in self.trained.items():
+            for kind, held in self.optimizer.state[self.held[name]].items():
+                if isinstance(held, Tensor):
+                    state[f"{kind}.{name}"] = held if held.ndim == 0 else as_part_of(p, held)
+        write_state(state, folder)
+
+    def load_state(self, folder: Path) -> None:
+        state: dict[str, Tensor] = {f"{WEIGHTS}.{name}": p.detach() for name, p in self.trained.items()}
+        for key in list_saved(folder):
+            kind, _, name = key.partition(".")
+            if kind != WEIGHTS:
+                held = self.held[name]
+                found = held.new_zeros(()) if kind == "step" else torch.zeros_like(held)
+                self.optimizer.state[held][kind] = found
+                state[key] = found if found.ndim == 0 else as_part_of(self.trained[name], found)
+        read_state(state, folder)
+        for unit in self.model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # what was gathered before has the old values
+
+
+def gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a whole parameter on the device; a sharded one is rounded before it is gathered."""
+    value = parameter.detach()
+    if not isinstance(value, DTensor):
+        return value
+    rows = local_part(value).to(device=value.device_mesh.device_type, dtype=dtype)  # from the CPU, where offloaded
+    whole: Any = as_part_of(value, rows)
+    return whole.full_tensor()

@@ -1,0 +1,155 @@
+"""A trainer rank that shares its device with an engine: it leaves, so that the engine has the memory, and returns.
+
+It leaves in two parts, because new weights must be sent while the engine's own weights are there already:
+
+    leave_states     optimizer, master weights, gradients, value model, frozen models; the policy's weights stay
+    leave_weights    the policy's weights, once they have been sent
+    return_to_device everything comes back, to the bit
+
+It knows storages and not who uses them, so it serves every kind of learner (trainers/offload/storages.py). What is
+away must not
+be used: a stand-in takes the place of each learner and refuses, since a tensor without memory would end the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from core.errors import RunStopped
+from core.timing.clock import ActivityTimer
+from core.timing.phases import Activity
+from core.types.samples import ScoredColumn
+from trainers.learner import Learner
+from trainers.offload.storages import Aside, find_storages, give_memory_back, identify
+
+SENDING = frozenset({"model", "module", "export_weights"})
+"""Attributes of a policy that may be used while its optimizer is away: enough to send and to prove the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """Memory of one trainer rank after a part of it has left, in bytes."""
+
+    freed: int
+    still_there: int
+    """What torch still holds on the GPU; 0 on a CPU."""
+
+
+class Leaves(Protocol):
+    """Parts of a trainer that can leave."""
+
+    rank: int
+    device: str
+    timer: ActivityTimer
+    policy: Learner
+    critic: Learner | None
+    frozen: dict[ScoredColumn, nn.Module]
+
+
+class Away:
+    """Part of a trainer rank that leaves the device and returns. Every method is called on all ranks at once."""
+
+    def __init__(self, trainer: Leaves):
+        self.trainer = trainer
+        self.aside = Aside()
+        self.left: list[str] = []
+        """Parts that are away, in order."""
+
+    def name_devices(self) -> str:
+        """Return the GPUs that Ray gave this rank, as CUDA_VISIBLE_DEVICES has them; "" on a CPU."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def leave_states(self) -> Left:
+        """Leave with everything but the weights of the policy."""
+        self._check_left([], "leave_states")
+        trainer, device = self.trainer, self.trainer.device
+        with trainer.timer.measure(Activity.LEAVE):
+            self.there = trainer.policy, trainer.critic, trainer.frozen
+            release_gathered(trainer.policy, trainer.critic)
+            stay = {identify(s) for s in find_storages(*list_weights(trainer.policy), device=device)}
+            freed = self.aside.put(s for s in find_storages(self.there, device=device) if identify(s) not in stay)
+            self.left = ["states"]
+            self._stand_in(SENDING)
+            return _measure(freed)
+
+    def leave_weights(self) -> Left:
+        """Leave with the weights of the policy, after `leave_states`."""
+        self._check_left(["states"], "leave_weights")
+        with self.trainer.timer.measure(Activity.LEAVE):
+            policy, _, _ = self.there
+            release_gathered(policy)
+            freed = self.aside.put(find_storages(policy, device=self.trainer.device))
+            self.left = ["states", "weights"]
+            self._stand_in(frozenset({"model"}))
+            return _measure(freed)
+
+    def return_to_device(self) -> None:
+        """Bring everything back."""
+        self._check_left(["states", "weights"], "return_to_device")
+        with self.trainer.timer.measure(Activity.RETURN):
+            self.aside.bring_back()
+            self.trainer.policy, self.trainer.critic, self.trainer.frozen = self.there
+            del self.there
+            self.left = []
+
+    def _check_left(self, expected: list[str], call: str) -> None:
+        if self.left != expected:
+            away = " and ".join(self.left) or "nothing"
+            raise RunStopped(f"trainer {self.trainer.rank}: {call}() was called while {away} of it was away")
+
+    def _stand_in(self, allowed: frozenset[str]) -> None:
+        trainer, (policy, critic, frozen) = self.trainer, self.there
+        rank = trainer.rank
+        trainer.policy = _as_learner(Absent(policy, rank, allowed))
+        trainer.critic = None if critic is None else _as_learner(Absent(critic, rank, frozenset({"model"})))
+        trainer.frozen = {column: _as_model(Absent(model, rank, frozenset())) for column, model in frozen.items()}
+
+
+class Absent:
+    """Stand-in for a learner or a model whose memory is away."""
+
+    def __init__(self, real: object, rank: int, allowed: frozenset[str]):
+        self._real, self._rank, self._allowed = real, rank, allowed
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._allowed:
+            return getattr(self._real, name)
+        raise RunStopped(
+            f"trainer {self._rank} was to use {name} of a model while it was away from its device: the driver lets it "
+            "return first (driver/rl/colocation.py)"
+        )
+
+
+def release_gathered(*learners: Learner | None) -> None:
+    """Let the units of FSDP2 forget whole weights that they have gathered: their shards are what is kept."""
+    for learner in filter(None, learners):
+        for unit in learner.model.modules():
+            if callable(reshard := getattr(unit, "reshard", None)):  # by its name: to import FSDP2 takes a while
+                reshard()
+
+
+def list_weights(policy: Learner) -> Iterator[Tensor]:
+    """Yield the tensors that hold the weights of the policy in use, or this rank's shards of them."""
+    for parameter in policy.model.parameters():
+        yield parameter.data
+        yield getattr(parameter, "ds_tensor", parameter.data)  # with ZeRO-3
+    yield from policy.model.buffers()
+
+
+def _measure(freed: int) -> Left:
+    give_memory_back()
+    return Left(freed=freed, still_there=torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
+
+
+def _as_learner(absent: Any) -> Learner:
+    return absent
+
+
+def _as_model(absent: Any) -> nn.Module:
+    return absent

@@ -1,0 +1,71 @@
+"""The trainer's part of a weight sync between processes. Every rank of a distributed trainer has one."""
+
+from __future__ import annotations
+
+from core.errors import TransportFailed
+from core.timing.clock import ActivityTimer
+from core.timing.phases import Activity
+from core.types.weights import ExportScope
+from trainers.weight_sync.base import Chunk, ExportsWeights, Sent
+from trainers.weight_sync.broadcast import WeightSender
+from trainers.weight_sync.chunks import ChunkWriter
+from trainers.weight_sync.ipc import HandleWriter
+from trainers.weight_sync.nccl import NcclSender
+
+
+class WeightSource:
+    """Exporter and sender of one rank. All ranks are called, except for `open_broadcast` and `wait_for_members`."""
+
+    def __init__(self, trainer: ExportsWeights, timer: ActivityTimer, *, is_sender: bool):
+        self.trainer, self.timer, self.is_sender = trainer, timer, is_sender
+
+    def open_broadcast(self, address: str, timeout_s: float, over_nccl: bool) -> int:
+        """Listen for engines at `address`, on rank 0; return the port."""
+        self.sender = (NcclSender if over_nccl else WeightSender)(timeout_s=timeout_s)
+        return self.sender.open(address)
+
+    def wait_for_members(self, members: int) -> None:
+        """Return when every rank of every engine has joined; on rank 0."""
+        self.sender.join(members=members)
+
+    def broadcast_weights(self, max_bytes: int, scope: ExportScope) -> Sent | None:
+        """Stream the tensors to the engines; rank 0 returns what it sent."""
+        with self.timer.measure(Activity.SYNC):
+            stream = self.trainer.export_weights(max_bytes, scope)
+            if not self.is_sender:
+                for _ in stream:  # gathering a sharded parameter needs every rank
+                    pass
+                return None
+            try:
+                checksums = self.sender.send(stream)
+            except TransportFailed:
+                for _ in stream:  # the other ranks gather to the end, and this rank must take part
+                    pass
+                raise
+            return Sent(checksums=checksums, nbytes=self.sender.sent_bytes)
+
+    def begin_chunks(self, max_bytes: int, scope: ExportScope, folder: str | None) -> None:
+        """Begin a sync in chunks; see trainers/weight_sync/chunks.py."""
+        stream = self.trainer.export_weights(max_bytes, scope)
+        self.writer = ChunkWriter(stream, writes=self.is_sender, folder=folder)
+
+    def begin_handles(self, max_bytes: int, scope: ExportScope) -> None:
+        """Begin a sync in chunks of handles, which every rank writes; see trainers/weight_sync/ipc.py."""
+        self.writer = HandleWriter(self.trainer.export_weights(max_bytes, scope), writes=True, folder=None)
+
+    def write_chunk(self) -> bool:
+        """Make the next chunk; return False at the end."""
+        with self.timer.measure(Activity.SYNC):
+            return self.writer.write_chunk()
+
+    def get_chunk(self) -> Chunk:
+        """Return the last chunk; on rank 0, or of handles on every rank."""
+        return self.writer.chunk
+
+    def abort_chunks(self) -> None:
+        """End the sync early."""
+        self.writer.close()
+
+    def summarize_chunks(self) -> Sent:
+        """Return what was sent, on rank 0."""
+        return self.writer.summarize()

@@ -1,0 +1,165 @@
+"""Transports of weights from the trainers to the engines, as the driver calls them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from core.cluster.ray_workers import Remote
+from core.cluster.root_cause import attribute_failure
+from core.cluster.workers import gather_fail_fast
+from core.errors import RunStopped
+from core.timing.clock import ActivityTimer
+from core.timing.deadlines import SYNC_TIMEOUT_GRACE_S
+from core.types.weights import ExportScope
+from trainers.weight_sync.base import ExportsWeights, ReceivesWeights, Sent, TransportName
+from trainers.weight_sync.ipc import join_chunks
+from trainers.weight_sync.source import WeightSource
+
+Calls = list[Coroutine[Any, Any, Any]]
+
+
+class Transport(Protocol):
+    """Transfer weights to the engines, in one way."""
+
+    name: TransportName
+
+    async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
+        """Return when every engine of `ends` has loaded what was sent.
+
+        After TransportFailed no process waits any longer.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncEndpoints:
+    """The trainer and engine handles, and the settings that every transport shares.
+
+    The deadline of the handles is longer than `timeout_s`, the one inside the workers: they report first.
+    """
+
+    trainers: Remote[ExportsWeights]
+    sources: Remote[WeightSource]
+    engines: Remote[ReceivesWeights]
+    engine_timers: Remote[ActivityTimer]
+    ranks_per_engine: int
+    max_bytes: int
+    """Size of a bucket."""
+    scope: ExportScope
+    timeout_s: float
+    """Deadline of one step of a sync inside a worker."""
+
+    def only(self, engines: Sequence[int]) -> SyncEndpoints:
+        """Return the endpoints of a sync with these engines alone."""
+        return replace(self, engines=self.engines.only(engines), engine_timers=self.engine_timers.only(engines))
+
+    async def gather_collective(self, calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Await calls that depend on each other. If a transport fails, all end before another one is tried."""
+        together = gather_fail_fast(calls, grace_s=self.timeout_s + SYNC_TIMEOUT_GRACE_S)
+        return await attribute_failure([self.sources, self.engines], together)
+
+
+@dataclass(slots=True)
+class BroadcastTransport:
+    """Broadcast from trainer rank 0 to every rank of the engines, in a process group that they form once.
+
+    They form it again where the engines are others than those of the last sync, or one of them was restarted.
+    """
+
+    name: TransportName
+    members: list[Any] = field(default_factory=list[Any])
+    """Actors of the engines that are in the group."""
+
+    async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
+        members = [ends.engines.actors[rank] for rank in ends.engines.ranks]
+        if members != self.members:
+            self.members = []
+            await self._form_group(ends)
+            self.members = members
+        sends = ends.sources.start_all(WeightSource.broadcast_weights, ends.max_bytes, ends.scope)
+        receives = ends.engines.start_all(ReceivesWeights.receive_weights, version)
+        try:
+            sent, *_ = await ends.gather_collective([*sends, *receives])
+        except RunStopped:
+            self.members = []  # a member that fails has left the group
+            raise
+        return sent
+
+    async def _form_group(self, ends: SyncEndpoints) -> None:
+        sources, engines, n = ends.sources, ends.engines, ends.ranks_per_engine
+        address, _ = await sources.find_free_address(0)
+        over_nccl = self.name == "nccl"
+        port = await sources.call_one(0, WeightSource.open_broadcast, address, ends.timeout_s, over_nccl)
+        size = 1 + len(engines.ranks) * n
+        joins = [
+            engines.start_one(
+                rank,
+                ReceivesWeights.join_broadcast,
+                address=address,
+                port=port,
+                first_rank=1 + place * n,
+                members=size,
+            )
+            for place, rank in enumerate(engines.ranks)
+        ]
+        waits = sources.start_one(0, WeightSource.wait_for_members, size)
+        await ends.gather_collective([waits, *joins])
+
+
+@dataclass(slots=True)
+class ChunkedTransport:
+    """Transfer of one chunk at a time: trainer rank 0 writes it, and each engine loads it."""
+
+    name: TransportName
+    folder: Path | None
+    """Folder on a file system that all machines share; None keeps the bytes in Ray's object store."""
+
+    async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
+        folder = None if self.folder is None else self.folder / str(version)
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True)
+            return await self._transfer(version, ends, folder)
+        finally:
+            if self.folder is not None:
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    async def _transfer(self, version: int, ends: SyncEndpoints, folder: Path | None) -> Sent:
+        sources, engines, gather = ends.sources, ends.engines, ends.gather_collective
+        await gather([*engines.start_all(ReceivesWeights.begin_chunks), *self._begin(sources, ends, folder)])
+        try:
+            while (await gather([*sources.start_all(WeightSource.write_chunk)]))[0]:
+                await gather(await self._load_chunk(sources, ends))
+        except RunStopped:  # an engine died, or no transport; where a trainer rank died, this says so
+            await sources.call_all(WeightSource.abort_chunks)
+            raise
+        await gather([*engines.start_all(ReceivesWeights.receive_weights, version)])
+        return await sources.call_one(0, WeightSource.summarize_chunks)
+
+    def _begin(self, sources: Remote[WeightSource], ends: SyncEndpoints, folder: Path | None) -> Calls:
+        where = None if folder is None else str(folder)
+        return sources.start_all(WeightSource.begin_chunks, ends.max_bytes, ends.scope, where)
+
+    async def _load_chunk(self, sources: Remote[WeightSource], ends: SyncEndpoints) -> Calls:
+        """Return the calls by which the engines load the chunk that was just written."""
+        return ends.engines.start_all(ReceivesWeights.load_chunk, sources.submit(0, WeightSource.get_chunk))
+
+
+class HandleTransport(ChunkedTransport):
+    """Transfer of one chunk of handles at a time, between trainer ranks and engines on the same GPUs. Never run yet."""
+
+    def _begin(self, sources: Remote[WeightSource], ends: SyncEndpoints, folder: Path | None) -> Calls:
+        return sources.start_all(WeightSource.begin_handles, ends.max_bytes, ends.scope)
+
+    async def _load_chunk(self, sources: Remote[WeightSource], ends: SyncEndpoints) -> Calls:
+        chunks, n = await sources.call_all(WeightSource.get_chunk), ends.ranks_per_engine
+        return [
+            ends.engines.start_one(
+                engine, ReceivesWeights.load_chunk, join_chunks(chunks[engine * n : (engine + 1) * n])
+            )
+            for engine in ends.engines.ranks
+        ]

@@ -1,0 +1,370 @@
+"""The doctor names the cause of a mismatch that was planted, and shows every mistake of a set-up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from string import ascii_lowercase
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import main_rl
+from analysis.doctor.__main__ import main
+from analysis.doctor.bench import Bench
+from analysis.doctor.examine import Examined, Sampling, examine
+from analysis.doctor.gap import Gap
+from analysis.doctor.recipe_checks import check_recipe
+from analysis.doctor.setup_checks import (
+    check_disk,
+    check_memory,
+    check_packages,
+    check_shared_memory,
+    check_temporary,
+    find_version,
+    read_pins,
+)
+from analysis.doctor.target import find_target
+from analysis.doctor.trials import Toggle, Trial
+from analysis.doctor.verdict import Facts, decide
+from core.errors import UserError
+from data_prep.tiny_model import CHARACTERS, CHAT_TEMPLATE, END, PAD, ROLES, UNKNOWN
+from driver.checks.explain import estimate_memory
+from driver.rl.setup import prepare
+from rollouts.engines.base import EngineConfig
+from rollouts.engines.vllm_support.settings import engine_args
+from unit_tests.helpers.examples import run_here
+
+PLANTED = Path(__file__).parents[1] / "helpers" / "planted_engines"
+BEGIN = "<|begin|>"
+SHARPER = 8
+"""Factor of the logits: a random model's are so small that rounding them changes next to nothing."""
+QUESTIONS = ["1+2=", "10+20=", "3+4=", "111+222="]
+"""Of different lengths, so that a batch of them has padding."""
+ROOT = Path(__file__).parent.parent.parent
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def sharp_path(tmp_path_factory, tiny_path) -> str:
+    """The tiny model, less random, and its tokenizer of characters."""
+    folder = tmp_path_factory.mktemp("sharp")
+    save_sharper(AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32), folder)
+    AutoTokenizer.from_pretrained(tiny_path).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def pairs_path(tmp_path_factory) -> str:
+    """A random model whose tokenizer has pairs of letters too, so that most of what it writes has other ids as text."""
+    folder = tmp_path_factory.mktemp("pairs")
+    tokenizer = tokenizer_of_pairs()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.05,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    save_sharper(LlamaForCausalLM(config), folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def save_sharper(model: LlamaForCausalLM, folder: Path) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.mul_(SHARPER)
+    model.save_pretrained(folder)
+
+
+def tokenizer_of_pairs() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, decoders, models
+    from tokenizers.processors import TemplateProcessing
+
+    specials = [PAD, END, UNKNOWN, BEGIN, *(f"<|{role}|>" for role in ROLES)]
+    merges = [(a, b) for a in ascii_lowercase for b in ascii_lowercase]
+    words = [*specials, *CHARACTERS, *("".join(pair) for pair in merges)]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=UNKNOWN))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, vocabulary[BEGIN])])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        bos_token=BEGIN,
+        additional_special_tokens=[f"<|{role}|>" for role in ROLES],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@pytest.fixture
+def ask(recipe, tmp_path, sharp_path) -> Callable[..., Examined]:
+    """Let the doctor compare an engine with the trainer; return what it found."""
+    rows = [{"messages": question, "answer": "0"} for question in QUESTIONS]
+    data = tmp_path / "questions.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def examined(engine: str = "hf", *, bound: float | None = None, **changes: object) -> Examined:
+        given = {"model.path": sharp_path, "data.train": str(data), "rollout.max_new_tokens": 16} | changes
+        target = find_target(recipe(given | {"rollout.engine": engine}), [])
+        sampling = Sampling(sequences=16, tokens=16, bound=bound)
+        return examine(target, prepare(target.loaded), sampling, lambda _: None)
+
+    return examined
+
+
+def closing(found: Examined) -> set[Toggle]:
+    return {trial.toggle for trial in found.trials if trial.closes(found.facts.bound)}
+
+
+@pytest.mark.parametrize(
+    ("engine", "cause", "said"),
+    [
+        ("colder", Toggle.TEMPERATURE, "the engine samples at temperature 0.7 and the trainer scores at 1: gap"),
+        *(
+            pytest.param(*planted, marks=pytest.mark.slow)
+            for planted in [
+                ("rounded_head", Toggle.DTYPE, "the engine computes its head in bfloat16 and the trainer in float32"),
+                ("stale_weights", Toggle.WEIGHTS, "the engine still samples from the weights before the last sync"),
+                ("sees_padding", Toggle.BATCH, "depend on the other requests of the batch"),
+                ("stale_prefixes", Toggle.PREFIX_CACHE, "prefix cache returns what is not of the current weights"),
+            ]
+        ),
+    ],
+    ids=lambda given: given if str(given).isidentifier() else "",
+)
+def test_a_planted_cause_is_named_and_no_other_toggle_closes_the_gap(ask, engine, cause, said):
+    found = ask(str(PLANTED / f"{engine}.py"))
+    assert (found.verdict.kind, found.verdict.cause) == ("cause", cause), found.verdict.sentence
+    assert said in found.verdict.sentence
+    assert closing(found) == {cause}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ("ids_of_text", "the ids that the engine returns are not those that it sampled"),
+        ("prompt_of_text", "the engine tokenises the prompt, with the tokenizer's own special tokens, again"),
+    ],
+)
+def test_text_that_is_tokenised_again_is_named(ask, pairs_path, engine, said):
+    found = ask(str(PLANTED / f"{engine}.py"), **{"model.path": pairs_path})
+    assert found.verdict.cause is Toggle.TOKENISED_AGAIN, found.verdict.sentence
+    assert said in found.verdict.sentence
+    assert closing(found) == {Toggle.TOKENISED_AGAIN}
+
+
+@pytest.mark.slow
+def test_tokens_that_are_drawn_at_another_temperature_than_their_log_probabilities_say_are_found(ask):
+    found = ask(str(PLANTED / "colder_in_secret.py"))
+    assert found.facts.second.mean < 1e-4 and found.facts.sigmas < -6
+    assert found.verdict.cause is Toggle.TEMPERATURE
+    fitted = float(found.verdict.sentence.split("at about temperature ")[1].split(",")[0])
+    assert 0.55 < fitted < 0.85, "the planted one is 0.7"
+
+
+def test_an_engine_without_a_mistake_has_no_mismatch(ask, pairs_path):
+    found = ask(**{"model.path": pairs_path})
+    assert found.verdict.kind == "none" and found.verdict.cause is None and found.trials == []
+    assert found.verdict.sentence.startswith("no mismatch: ")
+    assert found.facts.second.mean < 1e-4 < 25 * found.facts.bound <= found.facts.moved
+    assert found.facts.changed > 8, "ids that text would not have are no mismatch"
+
+
+@pytest.mark.slow
+def test_two_mistakes_are_not_taken_for_one_of_them(ask):
+    found = ask(str(PLANTED / "two_mistakes.py"))
+    assert (found.verdict.kind, found.verdict.cause) == ("unknown", None)
+    assert "no single toggle closes the gap; the largest part goes where" in found.verdict.sentence
+    assert closing(found) == set()
+
+
+def test_an_engine_that_takes_no_weights_from_its_own_process_is_refused(ask):
+    with pytest.raises(UserError, match="this engine does not run in the trainer's process, and the doctor"):
+        ask(str(PLANTED / "remote_only.py"))
+
+
+def a_gap(mean: float) -> Gap:
+    return Gap(mean=mean, p99=mean, largest=mean, kl=0.0, tokens=64)
+
+
+def some_facts(**changes: object) -> Facts:
+    usual = {"bound": 0.002, "first": a_gap(1e-6), "second": a_gap(1e-6), "moved": 0.1, "changed": 0, "sequences": 4}
+    return Facts(**usual | {"fingerprint": None, "surprise": 0.0, "sigmas": 0.0} | changes)
+
+
+def a_trial(toggle: Toggle, after: float, before: float = 0.3) -> Trial:
+    return Trial(toggle=toggle, change=f"{toggle} off", before=a_gap(before), after=a_gap(after), means="so it is")
+
+
+def test_the_first_toggle_that_closes_the_gap_is_the_cause():
+    trials = [a_trial(Toggle.DTYPE, 0.2), a_trial(Toggle.WEIGHTS, 1e-3), a_trial(Toggle.WEIGHTS, 1e-5)]
+    found = decide(
+        some_facts(second=a_gap(0.3)), [*trials, a_trial(Toggle.PREFIX_CACHE, 1e-6)], temperature=1.0, fitted=None
+    )
+    assert found.cause is Toggle.WEIGHTS
+    said = (
+        "cause: so it is: gap 0.3 nats -> 1e-05 nats (weights off); it also closes with prefix cache, which says less"
+    )
+    assert found.sentence == said
+
+
+def test_a_small_gap_that_becomes_a_little_smaller_is_not_closed():
+    assert not a_trial(Toggle.BATCH, 0.0019, before=0.0021).closes(0.002)
+    assert a_trial(Toggle.BATCH, 0.0006, before=0.0021).closes(0.002)
+    assert not a_trial(Toggle.BATCH, 1e-6, before=1e-4).closes(0.002), "there was no gap"
+
+
+def test_what_was_measured_before_any_toggle_may_be_the_cause():
+    lost = decide(some_facts(first=a_gap(0.3)), [], temperature=1.0, fitted=None)
+    assert lost.cause is Toggle.WEIGHTS and "the first sync of the weights was lost" in lost.sentence
+    other = decide(some_facts(fingerprint="rank 0 did not load a"), [], temperature=1.0, fitted=None)
+    assert other.cause is Toggle.WEIGHTS and "rank 0 did not load a" in other.sentence
+    drawn = decide(some_facts(surprise=-0.2, sigmas=-9.0), [], temperature=1.0, fitted=0.7)
+    assert drawn.cause is Toggle.TEMPERATURE and "0.2 nats less surprising" in drawn.sentence
+    assert decide(some_facts(), [], temperature=1.0, fitted=None).kind == "none"
+
+
+@pytest.mark.slow
+def test_the_rounding_of_bfloat16_is_named_where_it_is_asked_for(ask):
+    usual = ask(**{"model.dtype": "bfloat16"})
+    assert usual.verdict.kind == "none" and usual.facts.second.mean > 1e-3
+    found = ask(bound=1e-4, **{"model.dtype": "bfloat16"})
+    assert "round differently in model.dtype=bfloat16" in found.verdict.sentence
+
+
+@pytest.mark.slow
+def test_an_adapter_is_moved_and_sent_like_weights(ask):
+    found = ask(str(PLANTED / "stale_weights.py"), **{"model.lora": {"r": 4}})
+    assert found.verdict.cause is Toggle.WEIGHTS, found.verdict.sentence
+
+
+def test_a_run_is_examined_with_its_newest_checkpoint(recipe, tmp_path, capsys):
+    code, said = run_here(main_rl, "--config", recipe({"checkpoint.every": 1}))
+    assert code == 0, said
+    [run] = (tmp_path / "runs").iterdir()
+    target = find_target(str(run), [])
+    assert target.checkpoint is not None and target.checkpoint.name == "step_00002"
+    bench = Bench(target, prepare(target.loaded), Sampling(sequences=4, tokens=2))
+    saved = torch.load(target.checkpoint / "policy" / "state.pt")["weights"]
+    assert all(torch.equal(a, b) for a, b in zip(bench.copy_weights(), saved, strict=True))
+    capsys.readouterr()
+    assert main([str(run), "--json", "--sequences", "4", "--tokens", "4"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "the checkpoint after step 2" in report["target"]
+    assert report["mismatch"]["verdict"] == "none" and report["mismatch"]["cause"] is None
+    assert {finding["level"] for finding in report["setup"]} <= {"ok", "warning"}
+
+
+def test_every_mistake_of_a_recipe_is_shown(recipe, tmp_path, capsys):
+    reward = tmp_path / "broken.py"
+    reward.write_text("def score(prompt, messages):\n    raise RuntimeError('no sandbox')\n")
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"messages": "1+1=", "answer": "2"}\n{"messages": "", "answer": "2"}\n')
+    changes = {"reward.fn": str(reward), "save_to": "models", "device": "cuda"}
+    path = recipe({**changes, "data.train": str(data), "data.max_invalid_fraction": 0.9, "data.eval": "nowhere.jsonl"})
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine.txt").touch()
+    assert main([path, f"save_to={tmp_path / 'models'}", "--setup"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    errors = [line for line in lines if line.startswith("error")]
+    assert [line.split()[1] for line in errors] == ["devices", "folders", "data.eval", "reward"]
+    assert "no sandbox" in errors[-1] and "mine.txt" in errors[1]
+    [warned] = [line for line in lines if line.startswith("warning") and "data.train" in line]
+    assert "1 rows; data.train: " in warned and "1 empty" in warned
+    assert lines[-1].startswith("set-up: 4 errors, ")
+
+
+def test_a_model_that_is_not_there_is_one_error(recipe):
+    findings, _ = check_recipe(find_target(recipe({"model.path": "models/missing"}), []).loaded, lambda _: None)
+    assert [f.check for f in findings if f.level == "error"] == ["model"]
+
+
+def test_a_check_that_only_the_program_makes_is_not_missing(recipe):
+    target = find_target(recipe({"group_size": 1}), [])
+    findings, prepared = check_recipe(target.loaded, lambda _: None)
+    assert prepared is None and findings[-1].check == "recipe" and "group_size is 1" in findings[-1].found
+
+
+def test_a_supervised_recipe_is_checked_and_starts_nothing(recipe, capsys):
+    assert main([recipe(kind="sl")]) == 0
+    said = capsys.readouterr().out
+    assert "data.train    15 rows" in said and "reward" not in said and "nats" not in said
+
+
+def test_what_is_neither_recipe_nor_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is no run folder, it has no config"):
+        find_target(str(tmp_path), [])
+    with pytest.raises(UserError, match="there is no such file"):
+        find_target(str(tmp_path / "missing.yaml"), [])
+
+
+def test_versions_are_compared_with_the_lock():
+    pins = read_pins((ROOT / "constraints.txt").read_text())
+    assert [f.level for f in check_packages(pins, ["torch", "transformers"])] == ["ok"]
+    [older] = check_packages(pins | {"torch": "1.0"}, ["torch"])
+    assert older.level == "warning" and f"torch is {find_version('torch')}, and 1.0 was tested" in older.found
+    [missing] = check_packages(pins, ["no-such-package"])
+    assert missing.level == "error" and "make install" in missing.found
+
+
+def test_memory_and_disk_are_compared_with_what_the_run_will_take(recipe, tmp_path):
+    target = find_target(recipe({"checkpoint.every": 1, "checkpoint.keep": 3}), [])
+    cfg, estimate = target.loaded.cfg, estimate_memory(target.loaded)
+    n = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(cfg.model.path).parameters())
+    assert estimate.per_rank == pytest.approx(n * (4 + 4 + 8) / 2**30)  # weights, gradients, two moments of AdamW
+    assert estimate.checkpoint == pytest.approx(n * (4 + 8) / 2**30)
+    wanted = estimate.per_rank + estimate.per_engine
+    levels = [check_memory(cfg, estimate, total_gib=wanted * share).level for share in (2, 1.1, 0.9)]
+    assert levels == ["ok", "warning", "error"]
+    assert check_disk(cfg, estimate).level == "ok"
+    # 3 to keep, the best one, and one that is being written
+    huge = check_disk(cfg, replace(estimate, checkpoint=1e6))
+    assert huge.level == "error" and "checkpoints 5000000.00" in huge.found and "checkpoint.keep" in huge.found
+    assert check_temporary(tmp_path).level == "ok"
+
+
+def test_shared_memory_is_looked_at_where_there_are_processes(recipe, tmp_path):
+    one = find_target(recipe(), []).loaded.cfg
+    assert check_shared_memory(one, tmp_path / "missing").found == "not used by one process"
+    several = one.model_copy(update={"backend": "ray"})
+    assert check_shared_memory(several, tmp_path / "missing").level == "error"
+    assert check_shared_memory(several, tmp_path).level == "ok"
+
+
+@pytest.mark.slow
+def test_the_weights_of_the_trainer_are_moved_until_old_ones_can_be_told_apart(ask):
+    """And the move is as large as the bound asks for, no smaller."""
+    close, far = ask(bound=1e-3), ask(bound=1e-2)
+    assert 0.025 <= close.facts.moved < far.facts.moved and far.facts.moved >= 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_vllm_has_no_mismatch_and_every_toggle_can_be_tried_on_it(ask):
+    settings = {"rollout.kv_cache_gib": 0.1}
+    clean = ask("vllm", **settings)
+    assert clean.verdict.kind == "none", clean.verdict.sentence
+    tried = ask("vllm", bound=1e-9, **settings)
+    assert {trial.toggle for trial in tried.trials} >= {*Toggle} - {Toggle.TOKENISED_AGAIN}
+    assert tried.facts.second.mean < 1e-3
+
+
+def test_vllm_can_be_told_to_keep_no_prefixes():
+    config = EngineConfig(model_path="a", temperature=1.0, max_model_len=8, stop_token_ids=())
+    kept = [engine_args(replace(config, prefix_cache=keep), on_cpu=True) for keep in (True, False)]
+    assert [args["enable_prefix_caching"] for args in kept] == [True, False]

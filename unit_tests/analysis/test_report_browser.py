@@ -1,0 +1,242 @@
+"""The run page in a real browser: its numbers are the run's, a click opens samples, and hostile text does nothing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import main_rl
+import main_sl
+from analysis.report.page import write_page
+from tools.benchmarks.report_page import SMALL_ENOUGH, make_run
+from tools.browser import MISSING, Browser, find_browser
+from unit_tests.analysis.test_report import HOSTILE, lines_of, rewrite_sample
+from unit_tests.helpers.examples import run_here
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(find_browser() is None, reason=MISSING),
+]
+SEVENS = """
+def score(prompt, messages):
+    return {"correct": messages[-1]["content"][:8].count("7") / 8}
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(find_browser(), tmp_path_factory.mktemp("profile")) as one:
+        yield one
+
+
+@pytest.fixture
+def runs(recipe, tmp_path) -> list[Path]:
+    """Two real runs of the tiny model, and hostile text in the second."""
+    reward = tmp_path / "sevens.py"
+    reward.write_text(SEVENS)
+    for name, lr in (("first", 1e-2), ("second", 3e-3)):
+        changes = {"name": name, "steps": 3, "trainer.lr": lr, "reward.fn": str(reward)}
+        code, err = run_here(main_rl, "--config", recipe(changes))
+        assert code == 0, err
+    made = sorted((tmp_path / "runs").iterdir())
+    rewrite_sample(made[1], 1, 0, completion=HOSTILE[0], answer=HOSTILE[1], stop=HOSTILE[0])
+    rewrite_sample(made[1], 1, 1, completion="".join(HOSTILE), reward_parts={HOSTILE[0]: 1.0})
+    return made
+
+
+def numbers(browser: Browser, selector: str) -> dict[str, float]:
+    """The numbers that the page shows, by the metric that they are of."""
+    shown = browser.ask(
+        f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => "
+        "[e.closest('[data-metric]').dataset.metric, e.dataset.value])"
+    )
+    return {metric: float(value) for metric, value in shown}
+
+
+def test_the_page_of_two_real_runs(browser, runs, tmp_path):
+    page = tmp_path / "page.html"
+    write_page(runs, page, samples=16, everything=False)
+    browser.open(page)
+    logs = [lines_of(run) for run in runs]
+    browser.ask("document.querySelectorAll('details').forEach((e) => (e.open = true))")
+    metrics = len({name for log in logs for line in log for name in line} - {"step"})
+    browser.wait_for(f"document.querySelectorAll('.card').length == {metrics}")
+    for i, log in enumerate(logs):
+        shown = numbers(browser, f"[data-run=r{i}] > .number")
+        assert shown == {k: v for k, v in log[-1].items() if k != "step"}, "the last value of each curve"
+    check_smoothing(browser, logs)
+    card = '.card[data-metric="reward/mean"]'
+    browser.ask(f"document.querySelector({json.dumps(card)}).scrollIntoView({{block: 'center'}})")
+    browser.wait_for(f"document.querySelector({json.dumps(card + ' .u-over')})")  # plots are made when they are seen
+    browser.click(f"{card} .u-over")  # the middle of three steps
+    browser.wait_for("document.querySelector('#step-title[data-step=\"1\"]') && document.querySelector('.sample')")
+    key = browser.ask("document.getElementById('step-title').dataset.run")
+    assert numbers(browser, ".metrics .number") == {k: v for k, v in logs[int(key[1])][1].items() if k != "step"}
+    browser.open(page, "#samples/r1/1")
+    browser.wait_for("document.querySelectorAll('.sample').length == 4")
+    counts = browser.ask("[...document.querySelectorAll('.bar')].map((e) => Number(e.dataset.count))")
+    assert sum(counts) == 16, "the histogram counts every sample"
+    check_hostile(browser)
+    for tab in ("time", "tokens", "recipe", "microscope"):
+        browser.click(f'[data-tab="{tab}"]')
+        browser.wait_for(f"document.querySelector('.tab[data-name={tab}][data-done]')")
+        if tab == "tokens":
+            browser.wait_for("document.querySelector('[data-total=generated]')")
+            totals = browser.ask("[...document.querySelectorAll('[data-total=generated]')].map((e) => e.dataset.value)")
+            assert [float(x) for x in totals] == [sum(line["rollout/tokens"] for line in log) for log in logs]
+        if tab == "time":
+            totals = browser.ask("[...document.querySelectorAll('[data-total=seconds]')].map((e) => e.dataset.value)")
+            expected = [sum(line["time/step_s"] for line in log) for log in logs]
+            assert [float(x) for x in totals] == pytest.approx(expected, rel=1e-12)
+    assert browser.complaints() == []
+    assert {address.split(":")[0] for address in browser.requests()} <= {"file", "about", "data"}
+
+
+def check_smoothing(browser: Browser, logs: list[list[dict]]) -> None:
+    """The smoothed value is the exponential moving average over the steps so far, without the bias of its start."""
+    slider = "document.querySelector('input[aria-label=smoothing]')"
+    browser.ask(f"void ({slider}.value = 0.9, {slider}.dispatchEvent(new Event('input')))")
+    browser.ask(f"void {slider}.dispatchEvent(new Event('change'))")
+    for i, log in enumerate(logs):
+        shown = numbers(browser, f"[data-metric='train/grad_norm'] [data-run=r{i}] > .smoothed")
+        weights = [0.9**age for age in range(len(log))][::-1]
+        mean = sum(w * line["train/grad_norm"] for w, line in zip(weights, log, strict=True)) / sum(weights)
+        assert shown["train/grad_norm"] == pytest.approx(mean, rel=1e-9)
+
+
+def check_hostile(browser: Browser) -> None:
+    """What a model wrote is on the page letter by letter, and made no element."""
+    browser.ask("document.querySelectorAll('.group').forEach((e) => e.click())")
+    groups = browser.ask("document.querySelectorAll('.group').length")
+    texts: list[str] = []
+    for i in range(groups):
+        browser.ask(f"document.querySelectorAll('.group')[{i}].click()")
+        texts += browser.ask("[...document.querySelectorAll('.siblings, .prompt')].map((e) => e.textContent)")
+    for text in (*HOSTILE, "".join(HOSTILE)):
+        assert any(text in shown for shown in texts), text
+    assert browser.ask("document.querySelectorAll('img, main script').length") == 0
+    assert "hacked" not in browser.ask("document.title")
+
+
+def test_all_samples_are_loaded_from_beside_the_page(browser, tmp_path):
+    run = make_run(tmp_path / "made", steps=2, groups=6, size=8, words=5)
+    write_page([run], tmp_path / "page.html", samples=8, everything=True)
+    browser.open(tmp_path / "page.html", "#samples/r0/1")
+    browser.wait_for("document.querySelectorAll('.group').length == 4")
+    browser.ask("[...document.querySelectorAll('button')].find((e) => e.textContent == 'load all').click()")
+    browser.wait_for("document.querySelectorAll('.group').length == 6")
+    rows = [json.loads(line) for line in (run / "samples" / "step_00001.jsonl").read_text().splitlines()]
+    shown: list[str] = []
+    for i in range(6):
+        browser.ask(f"document.querySelectorAll('.group')[{i}].click()")
+        shown += browser.ask("[...document.querySelectorAll('.completion')].map((e) => e.textContent)")
+    assert shown == [row["completion"] for row in rows]
+    shutil.rmtree(tmp_path / "page_files")
+    browser.open(tmp_path / "page.html", "#samples/r0/0")
+    browser.wait_for("document.querySelector('.sample')")
+    browser.ask("[...document.querySelectorAll('button')].find((e) => e.textContent == 'load all').click()")
+    browser.wait_for("document.body.textContent.includes('step-r0-0.js is not beside this page')")
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"properties": {"a": {}}}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": HOSTILE[0]}}}
+TURNS = [
+    {"role": "assistant", "content": "", "tool_calls": [CALL], "tokens": 9, "reward": 0.25},
+    {"role": "tool", "content": HOSTILE[1], "tool_call_id": "1"},
+    {"role": "assistant", "content": "7", "reasoning": "easy", "tokens": 2},
+]
+
+
+def test_the_turns_of_an_episode_are_shown_one_by_one(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=1, groups=1, size=2, words=3)
+    rewrite_sample(run, 0, 0, turns=TURNS, tools=[TOOL], counts={"tool_calls": 1.0})
+    page = tmp_path / "page.html"
+    write_page([run], page, samples=8, everything=False)
+    browser.open(page, "#samples/r0/0")
+    browser.wait_for("document.querySelectorAll('.turn').length == 3")
+    turns = browser.ask("[...document.querySelectorAll('.turn .text')].map((e) => e.textContent)")
+    assert turns == [f'add({{"a":{json.dumps(HOSTILE[0])}}})', HOSTILE[1], "(easy)\n7"]
+    facts = browser.ask("[...document.querySelectorAll('.turn .hint')].map((e) => e.textContent)")
+    assert facts == ["assistant · 9 tokens · earned 0.25", "tool", "assistant · 2 tokens"]
+    assert browser.ask("document.querySelector('.prompt').textContent").startswith("may calladd(a) Add.")
+    assert "tool calls 1" in browser.ask("document.querySelector('.sample footer').textContent")
+    assert browser.ask("document.querySelectorAll('pre.completion').length") == 1, "the other sample is text as before"
+    assert browser.ask("document.title") != "hacked"
+
+
+def test_a_bar_of_the_histogram_keeps_the_groups_that_have_such_a_sample(browser, tmp_path):
+    run = make_run(tmp_path / "made", steps=1, groups=6, size=8, words=5)
+    rewrite_sample(run, 0, 17, reward=7.25)
+    write_page([run], tmp_path / "page.html", samples=48, everything=False)
+    browser.open(tmp_path / "page.html", "#samples/r0/0")
+    browser.wait_for("document.querySelectorAll('.group').length == 6")
+    browser.click('.bar[data-from="7.25"]')
+    browser.wait_for("document.querySelectorAll('.group').length == 1")
+    assert browser.ask("document.querySelector('.group').dataset.group") == "2"
+
+
+def test_a_supervised_run_has_curves_and_says_that_it_has_no_samples(browser, recipe, tmp_path):
+    code, err = run_here(main_sl, "--config", recipe({"steps": 3}, kind="sl"))
+    assert code == 0, err
+    [run] = (tmp_path / "runs").iterdir()
+    write_page([run], tmp_path / "page.html", samples=8, everything=False)
+    browser.open(tmp_path / "page.html")
+    assert numbers(browser, '[data-metric="train/loss"] .number') == {"train/loss": lines_of(run)[-1]["train/loss"]}
+    for tab in ("time", "tokens", "samples"):
+        browser.click(f'[data-tab="{tab}"]')
+        browser.wait_for(f"document.querySelector('.tab[data-name={tab}][data-done]')")
+    assert "This run has no samples." in browser.ask("document.body.textContent")
+
+
+def test_a_captured_sample_is_shown_token_by_token(browser, tmp_path):
+    np = pytest.importorskip("numpy")
+    tokens = pytest.importorskip("analysis.capture.tokens", reason="this checkout has no capsules")
+    run = make_run(tmp_path / "made", steps=3, groups=2, size=4, words=5)
+    pieces = ["Say", " a", " number", "<img src=x onerror=alert(1)>", "\n", "</script>"]
+
+    def column(scale: float):
+        return np.array([np.nan] * 3 + [scale * x for x in (0.1, -2.0, 3.5)], dtype=np.float32)
+
+    def sample(group: int, number: int):
+        columns = {name: column((group + 1) * 0.3 + number) for name in tokens.TOKEN_COLUMNS}
+        reward = number / 4
+        return tokens.CapturedSample(step=1, group=group, sample=number, reward=reward, pieces=pieces, columns=columns)
+
+    folder = tokens.capsule_folder(run, 1)
+    folder.mkdir(parents=True)
+    tokens.write_captured(folder, [sample(group, number) for group in range(2) for number in range(4)])
+    (folder / tokens.MANIFEST).write_text("{}")
+    write_page([run], tmp_path / "page.html", samples=4, everything=True)
+    browser.open(tmp_path / "page.html", "#microscope/r0/1")
+    browser.wait_for("document.querySelectorAll('select[aria-label=sample] option').length == 4")
+    browser.ask("[...document.querySelectorAll('button')].find((e) => e.textContent == 'load all').click()")
+    browser.wait_for("document.querySelectorAll('select[aria-label=sample] option').length == 8")
+    write_page([run], tmp_path / "page.html", samples=8, everything=False)
+    browser.open(tmp_path / "page.html", "#samples/r0/1")
+    browser.wait_for("document.querySelector('.sample[data-sample=\"2\"] header button')")
+    browser.click('.sample[data-sample="2"] header button')
+    browser.wait_for("document.querySelectorAll('.token[data-value]').length == 6")
+    group = int(browser.ask("location.hash.split('/')[3]"))
+    for name in tokens.TOKEN_COLUMNS:
+        select = "document.querySelector('select[aria-label=\"color by\"]')"
+        browser.ask(f"void ({select}.value = {name!r}, {select}.dispatchEvent(new Event('change')))")
+        shown = browser.ask("[...document.querySelectorAll('.token[data-value]')].map((e) => e.dataset.value)")
+        assert shown[:3] == ["", "", ""]
+        expected = column((group + 1) * 0.3 + 2)[3:]
+        assert [np.float32(x) for x in shown[3:]] == expected.tolist(), name
+    assert browser.ask("[...document.querySelectorAll('.token[data-value]')].map((e) => e.textContent)") == [
+        piece.replace("\n", "⏎\n") for piece in pieces
+    ]
+    assert browser.ask("document.querySelectorAll('img').length") == 0
+
+
+def test_a_long_run_opens_in_a_small_page(browser, tmp_path):
+    """tools/benchmarks/report_page.py tells the seconds; no test waits on a clock."""
+    run = make_run(tmp_path / "long")
+    write_page([run], tmp_path / "page.html", samples=32, everything=False)
+    assert (tmp_path / "page.html").stat().st_size < SMALL_ENOUGH * 1e6
+    browser.open(tmp_path / "page.html", "#samples/r0/150")
+    browser.wait_for("document.querySelectorAll('.sample').length == 8")
+    assert numbers(browser, ".metrics .number") == {k: v for k, v in lines_of(run)[150].items() if k != "step"}

@@ -1,0 +1,83 @@
+"""stop_when: the run ends when its metric is where it should be, says so, and saves its model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import main_rl
+import main_sl
+from configs.trainer_schema import StopWhenConfig
+from core.errors import UserError
+from driver.early_stop import EarlyStop
+from unit_tests.helpers.examples import run_here
+
+
+def steps_until_the_end(values: list[float | None], **when) -> int | None:
+    """Number of steps after which the run ends."""
+    stop = EarlyStop(StopWhenConfig(metric="eval/loss", **when))
+    for n, value in enumerate(values, start=1):
+        stop.note_step({"step": 0.0} if value is None else {"eval/loss": value})
+        if stop.reason:
+            return n
+    return None
+
+
+def test_the_values_must_be_so_in_a_row():
+    assert steps_until_the_end([1, 3, 3, 1, 3, 3, 3], above=2, for_steps=3) == 7
+    assert steps_until_the_end([3, None, 3, None, 3], above=2, for_steps=3) == 5, (
+        "a step without the metric is no value"
+    )
+    assert steps_until_the_end([2, 2, 2], above=2) is None, "above is not equal"
+    assert steps_until_the_end([2, 1.5], below=2) == 2
+
+
+def test_a_metric_that_no_step_logs_is_refused():
+    stop = EarlyStop(StopWhenConfig(metric="reward/maen", above=1))
+    with pytest.raises(UserError, match=r"stop_when.metric=reward/maen is not logged; a step logs reward/mean"):
+        stop.note_step({"reward/mean": 1.0})
+    stop = EarlyStop(StopWhenConfig(metric="train/loss", above=1))
+    stop.note_step({"reward/mean": 1.0, "train/updates_skipped": 1.0})
+
+
+REFUSED = {
+    "no bound": ({"metric": "train/loss"}, "set above or below"),
+    "two bounds": ({"metric": "train/loss", "above": 1, "below": 2}, "set above or below, and not both"),
+    "no evaluation": ({"metric": "eval/reward/mean", "above": 1}, "set eval_every"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_condition_that_cannot_be_is_refused(name, recipe):
+    when, words = REFUSED[name]
+    code, err = run_here(main_rl, "--config", recipe({"stop_when": when}))
+    assert code == 2 and "stop_when" in err and words in err, err
+
+
+def test_a_run_ends_early_with_its_model_and_a_checkpoint(recipe, tmp_path, sums):
+    """Weights are synced every third step; those of the model at the end are measured all the same."""
+    changes = {
+        "steps": 9,
+        "stop_when": {"metric": "train/lr", "above": 0, "for_steps": 4},
+        "checkpoint.every": 5,
+        "data.eval": str(sums / "eval.parquet"),
+        "weight_sync.every": 3,
+        "max_staleness": 2,
+    }
+    code, err = run_here(main_rl, "--config", recipe(changes))
+    assert code == 0, err
+    [folder] = (tmp_path / "runs").iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["exit_reason"] == "done early, stop_when: train/lr is 0.001, above 0, 4 times in a row"
+    assert summary["steps_done"] == 4 and "after" in summary
+    assert json.loads((folder / "model" / "feynrl.json").read_text())["steps"] == 4
+    assert (folder / "checkpoints" / "last").resolve().name.endswith("4")
+
+
+def test_a_supervised_run_ends_early_too(recipe, tmp_path):
+    path = recipe({"steps": 5, "stop_when": {"metric": "train/loss", "below": 100}}, kind="sl")
+    code, err = run_here(main_sl, "--config", path)
+    assert code == 0, err
+    [folder] = (tmp_path / "runs").iterdir()
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1 and (folder / "model").is_dir()

@@ -1,0 +1,89 @@
+"""Sweeps: which values a comma separates, and every combination as a run of its own with a table at the end."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import main_rl
+import main_sl
+from core.errors import UserError
+from driver.sweep import combine_overrides, read_run, show_table, split_values
+from unit_tests.driver.test_runs import program
+from unit_tests.helpers.examples import run_here
+
+VALUES = {
+    "1e-5,3e-5": ["1e-5", "3e-5"],
+    "[0.9,0.95]": ["[0.9,0.95]"],
+    "[0.9,0.95],[0.9,0.99]": ["[0.9,0.95]", "[0.9,0.99]"],
+    "{a: 1, b: [2, 3]},{}": ["{a: 1, b: [2, 3]}", "{}"],
+    "'a,b'": ["'a,b'"],
+    '"a,\\"b"': ['"a,\\"b"'],
+    "['a]', b],c": ["['a]', b]", "c"],
+    "it's,fine": ["it's", "fine"],
+    "": [""],
+    "models/a": ["models/a"],
+    "[{path: a.jsonl, ratio: 3},{path: b.jsonl}]": ["[{path: a.jsonl, ratio: 3},{path: b.jsonl}]"],
+}
+
+
+@pytest.mark.parametrize("text", VALUES)
+def test_a_comma_outside_of_brackets_and_quotes_separates_values(text):
+    assert split_values(text) == VALUES[text]
+
+
+def test_all_combinations_are_run_the_last_key_fastest():
+    assert combine_overrides(["a=1,2", "b=x", "c=[1,2],[3]"]) == [
+        ["a=1", "b=x", "c=[1,2]"],
+        ["a=1", "b=x", "c=[3]"],
+        ["a=2", "b=x", "c=[1,2]"],
+        ["a=2", "b=x", "c=[3]"],
+    ]
+    assert combine_overrides([]) == [[]] and combine_overrides(["seed"]) == [["seed"]]
+    with pytest.raises(UserError, match="between two commas is empty"):
+        combine_overrides(["a=1,,2"])
+
+
+REFUSED = {
+    "a value of one run": (["seed=0,-1"], "seed=-1 is not valid"),
+    "one run twice": (["seed=1,1"], "two runs of the sweep are the same"),
+    "one model for all": (["seed=0,1", "save_to=models/x"], "save_to=models/x would be written by several runs"),
+    "several folders": (["run_dir=a,b"], "run_dir is the same for all runs"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_sweep_is_checked_before_its_first_run(name, recipe, tmp_path):
+    overrides, words = REFUSED[name]
+    code, err = run_here(main_rl, "--config", recipe(), *overrides)
+    assert code == 2 and err.count("\n") == 1 and words in err, err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_explain_of_a_sweep_explains_every_run(recipe, capsys):
+    assert run_here(main_sl, "--config", recipe(kind="sl"), "--explain", "steps=3,7")[0] == 0
+    out = capsys.readouterr().out
+    assert "# steps=3\n" in out and "7 steps -> 35 rows" in out
+
+
+def test_a_run_without_a_folder_is_in_the_table(tmp_path, capsys):
+    show_table([read_run(tmp_path / "none", ["seed=0"], 1)])
+    assert capsys.readouterr().out.splitlines() == ["seed  steps  ended", "0     0      exit code 1"]
+
+
+@pytest.mark.slow
+def test_every_combination_is_a_run_of_its_own(recipe, tmp_path, sums):
+    path = recipe({"steps": 1, "data.eval": str(sums / "sft.parquet")}, kind="sl")
+    done = program(path, "trainer.betas=[0.9,0.95],[0.8,0.9]", "trainer.lr=1e-2", main="main_sl.py")
+    assert done.returncode == 0, done.stderr
+    [home] = (tmp_path / "runs").iterdir()
+    assert home.name.startswith("test-sweep-")
+    runs = json.loads((home / "sweep.json").read_text())
+    assert [run["overrides"] for run in runs] == [["trainer.betas=[0.9,0.95]"], ["trainer.betas=[0.8,0.9]"]]
+    table = done.stdout.splitlines()[-4:]
+    assert table[0].split() == ["trainer.betas", "steps", "loss", "held-out", "loss", "ended"]
+    for line, run in zip(table[1:3], runs, strict=True):
+        after = json.loads((home / run["folder"] / "summary.json").read_text())["after"]["eval/loss"]
+        assert f"{after:.4f}" in line and line.endswith("done")
+    assert table[3] == f"sweep folder: {home}"

@@ -1,0 +1,105 @@
+"""Calls that are awaited together, seconds that add up, and the share of a machine that a worker gets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from core.cluster.workers import RankInfo, gather_fail_fast
+from core.errors import CallFailed, RunStopped, UserError
+from core.timing.clock import Clock
+from core.timing.phases import Phase
+from core.timing.timeouts import SharedTimeout
+from driver.start.devices import list_cores
+from tools.benchmarks.simulated_run import run_in_virtual_time
+
+
+async def after(seconds: float, outcome: BaseException | int) -> int:
+    await asyncio.sleep(seconds)
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def test_results_come_in_the_order_of_the_calls():
+    assert asyncio.run(gather_fail_fast([after(0.02, 1), after(0.0, 2)])) == [1, 2]
+    assert asyncio.run(gather_fail_fast([])) == []
+
+
+@pytest.mark.parametrize("cause", [UserError("the key"), RunStopped("the reason")])
+def test_an_error_that_names_the_cause_is_told_and_not_its_symptom(cause):
+    """A broken collective is seen first by the ranks that did nothing wrong."""
+    calls = [after(0.0, CallFailed("a collective broke")), after(0.05, cause), after(60.0, 1)]
+    with pytest.raises(type(cause), match=str(cause)):
+        asyncio.run(asyncio.wait_for(gather_fail_fast(calls, grace_s=20.0), 30))
+    both = [after(0.0, CallFailed("a collective broke")), after(0.0, cause)]
+    with pytest.raises(type(cause), match=str(cause)):
+        asyncio.run(gather_fail_fast(both))
+
+
+def test_a_symptom_alone_is_told_when_the_grace_is_over_and_the_rest_is_cancelled():
+    cancelled = []
+
+    async def hangs() -> int:
+        try:
+            return await after(60.0, 1)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    with pytest.raises(CallFailed, match="broke"):
+        asyncio.run(asyncio.wait_for(gather_fail_fast([hangs(), after(0.0, CallFailed("broke"))], grace_s=0.1), 30))
+    assert cancelled == [True]
+
+
+def test_a_timeout_is_none_and_one_of_the_call_itself_is_an_error():
+    assert asyncio.run(SharedTimeout(0.01).wait(after(60.0, 1))) is None
+    long = SharedTimeout(30.0)
+    assert asyncio.run(long.wait(after(0.0, 1))) == 1
+    with pytest.raises(TimeoutError, match="its own"):
+        asyncio.run(long.wait(after(0.0, TimeoutError("its own"))))
+
+
+def test_each_call_of_a_shared_timeout_has_its_own_time():
+    """In simulated time: one that ends, one that is too slow, one that begins later, and one after a pause."""
+
+    async def play() -> list[tuple[int | None, float]]:
+        shared, now = SharedTimeout(10.0), asyncio.get_running_loop().time
+
+        async def timed(begins: float, takes: float) -> tuple[int | None, float]:
+            await asyncio.sleep(begins)
+            return await shared.wait(after(takes, 1)), now()
+
+        together = await asyncio.gather(timed(0, 3), timed(1, 30), timed(5, 9), timed(6, 11), timed(7, 9.5))
+        return [*together, await timed(100, 30)]
+
+    assert run_in_virtual_time(play()) == [(1, 3), (None, 11), (1, 14), (None, 16), (1, 16.5), (None, 126.5)]
+
+
+def test_phases_and_the_rest_add_up_to_the_step():
+    clock = Clock()
+    with clock.phase(Phase.TRAIN):
+        assert clock.current_phase == Phase.TRAIN
+        time.sleep(0.02)
+    assert clock.current_phase == ""
+    time.sleep(0.02)
+    lap = clock.start_lap()
+    assert lap["time/train_s"] >= 0.02 and lap["time/rest_s"] >= 0.02
+    assert lap["time/train_s"] + lap["time/rest_s"] == pytest.approx(lap["time/step_s"])
+    with pytest.raises(ValueError), clock.phase(Phase.TRAIN):
+        raise ValueError
+    again = clock.start_lap()
+    assert again["time/train_s"] < 0.02 <= clock.total["train"], "a lap begins anew, a total does not"
+    totals = clock.get_totals()
+    assert totals["train"] + totals["rest"] == pytest.approx(totals["all"])
+
+
+def test_engines_of_one_machine_share_its_cores_without_overlap(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 4, 6, 8})
+    infos = [RankInfo(rank=rank, size=2, address="", port=0) for rank in range(2)]
+    assert [list_cores(info) for info in infos] == [[0, 2], [4, 6, 8]]
+    assert list_cores(None) == [0, 2, 4, 6, 8]
+    assert list_cores(RankInfo(rank=3, size=9, address="", port=0)) == [0, 2, 4, 6, 8], "more engines than cores"

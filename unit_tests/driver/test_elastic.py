@@ -1,0 +1,365 @@
+"""Engines join a running job and leave it: no ticket is lost or used twice, and no bound of staleness is broken."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import main_rl
+from configs.schema import RLConfig
+from core.errors import ProcessDied, RunStopped, UserError
+from driver.load_recipe import load_recipe
+from rollouts.scheduling.availability import ENGINE_GROUP, EngineState
+from rollouts.scheduling.elastic_engines import Bounds, ElasticAvailability
+from rollouts.scheduling.least_busy import GroupCounts
+from tools.benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, answer, run_in_virtual_time
+from unit_tests.driver.test_overlap import Choosy, a_schedule
+
+TIMES = Times(group=1.0, group_std=0.0, train=1.0, sync=0.1)
+LONGEST = 20.0
+"""Seconds of a group. One that takes much longer than engines live never ends, whatever the driver does."""
+
+
+class Machines(SimulatedEngines):
+    """Engines on machines that come and go; each process has the version that it was last sent, and none at first.
+
+    Ranks are seats. An engine without weights, or one that was left out of the last sync, answers with what it has.
+    """
+
+    def __init__(self, times: Times, *, least: int, most: int, concurrent: int = 4) -> None:
+        super().__init__(times=times, engines=most, concurrent=concurrent)
+        self.machines: dict[int, int] = {rank: rank for rank in range(least)}
+        """Machine of every process, by rank."""
+        self.free: set[int] = set()
+        """Machines without an engine."""
+        self.versions: dict[int, int] = {}
+        self.generation = dict.fromkeys(range(most), 0)
+        """Processes that a rank has had."""
+        self.came = asyncio.Event()
+        self.last: dict[int, int] = {}
+        self.asked: list[tuple[int, int]] = []
+        self.fails_to_start: Callable[[int], bool] = lambda rank: False
+        self.calls: dict[int, set[asyncio.Future[Any]]] = {rank: set() for rank in range(most)}
+
+    def add_machine(self, machine: int) -> None:
+        self.free.add(machine)
+        self.came.set()
+
+    def kill(self, rank: int, *, machine_lives: bool = False) -> None:
+        """End a process; with its machine, unless that lives."""
+        self._end(rank)
+        machine = self.machines.pop(rank)
+        self.last[rank] = machine
+        if machine_lives:
+            self.add_machine(machine)
+
+    def _end(self, rank: int) -> None:
+        self.generation[rank] += 1
+        self.versions.pop(rank, None)
+        for call in self.calls[rank]:
+            if not call.done():
+                call.set_exception(ProcessDied(f"engine {rank}: its process died", worker=(ENGINE_GROUP, rank)))
+
+    async def find_place(self, rank: int) -> bool:
+        while not self.free:
+            self.came.clear()
+            await self.came.wait()
+        machine = self.machines[rank] = min(self.free)
+        self.free.remove(machine)
+        return self.last.pop(rank, None) == machine
+
+    async def build(self, rank: int) -> None:
+        before = self.generation[rank]
+        await asyncio.sleep(2.0)
+        if self.generation[rank] != before or self.fails_to_start(rank):
+            if rank in self.machines:
+                self.kill(rank, machine_lives=True)
+            raise ProcessDied(f"engine {rank} (build): its process died", worker=(ENGINE_GROUP, rank))
+
+    async def release(self, rank: int) -> None:
+        self._end(rank)
+        self.machines.pop(rank, None)  # it may have died, and nobody has noticed
+
+    async def check_health(self, rank: int) -> tuple[bool, str]:
+        return rank in self.machines, f"engine {rank} is simulated"
+
+    async def call_one(self, rank: int, method: Any, *args: Any, **kwargs: Any) -> Any:
+        ticket = args[0]
+        self.asked.append((rank, ticket))
+        if rank not in self.versions:
+            raise ProcessDied(f"engine {rank}: its process died", worker=(ENGINE_GROUP, rank))
+        first = self.versions[rank]
+        ends: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.calls[rank].add(ends)
+        try:
+            await asyncio.wait([ends], timeout=min(self.times.of_group(ticket), LONGEST))
+            if ends.done():
+                ends.result()
+            return [answer(ticket, first)]
+        finally:
+            self.calls[rank].discard(ends)
+
+    async def publish_weights(self, version: int, engines: Any = None) -> dict[str, float]:
+        before = {rank: self.generation[rank] for rank in engines}
+        await asyncio.sleep(self.times.sync)
+        for rank in engines:
+            if rank not in self.machines or self.generation[rank] != before[rank]:
+                raise ProcessDied(f"engine {rank}: died in the sync", worker=(ENGINE_GROUP, rank))
+            self.versions[rank] = version
+        return {}
+
+
+def elastic(machines: Machines, *, least: int, said: list[str], budget: int = 10**6, few_s: float = 1e6) -> Any:
+    bounds = Bounds(least=least, most=len(machines), few_s=few_s, leave_s=500.0)
+    return ElasticAvailability(bounds, machines, budget=budget, say=said.append)
+
+
+async def shake(run: SimulatedRun, machines: Machines, availability: ElasticAvailability, draw: random.Random) -> None:
+    """Let machines come and go, with and without notice, and processes die on machines that stay."""
+    next_machine = len(machines)
+    while True:
+        await asyncio.sleep(draw.expovariate(0.5))
+        there = [*machines.machines]
+        match draw.choice(["come", "come", "drain", "kill", "crash"]):
+            case "come":
+                machines.add_machine(next_machine)
+                next_machine += 1
+            case "drain" if there:
+                availability.drain(draw.choice(there), "its machine is to go")
+            case "kill" | "crash" as how if there:
+                machines.kill(draw.choice(there), machine_lives=how == "crash")
+            case _:
+                pass
+
+
+def play(seed: int) -> list[str]:
+    draw = random.Random(seed)
+    schedule, said = a_schedule(draw), list[str]()
+    spread = draw.choice([0.0, 1.0, 8.0])
+    times = Times(group=1.0, group_std=spread, train=draw.choice([0.0, 1.0, 5.0]), sync=draw.random(), seed=seed)
+    least = draw.randint(1, 2)
+
+    async def body() -> Choosy:
+        machines = Machines(times, least=least, most=least + draw.randint(1, 4))
+        run = Choosy(schedule, machines, times, timeout_s=10_000.0)
+        run.leaves_out, run.draw = draw.choice([0.0, 0.3]), draw
+        availability = run.generation.engines = elastic(machines, least=least, said=said)
+        availability.open_seats()
+        shaking = asyncio.create_task(shake(run, machines, availability, random.Random(seed)))
+        try:
+            await main_rl.train(run)
+        finally:
+            shaking.cancel()
+            await availability.stop()
+        return run
+
+    run = run_in_virtual_time(body())
+    told = f"seed {seed}, {schedule}"
+    assert max(run.ages) <= schedule.max_staleness and min(run.ages) >= 0, told
+    kept = [d.ticket for d in run.drawn if d.accepted]
+    trained = [[int(g[0].prompt.id) for g in groups] for groups in run.trained]
+    windows = [schedule.window(step) for step in range(schedule.steps)]
+    assert trained == [kept[w.start : w.stop] for w in windows], told
+    assert [d.ticket for d in run.drawn] == list(range(len(run.drawn))), f"a ticket is lost or used twice: {told}"
+    return said
+
+
+def test_whoever_comes_and_goes_no_ticket_is_lost_and_the_bound_holds():
+    said = [line for seed in range(120) for line in play(seed)]
+    for what in ("has joined, with the weights", "is back, with the weights", " leaves", "its process died"):
+        assert sum(what in line for line in said) > 20, f"{what}: the engines did not come and go"
+
+
+@pytest.mark.verify
+def test_nor_with_thousands_of_other_comings_and_goings():
+    for seed in range(1000, 5000):
+        play(seed)
+
+
+async def begin(machines: Machines, said: list[str], *, least: int = 1, **settings: Any) -> tuple[SimulatedRun, Any]:
+    """A run whose first engines have weights, and nothing is generated yet."""
+    run = SimulatedRun(SCHEDULE, machines, machines.times, timeout_s=100.0)
+    availability = run.generation.engines = elastic(machines, least=least, said=said, **settings)
+    availability.open_seats()
+    await run.sync_weights(0)
+    return run, availability
+
+
+SCHEDULE = a_schedule(random.Random(0))
+
+
+def test_a_newcomer_serves_when_it_has_weights_and_not_before():
+    async def body() -> None:
+        said: list[str] = []
+        machines = Machines(TIMES, least=1, most=3)
+        run, engines = await begin(machines, said)
+        assert (engines.serving(), engines.running(), engines.ever_running()) == ([0], [0], [0])
+        machines.add_machine(7)
+        await asyncio.sleep(3.0)  # it is built
+        assert (engines.serving(), engines.needing_weights()) == ([0], [1])
+        groups = [run.generation.generate_group(t, run.generation.draw_prompt(t), 1) for t in range(3)]
+        await asyncio.gather(*groups)
+        assert {rank for rank, _ in machines.asked} == {0}
+        await run.sync_weights(1)
+        assert (engines.serving(), engines.ever_running(), machines.versions) == ([0, 1], [0, 1], {0: 1, 1: 1})
+        assert said == ["engine 1 has joined, with the weights after 1 steps; 2 of 3 engines serve"]
+        await engines.stop()
+
+    run_in_virtual_time(body())
+
+
+def test_an_engine_that_leaves_gets_no_more_groups_and_keeps_those_that_it_has():
+    async def body() -> None:
+        said: list[str] = []
+        machines = Machines(replace(TIMES, group=50.0), least=2, most=3)
+        run, engines = await begin(machines, said, least=2)
+
+        async def ask(ticket: int) -> list[Any]:
+            return await run.generation.generate_group(ticket, run.generation.draw_prompt(ticket), 1)
+
+        first = [asyncio.create_task(ask(t)) for t in range(4)]
+        await asyncio.sleep(1.0)
+        engines.drain(1, "its machine is to go")
+        more = [asyncio.create_task(ask(t)) for t in range(4, 8)]
+        await run.sync_weights(3)
+        assert (engines.serving(), machines.versions) == ([0], {0: 3, 1: 0}), "it takes no part in the sync"
+        done = [group[0].versions[-1] for group in await asyncio.gather(*first)]
+        assert sorted(done) == [0] * 4, "its groups began with the weights of step 0"
+        await asyncio.sleep(0.1)
+        assert [*machines.machines] == [0] and engines.states[1] is EngineState.RESTARTING
+        await asyncio.gather(*more)
+        assert [rank for rank, ticket in machines.asked if ticket >= 4] == [0] * 4
+        assert said == ["engine 1 leaves, when its 2 groups are done: its machine is to go"]
+        assert engines.n_restarts == 0, "to leave is no death"
+        await engines.stop()
+
+    run_in_virtual_time(body())
+
+
+def test_an_engine_leaves_between_two_syncs():
+    async def body() -> None:
+        machines = Machines(replace(TIMES, sync=5.0), least=2, most=3)
+        run, engines = await begin(machines, [], least=2)
+        syncing = asyncio.create_task(run.sync_weights(1))
+        await asyncio.sleep(1.0)
+        engines.drain(1, "its machine is to go")
+        await asyncio.sleep(1.0)
+        assert [*machines.machines] == [0, 1]
+        await syncing
+        await asyncio.sleep(0.1)
+        assert [*machines.machines] == [0] and machines.versions == {0: 1}
+        await engines.stop()
+
+    run_in_virtual_time(body())
+
+
+def test_weights_do_not_count_for_a_process_that_came_later():
+    async def body() -> None:
+        machines = Machines(TIMES, least=2, most=2)
+        _, engines = await begin(machines, [], least=2)
+        deaths = engines.deaths
+        machines.kill(1, machine_lives=True)
+        engines.report_death(ProcessDied("engine 1: its process died", worker=(ENGINE_GROUP, 1)), deaths)
+        await engines.wait_for(engines.needing_weights)
+        engines.weights_arrived([0, 1], 1, deaths)
+        assert engines.serving() == [0]
+        engines.weights_arrived([1], 1, engines.deaths)
+        assert engines.serving() == [0, 1]
+        await engines.stop()
+
+    run_in_virtual_time(body())
+
+
+@pytest.mark.parametrize("budget", [0, 2])
+def test_an_engine_that_dies_on_a_machine_that_lives_counts(budget):
+    """Not one that dies with its machine: that is what engines that come and go are for."""
+
+    async def body() -> None:
+        machines = Machines(TIMES, least=1, most=2)
+        _, engines = await begin(machines, [], budget=budget)
+        for machine in range(10, 15):
+            machines.add_machine(machine)
+            await engines.wait_for(engines.needing_weights)
+            engines.weights_arrived([1], 0)
+            machines.kill(1)
+            engines.report_death(ProcessDied("engine 1: died", worker=(ENGINE_GROUP, 1)), engines.deaths)
+        machines.fails_to_start = lambda rank: True
+        machines.add_machine(20)
+        await engines.wait_for(engines.needing_weights)
+
+    said = rf"engine 1 died while its machine lives, and rollout.restarts={budget} were used up before"
+    with pytest.raises(ProcessDied, match=said):
+        run_in_virtual_time(body())
+
+
+def test_too_few_engines_for_too_long_end_the_run_and_a_refused_machine_does_not():
+    said: list[str] = []
+
+    class Refused(Machines):
+        async def build(self, rank: int) -> None:
+            raise UserError("its machine has another version of torch")
+
+    async def body() -> None:
+        machines = Refused(TIMES, least=2, most=3)
+        run, engines = await begin(machines, said, least=2, few_s=60.0)
+        machines.add_machine(9)
+        await asyncio.sleep(1.0)
+        assert said == ["engine 2 cannot join, and its seat stays empty: its machine has another version of torch"]
+        engines.drain(1, "its machine is to go")
+        await asyncio.sleep(59.0)
+        assert len(await run.generation.generate_group(0, run.generation.draw_prompt(0), 1)) == 1, "it goes on"
+        await asyncio.sleep(2.0)
+        await run.sync_weights(1)
+
+    with pytest.raises(RunStopped, match=r"for 60 seconds \(timeout_s\) there were fewer .*min=2, at last 1: give"):
+        run_in_virtual_time(body())
+
+
+def test_the_engine_with_the_fewest_groups_is_found_whatever_came_before():
+    """Against a plain minimum, with processes that come, go and come back."""
+    draw, counts = random.Random(0), GroupCounts()
+    serving = {rank: (rank, 0) for rank in range(5)}
+    counts.set_serving([*serving.values()])
+    for _ in range(3000):
+        what = draw.random()
+        if what < 0.02:
+            rank = draw.randrange(5)
+            process = serving.pop(rank, None)
+            if process is None or not serving:
+                serving[rank] = (rank, draw.randrange(3))
+            counts.set_serving([*serving.values()])
+        besides = draw.choice([None, None, *serving])
+        others = [rank for rank in serving if rank != besides] or [*serving]
+        plain = min(others, key=lambda rank: (counts.groups[serving[rank]], rank))
+        found = counts.find_least_busy(besides)
+        assert found == plain
+        counts.begin_group(serving[found])
+        if what > 0.4:
+            busy = [process for process, n in counts.groups.items() if n > 0]
+            counts.end_group(draw.choice(busy))
+    assert len(counts._heap) <= 8 * 5 + 64 + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"rollout.engines": {"min": 3, "max": 3}},
+            r"rollout.engines.max: 3 must be above min: write a plain number",
+        ),
+        ({"rollout.engines": {"min": 0, "max": 3}}, r"rollout.engines.min=0 is not valid"),
+        ({"rollout.engines": {"min": 1}}, r"rollout.engines.max is missing"),
+        ({"rollout.engines": {"min": 1, "max": 2, "most": 3}}, r"rollout.engines.most is not a known key"),
+        ({"rollout.engines": 0}, r"rollout.engines: 0 is not valid: at least one engine must be there"),
+        ({"rollout.engines": "many"}, r"rollout.engines='many' is not valid"),
+        ({"rollout.engines": {"min": 1, "max": 2}, "backend": "local"}, "backend: local is one process"),
+    ],
+)
+def test_a_range_of_engines_that_cannot_be_is_refused(recipe, changes, says):
+    with pytest.raises(UserError, match=says):
+        load_recipe(RLConfig, recipe({"backend": "ray"} | changes), [])

@@ -1,0 +1,238 @@
+"""Estimates, intervals and tables of an evaluation against brute force; and the files of its samples."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations, permutations, product
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from core.errors import UserError
+from core.types.samples import Prompt, make_sample
+from data_feeds.rows.eval_sets import PromptSet
+from data_feeds.rows.invalid_rows import InvalidRows
+from driver.evaluation.estimators import majority_at_k, pass_at_k, pass_hat_k
+from driver.evaluation.intervals import estimate_means
+from driver.evaluation.suites.answers import find_final_answer
+from driver.evaluation.suites.generations import (
+    WHOLE,
+    Generation,
+    PartWriter,
+    copy_parts,
+    describe_group,
+    join_parts,
+    list_parts,
+    read_generations,
+)
+from driver.evaluation.suites.resume import find_samples
+from driver.evaluation.suites.table import GradedPrompt, choose_ks, make_table
+
+COUNTS = [(n, c, k) for n in range(1, 8) for c in range(n + 1) for k in range(1, n + 1)]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), COUNTS)
+def test_pass_at_k_and_pass_hat_k_are_means_over_all_choices_of_k_samples(n, c, k):
+    chosen = list(combinations([True] * c + [False] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(mean([float(any(one)) for one in chosen]), abs=1e-12)
+    assert pass_hat_k(n, c, k) == pytest.approx(mean([float(all(one)) for one in chosen]), abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_they_are_unbiased(k):
+    """The mean over all outcomes of five samples, with their probabilities, is the probability itself."""
+    p, at, hat = 0.3, 0.0, 0.0
+    for outcome in product([True, False], repeat=5):
+        c = sum(outcome)
+        weight = p**c * (1 - p) ** (5 - c)
+        at += weight * pass_at_k(5, c, k)
+        hat += weight * pass_hat_k(5, c, k)
+    assert at == pytest.approx(1 - (1 - p) ** k) and hat == pytest.approx(p**k)
+
+
+def test_a_large_n_is_exact():
+    assert pass_at_k(4096, 0, 2048) == 0.0 and pass_at_k(4096, 2049, 2048) == 1.0
+    assert pass_at_k(2048, 1, 1024) == 0.5
+
+
+@pytest.mark.parametrize("bad", [(3, 4, 1), (3, -1, 1), (3, 1, 0), (3, 1, 4)])
+def test_counts_that_cannot_be_are_refused(bad):
+    with pytest.raises(ValueError, match="0 <= c <= n"):
+        pass_at_k(*bad)
+
+
+def vote(answers: tuple[str, ...], right: str) -> float:
+    """The chance that a vote of all these is right, where ties are drawn by lot."""
+    counts = Counter(answers)
+    most = [a for a in counts if counts[a] == max(counts.values())]
+    return (right in most) / len(most)
+
+
+@pytest.mark.parametrize("answers", ["aaabc", "abcde", "aabbc", "bbbaa", "ab"])
+def test_majority_at_k_is_unbiased(answers):
+    """Its mean over all orders of the samples is the mean vote over all choices of k of them."""
+    for k in range(1, len(answers) + 1):
+        found = [majority_at_k(o, [x == "a" for x in o], k) for o in permutations(answers)]
+        assert mean(found) == pytest.approx(mean([vote(one, "a") for one in combinations(answers, k)]))
+
+
+def test_majority_counts_an_answer_that_passes_now_and_then_by_its_fraction():
+    assert majority_at_k(["a", "a", "b"], [True, False, True], 3) == 0.5
+    assert majority_at_k(["b", "a"], [False, True], 2) == 0.5, "a tie is shared, whoever comes first"
+    assert majority_at_k(["a"] * 5, [True, True, False, False, True], 2) == 0.5, "the fifth fills no block"
+
+
+def test_intervals_are_the_percentiles_of_a_bootstrap_written_out():
+    values = np.array([[0.0, 1.0], [1.0, 5.0], [0.5, 2.0], [1.0, 2.0]])
+    draw = np.random.default_rng(7)
+    means: list[list[float]] = [[], []]
+    for _ in range(200):
+        rows = [values[i] for i in draw.integers(4, size=4)]
+        for column in (0, 1):
+            means[column].append(mean([float(row[column]) for row in rows]))
+    for column, found in enumerate(estimate_means(values, resamples=200, seed=7)):
+        ordered = sorted(means[column])
+        assert found.value == pytest.approx(mean([float(v) for v in values[:, column]]))
+        for bound, percent in ((found.low, 2.5), (found.high, 97.5)):  # linear between two ranks
+            at = percent / 100 * 199
+            low, rest = ordered[int(at)], at - int(at)
+            assert bound == pytest.approx(low + rest * (ordered[min(int(at) + 1, 199)] - low))
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for trial in range(300):
+        [found] = estimate_means((rng.random((80, 1)) < 0.4).astype(float), resamples=200, seed=trial)
+        covered += found.low <= 0.4 <= found.high
+    assert 0.90 <= covered / 300 <= 0.99
+
+
+def graded(rng: random.Random, n: int, **labels: str) -> GradedPrompt:
+    answers = [rng.choice("abc") for _ in range(n)]
+    passes = [answer == "a" for answer in answers]
+    return GradedPrompt(
+        labels=labels, rewards=[2.0 * p for p in passes], passes=passes, answers=answers, players=[0] * n
+    )
+
+
+def test_a_table_has_a_row_for_all_for_every_set_and_for_every_value():
+    rng = random.Random(1)
+    prompts = [graded(rng, 4, set=rng.choice("xy"), level=rng.choice(["2", "10"])) for _ in range(40)]
+    prompts += [graded(rng, 2, set="z")]
+    table = make_table(prompts, [1, 2, 4], by=["set", "level"], resamples=100, seed=0)
+    names = [(row.column, row.value) for row in table]
+    assert names == [("", "all"), ("set", "x"), ("set", "y"), ("set", "z"), ("level", "2"), ("level", "10")]
+    assert (table[0].prompts, table[0].samples) == (41, 162)
+    assert {*table[0].metrics} == {"mean", "pass@1", "pass@2", "pass^2", "majority@2"}, "z has two samples"
+    for row in table[1:]:
+        own = [p for p in prompts if p.labels.get(row.column) == row.value]
+        assert row.prompts == len(own)
+        for k in (1, 2, 4):
+            if (name := f"pass@{k}") in row.metrics:
+                each = [mean([float(any(c)) for c in combinations(p.passes, k)]) for p in own]
+                assert row.metrics[name].value == pytest.approx(mean(each))
+                assert row.metrics[name].low <= row.metrics[name].value <= row.metrics[name].high
+        assert row.metrics["mean"].value == pytest.approx(2 * row.metrics["pass@1"].value)
+
+
+def test_k_is_chosen_up_to_the_number_of_samples():
+    assert [choose_ks(n) for n in (1, 2, 5, 8)] == [[1], [1, 2], [1, 2, 4, 5], [1, 2, 4, 8]]
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        (r"\boxed{1} and \boxed{\text{a {b}}}", r"\text{a{b}}"),
+        (r"\boxed{3} \boxed{unclosed", "3"),
+        ("work\n#### 1,234 \nbye", "1234"),
+        ("between 3 and -4.5", "-4.5"),
+        (" no  number\n", "nonumber"),
+        ("", ""),
+    ],
+)
+def test_the_final_answer_of_a_reply(reply, answer):
+    assert find_final_answer(reply) == answer
+
+
+def a_row(of_set: str, index: int, sample: int) -> Generation:
+    return Generation(
+        set=of_set,
+        index=index,
+        player=0,
+        sample=sample,
+        id=f"{of_set}/{index}",
+        prompt="[]",
+        row="0",
+        answer="7",
+        extra="{}",
+        completion="7 é\n",
+        final_answer="7",
+        reward=None if index == 1 else 0.1 + sample,
+        reward_parts='{"correct": 1.0}',
+        failure="it broke" if index == 1 else "",
+        stop="eos",
+        tokens=3,
+    )
+
+
+def test_parts_become_one_file_in_order_and_nothing_is_lost(tmp_path):
+    groups = [[a_row(of, i, s) for s in range(2)] for of, i in [("b", 2), ("a", 1), ("b", 0), ("a", 0), ("b", 1)]]
+    writer = PartWriter(tmp_path, prompts_per_part=2)
+    for group in groups[:3]:
+        writer.add(group)
+    assert len(list_parts(tmp_path)) == 1, "the third waits"
+    (tmp_path / "generations" / "part_00009.parquet.partial").write_bytes(b"PAR1 half of a part")
+    (tmp_path / "again").mkdir()
+    copy_parts(tmp_path, tmp_path / "again")
+    assert read_generations(list_parts(tmp_path / "again")) == [row for group in groups[:2] for row in group]
+    again = PartWriter(tmp_path / "again", prompts_per_part=2)
+    for group in groups[2:]:
+        again.add(group)
+    again.flush()
+    again.flush()
+    assert [p.name for p in list_parts(tmp_path / "again")] == [f"part_0000{i}.parquet" for i in range(3)]
+    rows, whole = join_parts(tmp_path / "again", {"b": 0, "a": 1}), tmp_path / "again" / WHOLE
+    assert whole.is_file() and not (tmp_path / "again" / "generations").exists()
+    wanted = [a_row(of, i, s) for of, i in [("b", 0), ("b", 1), ("b", 2), ("a", 0), ("a", 1)] for s in range(2)]
+    assert read_generations([whole]) == rows == wanted
+    assert pq.read_table(whole).column("reward").null_count == 4
+
+
+def test_a_part_that_cannot_be_read_is_named(tmp_path: Path):
+    writer = PartWriter(tmp_path, prompts_per_part=1)
+    writer.add([replace(a_row("a", 0, 0), id="x")])
+    [part] = list_parts(tmp_path)
+    part.write_bytes(part.read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"part_00000.parquet cannot be read .* remove it, and its prompts"):
+        read_generations([part])
+
+
+def test_samples_serve_again_where_the_row_is_the_same_whatever_its_environment_adds(tmp_path: Path):
+    spec = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    row = Prompt(id="s/0", messages=[{"role": "user", "content": "go"}], answer="7", extra={"level": 1}, tools=[spec])
+    shown = replace(row, messages=[*row.messages, {"role": "user", "content": "you see a door"}], tools=[spec, spec])
+    sample = make_sample(
+        prompt=shown, token_ids=[1, 2], action_mask=[False, True], rollout_logp=[0.0, -1.0], versions=[-1, 0]
+    )
+    writer = PartWriter(tmp_path, prompts_per_part=1)
+    writer.add(describe_group([sample], row, of_set="s", index=0))
+    settings: dict[str, dict] = {"settings": {}, "sha256": {}}
+
+    def find(prompt: Prompt) -> list:
+        one = PromptSet(name="s", prompts=[prompt], samples=1, invalid=InvalidRows())
+        return [*find_samples(str(tmp_path), settings, settings, [one]).done]
+
+    assert find(row) == [("s", 0)]
+    others = [{"tools": []}, {"messages": shown.messages}, {"answer": "8"}, {"extra": {"level": 2}}]
+    for change in others:
+        with pytest.raises(UserError, match="prompt s/0 of s is not what it was, so the file has changed"):
+            find(replace(row, **change))

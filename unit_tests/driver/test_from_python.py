@@ -1,0 +1,177 @@
+"""A run from Python: what it came to, its errors as exceptions, and a caller with an event loop, as a notebook is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import main_rl
+import main_sl
+from core.errors import RunStopped, UserError
+
+SEVENS = "def score(prompt, messages):\n    return {'correct': messages[-1]['content'][:8].count('7') / 8}\n"
+
+
+def read(path: str) -> dict:
+    with open(path) as file:
+        return yaml.safe_load(file)
+
+
+def test_a_supervised_run_returns_what_it_came_to(recipe, sums):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    result = main_sl.run(recipe({"data.eval": str(sums / "sft.parquet")}, kind="sl"), ["trainer.lr=1e-2"])
+    assert result.exit_reason == "done" and result.steps_done == 2
+    assert (result.model / "model.safetensors").is_file() and result.model.parent == result.folder
+    last = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()][-1]
+    assert result.metrics == last and last["train/lr"] == 1e-2
+    assert result.after["eval/loss"] < result.before["eval/loss"]
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_a_run_in_a_notebook_takes_keys_and_values(recipe, tmp_path):
+    """A notebook's cell runs within an event loop."""
+    (tmp_path / "sevens.py").write_text(SEVENS)
+    keys = read(recipe({"reward.fn": str(tmp_path / "sevens.py"), "steps": 1}))
+    given = json.dumps(keys)
+
+    async def cell():
+        return main_rl.run(keys, ["seed=3"])
+
+    result = asyncio.run(cell())
+    assert result.exit_reason == "done" and "reward/mean" in result.metrics
+    assert read(str(result.folder / "config.yaml"))["seed"] == 3
+    assert json.dumps(keys) == given, "the caller's keys are as they were"
+
+
+def test_errors_are_exceptions(recipe, tmp_path):
+    with pytest.raises(UserError, match="steps=0"):
+        main_rl.run(recipe(), ["steps=0"])
+    with pytest.raises(UserError, match="known key"):
+        main_rl.run(read(recipe()) | {"stesp": 1})
+    (tmp_path / "broken.py").write_text("def score(prompt, messages):\n    return 1 / 0\n")
+
+    async def cell():
+        main_rl.run(recipe({"reward.fn": str(tmp_path / "broken.py")}))
+
+    with pytest.raises(RunStopped, match="ZeroDivisionError"):
+        asyncio.run(cell())
+
+
+def test_a_recipe_of_keys_may_build_on_a_file(recipe, tmp_path, monkeypatch):
+    recipe(kind="sl")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"trainer\.lr=-1"):
+        main_sl.run({"base": "sl.yaml", "trainer": {"lr": -1}})
+
+
+def test_ctrl_c_in_a_notebook_ends_the_run_in_order(recipe, tmp_path):
+    """The signal reaches the main thread, which waits; the run is in another one."""
+    (tmp_path / "slow.py").write_text(
+        "import os, signal, time\n"
+        "def score(prompt, messages):\n"
+        "    os.kill(os.getppid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+    )
+
+    async def cell():
+        main_rl.run(recipe({"reward.fn": str(tmp_path / "slow.py")}))
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(cell())
+    [folder] = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "summary.json").read_text())["exit_reason"] == "interrupted"
+
+
+BESIDE_RAY = """
+import sys
+import ray
+import main_sl
+from core.errors import UserError
+from core.cluster.ray_workers import Cluster
+
+recipe, whose = sys.argv[1:]
+if whose == "ray.init":
+    ray.init(num_cpus=1, include_dashboard=False)
+else:
+    cluster = Cluster(None)
+
+@ray.remote(num_cpus=0)
+def add(a, b):
+    return a + b
+
+for start in (lambda: main_sl.run(recipe), lambda: Cluster(None)):
+    try:
+        start()
+    except UserError as error:
+        print(error)
+print("Ray is there:", ray.is_initialized(), ray.get(add.remote(1, 2), timeout=30))
+"""
+AFTER_A_RUN = """
+import gc, io, logging, os, signal, sys, time
+from contextlib import redirect_stdout
+import ray
+import main_sl
+
+def look():
+    ours = {n: v for n, v in os.environ.items() if n.startswith(("RAY", "PYTHON", "FEYNRL", "TMPDIR", "VLLM"))}
+    levels = [logging.getLogger(name).level for name in ("", "ray", "ray._private.worker")]
+    signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+    return ours, levels, signals, gc.get_threshold(), gc.get_freeze_count(), os.getcwd(), sys.excepthook
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # as Ray itself sets it
+before = look()
+print(main_sl.run(sys.argv[1]).exit_reason)
+assert look() == before, (before, look())
+
+ray.init(num_cpus=1, include_dashboard=False)
+
+@ray.remote(num_cpus=0)
+def speak():
+    print("a worker speaks")
+
+end = time.monotonic() + 20
+with redirect_stdout(io.StringIO()) as heard:
+    ray.get(speak.remote(), timeout=30)
+    while "speaks" not in heard.getvalue() and time.monotonic() < end:
+        time.sleep(0.1)
+print(heard.getvalue())
+"""
+
+
+def run_script(script: str, *argv: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run a user's own program. home: where Ray keeps a token of its own."""
+    home.mkdir()
+    path = str(Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, "-c", script, *argv],
+        env=os.environ | {"PYTHONPATH": path, "HOME": str(home)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whose", ["ray.init", "Cluster"])
+def test_a_run_on_ray_beside_a_ray_of_the_callers_is_refused_and_leaves_it_as_it_was(recipe, tmp_path, whose):
+    done = run_script(BESIDE_RAY, recipe({"backend": "ray"}, kind="sl"), whose, home=tmp_path / "home")
+    assert done.returncode == 0, done.stdout + done.stderr
+    refusal, of_cluster, there = done.stdout.splitlines()
+    assert refusal == of_cluster, "whoever starts it: a file of the recipe may call ray.init after the first check"
+    assert refusal.startswith("this process is connected to a Ray cluster already") and "ray.shutdown()" in refusal
+    assert there == "Ray is there: True 3"
+    assert not (tmp_path / "runs").exists(), "refused before anything is made"
+
+
+@pytest.mark.slow
+def test_after_a_run_on_ray_the_process_is_as_before_and_may_use_ray(recipe, tmp_path):
+    done = run_script(AFTER_A_RUN, recipe({"backend": "ray", "steps": 1}, kind="sl"), home=tmp_path / "home")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\ndone\n" in done.stdout and "a worker speaks" in done.stdout

@@ -1,0 +1,277 @@
+"""Every metric that is logged is declared in core/metrics.py, and every one that is declared is logged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import main_rl
+import main_sl
+from algs import find_algorithm, list_algorithms
+from algs.base import PolicyGradient
+from algs.check import fixtures
+from algs.check.update import compute_advantages, make_policy, plan_batches
+from algs.ops import reaches_cap, reaches_clamp
+from core.errors import RunStopped
+from core.metrics import METRICS, MISMATCH_RATIO_SQ, VALUE_MOMENTS, find_metric
+from core.timing.clock import Clock
+from core.timing.phases import Phase
+from core.types.samples import Prompt, Sample, make_sample
+from driver.records.console import Console
+from driver.records.episode_metrics import measure_counts
+from driver.records.rollout_metrics import check_failures, measure_drawn, measure_groups, name_train_metrics
+from rollouts.scheduling.buffer import FinishedGroup
+from tools.benchmarks import rl_ceiling, rl_vs_trl, rl_work
+from unit_tests.driver.test_checkpoint import folder_of
+from unit_tests.helpers.examples import run_here, some_groups
+
+NEEDED: dict[str, dict[str, Any]] = {"opd": {"teacher": "somewhere"}}
+DIGITS = "def score(prompt, messages):\n    return {'digits': sum(map(str.isdigit, messages[-1]['content'])) / 8}\n"
+PAIRS = [{"messages": f"{i} plus 1", "chosen": f"{i + 1}", "rejected": "no"} for i in range(6)]
+COUNTS = dict.fromkeys(
+    [
+        *("turns", "tool_calls", "tool_seconds", "tool_errors", "tool_errors/raised", "anything"),
+        *("assistant/repeated", "assistant/rewritten", "tokens/sampled", "tokens/kept"),
+    ],
+    1.0,
+)
+"""What environments, tools and agents count; their own tests have runs that do."""
+UNPAIRED = [{"messages": f"{i} plus 1", "label": i % 2 == 0} for i in range(6)]
+
+
+def metrics_of_algorithm(name: str) -> set[str]:
+    """Return the names that a trainer logs for an algorithm, with a KL term and an entropy bonus where it has them."""
+    cls = find_algorithm({"name": name})[1]
+    extra = {"entropy_coef": 0.1, "kl": {"coef": 0.1}} if issubclass(cls, PolicyGradient) else {}
+    alg = cls(**NEEDED.get(name, {}), **extra)
+    world = fixtures.made_up_step(alg)
+    [batch] = plan_batches(alg, compute_advantages(alg, world.groups, stale=True), world.now)
+    values = world.now["values"][batch.labels]
+    logged = {"loss"}
+    if alg.model_kind == "policy":
+        logged |= alg.objective(make_policy(alg, batch, world.now), batch.tokens)[1].keys()
+    if alg.value_lr is not None or alg.model_kind == "reward":
+        logged |= alg.value_loss(values, batch.tokens)[1].keys()
+    if alg.value_lr is not None:
+        logged |= {"value/loss", "value/grad_norm"}
+    return {f"train/{metric}" for metric in logged}
+
+
+def metrics_of_run(folder: Path) -> set[str]:
+    return {name for line in (folder / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+
+
+@pytest.fixture(scope="module")
+def logged_by_algorithms() -> set[str]:
+    return {metric for name in list_algorithms() for metric in metrics_of_algorithm(name)}
+
+
+def test_algorithms_log_declared_metrics_only(logged_by_algorithms):
+    intermediate = {MISMATCH_RATIO_SQ, *VALUE_MOMENTS}
+    assert {name for name in logged_by_algorithms - intermediate if find_metric(name) is None} == set()
+
+
+def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logged_by_algorithms, one_thread):
+    """Runs of both programs that use what puts a metric into the log; the algorithms' own metrics come from above."""
+    train = str(sums / "train.parquet")
+    mixture = [{"path": train, "name": "a"}, {"path": train, "name": "b", "ratio": 2}]
+    rl = {"data.train": mixture, "data.eval": str(sums / "eval.parquet"), "eval_every": 1, "max_staleness": 1}
+    rl |= {"eval_samples": 2}
+    (tmp_path / "digits.py").write_text(DIGITS)
+    rl |= {"reward.fn": str(tmp_path / "digits.py"), "reward.weights": {"digits": 1.0}}
+    rl |= {"alg": {"name": "ppo", "critic_lr": 1e-3}, "steps": 3, "checkpoint": {"every": 1}, "updates_per_step": 2}
+    rl |= {"capture": {"every": 1}, "shadow": ["cispo"]}
+    assert run_here(main_rl, "--config", recipe(rl), "name=rl") == (0, "")
+    turns = {"placement": "colocate", "steps": 1}
+    assert run_here(main_rl, "--config", recipe(turns), "name=turns") == (0, "")
+    sft = str(sums / "sft.parquet")
+    sl = {"data.train": [{"path": sft, "name": "a"}, {"path": sft, "name": "b"}], "data.eval": sft, "eval_every": 1}
+    assert run_here(main_sl, "--config", recipe(sl, kind="sl"), "name=sl") == (0, "")
+    for name, alg, rows in (("pairs", "orpo", PAIRS), ("unpaired", "kto", UNPAIRED)):
+        file = tmp_path / f"{name}.jsonl"
+        turns = [row | {"messages": [{"role": "user", "content": row["messages"]}]} for row in rows]
+        if name == "unpaired":
+            turns = [row | {"messages": [*row["messages"], {"role": "assistant", "content": "2"}]} for row in turns]
+        file.write_text("\n".join(map(json.dumps, turns)))
+        changes = {"data.train": str(file), "data.eval": str(file), "eval_every": 1, "alg": {"name": alg}}
+        assert run_here(main_sl, "--config", recipe(changes, kind="sl"), f"name={name}") == (0, "")
+    by_runs = {
+        m for name in ("rl", "turns", "sl", "pairs", "unpaired") for m in metrics_of_run(folder_of(tmp_path, name))
+    }
+    assert {name for name in by_runs if find_metric(name) is None} == set()
+    everything = by_runs | logged_by_algorithms | {*measure_counts([replace(some_groups()[0][0], counts=COUNTS)])}
+    assert {metric.name for metric in METRICS if not any(map(metric.matches, everything))} == set()
+
+
+def test_a_name_that_is_not_declared_is_found():
+    assert find_metric("rollout/old_name") is None
+    assert find_metric("reward/anything").name == "reward/<part>"
+    assert find_metric("reward/mean").name == "reward/mean", "the exact name comes first"
+    assert find_metric("reward/two/parts") is None
+
+
+def test_explained_variance_is_that_of_the_definition():
+    """1 - Var(return - prediction) / Var(return), from averages."""
+    returns, predictions = torch.tensor([0.0, 1.0, 2.0, 5.0]), torch.tensor([0.5, 1.0, 1.0, 4.0])
+    gap = returns - predictions
+    means = {"value/return": returns, "value/return_sq": returns**2, "value/error": gap, "value/error_sq": gap**2}
+    named = name_train_metrics({name: float(values.mean()) for name, values in means.items()})
+    want = 1 - gap.var(unbiased=False) / returns.var(unbiased=False)
+    assert named["train/value/explained_variance"] == pytest.approx(float(want))
+    assert not named.keys() & set(VALUE_MOMENTS)
+    constant = {"value/return": 1.0, "value/return_sq": 1.0, "value/error": 0.0, "value/error_sq": 0.0}
+    assert "train/value/explained_variance" not in name_train_metrics(constant), "it is not defined there"
+
+
+def test_the_step_benchmark_reads_the_phases_of_two_steps(tmp_path):
+    """Worked out by hand: steps of 10 s, of which 3 s of waiting for data, 5 s of training, 1 s of sync."""
+    row = {
+        "time/step_s": 10.0,
+        "time/wait_for_data_s": 3.0,
+        "time/train_s": 5.0,
+        "time/sync_s": 1.0,
+        "time/rest_s": 1.0,
+    }
+    rows = [{"time/step_s": 99.0}, row, row | {"time/logp_s": 0.5, "time/rest_s": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    ours = rl_work.read_phases(tmp_path)
+    assert ours[Phase.WAIT_FOR_DATA] == 3.0 and ours[Phase.TRAIN] == 5.0 and ours[Phase.LOGP] == 0.25
+
+
+def test_a_phase_that_no_run_logs_stops_the_step_benchmark(tmp_path):
+    rows = [{"time/step_s": 1.0, "time/generate_s": 1.0}] * 2
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(SystemExit, match="time/generate_s"):
+        rl_work.read_phases(tmp_path)
+
+
+def test_the_benchmark_beside_trl_names_every_goal_that_is_missed(capsys):
+    """Worked out by hand: a step of 10 s, of which 3 s of generation, 6 s of training and 1 s of the rest."""
+    ours = {"wait_for_data": 3.0, "train": 6.0, "sync": 1.0, "step": 10.0}
+    seconds = {"ours": [10.0, 8.0, 12.0], "ours, off": [16.0], "TRL": [25.0], "generate": [3.0], "train": [13.0]}
+    sides = {name: rl_vs_trl.Measured(seconds=taken) for name, taken in seconds.items()}
+    sides["generate-once"] = rl_vs_trl.Measured(seconds=[2.75])
+    sides["train-once"] = rl_vs_trl.Measured(seconds=[5.0])
+    sides["ours"].phases, sides["ours"].rewards, sides["ours"].lengths = [ours], [0.0, 0.5, 1.0], [3.0, 4.0, 5.0]
+    assert rl_vs_trl.find_missed(sides, "short") == []
+    out = capsys.readouterr().out
+    assert "TRL / ours: 2.50" in out and "same layout: 1.00" in out
+    assert "ceiling with each prompt once: 1.29" in out and "vLLM with each prompt once: 1.09" in out
+    assert rl_vs_trl.find_missed(sides, "long") == ["missed: TRL / ours"]
+    sides["generate"].seconds = [2.0]
+    assert rl_vs_trl.find_missed(sides, "short") == ["missed: our generation / bare vLLM"]
+    sides["generate-once"].seconds = [2.0]
+    assert rl_vs_trl.find_missed(sides, "short") == [
+        "missed: ours / ceiling with each prompt once",
+        "missed: our generation / bare vLLM",
+    ]
+    table = rl_vs_trl.make_table(sides, trl_batch=16)
+    [line] = [line for line in table.splitlines() if line.startswith("ours  ")]
+    assert line.split() == ["ours", "10.00", "8.00", "12.00", "0.50", "4.00"]
+    assert "wait_for_data 3.00 s" in table and "3 steps of each" in table
+
+
+@pytest.mark.parametrize("work", ["short", "long"])
+def test_the_ceilings_train_the_tokens_of_the_run_in_either_layout(work):
+    """Every token of a completion has one position that predicts it, and only tokens before it are seen there."""
+    step = [(5, [3, 1, 2]), (4, [2, 2, 2])]
+    for rows_of, rows in ((rl_ceiling.rows_of_samples, 6), (rl_ceiling.rows_of_groups, 2)):
+        made = list(rows_of(step, rl_work.WORKLOADS[work].micro_batch_tokens))
+        assert sum(len(at) for _, at in made) == 12 and sum(len(i["input_ids"]) for i, _ in made) == rows
+    [(inputs, at)] = made
+    mask, positions = inputs["attention_mask"][:, 0], inputs["position_ids"]
+    for row, column, _ in at:
+        seen = positions[row][mask[row, column]]
+        assert sorted(seen.tolist()) == list(range(int(positions[row, column]) + 1)), "each position before it, once"
+
+
+def rewarded(reward: float | None, *, tokens: int = 2, source: str = "", **more: Any) -> Sample:
+    n = 1 + tokens
+    return make_sample(
+        prompt=Prompt(id="p", messages=[], source=source),
+        token_ids=[1] * n,
+        action_mask=[False] + [True] * tokens,
+        rollout_logp=[0.0] * n,
+        versions=[0] * n,
+        reward=reward,
+        failure="" if reward is not None else "timeout",
+        **more,
+    )
+
+
+MIXED = [
+    [
+        rewarded(1.0, reward_parts={"right": 1.0, "short": 0.5}, source="a"),
+        rewarded(3.0, tokens=6, stop="length", source="a"),
+    ],
+    [rewarded(2.0, reward_parts={"right": 0.0}, source="b"), rewarded(None, tokens=4)],
+]
+
+
+def test_what_is_told_of_groups_by_hand():
+    """Rewards 1, 3, 2 and none; the second group has one reward only, so it cannot compare."""
+    assert measure_groups(MIXED, ["a", "b", "c"]) == {
+        "rollout/samples": 4.0,
+        "rollout/branches_per_episode": 1.0,
+        "rollout/trained_fraction": 10 / 14,
+        "rollout/failed": 1.0,
+        "rollout/tokens": 14.0,
+        "rollout/tokens_mean": 3.5,
+        "rollout/tokens_max": 6.0,
+        "rollout/truncated_fraction": 0.25,
+        "rollout/zero_std_groups": 0.5,
+        "reward/mean": 2.0,
+        "reward/std": pytest.approx((2 / 3) ** 0.5),
+        "reward/right": 0.5,
+        "reward/short": 0.5,
+        "reward/a": 2.0,
+        "reward/b": 2.0,
+    }
+    with pytest.raises(RunStopped, match="reward/right is a part of the reward and a source"):
+        measure_groups(MIXED, ["right"])
+
+
+def test_what_was_drawn_for_nothing_is_told():
+    """Count 14 + 2 tokens, of which a failed sample of 4 and a rejected group of 2 are wasted."""
+    rejected = FinishedGroup(ticket=2, group=[rewarded(5.0)], accepted=False, seconds=6.0)
+    drawn = [FinishedGroup(ticket=i, group=g, accepted=True, seconds=3.0) for i, g in enumerate(MIXED)]
+    assert measure_drawn([*drawn, rejected]) == {
+        "rollout/groups_drawn": 3.0,
+        "rollout/wasted_fraction": 6 / 16,
+        "time/groups/mean_s": 4.0,
+        "time/groups/std_s": pytest.approx(2**0.5),
+        "reward/mean_drawn": 11 / 4,
+    }
+
+
+def test_as_many_failures_as_allowed_are_allowed():
+    check_failures(MIXED, max_failed_fraction=0.25)
+    with pytest.raises(RunStopped, match=r"1 of 4 samples failed, more than .*=0.2; the first: timeout"):
+        check_failures(MIXED, max_failed_fraction=0.2)
+
+
+def test_a_column_that_comes_later_gets_its_heading(capsys):
+    """The first update may be skipped: its line has neither a loss nor a gradient."""
+    console = Console(3, Clock(), live=False)
+    console.show_step({"step": 0.0, "reward/mean": 0.5})
+    console.show_step({"step": 1.0, "reward/mean": 0.5, "train/loss": 0.25})
+    console.show_step({"step": 2.0, "reward/mean": 0.5})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["step", "reward"],
+        ["0", "0.500"],
+        ["step", "reward", "loss"],
+        ["1", "0.500", "0.2500"],
+        ["2", "0.500", "-"],
+    ]
+
+
+def test_tokens_at_the_bounds_of_ratio_and_k3_are_counted():
+    logp, prox, rollout = (torch.tensor(x) for x in ([0.0, -25.0, 0.0, -1.0], [0.0, 0.0, 0.0, -1.0], [0.0, 0, -20, -2]))
+    assert reaches_clamp(logp, prox, rollout).tolist() == [0.0, 1.0, 1.0, 0.0]
+    assert reaches_cap(torch.tensor([-12.0, -9.0, 12.0]), torch.zeros(3)).tolist() == [1.0, 0.0, 0.0]

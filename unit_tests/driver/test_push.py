@@ -1,0 +1,169 @@
+"""push_to: refused before the start where it could not succeed, and done over real HTTP with a server as the hub."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import main_sl
+from core.errors import RunStopped
+from driver.checks.hub_upload import push_model
+from unit_tests.helpers.examples import run_here
+
+ROOT = Path(__file__).parent.parent.parent
+TOKEN = "hf_right42"
+
+
+class Hub(ThreadingHTTPServer):
+    """What of the hub a push asks: who I am, a new repository, how to upload, and the commit with the files."""
+
+    def __init__(self, *, role: str = "write", breaks: bool = False):
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.role, self.breaks = role, breaks
+        self.made: list[dict] = []
+        self.files: dict[str, bytes] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._send(200, {})
+
+    def do_GET(self) -> None:
+        if not self.path.startswith("/api/whoami-v2"):
+            return self._send(404, {"error": "not found"})
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self._send(401, {"error": "Invalid credentials"})
+        token = {"accessToken": {"role": self.server.role}}
+        self._send(200, {"name": "me", "orgs": [{"name": "lab"}], "auth": token})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/api/repos/create":
+            self.server.made.append(json.loads(body))
+            return self._send(200, {"url": f"{self.server.url}/me/tiny", "id": "me/tiny", "name": "me/tiny"})
+        if self.server.breaks:
+            return self._send(400, {"error": "the disk is full"})
+        if self.path.endswith("/preupload/main"):
+            files = [{"path": f["path"], "uploadMode": "regular"} for f in json.loads(body)["files"]]
+            return self._send(200, {"files": [f | {"shouldIgnore": False, "oid": None} for f in files]})
+        if self.path.endswith("/commit/main"):
+            for line in body.splitlines():
+                item = json.loads(line)
+                if item["key"] == "file":
+                    self.server.files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
+            return self._send(200, {"commitUrl": f"{self.server.url}/me/tiny/commit/1", "commitOid": "1"})
+        self._send(404, {"error": "not found"})
+
+    def _send(self, code: int, answer: dict) -> None:
+        text = json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(text)
+
+
+@contextmanager
+def serving(hub: Hub) -> Iterator[Hub]:
+    thread = threading.Thread(target=hub.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.shutdown()
+        hub.server_close()
+
+
+def push(path: str, *, endpoint: str, token: str) -> subprocess.CompletedProcess[str]:
+    """A whole run in a process of its own, which reads HF_ENDPOINT when it starts."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    env |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(Path(path).parent / "hf"), "OMP_NUM_THREADS": "1"}
+    env |= {"HF_TOKEN": token}
+    command = [sys.executable, "main_sl.py", "--config", path, "push_to=tiny", "steps=1"]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+
+
+def test_a_run_without_a_network_is_refused(recipe, tmp_path):
+    code, err = run_here(main_sl, "--config", recipe({"push_to": "me/tiny"}, kind="sl"))
+    assert code == 2 and "push_to=me/tiny: HF_HUB_OFFLINE is set" in err, err
+    code, err = run_here(main_sl, "--config", recipe({"push_to": "a/b/c"}, kind="sl"))
+    assert code == 2 and "push_to" in err, err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_the_model_is_pushed_after_it_is_saved(recipe, tmp_path):
+    with serving(Hub()) as hub:
+        done = push(recipe(kind="sl"), endpoint=hub.url, token=TOKEN)
+    assert done.returncode == 0, done.stderr
+    [folder] = (tmp_path / "runs").iterdir()
+    saved = {str(f.relative_to(folder / "model")): f for f in (folder / "model").rglob("*") if f.is_file()}
+    assert hub.files.keys() - {".gitattributes"} == saved.keys() - {"feynrl.json"}
+    assert all(hub.files[name] == file.read_bytes() for name, file in saved.items() if name != "feynrl.json")
+    assert hub.made[0]["visibility"] == "private", "a new repository is private"
+    assert f"pushed to {hub.url}/me/tiny" in done.stdout
+    assert not [f for f in folder.rglob("*") if f.is_file() and TOKEN.encode() in f.read_bytes()], "it stands nowhere"
+
+
+REFUSED = {
+    "no token": ({"token": ""}, Hub, "there is no token for the hub"),
+    "a wrong token": ({"token": "wrong"}, Hub, "does not know the token"),
+    "a token that only reads": ({"token": TOKEN}, lambda: Hub(role="read"), "may only read"),
+    "somebody else's name": ({"token": TOKEN, "name": "them/tiny"}, Hub, "the token is that of me, lab"),
+}
+
+
+@contextmanager
+def asking(hub: Hub, token: str, tmp_path: Path) -> Iterator[None]:
+    """Let this process ask that hub, as HF_ENDPOINT and HF_TOKEN would have, had they been set before it started."""
+    from huggingface_hub import constants
+
+    with serving(hub), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", hub.url)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        patch.setenv("HF_TOKEN", token)
+        yield
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_could_not_be_pushed_is_refused_before_the_start(case, recipe, tmp_path):
+    how, make, words = REFUSED[case]
+    path = recipe({"push_to": how.get("name", "tiny")}, kind="sl")
+    with asking(make(), how["token"], tmp_path):
+        code, err = run_here(main_sl, "--config", path)
+    assert code == 2 and words in err and err.count("\n") == 1, err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_hub_that_is_not_there_is_refused(recipe, tmp_path):
+    gone = Hub()
+    with asking(gone, TOKEN, tmp_path):
+        gone.server_close()
+        code, err = run_here(main_sl, "--config", recipe({"push_to": "tiny"}, kind="sl"))
+    assert code == 2 and "does not answer" in err, err
+
+
+def test_a_push_that_fails_says_where_the_model_is(tmp_path, tiny_path):
+    with asking(Hub(breaks=True), TOKEN, tmp_path), pytest.raises(RunStopped, match=f"it is saved in {tiny_path}"):
+        push_model("tiny", Path(tiny_path))

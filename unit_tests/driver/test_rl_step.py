@@ -1,0 +1,139 @@
+"""The calls of one RL step on made-up groups, with the real trainer in this process and no engine."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+import main_rl
+from algs import load_algorithm
+from configs.schema import RLConfig
+from core.cluster.workers import Local
+from core.timing.clock import Clock
+from core.types.samples import Group
+from driver.checks.unused_keys import HyperParameterCheck
+from driver.load_recipe import load_recipe
+from driver.records.engine_timers import EngineTimers
+from driver.records.time_account import TimeBreakdown
+from driver.rl.run import Run
+from driver.start.rollouts import plan_rollouts
+from driver.start.trainers import build_trainer, plan_trainer
+from rollouts.scheduling.availability import EngineAvailability
+from unit_tests.driver.test_runs import SEVENS, file_of, folder_of, metrics_of
+from unit_tests.helpers.examples import families, run_here, some_groups
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+async def step_of(path: str, groups: list[Group]) -> SimpleNamespace:
+    """Score, credit and train as main_rl.py does; return the run, the groups of each stage and the metrics."""
+    loaded = load_recipe(RLConfig, path, [])
+    cfg = loaded.cfg
+    settings = {"temperature": cfg.rollout.temperature, "total_updates": cfg.total_updates}
+    trainer = build_trainer(None, plan_trainer(cfg, loaded.alg_spec, **settings))
+    clock = Clock()
+    parts: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)  # a step asks for none of the others
+    parts |= {"cfg": cfg, "alg": load_algorithm(loaded.alg_spec, cfg.alg), "trainers": Local(trainer)}
+    parts |= {"session": SimpleNamespace(clock=clock), "layout": trainer.describe_layout(), "steps_done": 0}
+    engines = cast(Any, Local(SimpleNamespace(timer=trainer.timer)))
+    parts["time"] = await TimeBreakdown.start(
+        clock, trainers=parts["trainers"], engines=EngineTimers(engines, EngineAvailability(1))
+    )
+    parts["hyper_parameters"] = HyperParameterCheck(frozenset(), set())
+    run = Run(**parts)
+    scored = await run.add_columns(groups)
+    credited = run.compute_advantages(scored)
+    metrics = await run.train(credited)
+    return SimpleNamespace(run=run, trainer=trainer, scored=scored, credited=credited, metrics=metrics)
+
+
+def step(path: str, groups: list[Group]) -> SimpleNamespace:
+    return asyncio.run(step_of(path, groups))
+
+
+def trained_tokens(groups: list[Group]) -> int:
+    return sum(s.n_trained for g in groups for s in g)
+
+
+@pytest.mark.parametrize("updates", [1, 2, 4])
+def test_the_groups_of_a_step_are_dealt_over_its_updates_and_none_is_trained_on_twice(recipe, updates):
+    groups = some_groups(4, 3)
+    done = step(recipe({"updates_per_step": updates}), groups)
+    assert done.metrics["train/tokens"] == trained_tokens(groups)
+    assert done.trainer.updates_done == updates
+
+
+def test_more_than_one_update_has_the_policy_of_the_beginning_scored_first(recipe):
+    groups = some_groups(4, 3)
+    one, two = (step(recipe({"updates_per_step": n, "trainer.lr": 0.01}), groups) for n in (1, 2))
+    assert all("prox_logp" not in s.columns for g in one.scored for s in g), "it is the policy in training"
+    assert one.metrics["train/approx_kl"] == 0
+    assert all(np.array_equal(s.columns["prox_logp"] != 0, s.loss_mask) for g in two.scored for s in g)
+    assert two.metrics["train/approx_kl"] > 1e-6, "the second update is no longer on policy"
+
+
+def test_a_reference_is_scored_where_the_algorithm_asks_for_one(recipe):
+    done = step(recipe({"alg.kl": {"coef": 0.1}}), some_groups(2, 3))
+    assert all("ref_logp" in s.columns for g in done.scored for s in g)
+    assert done.metrics["train/kl_ref"] == pytest.approx(0, abs=1e-6), "nothing was trained before"
+
+
+def test_the_constant_norm_is_the_budget_of_new_tokens_and_not_the_longest_sample(recipe):
+    """Worked out by hand: each of six samples, each token of it 1 / 8 of rollout.max_new_tokens."""
+    run = step(recipe({"alg.loss_norm": "constant", "rollout.max_new_tokens": 8}), some_groups(2, 3)).run
+    assert run._plan(some_groups(2, 3)).weights == [1 / (6 * 8)] * 6
+
+
+def test_advantages_are_those_of_the_whole_step(recipe):
+    """The standard deviation of a batch is that of all groups, whichever update they are in."""
+    groups = [[replace(s, reward=float(i + n)) for n, s in enumerate(g)] for i, g in enumerate(some_groups(4, 2))]
+    done = step(recipe({"alg.scale_rewards": "batch", "updates_per_step": 2}), groups)
+    rewards = torch.tensor([float(i + n) for i in range(4) for n in range(2)], dtype=torch.float64)
+    for group in done.credited:
+        for sample, sign in zip(group, (-1, 1), strict=True):
+            [advantage] = {a for a, yes in zip(sample.advantage, sample.loss_mask, strict=True) if yes}
+            assert advantage == pytest.approx(sign * 0.5 / rewards.std().item(), rel=1e-5)
+
+
+def test_the_padding_of_a_step_is_the_mean_over_its_updates(recipe):
+    groups = some_groups(4, 3)
+    done = step(recipe({"updates_per_step": 2, "model.attention": "sdpa"}), groups)
+    each = [done.run._plan(groups[i::2]).padding for i in range(2)]
+    assert done.metrics["train/padding"] == pytest.approx(sum(each) / 2) and min(each) > 0
+    assert step(recipe({"updates_per_step": 2}), groups).metrics["train/padding"] == 0
+
+
+def test_a_prompt_is_computed_once_for_its_group(recipe):
+    groups = families()
+    shared, apart = (step(recipe({"trainer.share_prefixes": how}), groups) for how in ("auto", "off"))
+    saved = [s.token_ids[:-1] for g in groups for s in g]
+    different = sum(len({tuple(s.token_ids[: t + 1]) for s in g for t in range(len(s.token_ids) - 1)}) for g in groups)
+    assert shared.metrics["train/shared"] == pytest.approx(1 - different / sum(map(len, saved)))
+    assert apart.metrics["train/shared"] == 0
+    assert shared.metrics["train/tokens"] == apart.metrics["train/tokens"] == trained_tokens(groups)
+    assert shared.metrics["train/grad_norm"] == pytest.approx(apart.metrics["train/grad_norm"], rel=1e-4)
+
+
+def test_engine_and_trainer_take_the_recipes_temperature(recipe, tmp_path):
+    """Were it another one on either side, the log-probabilities of sampled tokens would differ."""
+    sevens = file_of(tmp_path / "sevens.py", SEVENS)
+    path = recipe({"rollout.temperature": 0.5, "steps": 1, "group_size": 2, "reward.fn": sevens})
+    assert plan_rollouts(load_recipe(RLConfig, path, []).cfg).engine.temperature == 0.5
+    assert run_here(main_rl, "--config", path) == (0, "")
+    [metrics] = metrics_of(folder_of(tmp_path))
+    assert metrics["train/mismatch/abs_logp"] < 1e-4
+
+
+def test_the_seed_of_the_recipe_decides_a_new_adapter(recipe):
+    def adapter(seed: int) -> torch.Tensor:
+        loaded = load_recipe(RLConfig, recipe({"model.lora": {"r": 2}}), [f"seed={seed}"])
+        trainer = build_trainer(None, plan_trainer(loaded.cfg, loaded.alg_spec, temperature=1.0, total_updates=1))
+        return torch.cat([t.flatten() for bucket in trainer.export_weights(2**20, "adapter") for _, t in bucket])
+
+    assert torch.equal(adapter(3), adapter(3)) and not torch.equal(adapter(3), adapter(4))

@@ -1,0 +1,36 @@
+"""Packages that are in no install set, for the tests that run them: installed below build/, beside what is pinned."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+
+
+def install_beside(package: str) -> Path:
+    """Install a package, and of what it needs only what this environment lacks; return the folder.
+
+    The environment stays as it is. Fails where the package needs another version of something that is pinned, so that
+    it could not be installed beside our own.
+    """
+    folder = ROOT / "build" / "packages" / package
+    whole = folder / "installed"
+    if not whole.is_file():
+        pinned = ["--constraint", str(ROOT / "constraints.txt")]
+        report = json.loads(run([*PIP, "--dry-run", "--report", "-", *pinned, package]))
+        lacking = ["{name}=={version}".format(**one["metadata"]) for one in report["install"]]
+        folder.mkdir(parents=True, exist_ok=True)
+        if lacking:
+            run([*PIP, "--no-deps", "--upgrade", "--target", str(folder), *lacking])
+        whole.write_text("\n".join(lacking))
+    return folder
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

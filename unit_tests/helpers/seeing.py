@@ -1,0 +1,216 @@
+"""Tiny random models that see, one of each family, in folders that load; and samples with pictures, made by chance."""
+
+from __future__ import annotations
+
+import io
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Idefics3ImageProcessorPil,
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessorPil,
+    SmolVLMImageProcessorPil,
+)
+
+from core.types.images import Picture, PlacedPicture, read_picture
+from core.types.samples import Group, Prompt, Sample, make_sample
+from modeling.images.processor import PictureProcessor
+from modeling.images.vision import VISION_FAMILIES
+
+FAMILIES = sorted(VISION_FAMILIES)
+FAST = ("idefics3", "qwen2_5_vl")
+"""One family of each kind, for the fast tests."""
+MARKED = [pytest.param(f, marks=[] if f in FAST else pytest.mark.slow) for f in FAMILIES]
+"""All families, for parametrize."""
+WITH_GRIDS = [family for family in FAMILIES if family.startswith("qwen")]
+CHARACTERS = "\n abcdefghijklmnopqrstuvwxyz0123456789"
+MARKS = ["<pad>", "<end>", "<unk>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+TILES = ["<image>", "<fake_token_around_image>", "<global-img>"]
+CELLS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+SPECIALS = [*MARKS, *TILES, *CELLS]
+FIRST = len(SPECIALS)
+"""The first id of a character; all before it are marks."""
+VOCABULARY = FIRST + len(CHARACTERS)
+IMAGE = {True: SPECIALS.index("<|image_pad|>"), False: SPECIALS.index("<image>")}
+START, END = SPECIALS.index("<|vision_start|>"), SPECIALS.index("<|vision_end|>")
+PROPORTIONS = [(16, 16), (32, 16), (16, 32), (24, 40), (48, 32)]
+"""Sizes of pictures, in pixels."""
+
+
+def make_config(family: str) -> Any:
+    """Two layers of each part; the hidden size of the language part is twice that of the tower."""
+    text: dict[str, Any] = {
+        **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512},
+        **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1},
+    }
+    if family not in WITH_GRIDS:
+        vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return AutoConfig.for_model(
+            family,
+            text_config=text | {"model_type": "llama"},
+            vision_config=vision | {"image_size": 16, "patch_size": 4},
+            **{"scale_factor": 2, "image_token_id": IMAGE[False], "pad_token_id": 0},
+        )
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
+    if family != "qwen3_vl":
+        del text["head_dim"]
+    shape = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    own = {
+        "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+        "qwen2_5_vl": {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 16}
+        | {"fullatt_block_indexes": [1]},
+        "qwen3_vl": {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 64}
+        | {"deepstack_visual_indexes": [0]},
+    }[family]
+    marks = {"image_token_id": IMAGE[True], "video_token_id": SPECIALS.index("<|video_pad|>")}
+    marks |= {"vision_start_token_id": START, "vision_end_token_id": END}
+    return AutoConfig.for_model(family, text_config=text, vision_config=shape | own, **marks)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character and per mark."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIALS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    named = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=SPECIALS[3:], **named)
+
+
+def make_model(family: str, attention: str = "sdpa") -> nn.Module:
+    """A random model of the family, whose features are as large as its embeddings, so that pictures matter."""
+    torch.manual_seed(0)
+    config = make_config(family)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() > 1:
+                p.normal_(std=p[0].numel() ** -0.5 if "embed" not in name or "patch" in name else 0.5)
+    return model.eval()
+
+
+def save_model(folder: Path, family: str) -> str:
+    """Save model, tokenizer and processor."""
+    make_model(family).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    if family in WITH_GRIDS:
+        sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+        images: Any = Qwen2VLImageProcessorPil(**sizes, size={"shortest_edge": 64, "longest_edge": 4096})
+    else:
+        kind: Any = Idefics3ImageProcessorPil if family == "idefics3" else SmolVLMImageProcessorPil
+        images = kind(size={"longest_edge": 48}, max_image_size={"longest_edge": 16}, do_image_splitting=True)
+        (folder / "processor_config.json").write_text('{"image_seq_len": 4}', encoding="utf-8")
+    images.save_pretrained(folder)
+    return str(folder)
+
+
+def draw_picture(seed: int, size: tuple[int, int] = (16, 16)) -> Picture:
+    """Noise, which no two pictures share."""
+    from PIL import Image
+
+    rng = random.Random(seed)
+    image = Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return read_picture(file.getvalue())
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Tokens that the policy chose."""
+
+    ids: list[int]
+
+
+def join_parts(processor: PictureProcessor, parts: list[list[int] | Picture | Reply], *, group: int = 0) -> Sample:
+    """A sample of text, pictures and replies."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    pictures: list[PlacedPicture] = []
+    for part in parts:
+        if isinstance(part, Picture):
+            own = processor.expand(part)
+            around = ([START], [END]) if own.grid else ([], [])
+            begin = len(ids) + len(around[0])
+            place = PlacedPicture(picture=part, begin=begin, end=begin + len(own.ids), grid=own.grid)
+            pictures.append(place)
+            new = [*around[0], *own.ids, *around[1]]
+        else:
+            new = part.ids if isinstance(part, Reply) else part
+        ids += new
+        mask += [isinstance(part, Reply)] * len(new)
+    rng = random.Random(repr(ids))
+    return make_sample(
+        prompt=Prompt(id=str(group), messages=[]),
+        token_ids=ids,
+        action_mask=mask,
+        rollout_logp=[-4.0 + rng.gauss(0, 0.2) if m else 0.0 for m in mask],
+        versions=[0 if m else -1 for m in mask],
+        reward=float(rng.random() < 0.5),
+        advantage=[rng.gauss(0, 1)] * len(ids),
+        pictures=tuple(pictures),
+    )
+
+
+def some_text(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(FIRST, VOCABULARY) for _ in range(n)]
+
+
+def seeing_groups(processor: PictureProcessor, *, seed: int = 0) -> list[Group]:
+    """Groups that share prompts with pictures; two samples differ in nothing but a later picture; one group is text."""
+    rng = random.Random(seed)
+    sizes = iter(PROPORTIONS)
+    one, two, three = (draw_picture(seed + n, next(sizes)) for n in range(3))
+    left, right = (draw_picture(seed + n, (24, 40)) for n in (10, 11))
+    prompt = [some_text(rng, 3), one, some_text(rng, 2), two, some_text(rng, 4)]
+    said, then, last = Reply(some_text(rng, 5)), some_text(rng, 2), Reply(some_text(rng, 6))
+    first = [
+        [*prompt, said],
+        [*prompt, Reply(some_text(rng, 8))],
+        [*prompt, said, then, left, then, last],
+        [*prompt, said, then, right, then, last],
+        [*prompt, said, then, left, then, Reply(some_text(rng, 3))],
+    ]
+    text = some_text(rng, 6)
+    second = [[text, Reply(some_text(rng, n))] for n in (3, 7)]
+    third = [
+        [some_text(rng, 2), three, Reply(some_text(rng, 3)), some_text(rng, 1), one, then, Reply(some_text(rng, 4))],
+        [some_text(rng, 4), three, Reply(some_text(rng, 2)), then, left],
+    ]
+    return [
+        [join_parts(processor, parts, group=g) for parts in group] for g, group in enumerate((first, second, third))
+    ]
+
+
+def plain_inputs(model: nn.Module, processor: PictureProcessor, sample: Sample) -> dict[str, Any]:
+    """What transformers itself takes for one sequence, without its last token where that is a picture's."""
+    from data_feeds.images.row_images import count_inputs, list_inputs
+
+    ids = torch.tensor(sample.token_ids[: count_inputs(sample)].astype("int64"))[None]
+    hf: Any = model
+    inputs: dict[str, Any] = {"input_ids": ids}
+    seen = [place.picture for place in list_inputs(sample)]
+    if seen:
+        media = processor.collate(seen)
+        inputs |= {name: x.to(hf.dtype) if x.is_floating_point() else x for name, x in media.items()}
+        if "image_grid_thw" in media:
+            inputs["mm_token_type_ids"] = (ids == hf.config.image_token_id).int()
+    return inputs
+
+
+def plain_logp(model: nn.Module, processor: PictureProcessor, sample: Sample, temperature: float) -> torch.Tensor:
+    """Log-probabilities of the trained tokens by transformers alone: one sequence, all logits."""
+    logits = model(**plain_inputs(model, processor, sample)).logits[0] / temperature
+    trained = [t for t, yes in enumerate(sample.loss_mask) if yes]
+    logp = logits.double().log_softmax(-1)
+    return torch.stack([logp[t - 1, sample.token_ids[t]] for t in trained])

@@ -1,0 +1,244 @@
+"""A layout is a matter of speed: every token gets the log-probability it has on its own."""
+
+import random
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+from data_feeds.packing.batches import micro_batches, pack
+from modeling.attention import BY_SEQUENCE, FAMILIES, attend_by_sequence_if_able
+from modeling.forward import compute_token_logp, compute_values, forward, layout_for
+from modeling.load import load_model, load_scalar_model
+from unit_tests.helpers.examples import a_sample, some_groups
+
+KERNELS = [
+    ("padded", "sdpa"),
+    ("packed", "sdpa"),
+    ("packed", "eager"),
+    ("padded", BY_SEQUENCE),
+    ("packed", BY_SEQUENCE),
+]
+
+
+def random_model(family: str, attention: str = "sdpa", **more):
+    """The same weights whatever the attention."""
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "pad_token_id": 0,
+        **more,
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **shape)
+    by_torch = "sdpa" if attention == BY_SEQUENCE else attention
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=by_torch)
+    if attention == BY_SEQUENCE:
+        attend_by_sequence_if_able(model)
+    assert model.config._attn_implementation == attention
+    return model
+
+
+def gradient(model, values) -> torch.Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(values.square().sum(), list(model.parameters()))])
+
+
+def one_by_one(model, samples, temperature) -> torch.Tensor:
+    """Plain transformers: one sequence, all logits, log_softmax."""
+    logp = []
+    for s in samples:
+        logits = model(input_ids=torch.tensor(s.token_ids[None])).logits[0].float() / temperature
+        logp += [logits[t - 1].log_softmax(-1)[s.token_ids[t]] for t, yes in enumerate(s.loss_mask) if yes]
+    return torch.stack(logp)
+
+
+def some_samples(*lengths: int):
+    rng = random.Random(0)
+    return [a_sample(rng, length=n) for n in lengths]
+
+
+def packed(samples):
+    return pack(samples, [1.0] * len(samples))
+
+
+def alone(plain, samples) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and gradient of `plain` transformers, one sequence at a time."""
+    values = one_by_one(plain, samples, 0.7)
+    return values.detach(), gradient(plain, values)
+
+
+def check_alike(model, expected, samples, layout):
+    """Values and gradients of a batch are those of the sequences alone."""
+    values, want = expected
+    got = forward(model, model, packed(samples), layout=layout, temperature=0.7).logp
+    torch.testing.assert_close(got, values, atol=1e-5, rtol=1e-4)
+    assert (gradient(model, got) - want).norm() < 1e-5 * want.norm()
+
+
+LENGTHS = (9, 9, 6, 20, 20, 20, 3, 9)
+
+
+@cache
+def of_family(family: str, attention: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each sequence has on its own; every kernel is compared with it."""
+    return alone(random_model(family, attention), some_samples(*LENGTHS))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(("layout", "attention"), KERNELS)
+def test_sequences_never_see_one_another(family, layout, attention):
+    expected = of_family(family, "eager" if attention == "eager" else "sdpa")
+    check_alike(random_model(family, attention), expected, some_samples(*LENGTHS), layout)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3"])
+def test_by_sequence_a_sliding_window_is_kept_exactly(family):
+    window = {"sliding_window": 4}
+    if family in ("qwen2", "qwen3"):
+        window |= {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+    samples = some_samples(4, 5, 6, 12, 12, 20)
+    expected = alone(random_model(family, **window), samples)
+    unbounded = one_by_one(random_model(family, **window | {"sliding_window": 64}), samples, 0.7)
+    assert (expected[0] - unbounded).abs().max() > 0.01, "the window matters here"
+    for layout in ("padded", "packed"):
+        check_alike(random_model(family, BY_SEQUENCE, **window), expected, samples, layout)
+
+
+def test_by_sequence_checkpointed_layers_give_the_same_gradient():
+    model, batch = random_model("llama", BY_SEQUENCE).train(), packed(some_samples(9, 6, 6, 20))
+    want = gradient(model, forward(model, model, batch, layout="packed", temperature=1.0).logp)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    got = gradient(model, forward(model, model, batch, layout="packed", temperature=1.0).logp)
+    torch.testing.assert_close(got, want)
+
+
+def test_values_do_not_depend_on_the_layout(tiny_path):
+    kind = {"dtype": "float32", "attention": "auto"}
+    model = load_scalar_model(tiny_path, **kind)
+    nn.init.normal_(model.score.weight)
+    samples = some_samples(9, 9, 6, 20, 3)
+    assert layout_for("auto", model) == "packed"
+    got = compute_values(model, packed(samples), layout="packed", model=model)
+    padded = compute_values(model, packed(samples), layout="padded", model=model)
+    alone = torch.cat([compute_values(model, packed([s]), layout="padded", model=model) for s in samples])
+    torch.testing.assert_close(got, alone, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-4)
+    want = gradient(model, alone)
+    assert (gradient(model, got) - want).norm() < 1e-5 * want.norm()
+
+
+@torch.no_grad()
+def test_a_value_is_read_before_the_token_at_the_position_that_predicts_it(tiny_path):
+    model = load_scalar_model(tiny_path, dtype="float32", attention="sdpa")
+    nn.init.normal_(model.score.weight)
+    [sample] = some_samples(9)
+    hidden = model.model(input_ids=torch.tensor([sample.token_ids])).last_hidden_state[0]
+    want = [model.score(hidden[t - 1])[0] for t, yes in enumerate(sample.loss_mask) if yes]
+    got = compute_values(model, packed([sample]), layout="padded", model=model)
+    torch.testing.assert_close(got, torch.stack(want), atol=1e-5, rtol=1e-4)
+
+
+def test_rows_are_packed_where_the_kernel_takes_borders(tiny_path):
+    def layout(attention):
+        return layout_for("auto", load_model(tiny_path, dtype="float32", attention=attention))
+
+    assert (layout("auto"), layout("sdpa"), layout("eager")) == ("packed", "padded", "padded")
+
+
+def test_a_model_nobody_tested_keeps_its_attention_and_is_padded():
+    class Own(LlamaForCausalLM):
+        """Stand for what trust_remote_code might bring."""
+
+    llama = random_model("llama")
+    own = Own(llama.config)
+    gpt = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=8, n_layer=1, n_head=1, vocab_size=8))
+    for model in (own, gpt):
+        attend_by_sequence_if_able(model)
+        assert model.config._attn_implementation == "sdpa"
+        assert layout_for("auto", model) == "padded"
+
+
+def test_by_sequence_neither_a_mask_nor_a_cache_is_taken():
+    model, ids = random_model("llama", BY_SEQUENCE), torch.tensor([[1, 2, 3]])
+    with pytest.raises(ValueError, match="neither a mask nor a cache"):
+        model(input_ids=ids, attention_mask=torch.tensor([[0, 1, 1]]))
+    seen = model(input_ids=ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="neither a mask nor a cache"):
+        model(input_ids=ids, past_key_values=seen)
+
+
+@torch.no_grad()
+def test_packing_would_leak_if_the_borders_were_left_out():
+    """Show that the test above guards against something real: without borders the same call gives other numbers."""
+    model = random_model("llama")
+    [[batch]] = micro_batches(some_groups(3, 3), "token", 10_000)
+    right = forward(model, model, batch, layout="packed", temperature=1.0).logp
+    leaky = model(input_ids=batch.input_ids[None], use_cache=False).logits[0, batch.at].log_softmax(-1)
+    assert (leaky.gather(-1, batch.labels[:, None])[:, 0] - right).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_the_head_runs_on_learnt_positions_only():
+    model = random_model("llama")
+    [[batch]] = micro_batches(some_groups(2, 2), "token", 10_000)
+    seen = []
+    model.lm_head.register_forward_hook(lambda _, args, out: seen.append(out.shape))
+    forward(model, model, batch, layout="padded", temperature=1.0)
+    assert seen == [(1, len(batch.labels), 64)]
+    assert len(batch.labels) < len(batch.input_ids)
+
+
+@torch.no_grad()
+def test_entropy_is_that_of_the_distribution_sampled_from():
+    model = random_model("llama")
+    [[batch]] = micro_batches(some_groups(1, 1), "token", 10_000)
+    got = forward(model, model, batch, layout="padded", temperature=0.5, entropy=True).entropy
+    logits = model(input_ids=batch.input_ids[None]).logits[0, batch.at] / 0.5
+    torch.testing.assert_close(got, torch.distributions.Categorical(logits=logits).entropy(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_positions_begin_anew_with_every_sequence(layout):
+    """A model that adds a learnt vector to each position, which relative positions would not show."""
+    torch.manual_seed(0)
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 64}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **shape), attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        model.transformer.wpe.weight.mul_(50)
+    samples = some_samples(9, 9, 6, 20, 3)
+    check_alike(model, alone(model, samples), samples, layout)
+
+
+@torch.no_grad()
+def test_half_precision_logits_are_normalised_in_float32():
+    logits, labels = torch.randn(40, 64).mul(8).bfloat16(), torch.arange(40)
+    got = compute_token_logp(logits, labels, temperature=0.7, entropy=True)
+    want = (logits.double() / 0.7).log_softmax(-1)
+    assert got.logp.dtype == torch.float32 and got.entropy.dtype == torch.float32
+    picked = want.gather(-1, labels[:, None])[:, 0].float()
+    torch.testing.assert_close(got.logp, picked, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.entropy, -(want.exp() * want).sum(-1).float(), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_long_batches_are_scored_in_chunks(monkeypatch):
+    model = random_model("llama")
+    [[batch]] = micro_batches(some_groups(2, 2), "token", 10_000)
+    whole = forward(model, model, batch, layout="padded", temperature=1.0).logp
+    monkeypatch.setattr("modeling.forward.CHUNK_LOGITS", 64 * 7)
+    torch.testing.assert_close(forward(model, model, batch, layout="padded", temperature=1.0).logp, whole)
+
+
+def test_a_sliding_window_shorter_than_a_sequence_is_refused_when_packed_without_flash():
+    model = random_model("mistral")
+    model.config.sliding_window = 4
+    [[batch]] = micro_batches(some_groups(1, 1), "token", 10_000)
+    with pytest.raises(ValueError, match="sliding window"):
+        forward(model, model, batch, layout="packed", temperature=1.0)

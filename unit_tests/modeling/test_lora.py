@@ -1,0 +1,223 @@
+"""A model with an adapter: what is trained, what leaves the trainer, what is saved, and what its reference is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from algs import find_algorithm
+from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
+from core.errors import UserError
+from core.types.samples import Batch
+from data_feeds.packing.batches import micro_batches
+from modeling.hf_config import check_model_folder
+from modeling.load import load_model
+from modeling.lora import merged_weight
+from trainers.local import LocalTrainer
+from trainers.weight_sync.fingerprint import fingerprint
+from unit_tests.helpers.examples import columns_of, fill_batch, some_groups
+
+KINDS = {
+    "lora": LoraConfig(r=4),
+    "rslora": LoraConfig(r=4, rslora=True),
+    "dora": LoraConfig(r=4, dora=True),
+    "two targets": LoraConfig(r=4, targets=["q_proj", "mlp.down_proj"]),
+}
+IDS = torch.arange(2, 40)[None]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def trainer_of(path: str, lora: LoraConfig | None, *, seed: int = 0, dtype="float32", alg=None, **cfg) -> LocalTrainer:
+    torch.manual_seed(seed)
+    alg = alg or {"name": "grpo"}
+    return LocalTrainer(
+        ModelConfig(path=path, dtype=dtype, attention="sdpa", lora=lora),
+        TrainerConfig(**{"lr": 1e-2, **cfg}),
+        find_algorithm(alg)[1](**alg),
+        temperature=1.0,
+        total_updates=10,
+    )
+
+
+def batches(groups=None) -> list[Batch]:
+    [micro] = micro_batches(groups or some_groups(), "token", 10_000)
+    return micro
+
+
+def trained(path: str, lora: LoraConfig | None, *, steps: int = 3, **settings) -> LocalTrainer:
+    trainer = trainer_of(path, lora, **settings)
+    for _ in range(steps):
+        trainer.step([batches()])
+    return trainer
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model(input_ids=IDS, use_cache=False).logits
+
+
+def whole(trainer: LocalTrainer) -> dict[str, Tensor]:
+    return {name: tensor for bucket in trainer.export_weights(2**20) for name, tensor in bucket}
+
+
+def as_plain_model(path: str, weights: dict[str, Tensor]) -> nn.Module:
+    model = load_model(path, dtype="float32", attention="sdpa")
+    model.load_state_dict(weights, strict=True)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_leaves_the_trainer_is_the_model_with_its_adapter_merged_in(tiny_path, kind):
+    trainer = trained(tiny_path, KINDS[kind])
+    start = load_model(tiny_path, dtype="float32", attention="sdpa")
+    assert (logits(trainer.model) - logits(start)).abs().max() > 0.1, "it was trained"
+    held = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    sent = whole(trainer)
+    assert {n: t.shape for n, t in sent.items()} == {n: p.shape for n, p in start.named_parameters()}
+    torch.testing.assert_close(logits(as_plain_model(tiny_path, sent)), logits(trainer.model), atol=1e-4, rtol=0)
+    assert all(torch.equal(p, held[name]) for name, p in trainer.model.named_parameters()), (
+        "nothing was merged in place"
+    )
+    assert fingerprint(sent.items()) == fingerprint(whole(trainer).items())
+
+
+def test_only_the_adapter_is_trained_and_never_the_head(tiny_path):
+    trainer = trainer_of(tiny_path, LoraConfig(r=4))
+    base = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
+    trainer.step([batches()])
+    assert all(torch.equal(p, base[n]) for n, p in trainer.model.named_parameters() if not p.requires_grad)
+    names = {n.split(".")[-4] for n, p in trainer.model.named_parameters() if p.requires_grad}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_starts_as_the_model_itself_and_the_seed_decides_it(tiny_path, kind):
+    start = load_model(tiny_path, dtype="float32", attention="sdpa")
+    first = trainer_of(tiny_path, KINDS[kind])
+    torch.testing.assert_close(logits(first.model), logits(start), atol=1e-5, rtol=0)
+
+    def adapter(trainer: LocalTrainer) -> Tensor:
+        return torch.cat([t.flatten() for bucket in trainer.export_weights(2**20, "adapter") for _, t in bucket])
+
+    torch.manual_seed(0)
+    torch.randn(7)  # what was drawn before does not matter
+    again = load_model(tiny_path, dtype="float32", attention="sdpa", lora=KINDS[kind])
+    assert torch.equal(torch.cat([p.flatten() for p in again.parameters() if p.requires_grad]), adapter(first))
+    assert not torch.equal(adapter(trainer_of(tiny_path, KINDS[kind], seed=1)), adapter(first))
+
+
+def test_an_adapter_has_the_dtype_of_its_model(tiny_path):
+    trainer = trained(tiny_path, LoraConfig(r=4), dtype="bfloat16")
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+    assert {t.dtype for t in whole(trainer).values()} == {torch.bfloat16}
+
+
+def test_the_merge_by_hand():
+    weight, a, b = torch.eye(2), torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0], [0.0]])
+    # W + 3 B A = [[1 + 3, 6], [0, 1]]
+    torch.testing.assert_close(merged_weight(weight, a, b, scaling=3.0), torch.tensor([[4.0, 6.0], [0.0, 1.0]]))
+    # rows of norm sqrt(52) and 1, scaled to 2 and 5
+    got = merged_weight(weight, a, b, scaling=3.0, magnitude=torch.tensor([2.0, 5.0]))
+    torch.testing.assert_close(got, torch.tensor([[8 / 52**0.5, 12 / 52**0.5], [0.0, 5.0]]))
+    got = merged_weight(weight, a, b, scaling=3.0, transposed=True)
+    torch.testing.assert_close(got, torch.tensor([[4.0, 0.0], [6.0, 1.0]]))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_stays_tied(tmp_path, tied):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    trainer = trained(str(tmp_path / "base"), LoraConfig(r=4, merge_on_save=True))
+    assert ("lm_head.weight" in whole(trainer)) != tied
+    trainer.save_model(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    torch.testing.assert_close(logits(again), logits(trainer.model), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("column", ["ref_logp", "prox_logp"])
+def test_the_reference_is_the_model_without_its_adapter(tiny_path, column):
+    alg = {"name": "grpo", "kl": {"coef": 0.1}}
+    plain, trainer = (trainer_of(tiny_path, lora, alg=alg) for lora in (None, LoraConfig(r=4)))
+    trainer.step([scored(plain)])
+    assert not trainer.frozen and list(plain.frozen) == ["ref_logp"], "no second model is loaded"
+    want, got = (torch.cat([s[column] for s in columns_of(t, batches(), column)]) for t in (plain, trainer))
+    assert torch.allclose(got, want, atol=1e-6) == (column == "ref_logp"), "the policy itself has moved"
+    trainer.step([scored(trainer)])
+    after = torch.cat([s["prox_logp"] for s in columns_of(trainer, batches(), "prox_logp")])
+    before = torch.cat([s["prox_logp"] for s in columns_of(plain, batches(), "prox_logp")])
+    assert not torch.allclose(after, before, atol=1e-3), "and goes on to move after the reference was asked"
+
+
+def scored(trainer: LocalTrainer) -> list[Batch]:
+    """With the columns that a KL in the loss needs."""
+    columns = trainer.compute_columns(batches(), frozenset({"ref_logp"}))
+    return [fill_batch(b, c) for b, c in zip(batches(), columns, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_adapter_loads_with_peft(tiny_path, tmp_path, kind):
+    trainer = trained(tiny_path, KINDS[kind])
+    trainer.save_model(tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert json.loads((tmp_path / "out/adapter_config.json").read_text())["base_model_name_or_path"] == tiny_path
+    base = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
+    torch.testing.assert_close(
+        logits(PeftModel.from_pretrained(base, tmp_path / "out")), logits(trainer.model), atol=1e-6, rtol=0
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_merged_model_is_where_the_next_recipe_looks(tiny_path, tmp_path, kind):
+    trainer = trained(tiny_path, KINDS[kind].model_copy(update={"merge_on_save": True}))
+    trainer.save_model(tmp_path / "out")
+    check_model_folder(str(tmp_path / "out"))
+    torch.testing.assert_close(
+        logits(load_model(str(tmp_path / "out"), dtype="float32", attention="sdpa")),
+        logits(trainer.model),
+        atol=1e-4,
+        rtol=0,
+    )
+    base = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
+    torch.testing.assert_close(logits(adapted), logits(trainer.model), atol=1e-6, rtol=0)
+
+
+def test_an_adapter_alone_is_no_model_path(tiny_path, tmp_path):
+    trainer_of(tiny_path, LoraConfig(r=2)).save_model(tmp_path)
+    with pytest.raises(UserError, match=r"adapter without its model: .* model\.lora\.merge_on_save"):
+        check_model_folder(str(tmp_path))
+
+
+@pytest.mark.parametrize("target", ["q_prj", "embed_tokens", "lm_head", "self_attn"])
+def test_a_target_that_is_no_linear_layer_is_one_sentence(tiny_path, target):
+    with pytest.raises(
+        UserError, match=f"model.lora.targets names '{target}'.* down_proj, gate_proj, .* or all-linear"
+    ):
+        load_model(tiny_path, dtype="float32", attention="sdpa", lora=LoraConfig(targets=["q_proj", target]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_checkpointing_changes_nothing(tiny_path, kind):
+    plain, checkpointed = (
+        trained(tiny_path, KINDS[kind], optimizer="sgd", lr=1.0, gradient_checkpointing=on) for on in (False, True)
+    )
+    assert checkpointed.model.is_gradient_checkpointing
+    torch.testing.assert_close(logits(checkpointed.model), logits(plain.model), atol=1e-5, rtol=0)
+
+
+def test_a_value_model_has_no_adapter(tiny_path):
+    trainer = trainer_of(tiny_path, LoraConfig(r=4), alg={"name": "ppo"})
+    assert trainer.critic is not None
+    assert all(p.requires_grad for p in trainer.critic.model.parameters())
+    assert not Path(tiny_path, "adapter_config.json").exists()

@@ -1,0 +1,277 @@
+"""Shared beginnings are a matter of speed: every token gets the value and the gradient that it has by itself."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import varlen
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from configs.trainer_schema import LoraConfig
+from core.types.samples import Batch, Group
+from data_feeds.packing.batches import micro_batches, pack
+from modeling.attention import (
+    BY_SEQUENCE,
+    FAMILIES,
+    attend_by_sequence,
+    attend_by_sequence_if_able,
+    can_share_prefixes,
+)
+from modeling.attention_varlen import attend_varlen, fits_varlen
+from modeling.forward import compute_values, forward
+from modeling.lora import with_adapter
+from modeling.segments import Segments
+from unit_tests.helpers.examples import families, siblings
+from unit_tests.modeling.test_forward import random_model
+
+WINDOWED = ["gemma2", "gemma3_text", "mistral", "phi3", "qwen2", "qwen3"]
+
+
+def in_double(family: str, **more) -> nn.Module:
+    """A random model of the family with this kernel, in float64."""
+    return random_model(family, BY_SEQUENCE, **more).double().eval()
+
+
+def laid_out(groups: list[Group], how: str, *, max_tokens: int = 10_000) -> list[Batch]:
+    """Micro-batches of an update: shared, packed or padded; or one sample each."""
+    if how == "alone":
+        return [pack([s], [1.0]) for g in groups for s in g]
+    cut = {"padded": how == "padded", "share_prefixes": how == "shared"}
+    return [b for rank in micro_batches(groups, "sequence_sum", max_tokens, **cut) for b in rank]
+
+
+def values_of(model: nn.Module, batches: list[Batch], layout: str, score) -> torch.Tensor:
+    """The value of every trained token, in an order that does not depend on the cut."""
+    found = {}
+    for batch in batches:
+        value = score(model, batch, layout)
+        for i in range(len(batch.at)):
+            found[float(batch.tokens.rollout_logp[i]), int(batch.labels[i])] = value[i]
+    return torch.stack([found[key] for key in sorted(found)])
+
+
+def logp_of(model: nn.Module, batch: Batch, layout: str) -> torch.Tensor:
+    return forward(model, model, batch, layout=layout, temperature=0.7).logp
+
+
+def value_of(model: nn.Module, batch: Batch, layout: str) -> torch.Tensor:
+    return compute_values(model, batch, layout=layout, model=model)
+
+
+def marked(groups: list[Group]) -> list[Group]:
+    """The same samples, with a number of its own in rollout_logp at every token, which tells the tokens apart."""
+    first, done = 0, []
+    for group in groups:
+        done.append([])
+        for s in group:
+            n = len(s.token_ids)
+            done[-1].append(replace(s, rollout_logp=np.arange(first, first + n, dtype=np.float32)))
+            first += n
+    return done
+
+
+def gradient(model: nn.Module, values: torch.Tensor) -> torch.Tensor:
+    """Of a loss in which every token counts differently."""
+    weights = torch.linspace(0.5, 1.5, len(values), dtype=values.dtype)
+    learnt = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad((weights * values.square()).sum(), learnt, allow_unused=True)
+    grads = [torch.zeros_like(p) if g is None else g for p, g in zip(learnt, found, strict=True)]
+    return torch.cat([g.flatten() for g in grads])
+
+
+def check_alike(model: nn.Module, groups: list[Group], *, score=logp_of, tolerance=1e-7, max_tokens=10_000) -> None:
+    """Values and gradients of shared rows are those of packed and padded ones, and of each sample alone."""
+    groups = marked(groups)
+    shared = laid_out(groups, "shared", max_tokens=max_tokens)
+    assert any((b.parents >= 0).any() for b in shared)
+    got = values_of(model, shared, "packed", score)
+    slope = gradient(model, got)
+    for how in ("alone", "packed", "padded"):
+        layout = "padded" if how == "padded" else "packed"
+        want = values_of(model, laid_out(groups, how), layout, score)
+        assert (got - want).norm() <= tolerance * want.norm(), how
+        expected = gradient(model, want)
+        assert (slope - expected).norm() <= tolerance * expected.norm(), how
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_computes_what_each_sample_has_alone(family):
+    check_alike(in_double(family), families())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])  # plain; capped scores; a scale of its own
+def test_it_is_as_exact_in_float32(family):
+    check_alike(random_model(family, BY_SEQUENCE).eval(), families(), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("window", [3, 8])
+def test_a_window_shorter_than_prompt_and_reply_is_kept_exactly(family, window):
+    more = {"sliding_window": window}
+    if family in ("qwen2", "qwen3"):
+        more |= {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+    model = in_double(family, **more)
+    groups = marked(families())
+    wide = in_double(family, **more | {"sliding_window": 64})
+    rows = laid_out(groups, "shared")
+    apart = values_of(model, rows, "packed", logp_of) - values_of(wide, rows, "packed", logp_of)
+    assert apart.abs().max() > 0.01, "the window matters here"
+    check_alike(model, groups)
+
+
+@pytest.mark.parametrize("max_tokens", [21, 25, 30])
+def test_a_group_that_is_cut_over_micro_batches_computes_the_same(max_tokens):
+    groups = families()
+    assert len(laid_out(groups, "shared", max_tokens=max_tokens)) > len(groups)
+    check_alike(in_double("llama"), groups, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("max_tokens", [40, 60, 10_000])
+def test_rows_of_their_own_that_share_a_system_prompt_compute_the_same(max_tokens):
+    groups = [[sample] for sample in siblings(random.Random(0), 20, [9, 12, 5, 12, 7])]
+    assert any(len(batch.parents) > 2 for batch in laid_out(groups, "shared", max_tokens=max_tokens))
+    check_alike(in_double("llama"), groups, max_tokens=max_tokens)
+
+
+def test_segments_below_segments_share_three_times():
+    """A tree of five levels: every second token of the reply is where somebody leaves."""
+    [trunk] = siblings(random.Random(0), 4, [12])
+    leaves = [
+        replace(trunk, token_ids=np.concatenate([trunk.token_ids[:at], 63 - trunk.token_ids[at:]]))
+        for at in (4, 6, 8, 10, 12)
+    ]
+    [batch] = laid_out([[trunk, *leaves]], "shared")
+    assert max(len(chain) for chain in Segments.of_batch(batch).chains) == 5
+    check_alike(in_double("qwen3"), [[trunk, *leaves]])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_layers_that_are_computed_again_give_the_same_gradient(family):
+    model = in_double(family).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    check_alike(model, families())
+
+
+def test_an_adapter_gets_the_same_gradient(tiny_path):
+    model = with_adapter(in_double("llama"), LoraConfig(r=4), path=tiny_path).double()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_()
+    assert can_share_prefixes(model)
+    check_alike(model, families())
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES - {"granite"}))
+def test_values_are_those_of_each_sample_alone(family):
+    config = in_double(family).config
+    config.num_labels = 1
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa").double()
+    nn.init.normal_(model.score.weight)
+    attend_by_sequence_if_able(model)
+    check_alike(model, families(), score=value_of)
+
+
+@torch.no_grad()
+def test_tokens_would_leak_between_replies_if_they_were_laid_in_one_segment():
+    """What the tests above guard against is real: the same row as one sequence gives other numbers."""
+    model = in_double("llama")
+    [batch] = laid_out(families(), "shared")
+    right = logp_of(model, batch, "packed")
+    one = replace(batch, segment_ids=torch.zeros_like(batch.segment_ids), parents=torch.tensor([-1]))
+    assert (logp_of(model, one, "packed") - right).abs().max() > 0.01
+
+
+def test_a_mask_is_made_once_for_all_layers():
+    segments = Segments([3, 2, 2, 5], [-1, 0, 0, 0])
+    assert [(run.count, run.own, run.above) for run in segments.runs] == [(1, 3, 0), (2, 2, 3), (1, 5, 3)]
+    first, second, third = (segments.find_mask(run, None, torch.device("cpu")) for run in segments.runs)
+    assert first is None and second.tolist() == [[True] * 4 + [False], [True] * 5] and third.shape == (5, 8)
+    assert segments.find_mask(segments.runs[1], None, torch.device("cpu")) is second
+    assert segments.find_mask(segments.runs[1], 2, torch.device("cpu")).tolist() == [
+        [False, False, True, True, False],
+        [False, False, False, True, True],
+    ]
+
+
+def test_the_index_of_keys_is_the_whole_sequence_of_every_segment():
+    """What the kernel on a GPU takes, in one call for the row."""
+    index = Segments([3, 1, 2, 2], [-1, 0, 0, 2]).index_keys(torch.device("cpu"))
+    assert index.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2, 4, 5, 6, 7]
+    assert index.query_ends.tolist() == [0, 3, 4, 6, 8] and index.key_ends.tolist() == [0, 3, 7, 12, 19]
+    assert (index.longest_query, index.longest_key) == (3, 7)
+    plain = Segments([3, 2], [-1, -1]).index_keys(torch.device("cpu"))
+    assert plain.keys is None and plain.key_ends.tolist() == plain.query_ends.tolist() == [0, 3, 5]
+
+
+def varlen_by_hand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """What torch's documentation and comments say of varlen_attn, whose kernel runs on a GPU only."""
+    left, right = window_size
+    assert right == 0 and max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
+    done = []
+    for n, seen, q_end, k_end in zip(cu_seq_q.diff(), cu_seq_k.diff(), cu_seq_q[1:], cu_seq_k[1:], strict=True):
+        places = (query, q_end, n), (key, k_end, seen), (value, k_end, seen)
+        q, k, v = (x[end - m : end].transpose(0, 1) for x, end, m in places)
+        behind = torch.arange(seen - n, seen)[:, None] - torch.arange(seen)[None, :]
+        allowed = (behind >= 0) & ((behind <= left) | (left < 0))
+        scores = q @ k.repeat_interleave(len(q) // len(k), 0).mT * scale
+        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+        done.append((weights @ v.repeat_interleave(len(q) // len(v), 0)).transpose(0, 1))
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    return torch.cat(done)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 9])
+@pytest.mark.parametrize("parents", [[-1, -1, -1, -1], [-1, 0, 0, 1]])
+def test_the_call_for_a_gpu_means_what_the_kernel_of_a_cpu_computes(monkeypatch, parents, window):
+    """The kernel itself is compared in test_gpu.py; here its arguments are, by what they are documented to mean."""
+    segments = Segments([11, 6, 6, 17], parents)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 40, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    want, _ = attend_by_sequence(
+        nn.Identity(), query, key, value, None, scaling=0.3, sliding_window=window, segments=segments
+    )
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_by_hand)
+    got = attend_varlen(query, key, value, segments, scaling=0.3, window=window)
+    torch.testing.assert_close(got, want)
+
+
+def test_torch_takes_the_arguments_of_the_call_for_a_gpu():
+    query, key = (torch.empty(1, heads, 40, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    for parents in ([-1, -1, -1, -1], [-1, 0, 0, 1]):
+        segments = Segments([11, 6, 6, 17], parents)
+        assert attend_varlen(query, key, key, segments, scaling=None, window=3).shape == (1, 40, 4, 64)
+    assert not fits_varlen(query), "it is not on a GPU"
+
+
+def test_a_segment_cannot_continue_a_later_one():
+    with pytest.raises(ValueError, match="segment 0 continues segment 1"):
+        Segments([1, 1], [1, -1])
+
+
+@pytest.mark.parametrize(("attention", "layout"), [("sdpa", "packed"), ("eager", "packed"), (BY_SEQUENCE, "padded")])
+def test_rows_that_share_are_refused_where_the_kernel_cannot(attention, layout):
+    [batch] = laid_out(families(), "shared")
+    with pytest.raises(ValueError, match=r"set trainer\.share_prefixes=off"):
+        logp_of(random_model("llama", attention), batch, layout)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "mixtral", "gpt2"])
+def test_other_families_never_share(family):
+    """Experts with an auxiliary loss, linear attention, learnt positions: nobody has tested them."""
+    more = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "vocab_size": 64}
+    more |= {"n_head": 2} if family == "gpt2" else {}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **more), attn_implementation="sdpa")
+    attend_by_sequence_if_able(model)
+    assert not can_share_prefixes(model)
+    [batch] = laid_out(families(), "shared")
+    with pytest.raises(ValueError, match=rf"a {family} model .* cannot share prefixes"):
+        logp_of(model, batch, "packed")

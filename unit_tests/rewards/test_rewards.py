@@ -1,0 +1,354 @@
+"""Rewards as text functions, and as guests of processes that they may wreck."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+
+import rewards.pool
+from core.errors import UserError
+from core.types.samples import Prompt
+from rewards import gsm8k, load_reward, resolve_reward
+from rewards.pool import RewardPool, RewardResult
+from rewards.several import one_reward
+from unit_tests.helpers.examples import is_running
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def score(name: str, answer: str, reply: str) -> dict[str, float]:
+    prompt = Prompt(id="test/0", messages=[{"role": "user", "content": "?"}], answer=answer)
+    return load_reward(resolve_reward(name), {})(prompt, [{"role": "assistant", "content": reply}])
+
+
+@pytest.mark.parametrize(
+    ("reply", "correct"),
+    [
+        ("46", 1.0),
+        (" 46\n", 1.0),
+        ("47", 0.0),
+        ("4 6", 0.0),
+        ("46.", 0.0),
+        ("12+34=46", 0.0),
+        ("it is 46", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_arithmetic_wants_the_answer_and_nothing_else(reply: str, correct: float) -> None:
+    assert score("arithmetic", "46", reply) == {"correct": correct}
+
+
+def test_arithmetic_refuses_a_row_without_an_answer() -> None:
+    with pytest.raises(ValueError, match="has no answer"):
+        score("arithmetic", " ", "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reply"),
+    [
+        ("1200", "She has $1,200."),
+        ("1200", "#### 1,200"),
+        ("1200", "#### $1,200.00"),
+        ("1200", r"The total is \$1{,}200.00."),
+        ("12", "12.0"),
+        ("12.50", "It costs 12.5 dollars"),
+        ("-5", "The change is -5 degrees"),
+        ("-5", "It lost -$5."),
+        ("-5", "It lost $-5."),
+        ("-5", "It fell to \u22125"),
+        ("7", "10-3=7"),
+        ("-3", "from 10 to -3"),
+        ("50", "50%"),
+        ("50", r"\boxed{50\%}"),
+        ("18", r"so \boxed{18 \text{ dollars}} as asked"),
+        ("18", r"\boxed{x = 18}"),
+        ("18", "First #### 17\nno, wait\n#### 18 eggs, not 20"),
+        ("18", r"\boxed{17} and then #### 18"),
+        ("0.5", ".5"),
+        ("72", "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"),
+        ("Natalia sold 24 clips.\n#### 72", "the answer is 72"),
+    ],
+)
+def test_gsm8k_reads_a_number_however_it_is_dressed(answer: str, reply: str) -> None:
+    assert score("gsm8k", answer, reply)["correct"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reply"),
+    [("12", "120"), ("12", "12.5"), ("12", "-12"), ("12", "no number"), ("12", "12, or rather 13"), ("1200", "1,2000")],
+)
+def test_gsm8k_refuses_another_number(answer: str, reply: str) -> None:
+    assert score("gsm8k", answer, reply)["correct"] == 0.0
+
+
+def test_gsm8k_format_is_a_mark_with_a_number() -> None:
+    marked = [score("gsm8k", "3", reply)["format"] for reply in ("#### 3", r"\boxed{4}", "3", "####", r"\boxed{}")]
+    assert marked == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_gsm8k_takes_the_whole_of_nested_braces() -> None:
+    number, marked = gsm8k.find_answer(r"\boxed{\text{about } {12}} or 13")
+    assert (str(number), marked) == ("12", True)
+
+
+def test_an_answer_without_a_number_is_the_rows_fault() -> None:
+    with pytest.raises(ValueError, match="the answer 'blue' of test/0 holds no number"):
+        score("gsm8k", "blue", "3")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reply", "correct"),
+    [
+        (r"\frac{1}{2}", r"Thus the answer is $\boxed{0.5}$.", 1.0),
+        ("x^2+2x+1", r"We get $\boxed{(x+1)^2}$", 1.0),
+        ("12", r"\boxed{13}", 0.0),
+        ("12", "I do not know", 0.0),
+    ],
+)
+def test_math_verify_compares_as_mathematics(answer: str, reply: str, correct: float) -> None:
+    assert score("math_verify", answer, reply) == {"correct": correct}
+
+
+def test_a_misspelt_reward_is_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"reward.name: there is no 'gsm8' in rewards/ \(did you mean 'gsm8k'\?\)"):
+        resolve_reward("gsm8", key="reward.name")
+    with pytest.raises(UserError, match="there is no 'pool'"):
+        resolve_reward("pool")
+
+
+def test_a_file_without_score_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def scores(prompt, messages): ...\n")
+    with pytest.raises(UserError, match=r"mine.py has no function score\(prompt, messages\)"):
+        load_reward(resolve_reward(str(file)), {})
+
+
+WRECKER = """
+import os, sys, time
+
+def score(prompt, messages):
+    said = messages[-1]["content"]
+    if said == "raise":
+        return {"correct": 1 / 0}
+    if said == "loop":
+        while True:
+            pass
+    if said == "regex":  # holds the interpreter's lock for ever
+        import re
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    if said == "exit":
+        os._exit(3)
+    if said == "sys.exit":
+        sys.exit(4)
+    if said == "crash":
+        import ctypes
+        ctypes.string_at(0)
+    if said == "nan":
+        return {"correct": float("nan")}
+    if said == "text":
+        return {"correct": "yes"}
+    if said == "number":
+        return 1.0
+    if said == "pid":
+        return {"pid": os.getpid()}
+    if said == "torch":
+        return {"torch": float("torch" in sys.modules)}
+    if said == "sleep":
+        time.sleep(0.3)
+    print("a reward may print")
+    return {"correct": float(said == prompt.answer), "bonus": True}
+"""
+
+
+@contextmanager
+def wrecker_pool(folder: Path, *, workers: int = 1, timeout_s: float = 20.0) -> Iterator[RewardPool]:
+    file = folder / "wrecker.py"
+    file.write_text(WRECKER)
+    with closing(RewardPool(one_reward(resolve_reward(str(file)), {}), workers, timeout_s)) as pool:
+        yield pool
+
+
+def ask(pool: RewardPool, *replies: str) -> list[RewardResult]:
+    prompt = Prompt(id="test/0", messages=[{"role": "user", "content": "?"}], answer="yes")
+
+    async def all_of_them() -> list[RewardResult]:
+        return await asyncio.gather(
+            *[pool.compute_reward(prompt, [{"role": "assistant", "content": r}]) for r in replies]
+        )
+
+    return asyncio.run(all_of_them())
+
+
+def test_the_pool_returns_named_parts(tmp_path: Path) -> None:
+    with wrecker_pool(tmp_path, workers=2) as pool:
+        assert ask(pool, "yes", "no") == [
+            RewardResult(reward_parts={"correct": 1.0, "bonus": 1.0}),
+            RewardResult(reward_parts={"correct": 0.0, "bonus": 1.0}),
+        ]
+
+
+def test_each_way_to_fail_costs_one_sample_and_says_why(tmp_path: Path) -> None:
+    with wrecker_pool(tmp_path) as pool:
+        good = RewardResult(reward_parts={"correct": 1.0, "bonus": 1.0})
+        for reply, failure in {
+            "raise": "ZeroDivisionError: division by zero (wrecker.py, line 7)",
+            "exit": "the worker process exited with code 3",
+            "sys.exit": "the worker process exited with code 4",
+            "crash": "the worker process was killed by SIGSEGV",
+            "nan": "score() must return numbers up to 1e+09 by name, it returned 'correct': nan",
+            "text": "score() must return numbers up to 1e+09 by name, it returned 'correct': 'yes'",
+            "number": "score() must return a dict of named numbers, it returned 1.0",
+        }.items():
+            assert ask(pool, reply, "yes") == [RewardResult(failure=failure), good]
+
+
+@pytest.mark.parametrize("reply", ["loop", "regex"])
+def test_a_reward_that_never_ends_is_killed_and_its_neighbours_live(tmp_path: Path, reply: str) -> None:
+    with wrecker_pool(tmp_path, workers=2) as pool:
+        ask(pool, "yes", "yes")
+        pool.timeout_s = 1.0
+        started = time.monotonic()
+        outcomes = ask(pool, "yes", reply, "yes", "yes")
+        assert time.monotonic() - started < 10
+    assert [o.failure for o in outcomes] == ["", "timeout after 1s", "", ""]
+
+
+def test_waiting_in_line_does_not_count_against_the_time(tmp_path: Path) -> None:
+    with wrecker_pool(tmp_path) as pool:
+        ask(pool, "yes")
+        pool.timeout_s = 0.7  # three samples of 0.3 seconds each, one worker
+        assert [o.failure for o in ask(pool, *["sleep"] * 3)] == [""] * 3
+
+
+def test_a_worker_outlives_a_raise_and_does_not_import_torch(tmp_path: Path) -> None:
+    with wrecker_pool(tmp_path) as pool:
+        before, _, after, torch = ask(pool, "pid", "raise", "pid", "torch")
+    assert before == after
+    assert torch.reward_parts == {"torch": 0.0}
+
+
+def test_closing_leaves_no_process_behind(tmp_path: Path) -> None:
+    with wrecker_pool(tmp_path) as pool:
+        [outcome] = ask(pool, "pid")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(outcome.reward_parts["pid"]), 0)
+
+
+@pytest.mark.timeout(60)
+def test_closing_does_not_wait_for_a_process_that_has_only_just_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewards.pool, "REWARD_EXIT_GRACE_S", 3600.0)
+    begun, start = threading.Event(), rewards.pool._Worker.start
+
+    def start_slowly(worker: rewards.pool._Worker) -> None:
+        begun.set()
+        time.sleep(0.2)  # the pool is closed meanwhile
+        start(worker)
+
+    monkeypatch.setattr(rewards.pool._Worker, "start", start_slowly)
+    with wrecker_pool(tmp_path):
+        begun.wait()
+
+
+@pytest.mark.slow
+def test_a_looping_reward_dies_with_a_run_that_was_killed(tmp_path: Path) -> None:
+    file = tmp_path / "note_and_loop.py"
+    file.write_text(
+        f"import os, pathlib\ndef score(prompt, messages):\n"
+        f"    pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n    while True: pass\n"
+    )
+    code = (
+        "import asyncio, sys; from core.types.samples import Prompt; from rewards import resolve_reward;"
+        "from rewards.several import one_reward; from rewards.pool import RewardPool;"
+        "pool = RewardPool(one_reward(resolve_reward(sys.argv[1])), 1, 600.0);"
+        "asyncio.run(pool.compute_reward(Prompt(id='0', messages=[]), []))"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code, file], cwd=ROOT)
+    pid = tmp_path / "pid"
+    wait_until(lambda: pid.exists() and pid.read_text())
+    run.kill()
+    run.wait()
+    wait_until(lambda: not is_running(int(pid.read_text())))
+
+
+def test_a_worker_that_was_never_needed_ends_without_a_word() -> None:
+    here, there = Pipe()
+    command = [sys.executable, "-P", "-m", "rewards.worker", str(there.fileno())]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.Popen(
+        command, pass_fds=[there.fileno()], stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    )
+    there.close()
+    here.close()
+    assert run.communicate()[1] == b"" and run.returncode == 0
+
+
+def test_a_reward_that_changed_under_the_run_stops_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(WRECKER)
+    spec = resolve_reward(str(file))
+    file.write_text(WRECKER + "# edited\n")
+    with (
+        closing(RewardPool(one_reward(spec), 1, 5.0)) as pool,
+        pytest.raises(UserError, match="not the file this run began with"),
+    ):
+        ask(pool, "yes")
+
+
+def test_a_reward_that_ends_its_process_while_loading_stops_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import os\nos._exit(5)\n")
+    pool = RewardPool(one_reward(resolve_reward(str(file)), {}), 1, 5.0)
+    with closing(pool), pytest.raises(UserError, match="exited with code 5 while it loaded the reward"):
+        ask(pool, "yes")
+
+
+def test_math_verify_works_in_the_pool() -> None:
+    prompt = Prompt(id="test/0", messages=[], answer="12")
+    with closing(RewardPool(one_reward(resolve_reward("math_verify"), {}), 1, 20.0)) as pool:
+        reply = [{"role": "assistant", "content": r"\boxed{24/2}"}]
+        assert asyncio.run(pool.compute_reward(prompt, reply)) == RewardResult(reward_parts={"correct": 1.0})
+
+
+def wait_until(done: object, within_s: float = 30.0) -> None:
+    assert callable(done)
+    deadline = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+SCALED = """
+READY = []
+
+def prepare(*, scale):
+    READY.append(scale)
+
+def score(prompt, messages, *, scale):
+    return {"correct": scale * (READY == [scale])}
+"""
+
+
+def test_settings_reach_the_reward_and_what_it_prepares(tmp_path: Path) -> None:
+    file = tmp_path / "scaled.py"
+    file.write_text(SCALED)
+    with closing(RewardPool(one_reward(resolve_reward(str(file)), {"scale": 0.5}), 1, 20.0)) as pool:
+        assert asyncio.run(pool.compute_reward(Prompt(id="0", messages=[]), [])) == RewardResult(
+            reward_parts={"correct": 0.5}
+        )
+
+
+def test_settings_that_the_reward_does_not_take_are_refused() -> None:
+    with pytest.raises(UserError, match=r"reward\.settings does not fit score\(\).*scale"):
+        load_reward(resolve_reward("gsm8k"), {"scale": 2})

@@ -1,0 +1,321 @@
+"""Code that is run: escapes that are contained, limits that hold, nothing left behind, and no run without a sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.cluster import guardian
+from core.errors import UserError
+from rewards.sandbox import Bubblewrap, Limits, Ran, SandboxUnavailable, check_sandbox, make_sandbox, seccomp
+from rewards.sandbox.session import PythonSession
+from unit_tests.helpers.needs_sandbox import needs_sandbox
+from unit_tests.helpers.sandbox_escapes import ESCAPES, Outcome, run_escapes
+
+ROOT = Path(__file__).parent.parent.parent
+SYSTEM_PYTHON = "/usr/bin/python3"
+SECRET = "nobody-may-see-this"
+
+
+def run(source: str, *, stdin: bytes = b"", files: dict[str, bytes] | None = None, **limits: Any) -> Ran:
+    command = ["python3", "main.py"]
+    return asyncio.run(
+        Bubblewrap().run(
+            command, files={"main.py": source.encode(), **(files or {})}, stdin=stdin, limits=Limits(**limits)
+        )
+    )
+
+
+def leftovers(mark: str) -> list[str]:
+    """Processes of this machine whose command holds the mark."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if mark.encode() in command:
+            found.append(pid)
+    return found
+
+
+@dataclass
+class Host:
+    """What this machine has, and the outcomes of all escapes."""
+
+    secrets: dict[str, Any]
+    outcomes: dict[str, Outcome]
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory) -> Iterator[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("host")
+    (folder / "secret").write_text(SECRET)
+    abstract = f"feynrl-{os.getpid()}"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as unix,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        unix.bind(f"\0{abstract}")
+        unix.listen()
+        patch.setenv("SECRET_TOKEN", SECRET)
+        yield {
+            "port": server.getsockname()[1],
+            "abstract": abstract,
+            "secret": SECRET,
+            "files": [str(folder / "secret"), str(ROOT), str(Path.home())],
+            "pid": os.getpid(),
+            "mark": f"mark-{os.getpid()}",
+        }
+
+
+@pytest.fixture(scope="module")
+def outcomes(secrets) -> dict[str, Outcome]:
+    return asyncio.run(run_escapes([*ESCAPES], secrets))
+
+
+@needs_sandbox
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ESCAPES)
+def test_an_escape_is_contained(name, outcomes, secrets):
+    assert ESCAPES[name].is_contained(outcomes[name]), outcomes[name]
+    assert leftovers(secrets["mark"]) == []
+    assert SECRET not in outcomes[name].stderr
+
+
+@needs_sandbox
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user, and this user is tested above")
+def test_escapes_are_contained_for_an_ordinary_user_too(secrets):
+    command = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", SYSTEM_PYTHON, "-P", "-B", "-m"]
+    done = subprocess.run(
+        [*command, "unit_tests.helpers.sandbox_escapes", *ESCAPES],
+        input=json.dumps(secrets | {"mark": "another-user"}),
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "SECRET_TOKEN": SECRET},
+        cwd="/",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    outcomes = {name: Outcome(**told) for name, told in json.loads(done.stdout).items()}
+    escaped = {name: outcome for name, outcome in outcomes.items() if not ESCAPES[name].is_contained(outcome)}
+    assert not escaped
+    assert leftovers("another-user") == []
+
+
+@needs_sandbox
+def test_what_code_does_is_told_apart():
+    fine = run("import sys; print(sys.stdin.read()[::-1]); print('no', file=sys.stderr)", stdin=b"abc")
+    assert (fine.exit_code, fine.stdout, fine.stderr, fine.killed_for) == (0, b"cba\n", b"no\n", None)
+    assert run("raise SystemExit(7)").exit_code == 7
+    assert run("import os; os.abort()").exit_code == 128 + 6
+    assert run("import time; time.sleep(600)", seconds=0.5).killed_for == "time"
+    assert asyncio.run(Bubblewrap().run(["no-such-program"])).exit_code == 127
+    assert run(f"import sys; assert sys.version_info[:3] == {sys.version_info[:3]}").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "", "a\0b"])
+def test_names_of_files_stay_in_the_folder(name):
+    with pytest.raises(ValueError, match="no name of a file"):
+        run("", files={name: b""})
+
+
+@needs_sandbox
+def test_files_are_in_the_folder_and_may_be_changed():
+    source = "print(open('data/in.txt').read()); open('data/in.txt', 'w').write('new'); open('own', 'w').write('x')"
+    assert run(source, files={"data/in.txt": b"given"}).stdout == b"given\n"
+
+
+HANGS = """
+import asyncio
+from rewards.sandbox import Bubblewrap, Limits
+command = ["python3", "-c", "import time; time.sleep(600)", "orphan"]
+asyncio.run(Bubblewrap().run(command, limits=Limits(seconds=600)))
+"""
+USERS = {"this user": [sys.executable], "another": ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"]}
+
+
+@needs_sandbox
+@pytest.mark.parametrize("user", [*USERS][: 2 if os.getuid() == 0 else 1])
+def test_a_sandbox_ends_with_the_process_that_began_it(user):
+    command = [*USERS[user], *([] if user == "this user" else [SYSTEM_PYTHON]), "-B", "-c", HANGS]
+    ours = subprocess.Popen(command, cwd=ROOT)
+    wait_until(lambda: len(leftovers("orphan")) >= 3)  # bwrap, the first process inside, and the code
+    ours.kill()
+    ours.wait()
+    wait_until(lambda: not leftovers("orphan"))
+
+
+COLLECTS = """
+import asyncio, ctypes, os
+from rewards.sandbox import Bubblewrap, Limits
+PR_SET_CHILD_SUBREAPER = 36
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+child = "import os, time\\nif os.fork() == 0: time.sleep(600)\\nprint(1)"
+async def run():
+    for code, limits in (("1", Limits()), (child, Limits()), ("while True: pass", Limits(seconds=0.3))):
+        await Bubblewrap().run(["python3", "-c", code], limits=limits)
+    starting = asyncio.create_task(Bubblewrap().open(["sleep", "600"]))
+    await asyncio.sleep(0.001)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+asyncio.run(run())
+try:
+    print(os.waitpid(-1, os.WNOHANG))
+except ChildProcessError:
+    print("nobody is left")
+"""
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_no_process_is_left_for_others_to_collect():
+    done = subprocess.run([sys.executable, "-c", COLLECTS], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("nobody is left\n", "")
+
+
+@needs_sandbox
+def test_a_sandbox_is_among_the_processes_that_a_runs_guardian_ends(monkeypatch, tmp_path):
+    monkeypatch.setenv(guardian.MARK, str(tmp_path))
+
+    async def look() -> tuple[set[int], str]:
+        box = await Bubblewrap().open(["sh", "-c", "cat; env"])  # it lives until `finish` closes its input
+        found = guardian.find_processes(tmp_path)
+        return found, (await box.finish(b"")).stdout.decode()
+
+    found, environment = asyncio.run(look())
+    assert found and guardian.MARK not in environment
+
+
+@needs_sandbox
+def test_a_run_that_is_cancelled_leaves_nothing():
+    async def cancel() -> None:
+        command = ["python3", "-c", "import time; time.sleep(600)", "cancelled"]
+        task = asyncio.create_task(Bubblewrap().run(command, limits=Limits(seconds=600)))
+        while len(leftovers("cancelled")) < 3:
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    handles = len(os.listdir("/proc/self/fd"))
+    asyncio.run(cancel())
+    wait_until(lambda: not leftovers("cancelled"))
+    assert len(os.listdir("/proc/self/fd")) == handles
+
+
+def wait_until(done: Any) -> None:
+    import time
+
+    until = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def check_many(n: int) -> None:
+    """Run code `n` times, some of it hostile, and look at what is left."""
+    bad = (
+        "import os, time\nos.fork()\nopen('x', 'w').write('y' * 10**6)\nprint('z' * 10**5, flush=True)\ntime.sleep(600)"
+    )
+    sources = ["print(1)", bad, "raise SystemExit(3)", "import os; os.fork(); os.setsid(); print(1)"]
+
+    async def work() -> list[Ran]:
+        places = asyncio.Semaphore(4)
+
+        async def one(i: int) -> Ran:
+            async with places:
+                files = {"main.py": sources[i % 4].encode()}
+                limits = Limits(seconds=0.4 if i % 4 == 1 else 60, output_bytes=10**4)
+                return await Bubblewrap().run(["python3", "main.py", "one-of-many"], files=files, limits=limits)
+
+        return await asyncio.gather(*map(one, range(n)))
+
+    def state() -> tuple[int, set[str], set[str]]:
+        return len(os.listdir("/proc/self/fd")), set(os.listdir("/tmp")), set(os.listdir("/dev/shm"))
+
+    handles, files, shared = state()
+    done = asyncio.run(work())
+    assert {ran.exit_code for ran in done[::4]} == {0} and {ran.exit_code for ran in done[2::4]} == {3}
+    assert {ran.killed_for for ran in done[1::4]} <= {"time", "output"}
+    wait_until(lambda: not leftovers("one-of-many"))
+    assert state()[0] == handles
+    assert not [name for name in (state()[1] - files) | (state()[2] - shared) if "work" in name or "sandbox" in name]
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_a_hundred_runs_leave_nothing():
+    check_many(100)
+
+
+@needs_sandbox
+@pytest.mark.verify
+def test_a_thousand_runs_leave_nothing():
+    check_many(1000)
+
+
+def test_without_bubblewrap_a_run_is_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match=r"not installed: `apt install bubblewrap`.*never run without a sandbox"):
+        check_sandbox("bubblewrap")
+    with pytest.raises(SandboxUnavailable):
+        run("print(1)")
+
+
+def test_a_bubblewrap_that_may_not_make_namespaces_is_told_from_code_that_fails(monkeypatch, tmp_path):
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxUnavailable, match="No permissions to create"):
+        run("print(1)")
+    with pytest.raises(UserError, match=r"cannot make a sandbox here .*No permissions.*allow user namespaces"):
+        check_sandbox("bubblewrap")
+
+
+@pytest.mark.parametrize("name", ["docker", "none", "", "ftp://x"])
+def test_there_is_no_other_sandbox(name):
+    with pytest.raises(UserError, match="neither bubblewrap nor the address of a server"):
+        make_sandbox(name)
+
+
+def test_a_processor_without_known_calls_is_refused():
+    assert len(seccomp.make_filter("x86_64")) % 8 == 0 and len(seccomp.make_filter("aarch64")) % 8 == 0
+    with pytest.raises(SandboxUnavailable, match="this machine is riscv64"):
+        seccomp.make_filter("riscv64")
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_a_session_remembers_and_a_piece_that_hangs_costs_its_names():
+    async def talk() -> list[str]:
+        session = PythonSession(Limits(seconds=1.0))
+        pieces = ["x = 6", "x * 7", "print('a'); 1/0", "import os; os.system('echo b')", "while True: pass", "x"]
+        try:
+            said = [await session.run(piece) for piece in pieces]
+            said.append(await session.run("import os; os._exit(0)"))
+            return [*said, await session.run("'y' * 10**6"), await session.run("f'{1+1}'")]
+        finally:
+            await session.close()
+            await session.close()
+
+    empty, value, error, child, hung, gone, ended, long, last = asyncio.run(talk())
+    assert (empty, value, child, last) == ("", "42\n", "b\n0\n", "'2'\n")
+    assert error.startswith("a\n") and error.endswith("ZeroDivisionError: division by zero\n")
+    assert "it took longer than 1 s; the next piece begins a new one" in hung
+    assert "NameError: name 'x' is not defined" in gone
+    assert "its process ended" in ended
+    assert "bytes are left out" in long and len(long) < 21_000

@@ -1,0 +1,337 @@
+"""Agents in processes of their own: what they return, how they fail, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.rollout_schema import AgentConfig, RewardConfig, RolloutConfig
+from core.errors import UserError
+from core.types.samples import Prompt, Sample
+from data_feeds.chat.tokenizer import ChatTokenizer
+from rewards import resolve_reward
+from rewards.pool import RewardPool
+from rewards.several import one_reward
+from rollouts.agents.launcher import name_failure
+from rollouts.agents.processes import AgentProcesses, check_agent
+from rollouts.agents.task import AgentPlan
+from rollouts.registry import resolve_agent
+from rollouts.stops import Stops
+from rollouts.worker import RolloutWorker
+from unit_tests.helpers.chat_families import load_family
+from unit_tests.helpers.scripted_policy import Policy
+
+MARK = f"{os.getpid()}.{time.monotonic_ns() % 10**6:06d}"
+"""What nobody else's processes have; also a number of seconds for `sleep`."""
+PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "Which?"}], answer="secret", extra={"level": 3})
+ASK = """
+import json, os, subprocess, sys, time, urllib.request
+
+def ask(task, messages, **more):
+    body = json.dumps({"model": task.model, "messages": messages, **more}).encode()
+    headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(task.base_url + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+"""
+
+
+@pytest.fixture(scope="module")
+def qwen(tiny_path, tmp_path_factory) -> ChatTokenizer:
+    return load_family(tiny_path, tmp_path_factory.mktemp("family"), "qwen2.5")
+
+
+def write_agent(folder: Path, text: str) -> AgentPlan:
+    file = folder / "my_agent.py"
+    file.write_text(ASK + textwrap.dedent(text))
+    return resolve_agent(AgentConfig(file=str(file)))
+
+
+@pytest.fixture(autouse=True)
+def _marked(monkeypatch):
+    monkeypatch.setenv("TEST_OF_AGENTS", MARK)
+
+
+def play(
+    plan: AgentPlan, policy: Policy, *, size: int = 1, agent_timeout_s: float = 50.0, prompt: Prompt = PROMPT
+) -> list[Sample]:
+    """Return the samples of one group, after all processes are gone."""
+
+    async def run() -> list[Sample]:
+        pool = RewardPool(one_reward(resolve_reward("environment"), {}), 1, 30.0)
+        engine: Any = policy
+        engine.close = lambda: asyncio.sleep(0)
+        worker = RolloutWorker(
+            engine,
+            policy.tokenizer,
+            lambda prompt: pytest.fail("an agent takes the place of an environment"),
+            pool,
+            reward=RewardConfig(fn="environment", weights={"solved": 2.0}),
+            rollout=RolloutConfig(max_new_tokens=600, max_turns=8, timeout_s=60),
+            seed=11,
+            stops=Stops(policy.tokenizer, [], []),
+            max_prompt_tokens=400,
+            agents=AgentProcesses(plan),
+        )
+        assert worker.agents is not None
+        worker.agents.timeout_s = agent_timeout_s
+        try:
+            group = await worker.generate_group(4, prompt, size)
+            assert group is not None, "the whole group timed out"
+            return group
+        finally:
+            await worker.close()
+
+    samples = asyncio.run(run())
+    assert not find_processes("rollouts.agents.launcher"), "an agent, or the process that starts them, is left"
+    return samples
+
+
+def find_processes(words: str) -> list[str]:
+    """Commands of this test's processes that hold these words: they inherited its mark, or the words are its own."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            marks = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        is_own = f"TEST_OF_AGENTS={MARK}".encode() in marks or MARK in words
+        if words in command and state != "Z" and is_own:
+            found.append(command)
+    return found
+
+
+def test_an_agent_asks_and_returns_its_rewards(qwen, tmp_path):
+    plan = write_agent(
+        tmp_path,
+        """
+        async def run(task):
+            assert not hasattr(task, "answer") and "secret" not in repr(task)
+            assert os.environ["OPENAI_API_KEY"] == task.api_key and task.extra == {"level": 3}
+            said = ask(task, task.messages)
+            more = ask(task, [*task.messages, said, {"role": "user", "content": "More?"}])
+            return {"solved": float(more["content"] == "Eight."), "seed": task.seed % 7}
+        """,
+    )
+    policy = Policy(qwen, ["Seven.", "Eight."])
+    [sample] = play(plan, policy)
+    assert sample.failure == "" and sample.reward == 2.0
+    assert sample.reward_parts == {"solved": 1.0, "seed": sample.reward_parts["seed"], "replies": 2.0}
+    assert sample.episode == 0 and sample.turn_numbers == (0, 1) and sample.stop == "eos"
+    assert qwen.hf.decode(sample.token_ids[: sample.turns[0][0]]).endswith("assistant\n")
+    assert [m["content"] for m in sample.transcript] == ["Seven.", "More?", "Eight."]
+    assert sample.counts["turns"] == 2 and sample.counts["assistant/repeated"] == 1
+
+
+def test_branches_of_an_episode_have_its_reward_and_its_number(qwen, tmp_path):
+    plan = write_agent(
+        tmp_path,
+        """
+        def run(task):
+            first = ask(task, task.messages)
+            for words in ("a", "b"):
+                ask(task, [*task.messages, first, {"role": "user", "content": words}])
+            return {"solved": 0.5}
+        """,
+    )
+    policy = Policy(qwen, lambda context: f"It is {len(context)}.")
+    group = play(plan, policy, size=2)
+    assert [sample.episode for sample in group] == [0, 0, 1, 1]
+    assert all(sample.reward == 1.0 and not sample.failure for sample in group)
+    assert sum(sample.n_sampled for sample in group) == sum(len(ids) for _, ids in policy.log)
+    first, second = group[:2]
+    begin, end = first.turns[0]
+    assert second.token_ids[begin:end].tolist() == first.token_ids[begin:end].tolist()
+    assert not second.action_mask[:end].any() and len(second.turns) == 1
+    assert first.counts and not second.counts, "an episode is counted once"
+
+
+FAILURES = {
+    "raises": ("def run(task):\n    raise KeyError('map')", r"KeyError: 'map' \(my_agent.py, line \d+\)"),
+    "exits": ("def run(task):\n    sys.exit(3)", r"ended its process by sys.exit\(3\)"),
+    "dies": ("def run(task):\n    os.kill(os.getpid(), 9)", "the agent's process was killed by SIGKILL"),
+    "ends": ("def run(task):\n    os._exit(0)", "ended its process before run"),
+    "nonsense": ("def run(task):\n    ask(task, task.messages)\n    return 'well done'", "must return a dict"),
+    "not a number": (
+        "def run(task):\n    ask(task, task.messages)\n    return {'solved': float('nan')}",
+        "must return numbers up to",
+    ),
+    "asks nothing": ("def run(task):\n    return {'solved': 1.0}", "ended without a reply of the policy"),
+    "wrong key": (
+        "def run(task):\n    object.__setattr__(task, 'api_key', 'x')\n    ask(task, task.messages)",
+        "HTTP Error 401",
+    ),
+    "wrong model": (
+        "def run(task):\n    object.__setattr__(task, 'model', 'x')\n    ask(task, task.messages)",
+        "HTTP Error 404",
+    ),
+    "floods": (
+        "def run(task):\n    while True:\n        try:\n            ask(task, task.messages, n=2)\n"
+        "        except OSError:\n            pass",
+        "100 requests that were refused, the last because: n is 2",
+    ),
+}
+
+
+def test_a_harness_that_fails_fails_its_sample_and_no_other(qwen, tmp_path):
+    """All in one group: each episode takes the next way to fail, and one takes none."""
+    ways = [
+        *(text for text, _ in FAILURES.values()),
+        "def run(task):\n    ask(task, task.messages)\n    return {'solved': 1}",
+    ]
+    functions = [text.replace("def run(", f"def run_{i}(") for i, text in enumerate(ways)]
+    choose = f"""
+def run(task):
+    for i in range({len(ways)}):
+        try:
+            os.mkdir({str(tmp_path)!r} + f"/{{i}}")
+        except FileExistsError:
+            continue
+        return globals()[f"run_{{i}}"](task)
+"""
+    group = play(
+        write_agent(tmp_path, "\n\n".join([*functions, choose])), Policy(qwen, lambda _: "Seven."), size=len(ways)
+    )
+    failures = [sample.failure for sample in group]
+    for name, (_, words) in FAILURES.items():
+        found = [failure for failure in failures if re.search(words, failure)]
+        assert len(found) == 1, (name, failures)
+        assert "\n" not in found[0] and "feynrl-" not in found[0], "one sentence, and no key in it"
+    assert sorted(sample.reward is None for sample in group) == [False] + [True] * len(FAILURES)
+    assert all(not sample.loss_mask.any() and not sample.reward_parts for sample in group if sample.failure)
+
+
+def test_a_harness_that_hangs_is_killed_with_all_that_it_has_started(qwen, tmp_path):
+    plan = write_agent(
+        tmp_path,
+        f"""
+        def run(task):
+            subprocess.Popen(["sleep", "1{MARK}"])
+            subprocess.Popen(["sleep", "2{MARK}"], start_new_session=True)
+            while True:
+                time.sleep(60)
+        """,
+    )
+    started = time.monotonic()
+    [sample] = play(plan, Policy(qwen, ["Seven."]), agent_timeout_s=1.5)
+    assert sample.failure == "the agent has not ended after 1.5 s (see rollout.timeout_s)"
+    assert sample.reward is None and not sample.loss_mask.any()
+    assert time.monotonic() - started < 60
+    assert not find_processes(f"sleep 1{MARK}") and not find_processes(f"sleep 2{MARK}")
+
+
+def test_an_agent_that_ends_leaves_nothing_it_has_started(qwen, tmp_path):
+    plan = write_agent(
+        tmp_path,
+        f"""
+        def run(task):
+            ask(task, task.messages)
+            import threading
+            threading.Thread(target=time.sleep, args=(600,)).start()
+            subprocess.Popen(["sleep", "3{MARK}"], start_new_session=True)
+            subprocess.Popen(["sleep", "4{MARK}"], start_new_session=True, env=dict(PATH=os.environ["PATH"]))
+            return dict(solved=1)
+        """,
+    )
+    [sample] = play(plan, Policy(qwen, ["Seven."]))
+    assert sample.reward == 2.0
+    assert not find_processes(f"sleep 3{MARK}") and not find_processes(f"sleep 4{MARK}")
+
+
+def test_an_import_that_starts_threads_gets_a_fresh_interpreter_per_episode(qwen, tmp_path):
+    plan = write_agent(
+        tmp_path,
+        """
+        import threading
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+        def run(task):
+            ask(task, task.messages)
+            return {"solved": float(threading.active_count())}
+        """,
+    )
+    [sample] = play(plan, Policy(qwen, ["Seven."]))
+    assert sample.reward_parts["solved"] == 2.0, "the thread runs there"
+
+
+COMMAND = """
+import sys, os
+task = json.load(sys.stdin)
+assert task["base_url"] == os.environ["OPENAI_BASE_URL"] and "answer" not in task
+print("what a harness prints is its own")
+from types import SimpleNamespace
+said = ask(SimpleNamespace(**task), task["messages"])
+mode = sys.argv[1]
+if mode == "fails":
+    print("it hurts", file=sys.stderr)
+    sys.exit(5)
+with os.fdopen(3, "w") as file:
+    file.write({"good": json.dumps({"solved": 0.25}), "nonsense": "good", "silent": "", "list": "[1]"}[mode])
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "failure"),
+    [
+        ("good", ""),
+        ("fails", "the agent's process exited with code 5: it hurts"),
+        ("nonsense", "the agent wrote 'good' to file descriptor 3, where one line such as"),
+        ("silent", "the agent wrote nothing to file descriptor 3"),
+        ("list", "the agent must return a dict of named numbers, it returned [1]"),
+    ],
+)
+def test_a_command_gets_its_task_as_json_and_returns_a_line(qwen, tmp_path, mode, failure):
+    script = tmp_path / "harness.py"
+    script.write_text(ASK + COMMAND)
+    plan = resolve_agent(AgentConfig(command=[sys.executable, str(script), mode]))
+    [sample] = play(plan, Policy(qwen, ["Seven."]))
+    assert sample.failure.startswith(failure) and bool(sample.failure) == bool(failure)
+    assert sample.reward == (0.5 if mode == "good" else None)
+
+
+BROKEN = {
+    "no run": ("x = 1", "must define a function run"),
+    "no syntax": ("def run(task)", "cannot be imported"),
+    "ends the process": ("import os\nos._exit(3)", "ended the process that imported it"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_agent_that_cannot_be_used_is_refused_before_the_run(tmp_path, name):
+    file = tmp_path / "my_agent.py"
+    file.write_text(BROKEN[name][0])
+    with pytest.raises(UserError, match=BROKEN[name][1]):
+        check_agent(resolve_agent(AgentConfig(file=str(file))))
+    assert not find_processes("rollouts.agents.launcher")
+
+
+def test_a_program_that_is_not_there_is_refused():
+    with pytest.raises(UserError, match=r"rollout\.agent\.command: there is no program no_such"):
+        resolve_agent(AgentConfig(command=["no_such"]))
+    with pytest.raises(UserError, match=r"rollout\.agent\.file: there is no file"):
+        resolve_agent(AgentConfig(file="no_such.py"))
+
+
+def test_a_row_that_json_cannot_hold_names_itself(qwen, tmp_path):
+    plan = write_agent(tmp_path, "def run(task):\n    return {}")
+    with pytest.raises(UserError, match="row p: a column cannot be given to an agent as JSON"):
+        play(plan, Policy(qwen, []), prompt=replace(PROMPT, extra={"when": {1, 2}}))
+
+
+def test_an_error_of_several_tasks_is_named_by_the_first():
+    try:
+        raise ExceptionGroup("two", [ValueError("inner"), KeyError("x")])
+    except ExceptionGroup as group:
+        assert name_failure(group, __file__).startswith("ValueError: inner")

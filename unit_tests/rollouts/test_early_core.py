@@ -1,0 +1,135 @@
+"""vLLM's processes, which begin in an order of our own: none outlives its parent, and the death of each is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from core.cluster.guardian import MARK
+from core.errors import ProcessDied
+from rollouts.engines.base import EngineConfig
+from rollouts.engines.vllm import VllmEngine
+from rollouts.engines.vllm_support.sockets import VARIABLE
+from unit_tests.helpers.examples import children_named
+from unit_tests.rollouts.test_vllm_engine import PROMPT, save
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+class Own(VllmEngine):
+    """An engine of a user's, with a constructor of its own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(replace(config, max_model_len=128))
+
+
+def config_of(folder: Path) -> EngineConfig:
+    return EngineConfig(
+        model_path=str(folder),
+        dtype="float32",
+        temperature=1.0,
+        max_model_len=256,
+        stop_token_ids=(),
+        kv_cache_gib=0.1,
+        timeout_s=60.0,
+    )
+
+
+@pytest.mark.parametrize(("victim", "ranks"), [("EngineCor", 1), ("EngineCor", 2), ("Worker", 2)])
+def test_the_death_of_a_process_is_noticed_and_the_others_end(victim: str, ranks: int, tmp_path: Path) -> None:
+    save("qwen2-tied", tmp_path, seed=0)
+    config = replace(config_of(tmp_path), tensor_parallel_size=ranks)
+
+    async def body() -> list[psutil.Process]:
+        begun = Own.begin(config)
+        before = os.environ["LD_PRELOAD"]
+        engine = begun(config)
+        assert os.environ["LD_PRELOAD"] == before and "libgomp" in before, "vLLM adds to it too late"
+        [core], workers = children_named("VLLM::EngineCor"), children_named("VLLM::Worker")
+        assert len(workers) == (0 if ranks == 1 else ranks), "a single worker computes in EngineCore"
+        assert core.ppid() == os.getpid() and {worker.ppid() for worker in workers} <= {core.pid}
+        await engine.generate(PROMPT[:8], max_new_tokens=2, seed=0)
+        children_named(f"VLLM::{victim}")[0].kill()
+        with pytest.raises(ProcessDied):
+            await engine.generate(PROMPT[:8], max_new_tokens=64, seed=0)
+            await engine.read_fingerprint()
+        await engine.close()
+        return [core, *workers]
+
+    _, alive = psutil.wait_procs(asyncio.run(body()), timeout=15)
+    assert not alive
+
+
+OUTSIDE = """
+import asyncio, os, tempfile
+from pathlib import Path
+from rollouts.engines.base import EngineConfig
+from rollouts.engines.vllm import VllmEngine
+
+async def main():
+    engine = VllmEngine(EngineConfig(model_path={model!r}, dtype="float32", temperature=1.0, max_model_len=256,
+                                     stop_token_ids=(), kv_cache_gib=0.1))
+    print(*(path for path in Path(tempfile.gettempdir()).rglob("*") if path.is_socket()))
+    await engine.close()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_an_engine_outside_of_a_run_leaves_no_sockets(tmp_path: Path, tmp_path_factory) -> None:
+    save("qwen2-tied", tmp_path, seed=0)
+    (tmp_path / "outside.py").write_text(OUTSIDE.format(model=str(tmp_path)))
+    own = tmp_path_factory.mktemp("t")  # a socket's path is short
+    environment = {name: value for name, value in os.environ.items() if name not in (MARK, VARIABLE)}
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(own)}
+    command = [sys.executable, str(tmp_path / "outside.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    there = done.stdout.split()
+    assert len(there) >= 2 and {Path(path).parent.parent for path in there} == {own}, done.stdout
+    assert [path for path in own.rglob("*") if path.is_socket() or path.name.startswith("vllm-")] == []
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[tuple[psutil.Popen, psutil.Process]]:
+    """A process that has begun an engine and makes none, and its early core."""
+    (tmp_path / "begin.py").write_text(
+        textwrap.dedent("""
+            import time
+            from rollouts.engines.vllm_support.early_core import EarlyCore
+            if __name__ == "__main__":
+                core = EarlyCore()
+                print(core.pid, flush=True)
+                time.sleep(600)
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(tmp_path / "begin.py")]
+    parent = psutil.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    yield parent, psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+
+
+def test_a_core_without_work_ends_with_its_parent(waiting: tuple[psutil.Popen, psutil.Process]) -> None:
+    parent, core = waiting
+    parent.kill()
+    _, alive = psutil.wait_procs([core], timeout=60)
+    assert not alive
+
+
+def test_settings_that_vllm_refuses_leave_no_process(tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(Exception, match="config"):
+        VllmEngine(config_of(tmp_path))  # a folder without a model
+    _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=60)
+    assert not [process for process in alive if "resource_tracker" not in " ".join(process.cmdline())]

@@ -1,0 +1,297 @@
+"""A scripted conversation: who said what, and who gets trained on it."""
+
+import asyncio
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from core.errors import RunStopped, UserError
+from core.types.samples import Prompt, make_sample
+from data_feeds.chat.tool_parsing import ParsedReply
+from rollouts.engines.base import Completion
+from rollouts.envs.base import Env
+from rollouts.envs.calculator import Calculator
+from rollouts.episode import EpisodeRules, make_seed, run_episode
+
+PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1 2"}])
+
+
+class Words:
+    """Token id k is the word "k"."""
+
+    pictures = None
+
+    def render(self, messages, tools=()):
+        return [int(w) for m in messages for w in m["content"].split()]
+
+    def render_turns(self, reply, answers, tools=()):
+        return self.render(answers)
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+class Scripted:
+    """Says each reply in turn; the version goes up between turns, as if weights landed in mid-episode."""
+
+    def __init__(self, *replies, stop="eos"):
+        self.replies, self.stop, self.version, self.asked = list(replies), stop, 7, []
+
+    async def generate(self, token_ids, *, max_new_tokens, seed):
+        self.asked.append((token_ids, max_new_tokens, seed))
+        ids = self.replies.pop(0)
+        self.version += 1
+        n = len(ids)
+        return Completion(token_ids=ids, logp=[-0.5] * n, versions=[self.version - 1] * n, stop=self.stop)
+
+
+class Tool(Env):
+    """Answers a reply that begins with 3, and ends the episode on anything else."""
+
+    def __init__(self, prompt=None, answer="9 9"):
+        self.answer = answer
+
+    async def step(self, reply):
+        said = reply.message["content"]
+        if said.startswith("4"):
+            raise OSError("the tool broke")
+        return [{"role": "tool", "content": self.answer}] if said.startswith("3") else None
+
+
+def play_all(engine, *, env=None, max_turns=3, max_new_tokens=10, timeout_s=60.0, prompt=PROMPT, **rules):
+    """Every player's sample and messages."""
+    rules = EpisodeRules(
+        seed_of_turn=lambda turn: 100 + turn,
+        max_new_tokens=max_new_tokens,
+        max_turns=max_turns,
+        timeout_s=timeout_s,
+        **rules,
+    )
+    played = asyncio.run(run_episode(engine, lambda prompt: env or Tool(), prompt, Words(), rules))
+    return [(one.sample, one.messages) for one in played]
+
+
+def play(engine, **how):
+    [only] = play_all(engine, **how)
+    return only
+
+
+def said(text):
+    """A reply as an environment gets it."""
+    return ParsedReply(message={"role": "assistant", "content": text})
+
+
+def test_only_what_the_policy_said_is_learnt():
+    sample, messages = play(Scripted([3, 4], [5]))
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 9, 9, 5]
+    assert sample.action_mask.tolist() == [False, False, True, True, False, False, True]
+    assert sample.rollout_logp.tolist() == [0, 0, -0.5, -0.5, 0, 0, -0.5]
+    assert sample.versions.tolist() == [-1, -1, 7, 7, -1, -1, 8], "every token knows the policy that sampled it"
+    assert [m["role"] for m in messages] == ["assistant", "tool", "assistant"]
+    assert sample.turns == ((2, 4), (6, 7)) and sample.transcript == messages
+    assert sample.stop == "eos"
+    assert sample.completion == "3 4 9 9 5", "what follows the prompt, as text"
+
+
+def test_the_engine_continues_its_own_tokens_and_the_budget_is_for_the_episode():
+    engine = Scripted([3, 4], [5])
+    play(engine)
+    # 10 new tokens in all: 2 spoken and 2 observed leave 6
+    assert engine.asked == [([1, 2], 10, 100), ([1, 2, 3, 4, 9, 9], 6, 101)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "turns", "budget", "stop"),
+    [
+        (Scripted([3], [3]), 2, 10, "turns"),
+        (Scripted([3], stop="length"), 2, 10, "length"),
+        (Scripted([3]), 2, 3, "length"),  # the tool's answer would use the budget up
+    ],
+)
+def test_why_it_stopped(engine, turns, budget, stop):
+    sample, messages = play(engine, max_turns=turns, max_new_tokens=budget)
+    assert sample.stop == stop
+    assert messages[-1]["role"] == "assistant", "a reward that reads the last message reads the policy's"
+    assert sample.action_mask[-1], "nothing is observed that is not answered"
+
+
+def test_an_environment_that_raises_fails_its_sample():
+    sample, _ = play(Scripted([4]))
+    assert sample.failure.startswith("OSError: the tool broke (test_episode.py, line")
+    assert not any(sample.loss_mask)
+
+
+def test_the_calculator_answers_once_and_counts():
+    env = Calculator(PROMPT)
+    assert asyncio.run(env.step(said("12*3 = ?"))) == [{"role": "user", "content": "36"}]
+    assert asyncio.run(env.step(said("I want to know\n2 + 3*4 = ?")))[0]["content"] == "14"
+    assert asyncio.run(env.step(said("__import__('os') = ?")))[0]["content"].startswith("error")
+    assert asyncio.run(env.step(said("36"))) is None
+    assert asyncio.run(env.step(said("9-3 = ?")))[0]["content"] == "6"
+    assert env.scores()["calculator_calls"] == 4
+
+
+def test_seeds_tell_runs_tickets_siblings_and_turns_apart():
+    seeds = {make_seed(r, t, s, u) for r in range(3) for t in range(4) for s in range(4) for u in range(3)}
+    assert len(seeds) == 3 * 4 * 4 * 3
+    assert all(0 <= s < 2**63 for s in seeds)
+    assert make_seed(1, 2, 3, 4) == make_seed(1, 2, 3, 4)
+
+
+def test_a_sample_whose_lists_disagree_cannot_be_made():
+    with pytest.raises(UserError, match="one length"):
+        make_sample(prompt=PROMPT, token_ids=[1, 2], action_mask=[True], rollout_logp=[0.0, 0.0], versions=[0, 0])
+
+
+class Blocks(Tool):
+    async def step(self, reply):
+        await asyncio.sleep(0)
+        while True:  # an event loop hears of no deadline here
+            pass
+
+
+class Waits(Tool):
+    """Awaits what succeeds and what fails, as an environment with a sandbox does."""
+
+    async def step(self, reply):
+        await asyncio.sleep(0.01)
+        try:
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(60)
+        except TimeoutError:
+            return [{"role": "tool", "content": await asyncio.to_thread(lambda: "9 9")}]
+
+
+def test_an_environment_that_blocks_the_process_ends_the_run_with_its_line():
+    with pytest.raises(RunStopped, match=r"rollout.timeout_s=0.2 .*test_episode.py, line \d+\): await what"):
+        play(Scripted([3]), env=Blocks(), timeout_s=0.2)
+
+
+def test_an_environment_may_wait_longer_than_it_may_block():
+    sample, messages = play(Scripted([3], [5]), env=Waits(), max_turns=2, timeout_s=5.0)
+    assert [m["content"] for m in messages] == ["3", "9 9", "5"] and not sample.failure
+
+
+class Plain(Tool):
+    def step(self, reply):
+        return None
+
+
+def test_a_step_that_is_no_coroutine_fails_its_sample_and_says_so():
+    sample, _ = play(Scripted([3]), env=Plain())
+    assert "must be defined by `async def`" in sample.failure
+
+
+IMPOSSIBLE = {
+    "too long": ({"token_ids": [3] * 11, "logp": [-1.0] * 11, "versions": [0] * 11}, "11 tokens where 1 to 10"),
+    "none": ({"token_ids": [], "logp": [], "versions": []}, "0 tokens where 1 to 10"),
+    "two lengths": ({"logp": [-1.0, -1.0]}, "1 tokens with 2 log-probabilities and 1 versions"),
+    "above 0": ({"logp": [0.5]}, "the log-probability 0.5"),
+    "nan": ({"logp": [float("nan")]}, "the log-probability nan"),
+    "a negative id": ({"token_ids": [-1]}, "the token ids"),
+    "no such reason": ({"stop": "tired"}, "the stop reason 'tired'"),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_impossible_completion_stops_the_run(name):
+    changes, words = IMPOSSIBLE[name]
+
+    class Engine(Scripted):
+        async def generate(self, token_ids, *, max_new_tokens, seed):
+            return replace(await super().generate(token_ids, max_new_tokens=max_new_tokens, seed=seed), **changes)
+
+    with pytest.raises(RunStopped, match=f"returned {re.escape(words)}"):
+        play(Engine([3]))
+
+
+BAD_ANSWERS = {
+    "more": "must return None or a list of messages",
+    5: "must return None or a list of messages",
+    '{"role": "user", "content": "1"}': "one message alone: return [message]",
+    '[{"role": "user"}]': "messages with role and content",
+    '[{"role": "user", "content": 3}]': "messages whose content is text",
+    '[{"role": "teacher", "content": "1"}]': "answered as 'teacher', which is none of",
+    '[{"role": "user", "content": "1", "mood": "good"}]': "a message with 'mood', which no message has",
+    "[]": "returned no message: return None",
+}
+
+
+@pytest.mark.parametrize("answer", BAD_ANSWERS, ids=str)
+def test_an_answer_that_is_no_list_of_messages_fails_its_sample(answer):
+    class Says(Tool):
+        async def step(self, reply):
+            return json.loads(answer) if isinstance(answer, str) and answer[0] in "[{" else answer
+
+    sample, _ = play(Scripted([3]), env=Says())
+    assert "Env.step()" in sample.failure and BAD_ANSWERS[answer] in sample.failure
+    assert sample.reward_parts == {}
+
+
+class Opens(Tool):
+    """Shows something before the first reply, and notes that it was closed."""
+
+    closed = 0
+
+    async def open(self):
+        return [{"role": "user", "content": "8 8"}]
+
+    async def close(self):
+        self.closed += 1
+
+
+def test_an_environment_may_speak_first():
+    env = Opens()
+    engine = Scripted([3], [5])
+    sample, _ = play(engine, env=env)
+    assert engine.asked[0][0] == [1, 2, 8, 8] and env.closed == 1
+    assert sample.prompt.messages == [*PROMPT.messages, {"role": "user", "content": "8 8"}]
+    with pytest.raises(UserError, match=r"data.max_prompt_tokens=3: the prompt p has 4 tokens with what the env"):
+        play(Scripted([5]), env=env, max_prompt_tokens=3)
+    assert env.closed == 2, "after an error too"
+
+
+@pytest.mark.parametrize("method", ["open", "close", "scores", "counts", "turn_scores"])
+def test_a_method_that_raises_fails_the_sample(method):
+    def broken(self, *args):
+        raise OSError("no more disk")
+
+    async def broken_later(self):
+        raise OSError("no more disk")
+
+    env = type("Broken", (Tool,), {method: broken_later if method in ("open", "close") else broken})()
+    sample, _ = play(Scripted([5]), env=env)
+    assert sample.failure.startswith("OSError: no more disk") and sample.reward_parts == {}
+    assert sample.n_sampled == (0 if method == "open" else 1)
+
+
+class Duel(Tool):
+    """Two players in turn; each is shown what the other said."""
+
+    async def open(self):
+        return [{"role": "user", "content": "7"}]
+
+    async def step(self, reply):
+        if reply.message["content"] == "6":
+            return None
+        self.player = 1 - self.player
+        return [{"role": "user", "content": reply.message["content"]}]
+
+    def scores_of(self, player):
+        return {"won": float(player)}
+
+    def turn_scores(self, player):
+        return [{"won": 0.0}, {"won": 1.0}] if player else []
+
+
+def test_each_player_of_a_game_has_a_sample_of_its_own():
+    engine = Scripted([3], [4], [5], [6])
+    (first, _), (second, _) = play_all(engine, env=Duel(), max_turns=9)
+    assert [asked for asked, _, _ in engine.asked] == [[1, 2, 7], [1, 2, 3], [1, 2, 7, 3, 4], [1, 2, 3, 4, 5]]
+    assert first.token_ids.tolist() == [1, 2, 7, 3, 4, 5] and first.turns == ((3, 4), (5, 6))
+    assert second.token_ids.tolist() == [1, 2, 3, 4, 5, 6] and second.turns == ((3, 4), (5, 6))
+    assert (first.reward_parts, second.reward_parts) == ({"won": 0.0}, {"won": 1.0})
+    assert (first.counts, second.counts) == ({"turns": 4.0}, {}), "an episode is counted once"
+    assert first.episode is None and second.episode is None, "they have rewards of their own"

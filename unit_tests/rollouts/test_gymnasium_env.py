@@ -1,0 +1,186 @@
+"""Environments of gymnasium as conversations."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from core.errors import UserError
+from core.types.messages import Message
+from core.types.samples import Prompt
+from rollouts.envs.gymnasium import BadAction, Gymnasium, describe_actions, read_action
+from rollouts.registry import load_env_class, resolve_env
+from unit_tests.rollouts.test_episode import said
+
+
+def prompt_of(**extra) -> Prompt:
+    return Prompt(id="row", messages=[{"role": "user", "content": "play"}], extra=extra)
+
+
+def test_without_the_package_it_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    env = load_env_class(resolve_env("gymnasium"))(prompt_of(gym="FrozenLake-v1"))
+    with pytest.raises(UserError, match="the package gymnasium is not installed: pip install"):
+        asyncio.run(env.open())
+
+
+LAKE = {"gym": "FrozenLake-v1", "gym_args": {"is_slippery": False, "desc": ["SF", "FG"]}}
+
+
+def test_a_game_from_the_reset_to_the_goal():
+    async def play() -> Gymnasium:
+        env = Gymnasium(prompt_of(**LAKE))
+        [first] = await env.open()
+        assert first == {"role": "user", "content": "observation: 0\nactions: a whole number from 0 to 3"}
+        [lost] = await env.step(said("go up there")) or []
+        assert lost["content"] == "error: the action is a whole number from 0 to 3, found 0 numbers"
+        [wrong] = await env.step(said("7")) or []
+        assert wrong["content"] == "error: the action is a whole number from 0 to 3, found 7"
+        [right] = await env.step(said("I was at 0, so I go right: 2")) or []
+        assert right["content"] == "observation: 1\nreward: 0"
+        assert await env.step(said("1")) is None
+        await env.close()
+        return env
+
+    env = asyncio.run(play())
+    assert env.scores() == {"return": 1.0, "steps": 2.0, "invalid_actions": 2.0}
+    assert [scores["return"] for scores in env.turn_scores(0)] == [0, 0, 0, 1]
+
+
+def test_all_episodes_of_a_row_begin_alike():
+    def begin(**extra) -> str:
+        [first] = asyncio.run(Gymnasium(prompt_of(gym="CartPole-v1", **extra)).open())
+        return first["content"]
+
+    assert begin(gym_seed=3) == begin(gym_seed=3) != begin(gym_seed=4)
+    assert begin().startswith("observation: 0.")
+
+
+def test_actions_are_read_from_the_end_of_a_reply():
+    box = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    assert read_action("x = 3, so 0.5 and -1e-1", box).tolist() == pytest.approx([0.5, -0.1])
+    assert read_action("2 1", spaces.MultiDiscrete([3, 2])).tolist() == [2, 1]
+    assert read_action(" look ", spaces.Text(8)) == "look"
+    assert read_action("5", spaces.Discrete(2, start=4)) == 5
+    for reply, space in (("0.5", box), ("3 4", box), ("1.5", spaces.Discrete(2)), ("longer than that", spaces.Text(8))):
+        with pytest.raises(BadAction, match="the action is"):
+            read_action(reply, space)
+    with pytest.raises(UserError, match="actions of the kind Sequence are neither text nor numbers"):
+        describe_actions(spaces.Sequence(spaces.Discrete(2)))
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({}, "the row row must name an environment in its column gym"),
+        ({"gym": "NoSuchGame-v1"}, "the row row: NoSuchGame-v1: "),
+        ({"gym": "FrozenLake-v1", "gym_args": {"depth": 3}}, "the row row: FrozenLake-v1: TypeError"),
+    ],
+)
+def test_a_row_that_names_no_environment_is_one_sentence(extra, words):
+    with pytest.raises(UserError, match=words):
+        asyncio.run(Gymnasium(prompt_of(**extra)).open())
+
+
+class Slide(gymnasium.Env):
+    """A white bar on black, to be moved to the middle: what a policy sees is the picture alone."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 1}  # noqa: RUF012
+    observation_space = spaces.Box(0.0, 1.0, (1,), np.float64)
+    action_space = spaces.Box(-0.5, 0.5, (2,), np.float32)
+
+    def __init__(self, render_mode: str | None = None, *, colours: int = 3):
+        self.render_mode, self.colours = render_mode, colours
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.at = float(self.np_random.uniform(0, 1))
+        return np.array([self.at]), {}
+
+    def step(self, action):
+        assert action.dtype == np.float32
+        self.at = min(max(self.at + float(action[0]), 0.0), 1.0)
+        near = abs(self.at - 0.5) < 0.15
+        return np.array([self.at]), float(near), near, False, {}
+
+    def render(self):
+        assert self.render_mode == "rgb_array"
+        frame = np.zeros((8, 16, self.colours), np.uint8)
+        frame[:, round(15 * self.at)] = 255
+        return frame
+
+
+gymnasium.register("FeynRLSlide-v0", Slide)
+SEEN = {"gym": "FeynRLSlide-v0", "gym_seed": 3, "gym_observe": "picture", "gym_bins": 5}
+
+
+def find_bar(message: Message) -> int:
+    """Where the bar is, in what the policy sees."""
+    [part] = message["parts"]
+    assert part["type"] == "image" and message["content"] == ""
+    picture = part["image"]
+    assert (picture.width, picture.height) == (16, 8)
+    pixels = np.asarray(picture.open())
+    [column] = {*pixels.nonzero()[1].tolist()}
+    return column
+
+
+def test_a_policy_that_sees_plays_by_action_tokens():
+    async def play() -> Gymnasium:
+        env = Gymnasium(prompt_of(**SEEN))
+        [first] = await env.open()
+        at = find_bar(first)
+        [again] = await Gymnasium(prompt_of(**SEEN)).open()
+        assert again == first, "the picture of a state is the same to the byte"
+        for wrong in ("<act_4>", "<act_4><act_5>", "<act_4> up", "4 4", "<act_1><act_1><act_1>"):
+            [lost] = await env.step(said(wrong)) or []
+            assert lost["content"].startswith("error: the action is 2 tokens from <act_0> to <act_4>")
+            assert "parts" not in lost
+        [moved] = await env.step(said("<act_0><act_2>")) or []
+        assert find_bar(moved) == 0 < at
+        assert await env.step(said("<act_4><act_2>")) is None, "0.4 from the border is near the middle"
+        await env.close()
+        return env
+
+    env = asyncio.run(play())
+    assert env.scores() == {"return": 1.0, "steps": 2.0, "invalid_actions": 5.0}
+
+
+def test_a_policy_that_sees_may_act_by_text():
+    [first] = asyncio.run(Gymnasium(prompt_of(**{**SEEN, "gym_bins": None})).open())
+    assert first["content"] == "actions: 2 numbers from -0.5 -0.5 to 0.5 0.5"
+    assert [part["type"] for part in first["parts"]] == ["image", "text"]
+
+
+def test_tokens_name_bins_and_choices():
+    box = spaces.Box(np.array([-1.0, 0.0]), np.array([1.0, 8.0]), dtype=np.float64)
+    assert read_action("<act_0><act_3>", box, 4).tolist() == [-0.75, 7.0]
+    assert read_action("<act_1>", spaces.Discrete(2, start=4), 9) == 5
+    assert read_action("<act_2><act_0>", spaces.MultiDiscrete([3, 2]), 9).tolist() == [2, 0]
+    assert read_action("<act_1>" * 4, spaces.MultiBinary((2, 2)), 9).tolist() == [[1, 1], [1, 1]]
+    for reply, space in (("<act_2>", spaces.Discrete(2)), ("<act_0><act_2>", spaces.MultiDiscrete([3, 2]))):
+        with pytest.raises(BadAction, match="the action is"):
+            read_action(reply, space, 9)
+    with pytest.raises(UserError, match="a Box without bounds has no bins"):
+        describe_actions(spaces.Box(-np.inf, np.inf, (2,)), 9)
+    with pytest.raises(UserError, match="actions of the kind Text are no numbers: leave gym_bins out"):
+        describe_actions(spaces.Text(8), 9)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"gym_observe": "smell"}, "gym_observe: text or picture"),
+        ({"gym_bins": 1001}, "gym_bins: 1 to 1000"),
+        ({"gym_bins": True}, "gym_bins: 1 to 1000"),
+        ({"gym_args": {"colours": 4}}, "renders no picture"),
+    ],
+)
+def test_a_row_that_cannot_be_seen_is_one_sentence(extra, words):
+    with pytest.raises(UserError, match=words):
+        asyncio.run(Gymnasium(prompt_of(**SEEN | extra)).open())

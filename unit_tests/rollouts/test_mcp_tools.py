@@ -1,0 +1,200 @@
+"""Tools of MCP servers: a real server, started over stdio, and reached over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from core.errors import UserError
+from core.types.samples import Prompt
+from rollouts.tools.calls import ToolUnavailable
+from rollouts.tools.functions import tool
+from rollouts.tools.mcp_server import McpEnv
+from unit_tests.rollouts.test_episode import PROMPT, said
+from unit_tests.rollouts.test_tools import calls_of
+
+pytest.importorskip("mcp", reason="the package mcp comes with vLLM")
+SERVER = """
+import os, sys, time
+from mcp.server import MCPServer
+server = MCPServer("desk")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+
+@server.tool()
+def refuse() -> str:
+    "Refuse."
+    raise ValueError("the desk is closed")
+
+@server.tool()
+def process() -> str:
+    "Return the process and a variable."
+    return f"{os.getpid()} {os.environ.get('DESK', '')}"
+
+@server.tool()
+def die() -> str:
+    "Die."
+    os._exit(3)
+
+if sys.argv[1:]:
+    server.run("streamable-http", port=int(sys.argv[1]))
+else:
+    server.run("stdio")
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("mcp") / "desk.py"
+    path.write_text(SERVER)
+    return path
+
+
+def env_of(server, **more) -> type[McpEnv]:
+    """An environment with the tools of a server and one of its own."""
+
+    class Desk(McpEnv):
+        @tool
+        def own(self) -> str:
+            """Return a word."""
+            return "mine"
+
+    Desk.server = server
+    for name, value in more.items():
+        setattr(Desk, name, value)
+    return Desk
+
+
+async def ask(env: McpEnv, *calls) -> list[str]:
+    return [message["content"] for message in await env.step(calls_of(*calls)) or []]
+
+
+def is_running(process: str) -> bool:
+    return os.path.exists(f"/proc/{process}")
+
+
+@pytest.mark.slow
+def test_a_server_over_stdio_gives_its_tools_for_an_episode(file):
+    async def play() -> str:
+        env = env_of([sys.executable, str(file)], server_env={"DESK": "oak"})(PROMPT)
+        assert await env.open() == []
+        assert [spec["function"]["name"] for spec in env.tools] == ["own", "add", "refuse", "process", "die"]
+        add = env.tools[1]["function"]
+        assert add["description"] == "Add two numbers." and add["parameters"]["required"] == ["a", "b"]
+        many = [("add", {"a": i, "b": 1}) for i in range(20)]
+        assert await ask(env, *many, ("own", {})) == [*(str(i + 1) for i in range(20)), "mine"]
+        [closed] = await ask(env, ("refuse", {}))
+        assert closed == "Error: Error executing tool refuse", "what the server says of an error"
+        assert await ask(env, ("add", {"a": "x", "b": 1})) == [
+            "Error: The arguments of add do not fit its schema: a: 'x' is not of type 'integer'."
+        ]
+        [process] = await ask(env, ("process", {}))
+        assert process.endswith(" oak"), "the command's own environment"
+        assert await env.step(said("done")) is None
+        await env.close()
+        return process.split()[0]
+
+    assert not is_running(asyncio.run(play()))
+
+
+@pytest.mark.slow
+def test_the_death_of_a_server_is_one_sentence_per_call(file):
+    async def play() -> None:
+        env = env_of([sys.executable, str(file)])(PROMPT)
+        await env.open()
+        answers = [*await ask(env, ("die", {})), *await ask(env, ("add", {"a": 1, "b": 2}), ("own", {}))]
+        assert [a.startswith("Error: the MCP server did not answer") for a in answers] == [True, True, False], answers
+        assert not any("\n" in a for a in answers)
+        assert env.counts()["tool_errors/raised"] == 2
+        await env.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.slow
+def test_episodes_may_share_a_server_and_the_last_one_closes_it(file):
+    Desk = env_of([sys.executable, str(file)], shared=True)
+
+    async def play() -> str:
+        envs = [Desk(Prompt(id=str(i), messages=PROMPT.messages)) for i in range(8)]
+        await asyncio.gather(*(env.open() for env in envs))
+        answers = await asyncio.gather(*(ask(env, ("process", {})) for env in envs))
+        [process] = {a for [a] in answers}
+        await asyncio.gather(*(env.close() for env in envs[1:]))
+        assert await ask(envs[0], ("add", {"a": 1, "b": 2})) == ["3"], "one still uses it"
+        await envs[0].close()
+        return process.split()[0]
+
+    processes = [asyncio.run(play()) for _ in range(2)]
+    assert not any(map(is_running, processes)) and processes[0] != processes[1]
+
+
+@pytest.mark.slow
+def test_a_server_is_reached_over_http(file):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, str(file), str(port)], stderr=subprocess.DEVNULL)
+    try:
+        wait_for_port(port)
+
+        async def play() -> None:
+            env = env_of(f"http://127.0.0.1:{port}/mcp")(PROMPT)
+            await env.open()
+            assert await ask(env, ("add", {"a": 3, "b": 4})) == ["7"]
+            await env.close()
+
+        asyncio.run(play())
+    finally:
+        server.kill()
+        server.wait()
+
+
+def wait_for_port(port: int) -> None:
+    for _ in range(600):
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError("the server did not start")
+
+
+BROKEN = {
+    "no such command": (["/no/such/command"], "the MCP server /no/such/command cannot be used: FileNotFoundError"),
+    "one that ends": ([sys.executable, "-c", "pass"], "cannot be used: "),
+    "nobody there": ("http://127.0.0.1:9/mcp", "the MCP server http://127.0.0.1:9/mcp cannot be used: "),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_server_that_cannot_be_used_fails_the_sample_and_is_no_tool_error(name):
+    server, words = BROKEN[name]
+
+    async def play() -> None:
+        env = env_of(server)(PROMPT)
+        try:
+            await env.open()
+        finally:
+            await env.close()
+
+    with pytest.raises(ToolUnavailable) as caught:
+        asyncio.run(play())
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_without_the_package_it_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(UserError, match="the package mcp is not installed: pip install mcp"):
+        asyncio.run(env_of(["true"])(PROMPT).open())

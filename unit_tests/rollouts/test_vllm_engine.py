@@ -1,0 +1,720 @@
+"""Real vLLM on a CPU: its log-probabilities are the trainer's, before and after a sync, and a bad sync is caught."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from configs.rollout_schema import RequestMode
+from configs.trainer_schema import LoraConfig
+from core.errors import RunStopped, TransportFailed
+from core.types.allowed_tokens import EVERY_TOKEN, Support
+from core.types.buckets import split_into_buckets
+from core.types.weights import Bucket
+from modeling.lora import name_lora_targets
+from rollouts.engines.base import Completion, EngineConfig
+from rollouts.engines.vllm import VllmEngine
+from rollouts.engines.vllm_local import LocalVllmEngine
+from rollouts.engines.vllm_support.sockets import VARIABLE
+from trainers.weight_sync.base import Sent
+from trainers.weight_sync.broadcast import WeightReceiver, WeightSender
+from trainers.weight_sync.chunks import ChunkWriter
+from trainers.weight_sync.fingerprint import fingerprint, verify_sync
+from unit_tests.helpers.examples import children_named
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+T = TypeVar("T")
+BOUND = 1e-3
+TEMPERATURE = 0.7
+TIMEOUT_S = 60.0
+VOCABULARY = 300  # no multiple of vLLM's padding
+STOP = list(range(30))
+PROMPT = [(13 * i) % VOCABULARY for i in range(160)]  # longer than a block of the KV cache
+DOWN = "model.layers.1.mlp.down_proj.weight"
+HALF = "model.layers.1.mlp.up_proj.weight"
+"""vLLM has it in one parameter with gate_proj, which comes a bucket earlier."""
+BUCKET_BYTES = 150_000  # a dozen buckets; no layer fits one
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+}
+FAMILIES = {
+    "qwen2-tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3-untied": Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False),
+    "llama-tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "mistral-untied": MistralConfig(**SHAPE, head_dim=32, tie_word_embeddings=False),
+}
+
+
+def buckets_of(model: PreTrainedModel) -> Iterator[Bucket]:
+    named = [(name, p.detach()) for name, p in model.named_parameters()]
+    return split_into_buckets(named, lambda item: item[1].nbytes, BUCKET_BYTES)
+
+
+def random_model(family: str, *, seed: int) -> PreTrainedModel:
+    """All parameters random, biases and norms too, so that a lost one is seen."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def save(family: str, folder: Path, *, seed: int) -> PreTrainedModel:
+    model = random_model(family, seed=seed)
+    model.save_pretrained(folder)
+    return model
+
+
+def logp(model: PreTrainedModel, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+    """Return those of token_ids[1:]."""
+    with torch.no_grad():
+        scores = model(torch.tensor([token_ids])).logits[0] / temperature
+    return scores.log_softmax(-1)[:-1].gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
+
+
+def gap(a: list[float], b: list[float]) -> float:
+    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
+
+
+def gap_of_samples(model: PreTrainedModel, completions: list[Completion]) -> float:
+    ours = [x for c in completions for x in logp(model, PROMPT + c.token_ids, TEMPERATURE)[-len(c.token_ids) :]]
+    return gap(ours, [x for c in completions for x in c.logp])
+
+
+async def sample(
+    engine: VllmEngine | LocalVllmEngine, seeds: range = range(6), max_new_tokens: int = 24
+) -> list[Completion]:
+    return await asyncio.gather(*[engine.generate(PROMPT, max_new_tokens=max_new_tokens, seed=seed) for seed in seeds])
+
+
+async def check_support(engine: VllmEngine | LocalVllmEngine, model: PreTrainedModel) -> None:
+    """Ban the tokens that the model loves most after the prompt; or allow forty of them, among them the least loved."""
+    with torch.no_grad():
+        order = model(torch.tensor([PROMPT])).logits[0, -1].argsort(descending=True).tolist()
+    assert {c.token_ids[0] for c in await sample(engine, range(20), 1)} & {*order[:100]}, "it loves them"
+    for support in (Support(banned=tuple(sorted(order[:100]))), Support(allowed=tuple(sorted(order[200:240])))):
+        outside = torch.tensor(support.find_outside(range(VOCABULARY)))
+        for temperature in (TEMPERATURE, 0.0):
+            engine._support, engine._temperature = support, temperature
+            for c in await sample(engine, range(12)):
+                assert not support.find_outside(c.token_ids)
+                ids = torch.tensor([PROMPT + c.token_ids])
+                with torch.no_grad():
+                    scores = model(ids).logits[0, len(PROMPT) - 1 : -1] / (temperature or 1.0)
+                scores[:, outside] = -torch.inf
+                ours = scores.log_softmax(-1).gather(-1, ids[0, len(PROMPT) :, None])[:, 0]
+                assert gap(ours.tolist(), c.logp) < BOUND
+                assert temperature or scores.argmax(-1).tolist() == c.token_ids
+    engine._support, engine._temperature = EVERY_TOKEN, TEMPERATURE
+
+
+async def in_thread(call: Any, *args: Any, **kwargs: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, lambda: call(*args, **kwargs))
+
+
+async def agrees_before_and_only_after_a_sync(
+    engine: VllmEngine | LocalVllmEngine, old: PreTrainedModel, new: PreTrainedModel, sync: Coroutine[Any, Any, Any]
+) -> None:
+    assert gap(await engine.probe(PROMPT), logp(old, PROMPT)) < BOUND
+    samples = await sample(engine)
+    assert gap_of_samples(old, samples) < BOUND
+    # Without a sync the new model's bound would be missed by far more than tenfold.
+    assert gap_of_samples(new, samples) > 100 * BOUND
+    assert gap(await engine.probe(PROMPT), logp(new, PROMPT)) > 100 * BOUND
+
+    sent = await sync
+    samples = await sample(engine)
+    assert gap_of_samples(new, samples) < BOUND
+    verify_sync(
+        sent,
+        [await engine.read_fingerprint()],
+        expected_logp=logp(new, PROMPT),
+        probe_logp=[await engine.probe(PROMPT)],
+        bound=BOUND,
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small for two, which would wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# In this process -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_process_engine_follows_the_trainer(family: str, tmp_path: Path) -> None:
+    old, new = save(family, tmp_path, seed=0), random_model(family, seed=1)
+    engine = LocalVllmEngine(
+        EngineConfig(
+            model_path=str(tmp_path),
+            dtype="float32",
+            temperature=TEMPERATURE,
+            max_model_len=256,
+            stop_token_ids=STOP,
+            kv_cache_gib=0.1,
+        )
+    )
+
+    async def load(version: int, model: PreTrainedModel) -> dict[str, int]:
+        await engine.load_weights(version, buckets_of(model))
+        return fingerprint(model.named_parameters())
+
+    async def body() -> None:
+        await agrees_before_and_only_after_a_sync(engine, old, new, load(1, new))
+        # The second update starts from what the first one left behind.
+        await load(2, old)
+        completions = await sample(engine, range(20), max_new_tokens=4)
+        assert gap_of_samples(old, completions) < BOUND
+        for c in completions:
+            assert set(c.versions) == {2}
+            *before, last = [token in STOP for token in c.token_ids]
+            assert not any(before)
+            assert last == (c.stop == "eos")
+            assert last or len(c.token_ids) == 4
+        assert {c.stop for c in completions} == {"eos", "length"}
+        if family == "qwen2-tied":
+            await check_support(engine, old)
+        await engine.close()
+
+    asyncio.run(body())
+    torch.set_num_threads(2)
+    assert torch.get_num_threads() == 2  # vLLM disables this function, the engine gives it back
+
+
+# In processes of its own, two tensor-parallel ranks --------------------------------------------------------
+
+
+Tamper = Callable[[Bucket], Bucket]
+
+
+class TamperingSender(WeightSender):
+    """A sender that may send something else than what it took the fingerprint of."""
+
+    tamper: Tamper
+
+    def _send_bucket(self, bucket: Bucket) -> None:
+        super()._send_bucket(self.tamper(bucket))
+
+
+class Lab:
+    """An engine with two ranks, its event loop, and trainers that reach it over gloo."""
+
+    lora: LoraConfig | None = None
+
+    def __init__(self, family: str, folder: Path, *, tensor_parallel_size: int, stop: list[int]) -> None:
+        self.family = family
+        self.ranks = tensor_parallel_size
+        self.model = save(family, folder, seed=0)
+        self._runner = asyncio.Runner()
+        others = set(children_named("VLLM"))
+        self.engine = self.run(self._start(folder, stop))
+        self.processes = set(children_named("VLLM")) - others
+        self.sender = TamperingSender(timeout_s=TIMEOUT_S)
+        self.run(self._join())
+
+    def run(self, body: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(body)
+
+    async def _start(self, folder: Path, stop: list[int]) -> VllmEngine:
+        return VllmEngine(
+            EngineConfig(
+                model_path=str(folder),
+                dtype="float32",
+                temperature=TEMPERATURE,
+                max_model_len=1024,
+                stop_token_ids=stop,
+                tensor_parallel_size=self.ranks,
+                kv_cache_gib=0.25,
+                timeout_s=TIMEOUT_S,
+                lora=self.lora and name_lora_targets(self.lora, str(folder)),
+            )
+        )
+
+    async def _join(self) -> None:
+        port, members = self.sender.open(), self.ranks + 1
+        joined = self.engine.join_broadcast(address="127.0.0.1", port=port, first_rank=1, members=members)
+        await asyncio.gather(in_thread(self.sender.join, members=members), joined)
+
+    async def publish(
+        self, version: int, model: PreTrainedModel, tamper: Tamper = lambda bucket: bucket
+    ) -> dict[str, int]:
+        """Make one sync. `tamper` maps each bucket to what is sent in its place, after the sender's fingerprint."""
+        await self.engine.pause()
+        return await self.send(version, model, tamper)
+
+    async def send(
+        self, version: int, model: PreTrainedModel, tamper: Tamper = lambda bucket: bucket
+    ) -> dict[str, int]:
+        """To an engine that is held."""
+        self.sender.tamper = tamper
+        buckets = buckets_of(model)
+        sent, _ = await asyncio.gather(in_thread(self.sender.send, buckets), self.engine.receive_weights(version))
+        return sent
+
+    def close(self) -> None:
+        assert len(self.processes) == 1 + self.ranks
+        self.run(self.engine.close())
+        self._runner.close()
+        _, alive = psutil.wait_procs(self.processes, timeout=15)
+        assert not alive, f"outlived the engine: {alive}"
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    lab = Lab("qwen2-tied", tmp_path_factory.mktemp("qwen2"), tensor_parallel_size=2, stop=[])
+    yield lab
+    lab.close()
+
+
+def test_two_ranks_follow_the_trainer_over_gloo(lab: Lab) -> None:
+    new = random_model(lab.family, seed=1)
+    lab.run(agrees_before_and_only_after_a_sync(lab.engine, lab.model, new, lab.publish(1, new)))
+
+
+def test_samples_of_one_short_prompt_compute_it_once(lab: Lab) -> None:
+    async def body() -> None:
+        prompt = [(7 * i) % VOCABULARY for i in range(45)]
+        assert [await lab.engine.cached_tokens(prompt) for _ in range(2)] == [0, 32]  # whole blocks
+
+    lab.run(body())
+
+
+def test_an_update_clears_the_prefix_cache(lab: Lab) -> None:
+    async def body() -> None:
+        await lab.publish(2, lab.model)
+        assert await lab.engine.cached_tokens(PROMPT) == 0
+        assert await lab.engine.cached_tokens(PROMPT) == 128  # the control: the same prompt again is served
+        await lab.publish(3, lab.model)
+        assert await lab.engine.cached_tokens(PROMPT) == 0
+
+    lab.run(body())
+
+
+def test_the_probe_is_never_served_from_the_cache(lab: Lab) -> None:
+    async def body() -> None:
+        await lab.publish(4, lab.model)
+        first = await lab.engine.probe(PROMPT)
+        assert len(first) == len(PROMPT) - 1
+        assert gap(await lab.engine.probe(PROMPT), first) < 1e-6
+
+    lab.run(body())
+
+
+def test_a_seed_decides_a_completion_whatever_else_runs(lab: Lab) -> None:
+    async def body() -> None:
+        together = [c.token_ids for c in await sample(lab.engine)]
+        alone = (await lab.engine.generate(PROMPT, max_new_tokens=24, seed=3)).token_ids
+        assert together[3] == alone
+        assert len(set(map(tuple, together))) == len(together)
+
+    lab.run(body())
+
+
+def test_it_sleeps_and_wakes_in_order_and_samples_from_what_came_between(lab: Lab) -> None:
+    """On a CPU vLLM frees no memory, but its own scheduler knows that it sleeps, and so do its workers."""
+    engine, new = lab.engine, random_model(lab.family, seed=5)
+
+    async def body() -> None:
+        await lab.publish(20, lab.model)
+        asking = asyncio.create_task(engine.generate(PROMPT, max_new_tokens=200, seed=0))
+        await asyncio.sleep(0)
+        with pytest.raises(RunStopped, match="was to sleep while it had 1 requests"):
+            await engine.sleep()
+        await asking
+        await engine.sleep()
+        assert await engine._llm.is_sleeping()
+        for call in (sample(engine, range(1)), engine.probe(PROMPT), engine.begin_chunks(), engine.sleep()):
+            with pytest.raises(RunStopped, match="while it was asleep"):
+                await call
+        with pytest.raises(RunStopped, match="was sent weights while it was asleep: wake its weights first"):
+            await engine.receive_weights(21)
+        with pytest.raises(RunStopped, match="was to wake its kv_cache while it was asleep"):
+            await engine.wake("kv_cache")
+        await engine.wake("weights")
+        sent = await lab.publish(21, new)
+        assert await engine._llm.is_sleeping(), "the weights are there, and the cache is not"
+        with pytest.raises(RunStopped, match="awake only with its weights"):
+            await engine.probe(PROMPT)
+        await engine.wake("kv_cache")
+        assert not await engine._llm.is_sleeping() and await engine.cached_tokens(PROMPT) == 0
+        loaded = [await engine.read_fingerprint()]
+        probed = [await engine.probe(PROMPT)]
+        verify_sync(sent, loaded, expected_logp=logp(new, PROMPT), probe_logp=probed, bound=BOUND)
+        completions = await sample(engine)
+        assert gap_of_samples(new, completions) < BOUND and {v for c in completions for v in c.versions} == {21}
+        await lab.publish(22, lab.model)
+
+    lab.run(body())
+
+
+def test_it_samples_from_its_support_and_says_the_probabilities_of_that(lab: Lab) -> None:
+    """At once in one engine: requests of another support, which vLLM must not mix up, cannot be there."""
+
+    async def body() -> None:
+        await lab.publish(10, lab.model)
+        await check_support(lab.engine, lab.model)
+
+    lab.run(body())
+
+
+def test_more_prompts_than_one_batch_holds_are_all_answered(lab: Lab) -> None:
+    prompts = [[(31 * i + j) % VOCABULARY for j in range(150)] for i in range(40)]  # 6000 tokens; a batch has 2048
+
+    async def body() -> None:
+        await lab.publish(11, lab.model)
+        answers = await asyncio.gather(*[lab.engine.generate(p, max_new_tokens=2, seed=7) for p in prompts])
+        assert [len(c.token_ids) for c in answers] == [2] * len(prompts)
+
+    lab.run(body())
+
+
+BUDGETS = (700, 5, 500)
+"""The second is answered before the update begins."""
+
+
+async def update_keep(lab: Lab) -> tuple[list[Completion], Completion]:
+    """Version 7, and version 8 under requests: their completions, and that of a request asked while they are held.
+
+    All is checked here but how the versions are spread.
+    """
+    new = random_model(lab.family, seed=5)
+    await lab.publish(7, lab.model)
+    asking = [
+        asyncio.create_task(lab.engine.generate(PROMPT, max_new_tokens=n, seed=seed)) for seed, n in enumerate(BUDGETS)
+    ]
+    await asking[1]
+    holding = asyncio.create_task(lab.engine.pause())
+    await asyncio.sleep(0.1)
+    asking_late = asyncio.create_task(lab.engine.generate(PROMPT, max_new_tokens=20, seed=9))
+    await holding
+    await asyncio.sleep(0.3)
+    assert not asking_late.done()
+    sent = await lab.send(8, new)
+    *done, late = await asyncio.gather(*asking, asking_late)
+    for c, budget in zip([*done, late], [*BUDGETS, 20], strict=True):
+        assert (len(c.token_ids), c.stop) == (budget, "length")
+        assert len(c.versions) == budget and c.versions == sorted(c.versions)
+        for version, model in ((7, lab.model), (8, new)):
+            # With the new weights all before a token was computed anew: nothing of the old model is left in it.
+            expected = logp(model, PROMPT + c.token_ids, TEMPERATURE)[-budget:]
+            if at := [i for i, v in enumerate(c.versions) if v == version]:
+                assert gap([expected[i] for i in at], [c.logp[i] for i in at]) < BOUND
+    probe = [await lab.engine.probe(PROMPT)]
+    verify_sync(
+        sent, [await lab.engine.read_fingerprint()], expected_logp=logp(new, PROMPT), probe_logp=probe, bound=BOUND
+    )
+    return done, late
+
+
+def test_requests_keep_go_on_with_the_new_weights(lab: Lab) -> None:
+    done, late = lab.run(update_keep(lab))
+    assert [set(c.versions) for c in [*done, late]] == [{7, 8}, {7}, {7, 8}, {8}]
+
+
+def test_a_drain_finishes_what_runs_and_holds_what_comes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab.engine, "_request_mode", "wait")  # another engine would take half a minute to start
+    done, late = lab.run(update_keep(lab))
+    assert [set(c.versions) for c in [*done, late]] == [{7}, {7}, {7}, {8}]
+
+
+def test_what_an_update_cuts_off_is_asked_again_from_its_tokens(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab.engine, "_request_mode", "abort")
+    done, late = lab.run(update_keep(lab))
+    assert [set(c.versions) for c in [*done, late]] == [{7, 8}, {7}, {7, 8}, {8}]
+
+    async def cut_twice_before_the_first_token() -> Completion:
+        await lab.engine.pause()
+        asking = asyncio.create_task(lab.engine.generate(PROMPT, max_new_tokens=8, seed=9))
+        await asyncio.sleep(0.2)  # it is in vLLM's queue by then
+        await lab.engine.pause()
+        await lab.send(9, lab.model)
+        return await asking
+
+    c = lab.run(cut_twice_before_the_first_token())
+    assert c.versions == [9] * 8 and gap_of_samples(lab.model, [c]) < BOUND
+
+
+SETTINGS: dict[str, Any] = {"temperature": 1.0, "max_model_len": 64, "stop_token_ids": STOP}
+
+
+class Scripted(VllmEngine):
+    """Without vLLM's processes: each request gets the next of these answers."""
+
+    def __init__(self, path: str, update: RequestMode, *answers: tuple[list[int], str]) -> None:
+        self.answers, self.asked = list(answers), []
+        super().__init__(EngineConfig(model_path=path, requests=update, **SETTINGS))
+
+    def _start(self) -> None:
+        pass
+
+    async def _request(self, prompt: dict[str, Any], params: Any, ends: Any = None) -> Any:
+        self.asked.append((prompt["prompt_token_ids"], params.max_tokens, params.seed))
+        ids, reason = self.answers.pop(0)
+        said = {
+            "token_ids": ids,
+            "finish_reason": reason,
+            "logprobs": [{token: SimpleNamespace(logprob=-token / 10)} for token in ids],
+            "weight_versions": [SimpleNamespace(version=str(len(self.asked)), start=0, end=len(ids))] if ids else [],
+        }
+        return SimpleNamespace(outputs=[SimpleNamespace(**said)])
+
+
+@pytest.mark.parametrize(
+    ("answers", "versions", "stop"),
+    [
+        ([([], "abort"), ([40, 3], "stop")], [2, 2], "eos"),
+        ([([40], "abort"), ([], "abort"), ([41, 42], "abort"), ([43], "length")], [1, 3, 3, 4], "length"),
+        ([([40, 41, 42, 43], "abort")], [1, 1, 1, 1], "length"),  # cut off with nothing left to say
+        ([([40, 3], "abort")], [1, 1], "eos"),
+    ],
+)
+def test_nothing_is_lost_or_doubled_where_a_request_is_cut(
+    answers: list[tuple[list[int], str]], versions: list[int], stop: str, tiny_path: str
+) -> None:
+    engine = Scripted(tiny_path, "abort", *answers)
+    c = asyncio.run(engine.generate([50, 51], max_new_tokens=4, seed=7))
+    ids = [token for part, _ in answers for token in part]
+    assert c == Completion(token_ids=ids, logp=[-t / 10 for t in ids], versions=versions, stop=stop)
+    assert not engine.answers
+    for token_ids, max_tokens, _ in engine.asked:
+        assert token_ids == [50, 51, *ids][: len(token_ids)] and len(token_ids) + max_tokens == 6
+    # Another seed for each number of tokens so far, or the same random numbers would come again.
+    assert len({seed for *_, seed in engine.asked}) == len({n for _, n, _ in engine.asked})
+    assert engine.asked[0][2] == 7
+
+
+@pytest.mark.parametrize("update", ["keep", "wait"])
+def test_an_abort_that_is_not_ours_stops_the_run(update: RequestMode, tiny_path: str) -> None:
+    with pytest.raises(RunStopped, match="ended a request with 'abort'"):
+        asyncio.run(Scripted(tiny_path, update, ([40], "abort")).generate([50], max_new_tokens=4, seed=7))
+
+
+class SlowToPause(VllmEngine):
+    def _start(self) -> None:
+        self.paused: list[str] = []
+        self._llm: Any = self
+
+    errored = False
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        await asyncio.sleep(0.3)
+        self.paused.append(mode)
+
+
+def test_a_drain_may_take_longer_than_a_step_of_an_update(tiny_path: str) -> None:
+    drain, *others = (
+        SlowToPause(EngineConfig(model_path=tiny_path, requests=u, timeout_s=0.1, **SETTINGS))
+        for u in ("wait", "keep", "abort")
+    )
+    asyncio.run(drain.pause())
+    assert drain.paused == ["wait"]
+    for engine in others:
+        with pytest.raises(TimeoutError):
+            asyncio.run(engine.pause())
+        with pytest.raises(RuntimeError, match="comes before an update"):
+            asyncio.run(engine.receive_weights(1))
+
+
+def changed(name: str) -> Tamper:
+    def tamper(bucket: Bucket) -> Bucket:
+        return [(n, t + (n == name) * 1e-6 * t.abs().max()) for n, t in bucket]
+
+    return tamper
+
+
+def dropped(name: str) -> Tamper:
+    return lambda bucket: [(n, t) for n, t in bucket if n != name]
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (changed("model.layers.1.mlp.down_proj.weight"), "ranks 0 to 1 .* model.layers.1.mlp.down_proj.weight"),
+        (changed("model.layers.0.self_attn.k_proj.bias"), "ranks 0 to 1 .* model.layers.0.self_attn.k_proj.bias"),
+        (changed("model.norm.weight"), "model.norm.weight"),
+        (dropped("model.layers.0.self_attn.k_proj.weight"), "did not load model.layers.0.self_attn.k_proj.weight"),
+        (dropped("model.layers.1.mlp.down_proj.weight"), "no values for 1 param.* model.layers.1.mlp.down_proj.weight"),
+    ],
+)
+def test_a_tampered_sync_stops_the_run_in_the_same_step(lab: Lab, fault: Tamper, says: str) -> None:
+    async def body() -> None:
+        sent = await lab.publish(9, lab.model, tamper=fault)
+        loaded = [await lab.engine.read_fingerprint()]
+        verify_sync(sent, loaded, expected_logp=[], probe_logp=[], bound=BOUND)
+
+    with pytest.raises(RunStopped, match=says):
+        lab.run(body())
+
+
+def test_an_engine_left_out_stops_the_run(lab: Lab) -> None:
+    new = random_model(lab.family, seed=6)
+    sender = WeightSender(timeout_s=TIMEOUT_S)
+    port = sender.open()
+
+    def other_engine() -> dict[str, int]:
+        receiver = WeightReceiver(address="127.0.0.1", port=port, rank=1, members=2, timeout_s=TIMEOUT_S)
+        return fingerprint(pair for bucket in receiver.receive() for pair in bucket)
+
+    lab.run(lab.publish(10, lab.model))
+    with ThreadPoolExecutor() as pool:
+        heard = pool.submit(other_engine)
+        sender.join(members=2)
+        sent = sender.send(buckets_of(new))
+    with pytest.raises(RunStopped, match="engine 1 are not the trainer's after the sync: ranks 0 to 1 together"):
+        verify_sync(
+            sent,
+            [[heard.result()], lab.run(lab.engine.read_fingerprint())],
+            expected_logp=[],
+            probe_logp=[],
+            bound=BOUND,
+        )
+
+
+# The same ranks, with weights in chunks --------------------------------------------------------------------
+
+
+async def feed(lab: Lab, stream: Iterator[Bucket], folder: Path | None, most: int | None = None) -> Sent:
+    """The chunks of a sync, or the first few of them; `receive_weights` is to follow."""
+    packer = ChunkWriter(stream, writes=True, folder=None if folder is None else str(folder))
+    await lab.engine.pause()
+    await lab.engine.begin_chunks()
+    count = 0
+    while count != most and packer.write_chunk():
+        await lab.engine.load_chunk(packer.chunk)
+        count += 1
+    return packer.summarize()
+
+
+async def holds(lab: Lab, version: int, model: PreTrainedModel, sent: Sent) -> None:
+    loaded, probe = [await lab.engine.read_fingerprint()], [await lab.engine.probe(PROMPT)]
+    verify_sync(sent.checksums, loaded, expected_logp=logp(model, PROMPT), probe_logp=probe, bound=BOUND)
+    samples = await sample(lab.engine)
+    assert gap_of_samples(model, samples) < BOUND
+    assert {v for c in samples for v in c.versions} == {version}
+
+
+class CutSender(TamperingSender):
+    """Over a cable that is cut in the middle of a layer."""
+
+    def _send_bucket(self, bucket: Bucket) -> None:
+        if HALF in dict(bucket):
+            raise OSError("the cable is cut")
+        super()._send_bucket(bucket)
+
+
+async def broken_broadcast(lab: Lab, version: int, stream: Iterator[Bucket]) -> None:
+    lab.sender = CutSender(timeout_s=TIMEOUT_S)
+    lab.sender.tamper = lambda bucket: bucket
+    await lab._join()
+    await lab.engine.pause()
+    began = time.monotonic()
+    sends, receives = await asyncio.gather(
+        in_thread(lab.sender.send, stream), lab.engine.receive_weights(version), return_exceptions=True
+    )
+    assert time.monotonic() - began < TIMEOUT_S / 2, "who waits is told, and does not wait for its deadline"
+    assert isinstance(sends, TransportFailed) and "over gloo: the cable is cut" in str(sends)
+    assert isinstance(receives, TransportFailed) and "did not get through over gloo" in str(receives)
+
+
+def test_chunks_bring_what_a_stream_brings_and_an_update_that_broke_off_is_no_obstacle(
+    lab: Lab, tmp_path: Path
+) -> None:
+    models = [random_model(lab.family, seed=seed) for seed in (1, 2, 3)]
+
+    async def body() -> None:
+        await lab.publish(21, lab.model)
+        sent = await feed(lab, buckets_of(models[0]), None)
+        await lab.engine.receive_weights(22)
+        await holds(lab, 22, models[0], sent)
+
+        await feed(lab, buckets_of(models[0]), None, most=4)  # the last brings layer 0's gate_proj
+        sent = await feed(lab, buckets_of(models[1]), tmp_path)
+        await lab.engine.receive_weights(23)
+        await holds(lab, 23, models[1], sent)
+
+        await broken_broadcast(lab, 24, buckets_of(models[0]))
+        sent = await feed(lab, buckets_of(models[2]), None)
+        await lab.engine.receive_weights(24)
+        await holds(lab, 24, models[2], sent)
+
+        await feed(lab, (dropped(DOWN)(bucket) for bucket in buckets_of(models[1])), None)
+        with pytest.raises(RunStopped, match=f"no values for 1 param.* {DOWN}"):
+            await lab.engine.receive_weights(25)
+        with pytest.raises(TransportFailed, match=r"did not get through over disk: .*No such file"):
+            await lab.engine.begin_chunks()
+            await lab.engine.load_chunk(str(tmp_path / "nowhere"))
+
+        lab.sender = TamperingSender(timeout_s=TIMEOUT_S)
+        await lab._join()
+
+    lab.run(body())
+
+
+# Long evidence ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_follows_the_trainer_over_gloo(family: str, tensor_parallel_size: int, tmp_path: Path) -> None:
+    lab = Lab(family, tmp_path, tensor_parallel_size=tensor_parallel_size, stop=STOP)
+    new = random_model(family, seed=1)
+    lab.run(agrees_before_and_only_after_a_sync(lab.engine, lab.model, new, lab.publish(1, new)))
+    lab.close()
+
+
+@pytest.mark.verify
+def test_nothing_outlives_a_killed_engine(tmp_path: Path, tmp_path_factory) -> None:
+    save("qwen2-tied", tmp_path, seed=0)
+    script = f"""
+        import sys, time
+        from rollouts.engines.vllm import VllmEngine
+        from rollouts.engines.base import EngineConfig
+        if __name__ == "__main__":
+            VllmEngine(EngineConfig(model_path={str(tmp_path)!r}, dtype="float32", temperature=1.0, max_model_len=256,
+                       stop_token_ids=[], kv_cache_gib=0.1))
+            print("ready", flush=True)
+            time.sleep(600)
+    """
+    (tmp_path / "engine.py").write_text(textwrap.dedent(script))
+    sockets = tmp_path_factory.mktemp("s")  # nobody removes them after a kill
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), VARIABLE: str(sockets)}
+    command = [sys.executable, str(tmp_path / "engine.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as actor:
+        assert actor.stdout is not None
+        assert any(line.strip() == "ready" for line in actor.stdout)
+        children = psutil.Process(actor.pid).children(recursive=True)
+        assert len(children) >= 2
+        actor.kill()
+    began = time.monotonic()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive, f"still there {time.monotonic() - began:.0f} s after the kill: {alive}"

@@ -1,0 +1,221 @@
+"""vLLM on a CPU with a model that sees: its tokens and log-probabilities are ours, with new vision weights too."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from core.errors import RunStopped, UserError
+from core.types.allowed_tokens import Support
+from core.types.buckets import split_into_buckets
+from core.types.images import PlacedPicture, list_written
+from core.types.weights import Bucket
+from data_feeds.chat.tokenizer import ChatTokenizer
+from modeling.images.processor import PictureProcessor
+from modeling.images.vision import parts_of
+from rollouts.engines.base import Completion, EngineConfig
+from rollouts.engines.vllm import VllmEngine
+from rollouts.engines.vllm_local import LocalVllmEngine
+from rollouts.transcript import find_places
+from trainers.weight_sync.broadcast import WeightSender
+from trainers.weight_sync.fingerprint import fingerprint, verify_sync
+from unit_tests.helpers import seeing
+from unit_tests.helpers.plain_vision import (
+    PARTS,
+    as_sample,
+    draw,
+    gap_of_sample,
+    load_plain,
+    make_seeing,
+    plain_logp,
+    say,
+    write_ids,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
+BOUND = 1e-3
+TEMPERATURE = 0.7
+CONVERSATIONS = [
+    [say("user", "what is ", draw(1), "?")],
+    [{"role": "user", "content": "how many?"}],
+    [say("user", draw(2), "or", draw(3, 40, 80), "or", draw(2))],
+]
+
+
+def save_family(folder: Path, family: str) -> str:
+    """Save a random model of the family; vLLM wants to be told what transformers' Qwen3-VL always does."""
+    path = seeing.save_model(folder, family)
+    if family == "qwen3_vl":
+        config = json.loads((folder / "config.json").read_text())
+        config["text_config"]["rope_parameters"]["mrope_interleaved"] = True
+        (folder / "config.json").write_text(json.dumps(config))
+    return path
+
+
+class Seeing:
+    """The model's folder, its prompts, and what plain transformers says of them."""
+
+    def __init__(self, folder: Path, family: str = ""):
+        self.length = 512 if family else 1024
+        if family:
+            self.path = save_family(folder, family)
+            processor = PictureProcessor(self.path)
+            self.prompts = [write_ids(processor, *parts) for parts in PARTS]
+        else:
+            self.path = make_seeing(folder, max_length=1024)
+            tokenizer = ChatTokenizer(self.path, "chat")
+            processor = tokenizer.pictures
+            assert processor is not None
+            self.prompts = [(ids := tokenizer.render(m), find_places(tokenizer, ids, m)) for m in CONVERSATIONS]
+        self.banned = sorted(processor.placeholder_ids)
+        self.old, self.new = load_plain(self.path), load_plain(self.path)
+        parts = parts_of(self.new)
+        assert parts is not None
+        with torch.no_grad():
+            for parameter in self.new.get_submodule(parts.tower).parameters():
+                parameter.mul_(1.5)
+
+    def config(self) -> EngineConfig:
+        return EngineConfig(
+            model_path=self.path,
+            dtype="float32",
+            temperature=TEMPERATURE,
+            max_model_len=self.length,
+            stop_token_ids=[],
+            support=Support(banned=tuple(self.banned)),
+            kv_cache_gib=0.1,
+        )
+
+    def buckets(self, model: PreTrainedModel) -> list[Bucket]:
+        named = [(name, p.detach()) for name, p in model.named_parameters()]
+        return [*split_into_buckets(named, lambda item: item[1].nbytes, 100_000)]
+
+    def logp(self, model: PreTrainedModel, ids: Sequence[int], places: Sequence[PlacedPicture]) -> list[float]:
+        return plain_logp(model, self.path, ids, places)[[i - 1 for i in list_written(len(ids), places)]].tolist()
+
+    async def sample(self, engine: VllmEngine | LocalVllmEngine, n: int = 12) -> list[Completion]:
+        return await asyncio.gather(
+            *(
+                engine.generate(ids, max_new_tokens=n, seed=seed, **({"pictures": places} if places else {}))
+                for seed, (ids, places) in enumerate(self.prompts)
+            )
+        )
+
+    def worst(self, model: PreTrainedModel, completions: Sequence[Completion]) -> list[float]:
+        return [
+            gap_of_sample(model, self.path, as_sample(ids, places, done), TEMPERATURE, self.banned)
+            for (ids, places), done in zip(self.prompts, completions, strict=True)
+        ]
+
+    async def verify(self, engine: VllmEngine | LocalVllmEngine, model: PreTrainedModel) -> None:
+        ids, places = self.prompts[0]
+        verify_sync(
+            fingerprint(pair for bucket in self.buckets(model) for pair in bucket),
+            [await engine.read_fingerprint()],
+            expected_logp=self.logp(model, ids, places),
+            probe_logp=[await engine.probe(ids, pictures=places)],
+            bound=BOUND,
+        )
+
+
+def test_vllm_sees_what_the_trainer_sees_before_and_after_new_vision_weights(tmp_path: Path) -> None:
+    """The engine itself compares its prompts with ours and refuses others; the probe sees a stale encoder cache."""
+    lab = Seeing(tmp_path)
+    engine = LocalVllmEngine(lab.config())
+
+    async def body() -> None:
+        await engine.load_weights(0, lab.buckets(lab.old))
+        await lab.verify(engine, lab.old)
+        samples = await lab.sample(engine)
+        assert max(lab.worst(lab.old, samples)) < BOUND
+        of_new = lab.worst(lab.new, samples)
+        assert min(of_new[0], of_new[2]) > 30 * BOUND > BOUND > of_new[1], "only those with pictures depend on it"
+        assert not {t for done in samples for t in done.token_ids} & {*lab.banned}
+
+        await engine.load_weights(1, lab.buckets(lab.new))
+        await lab.verify(engine, lab.new)
+        samples = await lab.sample(engine)
+        assert max(lab.worst(lab.new, samples)) < BOUND and {v for d in samples for v in d.versions} == {1}
+
+        ids, places = lab.prompts[0]
+        [place] = places
+        with pytest.raises(RunStopped, match=r"vLLM made \d+ tokens of a prompt with pictures, where .* first diff"):
+            only_pads = replace(place, begin=place.begin + 2, end=place.end - 1)
+            await engine.generate(ids, max_new_tokens=1, seed=0, pictures=[only_pads])
+
+        engine._sees = False  # as if the encoder cache were not cleared: prefix and processor caches are
+        await engine.load_weights(2, lab.buckets(lab.old))
+        with pytest.raises(RunStopped, match="log-probabilities of the probe prompt differ"):
+            await lab.verify(engine, lab.old)
+        engine._sees = True
+        await engine.load_weights(3, lab.buckets(lab.old))
+        await lab.verify(engine, lab.old)
+        await engine.close()
+
+    asyncio.run(body())
+
+
+def test_running_requests_are_computed_again_with_new_vision_weights(tmp_path: Path) -> None:
+    """In vLLM's own processes, which keep requests while weights come over gloo."""
+    lab = Seeing(tmp_path)
+    engine = VllmEngine(lab.config())
+    sender = WeightSender(timeout_s=60.0)
+
+    async def publish(version: int, model: PreTrainedModel) -> None:
+        await engine.pause()
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(
+            loop.run_in_executor(None, sender.send, lab.buckets(model)), engine.receive_weights(version)
+        )
+        await lab.verify(engine, model)
+
+    async def body() -> None:
+        port = sender.open("127.0.0.1")
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(
+            loop.run_in_executor(None, lambda: sender.join(members=2)),
+            engine.join_broadcast(address="127.0.0.1", port=port, first_rank=1, members=2),
+        )
+        await publish(0, lab.old)
+        running = asyncio.create_task(lab.sample(engine, n=600))
+        await lab.sample(engine, n=8)  # the others have begun by then
+        await publish(1, lab.new)
+        for (ids, places), done in zip(lab.prompts, await running, strict=True):
+            for version, model in ((0, lab.old), (1, lab.new)):
+                mine = [i for i, v in enumerate(done.versions) if v == version]
+                want = plain_logp(model, lab.path, ids + done.token_ids, places, TEMPERATURE, lab.banned)
+                gaps = (want[len(ids) - 1 :] - torch.tensor(done.logp)).abs()
+                assert mine and float(gaps[mine].max()) < BOUND
+        await engine.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("family", seeing.FAMILIES)
+def test_every_family_that_vllm_loads_here(family: str, tmp_path: Path) -> None:
+    try:
+        LocalVllmEngine.check_family(family, path=str(tmp_path))
+    except UserError as lacking:
+        pytest.skip(str(lacking))
+    lab = Seeing(tmp_path, family)
+    engine = LocalVllmEngine(lab.config())
+
+    async def body() -> None:
+        for version, (model, other) in enumerate([(lab.old, lab.new), (lab.new, lab.old)]):
+            await engine.load_weights(version, lab.buckets(model))
+            await lab.verify(engine, model)
+            samples = await lab.sample(engine)
+            assert max(lab.worst(model, samples)) < BOUND
+            of_other = lab.worst(other, samples)
+            assert min(of_other[0], of_other[2]) > 30 * BOUND
+        await engine.close()
+
+    asyncio.run(body())

@@ -1,0 +1,89 @@
+"""A rollout worker: its seeds, and the reward that it makes of the parts. A scripted engine, real reward processes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from configs.rollout_schema import RewardConfig, RolloutConfig
+from core.errors import UserError
+from core.types.samples import Prompt, Sample
+from rewards import resolve_reward
+from rewards.pool import RewardPool
+from rewards.several import one_reward
+from rollouts.episode import make_seed
+from rollouts.worker import RolloutWorker
+from unit_tests.rollouts.test_episode import Scripted, Tool, Words
+
+PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1 2"}], answer="5")
+PARTS = """
+def score(prompt, messages):
+    if messages[-1]["content"] == "6":
+        raise ValueError("six")
+    return {"correct": float(messages[-1]["content"] == prompt.answer), "length": float(len(messages))}
+"""
+
+
+class Counting(Tool):
+    """Scores the episode itself, too."""
+
+    def scores(self):
+        return {"calls": 3.0}
+
+
+def play(tmp_path: Path, engine: Scripted, *, weights: dict[str, float], env=Tool, size: int = 1) -> list[Sample]:
+    """The samples of the group of ticket 4."""
+    file = tmp_path / "parts.py"
+    file.write_text(PARTS)
+    pool = RewardPool(one_reward(resolve_reward(str(file)), {}), 1, 30.0)
+    worker = RolloutWorker(
+        engine,
+        Words(),
+        lambda prompt: env(),
+        pool,
+        reward=RewardConfig(fn=str(file), weights=weights),
+        rollout=RolloutConfig(max_new_tokens=20, max_turns=3),
+        seed=11,
+    )
+    try:
+        return asyncio.run(worker.generate_group(4, PROMPT, size))
+    finally:
+        pool.close()
+
+
+def test_every_turn_of_every_sibling_has_a_seed_of_its_own(tmp_path):
+    engine = Scripted([3], [5], [3], [5])
+    play(tmp_path, engine, weights={"correct": 1.0}, size=2)
+    seeds = {make_seed(11, 4, sibling, turn) for sibling in (0, 1) for turn in (0, 1)}
+    assert {seed for _, _, seed in engine.asked} == seeds and len(engine.asked) == 4
+
+
+def test_the_reward_is_the_weighted_sum_of_the_parts(tmp_path):
+    [sample] = play(
+        tmp_path, Scripted([3, 4], [5]), weights={"correct": 2.0, "length": -0.5, "calls": 0.25}, env=Counting
+    )
+    assert sample.reward_parts == {"correct": 1.0, "length": 3.0, "calls": 3.0}
+    assert sample.reward == 2.0 - 0.5 * 3 + 0.25 * 3
+    [alone] = play(tmp_path, Scripted([5]), weights={"correct": 2.0})
+    assert alone.reward == 2.0, "a part without a weight is logged and does not count"
+
+
+def test_a_failed_reward_leaves_no_reward_behind(tmp_path):
+    refused, broken = play(tmp_path, Scripted([6], [4]), weights={"correct": 1.0}, size=2)
+    assert refused.failure.startswith("ValueError: six") and "the tool broke" in broken.failure
+    for sample in (refused, broken):
+        assert sample.reward is None and sample.reward_parts == {}, "what failed is not rewarded"
+
+
+def test_names_that_do_not_fit_are_the_users_to_correct(tmp_path):
+    with pytest.raises(UserError, match=r"reward\.weights names 'corect', but the reward returns only correct, length"):
+        play(tmp_path, Scripted([5]), weights={"corect": 1.0})
+
+    class Twice(Tool):
+        def scores(self):
+            return {"correct": 1.0}
+
+    with pytest.raises(UserError, match="both return a part 'correct'"):
+        play(tmp_path, Scripted([5]), weights={"correct": 1.0}, env=Twice)

@@ -1,0 +1,155 @@
+"""Who may import whom. The mathematics must run where no GPU library is installed."""
+
+import ast
+import doctest
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from algs import list_algorithms
+from core.timing import deadlines
+from tools import layers
+
+ROOT = Path(__file__).parent.parent.parent
+LIGHT = {"numpy", "torch", "pydantic", "core", "algs", "math", "collections", "__future__", "dataclasses", "typing"}
+"""What the mathematics may import. It must run where no GPU library is installed."""
+FILES = layers.product_files(ROOT)
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    return {file: layers.imports_of(ROOT, file) for file in FILES}
+
+
+def test_every_import_goes_down(graph):
+    assert layers.arrows_up(graph) == []
+
+
+def test_there_are_no_circles(graph):
+    assert layers.circles(graph) == []
+
+
+def test_a_heavy_library_has_one_home():
+    assert layers.strangers(ROOT, FILES) == []
+
+
+def test_files_and_functions_are_short():
+    assert layers.long_files(ROOT) == []
+    functions = [f for file in FILES for f in layers.functions_of(ROOT, file)]
+    assert [(f.place, f.name) for f in functions if f.lines > layers.LINES_OF_FUNCTION] == []
+
+
+@pytest.mark.parametrize(
+    ("edges", "circles"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, [["b", "c", "b"]]),
+        ({"a": {"b"}, "b": {"a"}, "c": {"d"}, "d": {"c"}}, [["a", "b", "a"], ["c", "d", "c"]]),
+    ],
+)
+def test_circles_are_found(edges, circles):
+    assert layers.circles(edges) == circles
+
+
+def test_an_import_that_runs_up_is_found():
+    assert layers.arrows_up(
+        {"core/types/samples.py": {"driver/context.py"}, "driver/context.py": {"core/types/samples.py"}}
+    ) == [("core/types/samples.py", "driver/context.py")]
+
+
+def at_run_time(path: Path):
+    """Yield the packages imported outside `if TYPE_CHECKING:`."""
+    tree = ast.parse(path.read_text())
+    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING")]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (a.name.split(".")[0] for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").split(".")[0]
+
+
+def test_algorithms_import_numpy_torch_pydantic_and_types_only():
+    for path in (ROOT / "algs").glob("*.py"):
+        if path.stem != "__init__":
+            assert set(at_run_time(path)) <= LIGHT, path
+
+
+def test_a_reward_process_imports_no_heavy_library():
+    """Every reward worker starts a fresh interpreter; a reward that is a model is the one exception."""
+    for path in (ROOT / "rewards").glob("*.py"):
+        if path.stem != "reward_model":
+            heavy = {"torch", "transformers", "ray", "vllm", "deepspeed", "modeling", "trainers", "algs"}
+            assert not set(at_run_time(path)) & heavy, path
+
+
+@pytest.mark.parametrize("program", ["main_rl.py", "main_sl.py", "main_eval.py"])
+def test_help_imports_no_heavy_module(program):
+    code = (
+        f"import sys, runpy; sys.argv = [{program!r}, '--help']\n"
+        f"try: runpy.run_path({program!r}, run_name='__main__')\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "print([m for m in ('torch', 'transformers', 'ray', 'vllm', 'deepspeed', 'pydantic') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
+    assert "--config" in out
+
+
+def test_an_algorithm_is_one_short_file():
+    for name in list_algorithms():
+        path = ROOT / "algs" / f"{name}.py"
+        text = path.read_text()
+        functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+        assert len(text.splitlines()) <= 150, path
+        assert all(f.end_lineno - f.lineno < 40 for f in functions), path
+
+
+def test_docstrings_begin_with_a_verb_and_names_are_verb_and_object():
+    functions = [f for file in FILES for f in layers.functions_of(ROOT, file)]
+    assert layers.verb_share(functions) >= layers.VERB_SHARE
+    assert layers.one_word_share(functions) <= layers.ONE_WORD_SHARE
+
+
+def test_a_deadline_is_a_key_or_stands_in_the_table():
+    """A number of seconds that is assigned to a name anywhere else decides a wait that no document shows."""
+    elsewhere = [
+        (file, target.id)
+        for file in FILES
+        if file != "core/timing/deadlines.py"
+        for node in layers.parse_file(ROOT / file).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.endswith("_S")
+    ]
+    assert elsewhere == []
+    names = {name for name in vars(deadlines) if name.endswith("_S")}
+    texts = [(ROOT / file).read_text() for file in FILES if "deadlines" not in file]
+    used = {name for name in names if any(name in text for text in texts)}
+    assert used == names, "a constant that nothing waits for"
+
+
+def test_the_processes_of_a_run_are_called_by_methods_and_not_by_strings():
+    """`workers.call_all("save")` would hide the call from type checker and editor."""
+    calls = {"call_one", "call_all", "scatter", "start_one", "start_all", "submit"}
+    by_string = [
+        (file, node.lineno)
+        for file in FILES
+        for node in ast.walk(layers.parse_file(ROOT / file))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in calls
+        if any(isinstance(arg, ast.Constant) and isinstance(arg.value, str) for arg in node.args[:2])
+    ]
+    assert by_string == []
+
+
+def modules_with_examples() -> list[str]:
+    files = [*FILES, *(str(p.relative_to(ROOT)) for p in (ROOT / "tools").glob("*.py"))]
+    return [file.removesuffix(".py").replace("/", ".") for file in files if ">>> " in (ROOT / file).read_text()]
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_the_examples_in_docstrings_hold(name):
+    done = doctest.testmod(importlib.import_module(name))
+    assert done.attempted and not done.failed

@@ -1,0 +1,132 @@
+"""The list of planted bugs fits the code, and the program that plants them tells who survives."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tools import layers, mutants
+from tools.mutants import ListIsWrong, Mutant, Outcome, make_mutant, summarize, without_parts
+
+ROOT = Path(__file__).parent.parent.parent
+LISTED, _ = mutants.read_list(mutants.LIST)
+FOLDERS = (*(layer for layer in layers.LAYERS if (ROOT / layer).is_dir()), "data_prep")
+
+
+def test_every_bug_can_be_planted_and_is_still_python():
+    for mutant in LISTED:
+        ast.parse(mutant.plant((ROOT / mutant.file).read_text()))
+        assert "".join(mutant.old.split()) != "".join(mutant.new.split()), f"{mutant.file}: nothing changes"
+
+
+def test_every_test_that_is_named_is_there():
+    named = {name.partition("[")[0] for mutant in LISTED for name in mutant.tests}
+    text = {name.partition("::")[0]: "" for name in named}
+    for file in text:
+        text[file] = (ROOT / "unit_tests" / file).read_text()
+    for file, _, test in (name.partition("::") for name in named):
+        assert not test or f"\ndef {test}(" in text[file], f"{file}::{test}"
+
+
+def test_the_list_is_long_and_covers_every_folder():
+    planted = [mutant for mutant in LISTED if mutant.tests]
+    assert len(planted) >= 120
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in LISTED}) == len(LISTED)
+    for folder in FOLDERS:
+        assert sum(mutant.file.startswith(f"{folder}/") for mutant in planted) >= 5, folder
+    assert len(LISTED) - len(planted) <= 0.03 * len(LISTED), "what is equivalent proves nothing"
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"tests": "test_x.py", "equivalent": "it is the same"}, "either tests or equivalent"),
+        ({}, "either tests or equivalent"),
+    ],
+)
+def test_an_entry_says_who_notices_or_why_nobody_can(entry, says):
+    with pytest.raises(ListIsWrong, match=says):
+        make_mutant("a.py", {"old": "a", "new": "b", "breaks": "all", **entry})
+
+
+def test_a_text_that_does_not_occur_once_is_refused():
+    mutant = Mutant(file="a.py", old="x", new="y", breaks="all", tests=("test_x.py",))
+    assert mutant.plant("a x b") == "a y b"
+    for text in ("a b", "x x"):
+        with pytest.raises(ListIsWrong, match=r"occurs . times instead of once"):
+            mutant.plant(text)
+
+
+def test_fewer_than_97_of_100_is_not_enough():
+    mutant = Mutant(file="a.py", old="x", new="y", breaks="it", tests=("test_x.py",))
+    noticed, survived = (Outcome(mutant=mutant, line=3, killed=killed, seconds=1.0) for killed in (True, False))
+    told, enough = summarize([noticed] * 97 + [survived] * 3, equivalent=2)
+    assert (
+        enough
+        and told[0] == "survived: a.py:3: it"
+        and told[-1].startswith("97 of 100 planted bugs were noticed, 97.0%")
+    )
+    assert not summarize([noticed] * 96 + [survived] * 4, equivalent=0)[1]
+    assert without_parts(["a.py::b", "a.py", "c.py::d"]) == ["a.py", "c.py::d"]
+
+
+CODE = "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    return x / 2\n"
+TESTS = "from code_of_ours import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
+NOTICED = {"old": "2 * x", "new": "3 * x", "breaks": "double is triple", "tests": "test_code.py::test_double"}
+SURVIVES = {"old": "x / 2", "new": "x / 3", "breaks": "half is a third", "tests": "test_code.py"}
+CANNOT_TELL = {"old": "return 2", "new": "return 1 * 2", "breaks": "nothing", "equivalent": "one is neutral"}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository of two functions, of which one is tested."""
+    (tmp_path / "code_of_ours.py").write_text(CODE)
+    (tmp_path / "unit_tests").mkdir()
+    (tmp_path / "unit_tests" / "test_code.py").write_text(TESTS)
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def plant(repository: Path, *entries: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    listed = repository / "list.yaml"
+    listed.write_text(yaml.safe_dump({"mutants": {"code_of_ours.py": list(entries)}}))
+    command = [sys.executable, "tools/mutants.py", "--root", str(repository), "--list", str(listed), "--jobs", "2"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_survivors_are_told_and_the_repository_stays_as_it_is(repository):
+    done = plant(repository, NOTICED, SURVIVES, CANNOT_TELL)
+    assert done.returncode == 1, done.stderr
+    *lines, survivor, last = done.stdout.splitlines()
+    assert sorted(line[:8] for line in lines) == ["SURVIVED", "noticed "]
+    assert survivor == "survived: code_of_ours.py:6: half is a third"
+    assert last.startswith("1 of 2 planted bugs were noticed, 50.0%; 1 more")
+    assert (repository / "code_of_ours.py").read_text() == CODE
+    assert plant(repository, NOTICED, CANNOT_TELL).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_list_that_proves_nothing_is_refused(repository):
+    test = repository / "unit_tests" / "test_code.py"
+    for entry, says in (
+        (NOTICED | {"old": "4 * x"}, "occurs 0 times"),
+        (NOTICED | {"tests": "test_code.py::test_nothing"}, "without any bug the tests give exit code 4"),
+        (NOTICED | {"new": "undefined("}, "pytest ended with exit code 4"),
+    ):
+        done = plant(repository, entry)
+        assert done.returncode == 1 and done.stderr.startswith("error: ") and says in done.stderr, done.stderr
+    test.write_text(TESTS.replace("== 6", "== 7"))
+    assert "without any bug the tests give exit code 1" in plant(repository, NOTICED).stderr
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(7200)
+def test_nearly_every_planted_bug_is_noticed():
+    done = subprocess.run([sys.executable, "tools/mutants.py"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr

@@ -1,0 +1,103 @@
+"""Units of FSDP2, and what is said of them before a run; test_deepspeed.py trains with them."""
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from configs.schema import RLConfig
+from core.errors import UserError
+from driver.checks.explain import describe_memory, describe_placement, estimate_memory
+from driver.load_recipe import load_recipe
+from driver.resume import bitwise_only_changes, check_settings
+from trainers.fsdp2 import gather
+from trainers.fsdp2_units import find_blocks, find_units, settle_shards
+from trainers.row_shards import local_part
+from unit_tests.helpers.seeing import make_model
+from unit_tests.modeling.test_forward import random_model
+
+FSDP = {"backend": "ray", "trainer.library": "fsdp2", "trainer.ranks": 4}
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl"])
+def test_every_layer_of_both_parts_is_a_block(family):
+    model = make_model(family)
+    blocks = find_blocks(model)
+    held = [p for block in blocks for p in block.parameters()]
+    assert len(held) == len({*held}), "nothing is in two blocks"
+    outside = [name for name, p in model.named_parameters() if all(p is not other for other in held)]
+    assert outside and not [name for name in outside if ".layers." in name or ".blocks." in name]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_and_head_are_units_unless_they_are_one(tied):
+    model = random_model("llama", tie_word_embeddings=tied)
+    ends = [] if tied else [model.get_input_embeddings(), model.get_output_embeddings()]
+    assert find_units(model) == [*model.model.layers, *ends]
+
+
+def test_a_model_without_blocks_is_refused():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(2, 2)])
+
+    with pytest.raises(UserError, match="fsdp2 shards a model block by block, and Own does not say"):
+        find_blocks(Own())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_rank_holds_its_part_of_everything(recipe, dtype):
+    loaded = load_recipe(RLConfig, recipe(FSDP | {"model.dtype": dtype}), [])
+    estimate = estimate_memory(loaded)
+    share = estimate.parameters / 4 / 2**30
+    assert estimate.per_rank == pytest.approx(share * (4 + 4 + 8)), "float32 weights, gradients, two moments of AdamW"
+    assert "4 Ray actors, FSDP2" in dict(describe_placement(loaded.cfg))["trainer"]
+
+
+@pytest.fixture
+def one_rank():
+    gpu = ",cuda:nccl" if torch.cuda.is_available() else ""
+    distributed.init_process_group(f"cpu:gloo{gpu}", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_what_is_offloaded_is_held_by_the_cpu_and_computes_the_same(one_rank, device):
+    ids = torch.arange(12).reshape(2, 6)
+    whole, model = random_model("llama"), random_model("llama")
+    whole(ids).logits.square().mean().backward()
+    settle_shards(model, init_device_mesh(device, (1,)), dtype=torch.float32, offload=True)
+    for _ in range(2):  # the second backward pass adds to a gradient that is on the CPU
+        out = model(ids.to(device)).logits
+        out.square().mean().backward()
+    assert out.device.type == device
+    for (name, p), want in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert local_part(p).device.type == local_part(p.grad).device.type == "cpu", name
+        assert gather(p, torch.float32).device.type == device, name
+        torch.testing.assert_close(local_part(p.grad), 2 * want.grad, rtol=1e-4, atol=1e-7)
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+    assert len(groups) > 2 and all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+
+
+def test_a_recipe_that_offloads_says_so(recipe):
+    loaded = load_recipe(RLConfig, recipe(FSDP | {"trainer.offload": True}), [])
+    assert "FSDP2 with its state in the machine's memory" in dict(describe_placement(loaded.cfg))["trainer"]
+    assert "all that a GPU holds besides one block's weights" in dict(describe_memory(loaded))["memory per rank"]
+
+
+def test_the_number_of_ranks_may_change_with_fsdp2_alone():
+    then = {"trainer.lr_schedule": "constant", "trainer.library": "fsdp2", "trainer.ranks": 2}
+    then |= {"trainer.sequence_parallel": 1, "trainer.offload": False}
+    check_settings(then, then | {"trainer.ranks": 3})
+    assert bitwise_only_changes(then, then | {"trainer.ranks": 3}) == ["trainer.ranks"]
+    then |= {"trainer.library": "deepspeed"}
+    with pytest.raises(UserError, match=r"trainer\.ranks is 3 and was 2"):
+        check_settings(then, then | {"trainer.ranks": 3})
+    with pytest.raises(UserError, match=r"trainer\.library is 'fsdp2' and was 'deepspeed'"):
+        check_settings(then, then | {"trainer.library": "fsdp2"})

@@ -1,0 +1,256 @@
+"""One training step of the trainer itself: what is skipped, what is logged, and at which temperature."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from transformers import AutoModelForCausalLM
+
+from algs.grpo import GRPO
+from algs.opd import OPD
+from algs.sft import SFT
+from algs.terms import KL
+from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.cluster.workers import Local
+from core.errors import RunStopped
+from core.types.samples import Batch, Prompt, Sample, make_sample
+from data_feeds.packing.batches import micro_batches, pack, plan_update
+from driver.rl.scoring import PrecomputedReference, add_columns, hash_sample
+from trainers.deepspeed import DeepSpeedLearner, deepspeed_config
+from trainers.local import LocalTrainer
+from trainers.meter import Meter
+from trainers.optimizer import LearningRateSchedule, make_optimizer
+from unit_tests.helpers.examples import a_changed, columns_of, some_groups
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TEMPERATURE = 0.5
+
+
+class Planted(SFT):
+    """Its loss is infinite for a token that the engine found impossible."""
+
+    def loss(self, policy, tokens):
+        bad = tokens.rollout_logp < -1e8
+        return -policy.logp * torch.where(bad, torch.inf, 1.0), {"bad": bad.float()}
+
+
+def trainer_of(path: str, alg, *, dtype="float32", **changes) -> LocalTrainer:
+    cfg = TrainerConfig(**{"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0} | changes)
+    model = ModelConfig(path=path, dtype=dtype, attention="sdpa")
+    return LocalTrainer(model, cfg, alg, temperature=TEMPERATURE, total_updates=10)
+
+
+def an_update(*, good: bool, seed: int = 0) -> list[Batch]:
+    groups = some_groups(2, 2, seed=seed)
+    if not good:
+        groups = [[a_changed(s, rollout_logp=[-1e9] * len(s.rollout_logp)) for s in g] for g in groups]
+    return micro_batches(groups, "token", 10_000)[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_that_is_not_finite_is_not_applied(tiny_path, dtype):
+    trainer = trainer_of(tiny_path, Planted(), dtype=dtype)
+    before = trainer.flatten_weights()
+    trainer.step([an_update(good=False)])
+    assert torch.equal(trainer.flatten_weights(), before)
+    trainer.step([an_update(good=True)])
+    assert not torch.equal(trainer.flatten_weights(), before) and torch.isfinite(trainer.flatten_weights()).all()
+
+
+def test_an_update_that_is_made_ends_a_row_of_skipped_ones(tiny_path):
+    trainer = trainer_of(tiny_path, Planted(), max_skipped_updates=3)
+    bad, good = an_update(good=False), an_update(good=True)
+    assert [trainer.step([update])["updates_skipped"] for update in (bad, good, bad, bad)] == [1, 0, 1, 1]
+    with pytest.raises(RunStopped, match="3 updates in a row"):
+        trainer.step([bad])
+
+
+def test_what_is_logged_is_of_the_updates_that_were_made(tiny_path):
+    alone = trainer_of(tiny_path, Planted()).step([an_update(good=True)])
+    both = trainer_of(tiny_path, Planted()).step([an_update(good=True), an_update(good=False, seed=1)])
+    assert both == alone | {"updates_skipped": 1.0}
+    assert both["bad"] == 0.0
+
+
+def test_norms_are_the_mean_over_the_updates_and_tokens_their_sum(tiny_path):
+    updates = [an_update(good=True), an_update(good=True, seed=1)]
+    trainer = trainer_of(tiny_path, SFT(), lr=0.1)
+    apart = [trainer.step([update]) for update in updates]
+    together = trainer_of(tiny_path, SFT(), lr=0.1).step(updates)
+    assert together["tokens"] == apart[0]["tokens"] + apart[1]["tokens"]
+    for name in ("grad_norm", "loss"):
+        assert together[name] == pytest.approx((apart[0][name] + apart[1][name]) / 2, rel=1e-6)
+
+
+def test_the_norm_is_the_one_before_clipping_and_the_update_has_the_largest_that_is_allowed(tiny_path):
+    free, clipped = (trainer_of(tiny_path, SFT(), max_grad_norm=most) for most in (0.0, 0.01))
+    start = free.flatten_weights()
+    norm = free.step([an_update(good=True)])["grad_norm"]
+    assert (start - free.flatten_weights()).norm().item() == pytest.approx(norm, rel=1e-3) and norm > 0.1
+    assert clipped.step([an_update(good=True)])["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert (start - clipped.flatten_weights()).norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_learning_rate_that_is_logged_is_the_one_that_was_used(tiny_path):
+    trainer = trainer_of(tiny_path, SFT(), lr=0.8, warmup_updates=4)
+    assert trainer.step([an_update(good=True)] * 2)["lr"] == pytest.approx(0.4)
+    assert [group["lr"] for group in trainer.policy.optimizer.param_groups] == [pytest.approx(0.4)]
+    assert trainer.step([an_update(good=True)])["lr"] == pytest.approx(0.6)
+
+
+def test_the_learning_rate_of_each_update():
+    """Worked out by hand: four updates of warm-up, then six of decay, which would reach zero with an eleventh."""
+
+    def rates(shape, updates):
+        schedule = LearningRateSchedule(lr=8.0, warmup=4, total=10, shape=shape)
+        return [schedule.get_lr(update) for update in updates]
+
+    assert rates("constant", range(6)) == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
+    assert rates("linear", (3, 4, 7, 9, 10)) == pytest.approx([8.0, 8.0, 4.0, 8 / 6, 0.0])
+    assert rates("cosine", (3, 4, 6, 7, 8, 10)) == pytest.approx([8.0, 8.0, 6.0, 4.0, 2.0, 0.0])
+    without = LearningRateSchedule(lr=1.0, warmup=0, total=4, shape="linear")
+    assert [without.get_lr(update) for update in range(4)] == [1.0, 0.75, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(("column", "alg"), [("ref_logp", GRPO(kl=KL(coef=0.1))), ("teacher_logp", None)])
+def test_a_frozen_model_is_scored_at_the_sampling_temperature(tiny_path, column, alg):
+    """It is the model itself, so it must say what the policy says."""
+    trainer = trainer_of(tiny_path, alg or OPD(teacher=tiny_path))
+    [scored] = columns_of(trainer, an_update(good=True), column, "prox_logp")
+    torch.testing.assert_close(scored[column], scored["prox_logp"])
+    plain = trainer.forward(an_update(good=True)[0], as_given=True).logp
+    assert (scored["prox_logp"] - plain).abs().max() > 0.1, "the temperature matters here"
+
+
+def test_the_probe_is_taken_at_temperature_one(tiny_path):
+    ids = [5, 6, 7, 8, 9]
+    model = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
+    with torch.no_grad():
+        logp = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    want = [float(logp[t, token]) for t, token in enumerate(ids[1:])]
+    assert trainer_of(tiny_path, SFT()).probe(ids) == pytest.approx(want, abs=1e-5)
+
+
+def a_sample(ids: list[int], mask: list[bool], **more) -> Sample:
+    n = len(ids)
+    fields = {"rollout_logp": [0.0] * n, "versions": [0] * n, "advantage": [1.0] * n} | more
+    return make_sample(prompt=Prompt(id="p", messages=[]), token_ids=ids, action_mask=mask, **fields)
+
+
+def test_columns_land_on_the_tokens_that_are_trained_on(tiny_path):
+    """A sampled first token, which nothing predicts, and one that the algorithm excludes get none."""
+    one = a_sample([5, 6, 7, 8], [True, False, True, True], excluded=[False, False, True, False])
+    two = a_sample([9, 5, 6], [False, True, True])
+    trainer = trainer_of(tiny_path, SFT())
+    plan = plan_update([[one], [two]], "token", 100)
+    [[got_one], [got_two]] = asyncio.run(add_columns(Local(trainer), [[one], [two]], plan, frozenset({"prox_logp"})))
+
+    @torch.no_grad()
+    def plainly(sample: Sample) -> list[float]:
+        logits = trainer.model(input_ids=torch.tensor(sample.token_ids[None])).logits[0] / TEMPERATURE
+        logp = logits.log_softmax(-1)
+        return [float(logp[t - 1, sample.token_ids[t]]) if yes else 0.0 for t, yes in enumerate(sample.loss_mask)]
+
+    assert got_one.columns["prox_logp"] == pytest.approx(plainly(one), abs=1e-5)
+    assert got_two.columns["prox_logp"] == pytest.approx(plainly(two), abs=1e-5)
+    assert [v != 0 for v in got_one.columns["prox_logp"]] == [False, False, False, True]
+
+
+def test_a_precomputed_reference_is_found_by_tokens_and_by_what_is_trained_on():
+    ids, last, both = [5, 6, 7], [False, False, True], [False, True, True]
+    samples = [a_sample(ids, last), a_sample(ids, both), a_sample([5, 6, 8], last)]
+    assert len({hash_sample(s) for s in samples}) == 3
+    filled = [[a_changed(s, columns={"prox_logp": [0.0, -float(i), -9.0]})] for i, s in enumerate(samples, start=1)]
+    reference = PrecomputedReference.from_prox_logp(filled)
+    got = reference.add_ref_logp([[replace(s, reward=1.0)] for s in samples])
+    assert [s.columns["ref_logp"].tolist() for [s] in got] == [[0.0, -1.0, -9.0], [0.0, -2.0, -9.0], [0.0, -3.0, -9.0]]
+
+
+def test_a_gradient_is_finite_on_all_ranks_or_on_none():
+    """Two ranks over gloo, of which one has seen a gradient that is not a number."""
+    main, timeout = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), timedelta(seconds=20)
+
+    def judge(rank: int, seen: list[float]) -> list[bool]:
+        store = main if rank == 0 else TCPStore("127.0.0.1", main.port, is_master=False)
+        group = ProcessGroupGloo(PrefixStore("ranks", store), rank, 2, timeout)
+
+        def add_up(values: torch.Tensor) -> torch.Tensor:
+            total = values.clone()
+            group.allreduce([total]).wait()
+            return total
+
+        learner = DeepSpeedLearner.__new__(DeepSpeedLearner)  # without an engine, which this does not ask
+        learner.sum_over_ranks, learner.gradient_sum = add_up, torch.zeros(())
+        said = []
+        for value in seen:
+            learner._see_gradient(torch.tensor([1.0, value]))
+            said.append(learner.has_finite_gradients())
+        return said
+
+    with ThreadPoolExecutor() as ranks:
+        calls = [ranks.submit(judge, 0, [1.0, torch.nan, 1.0]), ranks.submit(judge, 1, [1.0, 1.0, 1.0])]
+        assert [call.result() for call in calls] == [[True, False, True]] * 2
+
+
+def test_the_number_of_skipped_updates_is_in_a_checkpoint(tiny_path, tmp_path):
+    stopped, resumed = (trainer_of(tiny_path, Planted(), max_skipped_updates=3) for _ in range(2))
+    bad = an_update(good=False)
+    for _ in range(2):
+        stopped.step([bad])
+    stopped.save_state(tmp_path)
+    resumed.load_state(tmp_path)
+    with pytest.raises(RunStopped, match="3 updates in a row"):
+        resumed.step([bad])
+
+
+def test_gradients_of_half_precision_add_up_over_micro_batches(tiny_path):
+    groups = some_groups(4, 3)
+    whole, cut = (trainer_of(tiny_path, SFT(), dtype="bfloat16") for _ in range(2))
+    start = whole.flatten_weights()
+    whole.step([micro_batches(groups, "token", 10_000)[0]])
+    pieces = micro_batches(groups, "token", 60)[0]
+    assert len(pieces) > 2
+    cut.step([pieces])
+    moved = (whole.flatten_weights() - start).norm()
+    assert (cut.flatten_weights() - whole.flatten_weights()).norm() < 0.05 * moved
+
+
+def test_an_optimizer_has_the_settings_of_the_recipe():
+    weight = torch.nn.Parameter(torch.ones(2))
+    settings = {"lr": 0.25, "betas": (0.5, 0.75), "eps": 0.125, "weight_decay": 0.0625}
+    [group] = make_optimizer(TrainerConfig(**settings), [weight]).param_groups
+    assert {name: group[name] for name in settings} == settings
+    [group] = make_optimizer(TrainerConfig(optimizer="sgd", **settings), [weight]).param_groups
+    assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.25, 0.0625, 0)
+
+
+def test_deepspeed_clips_where_the_recipe_says_and_keeps_what_it_adds():
+    added = {"zero_optimization": {"reduce_bucket_size": 7}, "comms_logger": {"enabled": True}}
+    made = deepspeed_config(TrainerConfig(max_grad_norm=0.25, zero_stage=3, deepspeed=added), "bfloat16")
+    assert made["gradient_clipping"] == 0.25 and made["bf16"]["enabled"]
+    assert made["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 7}
+    assert made["comms_logger"] == {"enabled": True}
+    assert not deepspeed_config(TrainerConfig(), "float32")["bf16"]["enabled"]
+
+
+def test_means_are_weighted_and_each_source_has_its_own():
+    """Worked out by hand: weights 1/2, 1/4 and 1/4, losses 4, 2 and 8; the last is of source b."""
+    samples = [a_sample([5, 6], [False, True]) for _ in range(3)]
+    samples[2] = replace(samples[2], prompt=Prompt(id="q", messages=[], source="b"))
+    samples[:2] = [replace(s, prompt=Prompt(id="p", messages=[], source="a")) for s in samples[:2]]
+    loss = torch.tensor([4.0, 2.0, 8.0])
+    whole, first, second = (Meter(("a", "b")) for _ in range(3))
+    whole.add(pack(samples, [0.5, 0.25, 0.25], sources=("a", "b")).tokens, {"loss": loss})
+    first.add(pack(samples[:1], [0.5], sources=("a", "b")).tokens, {"loss": loss[:1]})
+    second.add(pack(samples[1:], [0.25, 0.25], sources=("a", "b")).tokens, {"loss": loss[1:]})
+    first.merge(second)
+    want = {"tokens": 3.0, "loss": 4.5, "loss/a": (2 + 0.5) / 0.75, "loss/b": 8.0}
+    assert whole.compute_means(lambda x: x) == pytest.approx(want)
+    assert first.compute_means(lambda x: x) == pytest.approx(want)
+    assert whole.compute_means(lambda x: 2 * x) == pytest.approx(want | {"tokens": 6.0}), "two ranks that are alike"

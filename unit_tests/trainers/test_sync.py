@@ -1,0 +1,71 @@
+"""Trainer and engines agree through whole runs: model families, ZeRO stages and tensor parallelism together."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from unit_tests.driver.test_runs import SEVENS, file_of, folder_of, metrics_of, program
+
+pytestmark = pytest.mark.timeout(600)
+
+CASES = [
+    pytest.param("qwen2", 3, 2, 1, marks=pytest.mark.slow),
+    *(
+        pytest.param(family, zero, ranks, tp, marks=pytest.mark.verify)
+        for family in ("qwen2", "qwen3", "llama", "mistral")
+        for zero, ranks, tp in ((1, 1, 1), (1, 2, 2), (3, 2, 1), (3, 2, 2))
+        if (family, zero, ranks, tp) != ("qwen2", 3, 2, 1)
+    ),
+]
+
+
+def family_folder(family: str, tiny_path: str, folder: Path) -> str:
+    """A random model of the family with the tiny model's tokenizer."""
+    shutil.copytree(tiny_path, folder)
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).unlink()
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": vocabulary, "max_position_embeddings": 256}
+    config = AutoConfig.for_model(family, **shape, **heads, tie_word_embeddings=family in ("qwen2", "llama"))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return str(folder)
+
+
+def follow(recipe, tmp_path, tiny_path, family, zero, ranks, tp, **more):
+    changes = more | {
+        "backend": "ray",
+        "model.path": family_folder(family, tiny_path, tmp_path / family),
+        "steps": 3,
+        "group_size": 16,
+        "trainer.lr": 1e-2,
+        "trainer.zero_stage": zero,
+        "trainer.ranks": ranks,
+        "rollout.engine": "vllm",
+        "rollout.tensor_parallel_size": tp,
+        "rollout.kv_cache_gib": 0.25,
+        "reward.fn": file_of(tmp_path / "sevens.py", SEVENS),
+    }
+    done = program(recipe(changes))
+    assert done.returncode == 0, done.stderr
+    metrics = metrics_of(folder_of(tmp_path))
+    assert all(m["train/mismatch/abs_logp"] < 1e-3 for m in metrics), "what was sampled is what is trained on"
+    assert all(m["sync/probe_gap"] < 1e-3 for m in metrics)
+    assert metrics[2]["train/loss"] != metrics[0]["train/loss"]
+    assert all(m["train/grad_norm"] > 0 for m in metrics), "the weights did change"
+
+
+@pytest.mark.parametrize(("family", "zero", "ranks", "tp"), CASES)
+def test_engines_follow_the_trainer(recipe, tmp_path, tiny_path, family, zero, ranks, tp):
+    follow(recipe, tmp_path, tiny_path, family, zero, ranks, tp)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("transport", ["direct", "disk"])
+def test_engines_follow_the_trainer_without_a_process_group(recipe, tmp_path, tiny_path, transport):
+    follow(recipe, tmp_path, tiny_path, "qwen2", 3, 2, 2, **{"weight_sync.transport": transport})

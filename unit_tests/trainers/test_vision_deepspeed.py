@@ -1,0 +1,84 @@
+"""DeepSpeed and FSDP2 with models that see: ranks with pictures and without make one update, that of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from configs.trainer_schema import LoraConfig
+from core.cluster.ray_workers import Cluster
+from core.cluster.workers import Resources
+from data_feeds.packing.batches import micro_batches
+from driver.start.trainers import build_trainer
+from modeling.images.processor import PictureProcessor
+from modeling.load import load_model
+from trainers.trainer import Trainer
+from unit_tests.helpers.examples import with_values
+from unit_tests.helpers.seeing import Reply, join_parts, save_model, seeing_groups, some_text
+from unit_tests.trainers.test_deepspeed import FSDP2, LATER, SGD, Nothing, plan_of, run, sharded
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two actors, in which every case builds its trainers."""
+    cluster = Cluster(None)
+    yield {2: asyncio.run(cluster.spawn("trainer", 2, Nothing, resources=Resources(threads=1), timeout_s=120))}
+    cluster.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "stage", "vision"),
+    [
+        *(("idefics3", 0, "train"), ("idefics3", 3, "train"), ("qwen2_5_vl", 2, "train"), ("qwen3_vl", 3, "frozen")),
+        ("qwen3_vl", FSDP2, "frozen"),
+        *(pytest.param(f, FSDP2, "train", marks=LATER) for f in ("idefics3", "qwen2_5_vl", "qwen3_vl")),
+    ],
+)
+def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, vision):
+    """Somewhere one rank has pictures where the other has text alone, and gathers the tower's weights all the same."""
+    path = save_model(tmp_path / "model", family)
+    processor = PictureProcessor(path)
+    groups = seeing_groups(processor)
+    most, rng = max(len(s.token_ids) for g in groups for s in g), random.Random(0)
+    long = [some_text(rng, 4), Reply(some_text(rng, most - 6))]  # no room for a picture beside it
+    groups.append([join_parts(processor, long, group=3)])
+    how = {"attention": "auto", "layout": "packed", "vision": vision}
+    want, metrics = asyncio.run(run(None, plan_of(path, **SGD, **how), groups, max_tokens=10_000))
+    rows = zip(*micro_batches(groups, "token", most, ranks=2, padded=False, share_prefixes=True), strict=True)
+    assert any(bool(one.pictures) != bool(other.pictures) for one, other in rows), "or nothing is seen here"
+    small = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
+    again = stage in (3, FSDP2)
+    plan = plan_of(path, **SGD, **how, **sharded(stage), ranks=2, gradient_checkpointing=again, deepspeed=small)
+    got, got_metrics = asyncio.run(run(two, plan, groups, max_tokens=most))
+    start = build_trainer(None, plan_of(path, **SGD, **how)).flatten_weights()
+    assert (got - want).norm() < 1e-4 * (want - start).norm()
+    assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    asyncio.run(two[2].call_all(Trainer.save_model, tmp_path / "saved"))
+    saved = load_model(str(tmp_path / "saved"), dtype="float32", attention="auto")
+    assert torch.equal(torch.cat([p.flatten() for p in saved.parameters()]), got)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("stage", [3, FSDP2])
+@pytest.mark.parametrize(
+    "settings",
+    [{"alg": {"name": "ppo", "critic_lr": 0.5}}, {"lora": LoraConfig(r=4, vision=True)}],
+    ids=["a value model", "an adapter"],
+)
+def test_what_is_trained_beside_a_model_that_sees_is_sharded_with_it(two, tmp_path, stage, settings):
+    path = save_model(tmp_path / "model", "qwen2_5_vl")
+    groups = with_values(seeing_groups(PictureProcessor(path)))
+    most = max(len(s.token_ids) for g in groups for s in g)
+    how = SGD | settings | {"attention": "auto", "layout": "packed"}
+    want, metrics = asyncio.run(run(None, plan_of(path, **how), groups, max_tokens=10_000))
+    small = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
+    plan = plan_of(path, **how, **sharded(stage), ranks=2, deepspeed=small)
+    got, got_metrics = asyncio.run(run(two, plan, groups, max_tokens=most))
+    start = build_trainer(None, plan_of(path, **how)).flatten_weights()
+    assert (got - want).norm() < 1e-4 * (want - start).norm()
+    assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
