@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from core.cli import parse_arguments, run_guarded
 
 if TYPE_CHECKING:
-    from driver.context import Session
+    from driver.context import RunContext
     from driver.evaluation.suites.run import EvalRun
 
 
@@ -24,7 +24,7 @@ async def evaluate(run: EvalRun) -> None:
 
 def main() -> int:
     args = parse_arguments("main_eval.py", "Evaluate a model on data sets.")
-    from driver.context import run_session
+    from driver.context import run_in_context
     from driver.evaluation.suites.explain import explain_eval
     from driver.evaluation.suites.setup import load_eval_recipe, prepare_eval, start_eval
 
@@ -34,10 +34,10 @@ def main() -> int:
         return 0
     prepared = prepare_eval(cfg)
 
-    async def body(session: Session) -> None:
-        await evaluate(await start_eval(prepared, session))
+    async def body(context: RunContext) -> None:
+        await evaluate(await start_eval(prepared, context))
 
-    run_session(cfg, body)
+    run_in_context(cfg, body)
     return 0
 
 

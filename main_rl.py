@@ -27,8 +27,8 @@ async def train(run: Run) -> None:
     async with run.generation.running_in_background():
         for step in run.remaining_steps():
             groups, rollout_metrics = await run.next_groups(step)
-            if run.turns is not None:  # placement: colocate; with the weights the engines get the devices back
-                await run.turns.give_to_trainers()
+            if run.colocation is not None:  # placement: colocate; with the weights the engines get the devices back
+                await run.colocation.give_to_trainers()
             groups = await run.add_columns(groups)
             groups = run.compute_advantages(groups)
             train_metrics = await run.train(groups)

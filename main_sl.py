@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 async def train(run: Run) -> None:
     """Run the training loop: rows become Batches, and the weights are updated."""
     await run.evaluate("before")
-    run.session.clock.start_lap()
+    run.context.clock.start_lap()
     for step in run.remaining_steps():
         train_metrics = await run.train(run.draw_rows(step))
         eval_metrics = await run.evaluate_if_due(step)

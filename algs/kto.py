@@ -76,17 +76,17 @@ class KTO(Algorithm):
 
 
 def make_mismatched(first: Sample, second: Sample) -> Sample:
-    """Join the prompt of one row and the completion of another, by token ids; each with its pictures."""
+    """Join the prompt of one row and the completion of another, by token ids; each with its images."""
     n, start = int(np.argmax(first.action_mask)), int(np.argmax(second.action_mask))
     ids = np.concatenate([first.token_ids[:n], second.token_ids[start:]])
-    moved = (replace(p, begin=p.begin + n - start, end=p.end + n - start) for p in second.pictures if p.begin >= start)
+    moved = (replace(p, begin=p.begin + n - start, end=p.end + n - start) for p in second.images if p.begin >= start)
     return Sample(
         prompt=first.prompt,
         token_ids=ids,
         action_mask=np.concatenate([np.zeros_like(first.action_mask[:n]), second.action_mask[start:]]),
         rollout_logp=np.zeros(len(ids), dtype=first.float_dtype),
         versions=np.full(len(ids), -1, dtype=np.int32),
-        pictures=(*(p for p in first.pictures if p.end <= n), *moved),
+        images=(*(p for p in first.images if p.end <= n), *moved),
     )
 
 

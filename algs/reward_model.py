@@ -5,8 +5,8 @@ The transformer returns one number instead of logits, r(x, y), read at the last 
     L = -log sigmoid(r(x, y_w) - r(x, y_l) - target_margin) + center (r(x, y_w) + r(x, y_l))^2
 
 Only differences of r have a meaning; `center` pulls r towards zero (https://arxiv.org/abs/2312.09244). The model is
-saved as a Hugging Face sequence classifier with one label; `reward.fn: reward_model` uses it as the reward of an RL
-run.
+saved as a Hugging Face sequence classifier with one label; `reward.function: reward_model` uses it as the reward of an
+RL run.
 """
 
 from __future__ import annotations

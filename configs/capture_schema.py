@@ -1,4 +1,4 @@
-"""Keys of `capture`, and entries of `shadow`."""
+"""Keys of `capture`, and entries of `compare_losses`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CaptureConfig(StrictModel):
     """Keys of `capture`."""
 
     every: int = Field(0, ge=0)
-    """Steps between two capsules, beginning with step 0; 0 keeps none by number. A capsule is a step that can be
+    """Steps between two snapshots, beginning with step 0; 0 keeps none by number. A snapshot is a step that can be
     computed again: its samples, numbers of every token, and what its weights were
     (python -m analysis.capture.replay)."""
     on: list[Trigger] = Field([])
@@ -30,9 +30,9 @@ class CaptureConfig(StrictModel):
     """Multiple of the median of train/grad_norm over the 20 steps before, for grad_norm. The first 5 steps of a run are
     compared with nothing."""
     most: int = Field(10, ge=1)
-    """Largest number of capsules that events make in a run; those of `every` are not counted."""
+    """Largest number of snapshots that events make in a run; those of `every` are not counted."""
     weights: bool = False
-    """Keep the weights before each update in the capsule. false: it holds their checksums, and says where they lie."""
+    """Keep the weights before each update in the snapshot. false: it holds their checksums, and says where they lie."""
 
     @model_validator(mode="before")
     @classmethod
@@ -44,5 +44,5 @@ class CaptureConfig(StrictModel):
 
     @property
     def is_on(self) -> bool:
-        """True if the run keeps capsules at all."""
+        """True if the run keeps snapshots at all."""
         return bool(self.every or self.on)

@@ -29,7 +29,7 @@ class SourceConfig(StrictModel):
     """Split of a Hugging Face data set."""
     columns: dict[str, str] = Field({})
     """Mapping from our column names to those of the data set, where they differ. Ours: id, messages, tools, answer,
-    chosen, rejected, label, image, images. A column of plain text under `messages` is one user turn, after the pictures
+    chosen, rejected, label, image, images. A column of plain text under `messages` is one user turn, after the images
     of the row."""
     replacement: bool = False
     """true: draw each row at random from all rows. false: every row comes once per epoch."""
@@ -63,8 +63,8 @@ class TemplateConfig(StrictModel):
     system_prompt: str | None = Field(None, min_length=1)
     """System turn of every row that has none of its own. A template that would leave it out is refused."""
 
-    max_picture_pixels: int = Field(2**24, ge=1)
-    """Largest picture of a row, in pixels: width times height. Rows with a larger one are invalid, and so are those
+    max_image_pixels: int = Field(2**24, ge=1)
+    """Largest image of a row, in pixels: width times height. Rows with a larger one are invalid, and so are those
     with a side of more than 8192 pixels."""
 
     @model_validator(mode="after")

@@ -129,7 +129,7 @@ class EvalConfig(StrictModel):
     """Smallest reward of a sample that passes."""
     resamples: int = Field(1000, ge=100, le=100_000)
     """Draws of the bootstrap that makes the 95 % confidence intervals."""
-    prompts_at_once: int = Field(64, ge=1)
+    prompts_per_engine: int = Field(64, ge=1)
     """Number of prompts that each engine works on at a time."""
     prompts_per_part: int = Field(32, ge=1)
     """Number of prompts that are written together: an evaluation that is killed loses fewer finished ones than this."""
@@ -160,8 +160,10 @@ class EvalConfig(StrictModel):
                 f"rollout.temperature=0 makes the {max(counts)} samples of a prompt equal: set samples to 1, or raise "
                 "the temperature"
             )
-        if not isinstance(self.rollout.engines, int):
-            raise ValueError("rollout.engines: in an evaluation no engine joins or leaves: write a plain number")
-        if self.backend == "local" and (self.rollout.engines, self.rollout.tensor_parallel_size) != (1, 1):
-            raise ValueError("backend: local is one process: set rollout.engines and rollout.tensor_parallel_size to 1")
+        if not isinstance(self.rollout.num_engines, int):
+            raise ValueError("rollout.num_engines: in an evaluation no engine joins or leaves: write a plain number")
+        if self.backend == "local" and (self.rollout.num_engines, self.rollout.tensor_parallel_size) != (1, 1):
+            raise ValueError(
+                "backend: local is one process: set rollout.num_engines and rollout.tensor_parallel_size to 1"
+            )
         return self

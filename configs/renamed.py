@@ -10,7 +10,7 @@ RENAMED: dict[str, str] = {
     "publish_every": "weight_sync.every",
     "publish_drift": "weight_sync.max_kl",
     "reuse": "sample_reuse",
-    "rollout.update": "weight_sync.requests",
+    "rollout.update": "weight_sync.pause_mode",
     "rollout.tensor_parallel": "rollout.tensor_parallel_size",
     "reward.max_failed_share": "reward.max_failed_fraction",
     "data.max_unfit_share": "data.max_invalid_fraction",
@@ -28,20 +28,20 @@ RENAMED_IN_SUPERVISED = {
 REMOVED_IN_RL = ("data.learn",)
 """Keys that reinforcement learning accepted and never read."""
 VALUES: dict[str, dict[Any, Any]] = {
-    "weight_sync.requests": {"in_flight": "keep", "drain": "wait", "abort": "abort"},
+    "weight_sync.pause_mode": {"in_flight": "keep", "drain": "wait", "abort": "abort"},
     "precompute_ref_logp": {"ahead": True, "each_step": False},
 }
 """New key -> old value -> new value."""
 ADDED: dict[str, Any] = {
     **{"trainer.eps": 1e-8, "model.trust_remote_code": False, "trainer.lr_min_fraction": 0.0},
     "data.template_args": {},
-    **{"trainer.library": "deepspeed", "trainer.sequence_parallel": 1, "trainer.offload": False},
+    **{"trainer.strategy": "deepspeed", "trainer.sequence_parallel": 1, "trainer.offload": False},
 }
 """New keys, with the constant that earlier versions used."""
 ADDED_IN_RL: dict[str, Any] = {
     "rollout.stop": [],
     "rollout.stop_token_ids": [],
-    "reward.fns": {},
+    "reward.functions": {},
     "reward.by_source": {},
 }
 """New keys of RL runs, likewise."""
@@ -55,7 +55,7 @@ def find_renamed(
     is_known: tells whether a dotted key is one of today's; an algorithm of the user's may have any.
 
     >>> find_renamed({"rollout": {"update": "drain"}}, supervised=False, is_known=lambda key: False)
-    ('rollout.update', 'weight_sync.requests: wait')
+    ('rollout.update', 'weight_sync.pause_mode: wait')
     """
     for old, new in _get_renamed_keys(supervised).items():
         value = _look_up(raw, old.split("."))

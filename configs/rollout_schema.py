@@ -40,22 +40,22 @@ def name_function(name_or_path: str) -> str:
 class RewardConfig(StrictModel):
     """Keys of `reward`."""
 
-    fn: str | None = None
+    function: str | None = None
     """Reward function: a module of rewards/, or the path of a Python file with a function `score(prompt, messages)`.
-    Set this or `fns`."""
-    fns: FunctionWeights = Field({})
+    Set this or `functions`."""
+    functions: FunctionWeights = Field({})
     """Several reward functions, each with its weight: {gsm8k: 1.0, my_length.py: 0.2}. The weight is that of the part
     `correct`, or of the only part; {my_length.py: {short: 0.2, polite: 0.1}} weighs parts one by one. Parts are logged
     as <function>.<part>."""
     by_source: dict[str, FunctionWeights] = Field({})
-    """Functions for the rows of one data source, instead of `fn` or `fns`: {gsm8k: {math_verify: 1.0}}, by the source's
-    name. Where neither fn nor fns is set, every source is listed."""
+    """Functions for the rows of one data source, by its name, instead of `function` or `functions`:
+    {gsm8k: {math_verify: 1.0}}. Where neither function nor functions is set, every source is listed."""
     weights: dict[str, Weight] = Field({})
-    """Weights of the parts that `fn` returns, and of an environment's scores: the reward is the sum of weight x part.
-    Every part is logged. Unset with `fn`: {correct: 1.0}."""
+    """Weights of the parts that `function` returns, and of an environment's scores. The reward is the sum of
+    weight x part. Every part is logged. Unset with `function`: {correct: 1.0}."""
     settings: dict[str, Any] = Field({})
-    """Arguments passed to `score` by name, such as the path of a reward model. With `fns` or `by_source` by function:
-    {my_length.py: {target: 4}}."""
+    """Arguments passed to `score` by name, such as the path of a reward model. With `functions` or `by_source`
+    by function: {my_length.py: {target: 4}}."""
     workers: int = Field(2, ge=1)
     """Number of reward processes per engine. If one hangs or dies, only its own sample fails."""
     timeout_s: Seconds = 20.0
@@ -66,42 +66,49 @@ class RewardConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def one_function_weighs_what_is_correct(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("fn") is not None and "weights" not in given:
+        if isinstance(given, dict) and given.get("function") is not None and "weights" not in given:
             return given | {"weights": {"correct": 1.0}}
         return given
 
     @model_validator(mode="after")
     def functions_are_named_once(self) -> RewardConfig:
-        if self.fn is None and not self.fns and not self.by_source:
+        if self.function is None and not self.functions and not self.by_source:
             raise ValueError(
-                "fn is missing: set it in the recipe or as reward.fn=VALUE on the command line, or set fns"
+                "function is missing: set it in the recipe or as reward.function=VALUE on the command line, or set "
+                "functions"
             )
-        if self.fn is not None and self.fns:
-            raise ValueError("set fn or fns, and not both")
-        if self.fn is not None and not self.weights:
-            raise ValueError("weights names no part of fn: give one, such as {correct: 1.0}")
+        if self.function is not None and self.functions:
+            raise ValueError("set function or functions, and not both")
+        if self.function is not None and not self.weights:
+            raise ValueError("weights names no part of function: give one, such as {correct: 1.0}")
         names = [name_function(given) for given in self.function_names]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two functions are called {twice[0]} in the log: give their files different names")
-        if not_found := [name for name in self.settings if self.fn is None and name not in self.function_names]:
-            raise ValueError(f"settings names {not_found[0]}, which is no function of fns or by_source")
-        if self.fn is None and any(not isinstance(of_one, dict) for of_one in self.settings.values()):
+        if not_found := [name for name in self.settings if self.function is None and name not in self.function_names]:
+            raise ValueError(f"settings names {not_found[0]}, which is no function of functions or by_source")
+        if self.function is None and any(not isinstance(of_one, dict) for of_one in self.settings.values()):
             raise ValueError(
                 "settings holds the arguments of each function under its name: {my_length.py: {target: 4}}"
             )
-        if self.fn is not None and self.by_source and self.settings:
-            raise ValueError("settings are for fn alone, or for several functions: write fns instead of fn")
+        if self.function is not None and self.by_source and self.settings:
+            raise ValueError(
+                "settings are for function alone, or for several functions: write functions instead of function"
+            )
         return self
 
     @property
     def function_names(self) -> list[str]:
-        """Names and paths in `fns` and `by_source`, each once."""
-        return list(dict.fromkeys([*self.fns, *(name for weights in self.by_source.values() for name in weights)]))
+        """Names and paths in `functions` and `by_source`, each once."""
+        return list(
+            dict.fromkeys([*self.functions, *(name for weights in self.by_source.values() for name in weights)])
+        )
 
     def settings_of(self, name: str) -> dict[str, Any]:
         """Return the arguments of one of several functions, by its name in the log."""
         return (
-            {} if self.fn is not None else next((s for n, s in self.settings.items() if name_function(n) == name), {})
+            {}
+            if self.function is not None
+            else next((s for n, s in self.settings.items() if name_function(n) == name), {})
         )
 
     def check_sources(self, sources: Collection[str]) -> None:
@@ -110,8 +117,10 @@ class RewardConfig(StrictModel):
             raise ValueError(
                 f"reward.by_source names {unknown[0]}, which is no source of data; there are {', '.join(sources)}"
             )
-        if self.fn is None and not self.fns and (left := [s for s in sources if s not in self.by_source]):
-            raise ValueError(f"reward.by_source has no functions for the source {left[0]}: add it, or set reward.fns")
+        if self.function is None and not self.functions and (left := [s for s in sources if s not in self.by_source]):
+            raise ValueError(
+                f"reward.by_source has no functions for the source {left[0]}: add it, or set reward.functions"
+            )
 
 
 class AgentConfig(StrictModel):
@@ -134,7 +143,7 @@ class AgentConfig(StrictModel):
 
 
 class EngineRange(StrictModel):
-    """Keys of `rollout.engines`, where engines come and go."""
+    """Keys of `rollout.num_engines`, where engines come and go."""
 
     min: int = Field(1, ge=1)
     """Smallest number of engines: those that are there at the start. A run with fewer goes on for `timeout_s`, then it
@@ -147,8 +156,13 @@ class EngineRange(StrictModel):
     @classmethod
     def there_is_a_range(cls, given: int, info: ValidationInfo) -> int:
         if given <= info.data.get("min", 0):
-            raise ValueError(f"{given} must be above min: write a plain number (engines: {given}) for one that stays")
+            raise ValueError(
+                f"{given} must be above min: write a plain number (num_engines: {given}) for one that stays"
+            )
         return given
+
+
+SleepMode = Literal["offload", "discard"]
 
 
 class RolloutConfig(StrictModel):
@@ -162,9 +176,12 @@ class RolloutConfig(StrictModel):
     agent: AgentConfig | None = None
     """Agent instead of an environment: a program of yours that talks to the policy at an OpenAI-compatible address,
     with any harness. One process per episode, killed after nine tenths of `timeout_s`."""
-    engines: int | EngineRange = 1
+    num_engines: int | EngineRange = 1
     """Number of engines. Each has a process and a copy of the weights. {min: 1, max: 8}: engines come and go while the
     run goes on, as machines of the cluster do."""
+    sleep_mode: SleepMode = "offload"
+    """What the engines do with their weights while they sleep, with placement: colocate. offload: keep them in the
+    machine's memory. discard: drop them, which is faster and takes less; each weight sync brings all of them."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Number of GPUs (on a CPU: processes) per engine."""
     restarts: int = Field(3, ge=0)
@@ -204,7 +221,7 @@ class RolloutConfig(StrictModel):
     gpu_memory_utilization: float = Field(0.85, gt=0, lt=1)
     """Fraction of a GPU's memory that vLLM may use."""
 
-    @field_validator("engines")
+    @field_validator("num_engines")
     @classmethod
     def there_is_an_engine(cls, given: int | EngineRange) -> int | EngineRange:
         if isinstance(given, int) and given < 1:
@@ -214,11 +231,11 @@ class RolloutConfig(StrictModel):
     @property
     def least_engines(self) -> int:
         """Engines that are there at the start."""
-        return self.engines if isinstance(self.engines, int) else self.engines.min
+        return self.num_engines if isinstance(self.num_engines, int) else self.num_engines.min
 
     @property
     def most_engines(self) -> int:
-        return self.engines if isinstance(self.engines, int) else self.engines.max
+        return self.num_engines if isinstance(self.num_engines, int) else self.num_engines.max
 
     @model_validator(mode="after")
     def an_agent_takes_the_place_of_an_environment(self) -> RolloutConfig:
@@ -227,8 +244,7 @@ class RolloutConfig(StrictModel):
         return self
 
 
-RequestMode = Literal["keep", "wait", "abort"]
-SleepMode = Literal["offload", "discard"]
+PauseMode = Literal["keep", "wait", "abort"]
 
 
 class WeightSyncConfig(StrictModel):
@@ -238,7 +254,7 @@ class WeightSyncConfig(StrictModel):
     """Largest number of steps between two weight syncs."""
     max_kl: float | None = Field(None, gt=0)
     """Bound of train/mismatch/kl: a step above it syncs weights at once, before `every` steps are over."""
-    requests: RequestMode = "keep"
+    pause_mode: PauseMode = "keep"
     """What happens to running requests during a weight sync. keep: they are paused, and continue under the new
     weights with their KV cache recomputed. wait: they finish first (within timeout_s), while new ones wait. abort: they
     are aborted, and continued from the tokens already sampled. Every token carries the version that sampled it."""

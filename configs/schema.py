@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from configs.capture_schema import CaptureConfig, ShadowLoss
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig
-from configs.rollout_schema import RewardConfig, RolloutConfig, SleepMode, WeightSyncConfig
+from configs.rollout_schema import RewardConfig, RolloutConfig, WeightSyncConfig
 from configs.tracking_schema import TrackingConfig
 from configs.trainer_schema import CheckpointConfig, ModelConfig, StopWhenConfig, TrainerConfig, refuse_best
 from core.errors import UserError
@@ -114,7 +114,7 @@ class RunConfig(StrictModel):
 
     @model_validator(mode="after")
     def one_process_has_one_rank(self) -> RunConfig:
-        uses_zero_0 = self.trainer.library == "deepspeed" and self.trainer.zero_stage == 0
+        uses_zero_0 = self.trainer.strategy == "deepspeed" and self.trainer.zero_stage == 0
         if self.backend == "ray" and uses_zero_0 and self.model.dtype == "bfloat16":
             raise ValueError(
                 "DeepSpeed has no ZeRO-0 for bfloat16 with float32 gradients: set trainer.zero_stage to 1, or "
@@ -174,14 +174,12 @@ class RLConfig(RunConfig):
     """Largest number of training steps between the policy that sampled a token and the one that is trained on it. 0:
     generation waits for every weight sync. n: it continues while the trainer works, and stops before it gets too
     old."""
-    placement: Literal["apart", "colocate"] = "apart"
-    """Devices of trainers and engines. apart: each has its own. colocate: they take turns on the same ones, for as many
-    engine ranks as trainer ranks: while the engines generate the trainers are in the machine's memory, and while the
+    placement: Literal["separate", "colocate"] = "separate"
+    """Devices of trainers and engines. separate: each has its own. colocate: they take turns on the same ones,
+    for as many engine ranks as trainer ranks: while the engines generate the trainers are in the machine's memory, and
+    while the
     trainers train the engines sleep. max_staleness is 0 then. On a CPU, where all share the memory anyway, the turns
     are the same."""
-    engine_sleep: SleepMode = "offload"
-    """What the engines do with their weights while they sleep, with placement: colocate. offload: keep them in the
-    machine's memory. discard: drop them, which is faster and takes less; each weight sync brings all of them."""
     sample_reuse: int = Field(1, ge=1)
     """Number of steps that train on each group: a step adds groups_per_step / sample_reuse new groups to the window."""
     eval_samples: int = Field(1, ge=1)
@@ -195,9 +193,10 @@ class RLConfig(RunConfig):
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     capture: CaptureConfig = CaptureConfig()
-    shadow: list[ShadowLoss] = Field([])
+    compare_losses: list[ShadowLoss] = Field([])
     """Losses to measure beside the one that trains, on the same batches and the same forward pass: their metrics are
-    logged as shadow/<name>/..., and nothing is trained by them. Each is the name of a module in algs/, the path of a
+    logged as compare_losses/<name>/..., and nothing is trained by them. Each is the name of a module in algs/, the
+    path of a
     Python file, or a section like `alg` with a name for the log: {as: dr_grpo, name: grpo, loss_norm: constant}."""
 
     @model_validator(mode="after")
@@ -224,8 +223,10 @@ class RLConfig(RunConfig):
                 "weight_sync.max_kl syncs earlier than weight_sync.every=1 does, which is every step: raise "
                 "weight_sync.every"
             )
-        if self.backend == "local" and (self.rollout.engines, self.rollout.tensor_parallel_size) != (1, 1):
-            raise ValueError("backend: local is one process: set rollout.engines and rollout.tensor_parallel_size to 1")
+        if self.backend == "local" and (self.rollout.num_engines, self.rollout.tensor_parallel_size) != (1, 1):
+            raise ValueError(
+                "backend: local is one process: set rollout.num_engines and rollout.tensor_parallel_size to 1"
+            )
         taken = {"mean", "std", "mean_drawn", *self.reward.weights}
         if isinstance(self.data.train, list) and (clash := taken & {s.log_name for s in self.data.train}):
             raise ValueError(
@@ -236,7 +237,7 @@ class RLConfig(RunConfig):
         if self.backend == "local" and sync.transport != "auto":
             raise ValueError("backend: local hands weights over in one process: set weight_sync.transport to auto")
         if refused := self._refuse_colocation():
-            raise ValueError(f"placement is colocate, {refused}, or placement to apart")
+            raise ValueError(f"placement is colocate, {refused}, or placement to separate")
         if refused := self._refuse_adapter_sync():
             raise ValueError(f"weight_sync.lora is adapter, {refused}, or weight_sync.lora to merged")
         if self.longest_sample > self.trainer.micro_batch_tokens:
@@ -247,17 +248,17 @@ class RLConfig(RunConfig):
         return self
 
     def _refuse_colocation(self) -> str | None:
-        if self.placement == "apart":
+        if self.placement == "separate":
             return None
         if self.rollout.least_engines != self.rollout.most_engines:
-            return "and engines that come and go need devices of their own: set rollout.engines to a number"
+            return "and engines that come and go need devices of their own: set rollout.num_engines to a number"
         ranks, engines = self.trainer.ranks, self.rollout.least_engines * self.rollout.tensor_parallel_size
         if self.max_staleness:
             return f"so nothing can generate while the trainer trains: set max_staleness={self.max_staleness} to 0"
         if engines != ranks:
             return (
-                f"and {engines} engine ranks (rollout.engines x rollout.tensor_parallel_size) cannot share the devices "
-                f"of {ranks} trainer ranks: set trainer.ranks to {engines}"
+                f"and {engines} engine ranks (rollout.num_engines x rollout.tensor_parallel_size) cannot share the "
+                f"devices of {ranks} trainer ranks: set trainer.ranks to {engines}"
             )
         if self.ray_address is not None:
             return "which is written for the GPUs of one machine: leave ray_address out"
@@ -265,9 +266,9 @@ class RLConfig(RunConfig):
             return "which moves the trainer's state itself: set trainer.offload to false"
         if self.weight_sync.transport == "nccl":
             return "and NCCL refuses two processes on one GPU: set weight_sync.transport to auto"
-        if self.engine_sleep == "discard" and self.weight_sync.lora == "adapter":
+        if self.rollout.sleep_mode == "discard" and self.weight_sync.lora == "adapter":
             only_adapter = "weight_sync.lora=adapter would never send the other weights again"
-            return f"engine_sleep is discard, and {only_adapter}: set engine_sleep to offload"
+            return f"rollout.sleep_mode is discard, and {only_adapter}: set rollout.sleep_mode to offload"
         return None
 
     def _refuse_adapter_sync(self) -> str | None:

@@ -25,7 +25,7 @@ class LoraConfig(StrictModel):
     dora: bool = False
     """Train the length of each column separately from its direction (DoRA, https://arxiv.org/abs/2402.09353)."""
     vision: bool = False
-    """Adapt the vision tower and its connector too, in a model that reads pictures; else the language part alone."""
+    """Adapt the vision tower and its connector too, in a model that reads images; else the language part alone."""
     merge_on_save: bool = False
     """Save the whole model with the adapter merged in, and the adapter in `adapter/` below it. Otherwise only the
     adapter is saved, in PEFT's format."""
@@ -63,14 +63,14 @@ class TrainerConfig(StrictModel):
 
     ranks: int = Field(1, ge=1)
     """Number of trainer processes; each computes a share of every update."""
-    library: Literal["deepspeed", "fsdp2"] = "deepspeed"
+    strategy: Literal["deepspeed", "fsdp2"] = "deepspeed"
     """Library that shares a model among the ranks. fsdp2: torch's own; weights, gradients and optimizer states are
     sharded, and a checkpoint can be resumed with another number of ranks."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """DeepSpeed's ZeRO stage, with library: deepspeed. 1 shards the optimizer's state over the ranks, 2 the gradients
+    """DeepSpeed's ZeRO stage, with strategy: deepspeed. 1 shards the optimizer's state over the ranks, 2 the gradients
     too, 3 the weights too."""
     offload: bool = False
-    """Whether weights, gradients and optimizer states are held in the machine's memory, with library: fsdp2. The GPU
+    """Whether weights, gradients and optimizer states are held in the machine's memory, with strategy: fsdp2. The GPU
     then has the weights of one block at a time and the activations, and the CPU makes the update: for models that do
     not fit, and slower."""
     sequence_parallel: int = Field(1, ge=1)
@@ -101,7 +101,7 @@ class TrainerConfig(StrictModel):
     max_grad_norm: float = Field(1.0, ge=0)
     """Largest norm of an update's gradient; 0 does not clip. The logged norm is the one before clipping."""
     micro_batch_tokens: int = Field(16_384, ge=1)
-    """Largest number of tokens in one forward pass, those of pictures included; shared ones count once. It affects
+    """Largest number of tokens in one forward pass, those of images included; shared ones count once. It affects
     memory only: the gradient does not depend on it. With sequence_parallel each rank holds its slice of them."""
     logits_mib: int = Field(1024, ge=0)
     """Memory for logits and their gradient, in MiB. Where those of a micro-batch take more, they are computed in chunks
@@ -110,7 +110,7 @@ class TrainerConfig(StrictModel):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
     vision: Literal["train", "frozen"] = "train"
-    """What a model that reads pictures learns. frozen: its vision tower keeps its weights; the connector, which turns
+    """What a model that reads images learns. frozen: its vision tower keeps its weights; the connector, which turns
     the tower's features into embeddings of tokens, and the language part are trained. With model.lora neither is, and
     this key is about a value model."""
     layout: Literal["auto", "padded", "packed"] = "auto"
@@ -126,7 +126,7 @@ class TrainerConfig(StrictModel):
     """Number of consecutive skipped updates that ends the run. An update is skipped on all ranks if its gradient is not
     finite."""
     deepspeed: dict[str, Any] = Field({})
-    """Keys merged last into the generated DeepSpeed configuration, with library: deepspeed; those with a key of their
+    """Keys merged last into the generated DeepSpeed configuration, with strategy: deepspeed; those with a key of their
     own here are refused."""
 
     @model_validator(mode="after")
@@ -206,7 +206,7 @@ class CheckpointConfig(StrictModel):
     """Metric of the log by which the best checkpoint is kept, such as eval/reward/mean; its model is also in the run
     folder's best_model/. Unset: the lowest eval/loss (supervised runs with eval_every), without a model of its own. A
     resumed run compares its own checkpoints."""
-    best_is: Literal["auto", "highest", "lowest"] = "auto"
+    best_mode: Literal["auto", "highest", "lowest"] = "auto"
     """Which value of `best` is the best. auto: the lowest of a name that ends in loss, nll or kl, else the highest."""
 
     @property
@@ -217,9 +217,9 @@ class CheckpointConfig(StrictModel):
     @property
     def lower_is_better(self) -> bool:
         """Direction of that metric."""
-        if self.best_is == "auto":
+        if self.best_mode == "auto":
             return self.best_metric.endswith(("loss", "nll", "kl"))
-        return self.best_is == "lowest"
+        return self.best_mode == "lowest"
 
 
 def refuse_best(checkpoint: CheckpointConfig, *, eval_every: int) -> str | None:

@@ -34,7 +34,7 @@ def collecting_seldom(is_wanted: bool) -> Generator[None]:
 
 
 @contextmanager
-def without_collector() -> Generator[None]:
+def without_gc() -> Generator[None]:
     """Run the body without garbage collection."""
     was_on = gc.isenabled()
     gc.disable()

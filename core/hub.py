@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 
 from core.timing.deadlines import HUB_TIMEOUT_S
-from core.timing.probe_with_timeout import find_failure
+from core.timing.probe_with_timeout import probe_with_timeout
 from core.timing.progress import say
 
 
@@ -55,7 +55,7 @@ def find_hub_failure() -> str:
         answer = get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
         return f"status {answer.status_code}" if answer.status_code >= 500 else None
 
-    return find_failure(ask, timeout_s=HUB_TIMEOUT_S, silence=f"nothing within {HUB_TIMEOUT_S:g} s")
+    return probe_with_timeout(ask, timeout_s=HUB_TIMEOUT_S, silence=f"nothing within {HUB_TIMEOUT_S:g} s")
 
 
 def describe_hub() -> str:

@@ -245,10 +245,15 @@ _declare(
     "train/kto/accuracy", "fraction", "completions on the side of the reference point that their label says", "kto"
 )
 
-SHADOW = "shadow/"
-"""Beginning of the names of a shadow's metrics."""
-_declare("shadow/<name>/<metric>", "", "train/<metric> of a loss that only watches, with shadow", RL)
-_declare("shadow/<name>/<group>/<metric>", "", "train/<group>/<metric> of a loss that only watches, with shadow", RL)
+SHADOW = "compare_losses/"
+"""Beginning of the names of a compared loss's metrics."""
+_declare("compare_losses/<name>/<metric>", "", "train/<metric> of a loss that only watches, with compare_losses", RL)
+_declare(
+    "compare_losses/<name>/<group>/<metric>",
+    "",
+    "train/<group>/<metric> of a loss that only watches, with compare_losses",
+    RL,
+)
 
 EVAL = "eval/{}"
 EVAL_LOSS = _declare("eval/loss", "", "loss on data.eval", SL)
@@ -294,8 +299,8 @@ PHASE_MEANINGS = {
     Phase.CAPTURE: "keeping the step, with capture",
     Phase.SYNC: "weight sync and its proof",
     Phase.SLEEP: "engines that go to sleep, so that the trainers have their device",
-    Phase.RETURN: "trainers that return to the device",
-    Phase.LEAVE: "trainers that leave the device, so that the engines have it",
+    Phase.RELOAD: "trainers that return to the device",
+    Phase.OFFLOAD: "trainers that leave the device, so that the engines have it",
     Phase.WAKE: "engines that wake",
     Phase.EVALUATE: "measuring data.eval",
     Phase.LOG: "writing the step's samples and timers",

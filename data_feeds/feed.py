@@ -9,17 +9,17 @@ from typing import Any, Generic, Literal, TypeVar
 from configs.data_schema import DataConfig, PromptDataConfig, RowDataConfig, SourceConfig
 from configs.eval_schema import EvalDataConfig
 from core.errors import UserError
-from core.gc_control import without_collector
+from core.gc_control import without_gc
 from core.metrics import DATA_EPOCH, DATA_ROWS
 from core.timing.progress import Progress
 from core.types.messages import ToolSpec
 from core.types.samples import Group, Prompt, Rows
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.turns import TrainOn
-from data_feeds.rows.encode_requests import ROWS_AT_ONCE, finish_drafts
+from data_feeds.rows.encode_requests import ROWS_AT_ONCE, encode_requests
 from data_feeds.rows.invalid_rows import InvalidRows, filter_rows
 from data_feeds.rows.mixture import Mixture, pick_row, pick_row_with_replacement, whole_parts
-from data_feeds.rows.row_types import ROW_TYPES, Reader, RowType
+from data_feeds.rows.row_types import ROW_TYPES, RowConverter, RowType
 from data_feeds.rows.sources import read_records
 
 Item = TypeVar("Item", Prompt, Group)
@@ -167,7 +167,7 @@ def _load_feed(
     sources: list[Source[Any]] = []
     for i, config in enumerate(configs):
         key = f"data.{which}={config.path}" if not mixed else f"data.{which}[{i}]={config.path}"
-        reader = Reader(
+        reader = RowConverter(
             tokenizer=tokenizer,
             source=config.log_name,
             prefix=f"{config.log_name}/" if mixed else "",
@@ -198,7 +198,7 @@ def read_source(
     config: SourceConfig,
     key: str,
     row_type: RowType,
-    reader: Reader,
+    reader: RowConverter,
     *,
     data: DataConfig | EvalDataConfig,
     limit: int | None,
@@ -209,14 +209,14 @@ def read_source(
         key=key,
         needed=row_type.needed,
         known=row_type.known,
-        max_picture_pixels=data.max_picture_pixels,
+        max_image_pixels=data.max_image_pixels,
     )
-    outcomes = finish_drafts(
+    outcomes = encode_requests(
         (row_type.draft(reader, record) for record in records),
         reader.tokenizer.encode_pieces,
         at_once=min(limit or ROWS_AT_ONCE, ROWS_AT_ONCE),
     )
-    with without_collector():
+    with without_gc():
         items, invalid = filter_rows(
             ((record.id, outcome) for record, outcome in zip(records, outcomes, strict=True)),
             lambda outcome: outcome(),

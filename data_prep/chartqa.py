@@ -1,4 +1,4 @@
-"""ChartQA (https://arxiv.org/abs/2203.10244, GPL-3.0): questions about pictures of charts.
+"""ChartQA (https://arxiv.org/abs/2203.10244, GPL-3.0): questions about images of charts.
 
     python -m data_prep.chartqa --split train --out data/chartqa/train.parquet
     python -m data_prep.chartqa --out data/chartqa/test.parquet --from downloads/test-00000-of-00001.parquet
@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_feeds.images.read_images import PictureReader
+from data_feeds.images.read_images import ImageReader
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_feeds.rows.values import to_text
 from data_prep.images import ask_about, make_reader
@@ -29,14 +29,14 @@ ASKED_BY = {"0": "human", "1": "machine", "human": "human", "machine": "machine"
 
 
 def make(
-    records: list[Record], reader: PictureReader, *, split: str, sft: bool = False, prompt_form: str = PROMPT_FORM
+    records: list[Record], reader: ImageReader, *, split: str, sft: bool = False, prompt_form: str = PROMPT_FORM
 ) -> tuple[list[Row], InvalidRows]:
     """Make rows from records of the original."""
     numbered = [(f"chartqa/{split}/{i}", record) for i, record in enumerate(records)]
     return filter_records(numbered, lambda row_id, record: _row(row_id, record, reader, sft, prompt_form))
 
 
-def _row(row_id: str, record: Record, reader: PictureReader, sft: bool, prompt_form: str) -> Row:
+def _row(row_id: str, record: Record, reader: ImageReader, sft: bool, prompt_form: str) -> Row:
     question = record.get("query")
     if not isinstance(question, str) or not question.strip():
         raise InvalidRow("missing_column", "it has no query")

@@ -22,7 +22,7 @@ from data_prep.script import run_script, whole
 ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
 """Their name -> ours."""
 REPLIES = ("completion", "response")
-KEPT = {"id", "answer", "system", "messages", "conversations", "prompt", *REPLIES}
+CACHE = {"id", "answer", "system", "messages", "conversations", "prompt", *REPLIES}
 
 
 def make(records: list[Record], *, name: str) -> tuple[list[Row], InvalidRows]:
@@ -32,7 +32,7 @@ def make(records: list[Record], *, name: str) -> tuple[list[Row], InvalidRows]:
 
 def not_kept(records: list[Record]) -> list[str]:
     """List the columns that our form does not have."""
-    return sorted({name for record in records for name in record} - KEPT)
+    return sorted({name for record in records for name in record} - CACHE)
 
 
 def _row(numbered: str, record: Record) -> Row:

@@ -4,7 +4,7 @@
 
 writes train.parquet and eval.parquet; `--sft N` adds sft.parquet, whose rows end in an assistant's turn. A task is a
 sentence such as "plus 3 times 4", an answer to it "f=lambda x:(x+3)*4", and its tests, in the column `extra`, are calls
-of f (`reward.fn: code`). `--wrong-share 0.6` makes the teacher careless: in so many rows one number or one
+of f (`reward.function: code`). `--wrong-share 0.6` makes the teacher careless: in so many rows one number or one
 operation is another. A model that learns from it is right about as often as its teacher: a policy that reinforcement
 learning can sharpen at once.
 """

@@ -3,8 +3,8 @@
     python -m data_prep.deepscaler --out data/deepscaler/train.parquet
     python -m data_prep.deepscaler --out data/deepscaler/aime.parquet --from downloads/test/aime.json
 
-The answers are LaTeX or numbers, for reward.fn=math_verify. From the hub comes DeepScaleR-Preview, 40,000 problems;
-`--from` takes files of the original form, several at once.
+The answers are LaTeX or numbers, for reward.function=math_verify. From the hub comes DeepScaleR-Preview, 40,000
+problems; `--from` takes files of the original form, several at once.
 """
 
 from __future__ import annotations

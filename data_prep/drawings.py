@@ -1,4 +1,4 @@
-"""Little pictures, drawn by chance, each with a question and its answer."""
+"""Little images, drawn by chance, each with a question and its answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from core.types.images import Picture, read_picture
+from core.types.images import EncodedImage, read_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 COLOURS = {"red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 80, 220), "black": (0, 0, 0)}
 SHAPES = ("square", "circle", "triangle")
 MOST = 4
-"""Shapes of a picture in which they are counted."""
+"""Shapes of an image in which they are counted."""
 CELLS = 4
 """Rows and columns of the cells in which they lie."""
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
@@ -29,10 +29,10 @@ BARS_END = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """Picture with a question about it."""
+    """EncodedImage with a question about it."""
 
     task: str
-    picture: Picture
+    image: EncodedImage
     question: str
     answer: str
 
@@ -43,20 +43,20 @@ class Task:
 
     question: str
     answers: tuple[str, ...]
-    """All that there can be, each equally frequent; who does not look at the picture is right in one of so many."""
+    """All that there can be, each equally frequent; who does not look at the image is right in one of so many."""
     draw: Callable[[ImageDraw, int, str, random.Random], None]
-    """Draws a picture of some side to which the given answer is right."""
+    """Draws an image of some side to which the given answer is right."""
 
 
 def draw(name: str, side: int, rng: random.Random) -> Drawing:
-    """Draw a picture of one of the TASKS, `side` pixels wide and high."""
+    """Draw an image of one of the TASKS, `side` pixels wide and high."""
     from PIL import Image, ImageDraw
 
     task = TASKS[name]
     answer = rng.choice(task.answers)
     image = Image.new("RGB", (side, side), "white")
     task.draw(ImageDraw.Draw(image), side, answer, rng)
-    return Drawing(task=name, picture=_encode(image), question=task.question, answer=answer)
+    return Drawing(task=name, image=_encode(image), question=task.question, answer=answer)
 
 
 def pick_other(drawing: Drawing, rng: random.Random) -> str:
@@ -67,10 +67,10 @@ def pick_other(drawing: Drawing, rng: random.Random) -> str:
     return " ".join(rng.choice(near))
 
 
-def _encode(image: Image) -> Picture:
+def _encode(image: Image) -> EncodedImage:
     file = io.BytesIO()
     image.save(file, "PNG")
-    return read_picture(file.getvalue())
+    return read_image(file.getvalue())
 
 
 def _draw_count(on: ImageDraw, side: int, answer: str, rng: random.Random) -> None:
@@ -90,7 +90,7 @@ def _draw_colour(on: ImageDraw, side: int, answer: str, rng: random.Random) -> N
 
 
 def _draw_position(on: ImageDraw, side: int, answer: str, rng: random.Random) -> None:
-    """Draw one shape, in the part of the picture that the answer names."""
+    """Draw one shape, in the part of the image that the answer names."""
     row, column = answer.split()
     cell = side / 3
     shape, colour = rng.choice(SHAPES), rng.choice(list(COLOURS))

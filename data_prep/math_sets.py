@@ -4,7 +4,7 @@
     python -m data_prep.math_sets aime26 --out data/aime26.parquet --from downloads/aime_2026.jsonl
 
 Each is one entry of SETS: where it lies and what its columns are called. The answers are LaTeX or numbers, for
-reward.fn=math_verify. GSM8K has a script of its own (data_prep/gsm8k.py).
+reward.function=math_verify. GSM8K has a script of its own (data_prep/gsm8k.py).
 """
 
 from __future__ import annotations

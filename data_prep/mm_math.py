@@ -1,11 +1,11 @@
-r"""MM-Math (https://arxiv.org/abs/2404.05091, MIT): problems of middle schools, each with a picture, and solutions.
+r"""MM-Math (https://arxiv.org/abs/2404.05091, MIT): problems of middle schools, each with an image, and solutions.
 
     python -m data_prep.mm_math --from downloads/MM_Math.jsonl --images downloads/Image --out data/mm_math.parquet
 
-The original is THU-KEG/MM_Math on the hub: MM_Math.jsonl, and Image.zip with the pictures. Download both and unpack the
+The original is THU-KEG/MM_Math on the hub: MM_Math.jsonl, and Image.zip with the images. Download both and unpack the
 second. A row of it is {"question", "file_name", "solution", "year", "difficult", "knowledge"}. The answer of ours is
-what the solution puts into \boxed{}, for reward.fn=math_verify; several are written one after the other. Difficulty,
-year and knowledge are kept, so that an evaluation can be split by them.
+what the solution puts into \boxed{}, for reward.function=math_verify; several are written one after the other.
+Difficulty, year and knowledge are kept, so that an evaluation can be split by them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 
 from core.types.messages import Message
-from data_feeds.images.read_images import PictureReader
+from data_feeds.images.read_images import ImageReader
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows
 from data_prep.images import ask_about, make_reader
 from data_prep.rows import Record, Row, convert, filter_records, read_records, rows_file
@@ -23,18 +23,18 @@ from data_prep.script import check_form, run_script, whole
 from driver.evaluation.suites.answers import list_boxes
 
 PROMPT_FORM = "{problem}\nLet's think step by step and output the final answer within \\boxed{{}}."
-KEPT = ("difficult", "year", "knowledge")
+CACHE = ("difficult", "year", "knowledge")
 
 
 def make(
-    records: list[Record], reader: PictureReader, *, prompt_form: str = PROMPT_FORM
+    records: list[Record], reader: ImageReader, *, prompt_form: str = PROMPT_FORM
 ) -> tuple[list[Row], InvalidRows]:
     """Make rows from records of the original."""
     numbered = [(f"mm_math/{i}", record) for i, record in enumerate(records)]
     return filter_records(numbered, lambda row_id, record: _row(row_id, record, reader, prompt_form))
 
 
-def _row(row_id: str, record: Record, reader: PictureReader, prompt_form: str) -> Row:
+def _row(row_id: str, record: Record, reader: ImageReader, prompt_form: str) -> Row:
     problem, solution, name = (record.get(column) for column in ("question", "solution", "file_name"))
     if not isinstance(problem, str) or not problem.strip():
         raise InvalidRow("missing_column", "it has no question")
@@ -46,7 +46,7 @@ def _row(row_id: str, record: Record, reader: PictureReader, prompt_form: str) -
     if not answers:
         raise InvalidRow("bad_answer", "its solution has no \\boxed{} with an answer")
     asked: Message = ask_about(reader.read(name, "file_name"), prompt_form.format(problem=problem.strip()))
-    kept = {column: record[column] for column in KEPT if record.get(column) is not None}
+    kept = {column: record[column] for column in CACHE if record.get(column) is not None}
     extra = json.dumps(kept, ensure_ascii=False) if kept else None
     return Row(id=row_id, messages=[asked], answer=", ".join(answers), extra=extra)
 

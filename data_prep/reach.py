@@ -1,4 +1,4 @@
-"""Pictures of an arm that is to reach a dot, generated: starts for reinforcement learning, and an expert's games.
+"""Images of an arm that is to reach a dot, generated: starts for reinforcement learning, and an expert's games.
 
     python -m data_prep.reach --out data/reach --sft 2000
 

@@ -14,10 +14,10 @@ from typing import Any
 from core.errors import UserError, first_line
 from core.hub import describe_hub, prepare_hub
 from core.text.text_files import decode_text, parse_json, read_bytes
-from core.types.messages import Message, find_pictures
+from core.types.messages import Message, find_images
 from data_feeds.rows.invalid_rows import InvalidRow, InvalidRows, filter_rows
 from data_feeds.rows.values import holds_lone_surrogate
-from data_prep.written_turns import embed_picture, save_beside, turn_type, write_turn
+from data_prep.written_turns import embed_image, save_beside, turn_type, write_turn
 
 Record = dict[str, Any]
 """One row in its original form."""
@@ -28,7 +28,7 @@ class Row:
     id: str
     """Unique in its file ("gsm8k/train/17")."""
     messages: list[Message]
-    """Chat turns, with pictures as parts; one for SFT ends in an assistant's turn."""
+    """Chat turns, with images as parts; one for SFT ends in an assistant's turn."""
     answer: str
     """Ground truth for the reward; the policy never sees it."""
     chosen: str | None = None
@@ -64,22 +64,22 @@ def write_splits(
 def write_rows(path: Path, rows: list[Row]) -> None:
     """Write Parquet, or JSONL when the name ends so; the folder is made.
 
-    Pictures become part of a Parquet file, and files in a folder beside a JSONL file.
+    Images become part of a Parquet file, and files in a folder beside a JSONL file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     names = [n for n in COLUMNS if n not in OPTIONAL or any(getattr(row, n) is not None for row in rows)]
-    pictures = any(find_pictures(row.messages) for row in rows)
+    images = any(find_images(row.messages) for row in rows)
     calls = any("tool_calls" in turn for row in rows for turn in row.messages)
     is_jsonl = path.suffix == ".jsonl"
-    save = save_beside(path) if is_jsonl else embed_picture
+    save = save_beside(path) if is_jsonl else embed_image
     plain: list[Record] = []
     for row in rows:
-        messages = [write_turn(turn, save, as_parts=pictures and not is_jsonl) for turn in row.messages]
+        messages = [write_turn(turn, save, as_parts=images and not is_jsonl) for turn in row.messages]
         plain.append({name: getattr(row, name) for name in names} | {"messages": messages})
     if is_jsonl:
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in plain), encoding="utf-8")
     else:
-        _write_parquet(path, plain, names, turn_type(calls=calls, pictures=pictures))
+        _write_parquet(path, plain, names, turn_type(calls=calls, images=images))
     print(f"{path}: {len(rows)} rows")
 
 

@@ -38,7 +38,7 @@ PICTURE_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 PICTURE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
-"""What Idefics3 has in its vocabulary; its processor writes all but the last around and for a picture."""
+"""What Idefics3 has in its vocabulary; its processor writes all but the last around and for an image."""
 # Tools come first, each as name(arguments); a call is written as @name{...};
 TOOL_TEMPLATE = (
     "{% if tools %}{{ '<|system|>' }}{% for tool in tools %}"
@@ -70,17 +70,17 @@ RESPONSE_TEMPLATE = {
 """How transformers reads such a reply; it is saved with the tokenizer."""
 
 
-def make_tokenizer(*, tools: bool = False, pictures: bool = False, actions: int = 0) -> PreTrainedTokenizerFast:
+def make_tokenizer(*, tools: bool = False, images: bool = False, actions: int = 0) -> PreTrainedTokenizerFast:
     """Make a tokenizer with one token per character and one per role; anything beyond ASCII is unknown.
 
     tools: with a template that writes tools and calls, and a response template that reads calls.
-    pictures: with the tokens of Idefics3, and a template that writes pictures.
+    images: with the tokens of Idefics3, and a template that writes images.
     actions: number of action tokens. They are no special ones, so that an environment finds them in decoded text.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    added = [*(f"<|{role}|>" for role in ROLES), *(PICTURE_TOKENS if pictures else ())]
+    added = [*(f"<|{role}|>" for role in ROLES), *(PICTURE_TOKENS if images else ())]
     specials = [PAD, END, UNKNOWN, *added]
     vocabulary = {token: i for i, token in enumerate([*specials, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -93,7 +93,7 @@ def make_tokenizer(*, tools: bool = False, pictures: bool = False, actions: int 
         eos_token=END,
         unk_token=UNKNOWN,
         additional_special_tokens=added,
-        chat_template=TOOL_TEMPLATE if tools else PICTURE_TEMPLATE if pictures else CHAT_TEMPLATE,
+        chat_template=TOOL_TEMPLATE if tools else PICTURE_TEMPLATE if images else CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         **more,
     )

@@ -2,7 +2,7 @@
 
 python -m data_prep.tiny_vision_model --out models/tiny_vision
 
-Its pictures are scaled to one square, which becomes a few tokens. Text is read by characters, as in tiny_model.py.
+Its images are scaled to one square, which becomes a few tokens. Text is read by characters, as in tiny_model.py.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def make(
 ) -> None:
     """Save model, processor, tokenizer, chat template and generation config; the same seed makes the same bytes.
 
-    side: of the square, in pixels, to which pictures are scaled; patch: side of the parts that it is cut into.
+    side: of the square, in pixels, to which images are scaled; patch: side of the parts that it is cut into.
     action_tokens: number of the tokens <act_0>, <act_1>, ... by which it can act.
     """
     import torch
     from transformers import Idefics3ForConditionalGeneration
 
-    tokenizer = make_tokenizer(pictures=True, actions=action_tokens)
+    tokenizer = make_tokenizer(images=True, actions=action_tokens)
     config = make_config(
         tokenizer,
         hidden_size=hidden_size,
@@ -61,7 +61,7 @@ def make(
     save_model(model, tokenizer, out)
     make_processor(tokenizer, side=side, tokens=tokens).save_pretrained(out)
     print(
-        f"{out}: a random Idefics3 of {model.num_parameters():,} parameters, {len(tokenizer)} tokens; a picture is "
+        f"{out}: a random Idefics3 of {model.num_parameters():,} parameters, {len(tokenizer)} tokens; an image is "
         f"{tokens} tokens of {side // patch * side // patch // tokens} patches"
     )
 
@@ -113,17 +113,17 @@ def make_config(
 
 
 def make_processor(tokenizer: PreTrainedTokenizerFast, *, side: int, tokens: int) -> Idefics3Processor:
-    """Make the processor that turns a picture of any size into one square and `tokens` tokens, with PIL alone."""
+    """Make the processor that turns an image of any size into one square and `tokens` tokens, with PIL alone."""
     from transformers import Idefics3ImageProcessorPil, Idefics3Processor
 
-    pictures = Idefics3ImageProcessorPil(
+    images = Idefics3ImageProcessorPil(
         do_image_splitting=False,
         size={"longest_edge": side},
         max_image_size={"longest_edge": side},
         image_mean=MEAN,
         image_std=STD,
     )
-    return Idefics3Processor(pictures, tokenizer, image_seq_len=tokens, chat_template=tokenizer.chat_template)
+    return Idefics3Processor(images, tokenizer, image_seq_len=tokens, chat_template=tokenizer.chat_template)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--hidden-size", type=whole(1), default=64, help="a multiple of 32 (default %(default)s)")
     parser.add_argument("--layers", type=whole(1), default=2, help="of the language model (default %(default)s)")
     parser.add_argument("--vision-layers", type=whole(1), default=2, help="default %(default)s")
-    parser.add_argument("--side", type=whole(1), default=56, help="of a picture, in pixels (default %(default)s)")
+    parser.add_argument("--side", type=whole(1), default=56, help="of an image, in pixels (default %(default)s)")
     parser.add_argument("--patch", type=whole(1), default=14, help="side of a patch (default %(default)s)")
     parser.add_argument("--max-length", type=whole(1), default=256, help="positions (default %(default)s)")
     parser.add_argument("--action-tokens", type=whole(0), default=0, help="how many <act_i> (default none)")

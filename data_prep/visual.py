@@ -1,4 +1,4 @@
-"""Visual tasks, generated: drawn pictures with a question and an answer; no two rows have the same picture.
+"""Visual tasks, generated: drawn images with a question and an answer; no two rows have the same image.
 
     python -m data_prep.visual --out data/visual --tasks count,position --train 1000 --eval 200
 
@@ -11,8 +11,8 @@ two digits), `bars` (the colour of the highest bar of a chart).
 learns from it is right about as often, with the right answer as its mode: a policy that reinforcement learning can
 sharpen at once.
 
-Two controls show whether a model looks at the pictures: `--pictures shuffled` gives every row the picture of another
-row of its split, and `--pictures none` writes rows of text alone. From either, no model can do better than chance.
+Two controls show whether a model looks at the images: `--images shuffled` gives every row the image of another
+row of its split, and `--images none` writes rows of text alone. From either, no model can do better than chance.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from data_prep.drawings import TASKS, Drawing, draw, pick_other
 from data_prep.rows import Row, write_splits
 from data_prep.script import run_script, share, whole
 
-PICTURES = ("own", "shuffled", "none")
+IMAGES = ("own", "shuffled", "none")
 TRIES = 100
-"""Draws for a picture that is not there yet, before it is said that there are not so many."""
+"""Draws for an image that is not there yet, before it is said that there are not so many."""
 
 
 def make(
@@ -41,14 +41,14 @@ def make(
     sft: int = 0,
     pairs: int = 0,
     wrong_share: float = 0.0,
-    pictures: str = "own",
+    images: str = "own",
     side: int = 56,
     seed: int = 0,
 ) -> dict[str, list[Row]]:
     """Draw the splits "eval", "train", "sft" and "pairs" (in this order, so that eval depends on the seed alone).
 
-    The tasks follow one another in each split. pictures: one of PICTURES. Raises ValueError where there are not so many
-    pictures that differ.
+    The tasks follow one another in each split. images: one of IMAGES. Raises ValueError where there are not so many
+    images that differ.
     """
     rng = random.Random(seed)
     drawings = _draw_all(tasks, held_out + train + sft + pairs, side, rng)
@@ -57,8 +57,8 @@ def make(
         splits[split], drawings = drawings[:count], drawings[count:]
     rows: dict[str, list[Row]] = {}
     for split, drawn in splits.items():
-        seen = _exchange_pictures(drawn, rng) if pictures == "shuffled" else drawn
-        rows[split] = [_make_row(split, i, d, with_picture=pictures != "none") for i, d in enumerate(seen)]
+        seen = _exchange_images(drawn, rng) if images == "shuffled" else drawn
+        rows[split] = [_make_row(split, i, d, with_image=images != "none") for i, d in enumerate(seen)]
     rows["sft"] = [_teach(row, d, wrong_share, rng) for row, d in zip(rows["sft"], splits["sft"], strict=True)]
     rows["pairs"] = [
         replace(row, chosen=d.answer, rejected=pick_other(d, rng))
@@ -72,29 +72,29 @@ def _draw_all(tasks: tuple[str, ...], count: int, side: int, rng: random.Random)
     for i in range(count):
         for _ in range(TRIES):
             drawing = draw(tasks[i % len(tasks)], side, rng)
-            if drawing.picture.hash not in drawn:
-                drawn[drawing.picture.hash] = drawing
+            if drawing.image.hash not in drawn:
+                drawn[drawing.image.hash] = drawing
                 break
         else:
-            raise ValueError(f"after {i} pictures, {TRIES} of {tasks[i % len(tasks)]} are not new: ask for fewer")
+            raise ValueError(f"after {i} images, {TRIES} of {tasks[i % len(tasks)]} are not new: ask for fewer")
     return list(drawn.values())
 
 
-def _exchange_pictures(drawings: list[Drawing], rng: random.Random) -> list[Drawing]:
-    """Give every drawing the picture of another one of its task, where there is another."""
+def _exchange_images(drawings: list[Drawing], rng: random.Random) -> list[Drawing]:
+    """Give every drawing the image of another one of its task, where there is another."""
     exchanged = list(drawings)
     for task in {d.task for d in drawings}:
         places = [i for i, d in enumerate(drawings) if d.task == task]
         rng.shuffle(places)
         for i, other in zip(places, [*places[1:], *places[:1]], strict=True):
-            exchanged[i] = replace(drawings[i], picture=drawings[other].picture)
+            exchanged[i] = replace(drawings[i], image=drawings[other].image)
     return exchanged
 
 
-def _make_row(split: str, i: int, drawing: Drawing, *, with_picture: bool) -> Row:
+def _make_row(split: str, i: int, drawing: Drawing, *, with_image: bool) -> Row:
     asked: Message = {"role": "user", "content": drawing.question}
-    if with_picture:
-        asked["parts"] = [{"type": "image", "image": drawing.picture}, {"type": "text", "text": drawing.question}]
+    if with_image:
+        asked["parts"] = [{"type": "image", "image": drawing.image}, {"type": "text", "text": drawing.question}]
     extra = json.dumps({"task": drawing.task})
     return Row(id=f"visual/{split}/{i}", messages=[asked], answer=drawing.answer, extra=extra)
 
@@ -114,7 +114,7 @@ def _list_tasks(text: str) -> tuple[str, ...]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data_prep.visual", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for eval, train, sft and pairs files")
-    parser.add_argument("--jsonl", action="store_true", help="write JSONL, and pictures beside it, instead of Parquet")
+    parser.add_argument("--jsonl", action="store_true", help="write JSONL, and images beside it, instead of Parquet")
     parser.add_argument(
         "--tasks", type=_list_tasks, default=("count",), help=f"some of {','.join(TASKS)} (default count)"
     )
@@ -123,8 +123,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sft", type=whole(0), default=0, help="rows for SFT (default none)")
     parser.add_argument("--pairs", type=whole(0), default=0, help="rows for DPO (default none)")
     parser.add_argument("--wrong-share", type=share, default=0.0, help="share of SFT rows with a wrong answer")
-    parser.add_argument("--pictures", choices=PICTURES, default="own", help="default %(default)s; others are controls")
-    parser.add_argument("--side", type=whole(28), default=56, help="of a picture, in pixels (default %(default)s)")
+    parser.add_argument("--images", choices=IMAGES, default="own", help="default %(default)s; others are controls")
+    parser.add_argument("--side", type=whole(28), default=56, help="of an image, in pixels (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     try:
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
             sft=args.sft,
             pairs=args.pairs,
             wrong_share=args.wrong_share,
-            pictures=args.pictures,
+            images=args.images,
             side=args.side,
             seed=args.seed,
         )

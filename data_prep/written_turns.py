@@ -1,4 +1,4 @@
-"""Turns of a conversation as the files of data sets hold them: calls of tools, and pictures."""
+"""Turns of a conversation as the files of data sets hold them: calls of tools, and images."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.types.images import Picture
+from core.types.images import EncodedImage
 from core.types.messages import Message
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Save = Callable[[Picture], Any]
-"""Returns what stands in the file for a picture."""
+Save = Callable[[EncodedImage], Any]
+"""Returns what stands in the file for an image."""
 
 
-def turn_type(*, calls: bool, pictures: bool) -> pa.DataType:
-    """Return the Arrow type of turns of which some hold calls, and some pictures.
+def turn_type(*, calls: bool, images: bool) -> pa.DataType:
+    """Return the Arrow type of turns of which some hold calls, and some images.
 
-    A picture has the form of an Image column of Hugging Face datasets. Parquet gives every object all keys, so the
+    An image has the form of an Image column of Hugging Face datasets. Parquet gives every object all keys, so the
     arguments of a call are JSON text.
     """
     import pyarrow as pa
@@ -31,7 +31,7 @@ def turn_type(*, calls: bool, pictures: bool) -> pa.DataType:
     function = pa.struct([("name", pa.string()), ("arguments", pa.string())])
     call = pa.struct([("id", pa.string()), ("type", pa.string()), ("function", function)])
     fields: list[tuple[str, pa.DataType]] = [("role", pa.string())]
-    fields.append(("content", pa.list_(part) if pictures else pa.string()))
+    fields.append(("content", pa.list_(part) if images else pa.string()))
     if calls:
         fields.append(("tool_calls", pa.list_(call)))
     return pa.struct(fields)
@@ -59,23 +59,23 @@ def write_turn(turn: Message, save: Save, *, as_parts: bool = False) -> dict[str
     return written
 
 
-def embed_picture(picture: Picture) -> dict[str, Any]:
-    """Return a picture's value in a column of Parquet."""
-    return {"bytes": picture.data, "path": None}
+def embed_image(image: EncodedImage) -> dict[str, Any]:
+    """Return an image's value in a column of Parquet."""
+    return {"bytes": image.data, "path": None}
 
 
 def save_beside(file: Path) -> Save:
-    """Return what saves a picture into a folder beside `file`, under its hash, and returns its path from there."""
-    folder = file.with_name(f"{file.stem}_pictures")
+    """Return what saves an image into a folder beside `file`, under its hash, and returns its path from there."""
+    folder = file.with_name(f"{file.stem}_images")
 
-    def save(picture: Picture) -> str:
+    def save(image: EncodedImage) -> str:
         from PIL import Image
 
-        with Image.open(io.BytesIO(picture.data)) as image:
-            kind = (image.format or "png").lower()
+        with Image.open(io.BytesIO(image.data)) as opened:
+            kind = (opened.format or "png").lower()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{picture.hash[:16]}.{kind}"
-        path.write_bytes(picture.data)
+        path = folder / f"{image.hash[:16]}.{kind}"
+        path.write_bytes(image.data)
         return str(path.relative_to(file.parent))
 
     return save

@@ -47,7 +47,7 @@ from trainers.trainer import Trainer
 
 
 @dataclass
-class Session:
+class RunContext:
     """Objects that all programs use while they run. `facts` are written to summary.json."""
 
     cfg: RunConfig | EvalConfig
@@ -273,12 +273,14 @@ class Session:
                 self.cluster.close()
 
 
-async def run_body(session: Session, body: Callable[[Session], Awaitable[None]], at_once: Callable[[], None]) -> None:
+async def run_body(
+    context: RunContext, body: Callable[[RunContext], Awaitable[None]], at_once: Callable[[], None]
+) -> None:
     """Start Ray if the run needs it, run `body`, and close, in the event loop of the run.
 
     at_once: called where a signal ends this process at once.
     """
-    cfg, clock = session.cfg, session.clock
+    cfg, clock = context.cfg, context.clock
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     loop_turns = cfg.backend == "ray" or not isinstance(cfg, SLConfig)
@@ -287,20 +289,20 @@ async def run_body(session: Session, body: Callable[[Session], Awaitable[None]],
     try:
         if cfg.backend == "ray":
             with clock.phase(Phase.START):
-                await session.start_cluster()
+                await context.start_cluster()
             end_on_signals(first=first, at_once=at_once)  # Ray's own code in C++ has taken SIGTERM, from any thread
             clock.reach(Milestone.RAY)
-        await body(session)
+        await body(context)
     except ProcessDied:
-        session.engines = None  # they may wait for it; all are killed next
+        context.engines = None  # they may wait for it; all are killed next
         raise
     finally:
         with clock.phase(Phase.CLOSE):
-            await session.close()
+            await context.close()
 
 
-def run_session(
-    cfg: RunConfig | EvalConfig, body: Callable[[Session], Awaitable[None]], checkpoint: Checkpoint | None = None
+def run_in_context(
+    cfg: RunConfig | EvalConfig, body: Callable[[RunContext], Awaitable[None]], checkpoint: Checkpoint | None = None
 ) -> RunResult:
     """Run `body` to its end, Ctrl-C, SIGTERM or an error; always write a summary and end all processes.
 
@@ -313,7 +315,7 @@ def run_session(
     is_training = isinstance(cfg, RunConfig)
     display = cfg.display if is_training else "auto"
     console = Console(cfg.n_steps, clock, live=cfg.backend == "ray", display=display)
-    session = Session(
+    context = RunContext(
         cfg=cfg,
         folder=folder,
         clock=clock,
@@ -322,16 +324,16 @@ def run_session(
         adviser=Adviser(make_settings(cfg), cfg.n_steps),
         early_stop=EarlyStop(cfg.stop_when if is_training else None),
     )
-    at_once = partial(session.write_summary, "interrupted")
+    at_once = partial(context.write_summary, "interrupted")
     reason = "error"
     try:
         end_on_signals(at_once=at_once)
         console.say(f"run folder: {folder.path}")
         seldom = collecting_seldom(cfg.backend == "ray")
-        with Scratch(logs=folder.path / "logs"), session.tracking(at_once), console, seldom:
-            asyncio.run(run_body(session, body, at_once))
-        reason = f"done early, {session.early_stop.reason}" if session.is_over else "done"
-        session.show_outcome()
+        with Scratch(logs=folder.path / "logs"), context.tracking(at_once), console, seldom:
+            asyncio.run(run_body(context, body, at_once))
+        reason = f"done early, {context.early_stop.reason}" if context.is_over else "done"
+        context.show_outcome()
     except (KeyboardInterrupt, asyncio.CancelledError) as error:
         reason = name_end(error)
         raise KeyboardInterrupt from None
@@ -343,6 +345,6 @@ def run_session(
     finally:
         for unwritten in folder.samples.close():
             console.say(unwritten)
-        session.write_summary(reason)
+        context.write_summary(reason)
         end_on_signals()  # as before the run
-    return make_result(reason, folder.path, session.facts, session.logged)
+    return make_result(reason, folder.path, context.facts, context.logged)

@@ -12,7 +12,7 @@ from driver.load_recipe import Loaded, load_recipe
 
 if TYPE_CHECKING:
     from driver.checkpoint import Checkpoint
-    from driver.context import Session
+    from driver.context import RunContext
     from driver.records.run_result import RunResult
 
 C = TypeVar("C", bound=RunConfig)
@@ -49,11 +49,11 @@ def run_program(file: str, cls: type[C], args: argparse.Namespace, launch: Calla
 def launch_run(
     loaded: Loaded[C],
     prepare: Callable[[Loaded[C]], P],
-    start: Callable[[P, Session], Awaitable[R]],
+    start: Callable[[P, RunContext], Awaitable[R]],
     train: Callable[[R], Awaitable[None]],
 ) -> RunResult:
     """Prepare, start and train; where a process dies and the recipe says so, again from the newest checkpoint."""
-    from driver.context import run_session
+    from driver.context import run_in_context
     from driver.on_failure import run_with_resumes
 
     if loaded.cfg.backend == "ray":
@@ -62,9 +62,9 @@ def launch_run(
     def attempt(loaded: Loaded[C]) -> RunResult:
         prepared = prepare(loaded)
 
-        async def body(session: Session) -> None:
-            await train(await start(prepared, session))
+        async def body(context: RunContext) -> None:
+            await train(await start(prepared, context))
 
-        return run_session(prepared.loaded.cfg, body, prepared.checkpoint)
+        return run_in_context(prepared.loaded.cfg, body, prepared.checkpoint)
 
     return run_with_resumes(attempt, loaded)

@@ -26,14 +26,14 @@ NOT_FOR_TRAINING = (
     *("data.max_invalid_fraction", "model.lora.merge_on_save"),
     *("trainer.max_skipped_updates", "reward.workers", "reward.timeout_s", "reward.max_failed_fraction"),
     *("rollout.timeout_s", "weight_sync.bucket_mib", "weight_sync.timeout_s", "weight_sync.probe_tolerance"),
-    *("weight_sync.transport", "capture.", "shadow", "placement", "engine_sleep"),
+    *("weight_sync.transport", "capture.", "compare_losses", "placement", "rollout.sleep_mode"),
     "alg.file",  # its contents are compared, wherever it lies
 )
 """Keys that may differ without any change of the numbers. A name that ends in a dot is a whole section."""
 BITWISE_ONLY = (
     *("trainer.micro_batch_tokens", "trainer.logits_mib", "trainer.gradient_checkpointing", "trainer.share_prefixes"),
     *("trainer.sequence_parallel", "trainer.offload"),
-    *("rollout.engines", "rollout.engines.", "rollout.tensor_parallel_size", "rollout.enforce_eager"),
+    *("rollout.num_engines", "rollout.num_engines.", "rollout.tensor_parallel_size", "rollout.enforce_eager"),
     *("rollout.kv_cache_gib", "rollout.gpu_memory_utilization"),
 )
 """Keys that may differ, because a run that ran out of memory must be able to continue. The gradient is the same in
@@ -102,7 +102,7 @@ def find_checkpoint_to_resume(loaded: Loaded[Any], settings: dict[str, Any]) -> 
 
 def list_bitwise_only(now: Mapping[str, Any]) -> tuple[str, ...]:
     """Return BITWISE_ONLY, and the number of ranks where any number reads the checkpoints of another."""
-    return BITWISE_ONLY + (("trainer.ranks",) if now.get("trainer.library") == "fsdp2" else ())
+    return BITWISE_ONLY + (("trainer.ranks",) if now.get("trainer.strategy") == "fsdp2" else ())
 
 
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ by itself: the gradient of the prompt's keys adds up over the replies, which is 
 scaled_dot_product_attention runs on each segment, or on a run of equal ones at once; on a GPU see attention_varlen.py.
 No other kernel and no padding is needed. The name in transformers is BY_SEQUENCE.
 
-In a vision-language model this is the attention of the language part alone. The patches of a picture see each other in
+In a vision-language model this is the attention of the language part alone. The patches of an image see each other in
 both directions, so the vision tower keeps torch's kernel, and this one refuses a layer that is not causal.
 """
 
@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from modeling.attention_varlen import attend_varlen, fits_varlen
 from modeling.images.vision import VISION_FAMILIES
 from modeling.pretrained import find_written_class
-from modeling.segments import Run, Segments
+from modeling.segments import EqualSegments, Segments
 
 BY_SEQUENCE = "sdpa_by_sequence"
 
@@ -152,7 +152,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
     )
 
 
-def _as_batch(x: Tensor, run: Run) -> Tensor:
+def _as_batch(x: Tensor, run: EqualSegments) -> Tensor:
     """Give each segment of a run its own row: [1, H, count * n, D] -> [count, H, n, D]."""
     return x[0].unflatten(1, (run.count, -1)).transpose(0, 1)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from core.types.allowed_tokens import EVERY_TOKEN, Support
+from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.samples import Batch, Policy
 from modeling.attention import BY_SEQUENCE, can_share_prefixes
 from modeling.head import choose_chunk, score_in_chunks
@@ -55,7 +55,7 @@ def forward(
     temperature: float,
     entropy: bool = False,
     logits_mib: int = 0,
-    support: Support = EVERY_TOKEN,
+    allowed_tokens: AllowedTokens = EVERY_TOKEN,
     sequence_group: SequenceGroup | None = None,
 ) -> Policy:
     """Compute log-probability (and entropy) of every trained token, [M] float32, with gradient if gradients are on.
@@ -63,11 +63,11 @@ def forward(
     module: the callable (DeepSpeed's engine, or the model itself). model: the Hugging Face causal LM inside it.
     log-softmax is in float32, at the sampling temperature: the engine divides its logits by it, so this does too.
     logits_mib: memory for logits, above which they are computed in chunks; 0 computes all at once.
-    support: tokens over which the softmax is taken: those that the engine samples from. SFT and preferences train on
-    given text and take all. Raises RunStopped for a trained token outside of it.
+    allowed_tokens: tokens over which the softmax is taken: those that the engine samples from. SFT and preferences
+    train on given text and take all. Raises RunStopped for a trained token outside of it.
     sequence_group: ranks that compute this batch together; each of them returns the whole of it.
     """
-    support.check_labels(batch.labels)
+    allowed_tokens.check_labels(batch.labels)
     part = _lay_out_part(model, batch, layout, sequence_group)
     size = choose_chunk(model, len(part.labels), logits_mib)
     if size is None:
@@ -75,12 +75,12 @@ def forward(
             logits = module(**part.inputs, use_cache=False).logits  # [1, M, V]
         # squeeze, not [0]: the gradient of an index would be a copy as large as all logits
         own = compute_token_logp(
-            logits.squeeze(0), part.labels, temperature=temperature, entropy=entropy, support=support
+            logits.squeeze(0), part.labels, temperature=temperature, entropy=entropy, allowed_tokens=allowed_tokens
         )
     else:
 
         def score(logits: Tensor, labels: Tensor) -> Tensor:
-            found = _compute_chunk(logits, labels, temperature, entropy, support)
+            found = _compute_chunk(logits, labels, temperature, entropy, allowed_tokens)
             return torch.stack([x for x in found if x is not None])
 
         logp, *rest = score_in_chunks(module, model, part.inputs, part.at, part.labels, score, size)
@@ -118,12 +118,12 @@ def compute_values(
 
 
 def compute_token_logp(
-    logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool, support: Support = EVERY_TOKEN
+    logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool, allowed_tokens: AllowedTokens = EVERY_TOKEN
 ) -> Policy:
     """Compute log-softmax of [M, V] logits at [M] labels, in float32; in chunks, to keep no float32 copy of all."""
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
     parts = [
-        checkpoint(_compute_chunk, chunk, chosen, temperature, entropy, support, use_reentrant=False)
+        checkpoint(_compute_chunk, chunk, chosen, temperature, entropy, allowed_tokens, use_reentrant=False)
         for chunk, chosen in zip(logits.split(size), labels.split(size), strict=True)
     ]
     return Policy(
@@ -133,11 +133,11 @@ def compute_token_logp(
 
 
 def _compute_chunk(
-    logits: Tensor, labels: Tensor, temperature: float, entropy: bool, support: Support
+    logits: Tensor, labels: Tensor, temperature: float, entropy: bool, allowed_tokens: AllowedTokens
 ) -> tuple[Tensor, Tensor | None]:
-    logits = support.restrict(logits, temperature)  # [m, A]
+    logits = allowed_tokens.restrict(logits, temperature)  # [m, A]
     norm = logits.logsumexp(-1)  # [m]
-    logp = logits.gather(-1, support.to_columns(labels)[:, None])[:, 0] - norm
+    logp = logits.gather(-1, allowed_tokens.to_columns(labels)[:, None])[:, 0] - norm
     return logp, norm - (torch.softmax(logits, -1) * logits).sum(-1) if entropy else None
 
 
@@ -176,10 +176,10 @@ def _lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group
 def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
     """Return the place of every flat position in the model's rows, ([T] row, [T] column), and the model's inputs.
 
-    The pictures' tokens come in the same order in both layouts, row by row, and so does what `media` holds of them.
+    The images' tokens come in the same order in both layouts, row by row, and so does what `media` holds of them.
     """
-    if batch.pictures and not batch.media:
-        raise ValueError("a batch with pictures has no media: modeling/images/media.py makes them")
+    if batch.images and not batch.media:
+        raise ValueError("a batch with images has no media: modeling/images/media.py makes them")
     rope = batch.rope_ids
     if layout == "padded":
         # No mask: the padding is on the right, and no token attends to its right.
@@ -201,7 +201,7 @@ def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tens
 
 
 def choose_padding(model: nn.Module) -> int:
-    """Return a token id that stands for no picture."""
+    """Return a token id that stands for no image."""
     return 1 if getattr(model.config, "image_token_id", None) == 0 else 0
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from core.errors import UserError, name_error, quote
-from core.gc_control import without_collector
+from core.gc_control import without_gc
 from core.hub import describe_hub, prepare_hub
 from modeling.images.vision import choose_class
 from modeling.pretrained import build_from_config, load_pretrained, refuse_own_code
@@ -31,7 +31,7 @@ def read_config(path: str, *, key: str = "model.path", trust_remote_code: bool =
     if not is_folder:
         prepare_hub(f"{key}={quote(path)}")
     try:
-        with without_collector():  # transformers imports what it needs for this model only here
+        with without_gc():  # transformers imports what it needs for this model only here
             return load_pretrained(AutoConfig, path, trust_remote_code=trust_remote_code)
     except Exception as error:  # a border: a broken file can make the library raise anything
         reason = name_error(error)

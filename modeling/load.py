@@ -1,4 +1,4 @@
-"""Load a language model for training; one that reads pictures, too, where its family is known."""
+"""Load a language model for training; one that reads images, too, where its family is known."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _load_pretrained(
     if attention != "auto":
         trusts = settings["trust_remote_code"]
         sees = find_vision(read_config(path, key=key, trust_remote_code=trusts), path=path, key=key) is not None
-        # flash attention takes the borders of a packed row, which are not those of the pictures' patches
+        # flash attention takes the borders of a packed row, which are not those of the images' patches
         split = sees and attention == "flash_attention_2"
         settings["attn_implementation"] = {"text_config": attention, "vision_config": "sdpa"} if split else attention
     model = _read_pretrained(auto, path, key=key, new_head=new_head, dtype=DTYPES[dtype], **settings)

@@ -20,7 +20,7 @@ from modeling.sequence_parallel import SequenceGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class EqualSegments:
     """Neighbouring segments of the same length, with as many tokens above them: one call of a kernel."""
 
     first: int
@@ -56,7 +56,7 @@ class Segments:
     """Ranks that hold a slice of the row each; None where this one holds all of it."""
     chains: list[list[int]] = field(init=False)
     """Segments above each, from the root down."""
-    runs: list[Run] = field(init=False)
+    runs: list[EqualSegments] = field(init=False)
     _masks: dict[tuple[int, int, int | None], Tensor] = field(init=False, default_factory=dict)
     _varlen: VarlenIndex | None = field(init=False, default=None)
 
@@ -71,7 +71,7 @@ class Segments:
         first = 0
         for (own, before), same in groupby(zip(self.lengths, above, strict=True)):
             count = len(list(same))
-            self.runs.append(Run(first=first, count=count, own=own, above=before))
+            self.runs.append(EqualSegments(first=first, count=count, own=own, above=before))
             first += count
 
     @staticmethod
@@ -88,7 +88,7 @@ class Segments:
         """True where sequences share segments."""
         return any(parent >= 0 for parent in self.parents)
 
-    def find_mask(self, run: Run, window: int | None, device: torch.device) -> Tensor | None:
+    def find_mask(self, run: EqualSegments, window: int | None, device: torch.device) -> Tensor | None:
         """Return the mask [own, above + own] of a run, True where row t may attend; None for a plain causal one.
 
         Row t is token `above + t` of its sequence: it sees that many tokens and itself, and of these the last `window`.

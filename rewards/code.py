@@ -1,6 +1,6 @@
 """Code with tests (Python), run in a sandbox: docs/how_to/code_rewards.md.
 
-    reward: {fn: code, settings: {timeout_s: 5}, weights: {correct: 1.0, passed: 0.2}}
+    reward: {function: code, settings: {timeout_s: 5}, weights: {correct: 1.0, passed: 0.2}}
 
     correct   1 if every test passes
     passed    fraction of the tests that pass

@@ -1,6 +1,6 @@
 """A reward model as the reward: a model that algs/reward_model.py trained, or any sequence classifier with one label.
 
-    reward: {fn: reward_model, settings: {model: runs/rm/model}, weights: {reward: 1.0}, workers: 1}
+    reward: {function: reward_model, settings: {model: runs/rm/model}, weights: {reward: 1.0}, workers: 1}
 
 `template` is that of the reward model's own training (data.template). `trust_remote_code: true` lets code run that
 comes with the reward model; model.trust_remote_code does not. Every worker loads the model for itself, on the CPU.
@@ -25,7 +25,7 @@ def score(
 
     from algs.reward_model import append_scored_token
     from core.types import samples as types
-    from core.types.messages import find_pictures
+    from core.types.messages import find_images
     from data_feeds.packing.batches import pack
     from modeling.forward import compute_values
 
@@ -40,7 +40,7 @@ def score(
         action_mask=mask,
         rollout_logp=nothing,
         versions=[-1] * len(ids),
-        pictures=tokenizer.place(ids, find_pictures(turns)),
+        images=tokenizer.place(ids, find_images(turns)),
     )
     with torch.no_grad():
         batch = media.load(pack([append_scored_token(sample)], [0.0]))

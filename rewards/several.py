@@ -1,4 +1,4 @@
-"""Several reward functions in one: `reward.fns`, and `reward.by_source` for rows of one data source.
+"""Several reward functions in one: `reward.functions`, and `reward.by_source` for rows of one data source.
 
 The parts of a function are logged as `<function>.<part>`, so two functions never share a name.
 """
@@ -33,7 +33,7 @@ class RewardPlan:
     by_source: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     """Names of the functions for a source."""
     otherwise: tuple[str, ...] = ()
-    """Names of the functions for every other source; "" is the only function of `reward.fn`."""
+    """Names of the functions for every other source; "" is the only function of `reward.function`."""
 
     @property
     def path(self) -> str:
@@ -43,7 +43,7 @@ class RewardPlan:
     @property
     def files(self) -> dict[str, FileSpec]:
         """Return every file by the key that names it."""
-        return {f"reward.fns.{f.name}" if f.name else "reward.fn": f.spec for f in self.functions}
+        return {f"reward.functions.{f.name}" if f.name else "reward.function": f.spec for f in self.functions}
 
     def load(self) -> Callable[[Prompt, list[Message]], dict[str, float]]:
         """Import the functions and return one that calls those of the prompt's source.

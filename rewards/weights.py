@@ -16,13 +16,15 @@ MAIN_PART = "correct"
 def plan_rewards(reward: RewardConfig) -> RewardPlan:
     """Find the functions that a recipe names. Raises UserError for one that is not there."""
     groups = {source: tuple(name_function(n) for n in weights) for source, weights in reward.by_source.items()}
-    if reward.fn is not None:
-        only = NamedReward(name="", spec=resolve_reward(reward.fn, key="reward.fn"), settings=reward.settings)
+    if reward.function is not None:
+        only = NamedReward(
+            name="", spec=resolve_reward(reward.function, key="reward.function"), settings=reward.settings
+        )
         functions, otherwise = [only], ("",)
     else:
-        functions, otherwise = [], tuple(name_function(n) for n in reward.fns)
+        functions, otherwise = [], tuple(name_function(n) for n in reward.functions)
     for given in reward.function_names:
-        key = "reward.fns" if given in reward.fns else "reward.by_source"
+        key = "reward.functions" if given in reward.functions else "reward.by_source"
         name = name_function(given)
         settings = reward.settings_of(name)
         functions.append(NamedReward(name=name, spec=resolve_reward(given, key=key), settings=settings))
@@ -31,7 +33,7 @@ def plan_rewards(reward: RewardConfig) -> RewardPlan:
 
 def weigh_parts(reward: RewardConfig, parts: Mapping[str, float], source: str) -> float:
     """Return the reward of a sample: the weighted sum of its parts. Raises UserError for a part that is not there."""
-    chosen = reward.by_source.get(source, reward.fns)
+    chosen = reward.by_source.get(source, reward.functions)
     total = sum(_weigh_function(name_function(name), weights, parts) for name, weights in chosen.items())
     weights = _list_weights(reward, source)
     if missing := [name for name in weights if name not in parts]:
@@ -50,7 +52,7 @@ def weigh_turns(reward: RewardConfig, turns: Sequence[Mapping[str, float]], sour
 
 def _list_weights(reward: RewardConfig, source: str) -> Mapping[str, float]:
     """Return the weights of parts by their names alone, for the rows of a source."""
-    return {} if reward.fn is not None and source in reward.by_source else reward.weights
+    return {} if reward.function is not None and source in reward.by_source else reward.weights
 
 
 def _weigh_function(name: str, weights: RewardWeights, parts: Mapping[str, float]) -> float:

@@ -1,4 +1,4 @@
-"""Tokens that a run may sample: `rollout.allowed_tokens`, and never the placeholders of pictures."""
+"""Tokens that a run may sample: `rollout.allowed_tokens`, and never the placeholders of images."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from core.errors import UserError, quote
-from core.types.allowed_tokens import EVERY_TOKEN, Support
+from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.images import MaySee
 
 
-class SupportTokenizer(MaySee, Protocol):
-    """Interface of a tokenizer to a support set; see data_feeds/chat/tokenizer.py."""
+class TokenEncoder(MaySee, Protocol):
+    """Interface of a tokenizer to a set of allowed tokens; see data_feeds/chat/tokenizer.py."""
 
     stop_token_ids: list[int]
 
     def encode(self, text: str) -> list[int]: ...
 
 
-def find_support(tokenizer: SupportTokenizer, allowed: Sequence[str], stop_token_ids: Sequence[int]) -> Support:
-    """Return the tokens that may be sampled: all but placeholders of pictures, or those of `rollout.allowed_tokens`.
+def resolve_allowed_tokens(
+    tokenizer: TokenEncoder, allowed: Sequence[str], stop_token_ids: Sequence[int]
+) -> AllowedTokens:
+    """Return the tokens that may be sampled: all but placeholders of images, or those of `rollout.allowed_tokens`.
 
     stop_token_ids: all tokens that end a reply, which are always allowed. Raises UserError for a text that is no token.
     """
-    banned: frozenset[int] = frozenset() if tokenizer.pictures is None else tokenizer.pictures.placeholder_ids
+    banned: frozenset[int] = frozenset() if tokenizer.images is None else tokenizer.images.placeholder_ids
     if not allowed:
-        return Support(banned=tuple(sorted(banned))) if banned else EVERY_TOKEN
+        return AllowedTokens(banned=tuple(sorted(banned))) if banned else EVERY_TOKEN
     texts: dict[int, str] = {}
     for text in allowed:
         ids = tokenizer.encode(text)
@@ -42,7 +44,7 @@ def find_support(tokenizer: SupportTokenizer, allowed: Sequence[str], stop_token
             )
         if token in banned:
             raise UserError(
-                f"rollout.allowed_tokens names {quote(text)}, which stands for a picture and is never sampled: leave "
+                f"rollout.allowed_tokens names {quote(text)}, which stands for an image and is never sampled: leave "
                 "it out"
             )
         if token in stop_token_ids:
@@ -50,4 +52,4 @@ def find_support(tokenizer: SupportTokenizer, allowed: Sequence[str], stop_token
                 f"rollout.allowed_tokens names {quote(text)}, which ends a reply and is always allowed: leave it out"
             )
         texts[token] = text
-    return Support(allowed=tuple(sorted({*texts, *stop_token_ids})))
+    return AllowedTokens(allowed=tuple(sorted({*texts, *stop_token_ids})))

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from core.errors import RunStopped, UserError
-from core.timing.limit_blocking import Unblocked
+from core.timing.limit_blocking import LimitBlocking
 from core.types.images import as_argument
 from core.types.messages import Message, ToolSpec, name_of_tool
 from core.types.samples import Prompt, Sample
 from data_feeds.chat.tool_parsing import ParsedReply, PlainParser, ReplyParser, rename_taken
-from data_feeds.images.image_tokens import PicturesDoNotFit
+from data_feeds.images.image_tokens import ImagesDoNotFit
 from rewards.worker import call_user_code, last_line
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
@@ -97,7 +97,7 @@ class _Episode:
     rules: EpisodeRules
     prompt: Prompt
     env: Env | None = None
-    seats: dict[int, Transcript] = field(default_factory=dict[int, Transcript])
+    slots: dict[int, Transcript] = field(default_factory=dict[int, Transcript])
     """Transcript of every player who has been asked for a reply."""
 
     async def converse(self, given: list[Message]) -> None:
@@ -110,7 +110,7 @@ class _Episode:
         for turn in range(self.rules.max_turns):
             try:
                 script = self._continue_seat(env, given)
-            except PicturesDoNotFit as error:
+            except ImagesDoNotFit as error:
                 raise _EnvironmentFailed(str(error)) from error
             if script is None:
                 return
@@ -121,24 +121,24 @@ class _Episode:
                 answers = check_answers(await self._take_step(env, reply), "Env.step()")
             if answers is None:
                 return
-            if not answers and env.player in self.seats:
+            if not answers and env.player in self.slots:
                 raise _EnvironmentFailed("Env.step() returned no message: return None to end the episode")
             given = answers
-        for script in self.seats.values():
+        for script in self.slots.values():
             script.stop = "turns"
 
     def _continue_seat(self, env: Env, given: list[Message]) -> Transcript | None:
         """Show the next player what is new; None where that uses up its tokens."""
-        script = self.seats.get(env.player)
+        script = self.slots.get(env.player)
         if script is None:
             return self._begin_seat(env, given)
         closing = [] if self.rules.stops is None else self.rules.stops.close_turn(script.last_ids)
-        observed = closing + self.tokenizer.render_turns(script.said[-1], given, script.prompt.tools)
-        script.left -= len(observed)
-        if script.left <= 0:
+        observed = closing + self.tokenizer.render_turns(script.messages[-1], given, script.prompt.tools)
+        script.tokens_left -= len(observed)
+        if script.tokens_left <= 0:
             script.stop = "length"
             return None
-        script.said += given
+        script.messages += given
         script.append_given(self.tokenizer, observed, given)
         return script
 
@@ -154,26 +154,26 @@ class _Episode:
                 f"data.max_prompt_tokens={limit}: the prompt {shown.id} has {len(ids)} tokens with what the "
                 "environment adds to it (tools, first messages): raise data.max_prompt_tokens"
             )
-        script = self.seats[env.player] = Transcript(shown, self.rules.max_new_tokens)
+        script = self.slots[env.player] = Transcript(shown, self.rules.max_new_tokens)
         script.append_given(self.tokenizer, ids, shown.messages)
         return script
 
     async def _ask_policy(self, script: Transcript, turn: int) -> ParsedReply:
         seed = self.rules.seed_of_turn(turn)
-        seen = as_argument(script.pictures)
-        done = await self.engine.generate(script.ids, max_new_tokens=script.left, seed=seed, **seen)
-        check_completion(done, max_new_tokens=script.left)
+        seen = as_argument(script.images)
+        done = await self.engine.generate(script.ids, max_new_tokens=script.tokens_left, seed=seed, **seen)
+        check_completion(done, max_new_tokens=script.tokens_left)
         if self.rules.stops is not None:
             self.rules.stops.check_completion(done.token_ids, done.stop)
         script.append_sampled(done)
         script.stop = done.stop
         reply = self._read_reply(done.token_ids, script)
-        script.said.append(reply.message)
+        script.messages.append(reply.message)
         return reply
 
     def _read_reply(self, ids: list[int], script: Transcript) -> ParsedReply:
         reply = self.rules.parser.parse(ids, self.tokenizer.decode(ids), script.prompt.tools)
-        before = [*script.prompt.messages, *script.said]
+        before = [*script.prompt.messages, *script.messages]
         return replace(reply, message=rename_taken(reply.message, before))
 
     async def _take_step(self, env: Env, reply: ParsedReply) -> Any:
@@ -185,23 +185,23 @@ class _Episode:
 
     async def wait_for(self, call: Awaitable[T], who: str) -> T:
         """Await the environment. Raises RunStopped where it holds the process."""
-        return await Unblocked(call, who=who, seconds=self.rules.timeout_s, key="rollout.timeout_s")
+        return await LimitBlocking(call, who=who, seconds=self.rules.timeout_s, key="rollout.timeout_s")
 
     def finish(self, failure: str) -> list[Played]:
         """Return the sample of every player; what was counted is with that of the first."""
-        if not self.seats:  # the environment failed before the first reply
+        if not self.slots:  # the environment failed before the first reply
             self._begin_seat(_NoEnv(self.prompt), [])
         env = self.env or _NoEnv(self.prompt)
         counts, broken = call_user_code(env.counts, "Env.counts()")
         if self.rules.max_turns > 1:
-            counts = {"turns": float(sum(len(seat.turns) for seat in self.seats.values()))} | counts
+            counts = {"turns": float(sum(len(slot.turns) for slot in self.slots.values()))} | counts
         played: list[Played] = []
-        for player, script in sorted(self.seats.items()):
+        for player, script in sorted(self.slots.items()):
             parts, unscored = call_user_code(partial(env.scores_of, player), "Env.scores()")
             of_turns, uneven = check_turn_scores(partial(env.turn_scores, player), len(script.turns))
             wrong = failure or broken or unscored or uneven
             sample = script.make_sample(self.tokenizer, {} if wrong else parts, {} if played else counts, wrong)
-            played.append(Played(sample=replace(sample, player=player), messages=script.said, turn_scores=of_turns))
+            played.append(Played(sample=replace(sample, player=player), messages=script.messages, turn_scores=of_turns))
         return played
 
     async def close(self) -> str:

@@ -10,8 +10,8 @@ from typing import Protocol, get_args
 import numpy as np
 
 from core.errors import RunStopped
-from core.types.images import MaySee, Picture, PlacedPicture
-from core.types.messages import Message, ToolSpec, find_pictures
+from core.types.images import EncodedImage, MaySee, PlacedImage
+from core.types.messages import Message, ToolSpec, find_images
 from core.types.samples import Prompt, Sample, Stop
 from rollouts.engines.base import Completion, CompletionStop
 
@@ -21,13 +21,13 @@ LARGEST_ID = 2**31 - 1
 """Largest token id that a Sample holds."""
 
 
-class PlacesPictures(MaySee, Protocol):
+class PlacesImages(MaySee, Protocol):
     """Interface of a tokenizer to `find_places`."""
 
-    def place(self, ids: list[int], pictures: Sequence[Picture], begin: int = 0) -> tuple[PlacedPicture, ...]: ...
+    def place(self, ids: list[int], images: Sequence[EncodedImage], begin: int = 0) -> tuple[PlacedImage, ...]: ...
 
 
-class Tokenizer(PlacesPictures, Protocol):
+class Tokenizer(PlacesImages, Protocol):
     """Interface of a tokenizer to an episode; see data_feeds/chat/tokenizer.py."""
 
     def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
@@ -36,16 +36,16 @@ class Tokenizer(PlacesPictures, Protocol):
 
 
 def find_places(
-    tokenizer: PlacesPictures, ids: list[int], messages: Sequence[Message], begin: int = 0
-) -> tuple[PlacedPicture, ...]:
-    """Return the pictures of messages whose tokens are those of `ids` from `begin` on, with their spans.
+    tokenizer: PlacesImages, ids: list[int], messages: Sequence[Message], begin: int = 0
+) -> tuple[PlacedImage, ...]:
+    """Return the images of messages whose tokens are those of `ids` from `begin` on, with their spans.
 
     A tokenizer of a vision model is asked where there are none too: text could hold the token that stands for one.
     """
-    pictures = find_pictures(messages)
-    if not pictures and tokenizer.pictures is None:
+    images = find_images(messages)
+    if not images and tokenizer.images is None:
         return ()
-    return tokenizer.place(ids, pictures, begin=begin)
+    return tokenizer.place(ids, images, begin=begin)
 
 
 @dataclass
@@ -54,31 +54,31 @@ class Transcript:
 
     prompt: Prompt
     """Its messages and tools are those that the player was shown."""
-    left: int
+    tokens_left: int
     """Tokens that may still follow the prompt."""
     ids: list[int] = field(default_factory=list[int])
     action_mask: list[bool] = field(default_factory=list[bool])
     logp: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
-    said: list[Message] = field(default_factory=list[Message])
+    messages: list[Message] = field(default_factory=list[Message])
     """Messages after the prompt."""
     turns: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Tokens [begin, end) of every reply."""
     last_ids: list[int] = field(default_factory=list[int])
     """Tokens of the last reply."""
     stop: Stop = "eos"
-    pictures: tuple[PlacedPicture, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
 
     def append_given(self, tokenizer: Tokenizer, ids: list[int], messages: Sequence[Message]) -> None:
         """Append what the player is shown: messages, and the tokens in which they end."""
         begin = len(self.ids)
         self._append(ids, [0.0] * len(ids), [-1] * len(ids), sampled=False)
-        self.pictures += find_places(tokenizer, self.ids, messages, begin)
+        self.images += find_places(tokenizer, self.ids, messages, begin)
 
     def append_sampled(self, done: Completion) -> None:
         self.turns.append((len(self.ids), len(self.ids) + len(done.token_ids)))
         self.last_ids = done.token_ids
-        self.left -= len(done.token_ids)
+        self.tokens_left -= len(done.token_ids)
         self._append(done.token_ids, done.logp, done.versions, sampled=True)
 
     @property
@@ -89,7 +89,7 @@ class Transcript:
     @property
     def is_one_text(self) -> bool:
         """True if the player said one text, so that the decoded tokens show all of it."""
-        return not self.said or (len(self.said) == 1 and {*self.said[0]} == {"role", "content"})
+        return not self.messages or (len(self.messages) == 1 and {*self.messages[0]} == {"role", "content"})
 
     def make_sample(
         self, tokenizer: Tokenizer, parts: dict[str, float], counts: dict[str, float], failure: str
@@ -106,9 +106,9 @@ class Transcript:
             failure=failure,
             completion=tokenizer.decode(self.completion_ids),
             turns=tuple(self.turns) if len(self.turns) > 1 else (),
-            transcript=[] if self.is_one_text else self.said,
+            transcript=[] if self.is_one_text else self.messages,
             counts=counts,
-            pictures=self.pictures,
+            images=self.images,
         )
 
     def _append(self, ids: list[int], logp: list[float], versions: list[int], *, sampled: bool) -> None:

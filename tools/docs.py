@@ -98,7 +98,7 @@ def configuration() -> str:
         if name == "model":
             parts += section("`model.lora`", "model.lora.", LoraConfig)
         if name == "rollout":
-            parts += section("`rollout.engines`, where engines come and go", "rollout.engines.", EngineRange)
+            parts += section("`rollout.num_engines`, where engines come and go", "rollout.num_engines.", EngineRange)
     parts += eval_sections()
     parts += ["", "The keys under `alg` belong to the algorithm: see [Algorithms](algorithms.md)."]
     return "\n".join(parts) + "\n"

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     *("core", "configs", "modeling", "data_feeds", "algs", "trainers/weight_sync", "trainers", "analysis/capture"),
-    *("rewards", "rollouts", "analysis/shadows", "driver", "main_rl", "main_sl", "main_eval", "analysis"),
+    *("rewards", "rollouts", "analysis/compared_losses", "driver", "main_rl", "main_sl", "main_eval", "analysis"),
     "analysis/capture/replay",
 )
 """From the ground up: a file imports from its own layer and from those before it. The longest prefix counts."""

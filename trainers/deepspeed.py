@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped
-from core.gc_control import without_collector
+from core.gc_control import without_gc
 from core.lean_imports import without_package
 from core.replacing import replacing
 from core.types.buckets import split_into_buckets
@@ -28,18 +28,18 @@ from core.types.weights import Bucket, ExportScope
 from modeling.export import exported_tensors
 from modeling.load import DTYPES
 from trainers.checkpoint.state import reading
-from trainers.distributed import RankTrainer
+from trainers.distributed import DistributedTrainer
 from trainers.learner import Learner
 from trainers.models import ModelLoader
 from trainers.optimizer import make_optimizer
 from trainers.row_shards import shard_rows, unite_rows
 
 
-class DeepSpeedTrainer(RankTrainer):
+class DeepSpeedTrainer(DistributedTrainer):
     """Trainer rank with DeepSpeed."""
 
     def start_library(self, timeout: timedelta) -> None:
-        with without_collector():
+        with without_gc():
             _import_deepspeed()
         import deepspeed
 
@@ -51,7 +51,7 @@ class DeepSpeedTrainer(RankTrainer):
 
     def get_file_settings(self) -> dict[str, Any]:
         own = {"trainer.ranks": self.ranks, "trainer.zero_stage": self.cfg.zero_stage}
-        return {"backend": "ray", "trainer.library": "deepspeed"} | own
+        return {"backend": "ray", "trainer.strategy": "deepspeed"} | own
 
     def make_loader(self, model: ModelConfig, alg: Algorithm) -> ModelLoader:
         if self.cfg.zero_stage < 3:
@@ -172,7 +172,7 @@ def make_cutter(config: dict[str, Any]) -> Callable[[nn.Parameter], None]:
 def read_sharded_weights(folder: Path) -> dict[str, Tensor]:
     """Return the float32 weights that `save_state` of all ranks wrote, in one process; not those of ZeRO-0."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    with without_collector():
+    with without_gc():
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with reading(folder, classes=classes_in_checkpoints()), redirect_stdout(io.StringIO()):  # it talks

@@ -25,7 +25,7 @@ from trainers.trainer import Trainer
 from trainers.weight_sync.source import WeightSource
 
 
-class RankTrainer(Trainer):
+class DistributedTrainer(Trainer):
     """Trainer rank; torch.distributed reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE."""
 
     def __init__(

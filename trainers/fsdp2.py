@@ -27,7 +27,7 @@ from core.types.weights import Bucket, ExportScope
 from modeling.export import exported_tensors
 from modeling.load import DTYPES
 from trainers.checkpoint.fsdp2_state import WEIGHTS, list_saved, read_state, write_state
-from trainers.distributed import RankTrainer
+from trainers.distributed import DistributedTrainer
 from trainers.fsdp2_units import settle_shards, shard_model
 from trainers.learner import Learner
 from trainers.models import ModelLoader
@@ -35,7 +35,7 @@ from trainers.optimizer import make_optimizer
 from trainers.row_shards import as_part_of, local_part
 
 
-class FsdpTrainer(RankTrainer):
+class FsdpTrainer(DistributedTrainer):
     """Trainer rank with FSDP2."""
 
     def start_library(self, timeout: timedelta) -> None:
@@ -43,7 +43,7 @@ class FsdpTrainer(RankTrainer):
         self.mesh = init_device_mesh(kind, (torch.distributed.get_world_size(),))
 
     def get_file_settings(self) -> dict[str, Any]:
-        return {"backend": "ray", "trainer.library": "fsdp2"}  # any number of ranks reads them
+        return {"backend": "ray", "trainer.strategy": "fsdp2"}  # any number of ranks reads them
 
     def make_loader(self, model: ModelConfig, alg: Algorithm) -> ModelLoader:
         place = partial(shard_model, mesh=self.mesh, dtype=DTYPES[self.dtype], offload=self.cfg.offload)

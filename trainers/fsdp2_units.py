@@ -99,7 +99,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
                 inside.update(block.modules())
     if not blocks:
         raise UserError(
-            f"trainer.library=fsdp2 shards a model block by block, and {type(model).__name__} does not say what its "
-            "blocks are (_no_split_modules): set trainer.library=deepspeed"
+            f"trainer.strategy=fsdp2 shards a model block by block, and {type(model).__name__} does not say what its "
+            "blocks are (_no_split_modules): set trainer.strategy=deepspeed"
         )
     return blocks

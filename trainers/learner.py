@@ -9,7 +9,7 @@ from typing import NotRequired, Protocol, TypedDict
 from torch import Tensor, nn
 
 from algs.base import Algorithm
-from core.types.allowed_tokens import Support
+from core.types.allowed_tokens import AllowedTokens
 from core.types.weights import Bucket, ExportScope
 
 
@@ -52,9 +52,9 @@ class TrainerSettings(TypedDict):
     total_updates: int
     sources: NotRequired[tuple[str, ...]]
     """Data sets whose losses are logged separately."""
-    shadows: NotRequired[dict[str, Algorithm]]
+    compared: NotRequired[dict[str, Algorithm]]
     """Losses that are measured beside the one that trains, by name."""
-    support: NotRequired[Support]
+    allowed_tokens: NotRequired[AllowedTokens]
     """Tokens that the engine samples from, over which the softmax is taken. Unset: all."""
     has_ref_logp: NotRequired[bool]
     """True: reference log-probabilities were computed before training, so no reference model is loaded."""

@@ -23,9 +23,9 @@ from core.errors import RunStopped, UserError, writing
 from core.reads import record_reads
 from core.timing.clock import ActivityTimer
 from core.timing.phases import TRAINER_ACTIVITIES, Activity
-from core.types.allowed_tokens import EVERY_TOKEN, Support
+from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.arrays import Floats
-from core.types.images import PlacedPicture
+from core.types.images import PlacedImage
 from core.types.row_layout import RowLayout
 from core.types.samples import Batch, Policy, ScoredColumn
 from core.types.weights import Bucket, ExportScope
@@ -38,13 +38,13 @@ from modeling.load import DTYPES
 from modeling.sequence_parallel import SequenceGroup
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint.state import Counters, RankState, load_state, save_state
+from trainers.compared_losses import ComparedLossMeter
 from trainers.learner import Learner
 from trainers.meter import Meter
 from trainers.models import ModelLoader
-from trainers.offload.offloaded_trainer import Away
+from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.optimizer import make_lr_schedule
 from trainers.probe import make_probe_sample
-from trainers.shadows import ShadowMeter
 from trainers.step_record import RecordedUpdate, StepRecord
 from trainers.weight_sync.fingerprint import fingerprint
 
@@ -53,7 +53,7 @@ class Trainer:
     """Train on one rank. Every method is called on all ranks at once, with the same number of micro-batches on each."""
 
     rank, ranks = 0, 1
-    away: Away
+    offloaded: OffloadedTrainer
     """Part that leaves the device, with placement: colocate."""
     sequence_group: SequenceGroup | None = None
     """Ranks that compute every row together, this one among them; None where each computes rows of its own."""
@@ -68,17 +68,17 @@ class Trainer:
         temperature: float,
         total_updates: int,
         sources: tuple[str, ...] = (),
-        shadows: Mapping[str, Algorithm] = MappingProxyType({}),
-        support: Support = EVERY_TOKEN,
+        compared: Mapping[str, Algorithm] = MappingProxyType({}),
+        allowed_tokens: AllowedTokens = EVERY_TOKEN,
         has_ref_logp: bool = False,
     ):
         self.device, self.cfg, self.temperature, self.sources = device, cfg, temperature, sources
-        self.support = support
+        self.allowed_tokens = allowed_tokens
         self.settings_read: set[str] = set()
         """Hyper-parameters that this process has read, by dotted name; see driver/checks/unused_keys.py."""
         self.alg = record_reads(alg, self.settings_read, everywhere=True)
         self.timer = ActivityTimer(*TRAINER_ACTIVITIES)
-        self.shadows = shadows
+        self.compared = compared
         self.record: StepRecord | None = None
         if device == "cpu":
             keep_freed_memory()
@@ -154,7 +154,7 @@ class Trainer:
         The metrics are averages over the updates that were made; a skipped update is only counted.
         """
         with self.timer.measure(Activity.TRAIN):
-            total, shadows = Meter(self.sources), ShadowMeter(self.shadows)
+            total, compared = Meter(self.sources), ComparedLossMeter(self.compared)
             norms: list[dict[str, float]] = []
             for micro_batches in updates:
                 meter = Meter(self.sources)
@@ -169,7 +169,7 @@ class Trainer:
                         )
                     self.policy.backward((loss * batch.tokens.weight).sum())
                     if policy is not None:
-                        shadows.see(policy, batch.shadows)
+                        compared.see(policy, batch.compared)
                         if self.record is not None:
                             self.record.add_batch(policy, batch.tokens, loss, metrics)
                     if self.critic is not None:
@@ -178,13 +178,13 @@ class Trainer:
                 norm = self._update_weights()
                 if self.record is not None:
                     self.record.end_update(norm)
-                shadows.end_update(self.sum_over_rows, was_made=bool(norm))
+                compared.end_update(self.sum_over_rows, was_made=bool(norm))
                 if norm:
                     total.merge(meter)
                     norms.append(norm)
             return {
                 **total.compute_means(self.sum_over_rows),
-                **shadows.compute_means(self.sum_over_rows),
+                **compared.compute_means(self.sum_over_rows),
                 **({name: sum(n[name] for n in norms) / len(norms) for name in norms[0]} if norms else {}),
                 "lr": self.lr_schedule.get_lr(self.updates_done - 1),
                 "updates_skipped": float(len(updates) - len(norms)),
@@ -256,16 +256,16 @@ class Trainer:
         return compute_values(critic.module, batch, layout=self.layout, model=critic.model, sequence_group=together)
 
     @torch.no_grad()
-    def probe(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> list[float]:
+    def probe(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """Return the log-probability, at temperature 1, of each token of text after the first, given what is before."""
         with self.timer.measure(Activity.SYNC):
-            batch = self.media.load(pack([make_probe_sample(token_ids, pictures)], [0.0]))
+            batch = self.media.load(pack([make_probe_sample(token_ids, images)], [0.0]))
             return self.forward(batch, as_given=True).logp.tolist()
 
     def forward(self, batch: Batch, *, frozen: nn.Module | None = None, as_given: bool = False) -> Policy:
         """Run the model in training, with gradient, or a frozen one.
 
-        as_given: at temperature 1 and over all tokens, instead of the run's temperature and support.
+        as_given: at temperature 1 and over all tokens, instead of the run's temperature and allowed_tokens.
         """
         return forward(
             self.policy.module if frozen is None else frozen,
@@ -275,7 +275,7 @@ class Trainer:
             temperature=1.0 if as_given else self.temperature,
             entropy=frozen is None and self.alg.needs_entropy,
             logits_mib=self.cfg.logits_mib,
-            support=EVERY_TOKEN if as_given else self.support,
+            allowed_tokens=EVERY_TOKEN if as_given else self.allowed_tokens,
             sequence_group=self.sequence_group,
         )
 

@@ -62,7 +62,7 @@ def recipe(tmp_path, tiny_path, sums):
             "group_size": 4,
             "alg": {"name": "grpo"},
             "data": {"train": str(sums / "train.parquet"), "max_prompt_tokens": 32},
-            "reward": {"fn": "arithmetic", "workers": 1},
+            "reward": {"function": "arithmetic", "workers": 1},
             "rollout": {"engine": "hf", "max_new_tokens": 8},
             "trainer": {"lr": 1e-3},
         }

@@ -1,4 +1,4 @@
-"""The samples of a captured step with all that a loss reads of them: batch.npz and batch.jsonl in a capsule.
+"""The samples of a captured step with all that a loss reads of them: batch.npz and batch.jsonl in a snapshot.
 
 Arrays of all samples are end to end, in the order of the groups. One that a sample lacks is zero there, and
 `has/<name>` says so.
@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.capture.image_files import read_pictures, write_pictures
+from analysis.capture.image_files import read_images, write_images
 from core.types.arrays import BOOLS, INTS, SINGLE
 from core.types.messages import describe_messages
 from core.types.sample_json import describe_places, restore_messages, restore_places
@@ -55,7 +55,7 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
             arrays[f"has/{name}"] = there
             filled = [np.zeros(n, dtype) if v is None else v for v, n in zip(values, arrays["lengths"], strict=True)]
             arrays[name] = np.concatenate(filled).astype(dtype, copy=False)
-    write_pictures(folder, samples)
+    write_images(folder, samples)
     np.savez(folder / ARRAYS, **arrays)  # pyright: ignore[reportArgumentType]
     with (folder / RECORDS).open("w", encoding="utf-8") as file:
         for s in samples:
@@ -67,7 +67,7 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
                 "failure": s.failure,
                 "completion": s.completion,
                 "transcript": describe_messages(s.transcript),
-                "pictures": describe_places(s.pictures),
+                "images": describe_places(s.images),
                 "counts": s.counts,
                 "episode": s.episode,
                 "turns": s.turns,
@@ -79,7 +79,7 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
 
 
 def describe_prompt(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as JSON, its pictures by name."""
+    """Return a prompt as JSON, its images by name."""
     as_it_is = {f.name: getattr(prompt, f.name) for f in fields(prompt)}
     return as_it_is | {"messages": describe_messages(prompt.messages)}
 
@@ -91,11 +91,11 @@ def read_batch(folder: Path) -> list[Group]:
         arrays = {name: found[name] for name in found.files}
     ends = np.cumsum(arrays["lengths"])[:-1]
     parts = {name: np.split(a, ends) for name, a in arrays.items() if len(a) == int(arrays["lengths"].sum())}
-    pictures = read_pictures(folder)
+    images = read_images(folder)
     for record in records:
-        record["prompt"]["messages"] = restore_messages(record["prompt"]["messages"], pictures)
-        record["transcript"] = restore_messages(record["transcript"], pictures)
-        record["pictures"] = restore_places(record.get("pictures", ()), pictures)  # capsules of earlier versions
+        record["prompt"]["messages"] = restore_messages(record["prompt"]["messages"], images)
+        record["transcript"] = restore_messages(record["transcript"], images)
+        record["images"] = restore_places(record.get("images", ()), images)  # snapshots of earlier versions
     samples = [_read_sample(i, record, parts, arrays) for i, record in enumerate(records)]
     rest = iter(samples)
     groups = [[next(rest) for _ in range(int(n))] for n in arrays["group_sizes"]]

@@ -1,4 +1,4 @@
-"""Losses that look at the samples of another: shadows in a run, and those that a replay compares.
+"""Losses that look at the samples of another: compared losses in a run, and those that a replay compares.
 
 Each is given by a name of algs/, by the path of a file, or by settings like the section `alg`, with a name of its own:
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from algs import load_algorithm
 from algs.base import Algorithm
-from analysis.capture.capsule import Capsule, RunFacts, read_capsule
 from analysis.capture.compare import Comparison, compare_losses
 from analysis.capture.gradient import Distance, Gradient, compute_update
 from analysis.capture.losses import NamedLoss, credit_groups, parse_losses
+from analysis.capture.snapshot import RunFacts, StepSnapshot, read_snapshot
 from analysis.capture.token_maps import TokenMaps, describe_tokens, read_update
 from analysis.capture.weights import load_trainer
 from core.errors import UserError
@@ -33,7 +33,7 @@ OWN = "run"
 class Replay:
     """Findings of a replay."""
 
-    capsule: str
+    snapshot: str
     step: int
     update: int
     reason: str
@@ -88,39 +88,39 @@ def replay(
 ) -> Replay:
     """Compute a captured update under the run's loss and the given ones. Raises UserError for what the user must fix.
 
-    model: folder with the weights, where the capsule has none. tolerance: see TOLERANCE. with_maps: keep the numbers
+    model: folder with the weights, where the snapshot has none. tolerance: see TOLERANCE. with_maps: keep the numbers
     of every token.
     """
-    capsule = read_capsule(folder)
-    run, facts = capsule.manifest.run, capsule.manifest.updates
+    snapshot = read_snapshot(folder)
+    run, facts = snapshot.manifest.run, snapshot.manifest.updates
     if not 0 <= update < len(facts):
         raise UserError(f"--update {update}: the step has {len(facts)} updates, counted from 0")
     others = parse_losses(given, key="--alg", max_new_tokens=run.max_new_tokens)
-    check_columns(others, capsule)
-    own = load_algorithm(capsule.alg_file, run.alg)
-    trainer, weights = load_trainer(capsule, update, model)
-    groups = capsule.groups_of(update, capsule.groups)
-    plan = capsule.plan_of(update)
+    check_columns(others, snapshot)
+    own = load_algorithm(snapshot.alg_file, run.alg)
+    trainer, weights = load_trainer(snapshot, update, model)
+    groups = snapshot.groups_of(update, snapshot.groups)
+    plan = snapshot.plan_of(update)
     if trainer.describe_layout() != run.layout:
-        plan = plan_again(capsule, trainer, own, groups)
+        plan = plan_again(snapshot, trainer, own, groups)
     first = compute_update(trainer, own, plan, groups)
     of_kl, anchor = differentiate_kl(trainer, own, plan, groups)
     rows, tokens = [compare_losses(OWN, first, first, of_kl)], [describe_tokens(OWN, first, first)]
     for loss in others:
-        credited = capsule.groups_of(
-            update, credit_groups(loss, capsule.groups, stale=run.updates_per_step > 1)
+        credited = snapshot.groups_of(
+            update, credit_groups(loss, snapshot.groups, stale=run.updates_per_step > 1)
         )  # over the whole step, as in a run
-        again = compute_update(trainer, loss.alg, plan_again(capsule, trainer, loss.alg, credited), credited)
+        again = compute_update(trainer, loss.alg, plan_again(snapshot, trainer, loss.alg, credited), credited)
         rows.append(compare_losses(loss.name, again, first, of_kl))
         tokens.append(describe_tokens(loss.name, again, first))
     recorded = facts[update]
     return Replay(
-        capsule=str(folder),
-        step=capsule.manifest.step,
+        snapshot=str(folder),
+        step=snapshot.manifest.step,
         update=update,
-        reason=capsule.manifest.reason,
+        reason=snapshot.manifest.reason,
         algorithm=run.alg.get("name") or run.alg["file"],
-        code_changed=capsule.alg_file.sha256 != run.alg_file.sha256,
+        code_changed=snapshot.alg_file.sha256 != run.alg_file.sha256,
         weights=weights,
         recorded={"loss": recorded.loss, "grad_norm": recorded.grad_norm},
         recomputed={"loss": first.loss, "grad_norm": first.grad_norm},
@@ -128,18 +128,18 @@ def replay(
         tolerance=choose_tolerance(run, trainer.device) if tolerance is None else tolerance,
         kl_anchor=anchor,
         losses=rows,
-        maps=TokenMaps(samples=read_update(capsule, update), losses=tokens) if with_maps else None,
+        maps=TokenMaps(samples=read_update(snapshot, update), losses=tokens) if with_maps else None,
     )
 
 
-def check_columns(losses: Sequence[NamedLoss], capsule: Capsule) -> None:
-    """Raise UserError for a loss that needs columns which the capsule does not hold."""
-    there = {name for g in capsule.groups for s in g for name in s.columns}
+def check_columns(losses: Sequence[NamedLoss], snapshot: StepSnapshot) -> None:
+    """Raise UserError for a loss that needs columns which the snapshot does not hold."""
+    there = {name for g in snapshot.groups for s in g for name in s.columns}
     for loss in losses:
         if lacking := sorted(loss.alg.required_columns - there):
             raise UserError(
                 f"--alg: {loss.name} needs the column {lacking[0]}, which the run's algorithm did not compute and the "
-                "capsule does not hold: capture a run whose algorithm needs it"
+                "snapshot does not hold: capture a run whose algorithm needs it"
             )
 
 
@@ -153,14 +153,14 @@ def differentiate_kl(trainer: LocalTrainer, own: Algorithm, plan: Plan, groups: 
     return gradient, "the reference model" if of_reference else "the engine's policy"
 
 
-def plan_again(capsule: Capsule, trainer: LocalTrainer, alg: Algorithm, groups: list[Group]) -> Plan:
+def plan_again(snapshot: StepSnapshot, trainer: LocalTrainer, alg: Algorithm, groups: list[Group]) -> Plan:
     """Split an update anew, on one rank: the gradient does not depend on the split."""
     layout = trainer.describe_layout()
     return plan_update(
         groups,
         alg.loss_norm,
         trainer.cfg.micro_batch_tokens,
-        horizon=capsule.manifest.run.max_new_tokens,
+        horizon=snapshot.manifest.run.max_new_tokens,
         padded=layout.padded,
         share_prefixes=layout.shares_prefixes,
         whole_groups=alg.whole_groups,

@@ -1,4 +1,4 @@
-"""From what the trainer ranks kept of a step to the samples that a capsule holds."""
+"""From what the trainer ranks kept of a step to the samples that a snapshot holds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analysis.capture.batch_file import in_order
-from analysis.capture.capsule import UpdateFacts
 from analysis.capture.pieces import PieceDecoder
+from analysis.capture.snapshot import UpdateFacts
 from analysis.capture.tokens import CapturedSample, FloatArray, TokenColumn
 from core.types.arrays import Floats
 from core.types.samples import Group, Sample

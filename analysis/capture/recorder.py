@@ -1,4 +1,4 @@
-"""Keeps capsules while a run trains: what the trainers recorded of a step is written beside the loop."""
+"""Keeps snapshots while a run trains: what the trainers recorded of a step is written beside the loop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from analysis.capture.capsule import Manifest, RunFacts, write_capsule
 from analysis.capture.pieces import PieceDecoder
 from analysis.capture.record import Recorded, capture_samples, describe_updates
-from analysis.capture.tokens import capsule_folder
+from analysis.capture.snapshot import Manifest, RunFacts, write_snapshot
+from analysis.capture.tokens import snapshot_folder
 from analysis.capture.triggers import Triggers
 from configs.capture_schema import CaptureConfig
 from core.cluster.workers import Workers, first_of_groups
@@ -35,7 +35,7 @@ class Recording:
 
 
 class Recorder:
-    """Writer of a run's capsules, which decides what steps are kept."""
+    """Writer of a run's snapshots, which decides what steps are kept."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Recorder:
         self.kept_by_events = 0
         self.resumed_from = resumed_from
         self._writing: asyncio.Task[None] | None = None
-        """The last capsule, until it is written."""
+        """The last snapshot, until it is written."""
 
     @asynccontextmanager
     async def recording(
@@ -70,7 +70,7 @@ class Recorder:
         if not (is_due or waits_for_events):
             yield recording
             return
-        folder = capsule_folder(self.home, step)
+        folder = snapshot_folder(self.home, step)
         with clock.phase(Phase.CAPTURE):
             await self.trainers.call_all(Trainer.begin_record, folder / "weights" if self.cfg.weights else None)
         try:
@@ -109,12 +109,12 @@ class Recorder:
             metrics=metrics,
             checkpoint=self._find_checkpoint(step),
         )
-        folder = capsule_folder(self.home, step)
+        folder = snapshot_folder(self.home, step)
 
         def write() -> None:
             with writing(folder):
                 captured = capture_samples(step, of_updates, plans, recorded, self.decoder)
-                write_capsule(folder, manifest, captured, of_updates)
+                write_snapshot(folder, manifest, captured, of_updates)
 
         async def write_beside() -> None:
             await asyncio.to_thread(write)
@@ -124,7 +124,7 @@ class Recorder:
         self._writing = start_task(write_beside())
 
     async def finish(self) -> None:
-        """Wait until the last capsule is written. Raises RunStopped where it could not be."""
+        """Wait until the last snapshot is written. Raises RunStopped where it could not be."""
         last, self._writing = self._writing, None
         if last is not None:
             await last

@@ -1,6 +1,6 @@
 """Compute a captured step again, with its own loss and with others:
 
-    python -m analysis.capture.replay runs/RUN/capsules/step_00010 --alg grpo --alg my_loss.py [--model FOLDER]
+    python -m analysis.capture.replay runs/RUN/snapshots/step_00010 --alg grpo --alg my_loss.py [--model FOLDER]
 
 The first row is the run's own loss: its loss and the norm of its gradient are compared with the recorded ones. Every
 other loss sees the same samples, credits them itself, and is compared with the first.
@@ -26,7 +26,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         "python -m analysis.capture.replay",
         description="Compute a captured step again, with its own loss and with others.",
     )
-    parser.add_argument("capsule", type=Path, metavar="CAPSULE", help="such as runs/RUN/capsules/step_00010")
+    parser.add_argument("snapshot", type=Path, metavar="SNAPSHOT", help="such as runs/RUN/snapshots/step_00010")
     parser.add_argument(
         "--alg",
         action="append",
@@ -34,7 +34,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         metavar="LOSS",
         help="a loss to compare: a name of algs/, a file, or '{as: dr_grpo, name: grpo, loss_norm: constant}'",
     )
-    parser.add_argument("--model", metavar="FOLDER", help="folder with the weights, where the capsule has none")
+    parser.add_argument("--model", metavar="FOLDER", help="folder with the weights, where the snapshot has none")
     parser.add_argument("--update", type=int, default=0, metavar="N", help="update of the step, from 0 (default: 0)")
     parser.add_argument("--tolerance", type=float, help="largest relative difference that counts as reproduced")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     from analysis.capture.table import describe_replay
 
     found = replay(
-        args.capsule,
+        args.snapshot,
         read_losses(args.alg),
         model=args.model,
         update=args.update,

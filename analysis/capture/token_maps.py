@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.capture.capsule import Capsule
 from analysis.capture.compare import judge_tokens
 from analysis.capture.gradient import Computed
-from analysis.capture.tokens import CapturedSample, read_capsule_samples
+from analysis.capture.snapshot import StepSnapshot
+from analysis.capture.tokens import CapturedSample, read_snapshot_samples
 from core.types.arrays import Floats
 
 
@@ -75,10 +75,10 @@ def describe_tokens(name: str, one: Computed, own: Computed) -> LossTokens:
     )
 
 
-def read_update(capsule: Capsule, update: int) -> list[CapturedSample]:
+def read_update(snapshot: StepSnapshot, update: int) -> list[CapturedSample]:
     """Return the samples of an update with their texts, in the order of its groups."""
-    captured = read_capsule_samples(capsule.folder, capsule.manifest.step)
-    return [s for s in captured if s.group % capsule.manifest.run.updates_per_step == update]
+    captured = read_snapshot_samples(snapshot.folder, snapshot.manifest.step)
+    return [s for s in captured if s.group % snapshot.manifest.run.updates_per_step == update]
 
 
 def list_disagreements(maps: TokenMaps, loss: LossTokens, most: int) -> list[Disagreement]:

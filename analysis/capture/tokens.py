@@ -1,8 +1,8 @@
 """Captured tokens of a step: what the trainer computed for each token, beside its text.
 
-A run with `capture` keeps them in RUN/capsules/step_00010/, and `read_captured` reads them again:
+A run with `capture` keeps them in RUN/snapshots/step_00010/, and `read_captured` reads them again:
 
-    capsule.json    written last, by a rename: a folder without it is incomplete, and is never read
+    snapshot.json    written last, by a rename: a folder without it is incomplete, and is never read
     samples.jsonl   one line per sample: number of its group and its own, reward, text of each token
     tokens.npz      `lengths` of the samples, and each column end to end, float32
 
@@ -38,12 +38,12 @@ TokenColumn = Literal[
     "kl",  # k3 estimate of the divergence from the reference model at the token
     "loss",  # of the token, before its weight
 ]
-"""Columns that a capsule may have. One that the run does not compute is not there."""
+"""Columns that a snapshot may have. One that the run does not compute is not there."""
 TOKEN_COLUMNS: tuple[TokenColumn, ...] = get_args(TokenColumn)
 
-CAPSULES = "capsules"
-"""Folder of the capsules, in the run folder."""
-MANIFEST, SAMPLES, TOKENS = "capsule.json", "samples.jsonl", "tokens.npz"
+SNAPSHOTS = "snapshots"
+"""Folder of the snapshots, in the run folder."""
+MANIFEST, SAMPLES, TOKENS = "snapshot.json", "samples.jsonl", "tokens.npz"
 _LENGTHS = "lengths"
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, AttributeError, zipfile.BadZipFile)
 """Errors of reading a damaged file."""
@@ -67,32 +67,32 @@ class CapturedSample:
     """[len(pieces)] each, NaN where a token is not trained on."""
 
 
-def capsule_folder(run_folder: Path, step: int) -> Path:
-    """Return the folder of a step's capsule."""
-    return run_folder / CAPSULES / f"step_{step:05d}"
+def snapshot_folder(run_folder: Path, step: int) -> Path:
+    """Return the folder of a step's snapshot."""
+    return run_folder / SNAPSHOTS / f"step_{step:05d}"
 
 
 def captured_steps(run_folder: Path) -> list[int]:
-    """Return the steps with a complete capsule, in order."""
-    named = (re.fullmatch(r"step_(\d{5,})", p.name) for p in (run_folder / CAPSULES).glob("step_*"))
+    """Return the steps with a complete snapshot, in order."""
+    named = (re.fullmatch(r"step_(\d{5,})", p.name) for p in (run_folder / SNAPSHOTS).glob("step_*"))
     steps = sorted(int(found[1]) for found in named if found)
-    return [step for step in steps if (capsule_folder(run_folder, step) / MANIFEST).is_file()]
+    return [step for step in steps if (snapshot_folder(run_folder, step) / MANIFEST).is_file()]
 
 
 def read_captured(run_folder: Path, step: int) -> list[CapturedSample]:
     """Return the samples of a captured step, in the order of their groups. Raises UserError where there are none."""
-    folder = capsule_folder(run_folder, step)
+    folder = snapshot_folder(run_folder, step)
     if not (folder / MANIFEST).is_file():
-        raise UserError(f"{run_folder} has no complete capsule of step {step}: there is no {folder / MANIFEST}")
-    return read_capsule_samples(folder, step)
+        raise UserError(f"{run_folder} has no complete snapshot of step {step}: there is no {folder / MANIFEST}")
+    return read_snapshot_samples(folder, step)
 
 
-def read_capsule_samples(folder: Path, step: int) -> list[CapturedSample]:
-    """Return the samples in the folder of a complete capsule. Raises UserError for a damaged one."""
+def read_snapshot_samples(folder: Path, step: int) -> list[CapturedSample]:
+    """Return the samples in the folder of a complete snapshot. Raises UserError for a damaged one."""
     try:
         return _read_samples(folder, step)
     except UNREADABLE as error:
-        raise UserError(f"the capsule {folder} is damaged: {first_line(error)}") from error
+        raise UserError(f"the snapshot {folder} is damaged: {first_line(error)}") from error
 
 
 def _read_samples(folder: Path, step: int) -> list[CapturedSample]:
@@ -127,7 +127,7 @@ def split(array: NDArray[np.generic], ends: NDArray[np.int64]) -> list[FloatArra
 
 
 def write_captured(folder: Path, samples: Iterable[CapturedSample]) -> None:
-    """Write SAMPLES and TOKENS into a capsule's folder. All samples have the same columns."""
+    """Write SAMPLES and TOKENS into a snapshot's folder. All samples have the same columns."""
     listed = list(samples)
     arrays: dict[str, NDArray[np.generic]] = {_LENGTHS: np.array([len(s.pieces) for s in listed], dtype=np.int64)}
     for name in listed[0].columns:

@@ -1,6 +1,6 @@
 """Find the weights of a captured update, and load them into a local trainer; a checksum proves that they are the ones.
 
-They are looked for in the folder that the user names, or in the capsule, in the checkpoint of that step, and for the
+They are looked for in the folder that the user names, or in the snapshot, in the checkpoint of that step, and for the
 first step of a run in `model.path`.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from algs.base import Algorithm
-from analysis.capture.capsule import Capsule
+from analysis.capture.snapshot import StepSnapshot
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import UserError, first_line
 from modeling.export import exported_tensors
@@ -33,21 +33,21 @@ class Source:
     load: Callable[[], LocalTrainer]
 
 
-def load_trainer(capsule: Capsule, update: int, model: str | None) -> tuple[LocalTrainer, str]:
+def load_trainer(snapshot: StepSnapshot, update: int, model: str | None) -> tuple[LocalTrainer, str]:
     """Return a local trainer with the weights before an update, and where they were.
 
     model: folder that the user names. Raises UserError where no place holds the weights.
     """
-    expected = capsule.manifest.updates[update].fingerprints
-    if not capsule.manifest.run.on_cpu:  # merged weights may differ in the last bit from those of another device
+    expected = snapshot.manifest.updates[update].fingerprints
+    if not snapshot.manifest.run.on_cpu:  # merged weights may differ in the last bit from those of another device
         expected = {k: v for k, v in expected.items() if k == "adapter" or "adapter" not in expected}
     if model is not None:
-        trainer = load_folder(capsule, model, key="--model")
+        trainer = load_folder(snapshot, model, key="--model")
         if difference := describe_difference(expected, take_fingerprints(trainer)):
-            raise UserError(f"--model {model} does not hold the weights of {capsule.folder}: {difference}")
+            raise UserError(f"--model {model} does not hold the weights of {snapshot.folder}: {difference}")
         return trainer, model
     tried: list[str] = []
-    for source in list_sources(capsule, update):
+    for source in list_sources(snapshot, update):
         try:
             trainer = source.load()
         except UserError as error:
@@ -58,50 +58,55 @@ def load_trainer(capsule: Capsule, update: int, model: str | None) -> tuple[Loca
         tried.append(f"{source.name} ({difference})")
     looked = f"; looked in {'; '.join(tried)}" if tried else ""
     raise UserError(
-        f"{capsule.folder} does not hold its weights, and they were not found{looked}: name their folder with --model, "
+        f"{snapshot.folder} does not hold its weights, and they were not found{looked}: name the folder with --model, "
         "or capture with capture.weights=true"
     )
 
 
-def list_sources(capsule: Capsule, update: int) -> list[Source]:
+def list_sources(snapshot: StepSnapshot, update: int) -> list[Source]:
     """Return the places to look in, best first."""
-    manifest, found = capsule.manifest, list[Source]()
-    own = capsule.folder / "weights" / f"update_{update}"
+    manifest, found = snapshot.manifest, list[Source]()
+    own = snapshot.folder / "weights" / f"update_{update}"
     if own.is_dir():
-        found.append(Source(name=str(own), load=partial(load_folder, capsule, str(own), key="capsule")))
+        found.append(Source(name=str(own), load=partial(load_folder, snapshot, str(own), key="snapshot")))
     if update:
         return found
-    beside = capsule.folder.parent.parent / "checkpoints" / f"step_{manifest.step:05d}"
+    beside = snapshot.folder.parent.parent / "checkpoints" / f"step_{manifest.step:05d}"
     named = [] if manifest.checkpoint is None else [Path(manifest.checkpoint)]
     for folder in [beside, *(other for other in named if other != beside)]:
         if folder.is_dir():
-            found.append(Source(name=str(folder), load=partial(load_checkpoint, capsule, folder)))
+            found.append(Source(name=str(folder), load=partial(load_checkpoint, snapshot, folder)))
     if manifest.version == 0:
         path = str(manifest.run.model["path"])
-        found.append(Source(name=path, load=partial(make_trainer, capsule)))
+        found.append(Source(name=path, load=partial(make_trainer, snapshot)))
     return found
 
 
-def make_trainer(capsule: Capsule, path: str | None = None) -> LocalTrainer:
+def make_trainer(snapshot: StepSnapshot, path: str | None = None) -> LocalTrainer:
     """Return a trainer of the run's model, or of another folder's, without optimizer state and without losses."""
-    run = capsule.manifest.run
+    run = snapshot.manifest.run
     given: dict[str, Any] = run.model | ({} if path is None else {"path": path})
     if not torch.cuda.is_available() and given["attention"] == "flash_attention_2":
         given["attention"] = "auto"
     settings: dict[str, Any] = run.trainer | {"ranks": 1, "deepspeed": {}}
     cfg = TrainerConfig(**settings)
     return LocalTrainer(
-        ModelConfig(**given), cfg, Algorithm(), temperature=run.temperature, support=run.support, total_updates=1
+        ModelConfig(**given),
+        cfg,
+        Algorithm(),
+        temperature=run.temperature,
+        allowed_tokens=run.allowed_tokens,
+        total_updates=1,
     )
 
 
-def load_folder(capsule: Capsule, folder: str, *, key: str) -> LocalTrainer:
+def load_folder(snapshot: StepSnapshot, folder: str, *, key: str) -> LocalTrainer:
     """Return a trainer with the weights of a folder: a model, or for a run with LoRA an adapter in PEFT's format."""
     if not Path(folder).is_dir():
         raise UserError(f"{key} {folder}: there is no such folder")
-    if capsule.manifest.run.model["lora"] is None:
-        return make_trainer(capsule, folder)
-    trainer = make_trainer(capsule)
+    if snapshot.manifest.run.model["lora"] is None:
+        return make_trainer(snapshot, folder)
+    trainer = make_trainer(snapshot)
     load_adapter(trainer, Path(folder), key=key)
     return trainer
 
@@ -125,15 +130,15 @@ def load_adapter(trainer: LocalTrainer, folder: Path, *, key: str) -> None:
         parameter.copy_(saved[name])
 
 
-def load_checkpoint(capsule: Capsule, folder: Path) -> LocalTrainer:
+def load_checkpoint(snapshot: StepSnapshot, folder: Path) -> LocalTrainer:
     """Return a trainer with the weights of a checkpoint, of the local trainer or of DeepSpeed's ranks."""
-    trainer = make_trainer(capsule)
+    trainer = make_trainer(snapshot)
     load_policy(trainer.model, folder)
     return trainer
 
 
 def take_fingerprints(trainer: LocalTrainer) -> Fingerprints:
-    """Return the checksums of the trainer's weights, under the names of capsule.json."""
+    """Return the checksums of the trainer's weights, under the names of snapshot.json."""
     return {str(scope): sums for scope, sums in trainer.fingerprint_weights().items()}
 
 

@@ -17,7 +17,7 @@ from core.errors import UserError
 from core.timing.clock import ActivityTimer
 from core.timing.phases import ENGINE_ACTIVITIES
 from core.types.arrays import Floats
-from core.types.images import PlacedPicture, as_argument
+from core.types.images import PlacedImage, as_argument
 from core.types.samples import Batch, Policy, Prompt, Sample, ScoredColumn, make_sample
 from core.types.weights import ExportScope
 from data_feeds.chat.tokenizer import ChatTokenizer
@@ -60,8 +60,8 @@ class Request:
 
     prompt_ids: list[int]
     seed: int
-    pictures: tuple[PlacedPicture, ...] = ()
-    """Pictures of the prompt."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of the prompt."""
 
 
 class Bench:
@@ -83,7 +83,7 @@ class Bench:
             self.cfg.trainer,
             Algorithm(),
             temperature=self.cfg.rollout.temperature,
-            support=prepared.support,
+            allowed_tokens=prepared.allowed_tokens,
             total_updates=1,
         )
         if target.checkpoint is not None:
@@ -96,10 +96,10 @@ class Bench:
     def _make_requests(self, prepared: Prepared, sequences: int) -> list[Request]:
         prompts = [prepared.prompts.draw(i) for i in range(-(-sequences // SIBLINGS))]
         ids = [self.tokenizer.render(prompt.messages, prompt.tools) for prompt in prompts]
-        pictures = [find_places(self.tokenizer, i, p.messages) for i, p in zip(ids, prompts, strict=True)]
+        images = [find_places(self.tokenizer, i, p.messages) for i, p in zip(ids, prompts, strict=True)]
         seeds = [make_seed(self.cfg.seed, i // SIBLINGS, i % SIBLINGS, 0) for i in range(sequences)]
         return [
-            Request(prompt_ids=ids[i // SIBLINGS], seed=seed, pictures=pictures[i // SIBLINGS])
+            Request(prompt_ids=ids[i // SIBLINGS], seed=seed, images=images[i // SIBLINGS])
             for i, seed in enumerate(seeds)
         ]
 
@@ -161,7 +161,7 @@ class Bench:
                 Request(
                     prompt_ids=requests[i].prompt_ids + [t for part in done[i] for t in part.token_ids],
                     seed=make_seed(requests[i].seed, turn, 0, 0),
-                    pictures=requests[i].pictures,
+                    images=requests[i].images,
                 )
                 for i in live
             ]
@@ -172,7 +172,7 @@ class Bench:
 
     async def _generate(self, request: Request, max_new_tokens: int | None = None) -> Completion:
         tokens = max_new_tokens or self.max_new_tokens
-        seen = as_argument(request.pictures)
+        seen = as_argument(request.images)
         done = await self.engine.generate(request.prompt_ids, max_new_tokens=tokens, seed=request.seed, **seen)
         check_completion(done, max_new_tokens=tokens)
         return done
@@ -217,7 +217,7 @@ class Bench:
             temperature=temperature or self.cfg.rollout.temperature,
             entropy=entropy,
             logits_mib=self.cfg.trainer.logits_mib if in_chunks else 0,
-            support=self.trainer.support,
+            allowed_tokens=self.trainer.allowed_tokens,
         )
 
 
@@ -242,5 +242,5 @@ def as_sample(request: Request, parts: Sequence[Completion]) -> Sample:
         action_mask=[False] * given + [True] * n,
         rollout_logp=[0.0] * given + [logp for part in parts for logp in part.logp],
         versions=[-1] * given + [version for part in parts for version in part.versions],
-        pictures=request.pictures,
+        images=request.images,
     )

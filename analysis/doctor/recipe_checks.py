@@ -21,10 +21,10 @@ from core.types.samples import Message, Prompt
 from data_feeds.chat.template_args import check_template_args, make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, Which, load_groups, load_prompts
-from driver.checks.hub_upload import check_push
+from driver.checks.hub_upload import check_hub_upload
 from driver.checks.models import check_frozen_models, check_policy, check_room, check_sequence_parallel
 from driver.checks.output_folder import check_output_folders
-from driver.checks.user_code import check_own_code
+from driver.checks.user_code import check_user_code
 from driver.load_recipe import Loaded
 from driver.records.trackers import check_trackers
 from driver.rl import setup as rl_setup
@@ -113,7 +113,7 @@ class Parts:
     def describe_folders(self) -> str:
         cfg = self.cfg
         check_output_folders(cfg, self.alg)
-        check_push(cfg)
+        check_hub_upload(cfg)
         check_trackers(cfg.trackers, cfg.tracking)
         named = [cfg.run_dir, *filter(None, [cfg.save_to, cfg.push_to])]
         return f"results go to {', '.join(named)} and {', '.join(cfg.trackers)}"
@@ -123,7 +123,7 @@ class Parts:
         check_model_folder(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
         check_lora_targets(cfg.model)
         check_sequence_parallel(cfg, self.alg)
-        check_own_code(cfg)
+        check_user_code(cfg)
         if isinstance(cfg, RLConfig):
             check_room(cfg)
         return f"{cfg.model.path} can be read"

@@ -185,9 +185,9 @@ def with_other_ids(
 ) -> Sample | None:
     """Return the sample with other ids; None where the reply has another number of them, so that nothing compares.
 
-    Nothing is said of a sample with pictures either: their places are among its own tokens.
+    Nothing is said of a sample with images either: their places are among its own tokens.
     """
-    if sample.pictures:
+    if sample.images:
         return None
     given = int(np.argmax(sample.action_mask))
     prompt, reply = sample.token_ids[:given].tolist(), sample.token_ids[given:].tolist()

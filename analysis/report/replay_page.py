@@ -1,6 +1,6 @@
 """The page of a replay: its table, cosines per layer, the tokens that losses disagree on, and clip maps.
 
-`python -m analysis.capture.replay CAPSULE --alg LOSS --page FILE` writes it.
+`python -m analysis.capture.replay SNAPSHOT --alg LOSS --page FILE` writes it.
 """
 
 from __future__ import annotations

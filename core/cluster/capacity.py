@@ -14,7 +14,7 @@ CPU_SHARE = 0.001
 """Share of a CPU that a rank asks for where nothing counts ranks. A machine with --num-cpus=0 gets none."""
 NAMES = {GPU: "GPU", SLOT: f"{SLOT} slot", CPU: "CPU"}
 MEND = (
-    "start Ray on more machines, wait until other jobs end, or lower trainer.ranks, rollout.engines or "
+    "start Ray on more machines, wait until other jobs end, or lower trainer.ranks, rollout.num_engines or "
     "rollout.tensor_parallel_size"
 )
 
@@ -73,7 +73,7 @@ def describe_missing(roles: Sequence[Role], machines: Sequence[Machine], *, reso
     >>> roles = [Role(name="engine", n=2, resources=Resources(gpus=4))]
     >>> print(describe_missing(roles, [Machine(node_id="a", host="10.0.0.1", total=8, free=4)], resource="GPU"))
     asked for 2 x engine with 4 GPUs each, and the cluster has 1 machine with 4 free GPUs (10.0.0.1: 4 of 8): 4 GPUs \
-are missing; start Ray on more machines, wait until other jobs end, or lower trainer.ranks, rollout.engines or \
+are missing; start Ray on more machines, wait until other jobs end, or lower trainer.ranks, rollout.num_engines or \
 rollout.tensor_parallel_size
     """
     bundles = [(role, choose_bundle(role.resources, has_slots=resource == SLOT)) for role in roles]

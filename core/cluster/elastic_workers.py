@@ -1,4 +1,4 @@
-"""Workers in Ray actors that come and go: a seat is a rank in which one actor follows another.
+"""Workers in Ray actors that come and go: a slot is a rank in which one actor follows another.
 
 An actor that Ray has no room for yet waits until there is some: on a new machine, or on one that is back. Workers of
 this kind form no process group with their peers.
@@ -21,14 +21,14 @@ from core.timing.deadlines import CLOSE_TIMEOUT_S
 W_co = TypeVar("W_co", covariant=True)
 
 
-class ElasticRemote(Remote[W_co]):
+class ElasticWorkers(Remote[W_co]):
     """Workers of which some are absent: their entry in `actors` is None."""
 
     nodes: dict[int, str]
     """Id of the machine on which each rank's last process was placed."""
 
-    async def add_seats(self, n: int) -> None:
-        """Add empty seats; called once, when the first workers are built."""
+    async def add_slots(self, n: int) -> None:
+        """Add empty slots; called once, when the first workers are built."""
         placed = await gather_fail_fast(self._call_actor(rank, "read_node") for rank in self.ranks)
         self.nodes = dict(enumerate(placed))
         self.actors.extend([None] * n)
@@ -66,7 +66,7 @@ class ElasticRemote(Remote[W_co]):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.actors[rank].call.remote("close")
         self._kill(rank)
-        self.seats.give_up(rank)
+        self.slots.give_up(rank)
 
     async def find_leaving(self) -> dict[int, str]:
         """Return the ranks whose machines Ray is about to lose (a preemption, `ray drain-node`), each with a clause."""
@@ -76,12 +76,12 @@ class ElasticRemote(Remote[W_co]):
 
     async def check_health(self, rank: int) -> tuple[bool, str]:
         if self.actors[rank] is None:
-            return False, f"{self.seats.name_worker(rank)} has left"
+            return False, f"{self.slots.name_worker(rank)} has left"
         return await super().check_health(rank)
 
     async def _call_actor(self, rank: int, what: str, *args: Any, **kwargs: Any) -> Any:
         if self.actors[rank] is None:
-            raise ProcessDied(f"{self.seats.name_worker(rank)} has left", worker=(self.name, rank))
+            raise ProcessDied(f"{self.slots.name_worker(rank)} has left", worker=(self.name, rank))
         return await super()._call_actor(rank, what, *args, **kwargs)
 
     def _kill(self, rank: int) -> None:

@@ -22,7 +22,7 @@ from core.timing.deadlines import PLACEMENT_POLL_S, PLACEMENT_TIMEOUT_S, PROGRES
 E = TypeVar("E", bound=Exception)
 
 
-class Seats:
+class WorkerSlots:
     """Places of one role's actors: the actor of rank i has bundle i of a placement group."""
 
     def __init__(self, role: Role, bundle: dict[str, float]) -> None:
@@ -101,35 +101,35 @@ class Reservation:
         self.roles, self.has_slots = roles, any(totals)
         bundles = [(role, choose_bundle(role.resources, has_slots=self.has_slots)) for role in roles]
         bundles.sort(key=lambda pair: -sum(pair[1].values()))
-        self.seats = {role.name: Seats(role, bundle) for role, bundle in bundles}
+        self.slots = {role.name: WorkerSlots(role, bundle) for role, bundle in bundles}
 
     @cached_property
     def resource(self) -> str:
         return choose_resource(self.roles, has_slots=self.has_slots)
 
-    async def wait(self, *, timeout_s: float, say: Callable[[str], None]) -> dict[str, Seats]:
+    async def wait(self, *, timeout_s: float, say: Callable[[str], None]) -> dict[str, WorkerSlots]:
         """Return when every role has its places. Raises UserError that counts what is missing."""
         begin = time.monotonic()
         end, next_line = begin + min(timeout_s, PLACEMENT_TIMEOUT_S), begin + PROGRESS_EVERY_S
-        for seats in self.seats.values():
+        for slots in self.slots.values():
             # in a thread, and in short waits: the event loop turns, and Ctrl-C ends the run
-            while not await asyncio.to_thread(seats.group.wait, PLACEMENT_POLL_S):
+            while not await asyncio.to_thread(slots.group.wait, PLACEMENT_POLL_S):
                 now = time.monotonic()
                 if now > end:
                     raise UserError(self.describe_missing())
                 if now > next_line:
                     say(f"waiting for machines: {self.describe_missing()}")
                     next_line = now + PROGRESS_EVERY_S
-        for seats in self.seats.values():
-            seats.find_hosts()
-        return self.seats
+        for slots in self.slots.values():
+            slots.find_hosts()
+        return self.slots
 
     def describe_missing(self) -> str:
         """Count what the cluster lacks. What this run holds already counts as free."""
         own: dict[str, float] = {}
-        for seats in self.seats.values():
-            for node in seats.find_nodes().values():
-                own[node] = own.get(node, 0.0) + seats.bundle.get(self.resource, 0.0)
+        for slots in self.slots.values():
+            for node in slots.find_nodes().values():
+                own[node] = own.get(node, 0.0) + slots.bundle.get(self.resource, 0.0)
         return describe_missing(self.roles, list_machines(self.resource, own), resource=self.resource)
 
 

@@ -21,7 +21,7 @@ from core.cluster.scratch import restore_environment
 from core.errors import UserError, first_line, shorten
 from core.replacing import replacing
 from core.timing.deadlines import ADDRESS_CHECK_TIMEOUT_S
-from core.timing.probe_with_timeout import find_failure
+from core.timing.probe_with_timeout import probe_with_timeout
 
 TOKEN = "if it was started with a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
 LOGGERS = ("ray", "ray._private.worker")
@@ -123,7 +123,7 @@ def check_is_ray(address: str) -> None:
     def ask() -> None:
         of_ray.GcsClient(address=address)
 
-    failure = find_failure(
+    failure = probe_with_timeout(
         ask,
         timeout_s=ADDRESS_CHECK_TIMEOUT_S,
         silence=f"a gRPC server that is no head of a cluster gave no answer within {ADDRESS_CHECK_TIMEOUT_S:g} s",

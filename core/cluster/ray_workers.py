@@ -22,7 +22,7 @@ from core.cluster.actor import Actor
 from core.cluster.capacity import Role
 from core.cluster.failures import NO_MEMORY, explain_death, explain_import, is_collective_failure
 from core.cluster.machine_check import MachineCheck, copy_code
-from core.cluster.placement import Reservation, Seats
+from core.cluster.placement import Reservation, WorkerSlots
 from core.cluster.private_ray import borrowing_process, check_is_ray, join_ray, refuse_second_ray, start_private_ray
 from core.cluster.ray_address import check_reachable
 from core.cluster.root_cause import attribute_failure
@@ -45,12 +45,14 @@ P = ParamSpec("P")
 class Remote(Workers[W_co]):
     """Workers in Ray actors. Every call has a deadline."""
 
-    def __init__(self, seats: Seats, start_actor: Callable[[int], Any], timeout_s: float, check: MachineCheck | None):
+    def __init__(
+        self, slots: WorkerSlots, start_actor: Callable[[int], Any], timeout_s: float, check: MachineCheck | None
+    ):
         """check: what the first call on every actor compares; None on a machine by itself."""
-        self.seats, self.start_actor, self.check = seats, start_actor, check
-        self.name, self.timeout_s, self.timeout_key = seats.role.name, timeout_s, "timeout_s"
-        self.actors = [start_actor(rank) for rank in range(seats.role.n)]
-        self.ranks: Sequence[int] = range(seats.role.n)
+        self.slots, self.start_actor, self.check = slots, start_actor, check
+        self.name, self.timeout_s, self.timeout_key = slots.role.name, timeout_s, "timeout_s"
+        self.actors = [start_actor(rank) for rank in range(slots.role.n)]
+        self.ranks: Sequence[int] = range(slots.role.n)
         """Ranks that `call_all` calls."""
         self.prefix = ""
         """Path from the worker to the objects that are called, with a dot at its end."""
@@ -106,14 +108,14 @@ class Remote(Workers[W_co]):
             self.actors[rank] = self.start_actor(rank)
             await self.build_again(rank)
         except CallFailed as error:
-            raise self.seats.explain_silence(rank, error) from error
+            raise self.slots.explain_silence(rank, error) from error
         finally:
             self.restarting.discard(rank)
 
     async def build_again(self, rank: int) -> None:
         """Build the worker of an actor that took the place of another one."""
         await self._check_machine(rank)
-        self.seats.find_hosts()  # its place may have moved to another machine
+        self.slots.find_hosts()  # its place may have moved to another machine
         address, port = await self.find_free_address(rank)
         info = RankInfo(rank=rank, size=len(self), address=address, port=port)
         await self._call_actor(rank, "build", self.build_worker, info, self.args)
@@ -130,11 +132,11 @@ class Remote(Workers[W_co]):
             raise UserError(f"{self._name(rank)}: {self.check.explain_import(why)}") from error
         if not self.check.sees_run_folder(facts):
             self.without_run_folder.add(rank)
-        if difference := self.check.find_difference(facts, needs_run_folder=self.seats.role.needs_run_folder):
+        if difference := self.check.find_difference(facts, needs_run_folder=self.slots.role.needs_run_folder):
             raise UserError(f"{self._name(rank)}: its machine {difference}")
 
     def _name(self, rank: int) -> str:
-        return self.seats.name_worker(rank)
+        return self.slots.name_worker(rank)
 
     async def find_free_address(self, rank: int) -> tuple[str, int]:
         """Return the address of the actor's machine and a free port there."""
@@ -207,7 +209,7 @@ class Remote(Workers[W_co]):
             if isinstance(cause, CallFailed):
                 raise type(cause)(f"{who}: {cause}") from error
             if isinstance(cause, UserError | RunStopped):
-                raise self.seats.name_machine(rank, cause) from error
+                raise self.slots.name_machine(rank, cause) from error
             if isinstance(cause, TimeoutError):
                 raise CallFailed(
                     f"{who} timed out: it waited longer than its own deadline (weight_sync.timeout_s)"
@@ -279,7 +281,7 @@ class Cluster:
             """What is put back in this process when Ray has ended."""
         self.groups: list[Remote[Any]] = []
         """Everything that was spawned, to be ended by `close`."""
-        self.seats: dict[str, Seats] = {}
+        self.slots: dict[str, WorkerSlots] = {}
         self.check: MachineCheck | None = None
 
     def _connect(self, address: str | None, *, ship_code: bool) -> None:
@@ -294,7 +296,7 @@ class Cluster:
 
     async def reserve(self, roles: Sequence[Role], *, timeout_s: float, say: Callable[[str], None] = say) -> None:
         """Reserve a place for every actor, before the first is started. Raises UserError where there is no room."""
-        self.seats |= await Reservation(roles).wait(timeout_s=timeout_s, say=say)
+        self.slots |= await Reservation(roles).wait(timeout_s=timeout_s, say=say)
 
     async def spawn(
         self, name: str, n: int, build: Callable[..., Any], *args: Any, resources: Resources, timeout_s: float
@@ -315,9 +317,9 @@ class Cluster:
         """Start `n` actors as workers of this kind."""
         import ray
 
-        if name not in self.seats:
+        if name not in self.slots:
             await self.reserve([Role(name=name, n=n, resources=resources)], timeout_s=timeout_s)
-        seats = self.seats.pop(name)
+        slots = self.slots.pop(name)
         remote: Any = ray.remote
         actor = remote(concurrency_groups={HEALTH: 1})(Actor)
         # a private cluster has processes ready; with a runtime environment each actor would wait for a new one
@@ -326,10 +328,10 @@ class Cluster:
         folder = "" if self.is_private else os.getcwd()
 
         def start_actor(rank: int) -> Any:
-            seat = actor.options(**options, scheduling_strategy=seats.strategy_of(rank))
-            return seat.remote(resources.threads, folder)
+            slot = actor.options(**options, scheduling_strategy=slots.strategy_of(rank))
+            return slot.remote(resources.threads, folder)
 
-        workers = kind(seats, start_actor, timeout_s, self.check)
+        workers = kind(slots, start_actor, timeout_s, self.check)
         self.groups.append(workers)
         await workers.build_workers(build, *args)
         return workers

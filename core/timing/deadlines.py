@@ -88,7 +88,7 @@ TABLE = (
         after_it="the reward process is killed and the sample has no reward",
     ),
     Deadline(
-        waits_for="math-verify: reading or comparing one answer (`reward.fn: math_verify`)",
+        waits_for="math-verify: reading or comparing one answer (`reward.function: math_verify`)",
         length=_seconds(MATH_VERIFY_TIMEOUT_S),
         after_it="the completion counts as wrong",
     ),
@@ -118,7 +118,7 @@ TABLE = (
         after_it="the run is refused",
     ),
     Deadline(
-        waits_for="the tests of one sample's code (`reward.fn: code`)",
+        waits_for="the tests of one sample's code (`reward.function: code`)",
         length=f"`reward.settings.timeout_s`, at most `reward.timeout_s` - {_seconds(SANDBOX_MARGIN_S)}",
         after_it="the sandbox is killed; tests that have not passed by then have failed",
     ),
@@ -173,7 +173,7 @@ TABLE = (
         after_it="the call fails",
     ),
     Deadline(
-        waits_for="running requests before new weights, with `weight_sync.requests: wait`",
+        waits_for="running requests before new weights, with `weight_sync.pause_mode: wait`",
         length="`timeout_s`",
         after_it="the run stops",
     ),
@@ -198,12 +198,12 @@ TABLE = (
         after_it="the process is reported as stopped or stuck",
     ),
     Deadline(
-        waits_for="a place in the cluster for an engine above `rollout.engines.min`, or for one that left",
+        waits_for="a place in the cluster for an engine above `rollout.num_engines.min`, or for one that left",
         length="as long as the run",
         after_it="it joins at a weight sync",
     ),
     Deadline(
-        waits_for="engines to be `rollout.engines.min` again, after some died or left",
+        waits_for="engines to be `rollout.num_engines.min` again, after some died or left",
         length="`timeout_s`",
         after_it="the run stops",
     ),

@@ -16,7 +16,7 @@ from core.errors import RunStopped
 T = TypeVar("T")
 
 
-class Unblocked(Generic[T]):
+class LimitBlocking(Generic[T]):
     """Awaitable that runs `call` and raises RunStopped where it holds the event loop for `seconds` without a pause.
 
     It needs SIGALRM, so it limits nothing outside the main thread; there another process has a deadline for this one.

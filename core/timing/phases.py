@@ -18,8 +18,8 @@ class Phase(StrEnum):
     CAPTURE = "capture"
     SYNC = "sync"
     SLEEP = "sleep"
-    RETURN = "return"
-    LEAVE = "leave"
+    RELOAD = "reload"
+    OFFLOAD = "offload"
     WAKE = "wake"
     EVALUATE = "evaluate"
     LOG = "log"
@@ -41,8 +41,8 @@ class Activity(StrEnum):
     RESTART = "restart"
     SLEEP = "sleep"
     WAKE = "wake"
-    LEAVE = "leave"
-    RETURN = "return"
+    OFFLOAD = "offload"
+    RELOAD = "reload"
 
 
 class Milestone(StrEnum):
@@ -58,9 +58,9 @@ class Milestone(StrEnum):
 
 TRAINER_ACTIVITIES = (Activity.TRAIN, Activity.LOGP, Activity.SYNC, Activity.SAVE)
 ENGINE_ACTIVITIES = (Activity.SYNC, Activity.GENERATE, Activity.ENVIRONMENT, Activity.REWARD)
-TURN_PHASES = (Phase.SLEEP, Phase.RETURN, Phase.LEAVE, Phase.WAKE)
+TURN_PHASES = (Phase.SLEEP, Phase.RELOAD, Phase.OFFLOAD, Phase.WAKE)
 """Phases in which a shared device changes hands, with placement: colocate."""
-TRAINER_TURNS = (Activity.LEAVE, Activity.RETURN)
+TRAINER_TURNS = (Activity.OFFLOAD, Activity.RELOAD)
 ENGINE_TURNS = (Activity.SLEEP, Activity.WAKE)
 """Activities of devices then."""
 IDLE = "idle"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from core.errors import first_line
 
 
-def find_failure(ask: Callable[[], str | None], *, timeout_s: float, silence: str) -> str:
+def probe_with_timeout(ask: Callable[[], str | None], *, timeout_s: float, silence: str) -> str:
     """Return why `ask` failed: what it returns or raises, or `silence` after `timeout_s` seconds; "" if it succeeded.
 
     It runs in a thread, because the clients asked here have waits that no timeout of theirs covers.

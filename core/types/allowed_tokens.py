@@ -1,4 +1,4 @@
-"""Support set: the tokens that a policy may choose, for the sampler and for the trainer's softmax alike.
+"""AllowedTokens set: the tokens that a policy may choose, for the sampler and for the trainer's softmax alike.
 
 All other tokens have probability 0 in both, so log-probabilities agree. This is the one exact way to restrict sampling:
 top-k, top-p and grammars change the distribution with the context, and the trainer would have to follow them.
@@ -19,13 +19,13 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Support:
+class AllowedTokens:
     """Set of token ids; the default allows every token."""
 
     allowed: tuple[int, ...] | None = None
     """Sorted ids that may be chosen, stop tokens included; None: all but those of `banned`."""
     banned: tuple[int, ...] = ()
-    """Sorted ids that may not be chosen, where `allowed` is None: placeholders of pictures."""
+    """Sorted ids that may not be chosen, where `allowed` is None: placeholders of images."""
 
     @property
     def is_everything(self) -> bool:
@@ -35,7 +35,7 @@ class Support:
     def find_outside(self, ids: Sequence[int]) -> list[int]:
         """Return those of `ids` that may not be chosen.
 
-        >>> Support(allowed=(1, 3)).find_outside([3, 4]), Support(banned=(3,)).find_outside([3, 4])
+        >>> AllowedTokens(allowed=(1, 3)).find_outside([3, 4]), AllowedTokens(banned=(3,)).find_outside([3, 4])
         ([4], [3])
         """
         if self.allowed is not None:
@@ -68,13 +68,13 @@ class Support:
         if (wrong := labels[listed if self.allowed is None else ~listed]).numel():
             raise RunStopped(
                 f"a sample holds the token {int(wrong[0])}, which the policy may not choose (rollout.allowed_tokens, "
-                "and the placeholders of pictures): the engine samples what EngineConfig.support excludes: correct "
-                "its generate()"
+                "and the placeholders of images): the engine samples what EngineConfig.allowed_tokens excludes: "
+                "correct its generate()"
             )
 
 
-EVERY_TOKEN = Support()
-"""Support without any restriction."""
+EVERY_TOKEN = AllowedTokens()
+"""AllowedTokens without any restriction."""
 
 
 def _to_tensor(ids: Sequence[int], beside: Tensor) -> Tensor:

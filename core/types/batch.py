@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from core.types.arrays import list_fields, with_tensors, without_tensors
-from core.types.images import Picture
+from core.types.images import EncodedImage
 
 
 class MissingColumn(AttributeError):
@@ -109,15 +109,15 @@ class Batch:
     labels: Tensor
     """[M] int64, ids of these next tokens."""
     tokens: Tokens
-    pictures: tuple[Picture, ...] = ()
-    """Pictures that the input tokens stand for, in their order; one that sequences share is there once."""
+    images: tuple[EncodedImage, ...] = ()
+    """Images that the input tokens stand for, in their order; one that sequences share is there once."""
     rope_ids: Tensor | None = None
     """[3, T] int64, positions by time, row and column, for families whose positions have three axes (M-RoPE)."""
     media: dict[str, Tensor] = field(default_factory=dict)
     """What the model's vision part reads, by the names of its forward(): `pixel_values`, `image_grid_thw`, ... It is
-    made of `pictures` in the process that computes the forward pass."""
-    shadows: dict[str, Tokens] = field(default_factory=dict)
-    """The same tokens as other losses see them, by the name of the loss; see the key `shadow`."""
+    made of `images` in the process that computes the forward pass."""
+    compared: dict[str, Tokens] = field(default_factory=dict)
+    """The same tokens as other losses see them, by the name of the loss; see the key `compare_losses`."""
 
     def __reduce__(self) -> Any:
         return with_tensors, (Batch, without_tensors(self))
@@ -125,9 +125,9 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with every tensor on `device`."""
         tokens = self.tokens.replace(**_move_tensors(self.tokens, device))
-        shadows = {name: seen.replace(**_move_tensors(seen, device)) for name, seen in self.shadows.items()}
+        compared = {name: seen.replace(**_move_tensors(seen, device)) for name, seen in self.compared.items()}
         media = {name: tensor.to(device) for name, tensor in self.media.items()}
-        return replace(self, **_move_tensors(self, device), tokens=tokens, shadows=shadows, media=media)
+        return replace(self, **_move_tensors(self, device), tokens=tokens, compared=compared, media=media)
 
 
 def _move_tensors(record: Batch | Tokens, device: torch.device | str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Pictures in messages and samples: the bytes of a file as they came, named by their hash."""
+"""Images in messages and samples: the bytes of a file as they came, named by their hash."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LARGEST_SIDE = 8192
 """Pixels of the longest side that is taken."""
 
 
-class PictureRefused(ValueError):
-    """Reason why bytes cannot be used as a picture: one clause that follows the name of the row or the file."""
+class ImageRefused(ValueError):
+    """Reason why bytes cannot be used as an image: one clause that follows the name of the row or the file."""
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """Picture that has been opened once; `read_picture` and `encode_picture` make it."""
+class EncodedImage:
+    """EncodedImage that has been opened once; `read_image` and `encode_image` make it."""
 
     data: bytes = field(repr=False)
     """The file: PNG, JPEG, WebP, BMP or GIF with one frame."""
@@ -39,15 +39,15 @@ class Picture:
     """SHA-256 of `data`, in hexadecimal: its name everywhere."""
 
     def open(self) -> Image:
-        """Return the picture in RGB, transparent parts on white."""
+        """Return the image in RGB, transparent parts on white."""
         return _decode(self.data)
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedPicture:
-    """Picture with the tokens of a sample that stand for it."""
+class PlacedImage:
+    """EncodedImage with the tokens of a sample that stand for it."""
 
-    picture: Picture
+    image: EncodedImage
     begin: int
     end: int
     """Span [begin, end) of the tokens into which the processor turned one placeholder."""
@@ -55,40 +55,40 @@ class PlacedPicture:
     """Rows and columns of the tokens, for families whose positions have three axes (M-RoPE): rows * columns tokens."""
 
 
-class PictureTokens(Protocol):
+class ImageTokens(Protocol):
     """Interface of the processor behind a tokenizer to rollouts; see modeling/images/processor.py."""
 
     placeholder_ids: frozenset[int]
-    """Tokens that stand for pictures only."""
+    """Tokens that stand for images only."""
 
 
 class MaySee(Protocol):
-    """Interface of a tokenizer whose model may see pictures; see data_feeds/chat/tokenizer.py."""
+    """Interface of a tokenizer whose model may see images; see data_feeds/chat/tokenizer.py."""
 
     @property
-    def pictures(self) -> PictureTokens | None:
-        """Processor of a model that sees pictures; None for a language model."""
+    def images(self) -> ImageTokens | None:
+        """Processor of a model that sees images; None for a language model."""
         ...
 
 
-def read_picture(data: bytes) -> Picture:
-    """Decode a picture's file once, and return it. Raises PictureRefused for what cannot be used."""
+def read_image(data: bytes) -> EncodedImage:
+    """Decode an image's file once, and return it. Raises ImageRefused for what cannot be used."""
     image = _decode(data)
-    return Picture(data, image.width, image.height, hashlib.sha256(data).hexdigest())
+    return EncodedImage(data, image.width, image.height, hashlib.sha256(data).hexdigest())
 
 
-def describe_picture(picture: Picture) -> dict[str, str | int]:
-    """Return a picture as files and other programs read it: its name and size, and never its bytes."""
-    return {"type": "image", "sha256": picture.hash, "width": picture.width, "height": picture.height}
+def describe_image(image: EncodedImage) -> dict[str, str | int]:
+    """Return an image as files and other programs read it: its name and size, and never its bytes."""
+    return {"type": "image", "sha256": image.hash, "width": image.width, "height": image.height}
 
 
-def encode_picture(image: Image) -> Picture:
-    """Return an image that was drawn as a picture, in PNG. Raises PictureRefused for what cannot be used."""
+def encode_image(image: Image) -> EncodedImage:
+    """Encode a drawn image as PNG. Raises ImageRefused for what cannot be used."""
     drawn = _convert(image)
     file = io.BytesIO()
     drawn.save(file, "PNG")
     data = file.getvalue()
-    return Picture(data, drawn.width, drawn.height, hashlib.sha256(data).hexdigest())
+    return EncodedImage(data, drawn.width, drawn.height, hashlib.sha256(data).hexdigest())
 
 
 def _decode(data: bytes) -> Image:
@@ -97,26 +97,26 @@ def _decode(data: bytes) -> Image:
     try:
         with Image.open(io.BytesIO(data)) as image:
             return _convert(image)
-    except PictureRefused:
+    except ImageRefused:
         raise
     except UnidentifiedImageError as error:
-        raise PictureRefused("the picture is in no known format") from error
+        raise ImageRefused("the image is in no known format") from error
     except Image.DecompressionBombError as error:
-        raise PictureRefused("the picture has too many pixels") from error
+        raise ImageRefused("the image has too many pixels") from error
     except Exception as error:  # a border: a broken file can make the library raise anything
-        raise PictureRefused(f"the picture is damaged ({name_error(error)})") from error
+        raise ImageRefused(f"the image is damaged ({name_error(error)})") from error
 
 
 def _convert(image: Image) -> Image:
-    """Return an opened picture in RGB, upright, transparent parts on white."""
+    """Return an opened image in RGB, upright, transparent parts on white."""
     from PIL import Image, ImageOps
 
     if max(image.size) > LARGEST_SIDE:
-        raise PictureRefused(f"the picture has {image.width} x {image.height} pixels, over {LARGEST_SIDE}")
+        raise ImageRefused(f"the image has {image.width} x {image.height} pixels, over {LARGEST_SIDE}")
     if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a camera's JPEG with a preview
-        raise PictureRefused(f"the picture has {image.n_frames} frames, and one is expected")  # pyright: ignore
+        raise ImageRefused(f"the image has {image.n_frames} frames, and one is expected")  # pyright: ignore
     if image.mode not in MODES:
-        raise PictureRefused(f"the picture has the colour mode {image.mode}: convert it to RGB")
+        raise ImageRefused(f"the image has the colour mode {image.mode}: convert it to RGB")
     upright = ImageOps.exif_transpose(image)
     if upright.mode == "I;16":  # grey in 16 bits
         return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8)).convert("RGB")
@@ -127,41 +127,41 @@ def _convert(image: Image) -> Image:
     return Image.alpha_composite(white, clear).convert("RGB")
 
 
-def write_data_uri(picture: Picture) -> str:
-    """Return a picture as text, with the type of its file."""
+def write_data_uri(image: EncodedImage) -> str:
+    """Return an image as text, with the type of its file."""
     from PIL import Image
 
-    with Image.open(io.BytesIO(picture.data)) as image:
-        kind = Image.MIME[image.format or "PNG"]
-    return f"data:{kind};base64,{base64.b64encode(picture.data).decode()}"
+    with Image.open(io.BytesIO(image.data)) as opened:
+        kind = Image.MIME[opened.format or "PNG"]
+    return f"data:{kind};base64,{base64.b64encode(image.data).decode()}"
 
 
-def list_written(length: int, pictures: Sequence[PlacedPicture]) -> list[int]:
+def list_written(length: int, images: Sequence[PlacedImage]) -> list[int]:
     """Return the places of the tokens after the first that are text: those that a policy could have chosen.
 
-    >>> list_written(6, [PlacedPicture(None, 2, 4)])
+    >>> list_written(6, [PlacedImage(None, 2, 4)])
     [1, 4, 5]
     """
-    seen = {i for place in pictures for i in range(place.begin, place.end)}
+    seen = {i for place in images for i in range(place.begin, place.end)}
     return [i for i in range(1, length) if i not in seen]
 
 
-def as_argument(pictures: Sequence[PlacedPicture]) -> dict[str, Any]:
-    """Return the argument `pictures` of a call; nothing where there are none, so that code for text need not have it.
+def as_argument(images: Sequence[PlacedImage]) -> dict[str, Any]:
+    """Return the argument `images` of a call; nothing where there are none, so that code for text need not have it.
 
     >>> as_argument([])
     {}
     """
-    return {"pictures": pictures} if pictures else {}
+    return {"images": images} if images else {}
 
 
-def check_places(places: Sequence[PlacedPicture], length: int) -> None:
+def check_places(places: Sequence[PlacedImage], length: int) -> None:
     """Raise UserError unless the spans are in order, without overlap, within `length` tokens."""
     end = 0
     for place in places:
         if not end <= place.begin < place.end <= length:
             raise UserError(
-                f"pictures of a Sample must have spans [begin, end) in order within its {length} tokens; found "
+                f"images of a Sample must have spans [begin, end) in order within its {length} tokens; found "
                 f"{[(p.begin, p.end) for p in places]!r:.80}"
             )
         end = place.end

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal, NotRequired, TypedDict
 
-from core.types.images import Picture, describe_picture
+from core.types.images import EncodedImage, describe_image
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message may have."""
@@ -31,17 +31,17 @@ class ToolCall(TypedDict):
 
 
 class TextPart(TypedDict):
-    """Text between pictures."""
+    """Text between images."""
 
     type: Literal["text"]
     text: str
 
 
 class ImagePart(TypedDict):
-    """Picture in a message."""
+    """EncodedImage in a message."""
 
     type: Literal["image"]
-    image: Picture
+    image: EncodedImage
 
 
 Part = TextPart | ImagePart
@@ -55,7 +55,7 @@ class Message(TypedDict):
     content: str
     """Text of the turn; "" where a reply has tool calls and says nothing else."""
     parts: NotRequired[list[Part]]
-    """Text and pictures in their order, where the turn has pictures; `content` is the text of these parts, joined."""
+    """Text and images in their order, where the turn has images; `content` is the text of these parts, joined."""
     tool_calls: NotRequired[list[ToolCall]]
     """Calls of an assistant's turn, in their order; never an empty list."""
     tool_call_id: NotRequired[str]
@@ -76,13 +76,13 @@ def name_of_tool(tool: ToolSpec) -> str:
     return tool["function"]["name"]
 
 
-def find_pictures(messages: Iterable[Message]) -> list[Picture]:
-    """Return the pictures of a conversation, in their order."""
+def find_images(messages: Iterable[Message]) -> list[EncodedImage]:
+    """Return the images of a conversation, in their order."""
     return [part["image"] for m in messages for part in m.get("parts", []) if part["type"] == "image"]
 
 
 def describe_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Return messages as files and other programs read them: a picture by its hash and size, without its bytes."""
+    """Return messages as files and other programs read them: an image by its hash and size, without its bytes."""
     return [describe_message(message) for message in messages]
 
 
@@ -91,6 +91,6 @@ def describe_message(message: Message) -> dict[str, Any]:
     described: dict[str, Any] = {**message}
     if "parts" in message:
         described["parts"] = [
-            describe_picture(part["image"]) if part["type"] == "image" else part for part in message["parts"]
+            describe_image(part["image"]) if part["type"] == "image" else part for part in message["parts"]
         ]
     return described

@@ -35,11 +35,11 @@ from core.types.batch import Batch as Batch  # where users look for it
 from core.types.batch import MissingColumn as MissingColumn
 from core.types.batch import Policy as Policy
 from core.types.batch import Tokens as Tokens
-from core.types.images import PlacedPicture, check_places
+from core.types.images import PlacedImage, check_places
 from core.types.messages import ROLES as ROLES
 from core.types.messages import Message as Message
 from core.types.messages import ToolSpec as ToolSpec
-from core.types.turns import Spans, check_turns, find_runs
+from core.types.turns import Spans, check_colocation, find_runs
 
 LossNorm = Literal["token", "sequence", "sequence_sum", "constant", "prompt"]
 Stop = Literal["eos", "length", "turns"]
@@ -123,8 +123,8 @@ class Sample:
     """Number of each turn in its episode, by time. Empty: the samples of an episode followed one another."""
     player: int = 0
     """Side that the policy played, in a game in which it plays several; see core.types.episodes.split_players."""
-    pictures: tuple[PlacedPicture, ...] = ()
-    """Pictures that its tokens stand for, in the order of the tokens."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images that its tokens stand for, in the order of the tokens."""
 
     def __post_init__(self) -> None:
         n, floats = len(self.token_ids), self.float_dtype
@@ -138,10 +138,10 @@ class Sample:
             check_column("advantage", self.advantage, floats, n)
         if self.excluded is not None:
             check_column("excluded", self.excluded, BOOLS, n)
-        if self.pictures:
-            check_places(self.pictures, n)
+        if self.images:
+            check_places(self.images, n)
         if self.turns or self.turn_rewards or self.turn_numbers:
-            check_turns(self.spans, self.turn_rewards, self.turn_numbers, self.action_mask)
+            check_colocation(self.spans, self.turn_rewards, self.turn_numbers, self.action_mask)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
@@ -209,7 +209,7 @@ def make_sample(
         others["excluded"] = to_column(others["excluded"], BOOLS)
     if "turns" in others:
         others["turns"] = tuple((begin, end) for begin, end in others["turns"])
-    for name in others.keys() & {"turn_rewards", "turn_numbers", "pictures"}:
+    for name in others.keys() & {"turn_rewards", "turn_numbers", "images"}:
         others[name] = tuple(others[name])
     if "columns" in others:
         others["columns"] = {name: to_column(values, dtype) for name, values in others["columns"].items()}

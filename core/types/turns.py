@@ -27,7 +27,7 @@ def find_runs(mask: Mask) -> Spans:
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
-def check_turns(turns: Spans, rewards: Sequence[float], numbers: Sequence[int], action_mask: Mask) -> None:
+def check_colocation(turns: Spans, rewards: Sequence[float], numbers: Sequence[int], action_mask: Mask) -> None:
     """Raise UserError unless the turns are in order and are the sampled tokens, with one reward and number each."""
     end = 0
     for begin, after in turns:

@@ -15,7 +15,7 @@ Shape = tuple[Any, ...]
 """What of a message a template may look at besides its texts."""
 
 
-class LeftOutCheck:
+class TemplateCoverage:
     """Check of the rows of one source. Rows of one shape are written alike, so the first of each is looked at."""
 
     def __init__(self, tokenizer: ChatTokenizer):

@@ -26,7 +26,7 @@ def to_template_messages(
 ) -> Sequence[Mapping[str, Any]]:
     """Return messages as the template reads them.
 
-    in_parts: roles whose text is given as a list of parts; a turn with pictures always is.
+    in_parts: roles whose text is given as a list of parts; a turn with images always is.
     """
     if not any("reasoning" in m or "parts" in m or m["role"] in in_parts for m in messages):
         return messages
@@ -43,7 +43,7 @@ def to_template_messages(
 
 
 def list_parts(message: Message) -> list[dict[str, Any]]:
-    """Return the content of a message as parts, of which pictures have no data."""
+    """Return the content of a message as parts, of which images have no data."""
     parts = message.get("parts") or [{"type": "text", "text": message["content"]}]
     return [{"type": "image"} if part["type"] == "image" else {**part} for part in parts]
 

@@ -11,13 +11,13 @@ from typing import Any, Literal
 from core.errors import UserError, first_line, name_error
 from core.hub import describe_hub, prepare_hub
 from core.lean_imports import lean_transformers
-from core.types.images import Picture, PlacedPicture
-from core.types.messages import ROLES, Message, ToolSpec, find_pictures
+from core.types.images import EncodedImage, PlacedImage
+from core.types.messages import ROLES, Message, ToolSpec, find_images
 from data_feeds.chat.template_append import STAND_IN, TemplateRefuses, write_answers
 from data_feeds.chat.template_messages import count_characters, to_template_messages
 from data_feeds.chat.turns import Piece, TrainOn, split_turns
-from data_feeds.images.image_tokens import check_texts, count_tokens, insert_pictures, place_pictures
-from modeling.images.processor import PictureProcessor, needs_pictures
+from data_feeds.images.image_tokens import check_texts, count_tokens, insert_images, place_images
+from modeling.images.processor import ImageProcessor, needs_images
 from modeling.pretrained import load_pretrained, refuse_own_code
 
 CHARS_PER_TOKEN = 8
@@ -59,9 +59,9 @@ class ChatTokenizer:
             more = "" if is_folder else f"; {describe_hub()}"
             raise UserError(f"{key}={path}: its tokenizer cannot be loaded: {name_error(error)}{more}") from error
         self.who, self.template, self.template_args = f"{key}={path}", template, dict(template_args or {})
-        self.pictures = self._load_pictures(path, key, trust_remote_code)
+        self.images = self._load_images(path, key, trust_remote_code)
         if template == "chat" and not self.hf.chat_template:
-            if self.pictures is not None:
+            if self.images is not None:
                 raise UserError(f"{key}={path} has no chat template: add one to its processor")
             raise UserError(f"{key}={path} has no chat template: set data.template=plain, or add one to its tokenizer")
         if self.hf.eos_token_id is None:
@@ -69,15 +69,15 @@ class ChatTokenizer:
         more_ends = _eos_of_generation_config(path, key, trust_remote_code=trust_remote_code)
         self.stop_token_ids = sorted({self.hf.eos_token_id, *more_ends})
 
-    def _load_pictures(self, path: str, key: str, trust_remote_code: bool) -> PictureProcessor | None:
-        """Return the processor of a model that sees pictures, whose chat template comes before the tokenizer's."""
+    def _load_images(self, path: str, key: str, trust_remote_code: bool) -> ImageProcessor | None:
+        """Return the processor of a model that sees images, whose chat template comes before the tokenizer's."""
         if os.path.isdir(path) and not (Path(path) / "config.json").is_file():  # a tokenizer alone
             return None
-        if not needs_pictures(path, key=key, trust_remote_code=trust_remote_code):
+        if not needs_images(path, key=key, trust_remote_code=trust_remote_code):
             return None
-        pictures = PictureProcessor(path, key=key, trust_remote_code=trust_remote_code, tokenizer=self.hf)
-        self.hf.chat_template = pictures.chat_template or self.hf.chat_template
-        return pictures
+        images = ImageProcessor(path, key=key, trust_remote_code=trust_remote_code, tokenizer=self.hf)
+        self.hf.chat_template = images.chat_template or self.hf.chat_template
+        return images
 
     @property
     def written_ids(self) -> frozenset[int]:
@@ -124,8 +124,8 @@ class ChatTokenizer:
         The tokens of a beginning are those of the whole text but near the cut. So twice the limit, with room for the
         longest token at the cut, leaves no doubt. None for a text that is short, or may be short enough.
         """
-        pictures = find_pictures(messages)
-        if self.pictures is not None and (seen := count_tokens(self.pictures, pictures)) > limit:
+        images = find_images(messages)
+        if self.images is not None and (seen := count_tokens(self.images, images)) > limit:
             return seen
         surely = 2 * limit + 4 * self._longest_token
         size = CHARS_PER_TOKEN * surely
@@ -145,7 +145,7 @@ class ChatTokenizer:
         where the template does not let them follow the tokens of the reply.
         """
         if self.template == "plain":
-            self._check_pictures(answers, ())
+            self._check_images(answers, ())
             return self.encode("".join(m["content"] for m in answers))
 
         def write(messages: list[Message], reply_next: bool) -> str:
@@ -196,41 +196,41 @@ class ChatTokenizer:
 
     def save(self, folder: Path) -> None:
         self.hf.save_pretrained(folder)
-        if self.pictures is not None:
-            self.pictures.save(folder)
+        if self.images is not None:
+            self.images.save(folder)
 
-    def place(self, ids: Sequence[int], pictures: Sequence[Picture], begin: int = 0) -> tuple[PlacedPicture, ...]:
-        """Return the tokens that stand for each picture, in order, from `begin` on.
+    def place(self, ids: Sequence[int], images: Sequence[EncodedImage], begin: int = 0) -> tuple[PlacedImage, ...]:
+        """Return the tokens that stand for each image, in order, from `begin` on.
 
-        Raises PicturesDoNotFit where other pictures stand there, more or fewer.
+        Raises ImagesDoNotFit where other images stand there, more or fewer.
         """
-        if self.pictures is None:
-            if pictures:
-                raise self._refuse_pictures()
+        if self.images is None:
+            if images:
+                raise self._refuse_images()
             return ()
-        return place_pictures(self.pictures, ids, pictures, begin)
+        return place_images(self.images, ids, images, begin)
 
-    def _check_pictures(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Picture]:
-        """Return the pictures of a conversation. Raises UserError where they, or its texts, cannot be written."""
-        pictures = find_pictures(messages)
-        if self.pictures is None and pictures:
-            raise self._refuse_pictures()
-        if self.pictures is not None:
-            if pictures and self.template == "plain":
-                raise UserError("data.template=plain writes no pictures: set data.template=chat")
-            check_texts(self.pictures, messages, tools)
-        return pictures
+    def _check_images(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[EncodedImage]:
+        """Return the images of a conversation. Raises UserError where they, or its texts, cannot be written."""
+        images = find_images(messages)
+        if self.images is None and images:
+            raise self._refuse_images()
+        if self.images is not None:
+            if images and self.template == "plain":
+                raise UserError("data.template=plain writes no images: set data.template=chat")
+            check_texts(self.images, messages, tools)
+        return images
 
-    def _refuse_pictures(self) -> UserError:
+    def _refuse_images(self) -> UserError:
         return UserError(
-            f"{self.who} is a language model, which sees no pictures, and a message holds one: take a model that sees, "
-            "or rows without pictures"
+            f"{self.who} is a language model, which sees no images, and a message holds one: take a model that sees, "
+            "or rows without images"
         )
 
     @cached_property
     def _roles_in_parts(self) -> frozenset[str]:
         """Roles whose text the template of a model that sees writes only where it is given as a list of parts."""
-        if self.pictures is None:
+        if self.images is None:
             return frozenset()
         return frozenset(role for role in ROLES if self._drops_text_of(role))
 
@@ -249,11 +249,11 @@ class ChatTokenizer:
 
     def render_text(self, messages: list[Message], *, reply_next: bool, tools: Sequence[ToolSpec] = ()) -> str:
         """Return a conversation as text; reply_next: with the header of the policy's next turn."""
-        pictures = self._check_pictures(messages, tools)
+        images = self._check_images(messages, tools)
         if self.template == "plain":
             return "".join(m["content"] + (self.hf.eos_token if m["role"] == "assistant" else "") for m in messages)
         text = self._apply_template(messages, self._roles_in_parts, reply_next=reply_next, tools=tools)
-        return text if self.pictures is None else insert_pictures(self.pictures, text, pictures)
+        return text if self.images is None else insert_images(self.images, text, images)
 
     def _apply_template(
         self, messages: list[Message], in_parts: Collection[str], *, reply_next: bool, tools: Sequence[ToolSpec]

@@ -1,4 +1,4 @@
-"""Pictures of a row, as data sets write them: bytes, a file, Hugging Face's Image, or a data URI."""
+"""Images of a row, as data sets write them: bytes, a file, Hugging Face's Image, or a data URI."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
 from core.errors import quote
-from core.types.images import Picture, PictureRefused, read_picture
+from core.types.images import EncodedImage, ImageRefused, read_image
 from core.types.messages import ImagePart
 from data_feeds.rows.invalid_rows import InvalidRow
 
 MOST_BYTES = 2**27
-"""Bytes of the largest file that is opened as a picture."""
+"""Bytes of the largest file that is opened as an image."""
 IMAGE_TYPES = ("image", "image_url")
-"""Types of the part of a message that is a picture."""
+"""Types of the part of a message that is an image."""
 SOURCES = ("image", "path", "url", "bytes", "image_url")
-"""Keys of such a part under which the picture stands."""
+"""Keys of such a part under which the image stands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureReader:
-    """Reader of the pictures of one data set. Equal pictures of several rows are kept once."""
+class ImageReader:
+    """Reader of the images of one data set. Equal images of several rows are kept once."""
 
     folder: Path | None = None
     """Folder from which relative paths of files go out; None for a data set of the hub, which brings bytes."""
     max_pixels: int
     max_pixels_key: str
     """Key that sets max_pixels."""
-    files: dict[str, Picture] = field(default_factory=dict[str, Picture])
-    """Pictures by the name of their file."""
-    kept: dict[str, Picture] = field(default_factory=dict[str, Picture])
-    """Pictures by their hash."""
+    files: dict[str, EncodedImage] = field(default_factory=dict[str, EncodedImage])
+    """Images by the name of their file."""
+    kept: dict[str, EncodedImage] = field(default_factory=dict[str, EncodedImage])
+    """Images by their hash."""
 
-    def read_all(self, given: Any, column: str) -> list[Picture]:
-        """Return the pictures of a column, which holds one or a list. Raises InvalidRow for what is none."""
+    def read_all(self, given: Any, column: str) -> list[EncodedImage]:
+        """Return the images of a column, which holds one or a list. Raises InvalidRow for what is none."""
         if is_absent(given):
             return []
         return [self.read(one, column) for one in (given if isinstance(given, list) else [given])]
 
-    def read(self, given: Any, what: str) -> Picture:
-        """Return a picture, opened once. Raises InvalidRow, which begins with `what`, for what is none."""
+    def read(self, given: Any, what: str) -> EncodedImage:
+        """Return an image, opened once. Raises InvalidRow, which begins with `what`, for what is none."""
         try:
             if isinstance(given, str) and not given.startswith("data:"):
                 return self._read_file(given)
             return self._keep(_find_bytes(given) if not isinstance(given, dict) else self._find_in_dict(given))
-        except PictureRefused as refusal:
-            raise InvalidRow("bad_picture", f"{what}: {refusal}") from refusal
+        except ImageRefused as refusal:
+            raise InvalidRow("bad_image", f"{what}: {refusal}") from refusal
 
     def _find_in_dict(self, given: dict[Any, Any]) -> bytes:
         """Return the bytes of Hugging Face's Image, {bytes, path}: one of them is there."""
@@ -59,50 +59,50 @@ class PictureReader:
             return _find_bytes(given["bytes"])
         if isinstance(given.get("path"), str):
             return self._read_file(given["path"]).data
-        raise PictureRefused(f"a picture must be bytes, a path, a data URI or {{bytes, path}}, found {given!r:.60}")
+        raise ImageRefused(f"an image must be bytes, a path, a data URI or {{bytes, path}}, found {given!r:.60}")
 
-    def _read_file(self, name: str) -> Picture:
+    def _read_file(self, name: str) -> EncodedImage:
         if name not in self.files:
             self.files[name] = self._keep(_read_bytes(self._find_file(name)))
         return self.files[name]
 
     def _find_file(self, name: str) -> Path:
         if name.startswith(("http://", "https://")):
-            raise PictureRefused(f"{quote(name)} is an address, which is not fetched: download it and give its path")
+            raise ImageRefused(f"{quote(name)} is an address, which is not fetched: download it and give its path")
         path = Path(unquote(name.removeprefix("file://")) if name.startswith("file://") else name)
         if not path.is_absolute():
             if self.folder is None:
-                raise PictureRefused(f"{quote(name)} is a path, and a data set of the hub must bring the bytes")
+                raise ImageRefused(f"{quote(name)} is a path, and a data set of the hub must bring the bytes")
             path = self.folder / path
         return path
 
-    def _keep(self, data: bytes) -> Picture:
-        picture = read_picture(data)
-        if picture.width * picture.height > self.max_pixels:
-            raise PictureRefused(
-                f"the picture has {picture.width} x {picture.height} pixels, more than "
+    def _keep(self, data: bytes) -> EncodedImage:
+        image = read_image(data)
+        if image.width * image.height > self.max_pixels:
+            raise ImageRefused(
+                f"the image has {image.width} x {image.height} pixels, more than "
                 f"{self.max_pixels_key}={self.max_pixels}"
             )
-        return self.kept.setdefault(picture.hash, picture)
+        return self.kept.setdefault(image.hash, image)
 
 
 def is_absent(given: Any) -> bool:
-    """Tell whether there is no picture: columnar files write every key, such as {bytes: null, path: null}."""
+    """Tell whether there is no image: columnar files write every key, such as {bytes: null, path: null}."""
     return given is None or (isinstance(given, dict) and all(value is None for value in given.values()))
 
 
 def _read_bytes(path: Path) -> bytes:
     try:
         if not os.path.isfile(path):  # unlike path.is_file, False for a name that is too long
-            raise PictureRefused(f"there is no file {quote(path)}")
+            raise ImageRefused(f"there is no file {quote(path)}")
         if path.stat().st_size > MOST_BYTES:
-            raise PictureRefused(f"{quote(path)} has over {MOST_BYTES >> 20} MiB")
+            raise ImageRefused(f"{quote(path)} has over {MOST_BYTES >> 20} MiB")
         return path.read_bytes()
     except (OSError, ValueError) as error:
-        if isinstance(error, PictureRefused):
+        if isinstance(error, ImageRefused):
             raise
         reason = getattr(error, "strerror", None) or error
-        raise PictureRefused(f"{quote(path)} cannot be read ({reason})") from error
+        raise ImageRefused(f"{quote(path)} cannot be read ({reason})") from error
 
 
 def _find_bytes(given: Any) -> bytes:
@@ -110,58 +110,58 @@ def _find_bytes(given: Any) -> bytes:
         return bytes(given)
     if isinstance(given, str) and given.startswith("data:"):
         return read_data_uri(given)
-    raise PictureRefused(f"a picture must be bytes, a path, a data URI or {{bytes, path}}, found {given!r:.60}")
+    raise ImageRefused(f"an image must be bytes, a path, a data URI or {{bytes, path}}, found {given!r:.60}")
 
 
 def read_data_uri(uri: str) -> bytes:
-    """Return the bytes of a data URI. Raises PictureRefused.
+    """Return the bytes of a data URI. Raises ImageRefused.
 
     >>> read_data_uri("data:image/png;base64,aGk="), read_data_uri("data:,h%69")
     (b'hi', b'hi')
     """
     head, comma, body = uri.partition(",")
     if not comma:
-        raise PictureRefused(f"a data URI must be data:image/png;base64,..., found {uri!r:.60}")
+        raise ImageRefused(f"a data URI must be data:image/png;base64,..., found {uri!r:.60}")
     if not head.endswith(";base64"):
         return unquote_to_bytes(body)
     try:
         return base64.b64decode(unquote(body), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise PictureRefused(f"the base64 text of a data URI is damaged ({error})") from error
+        raise ImageRefused(f"the base64 text of a data URI is damaged ({error})") from error
 
 
 class Placeholders:
-    """Pictures of a row's column, which take the places of the parts that have none of their own, in order."""
+    """Images of a row's column, which take the places of the parts that have none of their own, in order."""
 
-    def __init__(self, reader: PictureReader, pictures: Sequence[Picture], column: str):
+    def __init__(self, reader: ImageReader, images: Sequence[EncodedImage], column: str):
         self.reader, self.column = reader, column
-        self.all = list(pictures)
-        self._left: Iterator[Picture] = iter(self.all)
+        self.all = list(images)
+        self._left: Iterator[EncodedImage] = iter(self.all)
         self.taken = 0
 
     def read_part(self, part: dict[str, Any]) -> ImagePart:
-        """Return a part of a message with its picture."""
+        """Return a part of a message with its image."""
         given = {name: value for name, value in part.items() if name in SOURCES and not is_absent(value)}
         if len(given) > 1:
-            raise InvalidRow("bad_picture", f"a part has several pictures: {', '.join(sorted(given))}")
+            raise InvalidRow("bad_image", f"a part has several images: {', '.join(sorted(given))}")
         if given:
             [source] = given.values()
             if isinstance(source, dict) and "url" in source:  # OpenAI's form
                 source = source["url"]
             return {"type": "image", "image": self.reader.read(source, "a part of a message")}
         self.taken += 1
-        picture = next(self._left, None)
-        if picture is None:
+        image = next(self._left, None)
+        if image is None:
             raise InvalidRow(
-                "bad_picture", f"its messages have more places for pictures than {self.column} has ({len(self.all)})"
+                "bad_image", f"its messages have more places for images than {self.column} has ({len(self.all)})"
             )
-        return {"type": "image", "image": picture}
+        return {"type": "image", "image": image}
 
     def check_all_taken(self, *, is_reply: bool) -> None:
-        """Raise InvalidRow where pictures are left over; a reply alone may leave all of them to its prompt."""
+        """Raise InvalidRow where images are left over; a reply alone may leave all of them to its prompt."""
         if self.taken < len(self.all) and not (is_reply and not self.taken):
             raise InvalidRow(
-                "bad_picture",
-                f"{self.column} has {len(self.all)} pictures, and its messages have {self.taken} places for them: "
+                "bad_image",
+                f"{self.column} has {len(self.all)} images, and its messages have {self.taken} places for them: "
                 "write a part {type: image} for each",
             )

@@ -1,7 +1,7 @@
-"""Pictures of the samples of one row: what may be shared, which pictures the row holds, and their positions.
+"""Images of the samples of one row: what may be shared, which images the row holds, and their positions.
 
-Two pictures of one size have the same token ids, and what the model sees there is not the same. So ids alone never
-decide what samples share: where a picture stands, numbers of its own do.
+Two images of one size have the same token ids, and what the model sees there is not the same. So ids alone never
+decide what samples share: where an image stands, numbers of its own do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.types.arrays import Ids
-from core.types.images import Picture, PlacedPicture
+from core.types.images import EncodedImage, PlacedImage
 from core.types.samples import Sample
 from data_feeds.packing.prefix_tree import Row
 from modeling.images.rope_positions import find_rope_ids
@@ -25,64 +25,64 @@ Ints = NDArray[np.int64]
 def count_inputs(sample: Sample) -> int:
     """Return how many tokens of a sample a forward pass reads: all but the last, which predicts nothing.
 
-    If that is a picture's, none of this picture is read: a part of its tokens would need a part of its features.
+    If that is an image's, none of this image is read: a part of its tokens would need a part of its features.
     """
     n = len(sample.token_ids) - 1
-    return sample.pictures[-1].begin if sample.pictures and sample.pictures[-1].end > n else n
+    return sample.images[-1].begin if sample.images and sample.images[-1].end > n else n
 
 
 def make_keys(samples: Sequence[Sample]) -> list[Ids]:
-    """Return the input tokens of each sample, with numbers of its own in place of every picture's tokens.
+    """Return the input tokens of each sample, with numbers of its own in place of every image's tokens.
 
     Two samples may share a token where their keys agree up to it. The numbers are negative; the same place of the same
-    picture has the same number in all of these samples, and no other place has it.
+    image has the same number in all of these samples, and no other place has it.
     """
     first: dict[tuple[str, int, tuple[int, int] | None], int] = {}
     used = 0
     keys: list[Ids] = []
     for sample in samples:
         key = sample.token_ids[: count_inputs(sample)]
-        keys.append(key.copy() if sample.pictures else key)
+        keys.append(key.copy() if sample.images else key)
         for place in list_inputs(sample):
             n = place.end - place.begin
-            name = place.picture.hash, n, place.grid
+            name = place.image.hash, n, place.grid
             if name not in first:
                 first[name], used = used, used + n
             keys[-1][place.begin : place.end] = -1 - first[name] - np.arange(n)
     return keys
 
 
-def list_inputs(sample: Sample) -> list[PlacedPicture]:
-    """Return the pictures whose tokens a forward pass reads."""
-    if not sample.pictures:
+def list_inputs(sample: Sample) -> list[PlacedImage]:
+    """Return the images whose tokens a forward pass reads."""
+    if not sample.images:
         return []
     n = count_inputs(sample)
-    return [place for place in sample.pictures if place.begin < n]
+    return [place for place in sample.images if place.begin < n]
 
 
 def check_untrained(samples: Sequence[Sample]) -> None:
-    """Raise ValueError for a picture's token that is trained on: a picture is given, and no policy chooses it."""
+    """Raise ValueError for an image's token that is trained on: an image is given, and no policy chooses it."""
     for sample in samples:
-        for place in sample.pictures:
+        for place in sample.images:
             if sample.loss_mask[place.begin : place.end].any():
-                raise ValueError(f"the sample of {sample.prompt.id!r} trains on the tokens of a picture")
+                raise ValueError(f"the sample of {sample.prompt.id!r} trains on the tokens of an image")
 
 
 def fill_row(samples: Sequence[Sample], row: Row) -> tuple[Tensor, Tensor | None]:
-    """Return the token ids [T] of a row laid out by keys, and its positions [3, T] where pictures have grids."""
-    pictures = [list_inputs(s) for s in samples]
-    if not any(pictures):
+    """Return the token ids [T] of a row laid out by keys, and its positions [3, T] where images have grids."""
+    images = [list_inputs(s) for s in samples]
+    if not any(images):
         return torch.from_numpy(row.input_ids), None  # the keys are the ids
-    has_grids = any(place.grid is not None for places in pictures for place in places)
+    has_grids = any(place.grid is not None for places in images for place in places)
     ids, rope = np.empty_like(row.input_ids), np.empty((3, len(row.input_ids)), dtype=np.int64)
-    for sample, own, where in zip(samples, pictures, row.places, strict=True):
+    for sample, own, where in zip(samples, images, row.places, strict=True):
         ids[where] = sample.token_ids[: len(where)]
         if has_grids:
             rope[:, where] = find_rope_ids(len(where), own)
     return torch.from_numpy(ids), torch.from_numpy(rope) if has_grids else None
 
 
-def order_pictures(samples: Sequence[Sample], places: Sequence[Ints]) -> tuple[Picture, ...]:
-    """Return the pictures of a row in the order of its tokens; one that samples share is there once."""
-    found = {int(where[p.begin]): p.picture for s, where in zip(samples, places, strict=True) for p in list_inputs(s)}
+def order_images(samples: Sequence[Sample], places: Sequence[Ints]) -> tuple[EncodedImage, ...]:
+    """Return the images of a row in the order of its tokens; one that samples share is there once."""
+    found = {int(where[p.begin]): p.image for s, where in zip(samples, places, strict=True) for p in list_inputs(s)}
     return tuple(found[place] for place in sorted(found))

@@ -15,7 +15,7 @@ from core.errors import RunStopped
 from core.types.arrays import Floats, list_fields, repeat_runs
 from core.types.episodes import number_episodes
 from core.types.samples import Batch, Group, LossNorm, Sample, ScoredColumn, Tokens
-from data_feeds.images.row_images import check_untrained, count_inputs, fill_row, make_keys, order_pictures
+from data_feeds.images.row_images import check_untrained, count_inputs, fill_row, make_keys, order_images
 from data_feeds.packing.bin_packing import TooLarge, pack_into_bins
 from data_feeds.packing.prefix_bins import find_families, pack_families
 from data_feeds.packing.prefix_tree import lay_out_row
@@ -120,7 +120,7 @@ def pack(
             rollout_logp=floats([s.rollout_logp for s in samples]),
             **columns,
         ),
-        pictures=order_pictures(samples, places),
+        images=order_images(samples, places),
         rope_ids=rope_ids,
     )
 
@@ -148,18 +148,18 @@ def number_samples(
     """Return the numbers of each sample that its tokens get, by the name of their column."""
     found: dict[str, list[int]] = {}
     if groups is not None:
-        found["group_ids"] = number_anew(groups)
+        found["group_ids"] = renumber(groups)
     if has_seq_ids:
-        found["seq_ids"] = number_anew(range(len(samples)) if episodes is None else episodes)
+        found["seq_ids"] = renumber(range(len(samples)) if episodes is None else episodes)
     if sources:
         found["source_ids"] = [sources.index(s.prompt.source) for s in samples]
     return found
 
 
-def number_anew(given: Sequence[Hashable]) -> list[int]:
+def renumber(given: Sequence[Hashable]) -> list[int]:
     """Return numbers from 0 on, in order of appearance.
 
-    >>> number_anew([7, 3, 7])
+    >>> renumber([7, 3, 7])
     [0, 1, 0]
     """
     numbers = {one: n for n, one in enumerate(dict.fromkeys(given))}
@@ -284,8 +284,8 @@ def plan_update(
     The split affects memory and speed only: weights are computed before it. share_prefixes: a micro-batch counts common
     beginnings once (find_families). whole_episodes: the samples of an episode are in one micro-batch.
 
-    A picture counts with its tokens: the vision part computes a fixed number of patches for each, so the budget bounds
-    the memory of both; a shared picture is computed once, as its tokens are.
+    An image counts with its tokens: the vision part computes a fixed number of patches for each, so the budget bounds
+    the memory of both; a shared image is computed once, as its tokens are.
     """
     if padded and share_prefixes:
         raise ValueError("padded rows share no prefixes")
@@ -297,7 +297,7 @@ def plan_update(
     samples, in_group = [s for (_, _, s), _ in kept], [g for (g, _, _), _ in kept]
     check_untrained(samples)
     families = find_families(samples, in_group) if share_prefixes else None
-    episodes = number_anew([episode for (_, episode, _), _ in kept])
+    episodes = renumber([episode for (_, episode, _), _ in kept])
     are_single = len({*episodes}) == len(episodes)
     # what is in one micro-batch: whole groups, whole episodes, or single samples
     units = in_group if whole_groups else episodes if whole_episodes else list(range(len(samples)))

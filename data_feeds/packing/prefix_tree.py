@@ -7,8 +7,8 @@ several sequences have in common is in one segment:
     prompt + reply A        [prompt] -> [reply A]
     prompt + reply B                 -> [reply B]       10 + 4 + 5 tokens instead of 14 + 15
 
-Only token ids decide, exactly: nothing is assumed about where a prompt ends. (A picture's tokens have numbers of their
-own there, see row_pictures.py.) A sequence may be the beginning of
+Only token ids decide, exactly: nothing is assumed about where a prompt ends. (An image's tokens have numbers of their
+own there, see row_images.py.) A sequence may be the beginning of
 another, or its copy. So one position of the row can belong to several sequences, and predict another token in each:
 above, the last token of the prompt predicts the first token of both replies.
 """

@@ -14,14 +14,14 @@ from data_feeds.chat.tokenizer import Encoded
 from data_feeds.chat.turns import Piece
 
 Made = TypeVar("Made")
-Draft = Generator[list[Piece], list[Encoded], Made]
+EncodeRequest = Generator[list[Piece], list[Encoded], Made]
 Outcome = Callable[[], Made]
 """Returns what was made of a row, or raises the error of its draft."""
 ROWS_AT_ONCE = 256
 
 
-def finish_drafts(
-    drafts: Iterable[Draft[Made]],
+def encode_requests(
+    drafts: Iterable[EncodeRequest[Made]],
     encode: Callable[[list[Piece]], list[Encoded]],
     *,
     at_once: int = ROWS_AT_ONCE,
@@ -32,10 +32,12 @@ def finish_drafts(
     """
     left = iter(drafts)
     while chunk := list(islice(left, at_once)):
-        yield from _finish_chunk(chunk, encode)
+        yield from _encode_chunk(chunk, encode)
 
 
-def _finish_chunk(chunk: list[Draft[Made]], encode: Callable[[list[Piece]], list[Encoded]]) -> Iterator[Outcome[Made]]:
+def _encode_chunk(
+    chunk: list[EncodeRequest[Made]], encode: Callable[[list[Piece]], list[Encoded]]
+) -> Iterator[Outcome[Made]]:
     outcomes: dict[int, Outcome[Made]] = {}
     answers: dict[int, list[Encoded] | None] = dict.fromkeys(range(len(chunk)))
     while answers:

@@ -12,7 +12,7 @@ from core.types.samples import Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import read_source
 from data_feeds.rows.invalid_rows import InvalidRows
-from data_feeds.rows.row_types import ROW_TYPES, Reader
+from data_feeds.rows.row_types import ROW_TYPES, RowConverter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ def load_sets(cfg: EvalConfig, tokenizer: ChatTokenizer, env_tools: Sequence[Too
     """
     sets: list[PromptSet] = []
     for i, one in enumerate(cfg.data.sets):
-        reader = Reader(
+        reader = RowConverter(
             tokenizer=tokenizer,
             source=one.source.log_name,
             prefix="",

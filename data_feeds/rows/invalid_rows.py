@@ -16,7 +16,7 @@ Reason = Literal[
     "bad_text",
     "bad_answer",
     "bad_id",
-    "bad_picture",
+    "bad_image",
     "no_reply",
     "ends_in_reply",
     "not_one_prompt",

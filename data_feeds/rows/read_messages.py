@@ -28,8 +28,8 @@ def read_messages(
     """Return the messages of a column; plain text is one turn of the role `text_is`.
 
     fills_gaps: whether the file fills in null where an object lacks a key that another row's has.
-    places: the row's own pictures; those of a user's plain text stand before it.
-    is_reply: whether the column may be the answer to other messages, which have the pictures.
+    places: the row's own images; those of a user's plain text stand before it.
+    is_reply: whether the column may be the answer to other messages, which have the images.
     Raises InvalidRow for anything but a list of messages, and UserError for content that would silently be lost.
     """
     if isinstance(given, str):
@@ -74,7 +74,7 @@ def _read_message(turn: dict[str, Any], where: str, places: Placeholders, *, mad
     if any(part["type"] == "image" for part in parts):
         message["parts"] = parts
         if turn["role"] == "assistant":
-            raise InvalidRow("bad_picture", "a turn of assistant holds a picture, and the policy writes text alone")
+            raise InvalidRow("bad_image", "a turn of assistant holds an image, and the policy writes text alone")
     if calls := turn.get("tool_calls"):
         if not isinstance(calls, list):
             raise InvalidRow("bad_messages", f"tool_calls must be a list of calls, found {calls!r:.60}")
@@ -116,15 +116,15 @@ def _read_part(part: Any, where: str, places: Placeholders) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", *IMAGE_TYPES) and isinstance(kind, str):
         raise UserError(
-            f"{where}: a message holds a part of the type {quote(kind)}, and only parts of text and pictures can be "
+            f"{where}: a message holds a part of the type {quote(kind)}, and only parts of text and images can be "
             "read: leave such rows out"
         )
     if kind in IMAGE_TYPES:
         known = {"type", "text", *SOURCES}
         if lost := {key for key, value in part.items() if key not in known and value is not None}:
-            raise UserError(f"{where}: a picture holds {min(lost)!r}, which is not read: remove it")
+            raise UserError(f"{where}: an image holds {min(lost)!r}, which is not read: remove it")
         if part.get("text") is not None:
-            raise InvalidRow("bad_messages", f"a part of a content must be text or a picture, found {part!r:.60}")
+            raise InvalidRow("bad_messages", f"a part of a content must be text or an image, found {part!r:.60}")
         return places.read_part(part)
     if kind != "text" or not isinstance(part.get("text"), str) or any(not is_absent(part.get(key)) for key in SOURCES):
         raise InvalidRow("bad_messages", f"a part of a content must be {{type: text, text}}, found {part!r:.60}")

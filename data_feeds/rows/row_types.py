@@ -1,6 +1,6 @@
 """Turn a row into a Prompt, or into Samples to train on. InvalidRow is raised for a row that cannot be used.
 
-The methods of Reader are drafts (data_feeds/rows/encode_requests.py): where one needs ids, it yields the texts.
+The methods of RowConverter are drafts (data_feeds/rows/encode_requests.py): where one needs ids, it yields the texts.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from core.errors import UserError
-from core.types.messages import Message, ToolSpec, find_pictures, name_of_tool
+from core.types.messages import Message, ToolSpec, find_images, name_of_tool
 from core.types.samples import Group, Prompt, Rows, Sample
 from data_feeds.chat.template_append import TemplateRefuses, TemplateRewrites
-from data_feeds.chat.template_coverage import LeftOutCheck
+from data_feeds.chat.template_coverage import TemplateCoverage
 from data_feeds.chat.tokenizer import ChatTokenizer, join_encoded
 from data_feeds.chat.turns import TrainOn, count_written
-from data_feeds.images.image_tokens import PicturesDoNotFit
-from data_feeds.rows.encode_requests import Draft
+from data_feeds.images.image_tokens import ImagesDoNotFit
+from data_feeds.rows.encode_requests import EncodeRequest
 from data_feeds.rows.invalid_rows import InvalidRow
-from data_feeds.rows.sources import PICTURES, Record
+from data_feeds.rows.sources import IMAGES, Record
 
 Written = TypeVar("Written")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reader:
+class RowConverter:
     """Converter of the records of one source."""
 
     tokenizer: ChatTokenizer
@@ -45,11 +45,11 @@ class Reader:
     """Tools of the environment, which prompts show besides those of the row."""
 
     @cached_property
-    def left_out(self) -> LeftOutCheck:
+    def template_coverage(self) -> TemplateCoverage:
         """Memory of which shapes of rows the template writes whole."""
-        return LeftOutCheck(self.tokenizer)
+        return TemplateCoverage(self.tokenizer)
 
-    def make_prompt(self, record: Record) -> Draft[Prompt]:
+    def make_prompt(self, record: Record) -> EncodeRequest[Prompt]:
         """Return the prompt of a row; the policy writes the completion."""
         messages = record.get_messages("messages", text_is="user")
         if messages[-1]["role"] == "assistant":
@@ -68,10 +68,10 @@ class Reader:
         self._check_written(record, prompt.messages, tools)
         [(ids, _)] = yield [(text, False)]
         self._check_length(len(ids))
-        self._apply_template(record, lambda: self.tokenizer.place(ids, find_pictures(prompt.messages)))
+        self._apply_template(record, lambda: self.tokenizer.place(ids, find_images(prompt.messages)))
         return prompt
 
-    def make_conversation(self, record: Record) -> Draft[Group]:
+    def make_conversation(self, record: Record) -> EncodeRequest[Group]:
         """Return a group of one Sample, trained on the turns that `train_on` names."""
         messages = self._with_system(_check_replies(record.get_messages("messages", text_is="user")))
         prompt = self._build_prompt(record, messages)
@@ -81,7 +81,7 @@ class Reader:
             raise InvalidRow("no_reply", f"it has no {named}")
         return [sample]
 
-    def make_pair(self, record: Record) -> Draft[Group]:
+    def make_pair(self, record: Record) -> EncodeRequest[Group]:
         """Return [chosen, rejected] with rewards 1 and 0, trained on the last replies; the prompt must be the same."""
         asked = record.get_messages("messages", text_is="user") if "messages" in record.columns else None
         chosen, rejected = (self._with_system(_join_reply(record, c, asked)) for c in ("chosen", "rejected"))
@@ -102,7 +102,7 @@ class Reader:
             )
         return group
 
-    def make_unpaired(self, record: Record) -> Draft[Group]:
+    def make_unpaired(self, record: Record) -> EncodeRequest[Group]:
         """Return a group of one Sample with reward 1 if `label` is true, else 0; trained on the last reply."""
         messages = self._with_system(_check_ends_in_reply(record.get_messages("messages", text_is="user"), "messages"))
         label = record.get_column("label")
@@ -129,10 +129,10 @@ class Reader:
 
     def _build_sample(
         self, record: Record, prompt: Prompt, messages: list[Message], train_on: TrainOn, reward: float | None = None
-    ) -> Draft[Sample]:
+    ) -> EncodeRequest[Sample]:
         tools = prompt.tools
         self._check_size(record, messages, tools)
-        seen = find_pictures(messages[: count_written(messages, train_on)])
+        seen = find_images(messages[: count_written(messages, train_on)])
         pieces = self._apply_template(record, lambda: self.tokenizer.split_turns(messages, train_on, tools))
         self._check_written(record, messages, tools)
         ids, mask = join_encoded((yield pieces))
@@ -145,7 +145,7 @@ class Reader:
             prompt=prompt,
             token_ids=np.array(ids, dtype=np.int32),
             action_mask=chosen,
-            pictures=places,
+            images=places,
             rollout_logp=np.zeros(len(ids), dtype=np.float32),
             versions=np.full(len(ids), -1, dtype=np.int32),
             reward=reward,
@@ -157,13 +157,13 @@ class Reader:
         called = [call["function"]["name"] for message in messages for call in message.get("tool_calls", [])]
         if unknown := [name for name in called if tools and name not in names]:
             raise InvalidRow("bad_messages", f"it calls {unknown[0]:.60}, which is none of its tools")
-        self._apply_template(record, lambda: self.left_out.check(messages, tools, record.where))
+        self._apply_template(record, lambda: self.template_coverage.check(messages, tools, record.where))
 
     def _apply_template(self, record: Record, write: Callable[[], Written]) -> Written:
         try:
             return write()
-        except PicturesDoNotFit as misfit:
-            raise InvalidRow("bad_picture", str(misfit)) from misfit
+        except ImagesDoNotFit as misfit:
+            raise InvalidRow("bad_image", str(misfit)) from misfit
         except TemplateRefuses as refusal:
             raise InvalidRow("bad_messages", f"the chat template refuses it: {refusal}") from refusal
         except TemplateRewrites as rewrites:
@@ -223,26 +223,26 @@ def _strip(message: Message) -> Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowType:
-    """A kind of row: to add one, add its entry to ROW_TYPES and its method to Reader."""
+    """A kind of row: to add one, add its entry to ROW_TYPES and its method to RowConverter."""
 
     needed: tuple[str, ...]
     """Columns that some row must have."""
-    make: Callable[[Reader, Record], Draft[Any]]
+    make: Callable[[RowConverter, Record], EncodeRequest[Any]]
     """Drafts a Prompt, or a Group to train on, of one row."""
 
-    def draft(self, reader: Reader, record: Record) -> Draft[Any]:
-        """Draft what the row is for. Its first step raises InvalidRow where the record has a flaw."""
+    def draft(self, reader: RowConverter, record: Record) -> EncodeRequest[Any]:
+        """EncodeRequest what the row is for. Its first step raises InvalidRow where the record has a flaw."""
         return (yield from self.make(reader, record.check()))
 
     @property
     def known(self) -> tuple[str, ...]:
         """Columns that are read by our names; a row's other columns are its prompt's `extra`."""
-        return tuple(dict.fromkeys(("id", "messages", "tools", "answer", *PICTURES, *self.needed)))
+        return tuple(dict.fromkeys(("id", "messages", "tools", "answer", *IMAGES, *self.needed)))
 
 
 ROW_TYPES: dict[Rows | Literal["prompts"], RowType] = {
-    "prompts": RowType(needed=("messages",), make=Reader.make_prompt),
-    "conversations": RowType(needed=("messages",), make=Reader.make_conversation),
-    "pairs": RowType(needed=("chosen", "rejected"), make=Reader.make_pair),
-    "unpaired": RowType(needed=("messages", "label"), make=Reader.make_unpaired),
+    "prompts": RowType(needed=("messages",), make=RowConverter.make_prompt),
+    "conversations": RowType(needed=("messages",), make=RowConverter.make_conversation),
+    "pairs": RowType(needed=("chosen", "rejected"), make=RowConverter.make_pair),
+    "unpaired": RowType(needed=("messages", "label"), make=RowConverter.make_unpaired),
 }

@@ -15,15 +15,15 @@ from core.hub import describe_hub, prepare_hub
 from core.text.text_files import describe_format, parse_json, read_packed_text, read_text
 from core.types.messages import Message, ToolSpec
 from data_feeds.chat.tool_specs import read_tools
-from data_feeds.images.read_images import PictureReader, Placeholders
+from data_feeds.images.read_images import ImageReader, Placeholders
 from data_feeds.rows.csv_rows import read_csv
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.read_messages import read_messages
 from data_feeds.rows.values import holds_lone_surrogate, to_text
 
 HUB = "hub:"
-PICTURES = ("image", "images")
-"""Columns with the row's pictures: one, or a list."""
+IMAGES = ("image", "images")
+"""Columns with the row's images: one, or a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,8 @@ class Record:
     """All other columns, under their own names."""
     flaw: InvalidRow | None = None
     """Why the row cannot be used, whatever it is for."""
-    reader: PictureReader
-    """Reader of its pictures."""
+    reader: ImageReader
+    """RowConverter of its images."""
     fills_gaps: bool = False
     """Whether the file fills in null where an object lacks a key that another row's has, as columnar formats do."""
 
@@ -63,7 +63,7 @@ class Record:
     def get_messages(self, column: str, *, text_is: str, is_reply: bool = False) -> list[Message]:
         """Return the messages in a column; plain text is one turn of the role `text_is`.
 
-        is_reply: whether the column may be the answer to other messages, which have the row's pictures.
+        is_reply: whether the column may be the answer to other messages, which have the row's images.
         Raises InvalidRow for anything but a list of messages, and UserError for content that would silently be lost.
         """
         return read_messages(
@@ -77,11 +77,11 @@ class Record:
         )
 
     def _get_places(self) -> Placeholders:
-        """Return the pictures of the row's own columns."""
-        there = [name for name in PICTURES if name in self.columns]
+        """Return the images of the row's own columns."""
+        there = [name for name in IMAGES if name in self.columns]
         if len(there) > 1:
-            raise InvalidRow("bad_picture", f"it has {' and '.join(there)}: keep one of them")
-        column = there[0] if there else PICTURES[-1]
+            raise InvalidRow("bad_image", f"it has {' and '.join(there)}: keep one of them")
+        column = there[0] if there else IMAGES[-1]
         return Placeholders(self.reader, self.reader.read_all(self.columns.get(column), column), column)
 
     def get_tools(self) -> list[ToolSpec]:
@@ -90,7 +90,7 @@ class Record:
 
 
 def read_records(
-    source: SourceConfig, *, key: str, needed: Iterable[str], known: Iterable[str], max_picture_pixels: int = 2**24
+    source: SourceConfig, *, key: str, needed: Iterable[str], known: Iterable[str], max_image_pixels: int = 2**24
 ) -> list[Record]:
     """Read every row of a source. Raises UserError, beginning with `key`, if the source as a whole is wrong.
 
@@ -111,8 +111,8 @@ def read_records(
                 f"({{{ours}: ...}})"
             )
     fills_gaps = not source.path.removesuffix(".gz").endswith((".jsonl", ".csv"))
-    reader = PictureReader(
-        folder=_find_folder(source.path), max_pixels=max_picture_pixels, max_pixels_key="data.max_picture_pixels"
+    reader = ImageReader(
+        folder=_find_folder(source.path), max_pixels=max_image_pixels, max_pixels_key="data.max_image_pixels"
     )
     records = [_make_record(row, i, names, f"{key}, row {i}", reader, fills_gaps) for i, row in enumerate(rows)]
     if len({record.id for record in records}) < len(records):
@@ -128,7 +128,7 @@ def _find_folder(path: str) -> Path | None:
 
 
 def _make_record(
-    row: dict[str, Any], i: int, names: dict[str, str], where: str, reader: PictureReader, fills_gaps: bool
+    row: dict[str, Any], i: int, names: dict[str, str], where: str, reader: ImageReader, fills_gaps: bool
 ) -> Record:
     columns = {ours: row[theirs] for ours, theirs in names.items() if row.get(theirs) is not None}
     extra = {k: v for k, v in row.items() if k not in names.values() and k != "extra"}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
 from core.errors import UserError, quote
-from core.types.allowed_tokens import Support
+from core.types.allowed_tokens import AllowedTokens
 from data_feeds.chat.tokenizer import ChatTokenizer
 from modeling.hf_config import read_config
-from modeling.images.processor import needs_pictures
-from rollouts.allowed_tokens import find_support
+from modeling.images.processor import needs_images
+from rollouts.allowed_tokens import resolve_allowed_tokens
 from rollouts.registry import load_engine_class, resolve_engine
 from rollouts.stops import Stops, check_stops
 
@@ -32,7 +32,7 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
     if cfg.placement == "colocate" and not can.sleep:
         raise UserError(
             f"placement is colocate, and {name} does not sleep while the trainer has the device: add sleep and wake, "
-            "as in rollouts/engines/hf.py, and say so in its capabilities, or set placement to apart"
+            "as in rollouts/engines/hf.py, and say so in its capabilities, or set placement to separate"
         )
     transport = cfg.weight_sync.transport
     if transport == "nccl" and not can.nccl:
@@ -49,30 +49,33 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
         )
 
 
-def check_pictures(cfg: RLConfig | EvalConfig) -> None:
-    """Raise UserError where the model sees pictures, and the engine does not."""
+def check_images(cfg: RLConfig | EvalConfig) -> None:
+    """Raise UserError where the model sees images, and the engine does not."""
     path, trusts = cfg.model.path, cfg.model.trust_remote_code
-    if not needs_pictures(path, trust_remote_code=trusts):
+    if not needs_images(path, trust_remote_code=trusts):
         return
     engine = load_engine_class(resolve_engine(cfg.rollout.engine))
-    if not engine.capabilities.pictures:
+    if not engine.capabilities.images:
         raise UserError(
-            f"model.path={quote(path)} is a model that sees pictures, and rollout.engine={cfg.rollout.engine} takes "
+            f"model.path={quote(path)} is a model that sees images, and rollout.engine={cfg.rollout.engine} takes "
             "none: set rollout.engine to vllm or hf"
         )
     engine.check_family(read_config(path, trust_remote_code=trusts).model_type, path=path)
 
 
-def check_sampling(cfg: RLConfig | EvalConfig, tokenizer: ChatTokenizer) -> Support:
+def check_sampling(cfg: RLConfig | EvalConfig, tokenizer: ChatTokenizer) -> AllowedTokens:
     """Return the tokens that may be sampled. Raises UserError for a stop or an allowed token that can never come up."""
     rollout = cfg.rollout
     check_stops(tokenizer, rollout.stop, rollout.stop_token_ids, tokenizer.vocabulary)
     stops = Stops(tokenizer, rollout.stop, rollout.stop_token_ids)
-    support = find_support(tokenizer, rollout.allowed_tokens, stops.token_ids)
-    if not support.is_everything and not load_engine_class(resolve_engine(rollout.engine)).capabilities.support:
-        why = "rollout.allowed_tokens is set" if rollout.allowed_tokens else "the model reads pictures"
+    allowed_tokens = resolve_allowed_tokens(tokenizer, rollout.allowed_tokens, stops.token_ids)
+    if (
+        not allowed_tokens.is_everything
+        and not load_engine_class(resolve_engine(rollout.engine)).capabilities.allowed_tokens
+    ):
+        why = "rollout.allowed_tokens is set" if rollout.allowed_tokens else "the model reads images"
         raise UserError(
             f"{why}, and rollout.engine={rollout.engine} samples from all tokens: restrict it to "
-            "EngineConfig.support, as in rollouts/engines/hf.py, and say so in its capabilities"
+            "EngineConfig.allowed_tokens, as in rollouts/engines/hf.py, and say so in its capabilities"
         )
-    return support
+    return allowed_tokens

@@ -114,7 +114,7 @@ def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
         ]
     kind = "GPU" if uses_gpus(cfg) else "share of the CPU"
     offloaded = " with its state in the machine's memory" if cfg.trainer.offload else ""
-    library = f"FSDP2{offloaded}" if cfg.trainer.library == "fsdp2" else f"DeepSpeed ZeRO-{cfg.trainer.zero_stage}"
+    library = f"FSDP2{offloaded}" if cfg.trainer.strategy == "fsdp2" else f"DeepSpeed ZeRO-{cfg.trainer.zero_stage}"
     rows = [("trainer", f"{cfg.trainer.ranks} Ray actors, {library}, one {kind} each")]
     if (n := cfg.trainer.sequence_parallel) > 1:
         rows.append(("rows", f"each is computed by {n} ranks, which hold 1/{n} of its activations each"))
@@ -201,7 +201,7 @@ def count_bytes(cfg: RunConfig) -> BytesEach:
     held = count_held(cfg)
     master = 4 if held == 2 else 0
     ranks, stage = cfg.trainer.ranks, cfg.trainer.zero_stage if cfg.backend == "ray" else 0
-    if cfg.backend == "ray" and cfg.trainer.library == "fsdp2":
+    if cfg.backend == "ray" and cfg.trainer.strategy == "fsdp2":
         parts = ranks if cfg.model.lora is None else 1  # an adapter is whole on every rank
         return BytesEach(
             weights=4 / parts,

@@ -1,4 +1,4 @@
-"""What pictures add to the plan of a run: the parameters that read them, and the memory of what they read."""
+"""What images add to the plan of a run: the parameters that read them, and the memory of what they read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BytesEach:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionPart:
-    """Sizes of the part of a model that reads pictures."""
+    """Sizes of the part of a model that reads images."""
 
     parameters: int
     """Parameters of tower and connector."""
@@ -69,7 +69,7 @@ def measure_vision(path: str, *, trust_remote_code: bool) -> VisionPart | None:
 def describe_vision(
     cfg: RunConfig, *, parameters: int, models: int, per_rank: float, each: BytesEach
 ) -> list[tuple[str, str]]:
-    """Describe the vision part of the model and the memory that pictures take; nothing for a text model.
+    """Describe the vision part of the model and the memory that images take; nothing for a text model.
 
     models: in training, with the value model. per_rank: GiB of a trainer rank before its first batch.
     """
@@ -93,13 +93,13 @@ def describe_vision(
     return [
         ("of these, vision", f"{part.parameters:,} ({part.parameters / parameters:.0%}), {how}"),
         (
-            "pictures",
-            f"a token of a picture is {part.patches} patches; if all {tokens:,} tokens of a micro-batch are of "
-            f"pictures, {patches:,} patches go through the tower's {part.layers} layers, and their "
+            "images",
+            f"a token of an image is {part.patches} patches; if all {tokens:,} tokens of a micro-batch are of "
+            f"images, {patches:,} patches go through the tower's {part.layers} layers, and their "
             f"pixels take {pixels:,.0f} MiB" + (f", the inputs of these layers {kept:,.0f} MiB" if kept else ""),
         ),
         (
-            "memory for pictures",
+            "memory for images",
             f"about {vision:.2f} GiB per rank ({vision / per_rank:.0%}) for weights, gradients and optimizer of the "
             f"vision part; {'pixels and inputs of layers' if kept else 'pixels'} come on top, up to "
             f"{(pixels + kept) * MIB / GIB:.2f} GiB",

@@ -10,7 +10,7 @@ from core.hub import find_hub_failure
 from driver.checks.output_folder import MARKER
 
 
-def check_push(cfg: RunConfig) -> None:
+def check_hub_upload(cfg: RunConfig) -> None:
     """Raise UserError where the model could not be pushed at the end: no token, no network, or no right."""
     if cfg.push_to is None:
         return

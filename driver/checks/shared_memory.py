@@ -35,7 +35,9 @@ class Need:
         return f"{self.when} takes {self.total:.2f} GiB ({parts}) of the {self.there:.2f} GiB of {self.place}"
 
 
-def plan_turns(cfg: RLConfig, estimate: MemoryEstimate, *, gpu_gib: float | None, machine_gib: float) -> list[Need]:
+def plan_colocation(
+    cfg: RLConfig, estimate: MemoryEstimate, *, gpu_gib: float | None, machine_gib: float
+) -> list[Need]:
     """Return what every turn needs; activations are not counted. gpu_gib: None on a CPU, and where no GPU is seen."""
     trainers = cfg.trainer.ranks * estimate.per_rank
     engines = cfg.rollout.least_engines * cfg.rollout.tensor_parallel_size
@@ -52,7 +54,7 @@ def plan_turns(cfg: RLConfig, estimate: MemoryEstimate, *, gpu_gib: float | None
         }
         return [of_machine(when="everything together", parts=everything)]
     away = {"trainers": trainers}
-    if cfg.engine_sleep == "offload":
+    if cfg.rollout.sleep_mode == "offload":
         away["weights of the engines"] = engines * estimate.per_engine
     needs = [of_machine(when="what is away from the GPUs", parts=away)]
     if gpu_gib is None:
@@ -77,9 +79,9 @@ def plan_turns(cfg: RLConfig, estimate: MemoryEstimate, *, gpu_gib: float | None
     ]
 
 
-def check_turns(cfg: RLConfig, estimate: MemoryEstimate) -> None:
+def check_colocation(cfg: RLConfig, estimate: MemoryEstimate) -> None:
     """Raise UserError, with numbers, where a turn of a colocated run does not fit."""
-    refuse_tight(plan_turns(cfg, estimate, gpu_gib=find_gpu_gib(), machine_gib=find_machine_gib()))
+    refuse_tight(plan_colocation(cfg, estimate, gpu_gib=find_gpu_gib(), machine_gib=find_machine_gib()))
 
 
 def refuse_tight(needs: list[Need]) -> None:
@@ -89,13 +91,13 @@ def refuse_tight(needs: list[Need]) -> None:
             raise UserError(
                 f"placement is colocate, and {need}, without activations: take a smaller model, model.lora, "
                 "model.dtype=bfloat16, a higher trainer.zero_stage or less rollout.kv_cache_gib, or set placement to "
-                "apart"
+                "separate"
             )
 
 
 def describe_turns(cfg: RunConfig, estimate: MemoryEstimate) -> list[tuple[str, str]]:
     """Return the rows of --explain about a shared device; none where nothing is shared."""
-    if not isinstance(cfg, RLConfig) or cfg.placement == "apart":
+    if not isinstance(cfg, RLConfig) or cfg.placement == "separate":
         return []
-    needs = plan_turns(cfg, estimate, gpu_gib=find_gpu_gib(), machine_gib=find_machine_gib())
+    needs = plan_colocation(cfg, estimate, gpu_gib=find_gpu_gib(), machine_gib=find_machine_gib())
     return [("shared in turns", str(need)) for need in needs]

@@ -38,7 +38,7 @@ class Rule:
 
 
 def _is_text_model(cfg: RunConfig) -> bool:
-    """Tell whether the model is known to read no pictures; a recipe may name one that is made later."""
+    """Tell whether the model is known to read no images; a recipe may name one that is made later."""
     from modeling.hf_config import ModelUnreadable, read_config
     from modeling.images.vision import VISION_FAMILIES
 
@@ -61,13 +61,13 @@ RULES = (
     ),
     Rule(
         keys=("trainer.zero_stage", "trainer.deepspeed"),
-        is_unused=lambda cfg: cfg.trainer.library == "fsdp2",
-        why="trainer.library is fsdp2",
+        is_unused=lambda cfg: cfg.trainer.strategy == "fsdp2",
+        why="trainer.strategy is fsdp2",
     ),
     Rule(
         keys=("trainer.offload",),
-        is_unused=lambda cfg: cfg.trainer.library == "deepspeed",
-        why="trainer.library is deepspeed, which has zero_optimization in trainer.deepspeed for it",
+        is_unused=lambda cfg: cfg.trainer.strategy == "deepspeed",
+        why="trainer.strategy is deepspeed, which has zero_optimization in trainer.deepspeed for it",
     ),
     Rule(
         keys=("trainer.share_prefixes",),
@@ -75,7 +75,7 @@ RULES = (
         why="trainer.layout is padded, and only packed rows share",
     ),
     Rule(
-        keys=("data.max_picture_pixels", "trainer.vision", "model.lora.vision"),
+        keys=("data.max_image_pixels", "trainer.vision", "model.lora.vision"),
         is_unused=_is_text_model,
         why="model.path is a text model",
     ),
@@ -87,9 +87,9 @@ RULES = (
         why="rollout.env is single_turn, which ends after one reply",
     ),
     Rule(
-        keys=("engine_sleep",),
-        is_unused=lambda cfg: isinstance(cfg, RLConfig) and cfg.placement == "apart",
-        why="placement is apart, and the engines never sleep",
+        keys=("rollout.sleep_mode",),
+        is_unused=lambda cfg: isinstance(cfg, RLConfig) and cfg.placement == "separate",
+        why="placement is separate, and the engines never sleep",
     ),
     Rule(
         keys=("rollout.restarts",),

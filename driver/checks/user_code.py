@@ -11,7 +11,7 @@ from modeling.pretrained import runs_own_code
 from rollouts.registry import load_engine_class, resolve_engine
 
 
-def check_own_code(cfg: RunConfig) -> None:
+def check_user_code(cfg: RunConfig) -> None:
     """Raise UserError where trainer or engine cannot run the code of the policy; do nothing without such code."""
     if not cfg.model.trust_remote_code:
         return
@@ -29,4 +29,4 @@ def check_own_code(cfg: RunConfig) -> None:
             "must be found: let it return the layer that makes the logits"
         )
     if isinstance(cfg, RLConfig):
-        load_engine_class(resolve_engine(cfg.rollout.engine)).check_own_code(model, path=cfg.model.path)
+        load_engine_class(resolve_engine(cfg.rollout.engine)).check_user_code(model, path=cfg.model.path)

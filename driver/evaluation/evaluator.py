@@ -21,7 +21,7 @@ from rollouts.scheduling.generation import Generation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class EvalResult:
     """Findings of an evaluation."""
 
     when: str
@@ -36,7 +36,7 @@ class Measured:
 
 
 @dataclass
-class HeldOut:
+class Evaluator:
     """Held-out prompts of a run, and the evaluation that runs beside training, if one does."""
 
     cfg: RLConfig
@@ -67,7 +67,7 @@ class HeldOut:
         """Start an evaluation beside training."""
         self.when, self.pending = when, self.generation.start_beside(self.sample())
 
-    async def end(self) -> Measured | None:
+    async def end(self) -> EvalResult | None:
         """Wait for the pending evaluation; None where it cannot be of one version: an engine was restarted meanwhile.
 
         A restarted engine needs weights, and the trainers may have newer ones by now.
@@ -93,7 +93,7 @@ class HeldOut:
         calls = (self.generation.generate_group(-1 - i, prompt, size) for i, prompt in enumerate(self.prompts))
         return await gather_fail_fast(calls)
 
-    def measure(self, groups: list[Group], when: str) -> Measured | None:
+    def measure(self, groups: list[Group], when: str) -> EvalResult | None:
         """Return reward, its parts, failures and pass@k; None where the tokens are not of one version."""
         check_failures(groups, max_failed_fraction=self.cfg.reward.max_failed_fraction)
         versions = {int(v) for group in groups for s in group for v in s.versions[s.action_mask]}
@@ -103,4 +103,4 @@ class HeldOut:
         measured = measure_groups(groups)
         shown = {k: v for k, v in measured.items() if k.startswith("reward/") or k == names.ROLLOUT_FAILED}
         passes = measure_passes(groups, pass_reward=self.cfg.eval_pass_reward)
-        return Measured(when=when, metrics=shown | passes | {names.VERSION: float(version)})
+        return EvalResult(when=when, metrics=shown | passes | {names.VERSION: float(version)})

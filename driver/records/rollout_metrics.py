@@ -144,26 +144,26 @@ def check_failures(groups: list[Group], *, max_failed_fraction: float) -> None:
 
 def name_train_metrics(measured: dict[str, float]) -> dict[str, float]:
     """Return a trainer's metrics under their names in the log, with what follows from averages of squares."""
-    of_shadows, own = split_shadows(measured)
+    of_shadows, own = split_compared(measured)
     return _name_metrics(own) | {
-        names.SHADOW + f"{shadow}/{name.removeprefix('train/')}": value
-        for shadow, metrics in of_shadows.items()
+        names.SHADOW + f"{compare_losses}/{name.removeprefix('train/')}": value
+        for compare_losses, metrics in of_shadows.items()
         for name, value in _name_metrics(metrics).items()
     }
 
 
-def split_shadows(measured: dict[str, float]) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Return the metrics of each shadow by its name, and the trainer's others.
+def split_compared(measured: dict[str, float]) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Return the metrics of each compare_losses by its name, and the trainer's others.
 
-    >>> split_shadows({"shadow/gspo/loss": 1.0, "shadow/gspo/mismatch/kl": 2.0, "loss": 3.0})
+    >>> split_compared({"compare_losses/gspo/loss": 1.0, "compare_losses/gspo/mismatch/kl": 2.0, "loss": 3.0})
     ({'gspo': {'loss': 1.0, 'mismatch/kl': 2.0}}, {'loss': 3.0})
     """
     of_shadows: dict[str, dict[str, float]] = {}
     own: dict[str, float] = {}
     for name, value in measured.items():
         if name.startswith(names.SHADOW):
-            shadow, _, metric = name.removeprefix(names.SHADOW).partition("/")
-            of_shadows.setdefault(shadow, {})[metric] = value
+            compare_losses, _, metric = name.removeprefix(names.SHADOW).partition("/")
+            of_shadows.setdefault(compare_losses, {})[metric] = value
         else:
             own[name] = value
     return of_shadows, own

@@ -64,18 +64,16 @@ def write_message(message: Mapping[str, Any]) -> str:
 
 
 def write_content(message: Mapping[str, Any]) -> str:
-    """Return the content of a message as text, in which a picture is its size and the beginning of its hash.
+    """Return the content of a message as text, in which an image is its size and the beginning of its hash.
 
-    >>> picture = {"type": "image", "sha256": "3fa985b71c", "width": 56, "height": 40}
-    >>> write_content({"content": "How many?", "parts": [picture, {"type": "text", "text": "How many?"}]})
-    '[picture 56 x 40, 3fa985b7] How many?'
+    >>> image = {"type": "image", "sha256": "3fa985b71c", "width": 56, "height": 40}
+    >>> write_content({"content": "How many?", "parts": [image, {"type": "text", "text": "How many?"}]})
+    '[image 56 x 40, 3fa985b7] How many?'
     """
     if "parts" not in message:
         return message["content"]
     return " ".join(
-        part["text"]
-        if part["type"] == "text"
-        else f"[picture {part['width']} x {part['height']}, {part['sha256'][:8]}]"
+        part["text"] if part["type"] == "text" else f"[image {part['width']} x {part['height']}, {part['sha256'][:8]}]"
         for part in message["parts"]
     )
 

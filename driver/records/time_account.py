@@ -137,7 +137,7 @@ def describe_shares(devices: dict[str, Seconds]) -> list[str]:
     return lines
 
 
-def describe_turns_cost(devices: dict[str, Seconds]) -> str:
+def describe_colocation_cost(devices: dict[str, Seconds]) -> str:
     """Return one sentence on a device that trainers and engines share: who had it, and what its turns cost."""
     trainer, engine = average_device("trainer", devices), average_device("engine", devices)
     whole = sum(trainer.values())

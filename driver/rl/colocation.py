@@ -29,14 +29,14 @@ from core.timing.clock import Clock
 from core.timing.deadlines import SYNC_TIMEOUT_GRACE_S
 from core.timing.phases import Phase
 from rollouts.worker import RolloutWorker
-from trainers.offload.offloaded_trainer import Away
+from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.trainer import Trainer
 from trainers.weight_sync.base import WeightSync
 
 T = TypeVar("T")
 
 
-class Turn(StrEnum):
+class ColocationState(StrEnum):
     """State of the devices."""
 
     GENERATING = "generating"
@@ -50,38 +50,70 @@ class Turn(StrEnum):
 
 
 @dataclass
-class DeviceTurns:
+class Colocation:
     """State machine of the devices that trainers and engines share."""
 
-    trainers: Workers[Away]
+    trainers: Workers[OffloadedTrainer]
     engines: Workers[RolloutWorker]
     sleepers: Workers[RolloutWorker]
     """The engines with the deadline of a call that may wait for groups."""
     weights: WeightSync
     clock: Clock
-    turn: Turn = Turn.GENERATING
+    turn: ColocationState = ColocationState.GENERATING
 
     async def give_to_trainers(self) -> None:
         """Let the engines sleep and the trainers return."""
         go, trainers, sleepers = self._go, self.trainers, self.sleepers
-        await go(Turn.GENERATING, Turn.ENGINES_ASLEEP, Phase.SLEEP, sleepers.call_all(RolloutWorker.sleep))
-        await go(Turn.ENGINES_ASLEEP, Turn.TRAINING, Phase.RETURN, trainers.call_all(Away.return_to_device))
+        await go(
+            ColocationState.GENERATING,
+            ColocationState.ENGINES_ASLEEP,
+            Phase.SLEEP,
+            sleepers.call_all(RolloutWorker.sleep),
+        )
+        await go(
+            ColocationState.ENGINES_ASLEEP,
+            ColocationState.TRAINING,
+            Phase.RELOAD,
+            trainers.call_all(OffloadedTrainer.reload_states),
+        )
 
     async def give_to_engines(self, version: int) -> dict[str, float]:
         """Publish the weights as `version`, let the trainers leave and the engines wake; return the metrics of it."""
         go, trainers, engines, weights = self._go, self.trainers, self.engines, self.weights
-        await go(Turn.TRAINING, Turn.OPTIMIZER_AWAY, Phase.LEAVE, trainers.call_all(Away.leave_states))
         await go(
-            Turn.OPTIMIZER_AWAY, Turn.WEIGHTS_AWAKE, Phase.WAKE, engines.call_all(RolloutWorker.wake, part="weights")
+            ColocationState.TRAINING,
+            ColocationState.OPTIMIZER_AWAY,
+            Phase.OFFLOAD,
+            trainers.call_all(OffloadedTrainer.offload_states),
         )
-        sent = await go(Turn.WEIGHTS_AWAKE, Turn.PUBLISHED, Phase.SYNC, weights.deliver_weights(version))
-        await go(Turn.PUBLISHED, Turn.TRAINERS_AWAY, Phase.LEAVE, trainers.call_all(Away.leave_weights))
         await go(
-            Turn.TRAINERS_AWAY, Turn.CACHE_AWAKE, Phase.WAKE, engines.call_all(RolloutWorker.wake, part="kv_cache")
+            ColocationState.OPTIMIZER_AWAY,
+            ColocationState.WEIGHTS_AWAKE,
+            Phase.WAKE,
+            engines.call_all(RolloutWorker.wake, part="weights"),
         )
-        return await go(Turn.CACHE_AWAKE, Turn.GENERATING, Phase.SYNC, weights.prove_weights(sent))
+        sent = await go(
+            ColocationState.WEIGHTS_AWAKE, ColocationState.PUBLISHED, Phase.SYNC, weights.deliver_weights(version)
+        )
+        await go(
+            ColocationState.PUBLISHED,
+            ColocationState.TRAINERS_AWAY,
+            Phase.OFFLOAD,
+            trainers.call_all(OffloadedTrainer.offload_weights),
+        )
+        await go(
+            ColocationState.TRAINERS_AWAY,
+            ColocationState.CACHE_AWAKE,
+            Phase.WAKE,
+            engines.call_all(RolloutWorker.wake, part="kv_cache"),
+        )
+        return await go(
+            ColocationState.CACHE_AWAKE, ColocationState.GENERATING, Phase.SYNC, weights.prove_weights(sent)
+        )
 
-    async def _go(self, before: Turn, after: Turn, phase: Phase, call: Coroutine[Any, Any, T]) -> T:
+    async def _go(
+        self, before: ColocationState, after: ColocationState, phase: Phase, call: Coroutine[Any, Any, T]
+    ) -> T:
         """Await the call that leads from one state to the next. Raises RunStopped where it is not its turn."""
         if self.turn is not before:
             call.close()
@@ -100,28 +132,28 @@ class DeviceTurns:
         return result
 
 
-def make_turns(
+def make_colocation(
     cfg: RLConfig,
     trainers: Workers[Trainer],
     engines: Workers[RolloutWorker],
     weights: WeightSync,
     clock: Clock,
-) -> DeviceTurns:
+) -> Colocation:
     """Return the state machine of trainers that are away, and engines that are awake."""
-    away: Workers[Away] = trainers.attribute("away")
+    away: Workers[OffloadedTrainer] = trainers.attribute("offloaded")
     sleepers = engines
     if isinstance(engines, Remote) and isinstance(away, Remote):
         deadline_s, key = cfg.weight_sync.timeout_s + SYNC_TIMEOUT_GRACE_S, "weight_sync.timeout_s"
         away, engines = away.with_deadline(deadline_s, key=key), engines.with_deadline(deadline_s, key=key)
-    return DeviceTurns(trainers=away, engines=engines, sleepers=sleepers, weights=weights, clock=clock)
+    return Colocation(trainers=away, engines=engines, sleepers=sleepers, weights=weights, clock=clock)
 
 
-async def leave_after_start(trainers: Workers[Trainer]) -> list[str]:
+async def offload_after_start(trainers: Workers[Trainer]) -> list[str]:
     """Let new trainers leave, before the engines measure what memory is free; return the GPUs of every rank."""
-    away: Workers[Away] = trainers.attribute("away")
-    await away.call_all(Away.leave_states)
-    await away.call_all(Away.leave_weights)
-    return await away.call_all(Away.name_devices)
+    away: Workers[OffloadedTrainer] = trainers.attribute("offloaded")
+    await away.call_all(OffloadedTrainer.offload_states)
+    await away.call_all(OffloadedTrainer.offload_weights)
+    return await away.call_all(OffloadedTrainer.name_devices)
 
 
 def share_devices(of_ranks: Sequence[str], *, per_engine: int) -> tuple[str, ...]:

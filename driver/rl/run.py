@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from algs.base import PolicyGradient, TurnCredit, assign_advantages
 from algs.returned import check_advantages
 from analysis.capture.recorder import Recorder
-from analysis.shadows import Shadows
+from analysis.compared_losses import ComparedLosses
 from configs.schema import RLConfig
 from core import metrics as names
 from core.cluster.workers import Workers, copy_to_groups
@@ -24,8 +24,8 @@ from data_feeds.feed import Feed
 from data_feeds.packing.batches import Plan, plan_update
 from driver.checkpoint import RunState
 from driver.checks.unused_keys import HyperParameterCheck
-from driver.context import Session
-from driver.evaluation.evaluator import HeldOut, Measured
+from driver.context import RunContext
+from driver.evaluation.evaluator import EvalResult, Evaluator
 from driver.records.rollout_metrics import (
     check_failures,
     measure_drawn,
@@ -33,8 +33,8 @@ from driver.records.rollout_metrics import (
     measure_staleness,
     name_train_metrics,
 )
-from driver.records.time_account import TimeBreakdown, describe_turns_cost, name_bottleneck
-from driver.rl.colocation import DeviceTurns
+from driver.records.time_account import TimeBreakdown, describe_colocation_cost, name_bottleneck
+from driver.rl.colocation import Colocation
 from driver.rl.scoring import add_columns
 from rollouts.scheduling.availability import EngineAvailability
 from rollouts.scheduling.buffer import ReplayBuffer
@@ -52,11 +52,11 @@ class Run:
     cfg: RLConfig
     alg: PolicyGradient
     prompts: Feed[Prompt]
-    held_out: HeldOut | None
+    held_out: Evaluator | None
     tokenizer: ChatTokenizer
     trainers: Workers[Trainer]
     weights: WeightSync
-    session: Session
+    context: RunContext
     settings: dict[str, Any]
     """Settings that a resumed run must share with this one; see driver/resume.py."""
     first_step: int
@@ -67,11 +67,11 @@ class Run:
     layout: RowLayout
     """Layout of the trainers' rows, which depends on the loaded model."""
     time: TimeBreakdown
-    turns: DeviceTurns | None = None
+    colocation: Colocation | None = None
     """Turns of trainers and engines on the same devices; None where each has its own."""
-    shadows: Shadows | None = None
+    compared: ComparedLosses | None = None
     recorder: Recorder | None = None
-    evaluated: Measured | None = None
+    evaluated: EvalResult | None = None
     """The last evaluation."""
     unlogged: dict[str, float] = field(default_factory=dict[str, float])
     """What an evaluation beside training measured, for the line of the step in which it ended."""
@@ -79,12 +79,12 @@ class Run:
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps that the run makes; `stop_when` may end them early."""
-        return self.session.count_steps(self.first_step)
+        return self.context.count_steps(self.first_step)
 
     @property
     def whole_episodes(self) -> bool:
-        """True if a loss, the run's or a shadow, looks at episodes as wholes."""
-        losses = [] if self.shadows is None else self.shadows.losses
+        """True if a loss, the run's or a compared loss, looks at episodes as wholes."""
+        losses = [] if self.compared is None else self.compared.losses
         return self.alg.whole_episodes or any(loss.alg.whole_episodes for loss in losses)
 
     @property
@@ -101,9 +101,9 @@ class Run:
 
     async def next_groups(self, step: int) -> tuple[list[Group], dict[str, float]]:
         """Wait for the step's groups, `groups_per_step` of them; return them with their metrics."""
-        with self.session.clock.phase(Phase.WAIT_FOR_DATA):
+        with self.context.clock.phase(Phase.WAIT_FOR_DATA):
             groups, drawn = await self._while_trainers_wait(self.buffer.next_step_groups(step))
-        with self.session.clock.phase(Phase.CHECK):
+        with self.context.clock.phase(Phase.CHECK):
             check_failures([d.group for d in drawn], max_failed_fraction=self.cfg.reward.max_failed_fraction)
             if len(groups) < self.cfg.groups_per_step:
                 raise RunStopped(
@@ -119,13 +119,13 @@ class Run:
         With one update per step the proximal policy is the one in training, so only more updates need its column.
         """
         proximal: frozenset[ScoredColumn] = frozenset({"prox_logp"} if self.cfg.updates_per_step > 1 else ())
-        with self.session.clock.phase(Phase.LOGP):
+        with self.context.clock.phase(Phase.LOGP):
             columns = self.alg.required_columns | proximal
             return await add_columns(self.trainers, groups, self._plan(groups), columns)
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         """Give every token its advantage, over all groups of the step."""
-        with self.session.clock.phase(Phase.ADVANTAGES):
+        with self.context.clock.phase(Phase.ADVANTAGES):
             filled = assign_advantages(self.alg, groups)
             check_advantages(self.alg, groups, filled)
             return filled
@@ -134,11 +134,11 @@ class Run:
         """Train on the groups of a step, distributed over its updates."""
         k = self.cfg.updates_per_step
         of_updates = [groups[i::k] for i in range(k)]
-        with self.session.clock.phase(Phase.TRAIN):
+        with self.context.clock.phase(Phase.TRAIN):
             plans = [self._plan(own) for own in of_updates]
         if self.recorder is None:
             return await self._train(of_updates, plans)
-        clock = self.session.clock
+        clock = self.context.clock
         async with self.recorder.recording(self.steps_done, of_updates, plans, clock) as recording:
             recording.metrics = await self._train(of_updates, plans)
         return recording.metrics
@@ -146,10 +146,10 @@ class Run:
     async def _train(self, groups: list[list[Group]], plans: list[Plan]) -> dict[str, float]:
         """Make the updates, each on its groups by its plan."""
         k = len(plans)
-        with self.session.clock.phase(Phase.TRAIN):
+        with self.context.clock.phase(Phase.TRAIN):
             updates = [plan.batches() for plan in plans]  # [update][rank][micro-batch]
-            if self.shadows is not None:
-                self.shadows.attach(updates, plans, groups)
+            if self.compared is not None:
+                self.compared.attach(updates, plans, groups)
             self.time.prefetch_engine_timers()
             shards = [list(of_updates) for of_updates in zip(*updates, strict=True)]
             measured, *_ = await self.trainers.scatter(Trainer.step, copy_to_groups(shards, len(self.trainers)))
@@ -159,7 +159,7 @@ class Run:
             shared = sum(plan.measure_shared(own) for plan, own in zip(plans, updates, strict=True)) / k
         await self.hyper_parameters.check_after_update(self.trainers, measured)
         named = name_train_metrics(measured) | {names.TRAIN_PADDING: padding, names.TRAIN_SHARED: shared}
-        return named if self.shadows is None else self.shadows.drop_non_finite(named)
+        return named if self.compared is None else self.compared.drop_non_finite(named)
 
     def _plan(self, groups: list[Group]) -> Plan:
         return plan_update(
@@ -176,14 +176,14 @@ class Run:
 
     async def sync_weights(self, version: int) -> dict[str, float]:
         """Transfer the trainer's weights to every engine that is there, as `version`."""
-        if self.turns is not None:
-            proof = await self.turns.give_to_engines(version)
+        if self.colocation is not None:
+            proof = await self.colocation.give_to_engines(version)
         else:
-            with self.session.clock.phase(Phase.SYNC):
+            with self.context.clock.phase(Phase.SYNC):
                 proof = None
                 while proof is None:
                     proof = await self._publish(version, await self.engines.wait_for(self.engines.taking_weights))
-        self.session.clock.reach(Milestone.SYNCED)
+        self.context.clock.reach(Milestone.SYNCED)
         self.buffer.set_version(version)
         return proof
 
@@ -224,17 +224,17 @@ class Run:
 
     async def log(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
         """Write the step's samples and metrics."""
-        with self.session.clock.phase(Phase.LOG):
+        with self.context.clock.phase(Phase.LOG):
             by_turn = isinstance(self.alg, TurnCredit) and self.alg.credit == "turn"
             measured = measure_groups(groups, self.prompts.mixed, by_turn=by_turn) | metrics
-            self.session.show_samples(step, groups, every=self.cfg.show_samples)
+            self.context.show_samples(step, groups, every=self.cfg.show_samples)
             measured |= await self.time.start_lap()
         measured[names.ROLLOUT_GROUP_RETRIES] = float(self.generation.n_retries)
         measured[names.ROLLOUT_RESTARTS] = float(self.engines.n_restarts)
         measured[names.ROLLOUT_ENGINES] = float(len(self.engines.serving()))
-        self.session.log(step, measured)
-        with self.session.clock.phase(Phase.LOG):  # last: the thread that writes them takes this one's time
-            await self.session.folder.samples.write(step, groups)
+        self.context.log(step, measured)
+        with self.context.clock.phase(Phase.LOG):  # last: the thread that writes them takes this one's time
+            await self.context.folder.samples.write(step, groups)
 
     async def evaluate_if_due(self, steps_done: int) -> dict[str, float]:
         """Evaluate after every `eval_every` steps; return what was measured since the last step.
@@ -244,7 +244,7 @@ class Run:
         held_out, every = self.held_out, self.cfg.eval_every
         if held_out is None:
             return {}
-        if self.session.checkpoint_is_due(steps_done):
+        if self.context.checkpoint_is_due(steps_done):
             await self._end_evaluation(held_out)  # a resumed run could not make it again
         logged, self.unlogged = self.unlogged, {}
         if not every or steps_done % every:
@@ -261,7 +261,7 @@ class Run:
         """
         if self.held_out is None:
             return {}
-        if self.session.is_over and self.buffer.version < self.steps_done:
+        if self.context.is_over and self.buffer.version < self.steps_done:
             await self.sync_weights(self.steps_done)  # stop_when may end a run between two weight syncs
         if self.evaluated is None or self.evaluated.version != self.buffer.version:
             self.evaluated = await self._measure(self.held_out, when)
@@ -270,70 +270,70 @@ class Run:
             self.unlogged = found  # it began beside the run that is resumed, and did not end there
         return found
 
-    async def _measure(self, held_out: HeldOut, when: str) -> Measured:
+    async def _measure(self, held_out: Evaluator, when: str) -> EvalResult:
         """Evaluate while the trainers wait; again after a sync, where an engine was restarted with newer weights."""
         for _ in range(2):
-            with self.session.clock.phase(Phase.EVALUATE):
+            with self.context.clock.phase(Phase.EVALUATE):
                 found = held_out.measure(await self._while_trainers_wait(held_out.sample()), when)
             if found is not None:
                 return found
-            if self.turns is None:
+            if self.colocation is None:
                 await self.sync_weights(self.steps_done)
         raise RunStopped(
             "the engines (rollout.engine) said after a weight sync that they sampled tokens of several versions: "
             "correct the versions that generate() returns"
         )
 
-    async def _end_evaluation(self, held_out: HeldOut) -> None:
+    async def _end_evaluation(self, held_out: Evaluator) -> None:
         """Wait for the evaluation beside training, if there is one, and keep its numbers for the log."""
         if held_out.pending is None:
             return
-        with self.session.clock.phase(Phase.EVALUATE):
+        with self.context.clock.phase(Phase.EVALUATE):
             found = await held_out.end()
         if found is None:
-            self.session.console.say(
+            self.context.console.say(
                 f"the evaluation {held_out.when} is left out: an engine was restarted, and its weights are newer"
             )
         else:
             self.evaluated = found
             self.unlogged = self._report(found)
 
-    def _report(self, found: Measured) -> dict[str, float]:
+    def _report(self, found: EvalResult) -> dict[str, float]:
         """Show what an evaluation found; return it under the names of the log."""
         assert self.held_out is not None
-        shown = self.session.facts[found.when] = found.metrics
+        shown = self.context.facts[found.when] = found.metrics
         n = len(self.held_out.prompts)
-        self.session.console.say(f"{found.when}: held-out reward {shown[names.REWARD_MEAN]:.3f} over {n} prompts")
+        self.context.console.say(f"{found.when}: held-out reward {shown[names.REWARD_MEAN]:.3f} over {n} prompts")
         return {names.EVAL.format(name): value for name, value in shown.items()}
 
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
         """Write a checkpoint after every `checkpoint.every` steps."""
-        if not self.session.checkpoint_is_due(step + 1):
+        if not self.context.checkpoint_is_due(step + 1):
             return
-        if self.turns is None:
+        if self.colocation is None:
             return await self._write_checkpoint(step, metrics)
         async with self.generation.held():
-            await self.turns.give_to_trainers()
+            await self.colocation.give_to_trainers()
             await self._write_checkpoint(step, metrics)
-            await self.turns.give_to_engines(self.steps_done)
+            await self.colocation.give_to_engines(self.steps_done)
 
     async def _write_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
         position = self.buffer.get_state()
         state = RunState(steps_done=step + 1, metrics=metrics, position=position, recipe=self.settings)
-        await self.session.write_checkpoint(self.trainers, self.tokenizer, state)
+        await self.context.write_checkpoint(self.trainers, self.tokenizer, state)
 
     async def save(self) -> None:
         """Write the trained model, and where the time went."""
-        await self.session.folder.samples.flush()
-        if self.turns is not None:
-            await self.turns.give_to_trainers()
-        await self.session.save_model(self.trainers, self.tokenizer, self.alg)
+        await self.context.folder.samples.flush()
+        if self.colocation is not None:
+            await self.colocation.give_to_trainers()
+        await self.context.save_model(self.trainers, self.tokenizer, self.alg)
         if self.recorder is not None:
             await self.recorder.finish()
         devices = await self.time.read_totals()
-        self.session.facts["devices"] = devices
-        self.session.facts["bottleneck"] = (
+        self.context.facts["devices"] = devices
+        self.context.facts["bottleneck"] = (
             name_bottleneck(devices, max_staleness=self.cfg.max_staleness)
-            if self.turns is None
-            else describe_turns_cost(devices)
+            if self.colocation is None
+            else describe_colocation_cost(devices)
         )

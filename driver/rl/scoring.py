@@ -46,9 +46,9 @@ class PrecomputedReference:
 
 
 def hash_sample(sample: Sample) -> str:
-    """Hash tokens, loss mask and pictures: ids of rows may repeat between training and held-out data.
+    """Hash tokens, loss mask and images: ids of rows may repeat between training and held-out data.
 
-    Other pictures may have the same tokens.
+    Other images may have the same tokens.
     """
-    seen = "".join(f" {place.begin} {place.picture.hash}" for place in sample.pictures)
+    seen = "".join(f" {place.begin} {place.image.hash}" for place in sample.images)
     return hashlib.sha256(sample.token_ids.tobytes() + sample.loss_mask.tobytes() + seen.encode()).hexdigest()

@@ -9,20 +9,20 @@ from typing import Any
 
 from algs import load_algorithm
 from algs.base import PolicyGradient, accepts_group
-from analysis.capture.capsule import RunFacts
 from analysis.capture.losses import NamedLoss
 from analysis.capture.recorder import Recorder
-from analysis.shadows import Shadows, load_shadows
+from analysis.capture.snapshot import RunFacts
+from analysis.compared_losses import ComparedLosses, load_compared_losses
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
-from core.cluster.elastic_workers import ElasticRemote
+from core.cluster.elastic_workers import ElasticWorkers
 from core.cluster.ray_workers import Remote
 from core.cluster.workers import Workers, gather_fail_fast
 from core.errors import UserError
 from core.reads import record_reads
 from core.timing.deadlines import GROUP_TIMEOUT_GRACE_S, MEMBERSHIP_POLL_S
 from core.timing.phases import Milestone, Phase
-from core.types.allowed_tokens import Support
+from core.types.allowed_tokens import AllowedTokens
 from core.types.row_layout import RowLayout
 from core.types.samples import Prompt
 from data_feeds.chat.template_args import check_template_args, make_tokenizer
@@ -30,23 +30,23 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import check_parser
 from data_feeds.feed import Feed, load_prompts
 from driver.checkpoint import Checkpoint
-from driver.checks.engine import check_pictures, check_sampling
+from driver.checks.engine import check_images, check_sampling
 from driver.checks.explain import estimate_memory
-from driver.checks.hub_upload import check_push
+from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
 from driver.checks.models import check_frozen_models, check_policy, check_room, check_sequence_parallel
 from driver.checks.output_folder import check_output_folders
-from driver.checks.shared_memory import check_turns
+from driver.checks.shared_memory import check_colocation
 from driver.checks.unused_keys import HyperParameterCheck
-from driver.checks.user_code import check_own_code
-from driver.context import Session
-from driver.evaluation.evaluator import HeldOut
+from driver.checks.user_code import check_user_code
+from driver.context import RunContext
+from driver.evaluation.evaluator import Evaluator
 from driver.load_recipe import Loaded
 from driver.records.engine_timers import EngineTimers
 from driver.records.time_account import TimeBreakdown
 from driver.records.trackers import check_trackers
 from driver.resume import collect_settings, find_checkpoint_to_resume
-from driver.rl.colocation import leave_after_start, make_turns, share_devices
+from driver.rl.colocation import make_colocation, offload_after_start, share_devices
 from driver.rl.run import Run
 from driver.start.devices import check_devices, shares_devices, uses_gpus
 from driver.start.rollouts import (
@@ -78,9 +78,9 @@ class Prepared:
     prompts: Feed[Prompt]
     held_out: Feed[Prompt] | None
     rollouts: RolloutPlan
-    support: Support
+    allowed_tokens: AllowedTokens
     """Tokens that the policy may choose."""
-    shadows: list[NamedLoss]
+    compared: list[NamedLoss]
     settings: dict[str, Any]
     hyper_parameters: HyperParameterCheck
     checkpoint: Checkpoint | None
@@ -99,7 +99,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     if lacking := check_devices(cfg):
         raise UserError(lacking)
     check_output_folders(cfg, alg)
-    check_push(cfg)
+    check_hub_upload(cfg)
     check_trackers(cfg.trackers, cfg.tracking)
     trusts = cfg.model.trust_remote_code
     check_model_folder(cfg.model.path, trust_remote_code=trusts)
@@ -107,18 +107,18 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     check_sequence_parallel(cfg, alg)
     check_room(cfg)
     if cfg.placement == "colocate":
-        check_turns(cfg, estimate_memory(loaded))
-    check_pictures(cfg)
-    shadows = load_shadows(cfg, alg)
+        check_colocation(cfg, estimate_memory(loaded))
+    check_images(cfg)
+    compared = load_compared_losses(cfg, alg)
     rollouts = plan_rollouts(cfg)
     check_reward_and_env(cfg, rollouts)
     env_tools = rollouts.load_code()
     tokenizer = make_tokenizer(cfg.model, cfg.data)
     check_template_args(tokenizer, cfg.data)
     check_policy(cfg.model, tokenizer)
-    support = check_sampling(cfg, tokenizer)
+    allowed_tokens = check_sampling(cfg, tokenizer)
     check_frozen_models(alg, tokenizer, cfg.model)
-    check_own_code(cfg)
+    check_user_code(cfg)
     prompts = load_prompts(cfg.data, "train", tokenizer, seed=cfg.seed, env_tools=env_tools)
     held_out = None
     if cfg.data.eval is not None:
@@ -133,51 +133,51 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         prompts=prompts,
         held_out=held_out,
         rollouts=rollouts,
-        support=support,
-        shadows=shadows,
+        allowed_tokens=allowed_tokens,
+        compared=compared,
         settings=settings,
         hyper_parameters=HyperParameterCheck(loaded.given, reads),
         checkpoint=find_checkpoint_to_resume(loaded, settings),
     )
 
 
-async def start(prepared: Prepared, session: Session) -> Run:
+async def start(prepared: Prepared, context: RunContext) -> Run:
     """Start trainers and engines; return when both are ready."""
     cfg, feed = prepared.loaded.cfg, prepared.prompts
-    session.report_data({"data.train": feed, "data.eval": prepared.held_out})
+    context.report_data({"data.train": feed, "data.eval": prepared.held_out})
     plan = plan_trainer(
         cfg,
         prepared.loaded.alg_spec,
         temperature=cfg.rollout.temperature,
         total_updates=cfg.total_updates,
-        shadows=prepared.shadows,
-        support=prepared.support,
+        compared=prepared.compared,
+        allowed_tokens=prepared.allowed_tokens,
         shares_device=cfg.placement == "colocate",
     )
-    with session.clock.phase(Phase.START):
-        trainers, engines = await start_workers(prepared, session, plan)
+    with context.clock.phase(Phase.START):
+        trainers, engines = await start_workers(prepared, context, plan)
     weights = make_weight_sync(
         cfg,
         trainers,
         engines,
         make_probe(cfg, prepared.tokenizer, feed.all()),
         rollouts=prepared.rollouts,
-        say=session.console.say,
-        facts=session.facts,
-        folder=session.folder.path,
+        say=context.console.say,
+        facts=context.facts,
+        folder=context.folder.path,
     )
-    turns = None
+    colocation = None
     if plan.shares_device:
-        turns = make_turns(cfg, trainers, engines, weights, session.clock)
-        await turns.give_to_trainers()
-    with session.clock.phase(Phase.START):
+        colocation = make_colocation(cfg, trainers, engines, weights, context.clock)
+        await colocation.give_to_trainers()
+    with context.clock.phase(Phase.START):
         layout = await trainers.call_one(0, Trainer.describe_layout)
-    first_step = await session.resume(trainers, prepared.checkpoint, prepared.settings)
-    availability = watch_engines(cfg, engines, session)
-    generation = make_generation(prepared, session, engines, availability, first_step)
+    first_step = await context.resume(trainers, prepared.checkpoint, prepared.settings)
+    availability = watch_engines(cfg, engines, context)
+    generation = make_generation(prepared, context, engines, availability, first_step)
     held_out = None
     if prepared.held_out is not None:
-        held_out = HeldOut(cfg, prepared.held_out.all(), generation)
+        held_out = Evaluator(cfg, prepared.held_out.all(), generation)
     return Run(
         cfg=cfg,
         alg=prepared.alg,
@@ -186,23 +186,23 @@ async def start(prepared: Prepared, session: Session) -> Run:
         tokenizer=prepared.tokenizer,
         trainers=trainers,
         weights=weights,
-        turns=turns,
-        session=session,
+        colocation=colocation,
+        context=context,
         settings=prepared.settings,
         hyper_parameters=prepared.hyper_parameters,
         first_step=first_step,
         steps_done=first_step,
         generation=generation,
         layout=layout,
-        time=await TimeBreakdown.start(session.clock, trainers=trainers, engines=EngineTimers(engines, availability)),
-        shadows=make_shadows(prepared, session),
-        recorder=make_recorder(prepared, session, trainers, layout),
+        time=await TimeBreakdown.start(context.clock, trainers=trainers, engines=EngineTimers(engines, availability)),
+        compared=make_compared_losses(prepared, context),
+        recorder=make_recorder(prepared, context, trainers, layout),
     )
 
 
 def make_generation(
     prepared: Prepared,
-    session: Session,
+    context: RunContext,
     engines: Workers[RolloutWorker],
     availability: EngineAvailability,
     first_step: int,
@@ -213,7 +213,7 @@ def make_generation(
 
     def show_progress(finished: FinishedGroup) -> None:
         tokens = sum(sample.n_sampled for sample in finished.group)
-        session.console.count_group(done=buffer.n_collected, wanted=cfg.groups_per_step, tokens=tokens)
+        context.console.count_group(done=buffer.n_collected, wanted=cfg.groups_per_step, tokens=tokens)
 
     return Generation(
         engines,
@@ -223,25 +223,25 @@ def make_generation(
         group_size=cfg.group_size,
         timeout_s=cfg.rollout.timeout_s,
         engines=availability,
-        on_group=partial(session.clock.reach, Milestone.SAMPLED),
+        on_group=partial(context.clock.reach, Milestone.SAMPLED),
         on_finished=show_progress,
     )
 
 
-def make_shadows(prepared: Prepared, session: Session) -> Shadows | None:
+def make_compared_losses(prepared: Prepared, context: RunContext) -> ComparedLosses | None:
     """Return the losses that watch; None where the recipe has none."""
     cfg = prepared.loaded.cfg
-    if not prepared.shadows:
+    if not prepared.compared:
         return None
-    return Shadows(
-        prepared.shadows, cfg.rollout.max_new_tokens, stale=cfg.updates_per_step > 1, say=session.console.say
+    return ComparedLosses(
+        prepared.compared, cfg.rollout.max_new_tokens, stale=cfg.updates_per_step > 1, say=context.console.say
     )
 
 
 def make_recorder(
-    prepared: Prepared, session: Session, trainers: Workers[Trainer], layout: RowLayout
+    prepared: Prepared, context: RunContext, trainers: Workers[Trainer], layout: RowLayout
 ) -> Recorder | None:
-    """Return what keeps capsules; None where the recipe asks for none."""
+    """Return what keeps snapshots; None where the recipe asks for none."""
     cfg = prepared.loaded.cfg
     rollout = cfg.rollout
     if not cfg.capture.is_on:
@@ -249,46 +249,46 @@ def make_recorder(
     return Recorder(
         cfg.capture,
         trainers,
-        home=session.folder.path,
+        home=context.folder.path,
         facts=RunFacts(
             alg=cfg.alg,
             alg_file=prepared.loaded.alg_spec,
             model=cfg.model.model_dump(),
             trainer=cfg.trainer.model_dump(),
             temperature=rollout.temperature,
-            support=prepared.support,
+            allowed_tokens=prepared.allowed_tokens,
             max_new_tokens=rollout.max_new_tokens,
             updates_per_step=cfg.updates_per_step,
             layout=layout,
             on_cpu=not uses_gpus(cfg),
         ),
         tokenizer=prepared.tokenizer.hf,
-        say=session.console.say,
+        say=context.console.say,
         resumed_from=None if prepared.checkpoint is None else prepared.checkpoint.folder,
     )
 
 
 async def start_workers(
-    prepared: Prepared, session: Session, plan: Any
+    prepared: Prepared, context: RunContext, plan: Any
 ) -> tuple[Workers[Trainer], Workers[RolloutWorker]]:
     """Start trainers and engines at the same time; where they share devices, engines after trainers have left."""
     cfg, rollouts = prepared.loaded.cfg, prepared.rollouts
-    roles = [plan_trainer_role(cfg), plan_engine_role(cfg, rollouts, session.folder.path)]
-    await claim_machines(session, roles, {"model.path": cfg.model.path})
+    roles = [plan_trainer_role(cfg), plan_engine_role(cfg, rollouts, context.folder.path)]
+    await claim_machines(context, roles, {"model.path": cfg.model.path})
 
     async def start_engines() -> Workers[RolloutWorker]:
-        session.engines = await start_rollouts(session.cluster, cfg, rollouts)
-        session.clock.reach(Milestone.ENGINES)
-        return session.engines
+        context.engines = await start_rollouts(context.cluster, cfg, rollouts)
+        context.clock.reach(Milestone.ENGINES)
+        return context.engines
 
     async def start_trainer() -> Workers[Trainer]:
-        trainers = await start_trainers(session.cluster, cfg, plan)
-        session.clock.reach(Milestone.TRAINERS)
+        trainers = await start_trainers(context.cluster, cfg, plan)
+        context.clock.reach(Milestone.TRAINERS)
         return trainers
 
     if plan.shares_device:
         trainers = await start_trainer()
-        gpus = await leave_after_start(trainers)
+        gpus = await offload_after_start(trainers)
         per_engine = cfg.rollout.tensor_parallel_size
         rollouts = replace(rollouts, devices=share_devices(gpus, per_engine=per_engine))
         return trainers, await start_engines()
@@ -297,26 +297,28 @@ async def start_workers(
     return trainers, engines
 
 
-def watch_engines(cfg: RLConfig | EvalConfig, engines: Workers[RolloutWorker], session: Session) -> EngineAvailability:
+def watch_engines(
+    cfg: RLConfig | EvalConfig, engines: Workers[RolloutWorker], context: RunContext
+) -> EngineAvailability:
     """Return the states of the engines, which restart, or come and go, with processes and devices of their own."""
     rollout = cfg.rollout
-    if isinstance(engines, ElasticRemote):
+    if isinstance(engines, ElasticWorkers):
         bounds = Bounds(
             least=rollout.least_engines,
             most=rollout.most_engines,
             few_s=cfg.timeout_s,
             leave_s=rollout.timeout_s + GROUP_TIMEOUT_GRACE_S,
         )
-        elastic = ElasticAvailability(bounds, engines, budget=rollout.restarts, say=session.console.say)
-        elastic.open_seats()
+        elastic = ElasticAvailability(bounds, engines, budget=rollout.restarts, say=context.console.say)
+        elastic.open_slots()
         elastic.start_watch(engines.find_leaving, every_s=MEMBERSHIP_POLL_S)
-        session.availability = elastic
+        context.availability = elastic
     else:
         restart = engines.restart if isinstance(engines, Remote) and not shares_devices(cfg) else None
-        session.availability = EngineAvailability(
-            len(engines), restart=restart, budget=rollout.restarts, say=session.console.say
+        context.availability = EngineAvailability(
+            len(engines), restart=restart, budget=rollout.restarts, say=context.console.say
         )
-    return session.availability
+    return context.availability
 
 
 def make_buffer(prepared: Prepared, first_step: int) -> ReplayBuffer:

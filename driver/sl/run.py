@@ -21,13 +21,13 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, load_groups
 from data_feeds.packing.batches import Plan, plan_update
 from driver.checkpoint import Checkpoint, RunState
-from driver.checks.hub_upload import check_push
+from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
 from driver.checks.models import check_frozen_models, check_policy, check_sequence_parallel
 from driver.checks.output_folder import check_output_folders
 from driver.checks.unused_keys import HyperParameterCheck
-from driver.checks.user_code import check_own_code
-from driver.context import Session
+from driver.checks.user_code import check_user_code
+from driver.context import RunContext
 from driver.load_recipe import Loaded
 from driver.records.rollout_metrics import name_train_metrics
 from driver.records.trackers import check_trackers
@@ -66,7 +66,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     if lacking := check_devices(cfg):
         raise UserError(lacking)
     check_output_folders(cfg, alg)
-    check_push(cfg)
+    check_hub_upload(cfg)
     check_trackers(cfg.trackers, cfg.tracking)
     check_rows(cfg, alg)
     trusts = cfg.model.trust_remote_code
@@ -77,7 +77,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     check_template_args(tokenizer, cfg.data)
     check_policy(cfg.model, tokenizer)
     check_frozen_models(alg, tokenizer, cfg.model)
-    check_own_code(cfg)
+    check_user_code(cfg)
     rows = load_groups(cfg.data, "train", tokenizer, rows=alg.rows, seed=cfg.seed)
     held_out = None
     if cfg.data.eval is not None:
@@ -117,10 +117,10 @@ def check_rows(cfg: SLConfig, alg: Algorithm) -> None:
         )
 
 
-async def start(prepared: Prepared, session: Session) -> Run:
+async def start(prepared: Prepared, context: RunContext) -> Run:
     """Start the trainers; return when they have loaded their models."""
     cfg, rows = prepared.loaded.cfg, prepared.rows
-    session.report_data({"data.train": rows, "data.eval": prepared.held_out})
+    context.report_data({"data.train": rows, "data.eval": prepared.held_out})
     plan = plan_trainer(
         cfg,
         prepared.loaded.alg_spec,
@@ -129,9 +129,9 @@ async def start(prepared: Prepared, session: Session) -> Run:
         sources=tuple(rows.mixed),
         has_ref_logp=cfg.precompute_ref_logp,
     )
-    with session.clock.phase(Phase.START):
-        await claim_machines(session, [plan_trainer_role(cfg)], {"model.path": cfg.model.path})
-        trainers = await start_trainers(session.cluster, cfg, plan)
+    with context.clock.phase(Phase.START):
+        await claim_machines(context, [plan_trainer_role(cfg)], {"model.path": cfg.model.path})
+        trainers = await start_trainers(context.cluster, cfg, plan)
         layout = await trainers.call_one(0, Trainer.describe_layout)
     run = Run(
         cfg=cfg,
@@ -140,14 +140,14 @@ async def start(prepared: Prepared, session: Session) -> Run:
         held_out=prepared.held_out,
         tokenizer=prepared.tokenizer,
         trainers=trainers,
-        session=session,
+        context=context,
         settings=prepared.settings,
         hyper_parameters=prepared.hyper_parameters,
         layout=layout,
     )
     if cfg.precompute_ref_logp:
         await run.compute_reference()  # while the model is still the one that was loaded
-    run.first_step = await session.resume(trainers, prepared.checkpoint, prepared.settings)
+    run.first_step = await context.resume(trainers, prepared.checkpoint, prepared.settings)
     return run
 
 
@@ -161,7 +161,7 @@ class Run:
     held_out: Feed[Group] | None
     tokenizer: ChatTokenizer
     trainers: Workers[Trainer]
-    session: Session
+    context: RunContext
     layout: RowLayout
     """Layout of the trainers' rows, which depends on the loaded model."""
     settings: dict[str, Any]
@@ -173,7 +173,7 @@ class Run:
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps that the run makes; `stop_when` may end them early."""
-        return self.session.count_steps(self.first_step)
+        return self.context.count_steps(self.first_step)
 
     @property
     def steps(self) -> int:
@@ -186,12 +186,12 @@ class Run:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the step's metrics."""
-        self.session.log(step, metrics | self.rows.count_draws((step + 1) * self.cfg.rows_per_step))
+        self.context.log(step, metrics | self.rows.count_draws((step + 1) * self.cfg.rows_per_step))
 
     async def train(self, groups: list[Group]) -> dict[str, float]:
         """Make one update on the rows of a step."""
         groups = await self._with_advantages(groups)
-        with self.session.clock.phase(Phase.TRAIN):
+        with self.context.clock.phase(Phase.TRAIN):
             plan = self._plan(groups, self.rows.mixed)
             batches = plan.batches()
             shards = copy_to_groups([[micro] for micro in batches], len(self.trainers))
@@ -212,16 +212,16 @@ class Run:
         if self.held_out is None:
             return
         measured = await self._measure(self.held_out)
-        self.session.facts[when] = measured
+        self.context.facts[when] = measured
         shown = [f"loss {measured[names.EVAL_LOSS]:.4f}"]
         if names.EVAL_PAIR_ACCURACY in measured:
             shown.append(f"accuracy {measured[names.EVAL_PAIR_ACCURACY]:.3f}")
-        self.session.console.say(f"{when}: held-out {', '.join(shown)} over {len(self.held_out.all())} rows")
+        self.context.console.say(f"{when}: held-out {', '.join(shown)} over {len(self.held_out.all())} rows")
 
     async def _measure(self, feed: Feed[Group]) -> dict[str, float]:
         """Measure all rows as one update that is not made."""
         groups = await self._with_advantages(feed.all())
-        with self.session.clock.phase(Phase.EVALUATE):
+        with self.context.clock.phase(Phase.EVALUATE):
             shards = copy_to_groups(self._plan(groups).batches(), len(self.trainers))
             measured, *_ = await self.trainers.scatter(Trainer.measure_loss, shards)
         return {names.EVAL.format(name): value for name, value in measured.items() if name != "tokens"}
@@ -232,14 +232,14 @@ class Run:
         if self.reference is not None:
             groups, columns = self.reference.add_ref_logp(groups), columns - {"ref_logp"}
         if columns:
-            with self.session.clock.phase(Phase.LOGP):
+            with self.context.clock.phase(Phase.LOGP):
                 groups = await add_columns(self.trainers, groups, self._plan(groups), columns)
         return assign_advantages(self.alg, groups)
 
     async def compute_reference(self) -> None:
         """Compute reference log-probabilities once for all rows, with the model itself, before it is trained."""
         feeds = [self.rows] if self.held_out is None else [self.rows, self.held_out]
-        with self.session.clock.phase(Phase.LOGP):
+        with self.context.clock.phase(Phase.LOGP):
             groups = self.alg.prepare_groups([group for feed in feeds for group in feed.all()])
             filled = await add_columns(self.trainers, groups, self._plan(groups), frozenset({"prox_logp"}))
         self.reference = PrecomputedReference.from_prox_logp(filled)
@@ -259,10 +259,10 @@ class Run:
 
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
         """Write a checkpoint after every `checkpoint.every` steps."""
-        if self.session.checkpoint_is_due(step + 1):
+        if self.context.checkpoint_is_due(step + 1):
             state = RunState(steps_done=step + 1, metrics=metrics, position={}, recipe=self.settings)
-            await self.session.write_checkpoint(self.trainers, self.tokenizer, state)
+            await self.context.write_checkpoint(self.trainers, self.tokenizer, state)
 
     async def save(self) -> None:
         """Write the trained model."""
-        await self.session.save_model(self.trainers, self.tokenizer, self.alg)
+        await self.context.save_model(self.trainers, self.tokenizer, self.alg)

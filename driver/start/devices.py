@@ -63,11 +63,11 @@ def check_devices(cfg: RunConfig) -> str | None:
         both = "share" if shares_devices(cfg) else "want"
         return (
             f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks {both} {wanted} GPUs, and this machine has "
-            f"{gpus}: lower trainer.ranks, rollout.engines or rollout.tensor_parallel_size"
+            f"{gpus}: lower trainer.ranks, rollout.num_engines or rollout.tensor_parallel_size"
         )
     if not uses_gpus(cfg) and max(cfg.trainer.ranks, engines) > cores:
         return (
             f"{cfg.trainer.ranks} trainer ranks and {engines} engine ranks are more than this machine's {cores} CPU "
-            "cores: lower trainer.ranks, rollout.engines or rollout.tensor_parallel_size"
+            "cores: lower trainer.ranks, rollout.num_engines or rollout.tensor_parallel_size"
         )
     return None

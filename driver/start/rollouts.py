@@ -13,7 +13,7 @@ from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.schema import RLConfig
 from configs.trainer_schema import ModelConfig
 from core.cluster.capacity import Role
-from core.cluster.elastic_workers import ElasticRemote
+from core.cluster.elastic_workers import ElasticWorkers
 from core.cluster.ray_workers import Cluster
 from core.cluster.workers import Local, RankInfo, Resources, Workers
 from core.loading import FileSpec
@@ -28,7 +28,7 @@ from rewards.several import RewardPlan
 from rewards.weights import plan_rewards
 from rollouts.agents.processes import AgentProcesses, check_agent
 from rollouts.agents.task import AgentPlan
-from rollouts.allowed_tokens import find_support
+from rollouts.allowed_tokens import resolve_allowed_tokens
 from rollouts.engines.base import Capabilities, Engine, EngineConfig
 from rollouts.registry import (
     list_env_tools,
@@ -57,7 +57,7 @@ class RolloutPlan:
     agent: AgentPlan | None
     engine_spec: FileSpec
     engine: EngineConfig
-    """Engine settings without stop tokens, support and cores, which the worker's process adds."""
+    """Engine settings without stop tokens, allowed_tokens and cores, which the worker's process adds."""
     transports: tuple[TransportName, ...]
     """Transports of weights; in a synchronous run the next one replaces one that fails."""
     devices: tuple[str, ...] = ()
@@ -98,9 +98,9 @@ def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
         lora=lora and name_lora_targets(lora, cfg.model.path, trust_remote_code=cfg.model.trust_remote_code),
         over_nccl=transports[0] == "nccl",
         over_ipc=transports[0] == "ipc",
-        sleep=cfg.engine_sleep if cfg.placement == "colocate" else None,
+        sleep=cfg.rollout.sleep_mode if cfg.placement == "colocate" else None,
         timeout_s=cfg.weight_sync.timeout_s,
-        requests=cfg.weight_sync.requests,
+        pause_mode=cfg.weight_sync.pause_mode,
     )
     return replace(plan, engine=engine, transports=transports)
 
@@ -156,8 +156,8 @@ def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, 
         return (chosen,)
     if cfg.placement == "colocate" and can.ipc and uses_gpus(cfg):
         return ("ipc",)
-    apart_on_gpus = can.nccl and uses_gpus(cfg) and cfg.placement == "apart"
-    first: TransportName = "nccl" if apart_on_gpus else "gloo"
+    separate_on_gpus = can.nccl and uses_gpus(cfg) and cfg.placement == "separate"
+    first: TransportName = "nccl" if separate_on_gpus else "gloo"
     return (first, "direct", "disk") if can.chunks else (first,)
 
 
@@ -187,8 +187,10 @@ def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatT
     make_engine = load_engine_class(plan.engine_spec).begin(config)
     tokenizer = make_tokenizer(plan.model, plan.data)
     stops = Stops(tokenizer, plan.rollout.stop, plan.rollout.stop_token_ids)
-    support = find_support(tokenizer, plan.rollout.allowed_tokens, stops.token_ids)
-    engine = make_engine(replace(config, stop_token_ids=stops.token_ids, stop_strings=stops.strings, support=support))
+    allowed_tokens = resolve_allowed_tokens(tokenizer, plan.rollout.allowed_tokens, stops.token_ids)
+    engine = make_engine(
+        replace(config, stop_token_ids=stops.token_ids, stop_strings=stops.strings, allowed_tokens=allowed_tokens)
+    )
     return engine, tokenizer, stops
 
 
@@ -218,7 +220,7 @@ async def start_rollouts(
     asked: dict[str, Any] = {"resources": share_for_engine(cfg), "timeout_s": cfg.timeout_s}
     if least == most:
         return await cluster.spawn(ENGINE_GROUP, least, build_worker, plan, **asked)
-    kind = ElasticRemote[RolloutWorker]
+    kind = ElasticWorkers[RolloutWorker]
     elastic = await cluster.spawn_as(kind, ENGINE_GROUP, least, build_worker, plan, **asked)
-    await elastic.add_seats(most - least)
+    await elastic.add_slots(most - least)
     return elastic

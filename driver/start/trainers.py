@@ -15,7 +15,7 @@ from core.cluster.capacity import Role
 from core.cluster.ray_workers import Cluster
 from core.cluster.workers import Local, RankInfo, Workers
 from core.loading import FileSpec
-from core.types.allowed_tokens import EVERY_TOKEN, Support
+from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 
 if TYPE_CHECKING:
     from trainers.learner import TrainerSettings
@@ -36,9 +36,9 @@ class TrainerPlan:
     total_updates: int
     seed: int
     sources: tuple[str, ...] = ()
-    shadows: dict[str, tuple[FileSpec, dict[str, Any]]] = field(default_factory=dict)
-    """File and settings of each shadow loss, by its name."""
-    support: Support = EVERY_TOKEN
+    compared: dict[str, tuple[FileSpec, dict[str, Any]]] = field(default_factory=dict)
+    """File and settings of each compare_losses loss, by its name."""
+    allowed_tokens: AllowedTokens = EVERY_TOKEN
     has_ref_logp: bool = False
     shares_device: bool = False
     """The trainer leaves its device, so that an engine has it, and returns."""
@@ -54,9 +54,9 @@ def build_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
     """Return a rank of the recipe's library; without `info`, the local trainer of this process."""
     trainer = _make_trainer(info, plan)
     if plan.shares_device:
-        from trainers.offload.offloaded_trainer import Away
+        from trainers.offload.offloaded_trainer import OffloadedTrainer
 
-        trainer.away = Away(trainer)
+        trainer.offloaded = OffloadedTrainer(trainer)
     return trainer
 
 
@@ -69,8 +69,8 @@ def _make_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
         "temperature": plan.temperature,
         "total_updates": plan.total_updates,
         "sources": plan.sources,
-        "shadows": {name: load_algorithm(spec, given) for name, (spec, given) in plan.shadows.items()},
-        "support": plan.support,
+        "compared": {name: load_algorithm(spec, given) for name, (spec, given) in plan.compared.items()},
+        "allowed_tokens": plan.allowed_tokens,
         "has_ref_logp": plan.has_ref_logp,
     }
     if info is None:
@@ -84,7 +84,7 @@ def _make_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
         "WORLD_SIZE": str(info.size),
         "LOCAL_RANK": "0",  # Ray shows each actor its own device only
     }
-    if plan.trainer.library == "fsdp2":
+    if plan.trainer.strategy == "fsdp2":
         from trainers.fsdp2 import FsdpTrainer
 
         return FsdpTrainer(plan.model, plan.trainer, alg, timeout_s=plan.timeout_s, **settings)
@@ -100,8 +100,8 @@ def plan_trainer(
     temperature: float,
     total_updates: int,
     sources: tuple[str, ...] = (),
-    shadows: Sequence[NamedLoss] = (),
-    support: Support = EVERY_TOKEN,
+    compared: Sequence[NamedLoss] = (),
+    allowed_tokens: AllowedTokens = EVERY_TOKEN,
     has_ref_logp: bool = False,
     shares_device: bool = False,
 ) -> TrainerPlan:
@@ -114,8 +114,8 @@ def plan_trainer(
         total_updates=total_updates,
         seed=cfg.seed,
         sources=sources,
-        shadows={shadow.name: (shadow.spec, shadow.settings) for shadow in shadows},
-        support=support,
+        compared={loss.name: (loss.spec, loss.settings) for loss in compared},
+        allowed_tokens=allowed_tokens,
         has_ref_logp=has_ref_logp,
         shares_device=shares_device,
         timeout_s=cfg.timeout_s,

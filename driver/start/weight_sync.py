@@ -12,7 +12,7 @@ from core.cluster.workers import Local, Workers
 from core.errors import UserError
 from core.timing.clock import ActivityTimer
 from core.timing.deadlines import SYNC_TIMEOUT_GRACE_S
-from core.types.messages import find_pictures
+from core.types.messages import find_images
 from core.types.samples import Prompt
 from core.types.weights import ExportScope
 from data_feeds.chat.tokenizer import ChatTokenizer
@@ -34,27 +34,27 @@ from trainers.weight_sync.transports import (
 TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
 """Default of weight_sync.probe_tolerance by model.dtype, in nats."""
 PROBE_TOKENS = 64
-"""Length of the prompt that proves a weight sync; after its first picture, where it has one."""
+"""Length of the prompt that proves a weight sync; after its first image, where it has one."""
 
 
 def make_probe(cfg: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[Prompt]) -> Probe:
-    """Make the probe from the first prompt, of those with pictures if there are some.
+    """Make the probe from the first prompt, of those with images if there are some.
 
     Raises UserError where it has fewer than two tokens.
     """
     prompt = prompts[0]
-    if tokenizer.pictures is not None:
-        prompt = next((p for p in prompts if find_pictures(p.messages)), prompt)
+    if tokenizer.images is not None:
+        prompt = next((p for p in prompts if find_images(p.messages)), prompt)
     ids = tokenizer.render(prompt.messages, prompt.tools)
     if len(ids) < 2:
         raise UserError("data.train: the first prompt has fewer than two tokens")
     places = find_places(tokenizer, ids, prompt.messages)
     end = PROBE_TOKENS + (places[0].end if places else 0)
-    end = min([end, *(place.begin for place in places if place.end > end)])  # a picture is never cut
+    end = min([end, *(place.begin for place in places if place.end > end)])  # an image is never cut
     return Probe(
         token_ids=ids[:end],
         bound=cfg.weight_sync.probe_tolerance or TOLERANCE[cfg.model.dtype],
-        pictures=tuple(place for place in places if place.end <= end),
+        images=tuple(place for place in places if place.end <= end),
     )
 
 
@@ -111,7 +111,7 @@ def list_usable(
     """Leave out files as a last resort where an engine's machine does not see the run folder, and say so."""
     if "disk" not in names or not workers.without_run_folder:
         return [*names]
-    blind = ", ".join(workers.seats.name_worker(rank) for rank in sorted(workers.without_run_folder))
+    blind = ", ".join(workers.slots.name_worker(rank) for rank in sorted(workers.without_run_folder))
     say(f"{blind}: no weights can go there by files (disk), because the machine does not see the run folder")
     return [name for name in names if name != "disk"]
 

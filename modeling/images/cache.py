@@ -1,4 +1,4 @@
-"""Processed pictures that a process keeps: engine, trainer and reward of one process compute each of them once."""
+"""Processed images that a process keeps: engine, trainer and reward of one process compute each of them once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from modeling.images.families import Grid
 
 MOST_KEPT = 2**29
-"""Bytes of processed pictures that a process keeps."""
+"""Bytes of processed images that a process keeps."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPicture:
-    """Result of an image processor for one picture. The tensors are not to be changed."""
+class CachedImage:
+    """Result of an image processor for one image. The tensors are not to be changed."""
 
     tensors: dict[str, Tensor]
-    """Inputs of the vision part for this picture alone."""
+    """Inputs of the vision part for this image alone."""
     cut: Grid
     """Rows and columns into which it was cut."""
 
@@ -29,25 +29,25 @@ class KeptPicture:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-class KeptPictures:
-    """Processed pictures by the settings of their processor and their hash; what was not used for longest goes."""
+class ImageCache:
+    """Processed images by the settings of their processor and their hash; what was not used for longest goes."""
 
     def __init__(self, most: int) -> None:
-        """Begin without any; most: bytes that are kept, beside the picture that was used last."""
+        """Begin without any; most: bytes that are kept, beside the image that was used last."""
         self._most, self._bytes = most, 0
-        self._kept: OrderedDict[tuple[str, str], KeptPicture] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], CachedImage] = OrderedDict()
         self._lock = Lock()
 
-    def find(self, settings: str, name: str) -> KeptPicture | None:
-        """Return a picture that is kept, and count that as its use."""
+    def find(self, settings: str, name: str) -> CachedImage | None:
+        """Return an image that is kept, and count that as its use."""
         with self._lock:
             found = self._kept.get((settings, name))
             if found is not None:
                 self._kept.move_to_end((settings, name))
             return found
 
-    def add(self, settings: str, name: str, made: KeptPicture) -> None:
-        """Keep a picture, and drop others where there are too many."""
+    def add(self, settings: str, name: str, made: CachedImage) -> None:
+        """Keep an image, and drop others where there are too many."""
         with self._lock:
             if (settings, name) in self._kept:  # another thread was faster
                 return
@@ -58,5 +58,5 @@ class KeptPictures:
                 self._bytes -= oldest.bytes
 
 
-KEPT = KeptPictures(MOST_KEPT)
+CACHE = ImageCache(MOST_KEPT)
 """Those of this process."""

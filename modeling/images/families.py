@@ -1,4 +1,4 @@
-"""How each family of models writes a picture as tokens, and joins the tensors of several."""
+"""How each family of models writes an image as tokens, and joins the tensors of several."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from core.errors import UserError
-from core.types.images import PictureRefused
+from core.types.images import ImageRefused
 
 Tensors = dict[str, Tensor]
 Grid = tuple[int, int]
 
 
-class PictureFamily(Protocol):
+class ImageFamily(Protocol):
     """Differences between families."""
 
     placeholder: str
-    """Text of the one token that the chat template writes for a picture."""
+    """Text of the one token that the chat template writes for an image."""
     reserved: tuple[str, ...]
-    """Tokens that stand for pictures only; a tokenizer need not have all of them."""
+    """Tokens that stand for images only; a tokenizer need not have all of them."""
     settings: Mapping[str, Any]
     """Arguments of the image processor."""
 
     def count(self, width: int, height: int) -> Grid:
-        """Return the rows and columns into which a picture of this size is cut. Raises PictureRefused."""
+        """Return the rows and columns into which an image of this size is cut. Raises ImageRefused."""
         ...
 
     def write(self, cut: Grid) -> str:
@@ -41,16 +41,16 @@ class PictureFamily(Protocol):
         ...
 
     def read(self, found: Mapping[str, Any]) -> tuple[Tensors, Grid]:
-        """Return the tensors of one picture, and how the image processor cut it."""
+        """Return the tensors of one image, and how the image processor cut it."""
         ...
 
     def collate(self, each: Sequence[Tensors]) -> Tensors:
-        """Join the tensors of a row's pictures."""
+        """Join the tensors of a row's images."""
         ...
 
 
 class Tiles:
-    """Idefics3 and SmolVLM: a picture is cut into square tiles, one after the other, and comes once more as a whole.
+    """Idefics3 and SmolVLM: an image is cut into square tiles, one after the other, and comes once more as a whole.
 
     Every tile is written as the same number of <image> between marks.
     """
@@ -121,8 +121,8 @@ class Tiles:
     def read(self, found: Mapping[str, Any]) -> tuple[Tensors, Grid]:
         tensors = {name: found[name][0] for name in ("pixel_values", "pixel_attention_mask") if name in found}
         if bool((tensors["pixel_values"] == 0).flatten(1).all(dim=1).any()):
-            raise PictureRefused(
-                "the model's processor makes zeros of the picture or of a tile of it, which the model takes for padding"
+            raise ImageRefused(
+                "the model's processor makes zeros of the image or of a tile of it, which the model takes for padding"
             )
         return tensors, (int(found["rows"][0][0]), int(found["cols"][0][0]))
 
@@ -147,9 +147,9 @@ def _all_seen(tiles: Tensor) -> Tensor:
 
 
 class Patches:
-    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: a picture is cut into patches, and each square of them is one token.
+    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: an image is cut into patches, and each square of them is one token.
 
-    The tokens keep rows and columns of the picture, from which their positions are made.
+    The tokens keep rows and columns of the image, from which their positions are made.
     """
 
     settings: Mapping[str, Any] = {}
@@ -183,7 +183,7 @@ class Patches:
                     max_pixels=size["longest_edge"],
                 )
             except ValueError as error:
-                raise PictureRefused(f"the model's processor refuses the picture ({error})") from error
+                raise ImageRefused(f"the model's processor refuses the image ({error})") from error
         return height // patch, width // patch
 
     def write(self, cut: Grid) -> str:

@@ -1,4 +1,4 @@
-"""Pictures as a model reads them: the tokens that stand for one, and the tensors of its vision part."""
+"""Images as a model reads them: the tokens that stand for one, and the tensors of its vision part."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch import Tensor
 
 from core.errors import RunStopped, UserError, name_error, quote
 from core.hub import describe_hub
-from core.types.images import Picture, PictureRefused
+from core.types.images import EncodedImage, ImageRefused
 from modeling.hf_config import read_config
-from modeling.images.cache import KEPT, KeptPicture
-from modeling.images.families import Grid, PictureFamily
+from modeling.images.cache import CACHE, CachedImage
+from modeling.images.families import Grid, ImageFamily
 from modeling.images.vision import VISION_FAMILIES, find_vision
 from modeling.pretrained import load_pretrained, refuse_own_code
 
 MOST_SIZES = 4096
-"""Sizes of pictures whose tokens a process keeps."""
+"""Sizes of images whose tokens a process keeps."""
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of a model folder that describe its processor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Tokens that stand for a picture."""
+    """Tokens that stand for an image."""
 
     text: str
     """Text that takes the place of the placeholder."""
@@ -40,24 +40,24 @@ class Expansion:
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """Picture as the model reads it."""
+    """EncodedImage as the model reads it."""
 
     ids: list[int]
     """Tokens that take the place of one placeholder."""
     tensors: dict[str, Tensor]
-    """Inputs of the vision part for this picture alone."""
+    """Inputs of the vision part for this image alone."""
     grid: tuple[int, int] | None = None
     """Rows and columns of the tokens, for families whose positions have three axes."""
 
 
-def needs_pictures(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> bool:
-    """Tell whether a model sees pictures. Raises UserError for one with a vision part of an unknown family."""
+def needs_images(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> bool:
+    """Tell whether a model sees images. Raises UserError for one with a vision part of an unknown family."""
     config = read_config(path, key=key, trust_remote_code=trust_remote_code)
     return find_vision(config, path=path, key=key) is not None
 
 
-class PictureProcessor:
-    """Processor of a model that sees pictures: transformers' image processor with the tokens that it goes with.
+class ImageProcessor:
+    """Processor of a model that sees images: transformers' image processor with the tokens that it goes with.
 
     Where torchvision is not installed the image processor is the one on PIL, whose pixels differ in rounding: so every
     process of a run must have it, or none.
@@ -81,10 +81,10 @@ class PictureProcessor:
             more = "" if os.path.isdir(path) else f"; {describe_hub()}"
             raise UserError(
                 refusal
-                or f"{self.who}: its picture processor cannot be loaded: {name_error(error)}: save the model "
+                or f"{self.who}: its image processor cannot be loaded: {name_error(error)}: save the model "
                 f"with its {FILES[0]}{more}"
             ) from error
-        self.family: PictureFamily = VISION_FAMILIES[config.model_type].pictures(
+        self.family: ImageFamily = VISION_FAMILIES[config.model_type].images(
             self.images, self.tokenizer, config, described, self.who
         )
         self.placeholder = self.family.placeholder
@@ -92,7 +92,7 @@ class PictureProcessor:
         self.placeholder_id = vocabulary.get(self.placeholder, -1)
         if self.placeholder_id != config.image_token_id:
             raise UserError(
-                f"{self.who}: its pictures are the token {config.image_token_id}, and its tokenizer has "
+                f"{self.who}: its images are the token {config.image_token_id}, and its tokenizer has "
                 f"{self.placeholder!r} as {vocabulary.get(self.placeholder)}: take config and tokenizer of one model"
             )
         self.reserved = tuple(text for text in self.family.reserved if text in vocabulary)
@@ -103,43 +103,43 @@ class PictureProcessor:
         self._expand_size = lru_cache(MOST_SIZES)(self._expand_anew)
         self._settings = f"{type(self.images).__qualname__} {self.images.to_json_string()}"
 
-    def expand(self, picture: Picture) -> Expansion:
-        """Return the tokens that stand for a picture. Its size decides them. Raises PictureRefused."""
-        return self._expand_size(picture.width, picture.height)
+    def expand(self, image: EncodedImage) -> Expansion:
+        """Return the tokens that stand for an image. Its size decides them. Raises ImageRefused."""
+        return self._expand_size(image.width, image.height)
 
     def _expand_anew(self, width: int, height: int) -> Expansion:
         cut = self.family.count(width, height)
         text = self.family.write(cut)
         ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         if not ids or {ids[0], ids[-1]} - self.placeholder_ids:
-            raise UserError(f"{self.who}: its tokenizer lacks tokens of pictures: it reads {text[:60]!r} as text")
+            raise UserError(f"{self.who}: its tokenizer lacks tokens of images: it reads {text[:60]!r} as text")
         return Expansion(text, ids, self.family.find_grid(cut))
 
-    def process(self, picture: Picture) -> Processed:
-        """Return a picture as the model reads it, computed once as long as it is kept. Raises PictureRefused."""
-        expansion = self.expand(picture)
-        made = KEPT.find(self._settings, picture.hash)
+    def process(self, image: EncodedImage) -> Processed:
+        """Return an image as the model reads it, computed once as long as it is kept. Raises ImageRefused."""
+        expansion = self.expand(image)
+        made = CACHE.find(self._settings, image.hash)
         if made is None:
-            made = self._process_anew(picture)
-            KEPT.add(self._settings, picture.hash, made)
+            made = self._process_anew(image)
+            CACHE.add(self._settings, image.hash, made)
         if self.family.write(made.cut) != expansion.text:
             raise RunStopped(
-                f"{self.who}: its processor cuts {picture.width} x {picture.height} pixels into {made.cut}, and "
-                f"{self.family.count(picture.width, picture.height)} was expected: install the version of transformers "
+                f"{self.who}: its processor cuts {image.width} x {image.height} pixels into {made.cut}, and "
+                f"{self.family.count(image.width, image.height)} was expected: install the version of transformers "
                 "that constraints.txt names"
             )
         return Processed(list(expansion.ids), made.tensors, expansion.grid)
 
-    def _process_anew(self, picture: Picture) -> KeptPicture:
+    def _process_anew(self, image: EncodedImage) -> CachedImage:
         try:
-            found = self.images(images=[picture.open()], return_tensors="pt", **self.family.settings)
+            found = self.images(images=[image.open()], return_tensors="pt", **self.family.settings)
         except ValueError as error:
-            raise PictureRefused(f"the model's processor refuses the picture ({error})") from error
-        return KeptPicture(*self.family.read(found))
+            raise ImageRefused(f"the model's processor refuses the image ({error})") from error
+        return CachedImage(*self.family.read(found))
 
-    def collate(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
-        """Return the inputs of the vision part for the pictures of a row, in the order of their tokens."""
-        return self.family.collate([self.process(picture).tensors for picture in pictures]) if pictures else {}
+    def collate(self, images: Sequence[EncodedImage]) -> dict[str, Tensor]:
+        """Return the inputs of the vision part for the images of a row, in the order of their tokens."""
+        return self.family.collate([self.process(image).tensors for image in images]) if images else {}
 
     def save(self, folder: Path) -> None:
         """Copy the files that describe the processor, so that a saved model is whole."""

@@ -1,9 +1,9 @@
-"""Positions along three axes (M-RoPE), for model families that see pictures as grids of tokens.
+"""Positions along three axes (M-RoPE), for model families that see images as grids of tokens.
 
-Text counts on along all three axes. The tokens of a picture stand at one time, in rows and columns that begin there,
+Text counts on along all three axes. The tokens of an image stand at one time, in rows and columns that begin there,
 and what follows goes on after the larger of the two numbers:
 
-    tokens    a  b  [ a picture of 2 rows and 3 columns ]   c
+    tokens    a  b  [ an image of 2 rows and 3 columns ]   c
     time      0  1    2   2   2   2   2   2                 5
     row       0  1    2   2   2   3   3   3                 5
     column    0  1    2   3   4   2   3   4                 5
@@ -16,19 +16,19 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from core.types.images import PlacedPicture
+from core.types.images import PlacedImage
 
 
-def find_rope_ids(length: int, pictures: Sequence[PlacedPicture]) -> NDArray[np.int64]:
-    """Return the positions [3, length] of a sequence; a picture's span is its grid, row by row.
+def find_rope_ids(length: int, images: Sequence[PlacedImage]) -> NDArray[np.int64]:
+    """Return the positions [3, length] of a sequence; an image's span is its grid, row by row.
 
-    Raises ValueError for a picture without a grid, or one whose grid has another number of tokens than its span.
+    Raises ValueError for an image without a grid, or one whose grid has another number of tokens than its span.
     """
     parts: list[NDArray[np.int64]] = []
     done = position = 0
-    for place in pictures:
+    for place in images:
         if place.grid is None or place.grid[0] * place.grid[1] != place.end - place.begin:
-            raise ValueError(f"a picture has the grid {place.grid} and {place.end - place.begin} tokens")
+            raise ValueError(f"an image has the grid {place.grid} and {place.end - place.begin} tokens")
         text = place.begin - done
         parts.append(_count_on(position, text))
         position += text

@@ -1,6 +1,6 @@
 """Models that see: where the parts of a vision-language model are, by family.
 
-    pixels -> vision tower -> connector -> embeddings in place of the picture's tokens -> language part -> head
+    pixels -> vision tower -> connector -> embeddings in place of the image's tokens -> language part -> head
 
 Each part has its own attention. The tower's is not causal, so it never gets the kernel of the language part.
 """
@@ -18,10 +18,10 @@ from modeling.images.families import Patches, Tiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionFamily:
-    """Reader of pictures of a family's models, and the names of their parts below the language-model head."""
+    """Reader of images of a family's models, and the names of their parts below the language-model head."""
 
-    pictures: type[Tiles] | type[Patches]
-    """How a picture becomes tokens and tensors."""
+    images: type[Tiles] | type[Patches]
+    """How an image becomes tokens and tensors."""
     tower: str
     """Module that turns pixels into features."""
     connectors: tuple[str, ...]
@@ -30,10 +30,10 @@ class VisionFamily:
 
 
 _IDEFICS = VisionFamily(
-    pictures=Tiles, tower="model.vision_model", connectors=("model.connector",), language="model.text_model"
+    images=Tiles, tower="model.vision_model", connectors=("model.connector",), language="model.text_model"
 )
 _QWEN = VisionFamily(
-    pictures=Patches,
+    images=Patches,
     tower="model.visual",
     connectors=("model.visual.merger", "model.visual.deepstack_merger_list"),
     language="model.language_model",
@@ -50,14 +50,14 @@ in training and in rollouts."""
 
 
 def find_vision(config: Any, *, path: str, key: str = "model.path") -> VisionFamily | None:
-    """Return the parts of a model that reads pictures; None for a text model.
+    """Return the parts of a model that reads images; None for a text model.
 
-    Raises UserError for a model that reads pictures and is of no known family.
+    Raises UserError for a model that reads images and is of no known family.
     """
     known = VISION_FAMILIES.get(config.model_type)
     if known is None and getattr(config, "vision_config", None) is not None:
         raise UserError(
-            f"{key}={quote(path)} is a {config.model_type} model, which reads pictures, and of such models these are "
+            f"{key}={quote(path)} is a {config.model_type} model, which reads images, and of such models these are "
             f"known here: {', '.join(sorted(VISION_FAMILIES))}: take one of them, or a text model"
         )
     return known

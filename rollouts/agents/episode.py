@@ -11,7 +11,7 @@ from core.timing.progress import say
 from core.types.messages import Message
 from core.types.samples import Prompt, Sample, make_sample
 from rollouts.agents.processes import AgentProcesses, AgentResult
-from rollouts.agents.session import Sampler, Session
+from rollouts.agents.session import AgentSession, Sampler
 from rollouts.agents.task import Task
 from rollouts.agents.trace import Branch, Trace
 from rollouts.agents.wire import MODEL
@@ -38,7 +38,7 @@ class AgentRunner:
 
         A harness that fails makes failed samples, of whatever it has asked. Raises the engine's errors.
         """
-        session = Session(self.sampler, prompt, seed_of_turn)
+        session = AgentSession(self.sampler, prompt, seed_of_turn)
         async with self.gateway.serving(session) as base_url:
             task = make_task(prompt, session, base_url, seed=seed_of_turn("agent"))
             result = await self._run_agent(session, task)
@@ -60,7 +60,7 @@ class AgentRunner:
             for i, sample in enumerate(samples)
         ]
 
-    def _say_once(self, session: Session) -> None:
+    def _say_once(self, session: AgentSession) -> None:
         if session.counts.must_call and not self.said_must_call:
             self.said_must_call = True
             say(
@@ -73,7 +73,7 @@ class AgentRunner:
         await self.gateway.close()
         await self.processes.close()
 
-    async def _run_agent(self, session: Session, task: Task) -> AgentResult:
+    async def _run_agent(self, session: AgentSession, task: Task) -> AgentResult:
         """Return what the agent returned, or why the episode has failed. Raises the engine's errors."""
         running = start_task(self.processes.run(task, timeout_s=self.timeout_s))
         try:
@@ -86,7 +86,7 @@ class AgentRunner:
             await asyncio.wait([running])  # until its processes are gone
 
 
-def make_task(prompt: Prompt, session: Session, base_url: str, *, seed: int) -> Task:
+def make_task(prompt: Prompt, session: AgentSession, base_url: str, *, seed: int) -> Task:
     """Return what the agent sees of an episode: never the answer."""
     return Task(
         base_url=base_url,
@@ -120,7 +120,7 @@ def make_sample_of(
         transcript=cut_prompt(branch.messages, trace),
         turns=branch.turns,
         turn_numbers=branch.turn_numbers,
-        pictures=branch.pictures,
+        images=branch.images,
     )
 
 
@@ -129,7 +129,7 @@ def cut_prompt(messages: list[Message], trace: Trace) -> list[Message]:
     return messages[len(trace.prompt) :] if trace.holds_prompt(messages) else messages
 
 
-def count_requests(session: Session, samples: Sequence[Sample]) -> dict[str, float]:
+def count_requests(session: AgentSession, samples: Sequence[Sample]) -> dict[str, float]:
     """Return numbers of an episode for the log; driver/records/episode_metrics.py makes metrics of them."""
     trace, counts = session.trace, session.counts
     found = {
@@ -159,5 +159,5 @@ def _make_empty_branch(tokenizer: Tokenizer, prompt: Prompt) -> Branch:
         stop="eos",
         messages=[],
         last=-1,
-        pictures=find_places(tokenizer, ids, prompt.messages),
+        images=find_places(tokenizer, ids, prompt.messages),
     )

@@ -21,8 +21,8 @@ from typing import Any
 from aiohttp import web
 
 from core.errors import shorten
-from rollouts.agents.session import Request, Session
-from rollouts.agents.wire import Ask, Refused, list_models, read_ask, write_answer, write_chunks
+from rollouts.agents.session import AgentSession, Request
+from rollouts.agents.wire import BadRequest, ChatRequest, list_models, read_ask, write_answer, write_chunks
 
 HOST = "127.0.0.1"
 LARGEST_BODY = 64 * 2**20
@@ -35,15 +35,15 @@ class Gateway:
     """Server of one rollout worker. It starts with the first episode, in the event loop of that."""
 
     def __init__(self) -> None:
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, AgentSession] = {}
         self._runner: web.AppRunner | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()
         self.port = 0
 
     @asynccontextmanager
-    async def serving(self, session: Session) -> AsyncGenerator[str]:
-        """Answer the requests of an episode while the body runs; yield its base URL."""
+    async def serving(self, session: AgentSession) -> AsyncGenerator[str]:
+        """ChatResponse the requests of an episode while the body runs; yield its base URL."""
         await self._start()
         self.sessions[session.id] = session
         try:
@@ -77,7 +77,7 @@ class Gateway:
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         try:
             session = self._find_session(http)
-        except Refused as refusal:
+        except BadRequest as refusal:
             return _refuse(refusal)
         try:
             body = await _read_body(http)
@@ -88,7 +88,7 @@ class Gateway:
                     wants_usage = request.ask.wants_usage
                     return await _stream(http, [*write_chunks(answer, created=created, wants_usage=wants_usage)])
                 return await _send(http, write_answer(answer, created=created))
-        except Refused as refusal:
+        except BadRequest as refusal:
             session.count_refusal(refusal)
             return _refuse(refusal)
         except ConnectionError:  # the harness has gone; what was sampled waits for its retry
@@ -97,24 +97,26 @@ class Gateway:
     async def _list_models(self, http: web.Request) -> web.StreamResponse:
         try:
             self._find_session(http)
-        except Refused as refusal:
+        except BadRequest as refusal:
             return _refuse(refusal)
         return web.json_response(list_models(created=int(time.time())))
 
     async def _refuse_path(self, http: web.Request) -> web.StreamResponse:
         what = shorten(f"{http.method} {http.path}")
         return _refuse(
-            Refused(f"there is no {what} here, only chat/completions and models below the base URL", status=404)
+            BadRequest(f"there is no {what} here, only chat/completions and models below the base URL", status=404)
         )
 
-    def _find_session(self, http: web.Request) -> Session:
-        """Return the episode that a request belongs to. Raises Refused without its key."""
+    def _find_session(self, http: web.Request) -> AgentSession:
+        """Return the episode that a request belongs to. Raises BadRequest without its key."""
         session = self.sessions.get(http.match_info["session"])
         if session is None:
-            raise Refused("there is no such episode, or it has ended: each one has a base URL of its own", status=404)
+            raise BadRequest(
+                "there is no such episode, or it has ended: each one has a base URL of its own", status=404
+            )
         given = http.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(given.encode(), session.key.encode()):
-            raise Refused(
+            raise BadRequest(
                 "the API key is not that of this episode: use the one that the agent was given (OPENAI_API_KEY)",
                 status=401,
             )
@@ -125,15 +127,15 @@ async def _read_body(http: web.Request) -> bytes:
     try:
         return await http.read()
     except web.HTTPRequestEntityTooLarge as error:
-        raise Refused(f"the body of a request may have {LARGEST_BODY} bytes: send less", status=413) from error
+        raise BadRequest(f"the body of a request may have {LARGEST_BODY} bytes: send less", status=413) from error
 
 
-def _read_request(http: web.Request, body: bytes, session: Session) -> Request:
+def _read_request(http: web.Request, body: bytes, session: AgentSession) -> Request:
     try:
         parsed: Any = json.loads(body)
     except ValueError as error:
-        raise Refused("the body of a request must be JSON") from error
-    ask: Ask = read_ask(parsed, temperature=session.sampler.temperature)
+        raise BadRequest("the body of a request must be JSON") from error
+    ask: ChatRequest = read_ask(parsed, temperature=session.sampler.temperature)
     retries = http.headers.get(RETRY_COUNT, "")
     return Request(
         ask=ask,
@@ -159,5 +161,5 @@ async def _stream(http: web.Request, chunks: list[dict[str, Any]]) -> web.Stream
     return response
 
 
-def _refuse(refusal: Refused) -> web.Response:
+def _refuse(refusal: BadRequest) -> web.Response:
     return web.json_response(refusal.write(), status=refusal.status)

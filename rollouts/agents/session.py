@@ -15,12 +15,12 @@ import numpy as np
 from core.timing.clock import ActivityTimer
 from core.timing.phases import Activity
 from core.types.images import as_argument
-from core.types.messages import Message, find_pictures
+from core.types.messages import Message, find_images
 from core.types.samples import Prompt, Stop
 from data_feeds.chat.template_append import TemplateRefuses
 from data_feeds.chat.tool_parsing import PlainParser, ReplyParser, rename_taken
 from rollouts.agents.trace import CannotContinue, Node, Planned, Trace
-from rollouts.agents.wire import Answer, Ask, Refused
+from rollouts.agents.wire import BadRequest, ChatRequest, ChatResponse
 from rollouts.engines.base import Completion, Engine
 from rollouts.stops import Stops, StopStrings
 from rollouts.transcript import Tokenizer, check_completion
@@ -51,7 +51,7 @@ class Sampler:
 class _Call:
     """Request, with those that repeat it because its answer did not arrive."""
 
-    task: asyncio.Task[tuple[Answer, Node]]
+    task: asyncio.Task[tuple[ChatResponse, Node]]
     listeners: int = 0
     """Connections that wait for the answer."""
     was_delivered: bool = False
@@ -73,14 +73,14 @@ class Counts:
 class Request:
     """Request with what the transport knows of it."""
 
-    ask: Ask
+    ask: ChatRequest
     digest: str
     """Hash of the body."""
     retry: int | None = None
     """Number of retries that the client says it has made; None where it does not say."""
 
 
-class Session:
+class AgentSession:
     """Requests of one episode.
 
     `failed` is set to an error that must end the run, or to a sentence why the episode fails.
@@ -96,13 +96,13 @@ class Session:
         self.counts = Counts()
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls: dict[str, _Call] = {}
-        self._running: set[asyncio.Task[tuple[Answer, Node]]] = set()
+        self._running: set[asyncio.Task[tuple[ChatResponse, Node]]] = set()
         self._contexts: Counter[str] = Counter()
         self._main: dict[int, str] = {}
         """Contexts of the conversation that begins with the prompt, by the number of replies before."""
 
     @asynccontextmanager
-    async def answering(self, request: Request) -> AsyncGenerator[Answer]:
+    async def answering(self, request: Request) -> AsyncGenerator[ChatResponse]:
         """Yield the answer to a request; when the body ends without an error, the harness has got it."""
         call = self._find_call(request) or self._start_call(request)
         call.listeners += 1
@@ -115,7 +115,7 @@ class Session:
         finally:
             call.listeners -= 1
 
-    def count_refusal(self, refusal: Refused) -> None:
+    def count_refusal(self, refusal: BadRequest) -> None:
         """Count a request that was refused; the episode fails where there are too many."""
         self.counts.refused += 1
         if self.counts.refused >= MAX_REFUSED and not self.failed.done():
@@ -142,7 +142,7 @@ class Session:
 
     def _start_call(self, request: Request) -> _Call:
         if len(self._running) >= AT_ONCE:
-            raise Refused(
+            raise BadRequest(
                 f"{AT_ONCE} requests of this episode are running, and more are not taken at once: await some first",
                 status=429,
             )
@@ -152,40 +152,40 @@ class Session:
         call = self._calls[request.digest] = _Call(task)
         return call
 
-    def _end_call(self, task: asyncio.Task[tuple[Answer, Node]]) -> None:
+    def _end_call(self, task: asyncio.Task[tuple[ChatResponse, Node]]) -> None:
         self._running.discard(task)
         if task.cancelled():
             return
         error = task.exception()
-        if error is not None and not isinstance(error, Refused) and not self.failed.done():
+        if error is not None and not isinstance(error, BadRequest) and not self.failed.done():
             self.failed.set_exception(error)  # the engine's, or a defect: the run must hear of it
 
-    async def _reply(self, ask: Ask) -> tuple[Answer, Node]:
+    async def _reply(self, ask: ChatRequest) -> tuple[ChatResponse, Node]:
         self.counts.must_call += ask.must_call
         if ask.tools and isinstance(self.sampler.parser, PlainParser):
-            raise Refused(
+            raise BadRequest(
                 "rollout.tool_parser is unset and the tokenizer has no response template, so nothing would read the "
                 "calls of tools: set that key in the recipe, or leave tools out",
                 param="tools",
             )
-        if self.sampler.tokenizer.pictures is None and find_pictures(ask.messages):
-            raise Refused("the policy is a language model, which sees no pictures: leave them out", param="messages")
+        if self.sampler.tokenizer.images is None and find_images(ask.messages):
+            raise BadRequest("the policy is a language model, which sees no images: leave them out", param="messages")
         try:
             planned = self.trace.plan_reply(ask.messages, ask.tools)
         except CannotContinue as error:
-            raise Refused(str(error), param="messages") from error
+            raise BadRequest(str(error), param="messages") from error
         except TemplateRefuses as error:
-            raise Refused(f"the model's chat template refuses these messages: {error}", param="messages") from error
+            raise BadRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
         room = self._measure_room(planned)
         self.n_started += 1
         wanted = room if ask.max_tokens is None else min(room, ask.max_tokens)
         done = await self._sample(planned, wanted)
         done = cut_at_stop(done, ask.stop, self.sampler)
-        self.left -= len(done.token_ids) + (0 if planned.parent is None else len(planned.given))
+        self.left -= len(done.token_ids) + (0 if planned.parent is None else len(planned.prompt_ids))
         reply = self._parse(done, ask)
         node = self.trace.add_reply(planned, done, reply)
         reason = "length" if done.stop == "length" else "tool_calls" if "tool_calls" in reply else "stop"
-        answer = Answer(
+        answer = ChatResponse(
             id=f"chatcmpl-{self.id}-{node.number}",
             message=reply,
             finish_reason=reason,
@@ -195,7 +195,7 @@ class Session:
         return answer, node
 
     def _measure_room(self, planned: Planned) -> int:
-        """Return how many tokens the reply may have. Raises Refused where a limit of the episode leaves none."""
+        """Return how many tokens the reply may have. Raises BadRequest where a limit of the episode leaves none."""
         sampler = self.sampler
         if self.n_started >= sampler.max_turns:
             raise self._end_branch(
@@ -210,7 +210,7 @@ class Session:
                 f"the conversation has {len(planned.context)} tokens, and with a reply it may have "
                 f"data.max_prompt_tokens + rollout.max_new_tokens={sampler.max_model_len}: shorten it, or raise them",
             )
-        left = self.left - (0 if planned.parent is None else len(planned.given))
+        left = self.left - (0 if planned.parent is None else len(planned.prompt_ids))
         room = min(left, sampler.max_model_len - len(planned.context))
         if room <= 0:
             raise self._end_branch(
@@ -221,17 +221,17 @@ class Session:
             )
         return room
 
-    def _end_branch(self, planned: Planned, stop: Stop, why: str) -> Refused:
+    def _end_branch(self, planned: Planned, stop: Stop, why: str) -> BadRequest:
         if planned.parent is not None:
             planned.parent.refused = stop
-        return Refused(why)
+        return BadRequest(why)
 
     async def _sample(self, planned: Planned, max_new_tokens: int) -> Completion:
         sampler = self.sampler
         seed = self.seed_of_turn(self._choose_seed(planned))
         with sampler.timer.measure(Activity.GENERATE):
             done = await sampler.engine.generate(
-                planned.context, max_new_tokens=max_new_tokens, seed=seed, **as_argument(planned.pictures)
+                planned.context, max_new_tokens=max_new_tokens, seed=seed, **as_argument(planned.images)
             )
         check_completion(done, max_new_tokens=max_new_tokens)
         sampler.stops.check_completion(done.token_ids, done.stop)
@@ -252,7 +252,7 @@ class Session:
             return planned.depth
         return f"{planned.depth}/{digest}/{before}"
 
-    def _parse(self, done: Completion, ask: Ask) -> Message:
+    def _parse(self, done: Completion, ask: ChatRequest) -> Message:
         """Return the reply as a message, without the text from a stop string of the request on."""
         sampler = self.sampler
         parser = sampler.parser if ask.tools and ask.may_call else PlainParser()
@@ -262,11 +262,11 @@ class Session:
         return {**reply, "content": reply["content"][: min(ends)]} if ends else reply
 
 
-def _get_result(task: asyncio.Task[tuple[Answer, Node]]) -> tuple[Answer, Node]:
-    """Return what a request that has ended gave; raise Refused where the run could not answer it."""
-    if not task.cancelled() and (task.exception() is None or isinstance(task.exception(), Refused)):
+def _get_result(task: asyncio.Task[tuple[ChatResponse, Node]]) -> tuple[ChatResponse, Node]:
+    """Return what a request that has ended gave; raise BadRequest where the run could not answer it."""
+    if not task.cancelled() and (task.exception() is None or isinstance(task.exception(), BadRequest)):
         return task.result()
-    raise Refused("the policy cannot answer any more: the episode, or the run, is ending", status=500)
+    raise BadRequest("the policy cannot answer any more: the episode, or the run, is ending", status=500)
 
 
 def cut_at_stop(done: Completion, strings: tuple[str, ...], sampler: Sampler) -> Completion:

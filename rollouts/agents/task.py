@@ -43,7 +43,7 @@ class Task:
 
 
 def write_content(message: Message) -> dict[str, Any]:
-    """Return a message in OpenAI's form, with its pictures as data URIs."""
+    """Return a message in OpenAI's form, with its images as data URIs."""
     if "parts" not in message:
         return {**message}
     content = [

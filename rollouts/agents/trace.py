@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from core.types.images import PlacedPicture
+from core.types.images import PlacedImage
 from core.types.messages import Message, ToolSpec
 from core.types.samples import Stop
 from data_feeds.chat.template_append import TemplateRefuses, TemplateRewrites
 from rollouts.engines.base import Completion
-from rollouts.transcript import PlacesPictures, find_places
+from rollouts.transcript import PlacesImages, find_places
 
 
-class Renderer(PlacesPictures, Protocol):
+class Renderer(PlacesImages, Protocol):
     """Methods of a tokenizer that a trace needs; see data_feeds/chat/tokenizer.py."""
 
     def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
@@ -44,12 +44,12 @@ class Node:
     parent: Node | None
     tools: list[ToolSpec]
     """Tools of the branch."""
-    told: list[Message]
-    given: list[int]
-    pictures: tuple[PlacedPicture, ...]
-    """Pictures of all tokens before the reply."""
+    prompt_messages: list[Message]
+    prompt_ids: list[int]
+    images: tuple[PlacedImage, ...]
+    """Images of all tokens before the reply."""
     reply: Message
-    done: Completion
+    completion: Completion
     number: int
     """Number of the reply in its episode, by time."""
     children: list[Node] = field(default_factory=list["Node"])
@@ -80,13 +80,13 @@ class Planned:
     parent: Node | None
     """Reply that it continues; None where a branch begins."""
     tools: list[ToolSpec]
-    told: list[Message]
-    given: list[int]
+    prompt_messages: list[Message]
+    prompt_ids: list[int]
     """Tokens since the parent's reply."""
     context: list[int]
     """All tokens that the engine gets."""
-    pictures: tuple[PlacedPicture, ...]
-    """Pictures that some of these stand for."""
+    images: tuple[PlacedImage, ...]
+    """Images that some of these stand for."""
     depth: int
     """Number of the assistant's messages after those of the prompt."""
 
@@ -107,7 +107,7 @@ class Branch:
     messages: list[Message]
     last: int
     """Number of its last reply."""
-    pictures: tuple[PlacedPicture, ...]
+    images: tuple[PlacedImage, ...]
 
 
 class Trace:
@@ -148,10 +148,10 @@ class Trace:
             planned = Planned(
                 parent=None,
                 tools=tools,
-                told=messages,
-                given=given,
+                prompt_messages=messages,
+                prompt_ids=given,
                 context=given,
-                pictures=find_places(self.tokenizer, given, messages),
+                images=find_places(self.tokenizer, given, messages),
                 depth=self._count_replies(messages),
             )
         return planned
@@ -161,11 +161,11 @@ class Trace:
         node = Node(
             parent=planned.parent,
             tools=planned.tools,
-            told=planned.told,
-            given=planned.given,
-            pictures=planned.pictures,
+            prompt_messages=planned.prompt_messages,
+            prompt_ids=planned.prompt_ids,
+            images=planned.images,
             reply=reply,
-            done=done,
+            completion=done,
             number=self.n_replies,
         )
         self.n_replies += 1
@@ -177,7 +177,9 @@ class Trace:
 
     def starts_with_prompt(self, planned: Planned) -> bool:
         """Tell whether a request's conversation begins with the messages of the prompt."""
-        return self.holds_prompt(planned.told if planned.parent is None else planned.parent.list_path()[0].told)
+        return self.holds_prompt(
+            planned.prompt_messages if planned.parent is None else planned.parent.list_path()[0].prompt_messages
+        )
 
     def holds_prompt(self, messages: list[Message]) -> bool:
         """Tell whether a conversation begins with the messages of the prompt."""
@@ -206,8 +208,12 @@ class Trace:
         waiting = [(node, 0) for node in self.roots if node.tools == tools]
         while waiting:
             node, start = waiting.pop()
-            at = start + len(node.told)
-            if messages[start:at] != node.told or at >= len(messages) or not is_repeated(node.reply, messages[at]):
+            at = start + len(node.prompt_messages)
+            if (
+                messages[start:at] != node.prompt_messages
+                or at >= len(messages)
+                or not is_repeated(node.reply, messages[at])
+            ):
                 continue
             if (at, node.number) > best:
                 best, found = (at, node.number), node
@@ -217,22 +223,22 @@ class Trace:
     def _append(self, parent: Node, messages: list[Message]) -> Planned | None:
         """Return a request that continues `parent`; None where the template does not only append."""
         path = parent.list_path()
-        at = sum(len(node.told) + 1 for node in path)
-        before = [i for node in path for i in (*node.given, *node.done.token_ids)]
+        at = sum(len(node.prompt_messages) + 1 for node in path)
+        before = [i for node in path for i in (*node.prompt_ids, *node.completion.token_ids)]
         try:
             answers = self.tokenizer.render_turns(parent.reply, messages[at:], parent.tools)
-            given = self.close_turn(parent.done.token_ids) + answers
-            pictures = find_places(self.tokenizer, before + given, messages[at:], len(before))
+            given = self.close_turn(parent.completion.token_ids) + answers
+            images = find_places(self.tokenizer, before + given, messages[at:], len(before))
         except (TemplateRewrites, TemplateRefuses):  # what the template refuses in the whole, the full render says
             self.n_not_appended += 1
             return None
         return Planned(
             parent=parent,
             tools=parent.tools,
-            told=messages[at:],
-            given=given,
+            prompt_messages=messages[at:],
+            prompt_ids=given,
             context=before + given,
-            pictures=parent.pictures + pictures,
+            images=parent.images + images,
             depth=self._count_replies(messages),
         )
 
@@ -282,8 +288,8 @@ def _make_branch(leaf: Node, seen: set[int]) -> Branch:
         columns["versions"] += versions if sampled else [-1] * len(ids)
 
     for node in path:
-        done, is_new = node.done, node.number not in seen
-        append(node.given, [], [], sampled=False)
+        done, is_new = node.completion, node.number not in seen
+        append(node.prompt_ids, [], [], sampled=False)
         begin = len(columns["ids"])
         append(done.token_ids, done.logp, done.versions, sampled=is_new)
         if is_new:
@@ -297,8 +303,8 @@ def _make_branch(leaf: Node, seen: set[int]) -> Branch:
         versions=columns["versions"],
         turns=tuple(turns),
         turn_numbers=tuple(numbers),
-        stop=leaf.refused or leaf.done.stop,
-        messages=[message for node in path for message in (*node.told, node.reply)],
+        stop=leaf.refused or leaf.completion.stop,
+        messages=[message for node in path for message in (*node.prompt_messages, node.reply)],
         last=leaf.number,
-        pictures=leaf.pictures,
+        images=leaf.images,
     )

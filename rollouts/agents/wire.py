@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.errors import quote
-from core.types.images import PictureRefused, read_picture
+from core.types.images import ImageRefused, read_image
 from core.types.messages import ROLES, Message, Part, ToolCall, ToolSpec
 from data_feeds.images.read_images import read_data_uri
 from data_feeds.rows.values import holds_lone_surrogate
@@ -47,7 +47,7 @@ REASONING = ("reasoning", "reasoning_content")
 """Names that clients have for what an assistant thought."""
 
 
-class Refused(Exception):
+class BadRequest(Exception):
     """Request that is not answered. The message is one sentence for the author of the harness."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None):
@@ -62,7 +62,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ChatRequest:
     """Request for a reply."""
 
     messages: list[Message]
@@ -79,7 +79,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ChatResponse:
     """Reply for a harness."""
 
     id: str
@@ -89,27 +89,27 @@ class Answer:
     completion_tokens: int
 
 
-def read_ask(body: Any, *, temperature: float) -> Ask:
-    """Return a request. Raises Refused for what it may not ask.
+def read_ask(body: Any, *, temperature: float) -> ChatRequest:
+    """Return a request. Raises BadRequest for what it may not ask.
 
     temperature: the run's.
     """
     if not isinstance(body, dict):
-        raise Refused("the body of a request must be a JSON object with model and messages")
+        raise BadRequest("the body of a request must be a JSON object with model and messages")
     if holds_lone_surrogate(body):
-        raise Refused("a text of the request holds half of a character, which no tokenizer can read: leave it out")
+        raise BadRequest("a text of the request holds half of a character, which no tokenizer can read: leave it out")
     if (model := body.get("model")) != MODEL:
-        raise Refused(f"there is no model {quote(model)} here: it is called {MODEL}", status=404, param="model")
+        raise BadRequest(f"there is no model {quote(model)} here: it is called {MODEL}", status=404, param="model")
     _check_parameters(body, temperature)
     messages, tools = body.get("messages"), body.get("tools") or []
     if not isinstance(messages, list) or not isinstance(tools, list):
-        raise Refused("messages and tools must be lists", param="messages")
+        raise BadRequest("messages and tools must be lists", param="messages")
     choice = body.get("tool_choice")
     demands = choice == "required" or isinstance(choice, dict)
     if choice not in (None, "auto", "none") and not demands:
-        raise Refused(f"tool_choice must be auto, none, required or a function, found {choice!r:.80}")
+        raise BadRequest(f"tool_choice must be auto, none, required or a function, found {choice!r:.80}")
     options = body.get("stream_options") or {}
-    return Ask(
+    return ChatRequest(
         messages=[read_message(m, f"messages[{i}]") for i, m in enumerate(messages)],
         tools=[_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
         may_call=choice != "none",
@@ -122,9 +122,9 @@ def read_ask(body: Any, *, temperature: float) -> Ask:
 
 
 def _check_parameters(body: dict[str, Any], temperature: float) -> None:
-    """Raise Refused for a parameter that would change how replies are sampled, or that nothing reads."""
+    """Raise BadRequest for a parameter that would change how replies are sampled, or that nothing reads."""
     if (asked := body.get("temperature")) is not None and asked != temperature:
-        raise Refused(
+        raise BadRequest(
             f"temperature is {asked!r:.40}, and this run samples at rollout.temperature={temperature:g}: leave it out",
             param="temperature",
         )
@@ -132,11 +132,11 @@ def _check_parameters(body: dict[str, Any], temperature: float) -> None:
         if value is None or name in (*READ, *STREAMING, *WITHOUT_EFFECT):
             continue
         if name not in NEUTRAL:
-            raise Refused(
+            raise BadRequest(
                 f"{quote(name)} is not offered: the run decides how replies are sampled; leave it out", param=name
             )
         if value not in NEUTRAL[name]:
-            raise Refused(
+            raise BadRequest(
                 f"{name} is {value!r:.80}, and it would sample from another distribution than the one in training, or "
                 "is not offered: leave it out",
                 param=name,
@@ -144,9 +144,9 @@ def _check_parameters(body: dict[str, Any], temperature: float) -> None:
 
 
 def read_message(given: Any, where: str) -> Message:
-    """Return a message of a request. Raises Refused for what no chat template could be shown."""
+    """Return a message of a request. Raises BadRequest for what no chat template could be shown."""
     if not isinstance(given, dict) or given.get("role") not in ROLES:
-        raise Refused(f"{where} must be an object whose role is one of {', '.join(ROLES)}", param=where)
+        raise BadRequest(f"{where} must be an object whose role is one of {', '.join(ROLES)}", param=where)
     parts = _read_content(given.get("content"), where)
     text = "".join(part["text"] for part in parts if part["type"] == "text")
     message: Message = {"role": given["role"], "content": text}
@@ -164,7 +164,7 @@ def read_message(given: Any, where: str) -> Message:
         elif name in REASONING and isinstance(value, str) and given["role"] == "assistant":
             message["reasoning"] = value
         elif name not in EMPTY_IN_MESSAGES:
-            raise Refused(f"{where} has {quote(name)}, which no chat template is shown: leave it out", param=where)
+            raise BadRequest(f"{where} has {quote(name)}, which no chat template is shown: leave it out", param=where)
     return message
 
 
@@ -172,7 +172,7 @@ def _read_content(content: Any, where: str) -> list[Part]:
     if content is None or isinstance(content, str):
         return [{"type": "text", "text": content or ""}]
     if not isinstance(content, list):
-        raise Refused(f"{where}.content must be text, or a list of parts: the policy sees nothing else")
+        raise BadRequest(f"{where}.content must be text, or a list of parts: the policy sees nothing else")
     return [_read_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
 
 
@@ -183,13 +183,13 @@ def _read_part(part: Any, where: str) -> Part:
     url = part.get("image_url") if kind == "image_url" else None
     url = url.get("url") if isinstance(url, dict) else url
     if not isinstance(url, str):
-        raise Refused(f"{where} must be a part of type text or image_url: the policy sees nothing else", param=where)
+        raise BadRequest(f"{where} must be a part of type text or image_url: the policy sees nothing else", param=where)
     if not url.startswith("data:"):
-        raise Refused(f"{where}: a picture by its address is not fetched: send it as a data URI", param=where)
+        raise BadRequest(f"{where}: an image by its address is not fetched: send it as a data URI", param=where)
     try:
-        return {"type": "image", "image": read_picture(read_data_uri(url))}
-    except PictureRefused as refusal:
-        raise Refused(f"{where}: {refusal}", param=where) from refusal
+        return {"type": "image", "image": read_image(read_data_uri(url))}
+    except ImageRefused as refusal:
+        raise BadRequest(f"{where}: {refusal}", param=where) from refusal
 
 
 def _read_call(given: Any, where: str) -> ToolCall:
@@ -201,7 +201,7 @@ def _read_call(given: Any, where: str) -> ToolCall:
         except ValueError:
             arguments = None
     if not isinstance(arguments, dict) or not isinstance(name, str):
-        raise Refused(
+        raise BadRequest(
             f"{where} must be {{id, type: function, function: {{name, arguments}}}} with arguments that are a JSON "
             "object",
             param=where,
@@ -212,25 +212,27 @@ def _read_call(given: Any, where: str) -> ToolCall:
 def _read_tool(given: Any, where: str) -> ToolSpec:
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(f"{where} must be {{type: function, function: {{name, description, parameters}}}}", param="tools")
+        raise BadRequest(
+            f"{where} must be {{type: function, function: {{name, description, parameters}}}}", param="tools"
+        )
     return given
 
 
 def _read_max_tokens(body: dict[str, Any]) -> int | None:
     asked = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
     if wrong := [n for n in asked if type(n) is not int or n < 1]:
-        raise Refused(f"max_tokens must be a whole number from 1 on, found {wrong[0]!r:.40}", param="max_tokens")
+        raise BadRequest(f"max_tokens must be a whole number from 1 on, found {wrong[0]!r:.40}", param="max_tokens")
     return min(asked, default=None)
 
 
 def _read_stop(stop: Any) -> tuple[str, ...]:
     strings: Any = [stop] if isinstance(stop, str) else stop or []
     if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
-        raise Refused(f"stop must be a text or a list of texts, none empty, found {stop!r:.80}", param="stop")
+        raise BadRequest(f"stop must be a text or a list of texts, none empty, found {stop!r:.80}", param="stop")
     return tuple(strings)
 
 
-def write_answer(answer: Answer, *, created: int) -> dict[str, Any]:
+def write_answer(answer: ChatResponse, *, created: int) -> dict[str, Any]:
     """Return the body of a complete answer."""
     choice = {
         "index": 0,
@@ -248,7 +250,7 @@ def write_answer(answer: Answer, *, created: int) -> dict[str, Any]:
     }
 
 
-def write_chunks(answer: Answer, *, created: int, wants_usage: bool) -> Iterator[dict[str, Any]]:
+def write_chunks(answer: ChatResponse, *, created: int, wants_usage: bool) -> Iterator[dict[str, Any]]:
     """Yield the chunks of a streamed answer: all of the reply in the first one."""
     delta = write_message(answer.message)
     for i, call in enumerate(delta.get("tool_calls", [])):
@@ -280,7 +282,7 @@ def list_models(*, created: int) -> dict[str, Any]:
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": created, "owned_by": "feynrl"}]}
 
 
-def _write_usage(answer: Answer) -> dict[str, int]:
+def _write_usage(answer: ChatResponse) -> dict[str, int]:
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.completion_tokens,

@@ -13,10 +13,10 @@ from typing import ClassVar, Literal, Protocol
 
 from torch import nn
 
-from configs.rollout_schema import RequestMode, SleepMode
+from configs.rollout_schema import PauseMode, SleepMode
 from configs.trainer_schema import LoraConfig
-from core.types.allowed_tokens import EVERY_TOKEN, Support
-from core.types.images import PlacedPicture
+from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
+from core.types.images import PlacedImage
 from core.types.weights import Bucket
 from rollouts.engines.sleeping import WakePart
 from rollouts.stops import StopStrings
@@ -50,7 +50,7 @@ class EngineConfig:
     """Tokens that end a completion. The model's own generation config is ignored."""
     stop_strings: StopStrings | None = None
     """Texts that end a completion with the token that completes one of them: `find_end` says where."""
-    support: Support = EVERY_TOKEN
+    allowed_tokens: AllowedTokens = EVERY_TOKEN
     """Tokens that may be sampled."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     trust_remote_code: bool = False
@@ -73,8 +73,8 @@ class EngineConfig:
     """Weights come over NCCL, which takes GPUs at both ends."""
     timeout_s: float = 300.0
     """Deadline of one step of a weight sync."""
-    requests: RequestMode = "keep"
-    """What happens to running requests when weights come: `weight_sync.requests`."""
+    pause_mode: PauseMode = "keep"
+    """What happens to running requests when weights come: `weight_sync.pause_mode`."""
     sleep: SleepMode | None = None
     """What an engine that shares its device does with its weights while it sleeps; None is one that never sleeps."""
     over_ipc: bool = False
@@ -94,10 +94,10 @@ class Capabilities:
     """True if the engine loads weights in chunks (`begin_chunks`, `load_chunk`): transports direct and disk."""
     adapter: bool = False
     """True if the engine can sample with a LoRA adapter beside the weights."""
-    pictures: bool = False
-    """True if prompts may hold pictures."""
-    support: bool = False
-    """True if the engine samples from `EngineConfig.support` only, and its log-probabilities are those of that set."""
+    images: bool = False
+    """True if prompts may hold images."""
+    allowed_tokens: bool = False
+    """True if the engine samples from `EngineConfig.allowed_tokens` only, with log-probabilities over that set."""
     stop_strings: bool = False
     """True if a completion ends where `EngineConfig.stop_strings` says."""
     sleep: bool = False
@@ -133,21 +133,21 @@ class Engine(ReceivesWeights, Protocol):
         return cls
 
     @classmethod
-    def check_own_code(cls, model: nn.Module, *, path: str) -> None:
+    def check_user_code(cls, model: nn.Module, *, path: str) -> None:
         """Raise UserError where the engine cannot run a model whose class came with it; it is on the meta device."""
         return
 
     @classmethod
     def check_family(cls, family: str, *, path: str) -> None:
-        """Raise UserError where the engine cannot run a model that sees pictures here; family: its `model_type`."""
+        """Raise UserError where the engine cannot run a model that sees images here; family: its `model_type`."""
         return
 
     async def generate(
-        self, token_ids: list[int], *, max_new_tokens: int, seed: int, pictures: Sequence[PlacedPicture] = ()
+        self, token_ids: list[int], *, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()
     ) -> Completion:
         """Sample one continuation of `token_ids` at the run's temperature.
 
-        pictures: what spans of `token_ids` stand for; given to engines with the capability `pictures` only.
+        images: what spans of `token_ids` stand for; given to engines with the capability `images` only.
         """
         ...
 

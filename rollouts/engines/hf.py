@@ -5,7 +5,7 @@ softmax(logits / temperature) over the tokens that may be chosen, and at tempera
 ignores the model's generation config.
 
 It yields to the event loop after every token, so that weights can be loaded during generation. The KV cache of running
-requests is then recomputed from all their tokens and pictures.
+requests is then recomputed from all their tokens and images.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from core.errors import RunStopped, UserError
-from core.types.images import PlacedPicture, list_written
+from core.types.images import PlacedImage, list_written
 from core.types.weights import Bucket
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
 from rollouts.engines.hf_support.rows import EngineRequest, Rows, make_rows
 from rollouts.engines.sleeping import Sleeper, WakePart
-from trainers.offload.storages import Aside, find_storages
+from trainers.offload.storages import OffloadedStorages, find_storages
 from trainers.weight_sync.base import Chunk
 from trainers.weight_sync.broadcast import WeightReceiver
 from trainers.weight_sync.chunks import read_chunk
@@ -44,11 +44,13 @@ class HfEngine(Engine):
     ends. Requests that come meanwhile wait for the next batch.
     """
 
-    capabilities = Capabilities(broadcast=True, chunks=True, pictures=True, support=True, stop_strings=True, sleep=True)
+    capabilities = Capabilities(
+        broadcast=True, chunks=True, images=True, allowed_tokens=True, stop_strings=True, sleep=True
+    )
     max_batch = 256
 
     def __init__(self, config: EngineConfig) -> None:
-        from modeling.images.processor import PictureProcessor, needs_pictures
+        from modeling.images.processor import ImageProcessor, needs_images
         from modeling.load import load_model
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,12 +59,12 @@ class HfEngine(Engine):
         )
         self.model = model.eval().to(self.device)
         trusts = config.trust_remote_code
-        sees = needs_pictures(config.model_path, trust_remote_code=trusts)
-        self.processor = PictureProcessor(config.model_path, trust_remote_code=trusts) if sees else None
+        sees = needs_images(config.model_path, trust_remote_code=trusts)
+        self.processor = ImageProcessor(config.model_path, trust_remote_code=trusts) if sees else None
         self.temperature, self.stop = config.temperature, set(config.stop_token_ids)
-        self.stop_strings, self.support = config.stop_strings, config.support
-        self.timeout_s, self.request_mode = config.timeout_s, config.requests
-        self.sleeper, self.aside, self.sleep_mode = Sleeper(), Aside(), config.sleep
+        self.stop_strings, self.allowed_tokens = config.stop_strings, config.allowed_tokens
+        self.timeout_s, self.request_mode = config.timeout_s, config.pause_mode
+        self.sleeper, self.aside, self.sleep_mode = Sleeper(), OffloadedStorages(), config.sleep
         self.version = -1
         self.n_updates = 0
         self.loaded: dict[str, int] = {}
@@ -73,7 +75,7 @@ class HfEngine(Engine):
         """Buckets for the next `receive_weights`; None if weights come by broadcast."""
 
     @classmethod
-    def check_own_code(cls, model: nn.Module, *, path: str) -> None:
+    def check_user_code(cls, model: nn.Module, *, path: str) -> None:
         """Raise UserError for a forward() that lacks a parameter of `_sample_tokens`."""
         taken = inspect.signature(model.forward).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in taken.values())
@@ -84,11 +86,11 @@ class HfEngine(Engine):
             )
 
     async def generate(
-        self, token_ids: list[int], *, max_new_tokens: int, seed: int, pictures: Sequence[PlacedPicture] = ()
+        self, token_ids: list[int], *, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()
     ) -> Completion:
         self.sleeper.check_sampling()
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.waiting.append(EngineRequest(token_ids, pictures, max_new_tokens, np.random.default_rng(seed), future))
+        self.waiting.append(EngineRequest(token_ids, images, max_new_tokens, np.random.default_rng(seed), future))
         for _ in range(3):  # let other callers add their requests first
             await asyncio.sleep(0)
         self._start_batch()
@@ -103,10 +105,10 @@ class HfEngine(Engine):
             self.running.add_done_callback(partial(self._finish_batch, batch))
 
     async def _run_batch(self, batch: list[EngineRequest]) -> None:
-        """Generate all of `batch`, token by token; with weight_sync.requests=abort, until the next update."""
+        """Generate all of `batch`, token by token; with weight_sync.pause_mode=abort, until the next update."""
         live = sorted(batch, key=lambda r: len(r.so_far))
         while live:
-            n_updates, rows = self.n_updates, self._make_rows([(r.so_far, r.pictures) for r in live])
+            n_updates, rows = self.n_updates, self._make_rows([(r.so_far, r.images) for r in live])
             while live and n_updates == self.n_updates:
                 live = self._sample_tokens(rows, live)
                 await asyncio.sleep(0)
@@ -136,8 +138,8 @@ class HfEngine(Engine):
             # after the callers' tasks: their next requests join the same batch
             asyncio.get_running_loop().call_soon(self._start_batch)
 
-    def _make_rows(self, live: Sequence[tuple[list[int], Sequence[PlacedPicture]]]) -> Rows:
-        """Return inputs with all these tokens and pictures and an empty cache."""
+    def _make_rows(self, live: Sequence[tuple[list[int], Sequence[PlacedImage]]]) -> Rows:
+        """Return inputs with all these tokens and images and an empty cache."""
         return make_rows(live, DynamicCache(config=self.model.config), self.processor, self.device)
 
     @torch.no_grad()  # here and not around the loop: between two tokens other tasks run, which may want gradients
@@ -153,9 +155,9 @@ class HfEngine(Engine):
             **rows.media,
         )
         logits = rows.split(out.logits[:, -1])
-        logp = self.support.restrict(logits, self.temperature or 1.0).log_softmax(-1)  # [B, A]
+        logp = self.allowed_tokens.restrict(logits, self.temperature or 1.0).log_softmax(-1)  # [B, A]
         columns = self._draw_tokens(logp, live) if self.temperature else logp.argmax(-1)  # [B]
-        chosen, chosen_logp = self.support.to_ids(columns), logp.gather(-1, columns[:, None])[:, 0].tolist()
+        chosen, chosen_logp = self.allowed_tokens.to_ids(columns), logp.gather(-1, columns[:, None])[:, 0].tolist()
         stay = []
         for i, (request, token) in enumerate(zip(live, chosen.tolist(), strict=True)):
             request.new_ids.append(token)
@@ -187,12 +189,12 @@ class HfEngine(Engine):
             max=logp.shape[-1] - 1
         )
 
-    async def probe(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> list[float]:
+    async def probe(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         self.sleeper.check_sampling()
-        rows = self._make_rows([(token_ids, pictures)])
+        rows = self._make_rows([(token_ids, images)])
         with torch.no_grad():
             out = self.model(input_ids=rows.ids, position_ids=rows.positions, use_cache=False, **rows.media)
-        at = list_written(len(token_ids), pictures)
+        at = list_written(len(token_ids), images)
         logp = out.logits[0].float().log_softmax(-1)[[i - 1 for i in at]]
         return logp.gather(-1, self._make_tensor([token_ids[i] for i in at])[:, None])[:, 0].tolist()
 

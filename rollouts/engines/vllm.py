@@ -1,7 +1,7 @@
 """vLLM behind the `Engine` interface, in processes of its own.
 
 Weights come through vLLM's weight-transfer API (rollouts/engines/vllm_support/worker.py), or an adapter alone beside
-the model's own weights; the prefix cache and that of pictures are cleared with every update. vLLM is imported when an
+the model's own weights; the prefix cache and that of images are cleared with every update. vLLM is imported when an
 engine is made, after its environment is set.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from core.errors import ProcessDied, RunStopped
-from core.gc_control import without_collector
+from core.gc_control import without_gc
 from core.lean_imports import SCIPY, lean_transformers, without_package
 from core.timing.deadlines import ENGINE_DEATH_GRACE_S, ENGINE_POLL_S, ENGINE_RPC_GRACE_S, ENGINE_SHUTDOWN_TIMEOUT_S
 from rollouts.engines.base import Capabilities, EngineConfig
@@ -44,8 +44,8 @@ class VllmEngine(VllmBase):
         nccl=True,
         chunks=True,
         adapter=True,
-        pictures=True,
-        support=True,
+        images=True,
+        allowed_tokens=True,
         stop_strings=True,
         sleep=True,
         ipc=True,
@@ -82,7 +82,7 @@ class VllmEngine(VllmBase):
         core = self._core
         if core is None and not torch.cuda.is_available():
             core = EarlyCore()
-        with without_collector(), lean_transformers(), without_package(SCIPY):
+        with without_gc(), lean_transformers(), without_package(SCIPY):
             from vllm import AsyncEngineArgs
             from vllm.config import WeightTransferConfig
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -116,7 +116,7 @@ class VllmEngine(VllmBase):
         await self._load_part({"chunk": chunk})
 
     async def pause(self) -> None:
-        """Keep, finish or abort running requests, as `weight_sync.requests` says; new ones wait until the update ends.
+        """Keep, finish or abort running requests, as `weight_sync.pause_mode` says; new ones wait.
 
         vLLM does not finish requests that it has preempted for lack of cache: they wait, and continue as with `keep`.
         """
@@ -156,7 +156,7 @@ class VllmEngine(VllmBase):
             # Kept requests are computed again from their tokens, or old keys and values would stay in use.
             await self._llm.reset_prefix_cache(reset_running_requests=True)
             if self._sees:
-                await self._llm.reset_encoder_cache()  # after that: what was computed of pictures, by their hashes
+                await self._llm.reset_encoder_cache()  # after that: what was computed of images, by their hashes
             if self._sleeper.may_sample:  # else it resumes when its cache wakes
                 await self._llm.resume_generation()
 

@@ -22,7 +22,7 @@ class LocalVllmEngine(VllmBase):
     Requests made in the same turn of the event loop run as one batch, during which the process does nothing else.
     """
 
-    capabilities = Capabilities(adapter=True, pictures=True, support=True, stop_strings=True, sleep=True)
+    capabilities = Capabilities(adapter=True, images=True, allowed_tokens=True, stop_strings=True, sleep=True)
 
     def _start(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from core.types.images import Picture
+from core.types.images import EncodedImage
 from core.types.messages import ROLES, Message
 from rewards.worker import call_user_code, last_line
 
@@ -61,7 +61,7 @@ def _check_message(answer: Any, who: str) -> None:
 
 
 def _check_parts(answer: dict[str, Any], who: str) -> None:
-    """Raise TypeError for parts that are no text and pictures, or whose text is not the message's."""
+    """Raise TypeError for parts that are no text and images, or whose text is not the message's."""
     parts, texts = answer["parts"], list[str]()
     if not isinstance(parts, list):
         raise TypeError(f"{who} must return messages whose parts are a list, it returned {parts!r:.80}")
@@ -69,10 +69,10 @@ def _check_parts(answer: dict[str, Any], who: str) -> None:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text" and isinstance(part.get("text"), str):
             texts.append(part["text"])
-        elif kind != "image" or not isinstance(part.get("image"), Picture):
+        elif kind != "image" or not isinstance(part.get("image"), EncodedImage):
             raise TypeError(
                 f"{who} returned the part {part!r:.80}: a part is {{type: text, text}} or {{type: image, image}} with "
-                "a picture of core.types.images.read_picture"
+                "an image of core.types.images.read_image"
             )
     if "".join(texts) != answer["content"]:
         raise TypeError(f"{who} returned a message whose content is not the text of its parts: {answer!r:.80}")

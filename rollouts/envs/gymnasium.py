@@ -1,11 +1,11 @@
-"""Any environment of gymnasium whose actions are text or numbers, and whose observations are, or are pictures.
+"""Any environment of gymnasium whose actions are text or numbers, and whose observations are, or are images.
 
 The row says which: its column `gym` is the environment's id ("FrozenLake-v1"), `gym_args` its arguments and `gym_seed`
 the seed of its reset. All episodes of a row begin alike. The policy reads the observation as text, and its action is
 the last number (or the last numbers, or all of the text) of its reply. An action that cannot be read is answered with
 one sentence; it costs a turn, and no step.
 
-With `gym_observe: picture` the policy sees what the environment renders (rgb_array) instead of the observation. With
+With `gym_observe: image` the policy sees what the environment renders (rgb_array) instead of the observation. With
 `gym_bins: N` it acts by action tokens: each number of a Box is one of N equal bins, `<act_0>` to `<act_N-1>`, and a
 choice of n is one of the first n tokens; see core/types/action_tokens.py.
 """
@@ -19,7 +19,7 @@ import numpy as np
 
 from core.errors import UserError, name_error
 from core.types.action_tokens import NotActions, find_centres, list_action_tokens, read_action_tokens
-from core.types.images import encode_picture
+from core.types.images import encode_image
 from core.types.messages import Message, Part
 from core.types.samples import Prompt
 from data_feeds.chat.tool_parsing import ParsedReply
@@ -88,10 +88,10 @@ class Gymnasium(Env):
         frame = self.gym.render()
         if not isinstance(frame, np.ndarray) or frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[-1] != 3:
             raise UserError(
-                f"rollout.env=gymnasium: the row {self.prompt.id}: {self.prompt.extra['gym']} renders no picture "
+                f"rollout.env=gymnasium: the row {self.prompt.id}: {self.prompt.extra['gym']} renders no image "
                 "(rgb_array): leave gym_observe out"
             )
-        parts: list[Part] = [{"type": "image", "image": encode_picture(Image.fromarray(frame))}]
+        parts: list[Part] = [{"type": "image", "image": encode_image(Image.fromarray(frame))}]
         if text:
             parts.append({"type": "text", "text": text})
         return {"role": "user", "content": text, "parts": parts}
@@ -103,14 +103,14 @@ class Gymnasium(Env):
 
 
 def read_form(prompt: Prompt) -> tuple[bool, int]:
-    """Return whether a row's policy sees pictures, and how many bins its actions have; 0 where they are text."""
+    """Return whether a row's policy sees images, and how many bins its actions have; 0 where they are text."""
     observe, bins = prompt.extra.get("gym_observe") or "text", prompt.extra.get("gym_bins") or 0
-    if observe not in ("text", "picture") or type(bins) is not int or not 0 <= bins <= MOST_BINS:
+    if observe not in ("text", "image") or type(bins) is not int or not 0 <= bins <= MOST_BINS:
         raise UserError(
-            f"rollout.env=gymnasium: the row {prompt.id} may have gym_observe: text or picture, and gym_bins: 1 to "
+            f"rollout.env=gymnasium: the row {prompt.id} may have gym_observe: text or image, and gym_bins: 1 to "
             f"{MOST_BINS}, found {observe!r:.60} and {bins!r:.60}"
         )
-    return observe == "picture", bins
+    return observe == "image", bins
 
 
 def make_gym(prompt: Prompt, *, sees: bool = False) -> Any:

@@ -1,8 +1,8 @@
-"""Planar arm with two joints that is to reach a dot: pictures in, action tokens out.
+"""Planar arm with two joints that is to reach a dot: images in, action tokens out.
 
 The row says where arm and dot are: its column `arm` holds `angles`, in radians, and `dot`, in pixels. The prompt shows
-that as a picture. A reply of two action tokens names the angles that the joints are to have; each joint turns towards
-its own, at most STEP, and the next picture shows where that led. The episode ends when the tip is on the dot, after
+that as an image. A reply of two action tokens names the angles that the joints are to have; each joint turns towards
+its own, at most STEP, and the next image shows where that led. The episode ends when the tip is on the dot, after
 `rollout.max_turns` replies, or with a reply that is no action. data_prep/reach.py makes rows, and has an expert.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError
 from core.types.action_tokens import NotActions, find_bins, find_centres, read_action_tokens
-from core.types.images import encode_picture
+from core.types.images import encode_image
 from core.types.messages import Message
 from core.types.samples import Prompt
 from data_feeds.chat.tool_parsing import ParsedReply
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Pair = tuple[float, float]
 
 SIDE = 56
-"""Width and height of a picture, in pixels; the shoulder is in its middle."""
+"""Width and height of an image, in pixels; the shoulder is in its middle."""
 LINKS = (14.0, 11.0)
 """Lengths of upper arm and forearm, in pixels."""
 LOW, HIGH = (-math.pi, 0.4), (math.pi, 2.4)
@@ -45,7 +45,7 @@ class Arm:
     """Posture of the arm, and the dot that it is to reach."""
 
     angles: Pair
-    """Of the shoulder from the picture's right, and of the elbow from the upper arm's direction."""
+    """Of the shoulder from the image's right, and of the elbow from the upper arm's direction."""
     dot: Pair
     """Column and row of the dot."""
 
@@ -83,8 +83,8 @@ class Arm:
         return image
 
     def show(self) -> Message:
-        """Return the picture as the policy sees it."""
-        return {"role": "user", "content": "", "parts": [{"type": "image", "image": encode_picture(self.draw())}]}
+        """Return the image as the policy sees it."""
+        return {"role": "user", "content": "", "parts": [{"type": "image", "image": encode_image(self.draw())}]}
 
 
 def wrap(angle: float) -> float:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from core.types.arrays import from_json, list_fields, to_json
-from core.types.images import Picture, read_picture
+from core.types.images import EncodedImage, read_image
 from core.types.messages import describe_messages
-from core.types.sample_json import collect_pictures, describe_places, restore_messages, restore_places
+from core.types.sample_json import collect_images, describe_places, restore_messages, restore_places
 from core.types.samples import Group, Prompt, Sample, make_sample
 
 MAX_REJECTED = 20
@@ -237,15 +237,15 @@ class ReplayBuffer:
     def get_state(self) -> dict[str, Any]:
         """Return the finished groups and the started tickets, for JSON. Prompts are not included: tickets draw them.
 
-        Pictures are: an environment may have shown them.
+        Images are: an environment may have shown them.
         """
         finished = [*self.ready, *self.waiting.values()]
-        pictures = collect_pictures(s for g in finished for s in g.group)
+        images = collect_images(s for g in finished for s in g.group)
         return {
             "ticket": self.ticket,
             "started": sorted(self.started),
             "n_reported": self.n_reported,
-            "pictures": {name: base64.b64encode(picture.data).decode() for name, picture in pictures.items()},
+            "images": {name: base64.b64encode(image.data).decode() for name, image in images.items()},
             "finished": [
                 {**_fields_but("group", g), "group": [_describe_sample(s) for s in g.group]} for g in finished
             ],
@@ -259,10 +259,10 @@ class ReplayBuffer:
         state = _with_new_names(state, RENAMED_STATE)
         buffer = ReplayBuffer(schedule, step=step, ticket=state["ticket"])
         buffer.started, buffer.restarts = set(state["started"]), deque(state["started"])
-        coded = state.get("pictures", {})  # earlier versions had none
-        pictures = {name: read_picture(base64.b64decode(text)) for name, text in coded.items()}
+        coded = state.get("images", {})  # earlier versions had none
+        images = {name: read_image(base64.b64decode(text)) for name, text in coded.items()}
         for one in state["finished"]:
-            buffer._put_waiting(_group_from_state(one, draw_prompt, pictures))
+            buffer._put_waiting(_group_from_state(one, draw_prompt, images))
         buffer.next_ready = min([*buffer.started, *buffer.waiting, buffer.ticket])
         buffer._move_to_ready()
         buffer.n_reported = state["n_reported"]
@@ -270,28 +270,28 @@ class ReplayBuffer:
 
 
 def _describe_sample(sample: Sample) -> dict[str, Any]:
-    """Return a sample without its prompt, for JSON; pictures are named by their hash."""
-    named = {"transcript": describe_messages(sample.transcript), "pictures": describe_places(sample.pictures)}
+    """Return a sample without its prompt, for JSON; images are named by their hash."""
+    named = {"transcript": describe_messages(sample.transcript), "images": describe_places(sample.images)}
     return {name: to_json(value) for name, value in (_fields_but("prompt", sample) | named).items()}
 
 
 def _group_from_state(
-    one: Mapping[str, Any], draw_prompt: Callable[[int], Prompt], pictures: Mapping[str, Picture]
+    one: Mapping[str, Any], draw_prompt: Callable[[int], Prompt], images: Mapping[str, EncodedImage]
 ) -> FinishedGroup:
     prompt = draw_prompt(one["ticket"])
     # earlier versions wrote lists, which make_sample converts
-    group = [make_sample(prompt=prompt, **_read_sample(s, pictures)) for s in one["group"]]
+    group = [make_sample(prompt=prompt, **_read_sample(s, images)) for s in one["group"]]
     fields_of_group: dict[str, Any] = {**_with_new_names(one, RENAMED_FIELDS), "group": group}
     return FinishedGroup(**fields_of_group)
 
 
-def _read_sample(described: Mapping[str, Any], pictures: Mapping[str, Picture]) -> dict[str, Any]:
+def _read_sample(described: Mapping[str, Any], images: Mapping[str, EncodedImage]) -> dict[str, Any]:
     """Return what `_describe_sample` described, by the names of the fields; earlier versions had fewer fields."""
     found: dict[str, Any] = from_json(_with_new_names(described, RENAMED_FIELDS))
     if "transcript" in found:
-        found["transcript"] = restore_messages(found["transcript"], pictures)
-    if "pictures" in found:
-        found["pictures"] = restore_places(found["pictures"], pictures)
+        found["transcript"] = restore_messages(found["transcript"], images)
+    if "images" in found:
+        found["images"] = restore_places(found["images"], images)
     return found
 
 

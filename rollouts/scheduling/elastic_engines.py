@@ -1,6 +1,6 @@
-"""Engines that come and go in a running job: `rollout.engines: {min: 1, max: 8}`.
+"""Engines that come and go in a running job: `rollout.num_engines: {min: 1, max: 8}`.
 
-There are `max` seats. One without an engine waits for a place in the cluster: on a new machine, or one that is back.
+There are `max` slots. One without an engine waits for a place in the cluster: on a new machine, or one that is back.
 
     waits for a place -> is started -> needs weights -> serves -> leaves -> waits for a place -> ...
 
@@ -30,17 +30,17 @@ class Bounds:
     """Numbers of engines, and two deadlines."""
 
     least: int
-    """rollout.engines.min: the first ranks, which are there at the start."""
+    """rollout.num_engines.min: the first ranks, which are there at the start."""
     most: int
-    """rollout.engines.max."""
+    """rollout.num_engines.max."""
     few_s: float
     """Seconds after which a run with fewer than `least` engines ends."""
     leave_s: float
     """Seconds after which an engine leaves although it has groups; these are asked again."""
 
 
-class Seats(Protocol):
-    """Processes of engines by rank. A rank is a seat, in which one engine follows another."""
+class WorkerSlots(Protocol):
+    """Processes of engines by rank. A rank is a slot, in which one engine follows another."""
 
     async def find_place(self, rank: int) -> bool:
         """Start a process as soon as there is a place for it; ends the last one.
@@ -61,9 +61,11 @@ class Seats(Protocol):
 class ElasticAvailability(EngineAvailability):
     """States of engines that come and go."""
 
-    def __init__(self, bounds: Bounds, seats: Seats, *, budget: int = 0, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, bounds: Bounds, slots: WorkerSlots, *, budget: int = 0, say: Callable[[str], None] = print
+    ) -> None:
         """Begin with the first `least` ranks. budget: how often engines may die while their machines live."""
-        self.bounds, self._seats = bounds, seats
+        self.bounds, self._seats = bounds, slots
         self._joined = {*range(bounds.least)}
         self._n_died = self._n_spent = 0
         self._idle: dict[Process, asyncio.Event] = {}
@@ -89,7 +91,7 @@ class ElasticAvailability(EngineAvailability):
     def ever_running(self) -> list[int]:
         return sorted(self._joined)
 
-    def open_seats(self) -> None:
+    def open_slots(self) -> None:
         """Let engines join from now on."""
         for rank in range(self.bounds.least, self.bounds.most):
             self._start_task(self._bring_back(rank))
@@ -109,7 +111,7 @@ class ElasticAvailability(EngineAvailability):
         self._start_task(self._guard(watch()))
 
     def drain(self, rank: int, why: str) -> None:
-        """Let an engine leave: it gets no more groups and no more weights, and its seat is free when it is done."""
+        """Let an engine leave: it gets no more groups and no more weights, and its slot is free when it is done."""
         if self.states[rank] in (EngineState.SERVING, EngineState.NEEDS_WEIGHTS):
             process = self.process_of(rank)
             n = self.counts.groups[process]
@@ -146,7 +148,7 @@ class ElasticAvailability(EngineAvailability):
     def _note_death(self, rank: int, death: ProcessDied) -> None:
         """Say that an engine is gone; whether this counts is known when there is a place for the next one."""
         self._n_died += 1
-        self._say(f"{death}; its groups are generated again, and its seat waits for a place")
+        self._say(f"{death}; its groups are generated again, and its slot waits for a place")
 
     def _lose(self, rank: int) -> None:
         if (idle := self._idle.pop(self.process_of(rank), None)) is not None:
@@ -154,7 +156,7 @@ class ElasticAvailability(EngineAvailability):
         super()._lose(rank)
 
     async def _bring_back(self, rank: int) -> None:
-        """Fill a seat, as soon as there is a place. One whose machine is refused stays empty."""
+        """Fill a slot, as soon as there is a place. One whose machine is refused stays empty."""
         await self._guard(self._fill(rank))
 
     async def _fill(self, rank: int) -> None:
@@ -162,7 +164,7 @@ class ElasticAvailability(EngineAvailability):
             while not await self._start_engine(rank):
                 self._count_process(rank)
         except UserError as refused:
-            self._say(f"engine {rank} cannot join, and its seat stays empty: {refused}")
+            self._say(f"engine {rank} cannot join, and its slot stays empty: {refused}")
             await self._seats.release(rank)
             return
         self._set_state(rank, EngineState.NEEDS_WEIGHTS)
@@ -210,7 +212,7 @@ class ElasticAvailability(EngineAvailability):
 
     def _give_up(self) -> None:
         self._failure = RunStopped(
-            f"for {self.bounds.few_s:g} seconds (timeout_s) there were fewer engines than rollout.engines.min="
+            f"for {self.bounds.few_s:g} seconds (timeout_s) there were fewer engines than rollout.num_engines.min="
             f"{self.bounds.least}, at last {len(self.taking_weights())}: give the cluster machines, or lower it"
         )
         self._changed.set()

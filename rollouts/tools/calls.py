@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from core.cluster.workers import gather_fail_fast
 from core.errors import RunStopped, UserError, name_error, shorten
-from core.timing.limit_blocking import Unblocked
+from core.timing.limit_blocking import LimitBlocking
 from core.types.messages import Message, ToolCall
 from data_feeds.chat.tool_specs import find_misfit
 from rewards.sandbox.base import SandboxUnavailable
@@ -35,8 +35,8 @@ class ToolUnavailable(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """Answer to one call."""
+class ToolResult:
+    """ToolResult to one call."""
 
     message: Message
     error: ErrorKind | None = None
@@ -44,7 +44,7 @@ class Answer:
 
 async def run_calls(
     calls: Sequence[ToolCall], tools: Mapping[str, Tool], *, seconds: float, key: str, parallel: bool = True
-) -> list[Answer]:
+) -> list[ToolResult]:
     """Run calls, each for at most `seconds`, and return their answers in the order of the calls.
 
     key: what holds `seconds`, for the sentence about a tool that blocks the process. Raises RunStopped, UserError,
@@ -53,7 +53,7 @@ async def run_calls(
     runs = [_answer_call(call, tools, seconds=seconds, key=key) for call in calls]
     if parallel:
         return await gather_fail_fast(runs, grace_s=0.0)
-    answers: list[Answer] = []
+    answers: list[ToolResult] = []
     try:
         for run in runs:
             answers.append(await run)
@@ -63,22 +63,22 @@ async def run_calls(
     return answers
 
 
-def make_answer(content: str, call: ToolCall | None, error: ErrorKind | None = None) -> Answer:
+def make_answer(content: str, call: ToolCall | None, error: ErrorKind | None = None) -> ToolResult:
     """Return the message with a tool's result, or with what was wrong with the call."""
     if error is not None:
         content = f"Error: {content}"
     if call is None:
-        return Answer(message={"role": "tool", "content": content}, error=error)
+        return ToolResult(message={"role": "tool", "content": content}, error=error)
     message: Message = {
         "role": "tool",
         "content": content,
         "tool_call_id": call["id"],
         "name": call["function"]["name"],
     }
-    return Answer(message=message, error=error)
+    return ToolResult(message=message, error=error)
 
 
-async def _answer_call(call: ToolCall, tools: Mapping[str, Tool], *, seconds: float, key: str) -> Answer:
+async def _answer_call(call: ToolCall, tools: Mapping[str, Tool], *, seconds: float, key: str) -> ToolResult:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     tool = tools.get(name)
     if tool is None:
@@ -103,7 +103,7 @@ async def _answer_call(call: ToolCall, tools: Mapping[str, Tool], *, seconds: fl
 async def _call_tool(tool: Tool, arguments: dict[str, Any], *, seconds: float, key: str) -> Any:
     """Return what a tool returns: a coroutine function is awaited here, any other runs in a thread."""
     if inspect.iscoroutinefunction(tool.call):
-        return await Unblocked(tool.call(**arguments), who=f"the tool {tool.name}", seconds=seconds, key=key)
+        return await LimitBlocking(tool.call(**arguments), who=f"the tool {tool.name}", seconds=seconds, key=key)
     return await run_in_thread(lambda: tool.call(**arguments))
 
 

@@ -11,7 +11,7 @@ from core.errors import UserError
 from core.types.messages import Message
 from data_feeds.chat.tool_parsing import ParsedReply
 from rollouts.envs.base import Env
-from rollouts.tools.calls import Answer, make_answer, run_calls
+from rollouts.tools.calls import ToolResult, make_answer, run_calls
 from rollouts.tools.functions import MARK, Tool, make_spec, make_tool
 
 
@@ -50,7 +50,7 @@ class ToolEnv(Env):
         return [*methods, *map(make_tool, self.functions)]
 
     async def step(self, reply: ParsedReply) -> list[Message] | None:
-        """Answer the calls of a reply; end the episode after one without a call."""
+        """ToolResult the calls of a reply; end the episode after one without a call."""
         calls = reply.message.get("tool_calls", [])
         if reply.problem and not calls:
             return self._note([make_answer(reply.problem, None, "unreadable")])
@@ -72,7 +72,7 @@ class ToolEnv(Env):
         """Return the number of calls, of errors by their kind, and the seconds waited for tools."""
         return {"tool_calls": 0.0, "tool_errors": 0.0, "tool_seconds": 0.0} | self._counter
 
-    def _note(self, answers: list[Answer]) -> list[Message]:
+    def _note(self, answers: list[ToolResult]) -> list[Message]:
         """Count answers; return their messages."""
         self._counter["tool_calls"] += len(answers)
         for answer in answers:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from algs.base import Algorithm, accepts_group, assign_advantages
 from algs.check.cuts import cut_after_every_turn
-from core.types.allowed_tokens import Support
+from core.types.allowed_tokens import AllowedTokens
 from core.types.arrays import DOUBLE
 from core.types.episodes import number_episodes
 from core.types.samples import Batch, Column, Group, Policy, Prompt, Sample, make_sample
-from data_feeds.packing.batches import number_anew, pack, token_weights
+from data_feeds.packing.batches import pack, renumber, token_weights
 from tools.benchmarks.toy_task import Source, Target, Toy, logp_of, played, reward_gradient
 
 Verdict = Literal["unbiased", "biased in length", "biased"]
@@ -135,11 +135,11 @@ def step_gradients(toy: Toy, alg: Algorithm, steps: list[list[Group]]) -> Tensor
         weights = [w for step in credited for w in token_weights(step, alg.loss_norm, horizon=horizon)]
         rows = [(i, s) for i, step in enumerate(credited) for group in step for s in group]
         groups = [group for step in credited for group in step]
-        episodes = number_anew([(g, n) for g, group in enumerate(groups) for n in number_episodes(group)])
+        episodes = renumber([(g, n) for g, group in enumerate(groups) for n in number_episodes(group)])
         batch = pack([s for _, s in rows], weights, episodes=episodes, dtype=torch.float64)
         step_of = torch.tensor([i for i, s in rows for _ in range(s.n_trained)])  # [M]
         prefix = prefixes_of(toy, batch)[batch.at]  # [M]
-        by_token = -logit_gradient(toy.pi[prefix], alg, batch, toy.support)
+        by_token = -logit_gradient(toy.pi[prefix], alg, batch, toy.allowed_tokens)
         by_step = toy.pi.new_zeros(len(credited), *toy.pi.shape)
         parts.append(by_step.index_put((step_of, prefix), by_token, accumulate=True))
     return torch.cat(parts)
@@ -154,12 +154,12 @@ def prefixes_of(toy: Toy, batch: Batch) -> Tensor:
     return prefix
 
 
-def logit_gradient(logits: Tensor, alg: Algorithm, batch: Batch, support: Support) -> Tensor:
+def logit_gradient(logits: Tensor, alg: Algorithm, batch: Batch, allowed_tokens: AllowedTokens) -> Tensor:
     """Compute the gradient of the batch's loss with respect to the logits of each trained token, [M, V]."""
     logits = logits.requires_grad_()
-    logp = support.restrict(logits, 1.0).log_softmax(-1)
+    logp = allowed_tokens.restrict(logits, 1.0).log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1) if alg.needs_entropy else None
-    policy = Policy(logp=logp.gather(-1, support.to_columns(batch.labels)[:, None])[:, 0], entropy=entropy)
+    policy = Policy(logp=logp.gather(-1, allowed_tokens.to_columns(batch.labels)[:, None])[:, 0], entropy=entropy)
     with torch.no_grad():
         tokens = batch.tokens.replace(totals=alg.totals(policy, batch.tokens))
     loss, _ = alg.objective(policy, tokens)

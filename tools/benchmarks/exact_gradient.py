@@ -33,7 +33,7 @@ from algs.ppo import PPO
 from algs.reinforce_pp import ReinforcePP
 from algs.rloo import RLOO
 from algs.sapo import SAPO
-from core.types.allowed_tokens import Support
+from core.types.allowed_tokens import AllowedTokens
 from tools.benchmarks.estimator_bias import EXACT, Measured, Setting, Verdict, measure
 from tools.benchmarks.toy_task import (
     Toy,
@@ -272,7 +272,7 @@ def listed(vocab: int = 4) -> list[Table]:
         *sequence_kls(idle),
         *larger_groups(short, binary),
         *turns(make_game(vocab - 1), make_game(2)),
-        *support_sets(make_toy(vocab=5, longest=2, support=Support(allowed=(1, 3, 4)))),
+        *support_sets(make_toy(vocab=5, longest=2, allowed_tokens=AllowedTokens(allowed=(1, 3, 4)))),
     ]
 
 

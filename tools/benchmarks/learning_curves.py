@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-CURVES, PICTURE = DOCS / "learning_curves.json", DOCS / "learning_curves.svg"
+CURVES, IMAGE = DOCS / "learning_curves.json", DOCS / "learning_curves.svg"
 Runs = dict[str, list[float]]
 """Rewards of every step, by the name of the run."""
 WIDTH, HEIGHT = 960, 632
@@ -68,7 +68,7 @@ def keep(file: Path, panel: str, name: str, rewards: list[float]) -> None:
 
 
 def draw(curves: dict[str, Runs]) -> str:
-    """Return the picture as SVG."""
+    """Return the image as SVG."""
     head = f'''<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">
 <title>Learning curves: mean reward per step</title>
 <rect width="{WIDTH}" height="{HEIGHT}" rx="8" fill="#ffffff"/>'''
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.smollm2:
         rows = map(json.loads, (args.smollm2 / "metrics.jsonl").read_text().splitlines())
         keep(CURVES, "smollm2", BOLD, [row["reward/mean"] for row in rows])
-    PICTURE.write_text(draw(json.loads(CURVES.read_text())))
+    IMAGE.write_text(draw(json.loads(CURVES.read_text())))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import main_sl
 from configs.schema import RLConfig, SLConfig
 from core.types.samples import Group
 from data_prep import arithmetic, tiny_model
-from driver.context import Session, run_session
+from driver.context import RunContext, run_in_context
 from driver.load_recipe import load_recipe
 from driver.rl.setup import prepare, start
 from driver.sl.run import prepare as prepare_sl
@@ -118,10 +118,10 @@ def warm_up(folder: Path) -> None:
         where = [f"save_to={folder / 'warm'}", f"run_dir={folder / 'runs'}", "backend=local"]
         prepared = prepare_sl(load_recipe(SLConfig, str(ROOT / "configs/quickstart_sft.yaml"), [*paths, *where]))
 
-        async def body(session: Session) -> None:
-            await main_sl.train(await start_sl(prepared, session))
+        async def body(context: RunContext) -> None:
+            await main_sl.train(await start_sl(prepared, context))
 
-        run_session(prepared.loaded.cfg, body)
+        run_in_context(prepared.loaded.cfg, body)
 
     quietly(work)
 
@@ -154,8 +154,8 @@ def learn(name: str, seed: int, folder: Path) -> Row:
             load_recipe(RLConfig, str(ROOT / "configs" / f"{RECIPES.get(name, 'quickstart')}.yaml"), items)
         )
 
-        async def body(session: Session) -> None:
-            run = await start(prepared, session)
+        async def body(context: RunContext) -> None:
+            run = await start(prepared, context)
             log = run.log
 
             async def log_until_there(step: int, groups: list[Group], metrics: dict[str, float]) -> None:
@@ -169,7 +169,7 @@ def learn(name: str, seed: int, folder: Path) -> Row:
             except Reached:
                 await run.save()
 
-        run_session(prepared.loaded.cfg, body)
+        run_in_context(prepared.loaded.cfg, body)
 
     quietly(work)
     [run] = run_dir.iterdir()

@@ -2,7 +2,7 @@
 
 The driver's clock tells: the seconds of its phases log and capture, as a share of all steps. RUN is a run folder, whose
 metrics.jsonl has them. Without one, the quickstart's recipe is run for --steps steps (its model is made by make
-quickstart): as it is, and with all trackers that are installed, tables of samples at every step and a capsule at every
+quickstart): as it is, and with all trackers that are installed, tables of samples at every step and a snapshot at every
 tenth. The first steps are not counted. Exit code 1 where the share is above the goal.
 """
 
@@ -52,7 +52,7 @@ def run_quickstart(steps: int, place: Path) -> dict[str, Path]:
         more.append("tracking.wandb_mode=offline")
     return {
         "as it is": measure(recipe, place / "plain", *always)[0],
-        f"{' '.join(there)}, capsules": measure(recipe, place / "all", *always, *more)[0],
+        f"{' '.join(there)}, snapshots": measure(recipe, place / "all", *always, *more)[0],
     }
 
 

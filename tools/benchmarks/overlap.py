@@ -62,7 +62,7 @@ def sleepy(folder: Path, seconds: float, steps: int) -> Path:
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "alg": {"file": str(folder / "loss.py")},
         "data": {"train": str(folder / "data" / "train.parquet"), "max_prompt_tokens": 32},
-        "reward": {"fn": "arithmetic", "workers": 1},
+        "reward": {"function": "arithmetic", "workers": 1},
         "rollout": {"engine": str(folder / "engine.py"), "max_new_tokens": 8},
     }
     path = folder / "sleepy.yaml"

@@ -71,7 +71,7 @@ def run_ours(model: str, data: Path, dtype: str, steps: int, work: Workload, sha
                 "model": {"path": str(Path(model).absolute()), "dtype": dtype},
                 "alg": {"name": "grpo"},
                 "data": {"train": str(data.absolute()), "max_prompt_tokens": work.max_prompt},
-                "reward": {"fn": "arithmetic"},
+                "reward": {"function": "arithmetic"},
                 "rollout": {"max_new_tokens": work.new_tokens},
                 "trainer": {"micro_batch_tokens": work.micro_batch_tokens, "lr": LR, "share_prefixes": share},
             }

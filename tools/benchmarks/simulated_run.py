@@ -166,8 +166,8 @@ class SimulatedRun:
     trained: list[list[Group]] = field(default_factory=list)
     drawn: list[FinishedGroup] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
-    session: Any = field(default_factory=lambda: SimpleNamespace(clock=Clock()))
-    turns = None
+    context: Any = field(default_factory=lambda: SimpleNamespace(clock=Clock()))
+    colocation = None
     buffer = Run.buffer
     engines = Run.engines
     sync_weights = Run.sync_weights

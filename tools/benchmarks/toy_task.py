@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from core.types.allowed_tokens import EVERY_TOKEN, Support
+from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 
 Source = Literal["pi", "engine", "stale"]
 """Who sampled. pi: the policy that learns. engine: mu, while the trainer's policy was pi when the step began. stale:
@@ -39,14 +39,14 @@ class Toy:
     """Lengths of the turns of each completion; empty: each is one turn."""
     turn_rewards: tuple[tuple[float, ...], ...] = ()
     """What each turn of a completion earned."""
-    support: Support = EVERY_TOKEN
+    allowed_tokens: AllowedTokens = EVERY_TOKEN
     """Tokens that the policies may choose; completions hold no others."""
 
     @cached_property
     def choices(self) -> list[int]:
         """Tokens that may be chosen, one by one."""
         vocab = self.pi.shape[-1]
-        return [v for v in range(vocab) if not self.support.find_outside([v])]
+        return [v for v in range(vocab) if not self.allowed_tokens.find_outside([v])]
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """Return logits [..., V] minus the logarithm of the sum over the tokens that may be chosen."""
@@ -54,14 +54,19 @@ class Toy:
 
 
 def make_toy(
-    *, vocab: int = 4, longest: int = 3, ends: bool = False, levels: int = 5, support: Support = EVERY_TOKEN
+    *,
+    vocab: int = 4,
+    longest: int = 3,
+    ends: bool = False,
+    levels: int = 5,
+    allowed_tokens: AllowedTokens = EVERY_TOKEN,
 ) -> Toy:
     """Random and fixed. With `ends`, token 0 ends a completion; rewards are one of `levels` from 0 to 1.
 
-    Every policy would choose a token outside of `support` more often than all in it.
+    Every policy would choose a token outside of `allowed_tokens` more often than all in it.
     """
     random = torch.Generator().manual_seed(0)
-    outside = support.find_outside(range(vocab))
+    outside = allowed_tokens.find_outside(range(vocab))
     choices = [v for v in range(vocab) if v not in outside]
     prefixes = [p for n in range(longest) for p in product(choices, repeat=n) if not (ends and 0 in p)]
     number = {p: n for n, p in enumerate(prefixes)}
@@ -85,7 +90,7 @@ def make_toy(
         ref=near(pi, 0.5),
         rewards=torch.randint(levels, (len(completions),), generator=random).double() / (levels - 1),
         values=torch.zeros(len(prefixes), dtype=torch.float64),
-        support=support,
+        allowed_tokens=allowed_tokens,
     )
     return replace(toy, values=reach(toy, pi, toy.rewards) / reach(toy, pi))
 

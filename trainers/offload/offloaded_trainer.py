@@ -2,9 +2,9 @@
 
 It leaves in two parts, because new weights must be sent while the engine's own weights are there already:
 
-    leave_states     optimizer, master weights, gradients, value model, frozen models; the policy's weights stay
-    leave_weights    the policy's weights, once they have been sent
-    return_to_device everything comes back, to the bit
+    offload_states     optimizer, master weights, gradients, value model, frozen models; the policy's weights stay
+    offload_weights    the policy's weights, once they have been sent
+    reload_states everything comes back, to the bit
 
 It knows storages and not who uses them, so it serves every kind of learner (trainers/offload/storages.py). What is
 away must not
@@ -26,14 +26,14 @@ from core.timing.clock import ActivityTimer
 from core.timing.phases import Activity
 from core.types.samples import ScoredColumn
 from trainers.learner import Learner
-from trainers.offload.storages import Aside, find_storages, give_memory_back, identify
+from trainers.offload.storages import OffloadedStorages, find_storages, give_memory_back, identify
 
 SENDING = frozenset({"model", "module", "export_weights"})
 """Attributes of a policy that may be used while its optimizer is away: enough to send and to prove the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class OffloadReport:
     """Memory of one trainer rank after a part of it has left, in bytes."""
 
     freed: int
@@ -41,7 +41,7 @@ class Left:
     """What torch still holds on the GPU; 0 on a CPU."""
 
 
-class Leaves(Protocol):
+class Offloadable(Protocol):
     """Parts of a trainer that can leave."""
 
     rank: int
@@ -52,12 +52,12 @@ class Leaves(Protocol):
     frozen: dict[ScoredColumn, nn.Module]
 
 
-class Away:
+class OffloadedTrainer:
     """Part of a trainer rank that leaves the device and returns. Every method is called on all ranks at once."""
 
-    def __init__(self, trainer: Leaves):
+    def __init__(self, trainer: Offloadable):
         self.trainer = trainer
-        self.aside = Aside()
+        self.aside = OffloadedStorages()
         self.left: list[str] = []
         """Parts that are away, in order."""
 
@@ -65,11 +65,11 @@ class Away:
         """Return the GPUs that Ray gave this rank, as CUDA_VISIBLE_DEVICES has them; "" on a CPU."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
-    def leave_states(self) -> Left:
+    def offload_states(self) -> OffloadReport:
         """Leave with everything but the weights of the policy."""
-        self._check_left([], "leave_states")
+        self._check_left([], "offload_states")
         trainer, device = self.trainer, self.trainer.device
-        with trainer.timer.measure(Activity.LEAVE):
+        with trainer.timer.measure(Activity.OFFLOAD):
             self.there = trainer.policy, trainer.critic, trainer.frozen
             release_gathered(trainer.policy, trainer.critic)
             stay = {identify(s) for s in find_storages(*list_weights(trainer.policy), device=device)}
@@ -78,10 +78,10 @@ class Away:
             self._stand_in(SENDING)
             return _measure(freed)
 
-    def leave_weights(self) -> Left:
-        """Leave with the weights of the policy, after `leave_states`."""
-        self._check_left(["states"], "leave_weights")
-        with self.trainer.timer.measure(Activity.LEAVE):
+    def offload_weights(self) -> OffloadReport:
+        """Leave with the weights of the policy, after `offload_states`."""
+        self._check_left(["states"], "offload_weights")
+        with self.trainer.timer.measure(Activity.OFFLOAD):
             policy, _, _ = self.there
             release_gathered(policy)
             freed = self.aside.put(find_storages(policy, device=self.trainer.device))
@@ -89,10 +89,10 @@ class Away:
             self._stand_in(frozenset({"model"}))
             return _measure(freed)
 
-    def return_to_device(self) -> None:
+    def reload_states(self) -> None:
         """Bring everything back."""
-        self._check_left(["states", "weights"], "return_to_device")
-        with self.trainer.timer.measure(Activity.RETURN):
+        self._check_left(["states", "weights"], "reload_states")
+        with self.trainer.timer.measure(Activity.RELOAD):
             self.aside.bring_back()
             self.trainer.policy, self.trainer.critic, self.trainer.frozen = self.there
             del self.there
@@ -142,9 +142,9 @@ def list_weights(policy: Learner) -> Iterator[Tensor]:
     yield from policy.model.buffers()
 
 
-def _measure(freed: int) -> Left:
+def _measure(freed: int) -> OffloadReport:
     give_memory_back()
-    return Left(freed=freed, still_there=torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
+    return OffloadReport(freed=freed, still_there=torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
 
 
 def _as_learner(absent: Any) -> Learner:

@@ -3,7 +3,7 @@
 A tensor is a view of a storage. A storage that is emptied keeps its identity, so every view, hook and list that knows
 the tensor knows it still when the contents are back:
 
-    aside = Aside()
+    aside = OffloadedStorages()
     aside.put(find_storages(learner, device="cuda:0"))     # the memory is free; to use a tensor now is a crash
     aside.bring_back()                                     # to the bit
 """
@@ -60,7 +60,7 @@ def find_tensors(*roots: object) -> Iterator[Tensor]:
         waiting.extend(gc.get_referents(one))
 
 
-class Aside:
+class OffloadedStorages:
     """Storages whose contents are on the host, and whose own memory is free."""
 
     def __init__(self) -> None:

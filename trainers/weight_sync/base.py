@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from safetensors import SafetensorError
 
 from core.errors import TransportFailed, first_line
-from core.types.images import PlacedPicture, as_argument
+from core.types.images import PlacedImage, as_argument
 from core.types.weights import Bucket, ExportScope
 
 Chunk = bytes | str
@@ -49,13 +49,13 @@ class Probe:
     token_ids: list[int]
     bound: float
     """Largest mean absolute difference, in nats."""
-    pictures: tuple[PlacedPicture, ...] = ()
-    """Pictures of the prompt, so that a vision part with old weights, or old features of it, is seen."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of the prompt, so that a vision part with old weights, or old features of it, is seen."""
 
     @property
     def settings(self) -> dict[str, Any]:
         """Arguments of the methods `probe` besides the tokens."""
-        return as_argument(self.pictures)
+        return as_argument(self.images)
 
 
 class WeightSync(Protocol):
@@ -85,7 +85,7 @@ class ExportsWeights(Protocol):
         """Yield every tensor once, whole, in buckets of at most `max_bytes` (one tensor at least)."""
         ...
 
-    def probe(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> list[float]:
+    def probe(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """Return the log-probability, at temperature 1, of each token of text after the first, given what is before."""
         ...
 
@@ -99,7 +99,7 @@ class ReceivesWeights(Protocol):
     """
 
     async def pause(self) -> None:
-        """Return when the weights may be replaced; `weight_sync.requests` says what happens to running requests."""
+        """Return when the weights may be replaced; `weight_sync.pause_mode` says what happens to running requests."""
         ...
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
@@ -126,10 +126,10 @@ class ReceivesWeights(Protocol):
         """Return one mapping per tensor-parallel rank: checksums of what that rank's last update loaded."""
         ...
 
-    async def probe(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> list[float]:
+    async def probe(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """Return the log-probability, at temperature 1, of each token of text after the first, given what is before.
 
-        pictures: what spans of `token_ids` stand for; given only where there are some. float32.
+        images: what spans of `token_ids` stand for; given only where there are some. float32.
         """
         ...
 

@@ -539,7 +539,7 @@ BUGS: dict[str, Bug] = {
         the_logp_is_that_of_the_next_token_at_the_temperature,
     ),
     "the logits of another temperature": (
-        "modeling.forward", [("support.restrict(logits, temperature)", "support.restrict(logits, 1.0)")],
+        "modeling.forward", [("allowed_tokens.restrict(logits, temperature)", "allowed_tokens.restrict(logits, 1.0)")],
         the_logp_is_that_of_the_next_token_at_the_temperature,
     ),
     "a denominator that counts padding": (

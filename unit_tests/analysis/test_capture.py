@@ -1,4 +1,4 @@
-"""Capsules, shadows and replay, on made-up groups with the real trainer in this process and no engine."""
+"""Snapshots, compared losses and replay, on made-up groups with the real trainer in this process and no engine."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from algs import load_algorithm
 from algs.ops import k2
 from analysis.capture import recompute, weights
 from analysis.capture.batch_file import read_batch, write_batch
-from analysis.capture.capsule import RunFacts, read_capsule
 from analysis.capture.gradient import compute_update, inner
 from analysis.capture.pieces import PieceDecoder
 from analysis.capture.recorder import Recorder
 from analysis.capture.replay import main as replay_main
+from analysis.capture.snapshot import RunFacts, read_snapshot
 from analysis.capture.tokens import (
     MANIFEST,
     TOKEN_COLUMNS,
     CapturedSample,
-    capsule_folder,
     captured_steps,
     read_captured,
+    snapshot_folder,
     write_captured,
 )
 from analysis.capture.triggers import HISTORY, LEAST, Triggers
-from analysis.shadows import Shadows, load_shadows
+from analysis.compared_losses import ComparedLosses, load_compared_losses
 from configs.capture_schema import CaptureConfig
 from configs.schema import RLConfig
 from core.cluster.workers import Local
@@ -78,24 +78,24 @@ def rewarded(groups: list[Group]) -> list[Group]:
 
 
 class Step:
-    """One step of a run, as main_rl.py makes it, with shadows and capture, in a run folder of its own."""
+    """One step of a run, as main_rl.py makes it, with compared losses and capture, in a run folder of its own."""
 
     def __init__(self, path: str, home: Path, *overrides: str):
         loaded = load_recipe(RLConfig, path, list(overrides))
         self.cfg = cfg = loaded.cfg
         alg = load_algorithm(loaded.alg_spec, cfg.alg)
-        losses = load_shadows(cfg, cast(Any, alg))
-        settings = {"temperature": cfg.rollout.temperature, "total_updates": cfg.total_updates, "shadows": losses}
+        losses = load_compared_losses(cfg, cast(Any, alg))
+        settings = {"temperature": cfg.rollout.temperature, "total_updates": cfg.total_updates, "compared": losses}
         self.trainer = build_trainer(None, plan_trainer(cfg, loaded.alg_spec, **settings))
         self.said: list[str] = []
         layout = self.trainer.describe_layout()
         parts: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
         parts |= {"cfg": cfg, "alg": alg, "trainers": Local(self.trainer), "layout": layout, "steps_done": 0}
-        parts |= {"session": SimpleNamespace(clock=Clock())}
+        parts |= {"context": SimpleNamespace(clock=Clock())}
         parts["time"] = SimpleNamespace(prefetch_engine_timers=lambda: None, prefetch_trainer_timers=lambda: None)
         parts["hyper_parameters"] = HyperParameterCheck(frozenset(), set())
         if losses:
-            parts["shadows"] = Shadows(
+            parts["compared"] = ComparedLosses(
                 losses, cfg.rollout.max_new_tokens, stale=cfg.updates_per_step > 1, say=self.said.append
             )
         if cfg.capture.is_on:
@@ -151,7 +151,7 @@ def moved(groups: list[Group], by: float = 0.5) -> list[Group]:
 
 
 def test_captured_tokens_come_back_as_they_were(tmp_path):
-    folder = capsule_folder(tmp_path, 7)
+    folder = snapshot_folder(tmp_path, 7)
     folder.mkdir(parents=True)
     nan = float("nan")
     samples = [
@@ -168,7 +168,7 @@ def test_captured_tokens_come_back_as_they_were(tmp_path):
     ]
     write_captured(folder, samples)
     assert captured_steps(tmp_path) == []
-    with pytest.raises(UserError, match="no complete capsule of step 7"):
+    with pytest.raises(UserError, match="no complete snapshot of step 7"):
         read_captured(tmp_path, 7)
     (folder / MANIFEST).write_text("{}")
     assert captured_steps(tmp_path) == [7]
@@ -232,7 +232,7 @@ def test_a_run_without_capture_keeps_nothing(step):
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_a_capsule_holds_what_the_step_was_made_of(step, updates):
+def test_a_snapshot_holds_what_the_step_was_made_of(step, updates):
     groups = moved(rewarded(some_groups(4)))
     groups[1][1] = replace(groups[1][1], reward=None, failure="timeout")
     made = step({"updates_per_step": updates, "alg.kl": {"coef": 0.01}, "alg.entropy_coef": 0.01, "capture.every": 3})
@@ -252,7 +252,7 @@ def test_a_capsule_holds_what_the_step_was_made_of(step, updates):
         assert np.array_equal(seen["rollout_logp"][s.loss_mask], s.rollout_logp[s.loss_mask])
         gap = seen["logp"] - seen["rollout_logp"]
         assert np.allclose(seen["logp_difference"], gap, equal_nan=True)
-    manifest = read_capsule(capsule_folder(made.home, 0)).manifest
+    manifest = read_snapshot(snapshot_folder(made.home, 0)).manifest
     assert len(manifest.updates) == updates and manifest.version == 0
     norms = [u.grad_norm for u in manifest.updates]
     assert sum(norms) / updates == pytest.approx(with_it["train/grad_norm"], rel=1e-12)
@@ -270,7 +270,7 @@ def test_steps_are_kept_by_their_number(step):
     for n in range(3):
         made.train(rewarded(some_groups(4, seed=n)))
     assert captured_steps(made.home) == [0, 2] and made.run.steps_done == 3
-    assert read_capsule(capsule_folder(made.home, 2)).manifest.version == 2
+    assert read_snapshot(snapshot_folder(made.home, 2)).manifest.version == 2
 
 
 def test_on_is_a_word_in_yaml(recipe):
@@ -308,11 +308,11 @@ def test_events_keep_their_steps_and_no_more_than_allowed(step):
     filled = plan.with_columns([scored])
     fresh = [[a_changed(s, rollout_logp=filled[id(s)].columns["prox_logp"]) for s in g] for g in near]
     made.train(fresh)
-    assert captured_steps(made.home) == [] and not capsule_folder(made.home, 0).exists()
+    assert captured_steps(made.home) == [] and not snapshot_folder(made.home, 0).exists()
     for n in range(4):
         made.train(moved(rewarded(some_groups(4, seed=n)), by=2.0))
     assert captured_steps(made.home) == [1, 2], "capture.most=2"
-    assert read_capsule(capsule_folder(made.home, 1)).manifest.reason.startswith("kl: train/mismatch/kl is ")
+    assert read_snapshot(snapshot_folder(made.home, 1)).manifest.reason.startswith("kl: train/mismatch/kl is ")
 
 
 HICCUP = """
@@ -334,10 +334,10 @@ def test_a_step_that_is_not_finite_is_kept_though_it_ends_the_run(step, tmp_path
     with ends:
         made.train(rewarded(some_groups(4)))
     assert captured_steps(made.home) == [0]
-    capsule = read_capsule(capsule_folder(made.home, 0))
-    assert capsule.manifest.reason.startswith("non_finite: ") and capsule.manifest.updates[0].grad_norm is None
-    Path(file).unlink()  # the capsule has a copy
-    found = recompute.replay(capsule.folder, [])
+    snapshot = read_snapshot(snapshot_folder(made.home, 0))
+    assert snapshot.manifest.reason.startswith("non_finite: ") and snapshot.manifest.updates[0].grad_norm is None
+    Path(file).unlink()  # the snapshot has a copy
+    found = recompute.replay(snapshot.folder, [])
     assert found.is_reproduced is None and not np.isfinite(found.recomputed["grad_norm"])
 
 
@@ -360,7 +360,7 @@ def test_replay_reproduces_the_run_to_the_last_digits(step, changes):
     made = step(changes | {"capture": {"every": 1, "weights": True}, "trainer.micro_batch_tokens": 60})
     made.train(moved(rewarded(some_groups(4))))
     metrics = made.train(moved(rewarded(some_groups(4, seed=1))))
-    folder = capsule_folder(made.home, 1)
+    folder = snapshot_folder(made.home, 1)
     updates = made.cfg.updates_per_step
     found = [recompute.replay(folder, [], update=u) for u in range(updates)]
     exact = 1e-6 if made.cfg.model.dtype == "float32" else 1e-4
@@ -393,7 +393,7 @@ def compared(step, tmp_path) -> recompute.Replay:
         a_file(tmp_path / "wrong_sign.py", WRONG_SIGN),
         a_file(tmp_path / "no_mask.py", NO_MASK),
     ]
-    return recompute.replay(capsule_folder(made.home, 0), losses, update=1)
+    return recompute.replay(snapshot_folder(made.home, 0), losses, update=1)
 
 
 def test_the_table_tells_losses_apart(compared):
@@ -422,13 +422,13 @@ def test_the_first_order_change_of_the_kl_is_its_slope(step):
     """Worked out by a short step along the gradient, and the k2 estimate before and after it."""
     made = step({"capture": {"every": 1}})
     made.train(moved(rewarded(some_groups(4))))
-    folder = capsule_folder(made.home, 0)
+    folder = snapshot_folder(made.home, 0)
     found = recompute.replay(folder, [])
-    capsule = read_capsule(folder)
-    trainer, _ = weights.load_trainer(capsule, 0, None)
+    snapshot = read_snapshot(folder)
+    trainer, _ = weights.load_trainer(snapshot, 0, None)
     trainer.model.double()
-    alg = load_algorithm(capsule.alg_file, capsule.manifest.run.alg)
-    plan = capsule.plan_of(0)
+    alg = load_algorithm(snapshot.alg_file, snapshot.manifest.run.alg)
+    plan = snapshot.plan_of(0)
     plan.samples[:] = [replace(s) for s in plan.samples]
 
     def distance() -> float:
@@ -438,8 +438,8 @@ def test_the_first_order_change_of_the_kl_is_its_slope(step):
         return float(torch.cat(parts).double().mean())
 
     trainer.alg = alg
-    single, _ = weights.load_trainer(capsule, 0, None)
-    gradient = compute_update(single, alg, capsule.plan_of(0), capsule.groups).gradient
+    single, _ = weights.load_trainer(snapshot, 0, None)
+    gradient = compute_update(single, alg, snapshot.plan_of(0), snapshot.groups).gradient
     length = inner(list(gradient.values()), list(gradient.values())) ** 0.5
     before, h = distance(), 1e-2
     with torch.no_grad():
@@ -457,7 +457,7 @@ def test_the_first_order_change_of_the_kl_is_its_slope(step):
 def folder(step) -> Path:
     made = step({"capture": {"every": 1}})
     made.train(rewarded(some_groups(4)))
-    return capsule_folder(made.home, 0)
+    return snapshot_folder(made.home, 0)
 
 
 def refused(*argv: str) -> str:
@@ -467,9 +467,9 @@ def refused(*argv: str) -> str:
     return str(error.value)
 
 
-def test_what_is_no_capsule_is_refused_in_one_sentence(folder, tmp_path):
+def test_what_is_no_snapshot_is_refused_in_one_sentence(folder, tmp_path):
     assert "there is no such folder" in refused(str(tmp_path / "nowhere"))
-    assert "a run keeps capsules with capture.every" in refused(str(tmp_path))
+    assert "a run keeps snapshots with capture.every" in refused(str(tmp_path))
     assert "such as step_00000" in refused(str(folder.parent.parent)) and "such as" in refused(str(folder.parent))
     assert "--update 1: the step has 1 updates" in refused(str(folder), "--update", "1")
     for name in ("batch.npz", "tokens.npz"):
@@ -498,9 +498,9 @@ def test_weights_that_are_not_those_of_the_step_are_refused(step, tmp_path, tiny
     made = step({"capture": {"every": 1}})
     for n in range(2):
         made.train(rewarded(some_groups(4, seed=n)))
-    second = capsule_folder(made.home, 1)
+    second = snapshot_folder(made.home, 1)
     said = refused(str(second))
-    assert "name their folder with --model, or capture with capture.weights=true" in said
+    assert "name the folder with --model, or capture with capture.weights=true" in said
     said = refused(str(second), "--model", tiny_path)
     assert "does not hold the weights" in said and "tensors differ, such as" in said
     assert "there is no such folder" in refused(str(second), "--model", str(tmp_path / "nowhere"))
@@ -514,7 +514,7 @@ def test_weights_are_found_in_a_checkpoint_and_in_a_folder_by_name(step, tmp_pat
     made.trainer.save_state(checkpoint)
     made.trainer.save_model(tmp_path / "by_name")
     made.train(rewarded(some_groups(4, seed=1)))
-    second = capsule_folder(made.home, 1)
+    second = snapshot_folder(made.home, 1)
     found = recompute.replay(second, [])
     assert found.is_reproduced and found.weights == str(checkpoint)
     named = recompute.replay(second, [], model=str(tmp_path / "by_name"))
@@ -536,7 +536,7 @@ def test_the_command_prints_a_table_or_json_and_its_exit_code_says_whether_it_is
     assert replay_main([str(folder), "--tolerance", "1e-4"]) == 0
 
 
-# ---------------------------------------------------------------- shadows
+# ---------------------------------------------------------------- compared
 
 
 SAME = [
@@ -555,16 +555,18 @@ def test_the_shadow_of_the_same_loss_equals_it(step, alg, updates):
     groups = moved(rewarded(some_groups(4)))
     groups[0][1] = replace(groups[0][1], reward=None, failure="timeout")
     changes = {"alg": alg, "updates_per_step": updates, "trainer.micro_batch_tokens": 60}
-    made = step(changes | {"shadow": [alg | {"as": "twin"}]})
+    made = step(changes | {"compare_losses": [alg | {"as": "twin"}]})
     metrics = made.train(groups)
-    shadow = {n.removeprefix("shadow/twin/"): v for n, v in metrics.items() if n.startswith("shadow/")}
+    compare_losses = {
+        n.removeprefix("compare_losses/twin/"): v for n, v in metrics.items() if n.startswith("compare_losses/")
+    }
     main = {n.removeprefix("train/"): v for n, v in metrics.items() if n.startswith("train/")}
     lacking = {"tokens", "lr", "updates_skipped", "padding", "shared", "grad_norm"}
-    assert {"loss", "mismatch/ess"} <= shadow.keys()
-    assert shadow == {n: v for n, v in main.items() if n not in lacking and not n.startswith("value/")}
+    assert {"loss", "mismatch/ess"} <= compare_losses.keys()
+    assert compare_losses == {n: v for n, v in main.items() if n not in lacking and not n.startswith("value/")}
     assert all(find_metric(name) for name in metrics)
     alone = step(changes)
-    assert alone.train(groups) == {n: v for n, v in metrics.items() if not n.startswith("shadow/")}
+    assert alone.train(groups) == {n: v for n, v in metrics.items() if not n.startswith("compare_losses/")}
     assert torch.equal(alone.trainer.flatten_weights(), made.trainer.flatten_weights()), "no gradient comes from it"
 
 
@@ -572,54 +574,56 @@ def test_a_shadow_has_the_metrics_of_a_run_with_its_loss(step):
     """Its own norm, its own advantages, its own clip bounds: on the first step both runs see the same."""
     groups = moved(rewarded(some_groups(4)))
     other = {"name": "gspo", "scale_rewards": "group", "loss_norm": "sequence"}
-    watched = step({"alg.entropy_coef": 0.01, "shadow": [other | {"as": "other"}, "cispo"]}).train(groups)
+    watched = step({"alg.entropy_coef": 0.01, "compare_losses": [other | {"as": "other"}, "cispo"]}).train(groups)
     trained = step({"alg": other}).train(groups)
     for name in ("loss", "clip_frac_high", "approx_kl", "mismatch/kl", "mismatch/ess"):
-        assert watched[f"shadow/other/{name}"] == trained[f"train/{name}"], name
-    assert "train/entropy" in watched and "shadow/other/entropy" not in watched, "it asks for none"
-    assert "shadow/cispo/capped" in watched
+        assert watched[f"compare_losses/other/{name}"] == trained[f"train/{name}"], name
+    assert "train/entropy" in watched and "compare_losses/other/entropy" not in watched, "it asks for none"
+    assert "compare_losses/cispo/capped" in watched
 
 
 @pytest.mark.parametrize(
-    ("shadow", "said"),
+    ("compare_losses", "said"),
     [
-        ("ppo", "shadow: ppo needs the column values, which the run's algorithm does not compute"),
-        ({"name": "grpo", "kl": {"coef": 0.1}}, "shadow: grpo needs the column ref_logp"),
-        ({"name": "grpo", "entropy_coef": 0.1}, "shadow: grpo needs the entropy"),
-        ("grop", "shadow: alg.name: there is no 'grop'"),
+        ("ppo", "compare_losses: ppo needs the column values, which the run's algorithm does not compute"),
+        ({"name": "grpo", "kl": {"coef": 0.1}}, "compare_losses: grpo needs the column ref_logp"),
+        ({"name": "grpo", "entropy_coef": 0.1}, "compare_losses: grpo needs the entropy"),
+        ("grop", "compare_losses: alg.name: there is no 'grop'"),
         ("dpo", "trains on given text"),
         ({"name": "grpo", "as": "a/b"}, "the name 'a/b'"),
     ],
 )
-def test_a_shadow_that_needs_what_the_run_does_not_compute_is_refused(step, shadow, said):
+def test_a_shadow_that_needs_what_the_run_does_not_compute_is_refused(step, compare_losses, said):
     with pytest.raises(UserError) as error:
-        step({"shadow": [shadow]})
+        step({"compare_losses": [compare_losses]})
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_shadow_that_trains_on_other_tokens_is_refused(step):
     groups = [[replace(s, stop="length") for s in g] if i else g for i, g in enumerate(rewarded(some_groups(4)))]
-    with pytest.raises(RunStopped, match="shadow: grpo trains on other tokens than the run's algorithm"):
-        step({"shadow": [{"name": "grpo", "overlong": {"mode": "filter"}}]}).train(groups)
+    with pytest.raises(RunStopped, match="compare_losses: grpo trains on other tokens than the run's algorithm"):
+        step({"compare_losses": [{"name": "grpo", "overlong": {"mode": "filter"}}]}).train(groups)
 
 
 def test_a_shadow_that_is_not_finite_does_not_end_the_run(step, tmp_path):
-    made = step({"shadow": [a_file(tmp_path / "hiccup.py", HICCUP)]})
+    made = step({"compare_losses": [a_file(tmp_path / "hiccup.py", HICCUP)]})
     for n in range(2):
         metrics = made.train(rewarded(some_groups(4, seed=n)))
-        assert "shadow/hiccup/loss" not in metrics and "shadow/hiccup/mismatch/kl" in metrics
+        assert "compare_losses/hiccup/loss" not in metrics and "compare_losses/hiccup/mismatch/kl" in metrics
         assert metrics["train/updates_skipped"] == 0
     [said] = made.said
-    assert said.startswith("WARNING: shadow/hiccup/loss is ")
+    assert said.startswith("WARNING: compare_losses/hiccup/loss is ")
 
 
 def test_an_update_that_was_skipped_counts_for_no_shadow(step, tmp_path):
-    changes = {"alg": {"file": a_file(tmp_path / "hiccup.py", HICCUP)}, "shadow": ["grpo"]}
+    changes = {"alg": {"file": a_file(tmp_path / "hiccup.py", HICCUP)}, "compare_losses": ["grpo"]}
     metrics = step(changes).train(rewarded(some_groups(4)))
-    assert metrics["train/updates_skipped"] == 1 and not [name for name in metrics if name.startswith("shadow/")]
+    assert metrics["train/updates_skipped"] == 1 and not [
+        name for name in metrics if name.startswith("compare_losses/")
+    ]
 
 
-def test_facts_of_a_capsule_survive_json(folder):
-    manifest = read_capsule(folder).manifest
+def test_facts_of_a_snapshot_survive_json(folder):
+    manifest = read_snapshot(folder).manifest
     again = json.loads(json.dumps(asdict(manifest)))
     assert again["run"]["temperature"] == 1.0 and again["updates"][0]["fingerprints"]["whole"]

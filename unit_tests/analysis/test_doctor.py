@@ -275,7 +275,7 @@ def test_every_mistake_of_a_recipe_is_shown(recipe, tmp_path, capsys):
     reward.write_text("def score(prompt, messages):\n    raise RuntimeError('no sandbox')\n")
     data = tmp_path / "rows.jsonl"
     data.write_text('{"messages": "1+1=", "answer": "2"}\n{"messages": "", "answer": "2"}\n')
-    changes = {"reward.fn": str(reward), "save_to": "models", "device": "cuda"}
+    changes = {"reward.function": str(reward), "save_to": "models", "device": "cuda"}
     path = recipe({**changes, "data.train": str(data), "data.max_invalid_fraction": 0.9, "data.eval": "nowhere.jsonl"})
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "mine.txt").touch()

@@ -16,7 +16,7 @@ from analysis.capture.compare import ONE_SILENT, OPPOSITE
 from analysis.capture.recompute import Replay, replay
 from analysis.capture.replay import main as replay_main
 from analysis.capture.token_maps import list_disagreements
-from analysis.capture.tokens import capsule_folder
+from analysis.capture.tokens import snapshot_folder
 from analysis.report.embed import unpack
 from analysis.report.replay_page import SAMPLES, choose_samples, count_disagreements, write_replay_page
 from core.errors import UserError
@@ -31,7 +31,7 @@ LOSSES = ["run", "cispo", "wrong_sign", "no_mask"]
 
 @pytest.fixture
 def folder(recipe, tmp_path) -> Path:
-    """A capsule of two updates, the second beyond some clip bounds."""
+    """A snapshot of two updates, the second beyond some clip bounds."""
     changes = {
         "rollout.max_new_tokens": 24,
         "updates_per_step": 2,
@@ -42,7 +42,7 @@ def folder(recipe, tmp_path) -> Path:
     made = Step(recipe(changes), tmp_path / "run")
     rng = random.Random(3)
     made.train([[a_changed(s, reward=rng.random()) for s in g] for g in rewarded(some_groups(6, 4, seed=2))])
-    return capsule_folder(made.home, 0)
+    return snapshot_folder(made.home, 0)
 
 
 @pytest.fixture

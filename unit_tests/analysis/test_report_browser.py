@@ -37,7 +37,7 @@ def runs(recipe, tmp_path) -> list[Path]:
     reward = tmp_path / "sevens.py"
     reward.write_text(SEVENS)
     for name, lr in (("first", 1e-2), ("second", 3e-3)):
-        changes = {"name": name, "steps": 3, "trainer.lr": lr, "reward.fn": str(reward)}
+        changes = {"name": name, "steps": 3, "trainer.lr": lr, "reward.function": str(reward)}
         code, err = run_here(main_rl, "--config", recipe(changes))
         assert code == 0, err
     made = sorted((tmp_path / "runs").iterdir())
@@ -192,7 +192,7 @@ def test_a_supervised_run_has_curves_and_says_that_it_has_no_samples(browser, re
 
 def test_a_captured_sample_is_shown_token_by_token(browser, tmp_path):
     np = pytest.importorskip("numpy")
-    tokens = pytest.importorskip("analysis.capture.tokens", reason="this checkout has no capsules")
+    tokens = pytest.importorskip("analysis.capture.tokens", reason="this checkout has no snapshots")
     run = make_run(tmp_path / "made", steps=3, groups=2, size=4, words=5)
     pieces = ["Say", " a", " number", "<img src=x onerror=alert(1)>", "\n", "</script>"]
 
@@ -204,7 +204,7 @@ def test_a_captured_sample_is_shown_token_by_token(browser, tmp_path):
         reward = number / 4
         return tokens.CapturedSample(step=1, group=group, sample=number, reward=reward, pieces=pieces, columns=columns)
 
-    folder = tokens.capsule_folder(run, 1)
+    folder = tokens.snapshot_folder(run, 1)
     folder.mkdir(parents=True)
     tokens.write_captured(folder, [sample(group, number) for group in range(2) for number in range(4)])
     (folder / tokens.MANIFEST).write_text("{}")

@@ -308,7 +308,7 @@ def user_code(kind: str, name: str, folder: Path) -> tuple[dict, str]:
             return {"rollout.engine": file_of(folder / "engine.py", ENGINE.format(changes=changes))}, words
         case _:
             body, words = REWARDS[name]
-            return {"reward.fn": file_of(folder / "r.py", f"def score(prompt, messages):\n    {body}\n")}, words
+            return {"reward.function": file_of(folder / "r.py", f"def score(prompt, messages):\n    {body}\n")}, words
 
 
 KINDS = {

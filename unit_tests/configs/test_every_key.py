@@ -28,7 +28,7 @@ from driver.rl.setup import make_schedule
 from driver.start.rollouts import plan_rollouts
 from driver.start.weight_sync import make_probe, make_weight_sync
 from rewards.weights import weigh_parts
-from rollouts.allowed_tokens import find_support
+from rollouts.allowed_tokens import resolve_allowed_tokens
 from rollouts.stops import Stops
 from trainers.deepspeed import deepspeed_config
 from trainers.optimizer import make_lr_schedule, make_optimizer
@@ -55,8 +55,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.dtype": ("bfloat16", {}),
     "model.trust_remote_code": (True, {}),
     "reward.weights": ({"other": 3.0}, {}),
-    "reward.fn": ("gsm8k", {}),
-    "reward.fns": ({"gsm8k": 3.0}, {"reward.fn": None}),
+    "reward.function": ("gsm8k", {}),
+    "reward.functions": ({"gsm8k": 3.0}, {"reward.function": None}),
     "reward.by_source": ({"train": {"gsm8k": 1.0}}, {}),
     "reward.settings": ({"most": 1}, {}),
     "rollout.engine": ("vllm", {}),
@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "rollout.gpu_memory_utilization": (0.5, {}),
     "weight_sync.every": (2, {"max_staleness": 4}),
     "weight_sync.max_kl": (0.1, {"weight_sync.every": 2, "max_staleness": 4}),
-    "weight_sync.requests": ("wait", {}),
+    "weight_sync.pause_mode": ("wait", {}),
     "weight_sync.transport": ("disk", {"backend": "ray"}),
     "weight_sync.bucket_mib": (1, {}),
     "weight_sync.timeout_s": (5.0, {}),
@@ -114,14 +114,14 @@ SHOWN: dict[str, tuple[str, ...]] = {
         "alg",
         "eval_every",
         "group_size",
-        "rollout.engines",
+        "rollout.num_engines",
     ),
     "driver/test_two_hosts.py": ("ship_code",),
     "configs/test_bad_input.py": ("save_to",),
-    "driver/test_elastic.py": ("rollout.engines.min", "rollout.engines.max"),
+    "driver/test_elastic.py": ("rollout.num_engines.min", "rollout.num_engines.max"),
     "driver/test_push.py": ("push_to",),
     "trainers/test_gpu.py": ("device",),
-    "driver/test_checkpoint.py": ("checkpoint.keep", "checkpoint.best", "checkpoint.best_is", "resume"),
+    "driver/test_checkpoint.py": ("checkpoint.keep", "checkpoint.best", "checkpoint.best_mode", "resume"),
     "driver/test_eval_runs.py": ("eval_samples", "eval_pass_reward"),
     "driver/test_trackers.py": (
         *("trackers", "tracking.samples_every", "tracking.samples", "tracking.mlflow_uri"),
@@ -129,7 +129,14 @@ SHOWN: dict[str, tuple[str, ...]] = {
     ),
     "driver/test_console.py": ("display", "show_samples"),
     "analysis/test_capture.py": (
-        *("shadow", "capture.every", "capture.on", "capture.kl_above", "capture.grad_norm_times", "capture.most"),
+        *(
+            "compare_losses",
+            "capture.every",
+            "capture.on",
+            "capture.kl_above",
+            "capture.grad_norm_times",
+            "capture.most",
+        ),
         *("capture.weights",),
     ),
     "driver/test_killed.py": ("on_failure", "max_resumes"),
@@ -143,9 +150,9 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "data_feeds/test_template_args.py": ("data.template_args",),
     "data_feeds/test_feeds.py": ("data.train.split", "data.max_invalid_fraction", "data.eval"),
     "trainers/test_shared_training.py": ("trainer.gradient_checkpointing",),
-    "data_feeds/test_image_rows.py": ("data.max_picture_pixels",),
+    "data_feeds/test_image_rows.py": ("data.max_image_pixels",),
     "modeling/test_head.py": ("trainer.logits_mib",),
-    "trainers/test_deepspeed.py": ("trainer.layout", "trainer.library", "trainer.offload"),
+    "trainers/test_deepspeed.py": ("trainer.layout", "trainer.strategy", "trainer.offload"),
     "modeling/test_sequence_parallel.py": ("trainer.sequence_parallel",),
     "trainers/test_step.py": ("trainer.max_skipped_updates",),
     "rewards/test_rewards.py": ("reward.workers", "reward.timeout_s"),
@@ -155,7 +162,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "rollouts/test_agents.py": ("rollout.agent.file", "rollout.agent.command"),
     "configs/test_recipes.py": ("epochs",),
     "driver/test_supervised.py": ("precompute_ref_logp",),
-    "driver/test_colocation.py": ("placement", "engine_sleep"),
+    "driver/test_colocation.py": ("placement", "rollout.sleep_mode"),
 }
 """Keys whose effect is seen in a run or in a part that this file does not make; the test file that shows it."""
 SECTIONS = {
@@ -223,7 +230,7 @@ def rl_footprint(loaded: Loaded[RLConfig]) -> dict[str, Any]:
         "rewards": rollouts.reward_functions,
         "reward": weigh_parts(cfg.reward, PARTS, "train"),
         "parser": vars(make_parser(cfg.rollout.tool_parser, tokenizer)).keys(),
-        "support": find_support(tokenizer, cfg.rollout.allowed_tokens, stops.token_ids),
+        "allowed_tokens": resolve_allowed_tokens(tokenizer, cfg.rollout.allowed_tokens, stops.token_ids),
         "stops": (stops.token_ids, stops.strings and stops.strings.strings),
         "schedule": make_schedule(cfg),
         "prompts": [(p.source, tokenizer.render(p.messages)) for p in drawn],
@@ -257,11 +264,11 @@ def test_changing_a_key_changes_what_the_run_is_made_of(key, recipe, sums, tmp_p
         changed = base | {"stop_when": base["stop_when"] | {key.rpartition(".")[2]: value}}
     else:
         changed = base | {key: value}
-    if key in ("reward.fn", "reward.settings"):
+    if key in ("reward.function", "reward.settings"):
         base, changed = ({k: v for k, v in one.items() if k != "reward.weights"} for one in (base, changed))
-    if key == "reward.fns":
+    if key == "reward.functions":
         changed.pop("reward.weights")
-        base = {"reward.fn": "arithmetic"}
+        base = {"reward.function": "arithmetic"}
     if key == "trainer.decay_fraction":
         base[key] = 0.5
     kind, footprint = ("sl", sl_footprint) if is_sl else ("rl", rl_footprint)

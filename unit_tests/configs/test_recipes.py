@@ -62,7 +62,7 @@ OLD_RL = {
     "publish_every": (2, "weight_sync.every: 2"),
     "publish_drift": (0.1, "weight_sync.max_kl: 0.1"),
     "reuse": (2, "sample_reuse: 2"),
-    "rollout.update": ("drain", "weight_sync.requests: wait"),
+    "rollout.update": ("drain", "weight_sync.pause_mode: wait"),
     "rollout.tensor_parallel": (2, "rollout.tensor_parallel_size: 2"),
     "reward.max_failed_share": (0.2, "reward.max_failed_fraction: 0.2"),
     "data.max_unfit_share": (0.2, "data.max_invalid_fraction: 0.2"),
@@ -132,10 +132,10 @@ def test_settings_of_an_earlier_checkpoint_mean_what_they_meant(recipe):
 
 
 def test_a_changed_file_of_the_user_is_refused_and_one_of_ours_is_told():
-    then = {"sha256": {"alg": "a", "reward.fn": "b", "data.train": "c"}, "in_package": []}
-    now = {"sha256": {"alg": "A", "reward.fn": "B", "data.train": "c", "rollout.env": "new"}}
+    then = {"sha256": {"alg": "a", "reward.function": "b", "data.train": "c"}, "in_package": []}
+    now = {"sha256": {"alg": "A", "reward.function": "B", "data.train": "c", "rollout.env": "new"}}
     now["in_package"] = ["alg", "rollout.env"]
-    assert changed_files(then, now) == ["alg", "reward.fn"], "an earlier version did not note the environment"
+    assert changed_files(then, now) == ["alg", "reward.function"], "an earlier version did not note the environment"
     assert changed_package_files(then, now) == ["alg"]
 
 

@@ -34,21 +34,21 @@ UNUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.eval_rows": (5, {"data.eval": "x.parquet"}),
     "rollout.max_turns": (2, {"rollout.env": "calculator"}),
     "alg.credit": ("turn", {"rollout.env": "calculator", "rollout.max_turns": 2}),
-    "engine_sleep": ("discard", {"placement": "colocate"}),
+    "rollout.sleep_mode": ("discard", {"placement": "colocate"}),
     "rollout.restarts": (1, {}),
     "trainer.betas": ([0.9, 0.95], {}),
     "trainer.eps": (1e-6, {}),
     "trainer.share_prefixes": ("auto", {}),
-    "data.max_picture_pixels": (10_000, {"model.path": "models/made_later"}),
+    "data.max_image_pixels": (10_000, {"model.path": "models/made_later"}),
     "trainer.vision": ("frozen", {"model.path": "models/made_later"}),
     "model.lora.vision": (True, {"model.path": "models/made_later"}),
     "trainer.zero_stage": (2, {}),
     "trainer.deepspeed": ({"prescale": True}, {}),
-    "trainer.offload": (True, {"trainer.library": "fsdp2"}),
+    "trainer.offload": (True, {"trainer.strategy": "fsdp2"}),
 }
 DEAD = {
     **{key: {"trainer.optimizer": "sgd"} for key in ("trainer.betas", "trainer.eps")},
-    **{key: {"trainer.library": "fsdp2"} for key in ("trainer.zero_stage", "trainer.deepspeed")},
+    **{key: {"trainer.strategy": "fsdp2"} for key in ("trainer.zero_stage", "trainer.deepspeed")},
     "trainer.share_prefixes": {"trainer.layout": "padded"},
     "rollout.restarts": {"placement": "colocate"},
 }
@@ -160,7 +160,12 @@ VARIED = "def score(prompt, messages):\n    return {'correct': float(sum(map(ord
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_our_recipes_set_no_hyper_parameter_that_nothing_reads(name, recipe, tmp_path):
     (tmp_path / "varied.py").write_text(VARIED)
-    changes = {"alg": ALGORITHMS[name], "steps": 1, "updates_per_step": 2, "reward.fn": str(tmp_path / "varied.py")}
+    changes = {
+        "alg": ALGORITHMS[name],
+        "steps": 1,
+        "updates_per_step": 2,
+        "reward.function": str(tmp_path / "varied.py"),
+    }
     if "credit" in ALGORITHMS[name]:
         changes |= UNUSED["alg.credit"][1]
     code, err = run_here(main_rl, "--config", recipe(changes))
@@ -199,14 +204,14 @@ ELSEWHERE = {
     "ship_code": "driver/context.py",
     "max_resumes": "driver/on_failure.py",
     "model.lora.vision": "modeling/lora.py",
-    "trainer.library": "driver/start/trainers.py",
+    "trainer.strategy": "driver/start/trainers.py",
     "trainer.offload": "trainers/fsdp2.py",
     "trainer.zero_stage": "trainers/deepspeed.py",
     "trainer.deepspeed": "trainers/deepspeed.py",
     "rollout.restarts": "driver/rl/setup.py",
-    "rollout.engines.min": "configs/rollout_schema.py",
-    "rollout.engines.max": "configs/rollout_schema.py",
-    "engine_sleep": "driver/start/rollouts.py",
+    "rollout.num_engines.min": "configs/rollout_schema.py",
+    "rollout.num_engines.max": "configs/rollout_schema.py",
+    "rollout.sleep_mode": "driver/start/rollouts.py",
     "rollout.agent.file": "rollouts/registry.py",
     "rollout.agent.command": "rollouts/registry.py",
     "push_to": "driver/checks/hub_upload.py",
@@ -249,5 +254,5 @@ def test_every_key_of_the_schema_is_read_by_a_run_or_has_a_reader_by_name(recipe
     keys = {key for cls in SCHEMA for key, owner, name in list_keys(cls) if (owner, name) not in reads}
     assert sorted(keys - {*ELSEWHERE}) == []
     for key, file in ELSEWHERE.items():
-        read = rf"\b(cfg|rollout|agent|trainer|tracking|settings|lora|engines)\.{key.rpartition('.')[2]}\b"
+        read = rf"\b(cfg|rollout|agent|trainer|tracking|settings|lora|num_engines)\.{key.rpartition('.')[2]}\b"
         assert re.search(read, (ROOT / file).read_text(encoding="utf-8")), f"{file} does not read {key}"

@@ -22,7 +22,7 @@ from core.cluster.ray_workers import Cluster
 from core.cluster.workers import Resources
 from core.errors import RunStopped, UserError
 from core.types.arrays import DOUBLE, from_json, to_json
-from core.types.images import PlacedPicture
+from core.types.images import PlacedImage
 from core.types.samples import Batch, Prompt, Sample, make_sample
 from data_feeds.packing.batches import micro_batches
 from data_feeds.packing.bin_packing import _fill_evenly, estimate_cost
@@ -31,7 +31,7 @@ from driver.records.sample_files import MAX_WAITING, SampleFiles, make_sample_re
 from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer, Schedule
 from tools.benchmarks import driver_cost
 from unit_tests.driver.test_runs import SEVENS, file_of, folder_of
-from unit_tests.helpers import picture_models
+from unit_tests.helpers import image_models
 from unit_tests.helpers.examples import a_changed, a_sample, run_here, some_groups, with_values
 
 COLUMNS = ("token_ids", "action_mask", "rollout_logp", "versions", "advantage")
@@ -128,13 +128,13 @@ def test_a_buffer_in_a_checkpoint_is_as_large_as_its_arrays_and_comes_back():
     assert again.waiting == buffer.waiting and again.waiting[0].group[0].completion == "7"
 
 
-def test_pictures_in_a_checkpoint_are_there_once_and_come_back():
+def test_images_in_a_checkpoint_are_there_once_and_come_back():
     """One of the prompt, one that an environment showed, and one in a family with positions of three axes."""
-    first, second = picture_models.draw(seed=0), picture_models.draw(24, 40, seed=1)
-    prompt = Prompt(id="p", messages=[picture_models.say("user", first, "?")])
+    first, second = image_models.draw(seed=0), image_models.draw(24, 40, seed=1)
+    prompt = Prompt(id="p", messages=[image_models.say("user", first, "?")])
     group: list[Sample] = []
     for i, grid in enumerate([None, (2, 3)]):
-        places = (PlacedPicture(first, 1, 3), PlacedPicture(second, 5, 11, grid))
+        places = (PlacedImage(first, 1, 3), PlacedImage(second, 5, 11, grid))
         n = 14 + i
         group.append(
             make_sample(
@@ -143,11 +143,11 @@ def test_pictures_in_a_checkpoint_are_there_once_and_come_back():
                 action_mask=[t in (3, 4) or t > 11 for t in range(n)],
                 rollout_logp=[-1.0] * n,
                 versions=[0] * n,
-                pictures=places,
+                images=places,
                 transcript=[
-                    picture_models.say("assistant", "up"),
-                    picture_models.say("user", second),
-                    picture_models.say("assistant", "down"),
+                    image_models.say("assistant", "up"),
+                    image_models.say("user", second),
+                    image_models.say("assistant", "down"),
                 ],
             )
         )
@@ -155,11 +155,11 @@ def test_pictures_in_a_checkpoint_are_there_once_and_come_back():
     buffer.started = {0, 1}
     buffer.add_group(FinishedGroup(ticket=0, group=group, accepted=True, seconds=1.0))
     text = json.dumps(buffer.get_state())
-    for picture in (first, second):
-        assert text.count(base64.b64encode(picture.data).decode()) == 1
+    for image in (first, second):
+        assert text.count(base64.b64encode(image.data).decode()) == 1
     again = ReplayBuffer.from_state(json.loads(text), buffer.schedule, lambda _: prompt, step=0)
     assert again.waiting == buffer.waiting
-    assert [s.pictures for s in again.waiting[0].group] == [s.pictures for s in group]
+    assert [s.images for s in again.waiting[0].group] == [s.images for s in group]
     assert again.waiting[0].group[0].transcript == group[0].transcript
 
 
@@ -300,7 +300,7 @@ def test_a_run_whose_samples_cannot_be_written_ends_with_that_sentence(recipe, t
 
     monkeypatch.setattr(sample_files, "write_samples", no_room)
     reward = file_of(tmp_path / "sevens.py", SEVENS)
-    code, err = run_here(main_rl, "--config", recipe({"reward.fn": reward}))
+    code, err = run_here(main_rl, "--config", recipe({"reward.function": reward}))
     assert code == 1 and err.count("\n") == 1 and re.search(r"step_00000.jsonl cannot be written: No space", err), err
     assert not (folder_of(tmp_path) / "model").exists()
 

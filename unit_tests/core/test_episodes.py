@@ -94,7 +94,7 @@ def test_turns_are_the_runs_of_sampled_tokens_unless_they_are_given():
     assert an_episode(3, failure="x").spans == ((2, 5),)
 
 
-def test_what_a_sample_says_of_its_episode_survives_a_checkpoint_and_a_capsule(tmp_path):
+def test_what_a_sample_says_of_its_episode_survives_a_checkpoint_and_a_snapshot(tmp_path):
     group = [replace(s, columns={}) for s in cut_in_alternation(a_group())]
     single = [
         make_sample(

@@ -9,7 +9,7 @@ from core.errors import UserError
 from data_feeds import feed
 from data_feeds.chat import tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
-from data_feeds.rows.encode_requests import finish_drafts
+from data_feeds.rows.encode_requests import encode_requests
 
 ASKS = [{"role": "user", "content": "1+1="}]
 REPLIES = [{"role": "assistant", "content": "2"}]
@@ -75,7 +75,7 @@ def test_the_first_wrong_row_is_named_though_a_later_one_fails_earlier():
         raise UserError(name)
 
     drafts = [draft("first", 3), draft("second", 0)]
-    outcomes = finish_drafts(drafts, lambda pieces: [([1], [False])] * len(pieces))
+    outcomes = encode_requests(drafts, lambda pieces: [([1], [False])] * len(pieces))
     for name in ("first", "second"):
         with pytest.raises(UserError, match=name):
             next(outcomes)()

@@ -1,4 +1,4 @@
-"""The processor of a model that sees, behind the tokenizer: tokens, their spans, and the tensors of pictures."""
+"""The processor of a model that sees, behind the tokenizer: tokens, their spans, and the tensors of images."""
 
 import json
 import pickle
@@ -9,14 +9,14 @@ import torch
 from PIL import Image
 
 from core.errors import RunStopped, UserError
-from core.types.images import PictureRefused, read_picture
+from core.types.images import ImageRefused, read_image
 from data_feeds.chat.template_messages import to_template_messages
 from data_feeds.chat.tokenizer import ChatTokenizer
-from data_feeds.images.image_tokens import PicturesDoNotFit
-from modeling.images import processor as pictures
-from modeling.images.cache import KeptPictures
-from modeling.images.processor import PictureProcessor, needs_pictures
-from unit_tests.helpers.picture_models import QWEN, SIDE, draw, draw_image, save_idefics, save_qwen, say, to_bytes
+from data_feeds.images.image_tokens import ImagesDoNotFit
+from modeling.images import processor as images
+from modeling.images.cache import ImageCache
+from modeling.images.processor import ImageProcessor, needs_images
+from unit_tests.helpers.image_models import QWEN, SIDE, draw, draw_image, save_idefics, save_qwen, say, to_bytes
 
 SIZES = [(28, 28), (84, 84), (100, 30), (30, 100), (200, 120), (13, 90), (60, 59), (1, 70)]
 
@@ -38,7 +38,7 @@ def qwen(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("which", ["idefics", "splitting"])
 def test_ids_and_tensors_are_those_of_the_models_own_processor(which, request):
-    """Several pictures of other sizes in one row, in several turns, as transformers' Idefics3Processor has them."""
+    """Several images of other sizes in one row, in several turns, as transformers' Idefics3Processor has them."""
     from transformers import AutoProcessor
 
     path = request.getfixturevalue(which)
@@ -54,24 +54,24 @@ def test_ids_and_tensors_are_those_of_the_models_own_processor(which, request):
     found = theirs(text=text, images=[[p.open() for p in seen]], add_special_tokens=False, return_tensors="pt")
     ids = chat.render(messages)
     assert ids == found["input_ids"][0].tolist()
-    assert chat.pictures is not None
-    media = chat.pictures.collate(seen)
+    assert chat.images is not None
+    media = chat.images.collate(seen)
     assert media.keys() == {"pixel_values", "pixel_attention_mask"}
     for name, tensor in media.items():
         assert torch.equal(tensor, found[name]), name
     places = chat.place(ids, seen)
-    assert [p.picture for p in places] == seen and all(p.grid is None for p in places)
+    assert [p.image for p in places] == seen and all(p.grid is None for p in places)
     mark = chat.hf.convert_tokens_to_ids("<fake_token_around_image>")
     assert all(ids[p.begin] == ids[p.end - 1] == mark for p in places)
     outside = [i for n, i in enumerate(ids) if not any(p.begin <= n < p.end for p in places)]
-    assert not chat.pictures.placeholder_ids & set(outside)
+    assert not chat.images.placeholder_ids & set(outside)
     assert (places[1].end - places[1].begin) == (4 if which == "idefics" else 9 * 3 + 3 + 1 + 4)
 
 
 @pytest.mark.parametrize("family", QWEN)
-def test_a_picture_of_qwen_is_a_run_of_pads_with_a_grid(family, tmp_path):
+def test_a_image_of_qwen_is_a_run_of_pads_with_a_grid(family, tmp_path):
     chat = ChatTokenizer(save_qwen(tmp_path, family), "chat")
-    processor = chat.pictures
+    processor = chat.images
     assert processor is not None and type(processor.images).__name__ == "Qwen2VLImageProcessorPil"
     assert (processor.placeholder, processor.placeholder_id) == (
         "<|image_pad|>",
@@ -86,16 +86,16 @@ def test_a_picture_of_qwen_is_a_run_of_pads_with_a_grid(family, tmp_path):
     assert [p.end - p.begin for p in places] == [rows * columns // 4 for _, rows, columns in grids]
     assert len(media["pixel_values"]) == sum(rows * columns for _, rows, columns in grids)
     assert {ids[i] for p in places for i in range(p.begin, p.end)} == {processor.placeholder_id}
-    with pytest.raises(PicturesDoNotFit, match="aspect ratio"):
+    with pytest.raises(ImagesDoNotFit, match="aspect ratio"):
         chat.render([say("user", draw(1, 300))])
 
 
-def test_pictures_that_follow_one_another_without_a_mark_are_told_apart(qwen):
-    """A run of pads alone does not say where one picture ends and the next begins; their sizes do."""
+def test_images_that_follow_one_another_without_a_mark_are_told_apart(qwen):
+    """A run of pads alone does not say where one image ends and the next begins; their sizes do."""
     chat = ChatTokenizer(qwen, "chat")
     pad = chat.hf.convert_tokens_to_ids("<|image_pad|>")
     seen = [draw(60, 60), draw(120, 60), draw(60, 60, seed=1)]
-    sizes = [len(chat.pictures.process(p).ids) for p in seen]
+    sizes = [len(chat.images.process(p).ids) for p in seen]
     assert [(p.begin, p.end) for p in chat.place([5, *[pad] * sum(sizes), 6], seen)] == [
         (1, 1 + sizes[0]),
         (1 + sizes[0], 1 + sizes[0] + sizes[1]),
@@ -103,28 +103,28 @@ def test_pictures_that_follow_one_another_without_a_mark_are_told_apart(qwen):
     ]
 
 
-def test_places_must_be_as_many_as_pictures(idefics):
+def test_places_must_be_as_many_as_images(idefics):
     chat = ChatTokenizer(idefics, "chat")
     one, two = draw(), draw(seed=1)
     ids = chat.render([say("user", one, "?", two)])
     assert chat.place(ids, [two], begin=chat.place(ids, [one, two])[0].end)[0].begin > 5
     assert chat.place(chat.encode("3+4"), ()) == ()
-    with pytest.raises(PicturesDoNotFit, match="only 1 pictures"):
+    with pytest.raises(ImagesDoNotFit, match="only 1 images"):
         chat.place(ids, [one])
-    with pytest.raises(PicturesDoNotFit, match="tokens of 2 pictures, and 3 pictures"):
+    with pytest.raises(ImagesDoNotFit, match="tokens of 2 images, and 3 images"):
         chat.place(ids, [one, two, one])
-    lone = [*chat.encode("a"), chat.pictures.placeholder_id]
-    with pytest.raises(PicturesDoNotFit, match="tokens from 1 on are not those of picture 1"):
+    lone = [*chat.encode("a"), chat.images.placeholder_id]
+    with pytest.raises(ImagesDoNotFit, match="tokens from 1 on are not those of image 1"):
         chat.place(lone, [one])
-    with pytest.raises(PicturesDoNotFit, match="token 1 stands for a picture"):
+    with pytest.raises(ImagesDoNotFit, match="token 1 stands for an image"):
         chat.place(lone, ())
 
 
-def count_calls(monkeypatch, *processors: PictureProcessor) -> list[PictureProcessor]:
-    """The processors, one for each picture that they compute from now on."""
-    calls: list[PictureProcessor] = []
+def count_calls(monkeypatch, *processors: ImageProcessor) -> list[ImageProcessor]:
+    """The processors, one for each image that they compute from now on."""
+    calls: list[ImageProcessor] = []
 
-    def listen(to: PictureProcessor) -> None:
+    def listen(to: ImageProcessor) -> None:
         plain = to.images
         monkeypatch.setattr(to, "images", lambda **given: calls.append(to) or plain(**given))
 
@@ -133,42 +133,42 @@ def count_calls(monkeypatch, *processors: PictureProcessor) -> list[PictureProce
     return calls
 
 
-def test_a_picture_is_processed_once_in_a_process_and_the_oldest_is_forgotten(idefics, splitting, monkeypatch):
-    engine, trainer, other = PictureProcessor(idefics), PictureProcessor(idefics), PictureProcessor(splitting)
+def test_a_image_is_processed_once_in_a_process_and_the_oldest_is_forgotten(idefics, splitting, monkeypatch):
+    engine, trainer, other = ImageProcessor(idefics), ImageProcessor(idefics), ImageProcessor(splitting)
     calls = count_calls(monkeypatch, engine, trainer, other)
     seen = [draw(seed=i) for i in range(3)]
     one = sum(t.numel() * t.element_size() for t in engine.process(seen[0]).tensors.values())
-    monkeypatch.setattr(pictures, "KEPT", KeptPictures(4 * one))
+    monkeypatch.setattr(images, "CACHE", ImageCache(4 * one))
     calls.clear()
     for processor in (engine, trainer):
-        for picture in seen:
-            processor.process(picture)
+        for image in seen:
+            processor.process(image)
     assert calls == [engine] * 3
     other.process(seen[0])
     assert calls == [engine] * 3 + [other], "its settings are others"
-    monkeypatch.setattr(pictures, "KEPT", KeptPictures(2 * one))
+    monkeypatch.setattr(images, "CACHE", ImageCache(2 * one))
     calls.clear()
-    for picture in [*seen[:2], seen[0], seen[2], seen[0]]:
-        engine.process(picture)
+    for image in [*seen[:2], seen[0], seen[2], seen[0]]:
+        engine.process(image)
     assert len(calls) == 3, "it was used last, so the other one went"
     engine.process(seen[1])
     assert len(calls) == 4
 
 
 def test_a_copy_in_another_process_computes_the_same(splitting, monkeypatch):
-    processor = PictureProcessor(splitting)
-    picture = draw(100, 30)
-    here = processor.process(picture)
+    processor = ImageProcessor(splitting)
+    image = draw(100, 30)
+    here = processor.process(image)
     there = pickle.loads(pickle.dumps(processor))
-    monkeypatch.setattr(pictures, "KEPT", KeptPictures(0))
-    again = there.process(picture)
+    monkeypatch.setattr(images, "CACHE", ImageCache(0))
+    again = there.process(image)
     assert again.ids == here.ids
     for name, tensor in here.tensors.items():
         assert torch.equal(tensor, again.tensors[name]) and tensor is not again.tensors[name]
 
 
 def test_a_processor_that_cuts_in_another_way_than_expected_stops_the_run(splitting, monkeypatch):
-    processor = PictureProcessor(splitting)
+    processor = ImageProcessor(splitting)
     monkeypatch.setattr(processor.family, "count", lambda width, height: (1, 1))
     with pytest.raises(RunStopped, match=r"cuts 84 x 84 pixels into \(3, 3\), and \(1, 1\) was expected"):
         processor.process(draw(84, 84))
@@ -180,13 +180,13 @@ def test_zeros_are_refused_since_the_model_takes_them_for_padding(tmp_path):
         file = tmp_path / name
         if file.is_file():
             file.write_text(file.read_text().replace('"do_normalize": true', '"do_normalize": false'))
-    black = PictureProcessor(path)
-    with pytest.raises(PictureRefused, match="takes for padding"):
-        black.process(read_picture(to_bytes(Image.new("RGB", (SIDE, SIDE)))))
+    black = ImageProcessor(path)
+    with pytest.raises(ImageRefused, match="takes for padding"):
+        black.process(read_image(to_bytes(Image.new("RGB", (SIDE, SIDE)))))
 
 
 def test_tiles_of_other_sizes_are_padded_and_masked(idefics):
-    family = PictureProcessor(idefics).family
+    family = ImageProcessor(idefics).family
     small = {"pixel_values": torch.ones(2, 3, 14, 28), "pixel_attention_mask": torch.ones(2, 14, 28, dtype=torch.long)}
     large = {"pixel_values": torch.ones(1, 3, 28, 14)}
     joined = family.collate([small, large])
@@ -195,7 +195,7 @@ def test_tiles_of_other_sizes_are_padded_and_masked(idefics):
     assert joined["pixel_attention_mask"].sum((0, 2, 3)).tolist() == [14 * 28, 14 * 28, 28 * 14]
 
 
-def test_turns_with_pictures_are_cut_and_written_as_whole_conversations_are(splitting):
+def test_turns_with_images_are_cut_and_written_as_whole_conversations_are(splitting):
     chat = ChatTokenizer(splitting, "chat")
     one, two = draw(84, 60), draw(30, 30, seed=1)
     asked, reply, answer = say("user", one, "how many?"), {"role": "assistant", "content": "3"}, say("user", "and", two)
@@ -211,24 +211,24 @@ def test_turns_with_pictures_are_cut_and_written_as_whole_conversations_are(spli
         ids = chat.mask_turns([turn, last], ("user",))[0]
         spoken = [i for i, m in zip(ids, mask, strict=True) if m]
         assert learnt is None or spoken == chat.encode(learnt)
-    assert chat.bound_tokens([asked], limit=5) == len(chat.pictures.process(one).ids) > 5
+    assert chat.bound_tokens([asked], limit=5) == len(chat.images.process(one).ids) > 5
     assert chat.bound_tokens([asked], limit=50) is None
 
 
 @pytest.mark.parametrize("content", ["a <image> b", "<fake_token_around_image>", "<row_1_col_2>"])
-def test_a_text_that_holds_a_token_of_pictures_is_refused(idefics, content):
+def test_a_text_that_holds_a_token_of_images_is_refused(idefics, content):
     chat = ChatTokenizer(idefics, "chat")
-    with pytest.raises(PicturesDoNotFit, match=r"a text holds .* which stands for a picture"):
+    with pytest.raises(ImagesDoNotFit, match=r"a text holds .* which stands for an image"):
         chat.render([say("user", draw(), content)])
-    with pytest.raises(PicturesDoNotFit, match="a text holds"):
+    with pytest.raises(ImagesDoNotFit, match="a text holds"):
         chat.render_turns({"role": "assistant", "content": "1"}, [{"role": "user", "content": content}])
-    with pytest.raises(PicturesDoNotFit, match="a tool holds"):
+    with pytest.raises(ImagesDoNotFit, match="a tool holds"):
         chat.render([say("user", "?")], [{"type": "function", "function": {"name": "f", "description": content}}])
 
 
 DROPS = {
     "no part but text": "{% for p in m.content %}{{ p.text if p.type == 'text' }}{% endfor %}",
-    "the first picture only": "{% for p in m.content %}{{ p.text if p.type == 'text' else '<image>' if loop.first }}"
+    "the first image only": "{% for p in m.content %}{{ p.text if p.type == 'text' else '<image>' if loop.first }}"
     "{% endfor %}",
     "each twice": "{% for p in m.content %}{{ p.text if p.type == 'text' else '<image><image>' }}{% endfor %}",
     "the list itself": "{{ m.content }}",
@@ -236,10 +236,10 @@ DROPS = {
 
 
 @pytest.mark.parametrize("drops", DROPS)
-def test_a_template_that_does_not_write_every_picture_once_is_refused(idefics, drops):
+def test_a_template_that_does_not_write_every_image_once_is_refused(idefics, drops):
     chat = ChatTokenizer(idefics, "chat")
     chat.hf.chat_template = "{% for m in messages %}" + DROPS[drops] + "{% endfor %}"
-    with pytest.raises(PicturesDoNotFit, match=r"times '<image>' for 2 pictures: use a model or a template"):
+    with pytest.raises(ImagesDoNotFit, match=r"times '<image>' for 2 images: use a model or a template"):
         chat.render([say("user", draw(), "?", draw(seed=1))])
 
 
@@ -282,11 +282,11 @@ def test_the_template_of_the_processor_is_taken(file, tmp_path):
 def test_what_is_no_whole_model_that_sees_is_refused_with_one_sentence(tmp_path, tiny_path):
     path = save_idefics(tmp_path / "a")
     text = ChatTokenizer(tiny_path, "chat")
-    assert text.pictures is None and text.place([1, 2], ()) == ()
+    assert text.images is None and text.place([1, 2], ()) == ()
     for call in (lambda: text.render([say("user", draw())]), lambda: text.place([1], [draw()])):
-        with pytest.raises(UserError, match="is a language model, which sees no pictures"):
+        with pytest.raises(UserError, match="is a language model, which sees no images"):
             call()
-    with pytest.raises(UserError, match=r"data\.template=plain writes no pictures: set data.template=chat"):
+    with pytest.raises(UserError, match=r"data\.template=plain writes no images: set data.template=chat"):
         ChatTokenizer(path, "plain").render([say("user", draw())])
     config = json.loads((tmp_path / "a" / "config.json").read_text())
 
@@ -294,21 +294,21 @@ def test_what_is_no_whole_model_that_sees_is_refused_with_one_sentence(tmp_path,
         (tmp_path / "a" / "config.json").write_text(json.dumps(config | changes))
 
     save_config(image_token_id=3)
-    with pytest.raises(UserError, match=r"its pictures are the token 3, and its tokenizer has '<image>' as 7"):
-        PictureProcessor(path)
+    with pytest.raises(UserError, match=r"its images are the token 3, and its tokenizer has '<image>' as 7"):
+        ImageProcessor(path)
     save_config(scale_factor=1)
     with pytest.raises(UserError, match="writes 1 tokens for a tile of 28 pixels, and its model makes 4"):
-        PictureProcessor(path)
+        ImageProcessor(path)
     save_config()
     for name in ("processor_config.json", "preprocessor_config.json"):
         (tmp_path / "a" / name).unlink(missing_ok=True)
-    with pytest.raises(UserError, match=r"its picture processor cannot be loaded: .* preprocessor_config.json"):
-        PictureProcessor(path)
+    with pytest.raises(UserError, match=r"its image processor cannot be loaded: .* preprocessor_config.json"):
+        ImageProcessor(path)
     other = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
     save_config(**other, text_config={"model_type": "llama"}, vision_config={"model_type": "clip_vision_model"})
-    with pytest.raises(UserError, match=r"is a llava model, which reads pictures, .* idefics3, .*: take one of them"):
-        needs_pictures(path)
-    assert not needs_pictures(tiny_path)
+    with pytest.raises(UserError, match=r"is a llava model, which reads images, .* idefics3, .*: take one of them"):
+        needs_images(path)
+    assert not needs_images(tiny_path)
 
 
 def test_a_model_whose_processor_has_other_patches_is_refused(tmp_path):
@@ -320,15 +320,15 @@ def test_a_model_whose_processor_has_other_patches_is_refused(tmp_path):
         ChatTokenizer(path, "chat")
 
 
-def test_pictures_of_other_modes_become_rgb_on_white():
+def test_images_of_other_modes_become_rgb_on_white():
     clear = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
-    assert read_picture(to_bytes(clear)).open().getpixel((0, 0)) == (255, 255, 255)
+    assert read_image(to_bytes(clear)).open().getpixel((0, 0)) == (255, 255, 255)
     grey = Image.new("L", (4, 4), 100)
-    assert read_picture(to_bytes(grey)).open().getpixel((0, 0)) == (100, 100, 100)
+    assert read_image(to_bytes(grey)).open().getpixel((0, 0)) == (100, 100, 100)
     deep = Image.fromarray(np.full((4, 4), 25700, dtype=np.uint16))
-    assert read_picture(to_bytes(deep)).open().getpixel((0, 0)) == (100, 100, 100)
+    assert read_image(to_bytes(deep)).open().getpixel((0, 0)) == (100, 100, 100)
     turned = draw_image(40, 20)
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: viewers show it upright
-    picture = read_picture(to_bytes(turned, "JPEG", exif=exif))
-    assert (picture.width, picture.height) == (20, 40) == picture.open().size
+    image = read_image(to_bytes(turned, "JPEG", exif=exif))
+    assert (image.width, image.height) == (20, 40) == image.open().size

@@ -1,4 +1,4 @@
-"""Pictures in rows: from every form in which data sets hold them, into prompts, samples and files; and broken ones."""
+"""Images in rows: from every form in which data sets hold them, into prompts, samples and files; and broken ones."""
 
 import asyncio
 import base64
@@ -20,7 +20,7 @@ from analysis.capture.batch_file import read_batch, write_batch
 from configs.data_schema import PromptDataConfig, RowDataConfig
 from core.errors import UserError
 from core.types.images import LARGEST_SIDE
-from core.types.messages import describe_messages, find_pictures
+from core.types.messages import describe_messages, find_images
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups, load_prompts
 from data_prep import tiny_vision_model
@@ -33,7 +33,7 @@ from rewards.several import one_reward
 from rollouts.agents.processes import write_task
 from rollouts.agents.task import Task
 from unit_tests.helpers.examples import run_here
-from unit_tests.helpers.picture_models import draw, draw_image, save_idefics, say, to_bytes
+from unit_tests.helpers.image_models import draw, draw_image, save_idefics, say, to_bytes
 
 TEXT = {"type": "text", "text": "How many?"}
 HOLE = {"type": "image"}
@@ -88,7 +88,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_picture_is_read_in_every_form(form, chat, tmp_path):
+def test_a_image_is_read_in_every_form(form, chat, tmp_path):
     (tmp_path / "one.png").write_bytes(ONE)
     (tmp_path / "sub").mkdir()
     given = (
@@ -98,14 +98,14 @@ def test_a_picture_is_read_in_every_form(form, chat, tmp_path):
     [prompt] = prompts(chat, write(path, [{"messages": user(HOLE | given, TEXT)}])).all()
     assert prompt.messages == [say("user", draw(), "How many?")]
     ids = chat.render(prompt.messages)
-    [place] = chat.place(ids, find_pictures(prompt.messages))
+    [place] = chat.place(ids, find_images(prompt.messages))
     assert chat.hf.convert_ids_to_tokens(ids[place.begin : place.end]) == [
         *("<fake_token_around_image>", "<global-img>", "<image>", "<fake_token_around_image>")
     ]
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_a_column_of_pictures_fills_the_places_in_order(form, chat, tmp_path):
+def test_a_column_of_images_fills_the_places_in_order(form, chat, tmp_path):
     files = [tmp_path / f"{n}.png" for n in range(3)]
     for n, file in enumerate(files):
         file.write_bytes(to_bytes(draw_image(seed=n)))
@@ -124,20 +124,20 @@ def test_a_column_of_pictures_fills_the_places_in_order(form, chat, tmp_path):
     assert c.messages == [say("user", seen[2])] and "pics" not in c.extra
 
 
-def test_plain_text_comes_after_the_pictures_of_its_row(chat, tmp_path):
+def test_plain_text_comes_after_the_images_of_its_row(chat, tmp_path):
     rows = [{"query": "What is it?", "image": {"bytes": ONE, "path": "x.png"}, "label": "a bar"}]
     columns = {"messages": "query", "answer": "label"}
     [prompt] = prompts(chat, [{"path": write(tmp_path / "x.parquet", rows), "columns": columns}]).all()
     assert prompt.messages == [say("user", draw(), "What is it?")] and prompt.answer == "a bar"
 
 
-def test_equal_pictures_of_several_rows_are_one_object(chat, tmp_path):
+def test_equal_images_of_several_rows_are_one_object(chat, tmp_path):
     rows = [{"messages": user(HOLE, TEXT), "image": {"bytes": ONE, "path": None}} for _ in range(2)]
     one, two = prompts(chat, write(tmp_path / "x.parquet", rows)).all()
-    assert find_pictures(one.messages)[0] is find_pictures(two.messages)[0]
+    assert find_images(one.messages)[0] is find_images(two.messages)[0]
 
 
-def test_supervised_rows_carry_their_pictures_and_never_train_on_their_tokens(chat, tmp_path):
+def test_supervised_rows_carry_their_images_and_never_train_on_their_tokens(chat, tmp_path):
     reply = {"role": "assistant", "content": "3"}
     more = [{"role": "user", "content": [HOLE]}, {"role": "assistant", "content": "4"}]
     late = {"role": "user", "content": [TEXT, HOLE]}
@@ -150,10 +150,10 @@ def test_supervised_rows_carry_their_pictures_and_never_train_on_their_tokens(ch
         (["user"], 3, "How many?How many?"),
     ):
         [[sample]] = groups(chat, path, "conversations", train_on=train_on)
-        assert [p.picture for p in sample.pictures] == [draw(), draw(seed=1), draw()][:written]
+        assert [p.image for p in sample.images] == [draw(), draw(seed=1), draw()][:written]
         assert chat.hf.decode(sample.token_ids[sample.action_mask]) == learnt
     [[sample]] = groups(chat, path, "conversations", train_on="everything")
-    spans = [i for p in sample.pictures for i in range(p.begin, p.end)]
+    spans = [i for p in sample.images for i in range(p.begin, p.end)]
     assert len(spans) == 12 and [i for i, m in enumerate(sample.action_mask) if not m] == spans
 
 
@@ -166,13 +166,13 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("form", PAIRS)
-def test_both_replies_of_a_pair_follow_the_same_pictures(form, chat, tmp_path):
+def test_both_replies_of_a_pair_follow_the_same_images(form, chat, tmp_path):
     [[chosen, rejected]] = groups(chat, write(tmp_path / "x.jsonl", [PAIRS[form] | {"image": URI}]), "pairs")
-    assert chosen.pictures == rejected.pictures and [p.picture for p in chosen.pictures] == [draw()]
+    assert chosen.images == rejected.images and [p.image for p in chosen.images] == [draw()]
     assert chosen.prompt.messages == [say("user", draw(), "How many?")]
     labelled = [{"messages": user(HOLE) + CHOSEN, "image": URI, "label": label} for label in (1, 0)]
     for [sample] in groups(chat, write(tmp_path / "u.jsonl", labelled), "unpaired"):
-        assert [p.picture for p in sample.pictures] == [draw()] and sample.n_trained == 2
+        assert [p.image for p in sample.images] == [draw()] and sample.n_trained == 2
 
 
 def a_row(image: Any, **others: Any) -> dict[str, Any]:
@@ -185,78 +185,78 @@ def uri(data: bytes) -> str:
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "missing file": (a_row("nowhere.png"), "image: there is no file .*nowhere.png"),
-    "truncated JPEG": (a_row(uri(to_bytes(draw_image(90, 90), "JPEG")[:900])), "the picture is damaged .*truncated"),
+    "truncated JPEG": (a_row(uri(to_bytes(draw_image(90, 90), "JPEG")[:900])), "the image is damaged .*truncated"),
     "20,000 pixels wide": (
         a_row(uri(to_bytes(Image.new("RGB", (20_000, 2))))),
-        f"the picture has 20000 x 2 pixels, over {LARGEST_SIDE}",
+        f"the image has 20000 x 2 pixels, over {LARGEST_SIDE}",
     ),
-    "20,000 pixels square": (a_row(uri(to_bytes(Image.new("1", (20_000, 20_000))))), "the picture has too many pixels"),
+    "20,000 pixels square": (a_row(uri(to_bytes(Image.new("1", (20_000, 20_000))))), "the image has too many pixels"),
     "more pixels than the recipe allows": (
         a_row(uri(to_bytes(Image.new("L", (101, 100))))),
-        r"has 101 x 100 pixels, more than data\.max_picture_pixels=10000",
+        r"has 101 x 100 pixels, more than data\.max_image_pixels=10000",
     ),
     "CMYK": (a_row(uri(to_bytes(draw_image().convert("CMYK"), "JPEG"))), "the colour mode CMYK: convert it to RGB"),
     "a GIF that moves": (
         a_row(uri(to_bytes(draw_image(), "GIF", save_all=True, append_images=[draw_image(seed=1)]))),
-        "the picture has 2 frames, and one is expected",
+        "the image has 2 frames, and one is expected",
     ),
-    "no picture at all": (a_row(uri(b"<html>404</html>")), "the picture is in no known format"),
-    "an empty file": (a_row(uri(b"")), "the picture is in no known format"),
-    "more placeholders than pictures": (
+    "no image at all": (a_row(uri(b"<html>404</html>")), "the image is in no known format"),
+    "an empty file": (a_row(uri(b"")), "the image is in no known format"),
+    "more placeholders than images": (
         a_row(URI, messages=user(HOLE, HOLE)),
-        r"more places for pictures than image has \(1\)",
+        r"more places for images than image has \(1\)",
     ),
-    "fewer placeholders": (a_row(None, images=[URI, URI]), "images has 2 pictures, and its messages have 1 places"),
-    "none for a picture": (a_row(URI, messages=user(TEXT)), "image has 1 pictures, and its messages have 0 places"),
-    "a place without a column": (a_row(None), r"more places for pictures than images has \(0\)"),
+    "fewer placeholders": (a_row(None, images=[URI, URI]), "images has 2 images, and its messages have 1 places"),
+    "none for an image": (a_row(URI, messages=user(TEXT)), "image has 1 images, and its messages have 0 places"),
+    "a place without a column": (a_row(None), r"more places for images than images has \(0\)"),
     "two columns": (a_row(URI, images=[URI]), "it has image and images: keep one"),
     "an address": (a_row("https://example.org/a.png"), "is an address, which is not fetched: download it"),
     "an address in OpenAI's form": (
         {"messages": user({"type": "image_url", "image_url": {"url": "http://example.org/a.png"}})},
         "a part of a message: http://example.org/a.png is an address",
     ),
-    "a number": (a_row(7), "image: a picture must be bytes, a path, a data URI or {bytes, path}, found 7"),
+    "a number": (a_row(7), "image: an image must be bytes, a path, a data URI or {bytes, path}, found 7"),
     "damaged base64": (a_row("data:image/png;base64,a$"), "the base64 text of a data URI is damaged"),
     "a data URI without data": (a_row("data:image/png"), "a data URI must be data:image/png;base64"),
     "a folder": (a_row("."), "there is no file"),
     "a name that is too long": (a_row("x" * 5000), "there is no file"),
     "the placeholder as text": (
         {"messages": "<image> How many?"},
-        "a text holds '<image>', which stands for a picture",
+        "a text holds '<image>', which stands for an image",
     ),
-    "two pictures in one part": (
+    "two images in one part": (
         {"messages": user({"type": "image", "image": URI, "path": "x.png"})},
-        "a part has several pictures: image, path",
+        "a part has several images: image, path",
     ),
-    "a picture in a reply": (
+    "an image in a reply": (
         a_row(None, messages=[*user(TEXT), {"role": "assistant", "content": [HOLE | {"image": URI}]}, *user(TEXT)]),
-        "a turn of assistant holds a picture",
+        "a turn of assistant holds an image",
     ),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_row_whose_picture_cannot_be_used_is_counted_and_shown(case, chat, tmp_path):
+def test_a_row_whose_image_cannot_be_used_is_counted_and_shown(case, chat, tmp_path):
     row, why = BROKEN[case]
     path = write(tmp_path / "x.jsonl", [a_row(URI, id="good"), row | {"id": "bad"}])
-    feed = prompts(chat, path, max_invalid_fraction=0.5, max_picture_pixels=10_000)
+    feed = prompts(chat, path, max_invalid_fraction=0.5, max_image_pixels=10_000)
     [source] = feed.sources
     assert [p.id for p in feed.all()] == ["good"]
     [(reason, found)] = source.invalid.cases.items()
-    assert (reason, found.rows, found.example) == ("bad_picture", 1, "bad")
+    assert (reason, found.rows, found.example) == ("bad_image", 1, "bad")
     assert re.search(why, found.why) and "\n" not in found.why
     with pytest.raises(
-        UserError, match=r"1 of 2 rows are invalid, a larger fraction than .*: 1 bad_picture \(such as row bad: "
+        UserError, match=r"1 of 2 rows are invalid, a larger fraction than .*: 1 bad_image \(such as row bad: "
     ):
-        prompts(chat, path, max_picture_pixels=10_000)
+        prompts(chat, path, max_image_pixels=10_000)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "another kind of part": ({"messages": user({"type": "video", "video": "x"})}, {}, "a part of the type video"),
-    "a setting of a picture": (
+    "a setting of an image": (
         {"messages": user(HOLE | {"image": URI, "max_pixels": 3})},
         {},
-        "a picture holds 'max_pixels', which is not read: remove it",
+        "an image holds 'max_pixels', which is not read: remove it",
     ),
     "a wrong column": (a_row(URI), {"images": "photo"}, "has no column photo; it has .*name the one meant in columns"),
 }
@@ -269,9 +269,9 @@ def test_what_would_be_wrong_in_every_row_ends_the_program(case, chat, tmp_path)
         prompts(chat, [{"path": write(tmp_path / "x.jsonl", [row]), "columns": columns}])
 
 
-def test_a_language_model_refuses_rows_with_pictures(tiny_path, tmp_path):
+def test_a_language_model_refuses_rows_with_images(tiny_path, tmp_path):
     path = write(tmp_path / "x.jsonl", [a_row(URI), {"messages": "3+4"}])
-    with pytest.raises(UserError, match="is a language model, which sees no pictures, and a message holds one: take"):
+    with pytest.raises(UserError, match="is a language model, which sees no images, and a message holds one: take"):
         prompts(ChatTokenizer(tiny_path, "chat"), path)
 
 
@@ -288,7 +288,7 @@ def models(tmp_path_factory, tiny_path) -> dict[str, Path]:
 
 OF_DATA = [
     *("missing file", "truncated JPEG", "20,000 pixels wide", "CMYK", "a GIF that moves"),
-    *("more placeholders than pictures", "fewer placeholders"),
+    *("more placeholders than images", "fewer placeholders"),
 ]
 ENDS: dict[str, tuple[str, dict[str, Any], dict[str, str], str]] = {
     **{case: ("sees", BROKEN[case][0], {}, BROKEN[case][1]) for case in OF_DATA},
@@ -298,7 +298,7 @@ ENDS: dict[str, tuple[str, dict[str, Any], dict[str, str], str]] = {
         "text",
         a_row(URI),
         {},
-        "is a language model, which sees no pictures, and a message holds one",
+        "is a language model, which sees no images, and a message holds one",
     ),
 }
 
@@ -319,37 +319,37 @@ def test_files_get_the_hash_and_an_agent_the_bytes(chat, tmp_path):
         tmp_path / "x.jsonl", [a_row(URI, messages=[*user(HOLE, TEXT), {"role": "assistant", "content": "3"}])]
     )
     [[sample]] = groups(chat, path, "conversations")
-    picture = draw()
-    named = {"type": "image", "sha256": picture.hash, "width": 28, "height": 28}
+    image = draw()
+    named = {"type": "image", "sha256": image.hash, "width": 28, "height": 28}
     described = describe_messages(sample.prompt.messages)
     assert described[0] == {"role": "user", "content": "How many?", "parts": [named, TEXT]}
-    answer = say("tool", picture, "Seen.")
+    answer = say("tool", image, "Seen.")
     played = replace(sample, transcript=[{"role": "assistant", "content": "3"}, answer])
     record = make_sample_record(played, 0)
     assert json.loads(json.dumps(record))["prompt"] == described and record["turns"][1]["parts"] == [
         named,
         TEXT | {"text": "Seen."},
     ]
-    assert write_message(record["turns"][1]) == f"tool: [picture 28 x 28, {picture.hash[:8]}] Seen."
+    assert write_message(record["turns"][1]) == f"tool: [image 28 x 28, {image.hash[:8]}] Seen."
     [written] = describe_group([sample], sample.prompt, of_set="x", index=0)
     assert json.loads(written.prompt) == described and written.row == hash_row(sample.prompt)
     task = Task(base_url="", api_key="", model="", messages=sample.prompt.messages)
     [asked, answered] = json.loads(write_task(task))["messages"]
     assert asked["content"] == [{"type": "image_url", "image_url": {"url": URI}}, TEXT] and answered == described[1]
-    write_batch(tmp_path, [[played, replace(sample, pictures=())]])
-    assert read_batch(tmp_path) == [[played, replace(sample, pictures=())]]
-    assert [file.name for file in (tmp_path / "pictures").iterdir()] == [picture.hash]
-    (tmp_path / "pictures" / picture.hash).write_bytes(to_bytes(draw_image(seed=1)))
-    with pytest.raises(ValueError, match="holds another picture"):
+    write_batch(tmp_path, [[played, replace(sample, images=())]])
+    assert read_batch(tmp_path) == [[played, replace(sample, images=())]]
+    assert [file.name for file in (tmp_path / "images").iterdir()] == [image.hash]
+    (tmp_path / "images" / image.hash).write_bytes(to_bytes(draw_image(seed=1)))
+    with pytest.raises(ValueError, match="holds another image"):
         read_batch(tmp_path)
 
 
-def test_a_reward_in_another_process_sees_the_picture(chat, tmp_path):
+def test_a_reward_in_another_process_sees_the_image(chat, tmp_path):
     file = tmp_path / "looks.py"
     file.write_text(
         "def score(prompt, messages):\n"
-        "    picture = prompt.messages[0]['parts'][0]['image']\n"
-        "    return {'width': float(picture.open().size[0])}\n"
+        "    image = prompt.messages[0]['parts'][0]['image']\n"
+        "    return {'width': float(image.open().size[0])}\n"
     )
     [prompt] = prompts(chat, write(tmp_path / "x.jsonl", [a_row(uri(to_bytes(draw_image(30, 20))))])).all()
     with closing(RewardPool(one_reward(resolve_reward(str(file)), {}), 1, 30.0)) as pool:

@@ -1,4 +1,4 @@
-"""The scripts for data sets with pictures, on rows of our own in the form of the originals."""
+"""The scripts for data sets with images, on rows of our own in the form of the originals."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,12 @@ import pytest
 from datasets import Dataset, Features, Image, Sequence, Value
 
 from configs.data_schema import PromptDataConfig, RowDataConfig
-from core.types.messages import find_pictures
+from core.types.messages import find_images
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups, load_prompts
 from data_prep import chartqa, mm_math
 from data_prep.images import make_reader
-from unit_tests.helpers.picture_models import draw, draw_image, save_idefics, to_bytes
+from unit_tests.helpers.image_models import draw, draw_image, save_idefics, to_bytes
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def a_problem(**changes):
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_mm_math_becomes_prompts_with_pictures(form, chat, tmp_path: Path, capsys):
+def test_mm_math_becomes_prompts_with_images(form, chat, tmp_path: Path, capsys):
     images, source, out = tmp_path / "Image", tmp_path / "MM_Math.jsonl", tmp_path / f"rows.{form}"
     images.mkdir()
     (images / "52872002.png").write_bytes(to_bytes(draw_image(40, 30)))
@@ -63,7 +63,7 @@ def test_problems_that_cannot_be_used_are_counted_by_reason(tmp_path: Path):
     assert {reason: case.rows for reason, case in invalid.cases.items()} == {
         "missing_column": 2,
         "bad_answer": 1,
-        "bad_picture": 2,
+        "bad_image": 2,
     }
 
 
@@ -97,7 +97,7 @@ def test_chartqa_becomes_prompts_and_rows_of_sft(chat, tmp_path: Path, capsys):
         ("chartqa/test/0", "14", {"asked_by": "human"}),
         ("chartqa/test/1", "Italy", {"asked_by": "machine"}),
     ]
-    seen = [find_pictures(p.messages)[0].open() for p in prompts]
+    seen = [find_images(p.messages)[0].open() for p in prompts]
     assert [image.tobytes() for image in seen] == [
         draw_image(40, 20, seed=1).tobytes(),
         draw_image(seed=2).tobytes(),
@@ -105,7 +105,7 @@ def test_chartqa_becomes_prompts_and_rows_of_sft(chat, tmp_path: Path, capsys):
     chartqa.main(["--from", source, "--out", str(out), "--sft", "--limit", "1"])
     rows = RowDataConfig(train=str(out), max_tokens=300, max_invalid_fraction=0)
     [[sample]] = load_groups(rows, "train", chat, rows="conversations", seed=0).all()
-    assert chat.decode(sample.token_ids[sample.action_mask].tolist()) == "14" and len(sample.pictures) == 1
+    assert chat.decode(sample.token_ids[sample.action_mask].tolist()) == "14" and len(sample.images) == 1
 
 
 def test_an_image_column_of_a_saved_data_set_is_read_as_it_is(chat, tmp_path: Path):
@@ -116,4 +116,4 @@ def test_an_image_column_of_a_saved_data_set_is_read_as_it_is(chat, tmp_path: Pa
         train=[{"path": str(tmp_path / "saved"), "columns": columns}], max_prompt_tokens=300, max_invalid_fraction=0
     )
     [prompt] = load_prompts(data, "train", chat, seed=0).all()
-    assert [p.open().tobytes() for p in find_pictures(prompt.messages)] == [draw_image(40, 20, seed=1).tobytes()]
+    assert [p.open().tobytes() for p in find_images(prompt.messages)] == [draw_image(40, 20, seed=1).tobytes()]

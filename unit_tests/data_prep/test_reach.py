@@ -1,4 +1,4 @@
-"""The arm: what its moves do, what its pictures show, what its expert can, and a model that learns it."""
+"""The arm: what its moves do, what its images show, what its expert can, and a model that learns it."""
 
 import asyncio
 import json
@@ -10,8 +10,8 @@ import pytest
 
 from core.errors import UserError
 from core.types.action_tokens import write_action_tokens
-from core.types.images import read_picture
-from core.types.messages import find_pictures
+from core.types.images import read_image
+from core.types.messages import find_images
 from core.types.samples import Prompt
 from data_prep import reach
 from rollouts.envs.reach import BINS, HIGH, LINKS, LOW, NEAR, SIDE, STEP, Arm, Reach, name_angles, read_angles, wrap
@@ -78,7 +78,7 @@ def test_what_is_no_action_ends_the_episode_without_reward(reply):
     assert env.scores() == {"reached": 0.0, "no_action": 1.0} and env.counts() == {"moves": 0.0}
 
 
-def test_a_picture_shows_arm_and_dot_and_is_the_same_to_the_byte():
+def test_a_image_shows_arm_and_dot_and_is_the_same_to_the_byte():
     for arm in STARTS[:20]:
         pixels = np.asarray(arm.draw()).astype(int)
         red = (pixels[..., 0] > 150) & (pixels[..., 1] < 100)
@@ -87,9 +87,9 @@ def test_a_picture_shows_arm_and_dot_and_is_the_same_to_the_byte():
         assert math.dist((columns.mean(), rows.mean()), arm.dot) < NEAR
         x, y = arm.joints[1]
         assert (pixels[round(y) - 2 : round(y) + 3, round(x) - 2 : round(x) + 3].sum(-1) < 500).any(), "the elbow"
-        [one], [other] = find_pictures([arm.show()]), find_pictures([arm.show()])
-        assert one == other == read_picture(one.data) and (one.width, one.height) == (SIDE, SIDE)
-    assert len({find_pictures([arm.show()])[0].hash for arm in STARTS}) == len(STARTS)
+        [one], [other] = find_images([arm.show()]), find_images([arm.show()])
+        assert one == other == read_image(one.data) and (one.width, one.height) == (SIDE, SIDE)
+    assert len({find_images([arm.show()])[0].hash for arm in STARTS}) == len(STARTS)
 
 
 @pytest.mark.parametrize("arm", [None, 3, {"angles": [1.0], "dot": [1, 2]}, {"angles": "ab", "dot": [1, 2]}])

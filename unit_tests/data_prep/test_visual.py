@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from core.types.messages import find_pictures
+from core.types.messages import find_images
 from data_prep import drawings, tiny_vision_model, visual
 from data_prep.drawings import COLOURS, COLUMNS, ROWS, TASKS
 
@@ -24,14 +24,14 @@ def rows_of(tasks=ALL, **sizes):
     return visual.make(**{"tasks": tasks, "train": 0, "held_out": 0} | sizes)
 
 
-def picture_of(row):
-    [picture] = find_pictures(row.messages)
-    return picture
+def image_of(row):
+    [image] = find_images(row.messages)
+    return image
 
 
 def look(row) -> dict[str, np.ndarray]:
     """Where each colour is, for the colours that there are."""
-    pixels = np.asarray(picture_of(row).open())
+    pixels = np.asarray(image_of(row).open())
     masks = {name: (pixels == colour).all(-1) for name, colour in COLOURS.items()}
     return {name: mask for name, mask in masks.items() if mask.any()}
 
@@ -50,9 +50,9 @@ def count_patches(mask: np.ndarray) -> int:
     return found
 
 
-def test_no_two_pictures_are_alike_and_eval_depends_on_the_seed_alone():
+def test_no_two_images_are_alike_and_eval_depends_on_the_seed_alone():
     rows = rows_of(train=100, held_out=50, sft=40, pairs=30)
-    hashes = [picture_of(row).hash for split in rows.values() for row in split]
+    hashes = [image_of(row).hash for split in rows.values() for row in split]
     assert len(set(hashes)) == 220
     assert rows_of(held_out=50, train=3)["eval"] == rows["eval"] != rows_of(held_out=50, seed=1)["eval"]
     for row in rows["eval"] + rows["train"]:
@@ -60,8 +60,8 @@ def test_no_two_pictures_are_alike_and_eval_depends_on_the_seed_alone():
         assert row.messages[0]["content"] == task.question and row.answer in task.answers
 
 
-def test_where_there_are_not_so_many_pictures_it_is_said(monkeypatch):
-    monkeypatch.setattr(drawings, "BARS_END", 4)  # four bars of four heights: 576 pictures
+def test_where_there_are_not_so_many_images_it_is_said(monkeypatch):
+    monkeypatch.setattr(drawings, "BARS_END", 4)  # four bars of four heights: 576 images
     assert len(rows_of(("bars",), train=12)["train"]) == 12
     with pytest.raises(ValueError, match="100 of bars are not new: ask for fewer"):
         rows_of(("bars",), train=577)
@@ -98,18 +98,18 @@ def test_the_highest_bar_has_the_colour_that_the_answer_says():
 
 def test_a_number_is_drawn_whole():
     for row in rows_of(("number",), held_out=30)["eval"]:
-        ink = np.asarray(picture_of(row).open().convert("L")) < 250
+        ink = np.asarray(image_of(row).open().convert("L")) < 250
         assert ink.sum() > 60 and count_patches(ink) <= 2, "of two digits, each is one piece"
 
 
-def test_shuffled_pictures_belong_to_other_rows():
-    own, shuffled = rows_of(held_out=50), rows_of(held_out=50, pictures="shuffled")
+def test_shuffled_images_belong_to_other_rows():
+    own, shuffled = rows_of(held_out=50), rows_of(held_out=50, images="shuffled")
     for a, b in zip(own["eval"], shuffled["eval"], strict=True):
         assert (a.answer, a.messages[0]["content"]) == (b.answer, b.messages[0]["content"])
-        assert picture_of(a) != picture_of(b)
-    assert {picture_of(r).hash for r in own["eval"]} == {picture_of(r).hash for r in shuffled["eval"]}
-    texts = rows_of(held_out=50, pictures="none")["eval"]
-    assert [r.answer for r in texts] == [r.answer for r in own["eval"]] and not find_pictures(texts[0].messages)
+        assert image_of(a) != image_of(b)
+    assert {image_of(r).hash for r in own["eval"]} == {image_of(r).hash for r in shuffled["eval"]}
+    texts = rows_of(held_out=50, images="none")["eval"]
+    assert [r.answer for r in texts] == [r.answer for r in own["eval"]] and not find_images(texts[0].messages)
 
 
 def test_a_careless_teacher_and_what_is_rejected():
@@ -120,7 +120,7 @@ def test_a_careless_teacher_and_what_is_rejected():
     assert len(Counter(row.answer for row in rows["sft"])) == len(TASKS["count"].answers)
 
 
-def test_parquet_and_jsonl_hold_the_same_pictures(tmp_path: Path):
+def test_parquet_and_jsonl_hold_the_same_images(tmp_path: Path):
     common = ["--out", str(tmp_path), "--tasks", "count,number", "--train", "4", "--eval", "0", "--sft", "2"]
     visual.main(common)
     visual.main([*common, "--jsonl"])
@@ -139,7 +139,7 @@ def test_parquet_and_jsonl_hold_the_same_pictures(tmp_path: Path):
     [
         (["--tasks", "count,chess"], "'chess' is none of count, colour, position, number, bars"),
         (["--wrong-share", "x"], "between 0 and 1, found 'x'"),
-        (["--pictures", "mine"], "invalid choice"),
+        (["--images", "mine"], "invalid choice"),
     ],
 )
 def test_a_bad_option_is_one_sentence(options, said, capsys):
@@ -174,8 +174,8 @@ def test_a_tiny_model_of_a_shape_that_cannot_be_is_refused(option, value, tmp_pa
     assert "give a multiple of" in capsys.readouterr().err
 
 
-def test_a_picture_is_what_was_drawn():
+def test_a_image_is_what_was_drawn():
     [row] = rows_of(("count",), held_out=1)["eval"]
-    picture = picture_of(row)
-    with Image.open(io.BytesIO(picture.data)) as image:
-        assert image.format == "PNG" and image.size == (56, 56) == (picture.width, picture.height)
+    image = image_of(row)
+    with Image.open(io.BytesIO(image.data)) as opened:
+        assert opened.format == "PNG" and opened.size == (56, 56) == (image.width, image.height)

@@ -127,7 +127,7 @@ def test_a_best_that_no_step_logs_stops_the_run_at_its_first_checkpoint(recipe, 
     path = recipe({"checkpoint": {"every": 1, "best": "train/mine"}}, kind="sl")
     code, err = run_here(main_sl, "--config", path, "name=none")
     assert code == 1 and "checkpoint.best=train/mine: no step has logged it; the steps log" in err, err
-    path = recipe({"checkpoint": {"every": 1, "keep": 1, "best": "train/loss", "best_is": "highest"}}, kind="sl")
+    path = recipe({"checkpoint": {"every": 1, "keep": 1, "best": "train/loss", "best_mode": "highest"}}, kind="sl")
     assert run_here(main_sl, "--config", path, "name=first") == (0, "")
     folder = folder_of(tmp_path, "first")
     losses = [json.loads(line)["train/loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -375,14 +375,14 @@ def test_a_resumed_rl_run_draws_samples_and_learns_the_same(recipe, tmp_path):
     changes = {
         "alg": {"name": "ppo", "critic_lr": 1e-3},
         "updates_per_step": 2,
-        "reward.fn": str(tmp_path / "luck.py"),
+        "reward.function": str(tmp_path / "luck.py"),
         "checkpoint": {"every": 2, "keep": 9},
     }
     path = recipe(SCHEDULED | changes)
     assert run_here(main_rl, "--config", path, "name=whole") == (0, "")
     whole = folder_of(tmp_path, "whole")
     at = find_checkpoint(str(whole / "checkpoints/step_00002"))
-    position = {"ticket": 12, "started": [8, 9, 10, 11], "n_reported": 0, "finished": [], "pictures": {}}
+    position = {"ticket": 12, "started": [8, 9, 10, 11], "n_reported": 0, "finished": [], "images": {}}
     assert at.state.position == position
     assert names(at.folder) == [COMPLETE, "critic", "policy", "progress.json", "rank_0.pt"]
     assert run_here(main_rl, "--config", path, "name=resumed", f"resume={at.folder}") == (0, "")
@@ -391,7 +391,7 @@ def test_a_resumed_rl_run_draws_samples_and_learns_the_same(recipe, tmp_path):
 
 def test_tickets_of_groups_drawn_again_are_behind_a_resumed_run_too(recipe, tmp_path):
     (tmp_path / "luck.py").write_text(LUCK)
-    changes = {"alg.dynamic_sampling": True, "reward.fn": str(tmp_path / "luck.py"), "group_size": 2, "steps": 3}
+    changes = {"alg.dynamic_sampling": True, "reward.function": str(tmp_path / "luck.py"), "group_size": 2, "steps": 3}
     path = recipe(changes | {"checkpoint": {"every": 2, "keep": 9}})
     assert run_here(main_rl, "--config", path, "name=whole") == (0, "")
     at = find_checkpoint(str(folder_of(tmp_path, "whole") / "checkpoints/step_00002"))

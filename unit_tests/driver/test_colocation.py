@@ -29,17 +29,17 @@ from core.timing.phases import Activity
 from core.types.samples import Group
 from data_feeds.packing.batches import micro_batches
 from driver.checks.explain import estimate_memory
-from driver.checks.shared_memory import Need, plan_turns, refuse_tight
+from driver.checks.shared_memory import Need, plan_colocation, refuse_tight
 from driver.load_recipe import load_recipe
-from driver.records.time_account import describe_turns_cost
-from driver.rl.colocation import DeviceTurns, Turn
+from driver.records.time_account import describe_colocation_cost
+from driver.rl.colocation import Colocation, ColocationState
 from driver.start.rollouts import choose_transports
 from rollouts.engines.base import Engine, EngineLacks
 from rollouts.engines.sleeping import Sleeper
 from rollouts.scheduling.generation import Generation
 from rollouts.worker import RolloutWorker
 from trainers.local import LocalTrainer
-from trainers.offload.offloaded_trainer import Away
+from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.offload.storages import find_storages, find_tensors
 from trainers.trainer import Trainer
 from trainers.weight_sync.transports import HandleTransport, SyncEndpoints
@@ -79,33 +79,33 @@ def bytes_on_device(trainer: Trainer) -> int:
 def test_what_leaves_is_freed_and_comes_back_to_the_bit(tiny_path):
     update = [micro_batches(complete_groups(), "token", 60)[0]]
     stays, leaves = ppo_of(tiny_path), ppo_of(tiny_path)
-    away = Away(leaves)
+    away = OffloadedTrainer(leaves)
     for _ in range(2):
         stays.step(update)
         leaves.step(update)
         before = bytes_on_device(leaves)
         exported = {name: t.clone() for bucket in leaves.export_weights(2**20) for name, t in bucket}
-        states = away.leave_states()
+        states = away.offload_states()
         there = sum(t.nbytes for t in (*leaves.model.parameters(), *leaves.model.buffers()))
         assert bytes_on_device(leaves) == there, "the weights of the policy, which are sent now"
         sent = {name: t for bucket in leaves.export_weights(2**20) for name, t in bucket}
         assert all(torch.equal(sent[name], exported[name]) for name in exported)
         leaves.probe([5, 6, 7])
-        weights = away.leave_weights()
+        weights = away.offload_weights()
         assert bytes_on_device(leaves) == 0 and states.freed + weights.freed == before
         # bfloat16 weights twice, float32 master weights and two moments of AdamW twice, and the reference
         n = sum(p.numel() for p in leaves.model.parameters())
         assert before == pytest.approx(n * (2 * (2 + 4 + 8) + 2), rel=0.1)
-        away.return_to_device()
+        away.reload_states()
         assert bytes_on_device(leaves) == before
     assert torch.equal(stays.flatten_weights(), leaves.flatten_weights())
-    assert leaves.timer.read_seconds()[Activity.LEAVE] > 0 and leaves.timer.read_seconds()[Activity.RETURN] > 0
+    assert leaves.timer.read_seconds()[Activity.OFFLOAD] > 0 and leaves.timer.read_seconds()[Activity.RELOAD] > 0
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_trainer_that_is_away_does_nothing(tiny_path, tmp_path):
     trainer = ppo_of(tiny_path)
-    away = Away(trainer)
+    away = OffloadedTrainer(trainer)
     [micro] = micro_batches(complete_groups(), "token", 10_000)
     calls = {
         "step": lambda: trainer.step([[*micro]]),
@@ -114,23 +114,23 @@ def test_a_trainer_that_is_away_does_nothing(tiny_path, tmp_path):
         "ref_logp": lambda: columns_of(trainer, [*micro], "ref_logp"),
         "save_state": lambda: trainer.save_state(tmp_path),
         "value model": lambda: trainer.save_value_model(tmp_path / "value_model"),
-        "leave twice": away.leave_states,
-        "return early": away.return_to_device,
+        "leave twice": away.offload_states,
+        "return early": away.reload_states,
     }
     sending = {"export": lambda: [*trainer.export_weights(100)], "probe": lambda: trainer.probe([5, 6, 7])}
-    away.leave_states()
+    away.offload_states()
     for name in calls.keys() - {"prox_logp"}:  # which needs no more than the weights
         with pytest.raises(RunStopped, match=r"^trainer 0"):
             calls[name]()
     for call in sending.values():
         call()
-    away.leave_weights()
+    away.offload_weights()
     del calls["return early"]
     for call in (calls | sending).values():
         with pytest.raises(RunStopped, match=r"^trainer 0") as refused:
             call()
         assert "\n" not in str(refused.value)
-    away.return_to_device()
+    away.reload_states()
     trainer.step([[*micro]])
 
 
@@ -264,23 +264,23 @@ class Everyone:
 
 
 ARROWS = [
-    *("sleep", "return_to_device", "leave_states", "wake weights", "deliver 3"),
-    *("leave_weights", "wake kv_cache", "prove"),
+    *("sleep", "reload_states", "offload_states", "wake weights", "deliver 3"),
+    *("offload_weights", "wake kv_cache", "prove"),
 ]
 
 
-def turns_of(everyone: Everyone) -> DeviceTurns:
+def turns_of(everyone: Everyone) -> Colocation:
     one = cast(Any, everyone)
-    return DeviceTurns(trainers=one, engines=one, sleepers=one, weights=one, clock=Clock())
+    return Colocation(trainers=one, engines=one, sleepers=one, weights=one, clock=Clock())
 
 
 def test_a_step_goes_once_around_and_the_clock_sees_every_arrow():
     turns = turns_of(everyone := Everyone())
     asyncio.run(turns.give_to_trainers())
-    assert turns.turn is Turn.TRAINING
+    assert turns.turn is ColocationState.TRAINING
     assert asyncio.run(turns.give_to_engines(3)) == {"sync/probe_gap": 0.0}
-    assert turns.turn is Turn.GENERATING and everyone.notes == ARROWS
-    assert turns.clock.get_totals().keys() == {"sleep", "return", "leave", "wake", "sync", "rest", "all"}
+    assert turns.turn is ColocationState.GENERATING and everyone.notes == ARROWS
+    assert turns.clock.get_totals().keys() == {"sleep", "reload", "offload", "wake", "sync", "rest", "all"}
 
 
 def test_whose_turn_it_is_not_gets_nothing():
@@ -290,14 +290,14 @@ def test_whose_turn_it_is_not_gets_nothing():
     asyncio.run(turns.give_to_trainers())
     with pytest.raises(RunStopped, match="from 'generating' to 'engines asleep', and it is at 'training'"):
         asyncio.run(turns.give_to_trainers())
-    assert everyone.notes == ["sleep", "return_to_device"]
+    assert everyone.notes == ["sleep", "reload_states"]
 
 
 @pytest.mark.parametrize("arrow", ARROWS)
 @pytest.mark.parametrize("error", [ProcessDied("engine 0: its process died", worker=("engine", 0)), CallFailed("late")])
 def test_a_failure_on_any_arrow_says_between_which_turns_and_leaves_the_turn(arrow, error):
     turns = turns_of(Everyone(fails={arrow: error}))
-    before = Turn([*Turn][ARROWS.index(arrow)])
+    before = ColocationState([*ColocationState][ARROWS.index(arrow)])
 
     async def go() -> None:
         await turns.give_to_trainers()
@@ -349,10 +349,10 @@ def test_no_group_starts_while_the_engines_are_held():
 
 def test_the_last_line_says_who_had_the_device():
     devices = {
-        "trainer 0": {"train": 4.0, "logp": 1.0, "leave": 0.5, "return": 0.5, "wait_for_data": 4.0},
+        "trainer 0": {"train": 4.0, "logp": 1.0, "offload": 0.5, "reload": 0.5, "wait_for_data": 4.0},
         "engine 0": {"generate": 3.0, "reward": 0.5, "sync": 0.5, "sleep": 0.25, "wake": 0.75, "wait_for_trainer": 5.0},
     }
-    assert describe_turns_cost(devices) == (
+    assert describe_colocation_cost(devices) == (
         "one device for both: 50% of the time for training, 35% for generation, 5% for weight sync, 20% to change hands"
     )
 
@@ -396,21 +396,26 @@ def test_every_engine_gets_the_handles_of_the_ranks_on_its_gpus():
     ("changes", "says"),
     [
         ({"max_staleness": 1}, "nothing can generate while the trainer trains: set max_staleness=1 to 0"),
-        ({"backend": "ray", "rollout.engines": 2}, "2 engine ranks .* cannot share the devices of 1 trainer ranks"),
+        ({"backend": "ray", "rollout.num_engines": 2}, "2 engine ranks .* cannot share the devices of 1 trainer ranks"),
         ({"backend": "ray", "ray_address": "a:1"}, "one machine: leave ray_address out"),
         ({"backend": "ray", "weight_sync.transport": "nccl"}, "NCCL refuses two processes on one GPU"),
         (
-            {"backend": "ray", "trainer.library": "fsdp2", "trainer.offload": True},
+            {"backend": "ray", "trainer.strategy": "fsdp2", "trainer.offload": True},
             "which moves the trainer's state itself: set trainer.offload to false",
         ),
         (
-            {"engine_sleep": "discard", "model.lora": {}, "weight_sync.lora": "adapter", "rollout.engine": "vllm"},
-            "would never send the other weights again: set engine_sleep to offload",
+            {
+                "rollout.sleep_mode": "discard",
+                "model.lora": {},
+                "weight_sync.lora": "adapter",
+                "rollout.engine": "vllm",
+            },
+            "would never send the other weights again: set rollout.sleep_mode to offload",
         ),
     ],
 )
 def test_settings_that_do_not_go_with_one_device_are_refused(recipe, changes, says):
-    with pytest.raises(UserError, match=f"placement is colocate, .*{says}.*, or placement to apart$"):
+    with pytest.raises(UserError, match=f"placement is colocate, .*{says}.*, or placement to separate$"):
         load_recipe(RLConfig, recipe(COLOCATED | changes), [])
     load_recipe(RLConfig, recipe(COLOCATED), [])
 
@@ -424,7 +429,7 @@ def test_weights_go_by_handles_of_the_same_gpu_and_on_a_cpu_as_ever(recipe):
     on_gpu = cfg.model_copy(update={"device": "cuda"})
     assert choose_transports(on_gpu, VllmEngine.capabilities) == ("ipc",)
     assert choose_transports(on_gpu, HfEngine.capabilities)[0] == "gloo"
-    apart = on_gpu.model_copy(update={"placement": "apart"})
+    apart = on_gpu.model_copy(update={"placement": "separate"})
     assert choose_transports(apart, VllmEngine.capabilities)[0] == "nccl"
 
 
@@ -432,17 +437,17 @@ def test_memory_is_planned_for_every_turn_and_refused_in_numbers(recipe):
     changes = COLOCATED | {"backend": "ray", "rollout.engine": "vllm", "rollout.kv_cache_gib": 2.0}
     loaded = load_recipe(RLConfig, recipe(changes), [])
     cfg, estimate = loaded.cfg, estimate_memory(loaded)
-    [whole] = plan_turns(cfg, estimate, gpu_gib=None, machine_gib=24.0)
+    [whole] = plan_colocation(cfg, estimate, gpu_gib=None, machine_gib=24.0)
     assert whole.total == pytest.approx(estimate.per_rank + 2 * estimate.per_engine + 2.0)
     refuse_tight([whole])
-    [tight] = plan_turns(cfg, estimate, gpu_gib=None, machine_gib=1.5)
+    [tight] = plan_colocation(cfg, estimate, gpu_gib=None, machine_gib=1.5)
     with pytest.raises(UserError) as refused:
         refuse_tight([tight])
     assert str(refused.value).startswith("placement is colocate, and everything together takes 2.00 GiB (trainers 0.00")
     assert "caches 2.00) of the 1.50 GiB of this machine, without activations: take a smaller" in str(refused.value)
 
     on_gpu = cfg.model_copy(update={"device": "cuda"})
-    needs = plan_turns(on_gpu, estimate, gpu_gib=80.0, machine_gib=24.0)
+    needs = plan_colocation(on_gpu, estimate, gpu_gib=80.0, machine_gib=24.0)
     assert [need.when for need in needs] == [
         *("training", "sending the weights", "generating", "what is away from the GPUs"),
     ]
@@ -450,7 +455,12 @@ def test_memory_is_planned_for_every_turn_and_refused_in_numbers(recipe):
     assert needs[2].there == pytest.approx(0.85 * 80) and needs[3].total == pytest.approx(
         estimate.per_rank + estimate.per_engine
     )
-    dropped = plan_turns(on_gpu.model_copy(update={"engine_sleep": "discard"}), estimate, gpu_gib=80.0, machine_gib=24)
+    dropped = plan_colocation(
+        on_gpu.model_copy(update={"rollout": on_gpu.rollout.model_copy(update={"sleep_mode": "discard"})}),
+        estimate,
+        gpu_gib=80.0,
+        machine_gib=24,
+    )
     assert dropped[3].total == pytest.approx(estimate.per_rank)
     for i, need in enumerate(needs):
         small = [*needs[:i], Need(when=need.when, parts=need.parts, place=need.place, there=need.total / 2), *needs[i:]]
@@ -493,9 +503,9 @@ SAME = {"steps": 3, "updates_per_step": 2, "eval_every": 2, "checkpoint.every": 
 def test_a_run_on_one_device_is_the_run_on_two_to_the_bit(recipe, tmp_path, sums):
     """With checkpoints and evaluations between the steps; and resumed from the run on two devices."""
     held_out = {"data.eval": str(sums / "eval.parquet"), "data.eval_rows": 3}
-    sevens = {"reward.fn": file_of(tmp_path / "sevens.py", SEVENS), "alg": {"name": "grpo", "kl": {"coef": 0.1}}}
+    sevens = {"reward.function": file_of(tmp_path / "sevens.py", SEVENS), "alg": {"name": "grpo", "kl": {"coef": 0.1}}}
     path = recipe(SAME | held_out | sevens)
-    for overrides in (["name=apart"], ["name=shared", "placement=colocate", "engine_sleep=discard"]):
+    for overrides in (["name=apart"], ["name=shared", "placement=colocate", "rollout.sleep_mode=discard"]):
         assert run_here(main_rl, "--config", path, *overrides) == (0, "")
     apart, shared = runs_of(tmp_path, "apart"), runs_of(tmp_path, "shared")
     assert numbers_of(shared) == numbers_of(apart) and len(numbers_of(shared)) == 3
@@ -504,11 +514,11 @@ def test_a_run_on_one_device_is_the_run_on_two_to_the_bit(recipe, tmp_path, sums
     summary = json.loads((shared / "summary.json").read_text())
     assert summary["bottleneck"].startswith("one device for both: ") and summary["exit_reason"] == "done"
     for row in metrics_of(shared):
-        assert all(row[f"time/{phase}_s"] > 0 for phase in ("sleep", "return", "leave", "wake", "sync"))
-        assert all(row[f"time/{who}_s"] > 0 for who in ("trainers/leave", "trainers/return", "engines/wake"))
+        assert all(row[f"time/{phase}_s"] > 0 for phase in ("sleep", "reload", "offload", "wake", "sync"))
+        assert all(row[f"time/{who}_s"] > 0 for who in ("trainers/offload", "trainers/reload", "engines/wake"))
         phases = [v for k, v in row.items() if k.startswith("time/") and k.count("/") == 1 and k != "time/step_s"]
         assert sum(phases) == pytest.approx(row["time/step_s"], rel=1e-6)
-    assert not any("leave" in name for row in metrics_of(apart) for name in row)
+    assert not any("offload" in name for row in metrics_of(apart) for name in row)
     resumed = [f"resume={apart / 'checkpoints/step_00002'}", "name=resumed", "placement=colocate"]
     assert run_here(main_rl, "--config", path, *resumed) == (0, "")
     assert [r["train/loss"] for r in numbers_of(runs_of(tmp_path, "resumed"))] == [numbers_of(apart)[2]["train/loss"]]
@@ -521,7 +531,7 @@ from functools import wraps
 from pathlib import Path
 from algs.grpo import GRPO
 from rollouts.engines.hf import HfEngine
-from trainers.offload.offloaded_trainer import Away
+from trainers.offload.offloaded_trainer import OffloadedTrainer
 
 HERE = Path(__file__).parent
 
@@ -538,8 +548,8 @@ def before(owner, name, arrow):
     setattr(owner, name, wraps(call)(lambda *args, **kwargs: (strike(arrow), call(*args, **kwargs))[1]))
 '''
 MY_TRAINER = """
-for name in ("leave_states", "leave_weights", "return_to_device"):
-    before(Away, name, name)
+for name in ("offload_states", "offload_weights", "reload_states"):
+    before(OffloadedTrainer, name, name)
 
 class Mine(GRPO):
     pass
@@ -564,11 +574,11 @@ class Mine(HfEngine):
 """
 STRUCK = [
     "sleep",
-    "return_to_device",
-    "leave_states",
+    "reload_states",
+    "offload_states",
     "wake_weights",
     "deliver",
-    "leave_weights",
+    "offload_weights",
     "wake_kv_cache",
     "prove",
 ]
@@ -576,7 +586,7 @@ SAID = {
     "death": r"stopped: between '.*' and '.*', .*(engine|trainer) 0 \(.*\): its process died",
     "timeout": r"stopped: between '.*' and '.*', .*(engine|trainer) 0 \(.*\) did not answer within .* seconds",
 }
-OF_TRAINER = ("return_to_device", "leave_states", "leave_weights")
+OF_TRAINER = ("reload_states", "offload_states", "offload_weights")
 
 
 def strike(recipe: Any, tmp_path: Path, arrow: str, kind: str) -> None:
@@ -590,7 +600,7 @@ def strike(recipe: Any, tmp_path: Path, arrow: str, kind: str) -> None:
     path = recipe(
         COLOCATED
         | {"backend": "ray", "alg": {"file": mine[0]}, "rollout.engine": mine[1], "steps": 4, "timeout_s": 60.0}
-        | {"weight_sync.timeout_s": 3.0, "reward.fn": file_of(tmp_path / "sevens.py", SEVENS)}
+        | {"weight_sync.timeout_s": 3.0, "reward.function": file_of(tmp_path / "sevens.py", SEVENS)}
     )
     before = marked()
     command = [sys.executable, "main_rl.py", "--config", path]
@@ -634,7 +644,7 @@ def test_whatever_fails_in_whichever_turn_ends_the_run_with_one_sentence(recipe,
 def test_on_ray_with_two_ranks_one_device_each_is_the_run_on_two_to_the_bit(recipe, tmp_path):
     """One group in a step: with more, their timing decides which of them an engine samples in one batch."""
     changes = {"backend": "ray", "steps": 6, "groups_per_step": 1, "group_size": 8, "trainer.lr": 1e-2}
-    path = recipe(changes | {"reward.fn": file_of(tmp_path / "sevens.py", SEVENS), "checkpoint.every": 3})
+    path = recipe(changes | {"reward.function": file_of(tmp_path / "sevens.py", SEVENS), "checkpoint.every": 3})
     for overrides in (["name=apart"], ["name=shared", "placement=colocate"]):
         assert subprocess.run([sys.executable, "main_rl.py", "--config", path, *overrides], cwd=ROOT).returncode == 0
     apart, shared = runs_of(tmp_path, "apart"), runs_of(tmp_path, "shared")

@@ -28,7 +28,7 @@ LONGEST = 20.0
 class Machines(SimulatedEngines):
     """Engines on machines that come and go; each process has the version that it was last sent, and none at first.
 
-    Ranks are seats. An engine without weights, or one that was left out of the last sync, answers with what it has.
+    Ranks are slots. An engine without weights, or one that was left out of the last sync, answers with what it has.
     """
 
     def __init__(self, times: Times, *, least: int, most: int, concurrent: int = 4) -> None:
@@ -149,7 +149,7 @@ def play(seed: int) -> list[str]:
         run = Choosy(schedule, machines, times, timeout_s=10_000.0)
         run.leaves_out, run.draw = draw.choice([0.0, 0.3]), draw
         availability = run.generation.engines = elastic(machines, least=least, said=said)
-        availability.open_seats()
+        availability.open_slots()
         shaking = asyncio.create_task(shake(run, machines, availability, random.Random(seed)))
         try:
             await main_rl.train(run)
@@ -185,7 +185,7 @@ async def begin(machines: Machines, said: list[str], *, least: int = 1, **settin
     """A run whose first engines have weights, and nothing is generated yet."""
     run = SimulatedRun(SCHEDULE, machines, machines.times, timeout_s=100.0)
     availability = run.generation.engines = elastic(machines, least=least, said=said, **settings)
-    availability.open_seats()
+    availability.open_slots()
     await run.sync_weights(0)
     return run, availability
 
@@ -309,7 +309,7 @@ def test_too_few_engines_for_too_long_end_the_run_and_a_refused_machine_does_not
         run, engines = await begin(machines, said, least=2, few_s=60.0)
         machines.add_machine(9)
         await asyncio.sleep(1.0)
-        assert said == ["engine 2 cannot join, and its seat stays empty: its machine has another version of torch"]
+        assert said == ["engine 2 cannot join, and its slot stays empty: its machine has another version of torch"]
         engines.drain(1, "its machine is to go")
         await asyncio.sleep(59.0)
         assert len(await run.generation.generate_group(0, run.generation.draw_prompt(0), 1)) == 1, "it goes on"
@@ -349,15 +349,15 @@ def test_the_engine_with_the_fewest_groups_is_found_whatever_came_before():
     ("changes", "says"),
     [
         (
-            {"rollout.engines": {"min": 3, "max": 3}},
-            r"rollout.engines.max: 3 must be above min: write a plain number",
+            {"rollout.num_engines": {"min": 3, "max": 3}},
+            r"rollout.num_engines.max: 3 must be above min: write a plain number",
         ),
-        ({"rollout.engines": {"min": 0, "max": 3}}, r"rollout.engines.min=0 is not valid"),
-        ({"rollout.engines": {"min": 1}}, r"rollout.engines.max is missing"),
-        ({"rollout.engines": {"min": 1, "max": 2, "most": 3}}, r"rollout.engines.most is not a known key"),
-        ({"rollout.engines": 0}, r"rollout.engines: 0 is not valid: at least one engine must be there"),
-        ({"rollout.engines": "many"}, r"rollout.engines='many' is not valid"),
-        ({"rollout.engines": {"min": 1, "max": 2}, "backend": "local"}, "backend: local is one process"),
+        ({"rollout.num_engines": {"min": 0, "max": 3}}, r"rollout.num_engines.min=0 is not valid"),
+        ({"rollout.num_engines": {"min": 1}}, r"rollout.num_engines.max is missing"),
+        ({"rollout.num_engines": {"min": 1, "max": 2, "most": 3}}, r"rollout.num_engines.most is not a known key"),
+        ({"rollout.num_engines": 0}, r"rollout.num_engines: 0 is not valid: at least one engine must be there"),
+        ({"rollout.num_engines": "many"}, r"rollout.num_engines='many' is not valid"),
+        ({"rollout.num_engines": {"min": 1, "max": 2}, "backend": "local"}, "backend: local is one process"),
     ],
 )
 def test_a_range_of_engines_that_cannot_be_is_refused(recipe, changes, says):

@@ -69,8 +69,8 @@ def test_engines_join_and_leave_while_a_policy_learns(cluster, recipe, tmp_path)
         "backend": "ray",
         "steps": 10_000,
         "max_staleness": 1,
-        "rollout.engines": {"min": 1, "max": 3},
-        "reward.fn": file_of(tmp_path / "sevens.py", SEVENS_UNTIL.format(enough=enough)),
+        "rollout.num_engines": {"min": 1, "max": 3},
+        "reward.function": file_of(tmp_path / "sevens.py", SEVENS_UNTIL.format(enough=enough)),
         "stop_when": {"metric": "reward/mean", "above": 4.0},
     }
     watched = Watched(recipe(changes), cluster.address, tmp_path)

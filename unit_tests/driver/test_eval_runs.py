@@ -39,7 +39,7 @@ def eval_recipe(tmp_path, tiny_path, sums):
             "run_dir": str(tmp_path / "runs"),
             "model": {"path": tiny_path, "dtype": "float32"},
             "data": {"sets": [{"path": str(sums / "eval.parquet"), "name": "sums"}], "max_prompt_tokens": 32},
-            "reward": {"fn": str(tmp_path / "digits.py"), "workers": 1},
+            "reward": {"function": str(tmp_path / "digits.py"), "workers": 1},
             "rollout": {"engine": "hf", "max_new_tokens": 8},
             "samples": 4,
             "pass_reward": 0.5,
@@ -85,7 +85,7 @@ def test_an_evaluation_says_what_the_training_run_said(recipe, eval_recipe, tmp_
     """Of its last model and of its best one: the same samples, rewards and pass@k."""
     (tmp_path / "digits.py").write_text(DIGITS)
     held_out = {"data.eval": str(sums / "eval.parquet"), "eval_every": 1, "eval_samples": 4, "eval_pass_reward": 0.5}
-    own = {"reward.fn": str(tmp_path / "digits.py"), "steps": 3, "trainer.lr": 1e-2, "group_size": 8}
+    own = {"reward.function": str(tmp_path / "digits.py"), "steps": 3, "trainer.lr": 1e-2, "group_size": 8}
     path = recipe(held_out | own | {"checkpoint": {"every": 1, "keep": 1, "best": "eval/reward/mean"}})
     assert run_here(main_rl, "--config", path, "name=train") == (0, "")
     trained = folder_of(tmp_path, "train")
@@ -115,7 +115,7 @@ def test_in_overlap_evaluations_run_beside_training_and_say_what_their_checkpoin
     """Each number is of one version, and stands in the line of the step before whose sync it ended."""
     (tmp_path / "digits.py").write_text(DIGITS)
     held_out = {"data.eval": str(sums / "eval.parquet"), "eval_every": 2, "eval_samples": 4, "eval_pass_reward": 0.5}
-    own = {"reward.fn": str(tmp_path / "digits.py"), "steps": 6, "trainer.lr": 1e-2, "max_staleness": 1}
+    own = {"reward.function": str(tmp_path / "digits.py"), "steps": 6, "trainer.lr": 1e-2, "max_staleness": 1}
     path = recipe(held_out | own | {"checkpoint": {"every": 2, "keep": 9}})
     assert run_here(main_rl, "--config", path, "name=train") == (0, "")
     trained = folder_of(tmp_path, "train")
@@ -186,8 +186,8 @@ BROKEN = {
     "several greedy samples": ({"rollout": {"engine": "hf", "temperature": 0}}, ["temperature=0", "set samples to 1"]),
     "nearly greedy": ({"rollout": {"engine": "hf", "temperature": 0.001}}, ["rollout.temperature", "set 0 for greedy"]),
     "no model": ({"model": {"path": "/nowhere/m"}}, ["model.path=/nowhere/m does not exist"]),
-    "no reward": ({"reward": {"fn": "mathverify"}}, ["reward.fn", "did you mean 'math_verify'"]),
-    "engines in one process": ({"rollout": {"engine": "hf", "engines": 2}}, ["backend: local is one process"]),
+    "no reward": ({"reward": {"function": "mathverify"}}, ["reward.function", "did you mean 'math_verify'"]),
+    "engines in one process": ({"rollout": {"engine": "hf", "num_engines": 2}}, ["backend: local is one process"]),
     "an engine of one process": ({"backend": "ray", "rollout": {"engine": "vllm_local"}}, ["set backend to local"]),
     "nothing to resume": ({"resume": "/nowhere"}, ["resume=/nowhere is no run folder of an evaluation"]),
     "too long": ({"rollout": {"engine": "hf", "max_new_tokens": 300}}, ["332 tokens", "room for 256"]),
@@ -229,7 +229,7 @@ FAILS = "def score(prompt, messages):\n    raise ValueError('no luck')\n"
 
 def test_too_many_failures_stop_it_with_all_samples_kept(eval_recipe, tmp_path, one_thread):
     (tmp_path / "fails.py").write_text(FAILS)
-    reward = {"fn": str(tmp_path / "fails.py"), "workers": 1}
+    reward = {"function": str(tmp_path / "fails.py"), "workers": 1}
     code, err = run_here(main_eval, "--config", eval_recipe(reward=reward, samples=1))
     assert code == 1 and "10 of 10 samples failed" in err and "no luck" in err, err
     folder = folder_of(tmp_path, "eval")
@@ -246,7 +246,7 @@ def test_too_many_failures_stop_it_with_all_samples_kept(eval_recipe, tmp_path, 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_evaluation_killed_in_the_middle_and_resumed_has_the_same_table(eval_recipe, tmp_path):
-    path = eval_recipe(prompts_at_once=1, prompts_per_part=1)
+    path = eval_recipe(prompts_per_engine=1, prompts_per_part=1)
     assert run_here(main_eval, "--config", path, "name=whole") == (0, "")
     command = [sys.executable, "main_eval.py", "--config", path, "name=killed"]
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -320,7 +320,7 @@ class Mortal(HfEngine):
 def test_two_engines_on_ray_of_which_one_dies_make_the_samples_of_one(eval_recipe, tmp_path):
     assert run_here(main_eval, "--config", eval_recipe(name="one")) == (0, "")
     (tmp_path / "mortal.py").write_text(MORTAL)
-    rollout = {"engine": str(tmp_path / "mortal.py"), "engines": 2, "max_new_tokens": 8}
+    rollout = {"engine": str(tmp_path / "mortal.py"), "num_engines": 2, "max_new_tokens": 8}
     two = eval_recipe(name="two", backend="ray", rollout=rollout)
     done = subprocess.run([sys.executable, "main_eval.py", "--config", two], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ import pytest
 import main_rl
 from configs.schema import RLConfig
 from core.types.samples import Prompt
-from driver.evaluation.evaluator import HeldOut, Measured
+from driver.evaluation.evaluator import EvalResult, Evaluator
 from driver.load_recipe import load_recipe
 from rollouts.scheduling.availability import EngineAvailability, EngineState
 from rollouts.scheduling.buffer import Schedule
@@ -28,8 +28,8 @@ class Evaluating(SimulatedRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.held_out = HeldOut(CFG, [Prompt(id=str(i), messages=[]) for i in range(3)], self.generation)
-        self.found: list[Measured | None] = []
+        self.held_out = Evaluator(CFG, [Prompt(id=str(i), messages=[]) for i in range(3)], self.generation)
+        self.found: list[EvalResult | None] = []
 
     async def evaluate_if_due(self, done: int) -> dict[str, float]:
         if done % 2 == 0 and self.how == "beside":
@@ -66,17 +66,17 @@ def test_beside_training_an_evaluation_costs_no_time_and_is_of_one_version():
     assert seconds_of("in place") > alone + 3 * TIMES.group
 
 
-def held_out_of(engines: SimulatedEngines, **settings: Any) -> HeldOut:
+def held_out_of(engines: SimulatedEngines, **settings: Any) -> Evaluator:
     run = SimulatedRun(Schedule(steps=1, per_step=1), engines, TIMES)
     if settings:
         run.generation.engines = EngineAvailability(1, **settings)
-    return HeldOut(CFG, [Prompt(id="0", messages=[])], run.generation)
+    return Evaluator(CFG, [Prompt(id="0", messages=[])], run.generation)
 
 
 def test_an_engine_that_was_restarted_leaves_the_evaluation_out():
     """It waits for weights, and the next ones are of another version."""
 
-    async def body() -> tuple[Measured | None, bool]:
+    async def body() -> tuple[EvalResult | None, bool]:
         held_out = held_out_of(SimulatedEngines(times=TIMES, engines=1, concurrent=1), restart=None, budget=1)
         held_out.generation.engines._set_state(0, EngineState.NEEDS_WEIGHTS)
         pending = held_out.pending = asyncio.create_task(held_out.sample())
@@ -109,7 +109,7 @@ def test_answers_of_two_versions_are_no_measurement():
 def test_where_something_hangs_on_the_number_the_trainers_wait_for_it(recipe, sums, changes, may):
     overlap = {"max_staleness": 1, "steps": 6, "eval_every": 2, "data.eval": str(sums / "eval.parquet")}
     cfg = load_recipe(RLConfig, recipe(overlap | changes), []).cfg
-    held_out = HeldOut(
+    held_out = Evaluator(
         cfg, [], SimulatedRun(Schedule(steps=1, per_step=1), SimulatedEngines(TIMES, 1, 1), TIMES).generation
     )
     assert [held_out.may_run_beside(n + 1) for n in range(6)] == may

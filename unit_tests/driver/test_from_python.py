@@ -39,7 +39,7 @@ def test_a_supervised_run_returns_what_it_came_to(recipe, sums):
 def test_a_run_in_a_notebook_takes_keys_and_values(recipe, tmp_path):
     """A notebook's cell runs within an event loop."""
     (tmp_path / "sevens.py").write_text(SEVENS)
-    keys = read(recipe({"reward.fn": str(tmp_path / "sevens.py"), "steps": 1}))
+    keys = read(recipe({"reward.function": str(tmp_path / "sevens.py"), "steps": 1}))
     given = json.dumps(keys)
 
     async def cell():
@@ -59,7 +59,7 @@ def test_errors_are_exceptions(recipe, tmp_path):
     (tmp_path / "broken.py").write_text("def score(prompt, messages):\n    return 1 / 0\n")
 
     async def cell():
-        main_rl.run(recipe({"reward.fn": str(tmp_path / "broken.py")}))
+        main_rl.run(recipe({"reward.function": str(tmp_path / "broken.py")}))
 
     with pytest.raises(RunStopped, match="ZeroDivisionError"):
         asyncio.run(cell())
@@ -82,7 +82,7 @@ def test_ctrl_c_in_a_notebook_ends_the_run_in_order(recipe, tmp_path):
     )
 
     async def cell():
-        main_rl.run(recipe({"reward.fn": str(tmp_path / "slow.py")}))
+        main_rl.run(recipe({"reward.function": str(tmp_path / "slow.py")}))
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(cell())

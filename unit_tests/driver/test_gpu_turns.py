@@ -12,7 +12,7 @@ from data_feeds.packing.batches import micro_batches
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
 from trainers.local import LocalTrainer
-from trainers.offload.offloaded_trainer import Away
+from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.weight_sync.fingerprint import fingerprint
 from trainers.weight_sync.ipc import HandleWriter, join_chunks, open_handles
 from unit_tests.helpers.examples import some_groups
@@ -37,10 +37,10 @@ def test_a_trainer_that_leaves_frees_the_gpu_and_returns_to_the_bit(tiny_path):
     for trainer in trainers:
         trainer.step(update)
     held = torch.cuda.memory_allocated() - before
-    away = Away(leaves)
-    freed = away.leave_states().freed + away.leave_weights().freed
+    away = OffloadedTrainer(leaves)
+    freed = away.offload_states().freed + away.offload_weights().freed
     assert freed > 0.45 * held and held - (torch.cuda.memory_allocated() - before) >= freed
-    away.return_to_device()
+    away.reload_states()
     for trainer in trainers:
         trainer.step(update)
     assert torch.equal(stays.flatten_weights(), leaves.flatten_weights())

@@ -83,9 +83,9 @@ def test_runs_log_what_is_declared_and_nothing_else(recipe, tmp_path, sums, logg
     rl = {"data.train": mixture, "data.eval": str(sums / "eval.parquet"), "eval_every": 1, "max_staleness": 1}
     rl |= {"eval_samples": 2}
     (tmp_path / "digits.py").write_text(DIGITS)
-    rl |= {"reward.fn": str(tmp_path / "digits.py"), "reward.weights": {"digits": 1.0}}
+    rl |= {"reward.function": str(tmp_path / "digits.py"), "reward.weights": {"digits": 1.0}}
     rl |= {"alg": {"name": "ppo", "critic_lr": 1e-3}, "steps": 3, "checkpoint": {"every": 1}, "updates_per_step": 2}
-    rl |= {"capture": {"every": 1}, "shadow": ["cispo"]}
+    rl |= {"capture": {"every": 1}, "compare_losses": ["cispo"]}
     assert run_here(main_rl, "--config", recipe(rl), "name=rl") == (0, "")
     turns = {"placement": "colocate", "steps": 1}
     assert run_here(main_rl, "--config", recipe(turns), "name=turns") == (0, "")

@@ -20,7 +20,7 @@ from core.errors import RunStopped
 from core.types.samples import Group, Prompt, Sample, make_sample
 from data_feeds.packing.batches import plan_update
 from driver.checkpoint import find_checkpoint
-from driver.context import Session, run_session
+from driver.context import RunContext, run_in_context
 from driver.load_recipe import load_recipe
 from driver.records.rollout_metrics import measure_staleness
 from driver.rl.run import Run
@@ -67,16 +67,16 @@ async def ten_lines(run: Run) -> list[float]:
 def session_of(path: str, body) -> None:
     prepared = prepare(load_recipe(RLConfig, path, []))
 
-    async def framed(session: Session) -> None:
-        await body(await start(prepared, session))
+    async def framed(context: RunContext) -> None:
+        await body(await start(prepared, context))
 
-    run_session(prepared.loaded.cfg, framed)
+    run_in_context(prepared.loaded.cfg, framed)
 
 
 @pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 def test_without_lag_it_is_synchronous_training_to_the_bit(recipe, tmp_path, engine):
     sevens = file_of(tmp_path / "sevens.py", SEVENS)
-    path = recipe({"steps": 20, "trainer.lr": 3e-3, "rollout.engine": engine, "reward.fn": sevens})
+    path = recipe({"steps": 20, "trainer.lr": 3e-3, "rollout.engine": engine, "reward.function": sevens})
     expected: list[float] = []
 
     async def plainly(run: Run) -> None:
@@ -99,7 +99,7 @@ def test_a_run_that_was_stopped_with_groups_under_way_trains_on_the_same_prompts
     """With evaluation in between, and a publish every second step."""
     changes = {"steps": 8, "max_staleness": 2, "weight_sync.every": 2, "checkpoint": {"every": 3, "keep": 9}}
     held_out = {"data.eval": str(sums / "eval.parquet"), "data.eval_rows": 3, "eval_every": 2}
-    path = recipe(changes | held_out | {"reward.fn": file_of(tmp_path / "sevens.py", SEVENS)})
+    path = recipe(changes | held_out | {"reward.function": file_of(tmp_path / "sevens.py", SEVENS)})
     assert run_here(main_rl, "--config", path, "name=whole") == (0, "")
     whole = folder_of(tmp_path, "whole")
     at = find_checkpoint(str(whole / "checkpoints/step_00003"))
@@ -143,7 +143,7 @@ class Adversary(SimulatedEngines):
 
 
 class Choosy(SimulatedRun):
-    """Leaves some groups out, and steps of its trainer take their time."""
+    """Offloadable some groups out, and steps of its trainer take their time."""
 
     leaves_out = 0.0
     draw = random.Random(0)
@@ -395,12 +395,18 @@ def test_a_group_that_takes_too_long_is_given_up_where_it_is_made():
                 given_up.append(token_ids)
                 raise
 
-    tokenizer: Any = SimpleNamespace(render=lambda messages, tools: [1, 2], pictures=None)
+    tokenizer: Any = SimpleNamespace(render=lambda messages, tools: [1, 2], images=None)
     rollout = RolloutConfig(max_new_tokens=4, timeout_s=0.05)
     rewards: Any = None  # never reached
     engine: Any = Stuck()
     worker = RolloutWorker(
-        engine, tokenizer, lambda prompt: OneTurn(prompt), rewards, reward=RewardConfig(fn="x"), rollout=rollout, seed=0
+        engine,
+        tokenizer,
+        lambda prompt: OneTurn(prompt),
+        rewards,
+        reward=RewardConfig(function="x"),
+        rollout=rollout,
+        seed=0,
     )
     assert asyncio.run(worker.generate_group(0, Prompt(id="p", messages=[]), 3)) is None
     assert given_up == [[1, 2]] * 3, "the engine's slots are free"

@@ -165,7 +165,7 @@ def test_a_run_with_such_a_model_trains_and_saves_its_code(main, kind, changes, 
     folder, _ = foreign
     if kind == "rl":
         (tmp_path / "varied.py").write_text(VARIED)
-        changes = changes | {"reward.fn": str(tmp_path / "varied.py")}
+        changes = changes | {"reward.function": str(tmp_path / "varied.py")}
     code, err = run_here(main, "--config", recipe(TRUST | {"model.path": folder} | changes, kind=kind))
     assert code == 0, err
     [saved] = (tmp_path / "runs").glob("*/model")

@@ -40,7 +40,7 @@ async def step_of(path: str, groups: list[Group]) -> SimpleNamespace:
     clock = Clock()
     parts: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)  # a step asks for none of the others
     parts |= {"cfg": cfg, "alg": load_algorithm(loaded.alg_spec, cfg.alg), "trainers": Local(trainer)}
-    parts |= {"session": SimpleNamespace(clock=clock), "layout": trainer.describe_layout(), "steps_done": 0}
+    parts |= {"context": SimpleNamespace(clock=clock), "layout": trainer.describe_layout(), "steps_done": 0}
     engines = cast(Any, Local(SimpleNamespace(timer=trainer.timer)))
     parts["time"] = await TimeBreakdown.start(
         clock, trainers=parts["trainers"], engines=EngineTimers(engines, EngineAvailability(1))
@@ -123,7 +123,7 @@ def test_a_prompt_is_computed_once_for_its_group(recipe):
 def test_engine_and_trainer_take_the_recipes_temperature(recipe, tmp_path):
     """Were it another one on either side, the log-probabilities of sampled tokens would differ."""
     sevens = file_of(tmp_path / "sevens.py", SEVENS)
-    path = recipe({"rollout.temperature": 0.5, "steps": 1, "group_size": 2, "reward.fn": sevens})
+    path = recipe({"rollout.temperature": 0.5, "steps": 1, "group_size": 2, "reward.function": sevens})
     assert plan_rollouts(load_recipe(RLConfig, path, []).cfg).engine.temperature == 0.5
     assert run_here(main_rl, "--config", path) == (0, "")
     [metrics] = metrics_of(folder_of(tmp_path))

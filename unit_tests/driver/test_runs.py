@@ -21,7 +21,7 @@ import main_sl
 from configs.schema import RLConfig, SLConfig
 from core.cluster.guardian import MARK
 from core.types.samples import Policy
-from driver.context import Session, run_session
+from driver.context import RunContext, run_in_context
 from driver.load_recipe import load_recipe
 from unit_tests.helpers.examples import command_of, is_running, run_here
 
@@ -65,7 +65,7 @@ def file_of(path: Path, text: str) -> str:
 @pytest.mark.slow
 def test_a_local_run_learns_and_leaves_everything_behind(recipe, tmp_path, sums):
     reward = file_of(tmp_path / "sevens.py", SEVENS)
-    done = program(recipe(LEARN | {"reward.fn": reward, "data.eval": str(sums / "eval.parquet")}))
+    done = program(recipe(LEARN | {"reward.function": reward, "data.eval": str(sums / "eval.parquet")}))
     assert done.returncode == 0, done.stderr
     folder = folder_of(tmp_path)
     summary = json.loads((folder / "summary.json").read_text())
@@ -93,7 +93,7 @@ def test_a_local_run_learns_and_leaves_everything_behind(recipe, tmp_path, sums)
 def test_several_updates_per_step_score_the_proximal_policy_first(recipe, tmp_path):
     reward = file_of(tmp_path / "sevens.py", SEVENS)
     code, err = run_here(
-        main_rl, "--config", recipe({"reward.fn": reward, "updates_per_step": 2, "steps": 1, "trainer.lr": 1e-2})
+        main_rl, "--config", recipe({"reward.function": reward, "updates_per_step": 2, "steps": 1, "trainer.lr": 1e-2})
     )
     assert code == 0, err
     [metrics] = metrics_of(folder_of(tmp_path))
@@ -118,7 +118,7 @@ def score(prompt, messages):
 @pytest.mark.slow
 def test_a_reward_that_fails_costs_its_samples_not_the_run(recipe, tmp_path):
     changes = {
-        "reward.fn": file_of(tmp_path / "unlucky.py", FAILURES),
+        "reward.function": file_of(tmp_path / "unlucky.py", FAILURES),
         "reward.timeout_s": 1.0,
         "reward.workers": 4,
         "reward.max_failed_fraction": 1.0,
@@ -147,7 +147,9 @@ def test_a_cluster_that_does_not_answer_is_one_sentence(recipe):
 @pytest.mark.slow
 def test_too_many_failures_stop_the_run_with_the_first_ones_words(recipe, tmp_path):
     code, err = run_here(
-        main_rl, "--config", recipe({"reward.fn": file_of(tmp_path / "r.py", "def score(p, m):\n    return 1 / 0\n")})
+        main_rl,
+        "--config",
+        recipe({"reward.function": file_of(tmp_path / "r.py", "def score(p, m):\n    return 1 / 0\n")}),
     )
     assert code == 1
     assert "ZeroDivisionError: division by zero" in err and "max_failed_fraction=0.1" in err
@@ -218,13 +220,17 @@ def test_an_update_that_is_not_finite_is_skipped_and_said_so(recipe, tmp_path):
 def test_groups_without_signal_are_drawn_again_and_never_for_ever(recipe, tmp_path):
     changes = {"alg.dynamic_sampling": True, "steps": 1, "trainer.lr": 1e-3}
     luck = "import random\ndef score(p, m): return {'correct': float(hash(m[-1]['content']) % 3 == 0)}\n"
-    code, err = run_here(main_rl, "--config", recipe(changes | {"reward.fn": file_of(tmp_path / "luck.py", luck)}))
+    code, err = run_here(
+        main_rl, "--config", recipe(changes | {"reward.function": file_of(tmp_path / "luck.py", luck)})
+    )
     assert code == 0, err
     [metrics] = metrics_of(folder_of(tmp_path))
     assert metrics["rollout/zero_std_groups"] == 0
     assert metrics["rollout/groups_drawn"] >= 4 and 0 < metrics["reward/mean_drawn"] < 1
     same = "def score(p, m): return {'correct': 1.0}\n"
-    code, err = run_here(main_rl, "--config", recipe(changes | {"reward.fn": file_of(tmp_path / "same.py", same)}))
+    code, err = run_here(
+        main_rl, "--config", recipe(changes | {"reward.function": file_of(tmp_path / "same.py", same)})
+    )
     assert code == 1
     assert "of 80 groups, the algorithm accepts 0 of the groups_per_step=4" in err
 
@@ -234,12 +240,12 @@ from rollouts.envs.base import Env
 class Talkative(Env):
     """Asks once more, whatever was said."""
     def __init__(self, prompt):
-        self.turns = 0
+        self.colocation = 0
     async def step(self, reply):
-        self.turns += 1
-        return [{"role": "user", "content": "9"}] if self.turns == 1 else None
+        self.colocation += 1
+        return [{"role": "user", "content": "9"}] if self.colocation == 1 else None
     def scores(self):
-        return {"turns": float(self.turns)}
+        return {"turns": float(self.colocation)}
 '''
 MY_ENGINE = '''
 from rollouts.engines.hf import HfEngine
@@ -276,7 +282,7 @@ def test_a_loss_outside_the_repository_trains_to_mastery_on_ray_actors(recipe, t
     changes = LEARN | {
         "backend": "ray",
         "alg": {"file": file_of(tmp_path / "my_loss.py", MY_LOSS), "temper": 1.5},
-        "reward.fn": file_of(tmp_path / "sevens.py", SEVENS),
+        "reward.function": file_of(tmp_path / "sevens.py", SEVENS),
     }
     done = program(recipe(changes))
     assert done.returncode == 0, done.stderr
@@ -310,7 +316,9 @@ def test_a_paper_that_the_library_lacks_is_one_file_and_its_recipe(recipe, tmp_p
     want = live(GOLDEN["cases"]["dro/quadratic"]["grad"]["logp"], torch.float64)
     torch.testing.assert_close(logp.grad, want, rtol=1e-9, atol=1e-11)
     changes = LEARN | {"alg": settings | {"beta": 0.05}, "updates_per_step": 2}
-    code, err = run_here(main_rl, "--config", recipe(changes | {"reward.fn": file_of(tmp_path / "sevens.py", SEVENS)}))
+    code, err = run_here(
+        main_rl, "--config", recipe(changes | {"reward.function": file_of(tmp_path / "sevens.py", SEVENS)})
+    )
     assert code == 0, err
     metrics = metrics_of(folder_of(tmp_path))
     assert metrics[-1]["reward/mean"] > 0.9 and "train/pull" in metrics[-1]
@@ -321,7 +329,12 @@ def test_the_same_run_gives_the_same_numbers_on_ray_and_in_one_process(recipe, t
     reward = file_of(tmp_path / "sevens.py", SEVENS)
     runs = []
     for backend in ("local", "ray"):
-        changes = LEARN | {"steps": 4, "reward.fn": reward, "backend": backend, "run_dir": str(tmp_path / backend)}
+        changes = LEARN | {
+            "steps": 4,
+            "reward.function": reward,
+            "backend": backend,
+            "run_dir": str(tmp_path / backend),
+        }
         done = program(recipe(changes))
         assert done.returncode == 0, done.stderr
         [folder] = (tmp_path / backend).iterdir()
@@ -338,8 +351,8 @@ def test_two_trainer_ranks_two_engines_and_zero_3(recipe, tmp_path):
         "steps": 3,
         "trainer.ranks": 2,
         "trainer.zero_stage": 3,
-        "rollout.engines": 2,
-        "reward.fn": file_of(tmp_path / "sevens.py", SEVENS),
+        "rollout.num_engines": 2,
+        "reward.function": file_of(tmp_path / "sevens.py", SEVENS),
     }
     done = program(recipe(changes))
     assert done.returncode == 0, done.stderr
@@ -508,7 +521,7 @@ def test_a_signal_ends_a_run_in_one_process_at_once(recipe, tmp_path, kind, numb
     """In supervised learning nothing gives way to the event loop, which would hear of it at the end."""
     cfg = load_recipe({"sl": SLConfig, "rl": RLConfig}[kind], recipe(kind=kind), []).cfg
 
-    async def body(session: Session) -> None:
+    async def body(context: RunContext) -> None:
         os.kill(os.getpid(), number)
         if kind == "rl":
             await asyncio.sleep(1.0)
@@ -516,7 +529,7 @@ def test_a_signal_ends_a_run_in_one_process_at_once(recipe, tmp_path, kind, numb
         raise AssertionError("it went on")
 
     with pytest.raises(KeyboardInterrupt):
-        run_session(cfg, body)
+        run_in_context(cfg, body)
     assert json.loads((folder_of(tmp_path) / "summary.json").read_text())["exit_reason"] == "interrupted"
 
 

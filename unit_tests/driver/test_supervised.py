@@ -12,7 +12,7 @@ import main_sl
 from configs.schema import RLConfig, SLConfig
 from core.errors import UserError
 from data_prep import hh_rlhf
-from driver.context import Session, run_session
+from driver.context import RunContext, run_in_context
 from driver.load_recipe import load_recipe
 from driver.rl.setup import prepare as prepare_rl
 from driver.rl.setup import start as start_rl
@@ -49,10 +49,10 @@ def learn(recipe: str) -> tuple[list[dict], dict]:
     """Metrics of every step and summary.json of a run of main_sl.py."""
     prepared = prepare(load_recipe(SLConfig, recipe, []))
 
-    async def body(session: Session) -> None:
-        await main_sl.train(await start(prepared, session))
+    async def body(context: RunContext) -> None:
+        await main_sl.train(await start(prepared, context))
 
-    run_session(prepared.loaded.cfg, body)
+    run_in_context(prepared.loaded.cfg, body)
     return said_of(prepared.loaded.cfg.run_dir)
 
 
@@ -209,17 +209,22 @@ def test_a_reward_model_learns_and_then_rewards(tmp_path, tiny_path):
         steps=12,
         groups_per_step=4,
         group_size=16,
-        reward={"fn": "reward_model", "settings": {"model": str(model)}, "weights": {"reward": 1.0}, "workers": 1},
+        reward={
+            "function": "reward_model",
+            "settings": {"model": str(model)},
+            "weights": {"reward": 1.0},
+            "workers": 1,
+        },
         rollout={"engine": "hf", "max_new_tokens": 8},
         data={"train": str(prompts), "max_prompt_tokens": 32},
         trainer={"lr": 1e-2},
     )
     prepared = prepare_rl(load_recipe(RLConfig, recipe, []))
 
-    async def body(session: Session) -> None:
-        await main_rl.train(await start_rl(prepared, session))
+    async def body(context: RunContext) -> None:
+        await main_rl.train(await start_rl(prepared, context))
 
-    run_session(prepared.loaded.cfg, body)
+    run_in_context(prepared.loaded.cfg, body)
     metrics, summary = said_of(str(tmp_path / "runs"))
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 1
     said = [

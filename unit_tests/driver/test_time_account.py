@@ -79,7 +79,7 @@ def test_a_slow_environment_is_the_bottleneck_where_engines_wait_for_it():
 @pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.verify), 2])
 def test_a_runs_seconds_are_accounted_for(recipe, tmp_path, max_staleness):
     sevens = file_of(tmp_path / "sevens.py", SEVENS)
-    changes = {"backend": "ray", "steps": 6, "max_staleness": max_staleness, "reward.fn": sevens}
+    changes = {"backend": "ray", "steps": 6, "max_staleness": max_staleness, "reward.function": sevens}
     sizes = {"groups_per_step": 16, "group_size": 8, "updates_per_step": 2}
     done = program(recipe(changes | sizes))
     assert done.returncode == 0, done.stderr

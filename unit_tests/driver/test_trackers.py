@@ -271,7 +271,7 @@ def test_rows_of_samples_hold_strings_and_numbers():
 def test_a_secret_of_ones_own_stands_in_no_file(tmp_path, recipe):
     """Nor in a checkpoint, whose settings are compared when the run is resumed."""
     settings = {"url": "https://ann:planted-1@judge.example", "api_key": "planted-2", "stop_token": "kept"}
-    cfg = load_recipe(RLConfig, recipe({"reward.settings": settings, "reward.fn": "arithmetic"}), []).cfg
+    cfg = load_recipe(RLConfig, recipe({"reward.settings": settings, "reward.function": "arithmetic"}), []).cfg
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump()).path
     told = make_trackers(cfg, folder, print).run.config
     loaded = load_recipe(RLConfig, recipe({"reward.settings": settings}), [])
@@ -462,7 +462,7 @@ def test_a_server_that_dies_costs_one_warning(recipe, tmp_path, server, monkeypa
     (tmp_path / "killing.py").write_text(KILLING)
     changes = {
         **{"trackers": ["jsonl", "mlflow"], "tracking.mlflow_uri": address, "tracking.samples_every": 0},
-        **{"reward.fn": str(tmp_path / "killing.py"), "steps": 6, "name": "killed"},
+        **{"reward.function": str(tmp_path / "killing.py"), "steps": 6, "name": "killed"},
     }
     code, err = run_here(main_rl, "--config", recipe(changes))
     assert code == 0, err

@@ -105,7 +105,7 @@ def run_to_the_end(hosts: Hosts, config: str, run_dir: Path, machines: dict[str,
 
 def run_rl(hosts: Hosts, recipe: Callable[..., str], tmp_path: Path) -> str:
     """Weights are broadcast from one host to the other."""
-    config = recipe(RL | {"reward.fn": write_file(tmp_path / "varied.py", VARIED)})
+    config = recipe(RL | {"reward.function": write_file(tmp_path / "varied.py", VARIED)})
     machines = {"trainer 0": NODE_A, "trainer 1": NODE_A, "engine 0": NODE_B}
     text = run_to_the_end(hosts, config, tmp_path / "runs", machines)
     metrics = lines_of(tmp_path / "runs")
@@ -163,7 +163,7 @@ def test_a_link_that_is_cut_in_generation_ends_the_run_with_the_hosts_name(hosts
     """Restarts are allowed, but there is no other machine on which the engine could begin again."""
     mark, file = tmp_path / "mark", tmp_path / "sleeps.py"
     reward = write_file(file, SLEEPS.format(mark=str(mark)))
-    changes = {"reward.fn": reward, "reward.timeout_s": 700.0, "rollout.timeout_s": 10.0, "timeout_s": 45.0}
+    changes = {"reward.function": reward, "reward.timeout_s": 700.0, "rollout.timeout_s": 10.0, "timeout_s": 45.0}
     noticed_s = 10.0 + GROUP_TIMEOUT_GRACE_S + HEALTH_CHECK_TIMEOUT_S
     cut_off(hosts, recipe(RL | changes), when=mark.exists, within_s=noticed_s + 2 * 45.0)
 
@@ -171,7 +171,7 @@ def test_a_link_that_is_cut_in_generation_ends_the_run_with_the_hosts_name(hosts
 def test_an_engine_whose_host_was_cut_off_and_comes_back_goes_on(hosts, recipe, tmp_path):
     mark, file = tmp_path / "mark", tmp_path / "sleeps.py"
     reward = write_file(file, SLEEPS.format(mark=str(mark)))
-    changes = {"reward.fn": reward, "reward.timeout_s": 700.0, "rollout.timeout_s": 20.0}
+    changes = {"reward.function": reward, "reward.timeout_s": 700.0, "rollout.timeout_s": 20.0}
     run = start(hosts, recipe(RL | changes))
     wait_for(mark.exists, run, hosts)
     hosts.cut()
@@ -195,7 +195,7 @@ def test_a_link_that_is_cut_in_a_publish_ends_the_run_with_the_hosts_name(hosts,
     mark = tmp_path / "mark"
     engine = write_file(tmp_path / "waits.py", WAITS.format(mark=str(mark)))
     reward = write_file(tmp_path / "varied.py", VARIED)
-    config = recipe(RL | {"rollout.engine": engine, "reward.fn": reward, "rollout.restarts": 0})
+    config = recipe(RL | {"rollout.engine": engine, "reward.function": reward, "rollout.restarts": 0})
     cut_off(hosts, config, when=mark.exists, within_s=20.0 + SYNC_TIMEOUT_GRACE_S + HEALTH_CHECK_TIMEOUT_S)
 
 

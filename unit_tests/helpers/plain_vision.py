@@ -1,4 +1,4 @@
-"""A small model that sees, pictures for it, and what plain transformers says of both."""
+"""A small model that sees, images for it, and what plain transformers says of both."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
-from core.types.images import Picture, PlacedPicture, read_picture
+from core.types.images import EncodedImage, PlacedImage, read_image
 from core.types.messages import Message, Part
 from core.types.samples import Prompt, Sample, make_sample
 from data_prep import tiny_vision_model
-from modeling.images.processor import PictureProcessor
+from modeling.images.processor import ImageProcessor
 from rollouts.engines.base import Completion
 from unit_tests.helpers.seeing import END, START
 
 
 def make_seeing(folder: Path, *, max_length: int = 256) -> str:
-    """Save a random Idefics3 that a look at another picture moves by far; return its path."""
+    """Save a random Idefics3 that a look at another image moves by far; return its path."""
     tiny_vision_model.make(folder, layers=1, vision_layers=1, max_length=max_length)
     model = load_plain(str(folder))
     torch.manual_seed(3)
@@ -41,19 +41,19 @@ def load_plain(path: str) -> PreTrainedModel:
     return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def draw(seed: int, width: int = 56, height: int = 56) -> Picture:
-    """Return a picture of coloured noise in large squares."""
+def draw(seed: int, width: int = 56, height: int = 56) -> EncodedImage:
+    """Return an image of coloured noise in large squares."""
     rng = np.random.default_rng(seed)
     image = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize(
         (width, height), Image.Resampling.NEAREST
     )
     file = io.BytesIO()
     image.save(file, format="PNG")
-    return read_picture(file.getvalue())
+    return read_image(file.getvalue())
 
 
-def say(role: str, *parts: str | Picture) -> Message:
-    """Return a turn of texts and pictures."""
+def say(role: str, *parts: str | EncodedImage) -> Message:
+    """Return a turn of texts and images."""
     listed: list[Part] = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
     ]
@@ -66,15 +66,15 @@ def plain_logp(
     model: PreTrainedModel,
     path: str,
     ids: Sequence[int],
-    pictures: Sequence[PlacedPicture],
+    images: Sequence[PlacedImage],
     temperature: float = 1.0,
     banned: Sequence[int] = (),
 ) -> Tensor:
     """Return the log-probability of every token but the first, from one forward pass of one sequence."""
     media = {}
-    if pictures:
-        images = [place.picture.open() for place in pictures]
-        grouped = images if model.config.model_type.startswith("qwen") else [images]
+    if images:
+        opened = [place.image.open() for place in images]
+        grouped = opened if model.config.model_type.startswith("qwen") else [opened]
         media = dict(AutoImageProcessor.from_pretrained(path)(images=grouped, return_tensors="pt"))
     tokens = torch.tensor([[*ids]])
     if "image_grid_thw" in media:  # transformers makes the positions of such families of it
@@ -89,12 +89,12 @@ def gap_of_sample(
     model: PreTrainedModel, path: str, sample: Sample, temperature: float = 1.0, banned: Sequence[int] = ()
 ) -> float:
     """Return the largest difference of a sample's log-probabilities from those of plain transformers."""
-    want = plain_logp(model, path, sample.token_ids.tolist(), sample.pictures, temperature, banned)
+    want = plain_logp(model, path, sample.token_ids.tolist(), sample.images, temperature, banned)
     chosen = torch.from_numpy(sample.action_mask.copy())[1:]
     return float((want - torch.from_numpy(sample.rollout_logp.copy())[1:])[chosen].abs().max())
 
 
-def as_sample(prompt: Sequence[int], pictures: Sequence[PlacedPicture], done: Completion) -> Sample:
+def as_sample(prompt: Sequence[int], images: Sequence[PlacedImage], done: Completion) -> Sample:
     """Return a prompt with its completion."""
     given, n = len(prompt), len(done.token_ids)
     return make_sample(
@@ -103,7 +103,7 @@ def as_sample(prompt: Sequence[int], pictures: Sequence[PlacedPicture], done: Co
         action_mask=[False] * given + [True] * n,
         rollout_logp=[0.0] * given + done.logp,
         versions=[-1] * given + done.versions,
-        pictures=tuple(pictures),
+        images=tuple(images),
     )
 
 
@@ -115,16 +115,16 @@ PARTS = [
 """Prompts for `write_ids`."""
 
 
-def write_ids(processor: PictureProcessor, *parts: str | Picture) -> tuple[list[int], tuple[PlacedPicture, ...]]:
-    """Return the tokens of a prompt for a model of unit_tests/helpers/seeing.py, and the places of its pictures."""
+def write_ids(processor: ImageProcessor, *parts: str | EncodedImage) -> tuple[list[int], tuple[PlacedImage, ...]]:
+    """Return the tokens of a prompt for a model of unit_tests/helpers/seeing.py, and the places of its images."""
     ids: list[int] = []
-    places: list[PlacedPicture] = []
+    places: list[PlacedImage] = []
     for part in parts:
         if isinstance(part, str):
             ids += processor.tokenizer.encode(part, add_special_tokens=False)
             continue
         made = processor.process(part)
         ids.append(START)
-        places.append(PlacedPicture(part, len(ids), len(ids) + len(made.ids), made.grid))
+        places.append(PlacedImage(part, len(ids), len(ids) + len(made.ids), made.grid))
         ids += [*made.ids, END]
     return ids, tuple(places)

@@ -16,7 +16,7 @@ from core.timing.phases import ENGINE_ACTIVITIES
 from core.types.samples import Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import make_parser
-from rollouts.agents.session import Sampler, Session
+from rollouts.agents.session import AgentSession, Sampler
 from rollouts.agents.trace import Branch
 from rollouts.engines.base import Completion
 from rollouts.stops import Stops
@@ -77,8 +77,8 @@ def make_sampler(policy: Policy, *, max_new_tokens: int = 2000, max_turns: int =
     )
 
 
-def make_session(policy: Policy, prompt: Prompt = PROMPT, **limits: int) -> Session:
-    return Session(make_sampler(policy, **limits), prompt, lambda turn: hash(turn) % 2**31)
+def make_session(policy: Policy, prompt: Prompt = PROMPT, **limits: int) -> AgentSession:
+    return AgentSession(make_sampler(policy, **limits), prompt, lambda turn: hash(turn) % 2**31)
 
 
 def check_exact(branches: Sequence[Branch], log: Sequence[tuple[list[int], list[int]]]) -> None:

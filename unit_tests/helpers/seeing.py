@@ -1,4 +1,4 @@
-"""Tiny random models that see, one of each family, in folders that load; and samples with pictures, made by chance."""
+"""Tiny random models that see, one of each family, in folders that load; and samples with images, made by chance."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from transformers import (
     SmolVLMImageProcessorPil,
 )
 
-from core.types.images import Picture, PlacedPicture, read_picture
+from core.types.images import EncodedImage, PlacedImage, read_image
 from core.types.samples import Group, Prompt, Sample, make_sample
-from modeling.images.processor import PictureProcessor
+from modeling.images.processor import ImageProcessor
 from modeling.images.vision import VISION_FAMILIES
 
 FAMILIES = sorted(VISION_FAMILIES)
@@ -43,7 +43,7 @@ VOCABULARY = FIRST + len(CHARACTERS)
 IMAGE = {True: SPECIALS.index("<|image_pad|>"), False: SPECIALS.index("<image>")}
 START, END = SPECIALS.index("<|vision_start|>"), SPECIALS.index("<|vision_end|>")
 PROPORTIONS = [(16, 16), (32, 16), (16, 32), (24, 40), (48, 32)]
-"""Sizes of pictures, in pixels."""
+"""Sizes of images, in pixels."""
 
 
 def make_config(family: str) -> Any:
@@ -88,7 +88,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(family: str, attention: str = "sdpa") -> nn.Module:
-    """A random model of the family, whose features are as large as its embeddings, so that pictures matter."""
+    """A random model of the family, whose features are as large as its embeddings, so that images matter."""
     torch.manual_seed(0)
     config = make_config(family)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation=attention)
@@ -114,15 +114,15 @@ def save_model(folder: Path, family: str) -> str:
     return str(folder)
 
 
-def draw_picture(seed: int, size: tuple[int, int] = (16, 16)) -> Picture:
-    """Noise, which no two pictures share."""
+def draw_image(seed: int, size: tuple[int, int] = (16, 16)) -> EncodedImage:
+    """Noise, which no two images share."""
     from PIL import Image
 
     rng = random.Random(seed)
     image = Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))
     file = io.BytesIO()
     image.save(file, format="PNG")
-    return read_picture(file.getvalue())
+    return read_image(file.getvalue())
 
 
 @dataclass(frozen=True)
@@ -132,18 +132,18 @@ class Reply:
     ids: list[int]
 
 
-def join_parts(processor: PictureProcessor, parts: list[list[int] | Picture | Reply], *, group: int = 0) -> Sample:
-    """A sample of text, pictures and replies."""
+def join_parts(processor: ImageProcessor, parts: list[list[int] | EncodedImage | Reply], *, group: int = 0) -> Sample:
+    """A sample of text, images and replies."""
     ids: list[int] = []
     mask: list[bool] = []
-    pictures: list[PlacedPicture] = []
+    images: list[PlacedImage] = []
     for part in parts:
-        if isinstance(part, Picture):
+        if isinstance(part, EncodedImage):
             own = processor.expand(part)
             around = ([START], [END]) if own.grid else ([], [])
             begin = len(ids) + len(around[0])
-            place = PlacedPicture(picture=part, begin=begin, end=begin + len(own.ids), grid=own.grid)
-            pictures.append(place)
+            place = PlacedImage(image=part, begin=begin, end=begin + len(own.ids), grid=own.grid)
+            images.append(place)
             new = [*around[0], *own.ids, *around[1]]
         else:
             new = part.ids if isinstance(part, Reply) else part
@@ -158,7 +158,7 @@ def join_parts(processor: PictureProcessor, parts: list[list[int] | Picture | Re
         versions=[0 if m else -1 for m in mask],
         reward=float(rng.random() < 0.5),
         advantage=[rng.gauss(0, 1)] * len(ids),
-        pictures=tuple(pictures),
+        images=tuple(images),
     )
 
 
@@ -166,12 +166,12 @@ def some_text(rng: random.Random, n: int) -> list[int]:
     return [rng.randrange(FIRST, VOCABULARY) for _ in range(n)]
 
 
-def seeing_groups(processor: PictureProcessor, *, seed: int = 0) -> list[Group]:
-    """Groups that share prompts with pictures; two samples differ in nothing but a later picture; one group is text."""
+def seeing_groups(processor: ImageProcessor, *, seed: int = 0) -> list[Group]:
+    """Groups that share prompts with images; two samples differ in nothing but a later image; one group is text."""
     rng = random.Random(seed)
     sizes = iter(PROPORTIONS)
-    one, two, three = (draw_picture(seed + n, next(sizes)) for n in range(3))
-    left, right = (draw_picture(seed + n, (24, 40)) for n in (10, 11))
+    one, two, three = (draw_image(seed + n, next(sizes)) for n in range(3))
+    left, right = (draw_image(seed + n, (24, 40)) for n in (10, 11))
     prompt = [some_text(rng, 3), one, some_text(rng, 2), two, some_text(rng, 4)]
     said, then, last = Reply(some_text(rng, 5)), some_text(rng, 2), Reply(some_text(rng, 6))
     first = [
@@ -192,14 +192,14 @@ def seeing_groups(processor: PictureProcessor, *, seed: int = 0) -> list[Group]:
     ]
 
 
-def plain_inputs(model: nn.Module, processor: PictureProcessor, sample: Sample) -> dict[str, Any]:
-    """What transformers itself takes for one sequence, without its last token where that is a picture's."""
+def plain_inputs(model: nn.Module, processor: ImageProcessor, sample: Sample) -> dict[str, Any]:
+    """What transformers itself takes for one sequence, without its last token where that is an image's."""
     from data_feeds.images.row_images import count_inputs, list_inputs
 
     ids = torch.tensor(sample.token_ids[: count_inputs(sample)].astype("int64"))[None]
     hf: Any = model
     inputs: dict[str, Any] = {"input_ids": ids}
-    seen = [place.picture for place in list_inputs(sample)]
+    seen = [place.image for place in list_inputs(sample)]
     if seen:
         media = processor.collate(seen)
         inputs |= {name: x.to(hf.dtype) if x.is_floating_point() else x for name, x in media.items()}
@@ -208,7 +208,7 @@ def plain_inputs(model: nn.Module, processor: PictureProcessor, sample: Sample) 
     return inputs
 
 
-def plain_logp(model: nn.Module, processor: PictureProcessor, sample: Sample, temperature: float) -> torch.Tensor:
+def plain_logp(model: nn.Module, processor: ImageProcessor, sample: Sample, temperature: float) -> torch.Tensor:
     """Log-probabilities of the trained tokens by transformers alone: one sequence, all logits."""
     logits = model(**plain_inputs(model, processor, sample)).logits[0] / temperature
     trained = [t for t, yes in enumerate(sample.loss_mask) if yes]

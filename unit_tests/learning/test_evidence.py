@@ -60,7 +60,7 @@ def test_the_quickstart_is_mastered_under_overlap_too(schedule, update, tmp_path
     """
     if not (ROOT / "models/quickstart_sft").is_dir():
         subprocess.run(["make", "quickstart"], cwd=ROOT, check=True)
-    how = [*schedule, f"weight_sync.requests={update}", "rollout.kv_cache_gib=0.005"]
+    how = [*schedule, f"weight_sync.pause_mode={update}", "rollout.kv_cache_gib=0.005"]
     folder = run_folder("quickstart.yaml", tmp_path / "runs", *how)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["before"]["reward/correct"] <= 0.5

@@ -1,4 +1,4 @@
-"""A tiny model learns by the recipes to reach the dot: pictures in, action tokens out, several turns."""
+"""A tiny model learns by the recipes to reach the dot: images in, action tokens out, several turns."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_lines(path: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_both_recipes_run_some_steps_and_resume(tmp_path, one_thread):
-    """Each group is trained on twice, so that a checkpoint holds pictures which the environment has shown."""
+    """Each group is trained on twice, so that a checkpoint holds images which the environment has shown."""
     make_files(tmp_path, seed=0, train=40, held_out=20, games=200)
     warm = warm_up(tmp_path, "steps=30", "rows_per_step=16", "trainer.warmup_updates=5")
     losses = [step["train/loss"] for step in read_lines(warm.folder / "metrics.jsonl")]
@@ -54,7 +54,7 @@ def test_both_recipes_run_some_steps_and_resume(tmp_path, one_thread):
     done = reinforce(tmp_path, *few, "steps=2")
     assert {"reward/reached", "reward/no_action"} <= done.before.keys()
     first, _ = read_lines(done.folder / "metrics.jsonl")
-    assert first["train/mismatch/abs_logp"] < 1e-5, "of pictures in several turns, within the allowed tokens"
+    assert first["train/mismatch/abs_logp"] < 1e-5, "of images in several turns, within the allowed tokens"
     assert first["rollout/turns_mean"] > 1 and first["rollout/failed"] == 0
     samples = [s for file in sorted((done.folder / "samples").iterdir()) for s in read_lines(file)]
     assert len(samples) >= 6 * 8
@@ -66,7 +66,7 @@ def test_both_recipes_run_some_steps_and_resume(tmp_path, one_thread):
         assert all([part["type"] for part in turn["parts"]] == ["image"] for turn in told)
         assert len(told) == sample["counts"]["turns"] - 1
     state = json.loads((done.folder / "checkpoints/last/progress.json").read_text())
-    assert state["position"]["pictures"]
+    assert state["position"]["images"]
     resumed = reinforce(tmp_path, *few, "steps=3", f"resume={done.folder}")
     [third] = read_lines(resumed.folder / "metrics.jsonl")
     assert third["step"] == 2 and third["train/mismatch/abs_logp"] < 1, "the groups of the second step are seen again"

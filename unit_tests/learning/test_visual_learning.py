@@ -1,4 +1,4 @@
-"""A tiny model learns a visual task by the recipes, and what it knows it has from the pictures."""
+"""A tiny model learns a visual task by the recipes, and what it knows it has from the images."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def warm_up(folder) -> Callable[[str, int], tuple[Path, Path]]:
-    """Data with or without the right pictures, and the model that the recipe makes of them."""
+    """Data with or without the right images, and the model that the recipe makes of them."""
     made: dict[tuple[str, int], tuple[Path, Path]] = {}
 
-    def find(pictures: str, seed: int) -> tuple[Path, Path]:
-        if (pictures, seed) not in made:
-            data, model = folder / f"{pictures}{seed}", folder / f"model{seed}"
+    def find(images: str, seed: int) -> tuple[Path, Path]:
+        if (images, seed) not in made:
+            data, model = folder / f"{images}{seed}", folder / f"model{seed}"
             seeded = ["--seed", str(seed)]
             tiny_vision_model.main(["--out", str(model), "--vision-layers", "1", *seeded])
-            visual.main(["--out", str(data), *SIZES, "--pictures", pictures, *seeded])
+            visual.main(["--out", str(data), *SIZES, "--images", images, *seeded])
             given = [f"model.path={model}", f"data.train={data}/sft.parquet", f"seed={seed}", "save_to=null"]
             warm = run(main_sl, "vision_quickstart_sft.yaml", folder / "runs", *given)
-            made[pictures, seed] = data, warm.model
-        return made[pictures, seed]
+            made[images, seed] = data, warm.model
+        return made[images, seed]
 
     return find
 
@@ -65,44 +65,44 @@ def test_a_tiny_model_learns_to_see(warm_up, seed, one_thread):
 
 @pytest.mark.verify
 @pytest.mark.timeout(1200)
-def test_with_the_pictures_of_other_rows_it_stays_at_chance(warm_up, one_thread):
+def test_with_the_images_of_other_rows_it_stays_at_chance(warm_up, one_thread):
     before, after = reinforce(*warm_up("shuffled", 0), 0)
     assert before <= 2 * CHANCE and after <= 2 * CHANCE, (before, after)
 
 
 @pytest.mark.verify
 @pytest.mark.timeout(1200)
-def test_sft_on_pictures_has_a_lower_held_out_loss_than_on_text_alone(tmp_path, one_thread):
+def test_sft_on_images_has_a_lower_held_out_loss_than_on_text_alone(tmp_path, one_thread):
     tiny_vision_model.main(["--out", str(tmp_path / "model"), "--vision-layers", "1"])
     losses = {}
-    for pictures in ("own", "none"):
-        data = tmp_path / pictures
-        sizes = ["--train", "0", "--eval", "0", "--pictures", pictures]
+    for images in ("own", "none"):
+        data = tmp_path / images
+        sizes = ["--train", "0", "--eval", "0", "--images", images]
         visual.main(["--out", str(data / "train"), *sizes, "--sft", "8000"])
         visual.main(["--out", str(data / "eval"), *sizes, "--sft", str(HELD_OUT), "--seed", "1"])
         given = [f"model.path={tmp_path / 'model'}", "save_to=null", f"data.eval_rows={HELD_OUT}", "steps=240"]
         given += [f"data.train={data}/train/sft.parquet", f"data.eval={data}/eval/sft.parquet"]
         done = run(main_sl, "vision_quickstart_sft.yaml", tmp_path / "runs", *given)
-        losses[pictures] = done.after["eval/loss"]
+        losses[images] = done.after["eval/loss"]
     assert losses["own"] < 0.5 * losses["none"], losses
 
 
 @pytest.mark.verify
 @pytest.mark.timeout(1200)
-def test_dpo_tells_right_from_wrong_replies_by_the_picture(warm_up, tmp_path, one_thread):
-    """With the pictures of other rows a reply that is right here is wrong there as often, so nothing can be learned."""
+def test_dpo_tells_right_from_wrong_replies_by_the_image(warm_up, tmp_path, one_thread):
+    """With the images of other rows a reply that is right here is wrong there as often, so nothing can be learned."""
     _, warm = warm_up("own", 0)
     accuracy = {}
-    for pictures in ("own", "shuffled"):
-        data = tmp_path / pictures
-        sizes = ["--train", "0", "--eval", "0", "--pictures", pictures]
+    for images in ("own", "shuffled"):
+        data = tmp_path / images
+        sizes = ["--train", "0", "--eval", "0", "--images", images]
         visual.main(["--out", str(data / "train"), *sizes, "--pairs", "2000", "--seed", "2"])
         visual.main(["--out", str(data / "eval"), *sizes, "--pairs", str(HELD_OUT), "--seed", "3"])
         given = [f"model.path={warm}", "save_to=null", f"data.eval_rows={HELD_OUT}", "alg={name: dpo, beta: 0.5}"]
         given += ["steps=40", "rows_per_step=48", "trainer.lr=5e-4", "trainer.warmup_updates=5"]
         given += [f"data.train={data}/train/pairs.parquet", f"data.eval={data}/eval/pairs.parquet"]
         done = run(main_sl, "vision_quickstart_sft.yaml", tmp_path / "runs", *given)
-        accuracy[pictures] = done.after["eval/pair/accuracy"]
+        accuracy[images] = done.after["eval/pair/accuracy"]
     assert accuracy["own"] > 0.95 and 0.4 < accuracy["shuffled"] < 0.6, accuracy
 
 

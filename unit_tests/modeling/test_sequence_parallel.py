@@ -255,7 +255,7 @@ def test_ranks_that_share_rows_make_the_updates_of_one_process(ranks, tmp_path, 
     if alg["name"] != "dpo":
         [[batch]] = micro_batches(far_prompts(), "token", 1000, padded=False, share_prefixes=True)
         assert find_tokens_apart(batch, 2), "a learnt token whose logits come from another rank's slice"
-    sharded = {"library": library} if library == "fsdp2" else {"zero_stage": library}
+    sharded = {"strategy": library} if library == "fsdp2" else {"zero_stage": library}
     plan = plan_of(path, alg, ranks=RANKS, sequence_parallel=size, **sharded, **trainer)
     one = plan_of(path, alg, **{key: value for key, value in trainer.items() if key in ("lora", "lr")})
     check_alike(ranks, plan, one, groups, max_tokens=60)
@@ -265,7 +265,7 @@ def test_ranks_that_share_rows_make_the_updates_of_one_process(ranks, tmp_path, 
 @pytest.mark.timeout(300)
 def test_a_model_whose_layers_are_not_known_is_refused_where_it_was_loaded(ranks, tmp_path):
     random_model("qwen3_moe", num_experts=4, num_experts_per_tok=2).save_pretrained(path := str(tmp_path))
-    plan = plan_of(path, {"name": "grpo"}, library="fsdp2", ranks=RANKS, sequence_parallel=2)
+    plan = plan_of(path, {"name": "grpo"}, strategy="fsdp2", ranks=RANKS, sequence_parallel=2)
     with pytest.raises(UserError, match=r"trainer\.sequence_parallel=2: a qwen3_moe model cannot share rows"):
         asyncio.run(ranks.build_workers(build_trainer, plan))
 
@@ -274,8 +274,8 @@ def test_a_model_whose_layers_are_not_known_is_refused_where_it_was_loaded(ranks
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("library", ["fsdp2", "deepspeed"])
 def test_a_run_whose_ranks_share_rows_logs_what_one_with_a_rank_logs(recipe, tmp_path, library):
-    """A run with weight syncs, a checkpoint and capsules; the engine samples the same from the same weights."""
-    changes = {"backend": "ray", "trainer.library": library, "model.dtype": "float32", "trainer.lr": 1e-3, "steps": 2}
+    """A run with weight syncs, a checkpoint and snapshots; the engine samples the same from the same weights."""
+    changes = {"backend": "ray", "trainer.strategy": library, "model.dtype": "float32", "trainer.lr": 1e-3, "steps": 2}
     changes |= {"capture.every": 1, "checkpoint.every": 1, "updates_per_step": 2}
     made = {}
     for name, own in {"one": {}, "two": {"trainer.ranks": 2, "trainer.sequence_parallel": 2}}.items():
@@ -284,7 +284,7 @@ def test_a_run_whose_ranks_share_rows_logs_what_one_with_a_rank_logs(recipe, tmp
         assert run.returncode == 0, out + err
         [folder] = (tmp_path / name).iterdir()
         made[name] = rows_of(folder)
-        assert (folder / "capsules").is_dir()
+        assert (folder / "snapshots").is_dir()
     check_rows(made["one"], made["two"])
 
 

@@ -18,14 +18,14 @@ from data_feeds.packing.batches import pack
 from modeling.attention import BY_SEQUENCE, attend_by_sequence_if_able, can_share_prefixes
 from modeling.forward import compute_values, forward, layout_for
 from modeling.images.media import MediaLoader, add_blank
-from modeling.images.processor import PictureProcessor
+from modeling.images.processor import ImageProcessor
 from modeling.images.rope_positions import find_rope_ids
 from modeling.load import check_weights, load_model, load_scalar_model
 from unit_tests.helpers.examples import families
 from unit_tests.helpers.seeing import (
     MARKED,
     WITH_GRIDS,
-    draw_picture,
+    draw_image,
     join_parts,
     make_model,
     plain_inputs,
@@ -47,7 +47,7 @@ class Seeing:
     groups: list[Group]
 
     @property
-    def processor(self) -> PictureProcessor:
+    def processor(self) -> ImageProcessor:
         assert self.loader.processor is not None
         return self.loader.processor
 
@@ -78,16 +78,16 @@ def seeing(request, tmp_path_factory) -> Seeing:
 def test_shared_packed_and_padded_rows_give_what_each_sample_has_alone(seeing):
     model = seeing.in_double()
     [batch] = laid_out(seeing.groups, "shared")
-    n_pictures = sum(len(s.pictures) for g in seeing.groups for s in g)
-    assert len(batch.pictures) < n_pictures and len({p.hash for p in batch.pictures}) > 3
+    n_images = sum(len(s.images) for g in seeing.groups for s in g)
+    assert len(batch.images) < n_images and len({p.hash for p in batch.images}) > 3
     check_alike(model, seeing.groups, score=seeing.score)
 
 
 def test_a_cut_changes_nothing(seeing):
-    """Micro-batches of text alone are among those of one sample each: they get a blank picture."""
+    """Micro-batches of text alone are among those of one sample each: they get a blank image."""
     max_tokens = max(len(s.token_ids) for g in seeing.groups for s in g)
     assert len(laid_out(seeing.groups, "shared", max_tokens=max_tokens)) > 2
-    assert any(not b.pictures for b in laid_out(seeing.groups, "alone"))
+    assert any(not b.images for b in laid_out(seeing.groups, "alone"))
     check_alike(seeing.in_double(), seeing.groups, score=seeing.score, max_tokens=max_tokens)
 
 
@@ -108,16 +108,16 @@ def test_log_probabilities_and_gradients_are_those_of_transformers(seeing, atten
 
 
 @torch.no_grad()
-def test_pictures_matter(seeing):
-    """What the tests above compare would differ if two pictures of one size changed places."""
+def test_images_matter(seeing):
+    """What the tests above compare would differ if two images of one size changed places."""
     model = seeing.in_double()
     [batch] = laid_out(seeing.groups, "packed")
     right = seeing.score(model, batch, "packed")
-    swapped = list(batch.pictures)
-    first, second, *_ = [i for i, picture in enumerate(swapped) if (picture.width, picture.height) == (24, 40)]
+    swapped = list(batch.images)
+    first, second, *_ = [i for i, image in enumerate(swapped) if (image.width, image.height) == (24, 40)]
     assert swapped[first] != swapped[second]
     swapped[first], swapped[second] = swapped[second], swapped[first]
-    wrong = seeing.score(model, replace(batch, pictures=tuple(swapped)), "packed")
+    wrong = seeing.score(model, replace(batch, images=tuple(swapped)), "packed")
     assert (wrong - right).abs().max() > 1e-3
 
 
@@ -134,9 +134,9 @@ def test_the_tower_never_gets_our_causal_attention(seeing):
 
 
 def test_positions_are_those_of_transformers(seeing):
-    """On conversations by chance, with up to four pictures."""
+    """On conversations by chance, with up to four images."""
     if seeing.family not in WITH_GRIDS:
-        assert all(s.pictures[0].grid is None for g in seeing.groups for s in g if s.pictures)
+        assert all(s.images[0].grid is None for g in seeing.groups for s in g if s.images)
         return
     rng = random.Random(0)
     model: Any = make_model(seeing.family)
@@ -144,12 +144,12 @@ def test_positions_are_those_of_transformers(seeing):
         parts: list[Any] = [some_text(rng, rng.randint(1, 4))]
         for i in range(rng.randint(1, 4)):
             size = rng.choice([8, 16, 24, 40]), rng.choice([8, 16, 24, 40])
-            parts += [draw_picture(10 * n + i, size), some_text(rng, rng.randint(0, 4))]
+            parts += [draw_image(10 * n + i, size), some_text(rng, rng.randint(0, 4))]
         sample = join_parts(seeing.processor, [*parts, some_text(rng, 2)])
         inputs = plain_inputs(model, seeing.processor, sample)
         given = {name: inputs[name] for name in ("input_ids", "mm_token_type_ids", "image_grid_thw")}
         want, _ = model.model.get_rope_index(**given)
-        got = find_rope_ids(len(sample.token_ids) - 1, sample.pictures)
+        got = find_rope_ids(len(sample.token_ids) - 1, sample.images)
         assert torch.equal(want[:, 0], torch.from_numpy(got)), n
 
 
@@ -195,11 +195,11 @@ def test_values_are_read_from_the_body_and_a_saved_reward_model_loads_again(seei
     torch.testing.assert_close(got.double(), torch.stack(want), atol=1e-5, rtol=1e-5)
 
 
-def test_a_blank_picture_beside_text_changes_nothing_and_reaches_every_parameter(seeing):
+def test_a_blank_image_beside_text_changes_nothing_and_reaches_every_parameter(seeing):
     model = seeing.in_double()
     batch = pack(seeing.groups[1], [1.0, 1.0])
     with_blank = add_blank(batch, seeing.processor)
-    assert not batch.pictures and len(with_blank.pictures) == 1
+    assert not batch.images and len(with_blank.images) == 1
     ready = seeing.load(model, with_blank)
     for layout in ("packed", "padded"):
         alone = forward(model, model, batch, layout=layout, temperature=0.7).logp
@@ -212,13 +212,13 @@ def test_a_blank_picture_beside_text_changes_nothing_and_reaches_every_parameter
         assert tower and not any(g.any() for g in tower)
 
 
-def test_a_placeholder_without_a_picture_stops_the_run(seeing):
-    """A sampled one would shift every picture that follows."""
+def test_a_placeholder_without_a_image_stops_the_run(seeing):
+    """A sampled one would shift every image that follows."""
     model = seeing.in_double()
     [batch] = laid_out(seeing.groups, "packed")
     shifted = replace(batch, input_ids=batch.input_ids.clone())
     shifted.input_ids[-1] = model.config.image_token_id
-    with pytest.raises(RunStopped, match="a sample's tokens do not fit its pictures"):
+    with pytest.raises(RunStopped, match="a sample's tokens do not fit its images"):
         seeing.score(model, shifted, "packed")
     with pytest.raises(ValueError, match="has no media"):
         forward(model, model, batch, layout="packed", temperature=1.0)
@@ -233,17 +233,17 @@ def test_a_saved_model_loads_with_its_parts(seeing):
     check_weights(seeing.path)
 
 
-def test_a_text_model_takes_no_pictures(tiny_path):
+def test_a_text_model_takes_no_images(tiny_path):
     model = load_model(tiny_path, dtype="float32", attention="auto")
     loader = MediaLoader(model, tiny_path, device="cpu")
     [batch] = laid_out(families(), "packed")
     assert loader.load(batch).media == {}
-    with pytest.raises(UserError, match="is a text model, and a sample has pictures"):
-        loader.load(replace(batch, pictures=(draw_picture(0),)))
+    with pytest.raises(UserError, match="is a text model, and a sample has images"):
+        loader.load(replace(batch, images=(draw_image(0),)))
 
 
 def test_other_families_that_see_are_refused_in_a_sentence(tmp_path):
     AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
     for load in (partial(load_model, dtype="float32", attention="auto"), check_weights):
-        with pytest.raises(UserError, match=r"is a gemma3 model, which reads pictures, .* idefics3, .*: take one"):
+        with pytest.raises(UserError, match=r"is a gemma3 model, which reads images, .* idefics3, .*: take one"):
             load(str(tmp_path))

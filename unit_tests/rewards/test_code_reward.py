@@ -62,7 +62,7 @@ CHEATS = {
     "is a number that agrees": "class Yes(int):\n    __eq__ = lambda self, other: True\ndef add(a, b): return Yes(99)",
     "changes builtins": "import builtins\nbuiltins.AssertionError = None\nbuiltins.compile = builtins.exec = print",
     "changes what exceptions mean": "import sys\nsys.excepthook = sys.exit\nAssertionError = ValueError",
-    "shadows a builtin": "def all(x): return True\ndef any(x): return True\ndef add(a, b): return 0",
+    "compared a builtin": "def all(x): return True\ndef any(x): return True\ndef add(a, b): return 0",
     "writes modules for the judge": (
         "for name in ('math', 'ast', 'json', 'importlib', 'random', 'encodings', 'sitecustomize'):\n"
         "    open(f'{name}.py', 'w').write('import os\\nos._exit(0)')\n"
@@ -235,7 +235,7 @@ def test_settings_without_sense_are_refused_before_the_run(settings, says):
 
 def test_without_a_sandbox_a_run_does_not_start_and_a_sample_fails(recipe, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    code, err = run_here(main_rl, "--config", recipe({"reward.fn": "code"}))
+    code, err = run_here(main_rl, "--config", recipe({"reward.function": "code"}))
     assert code == 2 and err.startswith("error: bubblewrap, the sandbox for code, is not installed: `apt install")
     assert len(err.splitlines()) == 1
     prompt = Prompt(id="0", messages=[], extra={"tests": TESTS})

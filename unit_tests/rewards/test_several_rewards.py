@@ -35,7 +35,7 @@ def reward_of(config: RewardConfig, reply: str, *, source: str = "a") -> tuple[d
 
 def test_the_reward_is_the_sum_over_functions_and_parts(files):
     config = RewardConfig(
-        fns={"gsm8k": 2.0, files["short"]: 0.25, files["two"]: {"polite": 1.0, "long": -0.1}},
+        functions={"gsm8k": 2.0, files["short"]: 0.25, files["two"]: {"polite": 1.0, "long": -0.1}},
         settings={files["short"]: {"most": 3}},
     )
     parts, reward = reward_of(config, "12")
@@ -51,37 +51,37 @@ def test_the_reward_is_the_sum_over_functions_and_parts(files):
 
 
 def test_a_source_has_the_functions_that_it_names(files):
-    config = RewardConfig(fn="arithmetic", by_source={"b": {files["short"]: 3.0}})
+    config = RewardConfig(function="arithmetic", by_source={"b": {files["short"]: 3.0}})
     assert reward_of(config, "12") == ({"correct": 1.0}, 1.0)
     assert reward_of(config, "12", source="b") == ({"short.short": 1.0}, 3.0)
-    several = RewardConfig(fns={"arithmetic": 1.0}, by_source={"b": {files["short"]: 3.0, "arithmetic": 0.5}})
+    several = RewardConfig(functions={"arithmetic": 1.0}, by_source={"b": {files["short"]: 3.0, "arithmetic": 0.5}})
     assert reward_of(several, "12")[1] == 1.0
     assert reward_of(several, "12", source="b") == ({"short.short": 1.0, "arithmetic.correct": 1.0}, 3.5)
 
 
 def test_a_single_weight_of_several_parts_is_refused(files):
     with pytest.raises(UserError, match=r"the reward two has one weight and returns long, polite"):
-        reward_of(RewardConfig(fns={files["two"]: 1.0}), "12")
+        reward_of(RewardConfig(functions={files["two"]: 1.0}), "12")
     with pytest.raises(UserError, match=r"the weights of the reward two name 'polit'"):
-        reward_of(RewardConfig(fns={files["two"]: {"polit": 1.0}}), "12")
+        reward_of(RewardConfig(functions={files["two"]: {"polit": 1.0}}), "12")
 
 
 def test_a_config_is_the_same_after_it_was_written(files):
-    config = RewardConfig(fns={files["two"]: {"polite": 1}}, by_source={"b": {"gsm8k": 1}})
+    config = RewardConfig(functions={files["two"]: {"polite": 1}}, by_source={"b": {"gsm8k": 1}})
     assert RewardConfig.model_validate(config.model_dump()) == config
-    assert RewardConfig(fn="gsm8k").weights == {"correct": 1.0}
+    assert RewardConfig(function="gsm8k").weights == {"correct": 1.0}
 
 
 REFUSED = {
-    "both": ({"reward": {"fn": "gsm8k", "fns": {"gsm8k": 1}}}, ["set fn or fns"]),
-    "neither": ({"reward": {"workers": 1}}, ["reward: fn is missing"]),
-    "no number": ({"reward": {"fns": {"gsm8k": "much"}}}, ["reward.fns.gsm8k", "'much'"]),
-    "a switch": ({"reward": {"fns": {"gsm8k": True}}}, ["reward.fns.gsm8k", "True"]),
-    "no part": ({"reward": {"fns": {"gsm8k": {}}}}, ["reward.fns.gsm8k"]),
-    "no such function": ({"reward": {"fns": {"gsm9k": 1}}}, ["reward.fns", "did you mean 'gsm8k'"]),
-    "one name twice": ({"reward": {"fns": {"a/x.py": 1, "b/x.py": 1}}}, ["called x"]),
-    "settings of nobody": ({"reward": {"fns": {"gsm8k": 1}, "settings": {"math": {}}}}, ["settings names math"]),
-    "settings of one": ({"reward": {"fns": {"gsm8k": 1}, "settings": {"gsm8k": 1}}}, ["under its name"]),
+    "both": ({"reward": {"function": "gsm8k", "functions": {"gsm8k": 1}}}, ["set function or functions"]),
+    "neither": ({"reward": {"workers": 1}}, ["reward: function is missing"]),
+    "no number": ({"reward": {"functions": {"gsm8k": "much"}}}, ["reward.functions.gsm8k", "'much'"]),
+    "a switch": ({"reward": {"functions": {"gsm8k": True}}}, ["reward.functions.gsm8k", "True"]),
+    "no part": ({"reward": {"functions": {"gsm8k": {}}}}, ["reward.functions.gsm8k"]),
+    "no such function": ({"reward": {"functions": {"gsm9k": 1}}}, ["reward.functions", "did you mean 'gsm8k'"]),
+    "one name twice": ({"reward": {"functions": {"a/x.py": 1, "b/x.py": 1}}}, ["called x"]),
+    "settings of nobody": ({"reward": {"functions": {"gsm8k": 1}, "settings": {"math": {}}}}, ["settings names math"]),
+    "settings of one": ({"reward": {"functions": {"gsm8k": 1}, "settings": {"gsm8k": 1}}}, ["under its name"]),
     "no such source": ({"reward.by_source": {"hard": {"gsm8k": 1}}}, ["names hard", "there are train"]),
     "a source left out": (
         {"reward": {"by_source": {"train": {"gsm8k": 1}}}, "data.eval": "x.parquet"},
@@ -99,7 +99,7 @@ def test_what_cannot_be_a_reward_is_refused(name, recipe):
 
 def test_a_run_logs_every_part_of_every_function(recipe, files, tmp_path, sums):
     one, other = ({"path": str(sums / "train.parquet"), "name": name} for name in ("easy", "hard"))
-    reward = {"fns": {"gsm8k": 1.0, files["short"]: 0.5}, "by_source": {"hard": {files["two"]: {"long": 0.1}}}}
+    reward = {"functions": {"gsm8k": 1.0, files["short"]: 0.5}, "by_source": {"hard": {files["two"]: {"long": 0.1}}}}
     changes = {"reward": reward, "data.train": [one, other], "steps": 1}
     code, err = run_here(main_rl, "--config", recipe(changes))
     assert code == 0, err

@@ -76,7 +76,7 @@ def sample_groups(tiny_path: str, *, agent: Path | None, groups: int, size: int)
             tokenizer,
             Asks,
             RewardPool(one_reward(resolve_reward("arithmetic"), {}), 1, 30.0),
-            reward=RewardConfig(fn="arithmetic", weights={"correct": 1.0, "calculator_calls": 0.5}),
+            reward=RewardConfig(function="arithmetic", weights={"correct": 1.0, "calculator_calls": 0.5}),
             rollout=RolloutConfig(max_new_tokens=64, max_turns=4, timeout_s=120),
             seed=5,
             stops=stops,
@@ -117,7 +117,7 @@ BRANCHING = '''
 import openai
 
 async def run(task):
-    """Ask, rewrite what was said, and ask again: two branches."""
+    """ChatRequest, rewrite what was said, and ask again: two branches."""
     async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
         async def ask(messages):
             answer = await client.chat.completions.create(model=task.model, messages=messages, max_tokens=4)
@@ -173,7 +173,7 @@ def test_a_run_with_an_agent_takes_more_samples_than_episodes(recipe, tmp_path):
 @pytest.mark.slow
 def test_a_run_with_an_agent_on_ray(recipe, tmp_path):
     pytest.importorskip("openai")
-    changes = branching(tmp_path) | {"backend": "ray", "rollout.engines": 1, "max_staleness": 1}
+    changes = branching(tmp_path) | {"backend": "ray", "rollout.num_engines": 1, "max_staleness": 1}
     code, err = run_here(main_rl, "--config", recipe(changes))
     assert code == 0, err
     check_run(tmp_path)
@@ -189,7 +189,7 @@ def test_an_evaluation_with_an_agent_has_one_row_per_episode(tmp_path, tiny_path
         "run_dir": str(tmp_path / "runs"),
         "model": {"path": tiny_path, "dtype": "float32"},
         "data": {"sets": [{"path": str(sums / "eval.parquet"), "name": "sums"}], "max_prompt_tokens": 24},
-        "reward": {"fn": "arithmetic", "workers": 1, "weights": changes["reward.weights"]},
+        "reward": {"function": "arithmetic", "workers": 1, "weights": changes["reward.weights"]},
         "rollout": {"engine": "hf", "max_new_tokens": 24, "max_turns": 4, "agent": changes["rollout.agent"]},
         "samples": 2,
         "pass_reward": 0.5,

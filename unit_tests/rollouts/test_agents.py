@@ -76,7 +76,7 @@ def play(
             policy.tokenizer,
             lambda prompt: pytest.fail("an agent takes the place of an environment"),
             pool,
-            reward=RewardConfig(fn="environment", weights={"solved": 2.0}),
+            reward=RewardConfig(function="environment", weights={"solved": 2.0}),
             rollout=RolloutConfig(max_new_tokens=600, max_turns=8, timeout_s=60),
             seed=11,
             stops=Stops(policy.tokenizer, [], []),

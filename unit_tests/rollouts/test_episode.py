@@ -21,7 +21,7 @@ PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1 2"}])
 class Words:
     """Token id k is the word "k"."""
 
-    pictures = None
+    images = None
 
     def render(self, messages, tools=()):
         return [int(w) for m in messages for w in m["content"].split()]

@@ -14,7 +14,7 @@ from core.errors import RunStopped
 from core.types.samples import Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from rollouts.agents.gateway import Gateway
-from rollouts.agents.session import Session
+from rollouts.agents.session import AgentSession
 from rollouts.episode import EpisodeRules, run_episode
 from rollouts.tools.env import ToolEnv
 from rollouts.tools.functions import tool
@@ -33,10 +33,10 @@ def qwen(tiny_path, tmp_path_factory) -> ChatTokenizer:
     return load_family(tiny_path, tmp_path_factory.mktemp("family"), "qwen2.5")
 
 
-def play(policy: Policy, harness: Harness, **limits: Any) -> Session:
+def play(policy: Policy, harness: Harness, **limits: Any) -> AgentSession:
     """Run a harness with OpenAI's client against the policy; return the session that it leaves."""
 
-    async def run() -> Session:
+    async def run() -> AgentSession:
         session, gateway = make_session(policy, **limits), Gateway()
         async with (
             gateway.serving(session) as base_url,
@@ -50,7 +50,7 @@ def play(policy: Policy, harness: Harness, **limits: Any) -> Session:
 
 
 async def ask(client: Any, messages: list[Any], **more: Any) -> Any:
-    """Ask for a reply, and append it to the messages as OpenAI's documentation shows."""
+    """ChatRequest for a reply, and append it to the messages as OpenAI's documentation shows."""
     answer = await client.chat.completions.create(model="policy", messages=messages, **more)
     messages.append(answer.choices[0].message)
     return answer
@@ -123,7 +123,7 @@ def test_a_retry_gets_the_reply_that_was_sampled_for_it(qwen):
         await opening
         assert answer.choices[0].message.content == "Seven."
 
-    async def run() -> Session:
+    async def run() -> AgentSession:
         session, gateway = make_session(policy), Gateway()
         policy.session = session
         async with gateway.serving(session) as base_url:
@@ -150,7 +150,7 @@ def test_a_client_that_does_not_count_its_retries_gets_its_reply_too(qwen):
     policy = Policy(qwen, ["Seven.", "Eight."])
     body = {"model": "policy", "messages": [USER]}
 
-    async def run() -> Session:
+    async def run() -> AgentSession:
         session, gateway = make_session(policy), Gateway()
         async with gateway.serving(session) as url:
             policy.gate.clear()
@@ -351,7 +351,7 @@ REFUSED = {
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         400,
-        "messages[0].content[0]: a picture by its address is not fetched",
+        "messages[0].content[0]: an image by its address is not fetched",
     ),
     "sound": (
         {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
@@ -391,7 +391,7 @@ def test_what_would_sample_otherwise_is_refused_in_one_sentence(qwen):
     asyncio.run(run())
 
 
-async def check_doors(client: httpx.AsyncClient, url: str, session: Session) -> None:
+async def check_doors(client: httpx.AsyncClient, url: str, session: AgentSession) -> None:
     """No key, another key, another episode, another path, no JSON."""
     body = {"model": "policy", "messages": [USER]}
     right = {"Authorization": f"Bearer {session.key}"}
@@ -440,7 +440,7 @@ def test_a_flood_is_refused_and_a_harness_that_does_not_listen_fails(qwen, monke
     monkeypatch.setattr("rollouts.agents.session.MAX_REFUSED", most := 8)
     policy = Policy(qwen, lambda context: "Seven.")
 
-    async def run() -> tuple[Session, list[int]]:
+    async def run() -> tuple[AgentSession, list[int]]:
         session = make_session(policy, max_turns=200, max_new_tokens=9000, room=9000)
         gateway = Gateway()
         policy.gate.clear()

@@ -88,7 +88,7 @@ def test_a_row_that_names_no_environment_is_one_sentence(extra, words):
 
 
 class Slide(gymnasium.Env):
-    """A white bar on black, to be moved to the middle: what a policy sees is the picture alone."""
+    """A white bar on black, to be moved to the middle: what a policy sees is the image alone."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 1}  # noqa: RUF012
     observation_space = spaces.Box(0.0, 1.0, (1,), np.float64)
@@ -116,16 +116,16 @@ class Slide(gymnasium.Env):
 
 
 gymnasium.register("FeynRLSlide-v0", Slide)
-SEEN = {"gym": "FeynRLSlide-v0", "gym_seed": 3, "gym_observe": "picture", "gym_bins": 5}
+SEEN = {"gym": "FeynRLSlide-v0", "gym_seed": 3, "gym_observe": "image", "gym_bins": 5}
 
 
 def find_bar(message: Message) -> int:
     """Where the bar is, in what the policy sees."""
     [part] = message["parts"]
     assert part["type"] == "image" and message["content"] == ""
-    picture = part["image"]
-    assert (picture.width, picture.height) == (16, 8)
-    pixels = np.asarray(picture.open())
+    image = part["image"]
+    assert (image.width, image.height) == (16, 8)
+    pixels = np.asarray(image.open())
     [column] = {*pixels.nonzero()[1].tolist()}
     return column
 
@@ -136,7 +136,7 @@ def test_a_policy_that_sees_plays_by_action_tokens():
         [first] = await env.open()
         at = find_bar(first)
         [again] = await Gymnasium(prompt_of(**SEEN)).open()
-        assert again == first, "the picture of a state is the same to the byte"
+        assert again == first, "the image of a state is the same to the byte"
         for wrong in ("<act_4>", "<act_4><act_5>", "<act_4> up", "4 4", "<act_1><act_1><act_1>"):
             [lost] = await env.step(said(wrong)) or []
             assert lost["content"].startswith("error: the action is 2 tokens from <act_0> to <act_4>")
@@ -175,10 +175,10 @@ def test_tokens_name_bins_and_choices():
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"gym_observe": "smell"}, "gym_observe: text or picture"),
+        ({"gym_observe": "smell"}, "gym_observe: text or image"),
         ({"gym_bins": 1001}, "gym_bins: 1 to 1000"),
         ({"gym_bins": True}, "gym_bins: 1 to 1000"),
-        ({"gym_args": {"colours": 4}}, "renders no picture"),
+        ({"gym_args": {"colours": 4}}, "renders no image"),
     ],
 )
 def test_a_row_that_cannot_be_seen_is_one_sentence(extra, words):

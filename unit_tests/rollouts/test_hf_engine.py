@@ -160,7 +160,7 @@ def updated_keep(path, mode):
     models = {version: other_weights(path, seed=version) for version in (1, 2)}
 
     async def body():
-        engine = engine_of(path, requests=mode)
+        engine = engine_of(path, pause_mode=mode)
         await engine.load_weights(1, [list(models[1].named_parameters())])
         steps = Steps(engine)
 
@@ -216,7 +216,7 @@ def test_a_request_goes_on_with_its_own_random_numbers(tiny_path):
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_the_recipe_decides_what_an_update_does(recipe, mode):
-    cfg = load_recipe(RLConfig, recipe({"weight_sync.requests": mode}), []).cfg
+    cfg = load_recipe(RLConfig, recipe({"weight_sync.pause_mode": mode}), []).cfg
     plan = plan_rollouts(cfg)
     engine = load_engine_class(plan.engine_spec)(replace(plan.engine, stop_token_ids=(1,)))
     assert isinstance(engine, HfEngine) and engine.request_mode == mode
@@ -232,7 +232,7 @@ def test_an_update_between_batches_changes_nothing_else(tiny_path, mode):
         await engine.load_weights(0, [list(new.named_parameters())])
         return await several(engine, PROMPTS, range(4))
 
-    held = asyncio.run(updated(engine_of(tiny_path, requests=mode), hold=True))
+    held = asyncio.run(updated(engine_of(tiny_path, pause_mode=mode), hold=True))
     assert held == asyncio.run(updated(engine_of(tiny_path), hold=False))
 
 
@@ -307,7 +307,7 @@ def test_a_failure_reaches_every_caller_and_the_next_batch_runs(tiny_path):
 
 def test_a_drain_does_not_wait_for_callers_that_gave_up(tiny_path):
     async def body():
-        engine = engine_of(tiny_path, requests="wait")
+        engine = engine_of(tiny_path, pause_mode="wait")
         steps = Steps(engine)
         running = asyncio.create_task(engine.generate([5], max_new_tokens=10**6, seed=2))
         await steps.until(1)

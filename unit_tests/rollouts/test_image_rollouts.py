@@ -1,4 +1,4 @@
-"""Rollouts with pictures: what the engine says it sampled with is what plain transformers says of the same pictures."""
+"""Rollouts with images: what the engine says it sampled with is what plain transformers says of the same images."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError
 from core.timing.clock import ActivityTimer
 from core.timing.phases import ENGINE_ACTIVITIES
-from core.types.allowed_tokens import Support
-from core.types.images import PlacedPicture, as_argument, list_written, write_data_uri
+from core.types.allowed_tokens import AllowedTokens
+from core.types.images import PlacedImage, as_argument, list_written, write_data_uri
 from core.types.messages import Message
 from core.types.samples import Prompt
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.packing.batches import pack
-from driver.checks.engine import check_pictures
+from driver.checks.engine import check_images
 from driver.load_recipe import load_recipe
 from driver.start.weight_sync import make_probe
-from modeling.images.processor import PictureProcessor
+from modeling.images.processor import ImageProcessor
 from rollouts.agents.session import Request
 from rollouts.agents.task import Task, write_content
 from rollouts.agents.trace import Branch
-from rollouts.agents.wire import Ask, Refused, read_ask
+from rollouts.agents.wire import BadRequest, ChatRequest, read_ask
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.hf import HfEngine
 from rollouts.engines.vllm_support import common
-from rollouts.engines.vllm_support.images import check_prompt, collapse_pictures, make_prompt
+from rollouts.engines.vllm_support.images import check_prompt, collapse_images, make_prompt
 from rollouts.envs.base import Env
 from rollouts.envs.check_env import check_answers
 from rollouts.episode import EpisodeRules, run_episode
@@ -79,8 +79,8 @@ def model(path) -> PreTrainedModel:
 
 
 def banned_of(tokenizer: ChatTokenizer) -> list[int]:
-    assert tokenizer.pictures is not None
-    return sorted(tokenizer.pictures.placeholder_ids)
+    assert tokenizer.images is not None
+    return sorted(tokenizer.images.placeholder_ids)
 
 
 def engine_of(path: str, tokenizer: ChatTokenizer, **settings) -> HfEngine:
@@ -90,13 +90,13 @@ def engine_of(path: str, tokenizer: ChatTokenizer, **settings) -> HfEngine:
         temperature=TEMPERATURE,
         max_model_len=256,
         stop_token_ids=tokenizer.stop_token_ids,
-        support=Support(banned=tuple(banned_of(tokenizer))),
+        allowed_tokens=AllowedTokens(banned=tuple(banned_of(tokenizer))),
         **settings,
     )
     return HfEngine(config)
 
 
-def read(tokenizer: ChatTokenizer, messages) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+def read(tokenizer: ChatTokenizer, messages) -> tuple[list[int], tuple[PlacedImage, ...]]:
     ids = tokenizer.render(messages)
     return ids, find_places(tokenizer, ids, messages)
 
@@ -114,7 +114,7 @@ def with_other_vision(path: str) -> PreTrainedModel:
     return model
 
 
-def test_a_batch_of_rows_with_and_without_pictures_is_scored_as_by_plain_transformers(path, tokenizer, model):
+def test_a_batch_of_rows_with_and_without_images_is_scored_as_by_plain_transformers(path, tokenizer, model):
     prompts = [read(tokenizer, messages) for messages in (LOOKS, READS, COMPARES)]
     engine = engine_of(path, tokenizer)
 
@@ -129,13 +129,13 @@ def test_a_batch_of_rows_with_and_without_pictures_is_scored_as_by_plain_transfo
     for (ids, places), done in zip(prompts, asyncio.run(go()), strict=True):
         sample = as_sample(ids, places, done)
         assert gap_of_sample(model, path, sample, TEMPERATURE, banned_of(tokenizer)) < BOUND
-        if places:  # the control: it looks at the pictures
-            others = tuple(replace(place, picture=draw(9)) for place in places)
-            blind = replace(sample, pictures=others)
+        if places:  # the control: it looks at the images
+            others = tuple(replace(place, image=draw(9)) for place in places)
+            blind = replace(sample, images=others)
             assert gap_of_sample(model, path, blind, TEMPERATURE, banned_of(tokenizer)) > 100 * BOUND
 
 
-def test_a_group_computes_its_picture_once_and_another_group_with_the_same_tokens_its_own(path, tokenizer, model):
+def test_a_group_computes_its_image_once_and_another_group_with_the_same_tokens_its_own(path, tokenizer, model):
     (ids, one), (_, other) = (read(tokenizer, [say("user", "what is ", draw(n), "?")]) for n in (1, 2))
     engine = engine_of(path, tokenizer)
     seen: list[int] = []
@@ -144,7 +144,7 @@ def test_a_group_computes_its_picture_once_and_another_group_with_the_same_token
 
     async def go() -> list[Completion]:
         return await asyncio.gather(
-            *(engine.generate(ids, max_new_tokens=6, seed=i, pictures=places) for i, places in enumerate(asked))
+            *(engine.generate(ids, max_new_tokens=6, seed=i, images=places) for i, places in enumerate(asked))
         )
 
     for places, done in zip(asked, asyncio.run(go()), strict=True):
@@ -156,7 +156,7 @@ def test_a_group_computes_its_picture_once_and_another_group_with_the_same_token
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
 def test_other_families_too_with_their_positions_and_tiles(family, tmp_path):
     path = seeing.save_model(tmp_path, family)
-    model, processor = load_plain(path), PictureProcessor(path)
+    model, processor = load_plain(path), ImageProcessor(path)
     banned = sorted(processor.placeholder_ids)
 
     prompts = [write_ids(processor, *parts) for parts in PARTS]
@@ -166,7 +166,7 @@ def test_other_families_too_with_their_positions_and_tiles(family, tmp_path):
         temperature=TEMPERATURE,
         max_model_len=256,
         stop_token_ids=[seeing.FIRST, seeing.FIRST + 1],
-        support=Support(banned=tuple(banned)),
+        allowed_tokens=AllowedTokens(banned=tuple(banned)),
     )
     engine = HfEngine(config)
 
@@ -182,7 +182,7 @@ def test_other_families_too_with_their_positions_and_tiles(family, tmp_path):
         assert gap_of_sample(model, path, as_sample(ids, places, done), TEMPERATURE, banned) < BOUND
     ids, places = prompts[0]
     want = plain_logp(model, path, ids, places)[[i - 1 for i in list_written(len(ids), places)]].tolist()
-    assert asyncio.run(engine.probe(ids, pictures=places)) == pytest.approx(want, abs=BOUND)
+    assert asyncio.run(engine.probe(ids, images=places)) == pytest.approx(want, abs=BOUND)
 
 
 def test_new_vision_weights_are_used_at_once_in_running_requests(path, tokenizer, model):
@@ -192,7 +192,7 @@ def test_new_vision_weights_are_used_at_once_in_running_requests(path, tokenizer
 
     async def go() -> Completion:
         await engine.load_weights(0, named(model))
-        asking = asyncio.create_task(engine.generate(ids, max_new_tokens=16, seed=4, pictures=places))
+        asking = asyncio.create_task(engine.generate(ids, max_new_tokens=16, seed=4, images=places))
         for _ in range(12):
             await asyncio.sleep(0)
         await engine.load_weights(1, named(new))
@@ -212,7 +212,7 @@ def test_new_vision_weights_are_used_at_once_in_running_requests(path, tokenizer
 
 
 def test_the_probe_sees_a_vision_tower_with_old_weights(path, tokenizer, model):
-    """An engine that keeps what it computed of a picture gets all weights, and is caught."""
+    """An engine that keeps what it computed of an image gets all weights, and is caught."""
     ids, places = read(tokenizer, LOOKS)
     new = with_other_vision(path)
     written = list_written(len(ids), places)
@@ -220,42 +220,42 @@ def test_the_probe_sees_a_vision_tower_with_old_weights(path, tokenizer, model):
 
     def publish(engine: HfEngine) -> None:
         asyncio.run(engine.load_weights(1, named(new)))
-        probed = asyncio.run(engine.probe(ids, pictures=places))
+        probed = asyncio.run(engine.probe(ids, images=places))
         verify_sync({}, [[{}]], expected_logp=want[new], probe_logp=[probed], bound=BOUND)
 
     fresh, stale = engine_of(path, tokenizer), engine_of(path, tokenizer)
-    assert asyncio.run(fresh.probe(ids, pictures=places)) == pytest.approx(want[model], abs=BOUND)
+    assert asyncio.run(fresh.probe(ids, images=places)) == pytest.approx(want[model], abs=BOUND)
     publish(fresh)
     seeing = stale.model.model
-    features = seeing.get_image_features(**stale.processor.collate([p.picture for p in places]))
+    features = seeing.get_image_features(**stale.processor.collate([p.image for p in places]))
     seeing.get_image_features = lambda *_, **__: features
     with pytest.raises(RunStopped, match="log-probabilities of the probe"):
         publish(stale)
 
 
-def test_trainer_and_engine_agree_on_pictures_before_and_after_a_sync_of_the_vision_tower(path, tokenizer):
+def test_trainer_and_engine_agree_on_images_before_and_after_a_sync_of_the_vision_tower(path, tokenizer):
     ids, places = read(tokenizer, COMPARES)
-    banned = Support(banned=tuple(banned_of(tokenizer)))
+    banned = AllowedTokens(banned=tuple(banned_of(tokenizer)))
     trainer = LocalTrainer(
         ModelConfig(path=path, dtype="float32", attention="sdpa"),
         TrainerConfig(lr=0.01),
         SFT(),
         temperature=TEMPERATURE,
         total_updates=1,
-        support=banned,
+        allowed_tokens=banned,
     )
     engine = engine_of(path, tokenizer)
     timers = trainer.timer, ActivityTimer(*ENGINE_ACTIVITIES)
-    sync = LocalWeightSync(trainer, engine, timers, Probe(token_ids=ids, bound=BOUND, pictures=places), 10_000, "whole")
+    sync = LocalWeightSync(trainer, engine, timers, Probe(token_ids=ids, bound=BOUND, images=places), 10_000, "whole")
     probed = []
     for version in range(2):
         told = asyncio.run(sync.publish_weights(version))
         assert told["sync/probe_gap"] < 1e-5
-        done = asyncio.run(engine.generate(ids, max_new_tokens=12, seed=version, pictures=places))
+        done = asyncio.run(engine.generate(ids, max_new_tokens=12, seed=version, images=places))
         sample = as_sample(ids, places, done)
         [scored] = trainer.compute_columns([pack([sample], [1.0])], frozenset({"prox_logp"}))
         assert scored["prox_logp"].tolist() == pytest.approx(done.logp, abs=1e-5)
-        probed.append(asyncio.run(engine.probe(ids, pictures=places)))
+        probed.append(asyncio.run(engine.probe(ids, images=places)))
         with torch.no_grad():
             for parameter in trainer.model.model.vision_model.parameters():
                 parameter.mul_(1.5)
@@ -263,11 +263,11 @@ def test_trainer_and_engine_agree_on_pictures_before_and_after_a_sync_of_the_vis
 
 
 class Shows(Env):
-    """Shows another picture after the first reply."""
+    """Shows another image after the first reply."""
 
     async def step(self, reply):
-        self.turns = getattr(self, "turns", 0) + 1
-        return [say("user", "now ", draw(5, 80, 40), "?")] if self.turns == 1 else None
+        self.colocation = getattr(self, "turns", 0) + 1
+        return [say("user", "now ", draw(5, 80, 40), "?")] if self.colocation == 1 else None
 
 
 def play(engine, tokenizer, env, *, max_new_tokens=60, prompt=LOOKS):
@@ -276,7 +276,7 @@ def play(engine, tokenizer, env, *, max_new_tokens=60, prompt=LOOKS):
     return played
 
 
-def test_pictures_in_two_turns_are_placed_and_seen(path, tokenizer, model):
+def test_images_in_two_turns_are_placed_and_seen(path, tokenizer, model):
     engine = engine_of(path, tokenizer)
     for seed in range(40):  # until the first reply ends by itself
         engine.stop = {seed % 100, *tokenizer.stop_token_ids}
@@ -285,21 +285,21 @@ def test_pictures_in_two_turns_are_placed_and_seen(path, tokenizer, model):
             break
     sample = played.sample
     assert sample.failure == "" and len(sample.spans) == 2
-    assert [place.picture for place in sample.pictures] == [draw(1), draw(5, 80, 40)]
-    first, second = sample.pictures
+    assert [place.image for place in sample.images] == [draw(1), draw(5, 80, 40)]
+    first, second = sample.images
     assert first.end <= sample.spans[0][0] and sample.spans[0][1] <= second.begin and second.end <= sample.spans[1][0]
-    for place in sample.pictures:
-        assert tuple(sample.token_ids[place.begin : place.end]) == tokenizer.pictures.expand(place.picture).ids
+    for place in sample.images:
+        assert tuple(sample.token_ids[place.begin : place.end]) == tokenizer.images.expand(place.image).ids
     assert gap_of_sample(model, path, sample, TEMPERATURE, banned_of(tokenizer)) < BOUND
     assert "parts" in played.messages[1]
 
 
-def test_a_picture_of_the_environment_uses_up_the_budget(path, tokenizer):
-    """With all its tokens: the second turn has fewer left than the expanded picture takes."""
+def test_a_image_of_the_environment_uses_up_the_budget(path, tokenizer):
+    """With all its tokens: the second turn has fewer left than the expanded image takes."""
     engine = engine_of(path, tokenizer)
     engine.stop = set(range(200))
     played = play(engine, tokenizer, Shows, max_new_tokens=8)
-    assert played.sample.stop == "length" and len(played.sample.spans) == 1 and len(played.sample.pictures) == 1
+    assert played.sample.stop == "length" and len(played.sample.spans) == 1 and len(played.sample.images) == 1
 
 
 class Echoes(Env):
@@ -307,7 +307,7 @@ class Echoes(Env):
         return [{"role": "user", "content": "you said <image>"}]
 
 
-def test_text_that_stands_for_a_picture_fails_the_episode_and_not_the_run(path, tokenizer):
+def test_text_that_stands_for_a_image_fails_the_episode_and_not_the_run(path, tokenizer):
     engine = engine_of(path, tokenizer)
     engine.stop = set(range(200))
     assert "'<image>'" in play(engine, tokenizer, Echoes).sample.failure
@@ -330,32 +330,32 @@ def test_malformed_parts_of_an_environment_are_refused(parts, wrong):
     assert check_answers([say("user", "a", draw(1))], "Env.step()") == [say("user", "a", draw(1))]
 
 
-def test_the_probe_holds_the_first_picture_whole(path, tokenizer, recipe):
+def test_the_probe_holds_the_first_image_whole(path, tokenizer, recipe):
     cfg = load_recipe(RLConfig, recipe({"model.path": path}), []).cfg
     prompts = [Prompt(id="text", messages=READS), Prompt(id="seen", messages=[say("user", "a" * 30, *[draw(1)] * 20)])]
     probe = make_probe(cfg, tokenizer, prompts)
     whole, places = read(tokenizer, prompts[1].messages)
-    assert probe.token_ids == whole[: len(probe.token_ids)] and places[0].end <= probe.pictures[-1].end
-    assert len(probe.pictures) > 1 and probe.pictures == places[: len(probe.pictures)]
+    assert probe.token_ids == whole[: len(probe.token_ids)] and places[0].end <= probe.images[-1].end
+    assert len(probe.images) > 1 and probe.images == places[: len(probe.images)]
     assert len(probe.token_ids) <= places[0].end + 64
-    assert all(place.end <= len(probe.token_ids) for place in probe.pictures)
-    assert make_probe(cfg, tokenizer, prompts[:1]).pictures == ()
+    assert all(place.end <= len(probe.token_ids) for place in probe.images)
+    assert make_probe(cfg, tokenizer, prompts[:1]).images == ()
 
 
-def test_an_engine_without_pictures_is_refused_before_the_start(path, tiny_path, recipe, tmp_path):
+def test_an_engine_without_images_is_refused_before_the_start(path, tiny_path, recipe, tmp_path):
     file = tmp_path / "blind.py"
     file.write_text("from rollouts.engines.base import Engine\n\n\nclass Blind(Engine):\n    pass\n")
     blind = load_recipe(RLConfig, recipe({"model.path": path, "rollout.engine": str(file)}), []).cfg
-    with pytest.raises(UserError, match=r"model\.path=.* sees pictures, and rollout\.engine=.*blind\.py takes none"):
-        check_pictures(blind)
+    with pytest.raises(UserError, match=r"model\.path=.* sees images, and rollout\.engine=.*blind\.py takes none"):
+        check_images(blind)
     for fine in ({"model.path": path}, {"rollout.engine": str(file)}):
-        check_pictures(load_recipe(RLConfig, recipe(fine), []).cfg)
+        check_images(load_recipe(RLConfig, recipe(fine), []).cfg)
 
 
 def test_a_family_is_refused_where_vllm_lacks_a_package_for_it(path, recipe, monkeypatch):
     cfg = load_recipe(RLConfig, recipe({"model.path": path, "rollout.engine": "vllm"}), []).cfg
     monkeypatch.setattr(common, "find_spec", lambda name: None)
-    check_pictures(cfg)  # an Idefics3, which needs none
+    check_images(cfg)  # an Idefics3, which needs none
     with pytest.raises(UserError, match=r"qwen3_vl model, which vLLM loads only with torchvision: .*engine=hf"):
         common.VllmBase.check_family("qwen3_vl", path=path)
     with pytest.raises(UserError, match="only with torchvision and num2words"):
@@ -364,8 +364,8 @@ def test_a_family_is_refused_where_vllm_lacks_a_package_for_it(path, recipe, mon
     common.VllmBase.check_family("smolvlm", path=path)
 
 
-def test_a_prompt_is_collapsed_to_one_token_per_picture_and_expanded_again(tokenizer):
-    processor = tokenizer.pictures
+def test_a_prompt_is_collapsed_to_one_token_per_image_and_expanded_again(tokenizer):
+    processor = tokenizer.images
     for messages in (READS, LOOKS, COMPARES):
         ids, places = read(tokenizer, messages)
         prompt = make_prompt(ids, places, processor.placeholder_id)
@@ -375,38 +375,38 @@ def test_a_prompt_is_collapsed_to_one_token_per_picture_and_expanded_again(token
         again = [
             i
             for token in collapsed
-            for i in (processor.expand(next(waiting).picture).ids if token == processor.placeholder_id else [token])
+            for i in (processor.expand(next(waiting).image).ids if token == processor.placeholder_id else [token])
         ]
         check_prompt(again, ids)
         assert ("multi_modal_data" in prompt) == bool(places)
-        assert prompt.get("multi_modal_uuids", {"image": []})["image"] == [place.picture.hash for place in places]
-    assert collapse_pictures([1, 2, 3], [], 7) == [1, 2, 3]
+        assert prompt.get("multi_modal_uuids", {"image": []})["image"] == [place.image.hash for place in places]
+    assert collapse_images([1, 2, 3], [], 7) == [1, 2, 3]
     with pytest.raises(RunStopped, match=r"vLLM made 5 tokens .* makes 4; the first difference is at token 2"):
         check_prompt([1, 2, 9, 9, 3], [1, 2, 3, 4])
 
 
-def test_an_agent_gets_pictures_as_data_uris_and_may_send_them_back():
-    picture = draw(1)
+def test_an_agent_gets_images_as_data_uris_and_may_send_them_back():
+    image = draw(1)
     task = Task(base_url="u", api_key="k", model="policy", messages=LOOKS)
     [sent] = task.as_json()["messages"]
-    assert sent["content"][1]["image_url"]["url"] == write_data_uri(picture)
+    assert sent["content"][1]["image_url"]["url"] == write_data_uri(image)
     assert read_ask({"model": "policy", "messages": [sent]}, temperature=1.0).messages == LOOKS
-    broken = base64.b64encode(picture.data[:40]).decode()
+    broken = base64.b64encode(image.data[:40]).decode()
     for url in ("https://example.org/a.png", "data:image/png;base64,@@", f"data:image/png;base64,{broken}"):
         body = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
-        with pytest.raises(Refused, match=r"messages\[0\]\.content\[0\]: (the|a) "):
+        with pytest.raises(BadRequest, match=r"messages\[0\]\.content\[0\]: (the|an) "):
             read_ask({"model": "policy", "messages": [body]}, temperature=1.0)
 
 
 class Seeing(Policy):
-    """Scripted policy that notes which pictures it is shown."""
+    """Scripted policy that notes which images it is shown."""
 
-    async def generate(self, token_ids, *, max_new_tokens, seed, pictures=()):
-        self.seen = [*getattr(self, "seen", []), pictures]
+    async def generate(self, token_ids, *, max_new_tokens, seed, images=()):
+        self.seen = [*getattr(self, "seen", []), images]
         return await super().generate(token_ids, max_new_tokens=max_new_tokens, seed=seed)
 
 
-def test_pictures_of_an_agents_requests_are_in_its_samples(tokenizer, tiny_path):
+def test_images_of_an_agents_requests_are_in_its_samples(tokenizer, tiny_path):
     policy = Seeing(tokenizer, ["two", "three"])
 
     async def go() -> list[Branch]:
@@ -420,14 +420,14 @@ def test_pictures_of_an_agents_requests_are_in_its_samples(tokenizer, tiny_path)
 
     [branch] = asyncio.run(go())
     check_exact([branch], policy.log)
-    assert [place.picture for place in branch.pictures] == [draw(1), draw(7, 90, 30)]
-    assert branch.pictures == tokenizer.place(branch.ids, [draw(1), draw(7, 90, 30)])
-    assert policy.seen == [branch.pictures[:1], branch.pictures]
+    assert [place.image for place in branch.images] == [draw(1), draw(7, 90, 30)]
+    assert branch.images == tokenizer.place(branch.ids, [draw(1), draw(7, 90, 30)])
+    assert policy.seen == [branch.images[:1], branch.images]
 
     async def ask_a_blind_one() -> None:
         session = make_session(Policy(ChatTokenizer(tiny_path, "plain"), ["no"]))
-        async with session.answering(Request(ask=Ask(messages=LOOKS, tools=[]), digest="")):
+        async with session.answering(Request(ask=ChatRequest(messages=LOOKS, tools=[]), digest="")):
             pass
 
-    with pytest.raises(Refused, match="sees no pictures"):
+    with pytest.raises(BadRequest, match="sees no images"):
         asyncio.run(ask_a_blind_one())

@@ -95,7 +95,7 @@ def test_every_branch_is_exact_and_trained_once(tiny_path, tmp_path, package, mo
             qwen,
             Calculator,
             RewardPool(one_reward(resolve_reward("environment"), {}), 1, 30.0),
-            reward=RewardConfig(fn="environment", weights={"solved": 1.0}),
+            reward=RewardConfig(function="environment", weights={"solved": 1.0}),
             rollout=RolloutConfig(max_new_tokens=2000, max_turns=8, timeout_s=100),
             seed=5,
             stops=Stops(qwen, [], []),
@@ -207,7 +207,7 @@ def test_the_task_is_learnt_through_it(warm, tmp_path, package, monkeypatch):
         *("--config", "configs/tools_quickstart.yaml", f"model.path={warm / 'warm'}", f"run_dir={tmp_path / 'rl'}"),
         *(f"data.train={warm / 'train.jsonl'}", f"data.eval={warm / 'eval.jsonl'}", "data.max_prompt_tokens=240"),
         *(
-            f"reward.fn={tmp_path / 'final.py'}",
+            f"reward.function={tmp_path / 'final.py'}",
             "rollout.env=single_turn",
             f"rollout.agent={{file: {tmp_path}/agent.py}}",
         ),

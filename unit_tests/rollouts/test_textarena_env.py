@@ -20,7 +20,7 @@ from unit_tests.helpers.other_packages import install_beside
 class Words:
     """Every word is a token, and decodes to itself."""
 
-    pictures = None
+    images = None
 
     def __init__(self) -> None:
         self.words: list[str] = []

@@ -159,7 +159,7 @@ def test_a_conversation_of_1200_turns_is_no_depth_for_python(tiny_path):
 class Numbers:
     """One token per message, to make long conversations cheap."""
 
-    pictures = None
+    images = None
 
     def render(self, messages, tools=()):
         return [1] * len(messages)

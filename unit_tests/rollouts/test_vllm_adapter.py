@@ -173,7 +173,7 @@ def test_a_run_sends_the_adapter_alone(recipe, tmp_path, tiny_path, transport, z
         "rollout.engine": "vllm",
         "rollout.tensor_parallel_size": tp,
         "rollout.kv_cache_gib": 0.25,
-        "reward.fn": file_of(tmp_path / "sevens.py", SEVENS),
+        "reward.function": file_of(tmp_path / "sevens.py", SEVENS),
     }
     done = program(recipe(changes))
     assert done.returncode == 0, done.stderr

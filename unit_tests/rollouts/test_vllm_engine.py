@@ -19,10 +19,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from configs.rollout_schema import RequestMode
+from configs.rollout_schema import PauseMode
 from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped, TransportFailed
-from core.types.allowed_tokens import EVERY_TOKEN, Support
+from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.buckets import split_into_buckets
 from core.types.weights import Bucket
 from modeling.lora import name_lora_targets
@@ -111,17 +111,20 @@ async def sample(
     return await asyncio.gather(*[engine.generate(PROMPT, max_new_tokens=max_new_tokens, seed=seed) for seed in seeds])
 
 
-async def check_support(engine: VllmEngine | LocalVllmEngine, model: PreTrainedModel) -> None:
+async def check_allowed_tokens(engine: VllmEngine | LocalVllmEngine, model: PreTrainedModel) -> None:
     """Ban the tokens that the model loves most after the prompt; or allow forty of them, among them the least loved."""
     with torch.no_grad():
         order = model(torch.tensor([PROMPT])).logits[0, -1].argsort(descending=True).tolist()
     assert {c.token_ids[0] for c in await sample(engine, range(20), 1)} & {*order[:100]}, "it loves them"
-    for support in (Support(banned=tuple(sorted(order[:100]))), Support(allowed=tuple(sorted(order[200:240])))):
-        outside = torch.tensor(support.find_outside(range(VOCABULARY)))
+    for allowed_tokens in (
+        AllowedTokens(banned=tuple(sorted(order[:100]))),
+        AllowedTokens(allowed=tuple(sorted(order[200:240]))),
+    ):
+        outside = torch.tensor(allowed_tokens.find_outside(range(VOCABULARY)))
         for temperature in (TEMPERATURE, 0.0):
-            engine._support, engine._temperature = support, temperature
+            engine._support, engine._temperature = allowed_tokens, temperature
             for c in await sample(engine, range(12)):
-                assert not support.find_outside(c.token_ids)
+                assert not allowed_tokens.find_outside(c.token_ids)
                 ids = torch.tensor([PROMPT + c.token_ids])
                 with torch.no_grad():
                     scores = model(ids).logits[0, len(PROMPT) - 1 : -1] / (temperature or 1.0)
@@ -202,7 +205,7 @@ def test_in_process_engine_follows_the_trainer(family: str, tmp_path: Path) -> N
             assert last or len(c.token_ids) == 4
         assert {c.stop for c in completions} == {"eos", "length"}
         if family == "qwen2-tied":
-            await check_support(engine, old)
+            await check_allowed_tokens(engine, old)
         await engine.close()
 
     asyncio.run(body())
@@ -377,11 +380,11 @@ def test_it_sleeps_and_wakes_in_order_and_samples_from_what_came_between(lab: La
 
 
 def test_it_samples_from_its_support_and_says_the_probabilities_of_that(lab: Lab) -> None:
-    """At once in one engine: requests of another support, which vLLM must not mix up, cannot be there."""
+    """At once in one engine: requests of another allowed_tokens, which vLLM must not mix up, cannot be there."""
 
     async def body() -> None:
         await lab.publish(10, lab.model)
-        await check_support(lab.engine, lab.model)
+        await check_allowed_tokens(lab.engine, lab.model)
 
     lab.run(body())
 
@@ -469,9 +472,9 @@ SETTINGS: dict[str, Any] = {"temperature": 1.0, "max_model_len": 64, "stop_token
 class Scripted(VllmEngine):
     """Without vLLM's processes: each request gets the next of these answers."""
 
-    def __init__(self, path: str, update: RequestMode, *answers: tuple[list[int], str]) -> None:
+    def __init__(self, path: str, update: PauseMode, *answers: tuple[list[int], str]) -> None:
         self.answers, self.asked = list(answers), []
-        super().__init__(EngineConfig(model_path=path, requests=update, **SETTINGS))
+        super().__init__(EngineConfig(model_path=path, pause_mode=update, **SETTINGS))
 
     def _start(self) -> None:
         pass
@@ -513,7 +516,7 @@ def test_nothing_is_lost_or_doubled_where_a_request_is_cut(
 
 
 @pytest.mark.parametrize("update", ["keep", "wait"])
-def test_an_abort_that_is_not_ours_stops_the_run(update: RequestMode, tiny_path: str) -> None:
+def test_an_abort_that_is_not_ours_stops_the_run(update: PauseMode, tiny_path: str) -> None:
     with pytest.raises(RunStopped, match="ended a request with 'abort'"):
         asyncio.run(Scripted(tiny_path, update, ([40], "abort")).generate([50], max_new_tokens=4, seed=7))
 

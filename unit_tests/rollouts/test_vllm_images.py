@@ -13,12 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 from core.errors import RunStopped, UserError
-from core.types.allowed_tokens import Support
+from core.types.allowed_tokens import AllowedTokens
 from core.types.buckets import split_into_buckets
-from core.types.images import PlacedPicture, list_written
+from core.types.images import PlacedImage, list_written
 from core.types.weights import Bucket
 from data_feeds.chat.tokenizer import ChatTokenizer
-from modeling.images.processor import PictureProcessor
+from modeling.images.processor import ImageProcessor
 from modeling.images.vision import parts_of
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
@@ -66,12 +66,12 @@ class Seeing:
         self.length = 512 if family else 1024
         if family:
             self.path = save_family(folder, family)
-            processor = PictureProcessor(self.path)
+            processor = ImageProcessor(self.path)
             self.prompts = [write_ids(processor, *parts) for parts in PARTS]
         else:
             self.path = make_seeing(folder, max_length=1024)
             tokenizer = ChatTokenizer(self.path, "chat")
-            processor = tokenizer.pictures
+            processor = tokenizer.images
             assert processor is not None
             self.prompts = [(ids := tokenizer.render(m), find_places(tokenizer, ids, m)) for m in CONVERSATIONS]
         self.banned = sorted(processor.placeholder_ids)
@@ -89,7 +89,7 @@ class Seeing:
             temperature=TEMPERATURE,
             max_model_len=self.length,
             stop_token_ids=[],
-            support=Support(banned=tuple(self.banned)),
+            allowed_tokens=AllowedTokens(banned=tuple(self.banned)),
             kv_cache_gib=0.1,
         )
 
@@ -97,13 +97,13 @@ class Seeing:
         named = [(name, p.detach()) for name, p in model.named_parameters()]
         return [*split_into_buckets(named, lambda item: item[1].nbytes, 100_000)]
 
-    def logp(self, model: PreTrainedModel, ids: Sequence[int], places: Sequence[PlacedPicture]) -> list[float]:
+    def logp(self, model: PreTrainedModel, ids: Sequence[int], places: Sequence[PlacedImage]) -> list[float]:
         return plain_logp(model, self.path, ids, places)[[i - 1 for i in list_written(len(ids), places)]].tolist()
 
     async def sample(self, engine: VllmEngine | LocalVllmEngine, n: int = 12) -> list[Completion]:
         return await asyncio.gather(
             *(
-                engine.generate(ids, max_new_tokens=n, seed=seed, **({"pictures": places} if places else {}))
+                engine.generate(ids, max_new_tokens=n, seed=seed, **({"images": places} if places else {}))
                 for seed, (ids, places) in enumerate(self.prompts)
             )
         )
@@ -120,7 +120,7 @@ class Seeing:
             fingerprint(pair for bucket in self.buckets(model) for pair in bucket),
             [await engine.read_fingerprint()],
             expected_logp=self.logp(model, ids, places),
-            probe_logp=[await engine.probe(ids, pictures=places)],
+            probe_logp=[await engine.probe(ids, images=places)],
             bound=BOUND,
         )
 
@@ -136,7 +136,7 @@ def test_vllm_sees_what_the_trainer_sees_before_and_after_new_vision_weights(tmp
         samples = await lab.sample(engine)
         assert max(lab.worst(lab.old, samples)) < BOUND
         of_new = lab.worst(lab.new, samples)
-        assert min(of_new[0], of_new[2]) > 30 * BOUND > BOUND > of_new[1], "only those with pictures depend on it"
+        assert min(of_new[0], of_new[2]) > 30 * BOUND > BOUND > of_new[1], "only those with images depend on it"
         assert not {t for done in samples for t in done.token_ids} & {*lab.banned}
 
         await engine.load_weights(1, lab.buckets(lab.new))
@@ -146,9 +146,9 @@ def test_vllm_sees_what_the_trainer_sees_before_and_after_new_vision_weights(tmp
 
         ids, places = lab.prompts[0]
         [place] = places
-        with pytest.raises(RunStopped, match=r"vLLM made \d+ tokens of a prompt with pictures, where .* first diff"):
+        with pytest.raises(RunStopped, match=r"vLLM made \d+ tokens of a prompt with images, where .* first diff"):
             only_pads = replace(place, begin=place.begin + 2, end=place.end - 1)
-            await engine.generate(ids, max_new_tokens=1, seed=0, pictures=[only_pads])
+            await engine.generate(ids, max_new_tokens=1, seed=0, images=[only_pads])
 
         engine._sees = False  # as if the encoder cache were not cleared: prefix and processor caches are
         await engine.load_weights(2, lab.buckets(lab.old))

@@ -43,7 +43,7 @@ def play(tmp_path: Path, engine: Scripted, *, weights: dict[str, float], env=Too
         Words(),
         lambda prompt: env(),
         pool,
-        reward=RewardConfig(fn=str(file), weights=weights),
+        reward=RewardConfig(function=str(file), weights=weights),
         rollout=RolloutConfig(max_new_tokens=20, max_turns=3),
         seed=11,
     )

@@ -1,4 +1,4 @@
-"""The picture of learning curves is what the code draws from the numbers beside it."""
+"""The image of learning curves is what the code draws from the numbers beside it."""
 
 import json
 from html import escape
@@ -6,11 +6,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tools.benchmarks.learning_curves import CURVES, PICTURE, draw, keep, running_mean
+from tools.benchmarks.learning_curves import CURVES, IMAGE, draw, keep, running_mean
 
 SVG = "{http://www.w3.org/2000/svg}"
 PANELS = {"quickstart": (65, 455), "smollm2": (540, 930)}
-"""Left and right ends in the picture."""
+"""Left and right ends in the image."""
 
 
 @pytest.fixture(scope="module")
@@ -18,22 +18,22 @@ def curves() -> dict[str, dict[str, list[float]]]:
     return json.loads(CURVES.read_text())
 
 
-def points_of(picture: str) -> list[tuple[float, float]]:
+def points_of(image: str) -> list[tuple[float, float]]:
     """List the corners of every curve, and every dot."""
-    root = ElementTree.fromstring(picture)
+    root = ElementTree.fromstring(image)
     corners = [corner.split(",") for line in root.iter(f"{SVG}polyline") for corner in line.attrib["points"].split()]
     dots = [(dot.attrib["cx"], dot.attrib["cy"]) for dot in root.iter(f"{SVG}circle")]
     return [(float(x), float(y)) for x, y in [*corners, *dots]]
 
 
-def test_the_picture_is_what_the_numbers_draw(curves):
-    assert PICTURE.read_text() == draw(curves), "python -m tools.benchmarks.learning_curves"
+def test_the_image_is_what_the_numbers_draw(curves):
+    assert IMAGE.read_text() == draw(curves), "python -m tools.benchmarks.learning_curves"
 
 
 def test_every_run_is_named(curves):
-    picture = PICTURE.read_text()
+    image = IMAGE.read_text()
     for name in [*curves["quickstart"], *curves["smollm2"]]:
-        assert f">{escape(name)}</text>" in picture
+        assert f">{escape(name)}</text>" in image
 
 
 @pytest.mark.parametrize("panel", PANELS)

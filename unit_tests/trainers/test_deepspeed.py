@@ -32,7 +32,7 @@ from trainers.allocator import return_freed_memory
 from trainers.checkpoint.saved_policy import load_policy
 from trainers.deepspeed import DeepSpeedTrainer
 from trainers.fsdp2 import FsdpTrainer
-from trainers.offload.offloaded_trainer import Away
+from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.trainer import Trainer
 from unit_tests.helpers.examples import (
     Malicious,
@@ -77,8 +77,8 @@ def three(cluster, ranks):
 def sharded(stage) -> dict:
     """Return the keys for a ZeRO stage, or for FSDP2."""
     if stage == OFFLOADED:
-        return {"library": FSDP2, "offload": True}
-    return {"library": FSDP2} if stage == FSDP2 else {"zero_stage": stage}
+        return {"strategy": FSDP2, "offload": True}
+    return {"strategy": FSDP2} if stage == FSDP2 else {"zero_stage": stage}
 
 
 class Nothing:
@@ -149,7 +149,7 @@ def test_fsdp2_makes_one_gradient_of_every_cut(three, tiny_path, name, n, max_to
     alg = {"name": name} | ({"critic_lr": 0.5} if name == "ppo" else {})
     groups = with_values(some_groups())
     want, metrics = asyncio.run(run(None, plan_of(tiny_path, alg=alg, **SGD), groups, max_tokens=10_000))
-    plan = plan_of(tiny_path, alg=alg, **SGD, library=FSDP2, ranks=n, layout=layout)
+    plan = plan_of(tiny_path, alg=alg, **SGD, strategy=FSDP2, ranks=n, layout=layout)
     got, got_metrics = asyncio.run(run(three, plan, groups, max_tokens=max_tokens))
     assert (got - want).norm() < 1e-5 * (want - start_of(tiny_path, alg)).norm()
     assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
@@ -408,7 +408,7 @@ def test_a_checkpoint_fits_its_own_ranks_and_stage_only(ranks, tiny_path, tmp_pa
         others = {
             "trainer.ranks is 1 and .* made with 2, .* set trainer.ranks=2": plan_of(tiny_path, zero_stage=2, ranks=1),
             "trainer.zero_stage is 3 and .* made with 2": plan_of(tiny_path, zero_stage=3, ranks=2),
-            "trainer.library is fsdp2 and .* made with deepspeed": plan_of(tiny_path, library=FSDP2, ranks=2),
+            "trainer.strategy is fsdp2 and .* made with deepspeed": plan_of(tiny_path, strategy=FSDP2, ranks=2),
         }
         for words, plan in others.items():
             trainers = await trainers_of(ranks, plan)
@@ -427,7 +427,7 @@ def test_with_fsdp2_another_number_of_ranks_goes_on(request, tiny_path, tmp_path
     groups = with_values(some_groups())
 
     async def go(count: int, found: Path | None, kept: Path | None):
-        plan = plan_of(tiny_path, alg={"name": name}, lora=lora, lr=1e-2, weight_decay=0.1, library=FSDP2, ranks=count)
+        plan = plan_of(tiny_path, alg={"name": name}, lora=lora, lr=1e-2, weight_decay=0.1, strategy=FSDP2, ranks=count)
         trainers = await trainers_of(ranks, plan)
         shards = [[m] for m in micro_batches(groups, "token", 60, ranks=count, padded=True)]
         if found:
@@ -450,7 +450,7 @@ def build_changed(place, plan, change):
     import trainers.fsdp2
 
     homes = {FSDP2: (trainers.fsdp2, "FsdpTrainer"), "deepspeed": (trainers.deepspeed, "DeepSpeedTrainer")}
-    home, name = homes[plan.trainer.library]
+    home, name = homes[plan.trainer.strategy]
     ours = getattr(home, name)
     setattr(home, name, type(name, (change, ours), {}))
     try:
@@ -528,7 +528,7 @@ def test_deepspeeds_files_are_read_as_data(ranks, tiny_path, tmp_path, stage):
 
 def test_what_is_no_shard_of_fsdp2_is_refused(ranks, tiny_path, tmp_path):
     """A file that would run code is not read at all, and a cut one is damaged."""
-    plan = plan_of(tiny_path, library=FSDP2)
+    plan = plan_of(tiny_path, strategy=FSDP2)
     mark = tmp_path / "ran"
 
     async def go():
@@ -574,7 +574,7 @@ class Loaded:
     """Loads a policy as a trainer of the plan does, and measures it."""
 
     def __init__(self, place, plan, whole):
-        kind = FsdpTrainer if plan.trainer.library == FSDP2 else DeepSpeedTrainer
+        kind = FsdpTrainer if plan.trainer.strategy == FSDP2 else DeepSpeedTrainer
 
         class Measured(kind):
             def make_loader(self, model, alg):
@@ -628,23 +628,23 @@ def test_two_ranks_of_every_library_leave_and_return_to_the_bit(ranks, tiny_path
         how = {"dtype": "bfloat16", "ranks": 2, "lr": 1e-2}
         plan = plan_of(tiny_path, alg={"name": "ppo"}, **how, **library)
         trainers = await trainers_of(ranks, replace(plan, shares_device=True))
-        away, freed = trainers.attribute("away"), [0, 0]
+        away, freed = trainers.attribute("offloaded"), [0, 0]
         for step in range(3):
             await trainers.scatter(Trainer.step, [[micro] for micro in per_rank])
             if step == 1 and leaves:
-                first = await away.call_all(Away.leave_states)
+                first = await away.call_all(OffloadedTrainer.offload_states)
                 assert len((await trainers.call_all(Trainer.probe, [5, 6, 7]))[0]) == 2
-                second = await away.call_all(Away.leave_weights)
+                second = await away.call_all(OffloadedTrainer.offload_weights)
                 with pytest.raises(RunStopped, match="while it was away"):
                     await trainers.scatter(Trainer.step, [[micro] for micro in per_rank])
                 freed = [a.freed + b.freed for a, b in zip(first, second, strict=True)]
-                await away.call_all(Away.return_to_device)
+                await away.call_all(OffloadedTrainer.reload_states)
         return (await trainers.call_all(Trainer.flatten_weights))[0], freed
 
     n = 2 * sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny_path).parameters())
     # bytes of a parameter: a half of the float32 master weight and of AdamW's two moments; and its bfloat16 weight, a
     # half of that with ZeRO-3, none with FSDP2, whose master weights are the weights
-    of_library = ({"zero_stage": 1}, 8), ({"zero_stage": 2}, 8), ({"zero_stage": 3}, 7), ({"library": "fsdp2"}, 6)
+    of_library = ({"zero_stage": 1}, 8), ({"zero_stage": 2}, 8), ({"zero_stage": 3}, 7), ({"strategy": "fsdp2"}, 6)
     for library, each in of_library:
         weights, _ = asyncio.run(learn(library, leaves=False))
         same, freed = asyncio.run(learn(library, leaves=True))

@@ -14,7 +14,7 @@ from trainers.checkpoint.saved_policy import load_policy
 from unit_tests.driver.test_checkpoint import LUCK
 from unit_tests.driver.test_killed import EXACT, ROOT, rows_of, start
 
-FSDP = {"backend": "ray", "trainer.library": "fsdp2", "trainer.ranks": 2}
+FSDP = {"backend": "ray", "trainer.strategy": "fsdp2", "trainer.ranks": 2}
 
 
 def finish(run: subprocess.Popen) -> str:
@@ -27,7 +27,7 @@ def finish(run: subprocess.Popen) -> str:
 def made(recipe, tmp_path):
     """A run of two steps and its recipe, with rewards that differ."""
     (tmp_path / "luck.py").write_text(LUCK)
-    changes = FSDP | {"reward.fn": str(tmp_path / "luck.py")}
+    changes = FSDP | {"reward.function": str(tmp_path / "luck.py")}
     path = recipe(changes | {"steps": 2, "checkpoint.every": 1, "trainer.lr": 1e-3, "model.dtype": "bfloat16"})
     finish(start(path, tmp_path / "first"))
     [folder] = (tmp_path / "first").iterdir()
@@ -134,7 +134,7 @@ def test_the_quickstart_is_mastered_with_fsdp2(tmp_path):
     warm = program("main_sl.py", "quickstart_sft.yaml", *own)
     rows = (f"data.{name}={data / name}.parquet" for name in ("train", "eval"))
     where = (f"model.path={warm / 'model'}", *rows)
-    how = ("backend=ray", "trainer.library=fsdp2", "trainer.ranks=2", "rollout.engine=hf")
+    how = ("backend=ray", "trainer.strategy=fsdp2", "trainer.ranks=2", "rollout.engine=hf")
     folder = program("main_rl.py", "quickstart.yaml", *where, *how)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["before"]["reward/correct"] <= 0.5

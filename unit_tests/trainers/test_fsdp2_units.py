@@ -17,7 +17,7 @@ from trainers.row_shards import local_part
 from unit_tests.helpers.seeing import make_model
 from unit_tests.modeling.test_forward import random_model
 
-FSDP = {"backend": "ray", "trainer.library": "fsdp2", "trainer.ranks": 4}
+FSDP = {"backend": "ray", "trainer.strategy": "fsdp2", "trainer.ranks": 4}
 
 
 @pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl"])
@@ -92,12 +92,12 @@ def test_a_recipe_that_offloads_says_so(recipe):
 
 
 def test_the_number_of_ranks_may_change_with_fsdp2_alone():
-    then = {"trainer.lr_schedule": "constant", "trainer.library": "fsdp2", "trainer.ranks": 2}
+    then = {"trainer.lr_schedule": "constant", "trainer.strategy": "fsdp2", "trainer.ranks": 2}
     then |= {"trainer.sequence_parallel": 1, "trainer.offload": False}
     check_settings(then, then | {"trainer.ranks": 3})
     assert bitwise_only_changes(then, then | {"trainer.ranks": 3}) == ["trainer.ranks"]
-    then |= {"trainer.library": "deepspeed"}
+    then |= {"trainer.strategy": "deepspeed"}
     with pytest.raises(UserError, match=r"trainer\.ranks is 3 and was 2"):
         check_settings(then, then | {"trainer.ranks": 3})
-    with pytest.raises(UserError, match=r"trainer\.library is 'fsdp2' and was 'deepspeed'"):
-        check_settings(then, then | {"trainer.library": "fsdp2"})
+    with pytest.raises(UserError, match=r"trainer\.strategy is 'fsdp2' and was 'deepspeed'"):
+        check_settings(then, then | {"trainer.strategy": "fsdp2"})

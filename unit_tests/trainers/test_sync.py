@@ -49,7 +49,7 @@ def follow(recipe, tmp_path, tiny_path, family, zero, ranks, tp, **more):
         "rollout.engine": "vllm",
         "rollout.tensor_parallel_size": tp,
         "rollout.kv_cache_gib": 0.25,
-        "reward.fn": file_of(tmp_path / "sevens.py", SEVENS),
+        "reward.function": file_of(tmp_path / "sevens.py", SEVENS),
     }
     done = program(recipe(changes))
     assert done.returncode == 0, done.stderr

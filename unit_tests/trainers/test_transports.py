@@ -128,7 +128,7 @@ def test_no_number_of_groups_under_way_keeps_a_sync_waiting(cluster):
 def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(cluster, recipe, tmp_path):
     partitioned = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # small tensors, too
     common = {"backend": "ray", "trainer.ranks": 2, "trainer.zero_stage": 3, "trainer.deepspeed": partitioned}
-    common |= {"rollout.engines": 2, "weight_sync.timeout_s": SHORT_S}
+    common |= {"rollout.num_engines": 2, "weight_sync.timeout_s": SHORT_S}
     shards = [[m] for m in micro_batches(some_groups(), "token", 60, ranks=2, padded=True)]
     said: list[str] = []
     facts: dict[str, str] = {}
@@ -136,7 +136,7 @@ def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(
 
     def cfg_of(**changes) -> RLConfig:
         return load_recipe(
-            RLConfig, recipe(common | {"rollout.engines": 2, "weight_sync.timeout_s": 5.0} | changes), []
+            RLConfig, recipe(common | {"rollout.num_engines": 2, "weight_sync.timeout_s": 5.0} | changes), []
         ).cfg
 
     async def go() -> None:

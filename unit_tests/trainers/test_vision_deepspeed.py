@@ -1,4 +1,4 @@
-"""DeepSpeed and FSDP2 with models that see: ranks with pictures and without make one update, that of one process."""
+"""DeepSpeed and FSDP2 with models that see: ranks with images and without make one update, that of one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from core.cluster.ray_workers import Cluster
 from core.cluster.workers import Resources
 from data_feeds.packing.batches import micro_batches
 from driver.start.trainers import build_trainer
-from modeling.images.processor import PictureProcessor
+from modeling.images.processor import ImageProcessor
 from modeling.load import load_model
 from trainers.trainer import Trainer
 from unit_tests.helpers.examples import with_values
@@ -40,17 +40,17 @@ def two():
     ],
 )
 def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, vision):
-    """Somewhere one rank has pictures where the other has text alone, and gathers the tower's weights all the same."""
+    """Somewhere one rank has images where the other has text alone, and gathers the tower's weights all the same."""
     path = save_model(tmp_path / "model", family)
-    processor = PictureProcessor(path)
+    processor = ImageProcessor(path)
     groups = seeing_groups(processor)
     most, rng = max(len(s.token_ids) for g in groups for s in g), random.Random(0)
-    long = [some_text(rng, 4), Reply(some_text(rng, most - 6))]  # no room for a picture beside it
+    long = [some_text(rng, 4), Reply(some_text(rng, most - 6))]  # no room for an image beside it
     groups.append([join_parts(processor, long, group=3)])
     how = {"attention": "auto", "layout": "packed", "vision": vision}
     want, metrics = asyncio.run(run(None, plan_of(path, **SGD, **how), groups, max_tokens=10_000))
     rows = zip(*micro_batches(groups, "token", most, ranks=2, padded=False, share_prefixes=True), strict=True)
-    assert any(bool(one.pictures) != bool(other.pictures) for one, other in rows), "or nothing is seen here"
+    assert any(bool(one.images) != bool(other.images) for one, other in rows), "or nothing is seen here"
     small = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
     again = stage in (3, FSDP2)
     plan = plan_of(path, **SGD, **how, **sharded(stage), ranks=2, gradient_checkpointing=again, deepspeed=small)
@@ -72,7 +72,7 @@ def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, 
 )
 def test_what_is_trained_beside_a_model_that_sees_is_sharded_with_it(two, tmp_path, stage, settings):
     path = save_model(tmp_path / "model", "qwen2_5_vl")
-    groups = with_values(seeing_groups(PictureProcessor(path)))
+    groups = with_values(seeing_groups(ImageProcessor(path)))
     most = max(len(s.token_ids) for g in groups for s in g)
     how = SGD | settings | {"attention": "auto", "layout": "packed"}
     want, metrics = asyncio.run(run(None, plan_of(path, **how), groups, max_tokens=10_000))

@@ -34,7 +34,7 @@ from data_feeds.packing.batches import Plan, plan_update
 from data_feeds.packing.bin_packing import TooLarge
 from driver.checks.explain import GIB, describe_memory, estimate_memory
 from driver.load_recipe import load_recipe
-from modeling.images.processor import PictureProcessor
+from modeling.images.processor import ImageProcessor
 from modeling.images.vision import VISION_FAMILIES, in_tower, in_vision, is_below
 from modeling.load import load_model, load_scalar_model
 from rewards import reward_model
@@ -77,7 +77,7 @@ def credited(alg: Algorithm, groups: list[Group]) -> list[Group]:
     return alg.compute_advantages([[fill(s) for s in group] for group in groups])
 
 
-def groups_for(alg: Algorithm, processor: PictureProcessor) -> list[Group]:
+def groups_for(alg: Algorithm, processor: ImageProcessor) -> list[Group]:
     groups = seeing_groups(processor)
     if isinstance(alg, DPO | RewardModel):
         groups = [[replace(g[0], reward=1.0), replace(g[1], reward=0.0)] for g in groups]
@@ -105,7 +105,7 @@ def in_pieces(alg: Algorithm, groups: list[Group]) -> list[Batch]:
     for max_tokens in range(50, 1000, 25):
         with suppress(RunStopped, TooLarge):
             pieces = plan_of(alg, groups, max_tokens, shared=True).batches()[0]
-            assert len(pieces) > 1 and any(b.pictures for b in pieces)
+            assert len(pieces) > 1 and any(b.images for b in pieces)
             return pieces
     raise AssertionError("nothing fits")
 
@@ -119,7 +119,7 @@ ALGS = [SFT(), GRPO(), GRPO(loss_norm="sequence", entropy_coef=0.0), DPO(), KTO(
 def test_the_gradient_of_every_loss_is_that_of_transformers(folders, family, alg):
     """Independent of our rows, media and positions: transformers has one sequence at a time."""
     path = folders(family)
-    processor = PictureProcessor(path)
+    processor = ImageProcessor(path)
     groups = groups_for(alg, processor)
     plain: Any = make_model(family, "eager")
     samples, whole = in_one_row(alg, groups)
@@ -141,7 +141,7 @@ def test_the_gradient_of_every_loss_is_that_of_transformers(folders, family, alg
 @pytest.mark.parametrize("alg", [PPO(critic_lr=0.5), RewardModel()], ids=lambda a: type(a).__name__)
 def test_value_and_reward_models_learn_what_transformers_says(folders, family, alg):
     path = folders(family)
-    processor = PictureProcessor(path)
+    processor = ImageProcessor(path)
     groups = groups_for(alg, processor)
     trainer = trainer_of(path, alg)
     learner = trainer.policy if trainer.critic is None else trainer.critic
@@ -178,7 +178,7 @@ def weights_of(trainer: LocalTrainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", MARKED)
 def test_a_frozen_tower_keeps_its_weights_and_the_connector_learns(folders, family):
     path, alg, parts = folders(family), SFT(), VISION_FAMILIES[family]
-    groups = groups_for(alg, PictureProcessor(path))
+    groups = groups_for(alg, ImageProcessor(path))
     pieces = in_pieces(alg, groups)
     changed = {}
     for vision in ("train", "frozen"):
@@ -204,7 +204,7 @@ def test_only_a_model_that_sees_can_be_frozen(tiny_path):
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
 def test_adapters_are_in_the_language_part_unless_asked_for(folders, family, targets, tmp_path):
     path, alg, parts = folders(family), SFT(), VISION_FAMILIES[family]
-    groups = groups_for(alg, PictureProcessor(path))
+    groups = groups_for(alg, ImageProcessor(path))
     for vision in (False, True):
         if vision and targets != "all-linear":
             continue
@@ -226,14 +226,14 @@ def test_adapters_are_in_the_language_part_unless_asked_for(folders, family, tar
 @pytest.mark.parametrize("family", ["idefics3", "qwen2_vl"])
 def test_a_saved_model_is_whole_and_a_checkpoint_goes_on_to_the_bit(folders, family, tmp_path):
     path, alg = folders(family), SFT()
-    groups = groups_for(alg, PictureProcessor(path))
+    groups = groups_for(alg, ImageProcessor(path))
     pieces = in_pieces(alg, groups)
     trainer = trainer_of(path, alg, optimizer="adamw", lr=1e-3, vision="frozen")
     trainer.step([pieces])
     (tmp_path / "state").mkdir()
     trainer.save_state(tmp_path / "state")
     trainer.save_model(tmp_path / "model")
-    PictureProcessor(path).save(tmp_path / "model")
+    ImageProcessor(path).save(tmp_path / "model")
     saved = weights_of(trainer)
     loaded = dict(load_model(str(tmp_path / "model"), dtype="float32", attention="auto").named_parameters())
     torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
@@ -256,17 +256,17 @@ def test_the_plan_of_a_run_knows_the_vision_part(folders, recipe):
     told = dict(describe_memory(whole))
     assert f"{n_vision:,} (" in told["of these, vision"] and told["of these, vision"].endswith("trained")
     # 16,384 tokens of 4 patches of 3 x 2 x 4 x 4 numbers of 4 bytes
-    assert "65,536 patches go through the tower's 2 layers, and their pixels take 24 MiB" in told["pictures"]
+    assert "65,536 patches go through the tower's 2 layers, and their pixels take 24 MiB" in told["images"]
     # each layer reads 32 numbers of a patch
-    assert told["pictures"].endswith("the inputs of these layers 16 MiB")
-    assert "layers" not in dict(describe_memory(frozen))["memory for pictures"]
+    assert told["images"].endswith("the inputs of these layers 16 MiB")
+    assert "layers" not in dict(describe_memory(frozen))["memory for images"]
     assert f"its tower of {n_tower:,} frozen" in dict(describe_memory(frozen))["of these, vision"]
     one, other = estimate_memory(whole), estimate_memory(frozen)
     assert one.weights == other.weights
     assert (one.gradients - other.gradients) * GIB == pytest.approx(4 * n_tower)
 
 
-def test_a_reward_model_that_sees_rewards_a_reply_by_its_picture(tmp_path, tiny_path):
+def test_a_reward_model_that_sees_rewards_a_reply_by_its_image(tmp_path, tiny_path):
     path, saved = make_seeing(tmp_path / "policy"), tmp_path / "reward"
     scalar: Any = load_scalar_model(path, dtype="float32", attention="auto")
     torch.manual_seed(0)
@@ -289,11 +289,11 @@ def test_a_reward_model_that_sees_rewards_a_reply_by_its_picture(tmp_path, tiny_
     text: Any = load_scalar_model(tiny_path, dtype="float32", attention="auto")
     text.save_pretrained(tmp_path / "blind")
     ChatTokenizer(tiny_path, "chat").save(tmp_path / "blind")
-    with pytest.raises(UserError, match=r"^reward\.settings\.model=.* is a language model, which sees no pictures"):
+    with pytest.raises(UserError, match=r"^reward\.settings\.model=.* is a language model, which sees no images"):
         reward_model.score(asked, said, model=str(tmp_path / "blind"))
 
 
-def test_the_recipe_of_a_real_model_that_sees_tells_what_pictures_take(tmp_path, capsys):
+def test_the_recipe_of_a_real_model_that_sees_tells_what_images_take(tmp_path, capsys):
     """A folder with the true sizes of Qwen2.5-VL-3B, and no weights."""
     text: dict[str, Any] = {
         **{"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "vocab_size": 151_936},
@@ -315,5 +315,5 @@ def test_the_recipe_of_a_real_model_that_sees_tells_what_pictures_take(tmp_path,
     # 16,384 tokens x 4 patches x 3 x 2 x 14 x 14 numbers, and x 1280 x 32 layers, of 2 bytes each
     assert "their pixels take 147 MiB, the inputs of these layers 5,120 MiB" in out
     # 2 bytes of weights, 4 / 4 ranks of gradients, (4 + 8) / 4 of the optimizer
-    assert f"memory for pictures about {668_684_288 * 6 / GIB:.2f} GiB per rank (18%)" in out
+    assert f"memory for images about {668_684_288 * 6 / GIB:.2f} GiB per rank (18%)" in out
     assert "up to 5.14 GiB" in out

@@ -120,7 +120,7 @@ def test_what_nccl_needs_of_vllm_is_there() -> None:
     from vllm.distributed.weight_transfer.nccl_common import trainer_init
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    from rollouts.engines.vllm_support.worker import JoinInfo, NcclTransfer, Proven
+    from rollouts.engines.vllm_support.worker import JoinInfo, NcclTransfer, VerifiedTransfer
 
     register()
     assert WeightTransferEngineFactory._registry["feynrl_nccl"]() is NcclTransfer
@@ -128,8 +128,8 @@ def test_what_nccl_needs_of_vllm_is_there() -> None:
         theirs, ours = (signature(getattr(c, name)) for c in (WeightTransferEngine, NcclTransfer))
         assert list(ours.parameters) == list(theirs.parameters)
     assert not NcclTransfer.__abstractmethods__
-    assert NcclTransfer.start_weight_update is Proven.start_weight_update
-    assert NcclTransfer.finish_weight_update is Proven.finish_weight_update
+    assert NcclTransfer.start_weight_update is VerifiedTransfer.start_weight_update
+    assert NcclTransfer.finish_weight_update is VerifiedTransfer.finish_weight_update
     assert NcclTransfer.shutdown is NCCLWeightTransferEngine.shutdown
     joined = {"address": "10.0.0.1", "port": 1, "first_rank": 1, "members": 2, "timeout_s": 1.0}
     assert NcclTransfer.parse_init_info(NcclTransfer.__new__(NcclTransfer), joined) == JoinInfo(**joined)

@@ -14,7 +14,7 @@ const shown = { number: others.flatMap((row) => HEAD.disagreements[row.name].wor
 
 function showFound(host) {
   const good = FOUND.reproduced;
-  const facts = [["capsule", FOUND.capsule], ["kept because of", FOUND.reason], ["algorithm", FOUND.algorithm + (FOUND.code_changed ? " (its file has changed since the run)" : "")], ["weights", FOUND.weights], ["KL", `to ${FOUND.kl_anchor}`]];
+  const facts = [["snapshot", FOUND.snapshot], ["kept because of", FOUND.reason], ["algorithm", FOUND.algorithm + (FOUND.code_changed ? " (its file has changed since the run)" : "")], ["weights", FOUND.weights], ["KL", `to ${FOUND.kl_anchor}`]];
   fill(
     host,
     el("h1", null, `Replay of step ${FOUND.step}, update ${FOUND.update}`),

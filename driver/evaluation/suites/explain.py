@@ -18,7 +18,7 @@ def explain_eval(cfg: EvalConfig) -> str:
         "samples per prompt": f"{counts}; {how}",
         "a sample": f"at most {cfg.data.max_prompt_tokens} prompt + {rollout.max_new_tokens} new = "
         f"{cfg.longest_sample} tokens",
-        "engines": f"{rollout.engine}, {where}, each {rollout.tensor_parallel_size} ranks and {cfg.prompts_at_once} "
+        "engines": f"{rollout.engine}, {where}, each {rollout.tensor_parallel_size} ranks and {cfg.prompts_per_engine} "
         "prompts at a time",
         "a sample passes": f"with a reward of {cfg.pass_reward:g} or more",
     }

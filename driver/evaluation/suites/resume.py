@@ -18,9 +18,17 @@ from driver.resume import flatten_settings, is_listed
 
 FREE = (
     *("name", "run_dir", "resume", "device", "ray_address", "ship_code", "timeout_s"),
-    *("k", "pass_reward", "resamples", "prompts_at_once", "prompts_per_part", "data.by", "data.max_invalid_fraction"),
+    *(
+        "k",
+        "pass_reward",
+        "resamples",
+        "prompts_per_engine",
+        "prompts_per_part",
+        "data.by",
+        "data.max_invalid_fraction",
+    ),
     *("reward.workers", "reward.timeout_s", "reward.max_failed_fraction", "rollout.timeout_s", "rollout.restarts"),
-    *("rollout.engines", "rollout.tensor_parallel_size", "rollout.enforce_eager", "rollout.kv_cache_gib"),
+    *("rollout.num_engines", "rollout.tensor_parallel_size", "rollout.enforce_eager", "rollout.kv_cache_gib"),
     "rollout.gpu_memory_utilization",
 )
 """Keys that may differ: the samples are the same, but for last bits where an engine computes in another shape."""

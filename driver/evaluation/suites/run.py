@@ -18,7 +18,7 @@ from core.text.atomic_write import write_whole
 from core.timing.phases import Milestone, Phase
 from core.types.samples import Prompt
 from data_feeds.rows.eval_sets import PromptSet
-from driver.context import Session
+from driver.context import RunContext
 from driver.evaluation.suites.display import EvalDisplay, format_table
 from driver.evaluation.suites.generations import Generation, PartWriter, describe_group, join_parts
 from driver.evaluation.suites.table import RESULTS, GradedPrompt, TableRow, choose_ks, make_table, measure_prompt
@@ -35,7 +35,7 @@ class EvalRun:
     cfg: EvalConfig
     sets: list[PromptSet]
     requests: GroupRequests
-    session: Session
+    context: RunContext
     writer: PartWriter
     done: dict[tuple[str, int], list[Generation]]
     """Samples that an earlier run has made."""
@@ -48,18 +48,18 @@ class EvalRun:
 
     async def sample_all(self) -> None:
         """Sample every prompt that has no samples yet, and write them in parts."""
-        display = EvalDisplay({one.name: len(one.prompts) for one in self.sets}, self.ks, self.session.console)
+        display = EvalDisplay({one.name: len(one.prompts) for one in self.sets}, self.ks, self.context.console)
         for (name, _), rows in self.done.items():
             display.count(name, measure_prompt(self._grade(rows), self.ks), quiet=True)
         if self.done:
-            self.session.console.say(f"resumed: the samples of {len(self.done)} prompts are there")
-        places = asyncio.Semaphore(self.cfg.prompts_at_once * self.cfg.rollout.most_engines)
+            self.context.console.say(f"resumed: the samples of {len(self.done)} prompts are there")
+        places = asyncio.Semaphore(self.cfg.prompts_per_engine * self.cfg.rollout.most_engines)
 
         async def sample(one: PromptSet, index: int, prompt: Prompt) -> None:
             async with places:
                 # the tickets of a training run's evaluation; so a data set's samples do not depend on the other sets
                 group = await self.requests.generate_group(-1 - index, prompt, one.samples)
-            self.session.clock.reach(Milestone.SAMPLED)
+            self.context.clock.reach(Milestone.SAMPLED)
             rows = describe_group(group, prompt, of_set=one.name, index=index)
             self.writer.add(rows)
             display.count(one.name, measure_prompt(self._grade(rows), self.ks))
@@ -72,7 +72,7 @@ class EvalRun:
         ]
         back = start_task(self._serve_restarted())
         try:
-            with self.session.clock.phase(Phase.EVALUATE), display.shown():
+            with self.context.clock.phase(Phase.EVALUATE), display.shown():
                 await gather_fail_fast(missing)
         finally:
             back.cancel()
@@ -88,8 +88,8 @@ class EvalRun:
     def report(self) -> list[TableRow]:
         """Write all samples and the results; show the table. Raises RunStopped where too many samples failed."""
         order = {one.name: i for i, one in enumerate(self.sets)}
-        with self.session.clock.phase(Phase.SAVE):
-            rows = join_parts(self.session.folder.path, order)
+        with self.context.clock.phase(Phase.SAVE):
+            rows = join_parts(self.context.folder.path, order)
             self._check_failures(rows)
             by = [*([OF_SET] if len(self.sets) > 1 else []), *self.cfg.data.by]
             groups: dict[tuple[str, int], list[Generation]] = {}
@@ -99,8 +99,8 @@ class EvalRun:
             table = make_table(graded, self.ks, by=by, resamples=self.cfg.resamples, seed=self.cfg.seed)
             self._write_results(table, rows)
         for line in format_table(table, self.ks):
-            self.session.console.say(line)
-        self.session.facts["results"] = table[0].as_facts()
+            self.context.console.say(line)
+        self.context.facts["results"] = table[0].as_facts()
         return table
 
     def _grade(self, rows: Sequence[Generation]) -> GradedPrompt:
@@ -123,7 +123,7 @@ class EvalRun:
             "truncated_fraction": sum(row.stop == "length" for row in rows) / len(rows),
             "tokens_mean": sum(row.tokens for row in rows) / len(rows),
         }
-        write_whole(self.session.folder.path / RESULTS, json.dumps(facts, indent=1) + "\n")
+        write_whole(self.context.folder.path / RESULTS, json.dumps(facts, indent=1) + "\n")
 
 
 def remove_merged(folder: Path | None) -> None:

@@ -20,10 +20,10 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import check_parser
 from data_feeds.rows.eval_sets import PromptSet, load_sets
 from driver.checkpoint_model import CheckpointModel, find_checkpoint_model, write_checkpoint_model
-from driver.checks.engine import check_engine, check_pictures, check_sampling
+from driver.checks.engine import check_engine, check_images, check_sampling
 from driver.checks.machines import claim_machines
 from driver.checks.models import check_policy, check_room
-from driver.context import Session
+from driver.context import RunContext
 from driver.evaluation.suites.generations import PartWriter, copy_parts
 from driver.evaluation.suites.resume import Resumed, collect_eval_settings, find_samples
 from driver.evaluation.suites.run import EvalRun, remove_merged
@@ -90,7 +90,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     if cfg.model.adapter is not None:
         check_adapter(cfg.model.adapter, key="model.adapter")
     check_room(cfg)
-    check_pictures(cfg)
+    check_images(cfg)
     model = ModelConfig(path=cfg.model.path, dtype=cfg.model.dtype, trust_remote_code=trusts)
     plan = plan_engines(cfg, model)
     check_reward_and_env(cfg, plan)
@@ -100,7 +100,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
     check_sampling(cfg, tokenizer)
     check_policy(model, tokenizer)
     if trusts and runs_own_code(meta := meta_model(cfg.model.path, trust_remote_code=True)):
-        load_engine_class(plan.engine_spec).check_own_code(meta, path=cfg.model.path)
+        load_engine_class(plan.engine_spec).check_user_code(meta, path=cfg.model.path)
     sets = load_sets(cfg, tokenizer, env_tools)
     has_tools = any(prompt.tools for one in sets for prompt in one.prompts)
     check_parser(cfg.rollout.tool_parser, tokenizer, has_tools=has_tools or bool(env_tools))
@@ -136,39 +136,39 @@ def check_eval_devices(cfg: EvalConfig) -> str | None:
     there, kind = (gpus, "GPUs") if uses_gpus(cfg) else (cores, "CPU cores")
     if cfg.backend == "ray" and wanted > there:
         return (
-            f"{wanted} engine ranks are more than this machine's {there} {kind}: lower rollout.engines or "
+            f"{wanted} engine ranks are more than this machine's {there} {kind}: lower rollout.num_engines or "
             "rollout.tensor_parallel_size"
         )
     return None
 
 
-async def start_eval(prepared: PreparedEval, session: Session) -> EvalRun:
+async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
     """Start the engines; return when they have loaded the model."""
-    cfg, folder, plan = prepared.cfg, session.folder.path, prepared.plan
+    cfg, folder, plan = prepared.cfg, context.folder.path, prepared.plan
     (folder / SETTINGS).write_text(json.dumps(prepared.settings, indent=1) + "\n", encoding="utf-8")
     if prepared.resumed is not None:
         copy_parts(prepared.resumed.folder, folder)
     writer = PartWriter(folder, prompts_per_part=cfg.prompts_per_part)
     for one in prepared.sets:
         if one.invalid.rows:
-            session.console.say(f"{one.name}: {one.invalid.rows} rows are invalid and not evaluated: {one.invalid}")
+            context.console.say(f"{one.name}: {one.invalid.rows} rows are invalid and not evaluated: {one.invalid}")
     merged = folder / MERGED if cfg.model.adapter is not None or prepared.checkpoint is not None else None
     try:
-        with session.clock.phase(Phase.START):
+        with context.clock.phase(Phase.START):
             if merged is not None:
                 write_merged(prepared, merged)
                 plan = replace(plan, engine=replace(plan.engine, model_path=str(merged)))
-            await claim_machines(session, [plan_engine_role(cfg, plan, folder)], {"model.path": plan.engine.model_path})
-            session.engines = await start_rollouts(session.cluster, cfg, plan)
+            await claim_machines(context, [plan_engine_role(cfg, plan, folder)], {"model.path": plan.engine.model_path})
+            context.engines = await start_rollouts(context.cluster, cfg, plan)
     except BaseException:
         remove_merged(merged)
         raise
-    session.clock.reach(Milestone.ENGINES)
-    availability = watch_engines(cfg, session.engines, session)
-    requests = GroupRequests(session.engines, timeout_s=cfg.rollout.timeout_s, engines=availability)
+    context.clock.reach(Milestone.ENGINES)
+    availability = watch_engines(cfg, context.engines, context)
+    requests = GroupRequests(context.engines, timeout_s=cfg.rollout.timeout_s, engines=availability)
     done = {} if prepared.resumed is None else prepared.resumed.done
     return EvalRun(
-        cfg=cfg, sets=prepared.sets, requests=requests, session=session, writer=writer, done=done, merged=merged
+        cfg=cfg, sets=prepared.sets, requests=requests, context=context, writer=writer, done=done, merged=merged
     )
 
 

@@ -1,8 +1,8 @@
 """Requests of the hf engine, and the inputs of its next forward pass over them.
 
-The pass that fills the cache has one row for requests with the same tokens and pictures, such as the samples of a
+The pass that fills the cache has one row for requests with the same tokens and images, such as the samples of a
 group. Rows are padded on their left. What a model's vision part reads goes with this pass, and with no other: later
-passes have sampled tokens alone, which are never pictures.
+passes have sampled tokens alone, which are never images.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from core.types.images import PlacedPicture
-from modeling.images.processor import PictureProcessor
+from core.types.images import PlacedImage
+from modeling.images.processor import ImageProcessor
 from modeling.images.rope_positions import find_rope_ids
 from rollouts.engines.base import Completion
 
-Asked = tuple[list[int], Sequence[PlacedPicture]]
-"""Tokens of a request, and their pictures."""
+Asked = tuple[list[int], Sequence[PlacedImage]]
+"""Tokens of a request, and their images."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class EngineRequest:
     """Request that waits or runs."""
 
     token_ids: list[int]
-    pictures: Sequence[PlacedPicture]
+    images: Sequence[PlacedImage]
     max_new_tokens: int
     uniform: np.random.Generator
     """Random numbers, one per token; a request's tokens do not depend on the rest of its batch."""
@@ -54,7 +54,7 @@ class Rows:
     mask: Tensor
     """[B, all] int64, 0 where a row is padded, on its left."""
     positions: Tensor
-    """[B, L] int64, or [3, B, L] in a family with M-RoPE where a row has pictures."""
+    """[B, L] int64, or [3, B, L] in a family with M-RoPE where a row has images."""
     cache: DynamicCache
     media: dict[str, Tensor]
     """What the vision part reads, of all rows in their order; empty once it is in the cache."""
@@ -85,12 +85,12 @@ class Rows:
 def make_rows(
     requests: Sequence[Asked],
     cache: DynamicCache,
-    processor: PictureProcessor | None,
+    processor: ImageProcessor | None,
     device: str,
 ) -> Rows:
     """Return inputs with all tokens of the requests, for an empty cache.
 
-    requests: tokens and pictures of each. processor: that of a vision model.
+    requests: tokens and images of each. processor: that of a vision model.
     """
     requests, shared = _find_equal(requests)
     width = max(len(ids) for ids, _ in requests)
@@ -102,10 +102,10 @@ def make_rows(
     media: dict[str, Tensor] = {}
     placed = [place for _, places in requests for place in places]
     if placed:
-        assert processor is not None, "a model without a vision part is given no pictures"
-        media = processor.collate([place.picture for place in placed])
+        assert processor is not None, "a model without a vision part is given no images"
+        media = processor.collate([place.image for place in placed])
         if any(place.grid is not None for place in placed):
-            positions = torch.stack([_spread(len(ids), pictures, width) for ids, pictures in requests], 1)
+            positions = torch.stack([_spread(len(ids), images, width) for ids, images in requests], 1)
     return Rows(
         ids=ids.to(device),
         mask=mask.to(device),
@@ -117,12 +117,12 @@ def make_rows(
 
 
 def _find_equal(requests: Sequence[Asked]) -> tuple[list[Asked], list[int]]:
-    """Return the requests that differ in tokens or pictures, and for each request its place among them."""
+    """Return the requests that differ in tokens or images, and for each request its place among them."""
     found: dict[tuple[object, ...], int] = {}
     different: list[Asked] = []
     shared: list[int] = []
     for ids, places in requests:
-        key = (*ids, *((place.begin, place.end, place.picture.hash) for place in places))
+        key = (*ids, *((place.begin, place.end, place.image.hash) for place in places))
         if key not in found:
             found[key] = len(different)
             different.append((ids, places))
@@ -130,12 +130,12 @@ def _find_equal(requests: Sequence[Asked]) -> tuple[list[Asked], list[int]]:
     return different, shared
 
 
-def _find_pad(processor: PictureProcessor | None) -> int:
-    """Return a token that stands for no picture."""
+def _find_pad(processor: ImageProcessor | None) -> int:
+    """Return a token that stands for no image."""
     taken = frozenset() if processor is None else processor.placeholder_ids
     return next(i for i in range(len(taken) + 1) if i not in taken)
 
 
-def _spread(length: int, pictures: Sequence[PlacedPicture], width: int) -> Tensor:
+def _spread(length: int, images: Sequence[PlacedImage], width: int) -> Tensor:
     """Return the M-RoPE positions of one row, [3, width] int64, with zeros for its padding."""
-    return torch.nn.functional.pad(torch.from_numpy(find_rope_ids(length, pictures)), (width - length, 0))
+    return torch.nn.functional.pad(torch.from_numpy(find_rope_ids(length, images)), (width - length, 0))

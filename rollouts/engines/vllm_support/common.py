@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from configs.rollout_schema import RequestMode
+from configs.rollout_schema import PauseMode
 from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped, TransportFailed, UserError
-from core.types.allowed_tokens import Support
-from core.types.images import PlacedPicture, list_written
-from modeling.images.processor import PictureProcessor, needs_pictures
+from core.types.allowed_tokens import AllowedTokens
+from core.types.images import PlacedImage, list_written
+from modeling.images.processor import ImageProcessor, needs_images
 from rollouts.engines.base import Completion, Engine, EngineConfig
 from rollouts.engines.sleeping import Sleeper
 from rollouts.engines.vllm_support.architectures import has_architecture
@@ -41,9 +41,9 @@ class VllmBase(Engine):
     def __init__(self, config: EngineConfig) -> None:
         self._temperature = config.temperature
         self._stop_token_ids = list(config.stop_token_ids)
-        self._stop_strings, self._support = config.stop_strings, config.support
+        self._stop_strings, self._support = config.stop_strings, config.allowed_tokens
         self._timeout_s = config.timeout_s
-        self._request_mode: RequestMode = config.requests
+        self._request_mode: PauseMode = config.pause_mode
         self._lora = config.lora
         self._sleeper, self._sleep_level = Sleeper(), 2 if config.sleep == "discard" else 1
         self._running = 0  # requests to vLLM that are not finished
@@ -53,15 +53,15 @@ class VllmBase(Engine):
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about settings that we choose
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         trusts = config.trust_remote_code
-        self._sees = needs_pictures(config.model_path, trust_remote_code=trusts)
+        self._sees = needs_images(config.model_path, trust_remote_code=trusts)
         self._placeholder: int | None = None
         if self._sees:
-            self._placeholder = PictureProcessor(config.model_path, trust_remote_code=trusts).placeholder_id
+            self._placeholder = ImageProcessor(config.model_path, trust_remote_code=trusts).placeholder_id
         self._args = engine_args(config, on_cpu=on_cpu, sees=self._sees)
         self._start()
 
     @classmethod
-    def check_own_code(cls, model: nn.Module, *, path: str) -> None:
+    def check_user_code(cls, model: nn.Module, *, path: str) -> None:
         """Raise UserError for an architecture that vLLM does not have itself; its weights could not be sent there."""
         [architecture, *_] = getattr(model.config, "architectures", None) or [type(model).__name__]
         if not has_architecture(architecture):
@@ -84,11 +84,11 @@ class VllmBase(Engine):
         raise NotImplementedError
 
     async def generate(
-        self, token_ids: list[int], *, max_new_tokens: int, seed: int, pictures: Sequence[PlacedPicture] = ()
+        self, token_ids: list[int], *, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()
     ) -> Completion:
         """Sample one continuation of `token_ids` at the run's temperature; it includes the token that stopped it.
 
-        A request that an update aborted (weight_sync.requests: abort) is continued from the tokens already sampled.
+        A request that an update aborted (weight_sync.pause_mode: abort) is continued from the tokens already sampled.
         """
         ids: list[int] = []
         logp: list[float] = []
@@ -97,7 +97,7 @@ class VllmBase(Engine):
         while stop is None:
             # a request to a paused engine waits there: this does not spin
             seed_now = _seed_after(len(ids), seed)
-            output = await self._sample(token_ids, pictures, ids, max_new_tokens - len(ids), seed_now)
+            output = await self._sample(token_ids, images, ids, max_new_tokens - len(ids), seed_now)
             start = len(ids)
             ids += output.token_ids
             logp += [at[token].logprob for token, at in zip(output.token_ids, output.logprobs, strict=True)]
@@ -111,7 +111,7 @@ class VllmBase(Engine):
         return Completion(token_ids=ids, logp=logp, versions=versions, stop=stop)
 
     async def _sample(
-        self, prompt: list[int], pictures: Sequence[PlacedPicture], ids: list[int], max_new_tokens: int, seed: int
+        self, prompt: list[int], images: Sequence[PlacedImage], ids: list[int], max_new_tokens: int, seed: int
     ) -> Any:
         """Run one request of vLLM's to its end, a stop string included; an update may abort it.
 
@@ -129,7 +129,7 @@ class VllmBase(Engine):
 
         answer = await self._ask(
             prompt + ids,
-            pictures,
+            images,
             SamplingParams(
                 temperature=self._temperature,
                 top_p=1.0,
@@ -159,14 +159,14 @@ class VllmBase(Engine):
             raise RunStopped(f"vLLM ended a request with {reason!r} instead of a completion")
         return "eos" if reason == "stop" else "length"
 
-    async def probe(self, token_ids: list[int], pictures: Sequence[PlacedPicture] = ()) -> list[float]:
+    async def probe(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """Return the log-probability, at temperature 1, of each token of text after the first; without prefix cache."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         answer = await self._ask(
             token_ids,
-            pictures,
+            images,
             SamplingParams(
                 temperature=1.0,
                 max_tokens=1,
@@ -176,7 +176,7 @@ class VllmBase(Engine):
                 output_kind=RequestOutputKind.FINAL_ONLY,
             ),
         )
-        return [answer.prompt_logprobs[i][token_ids[i]].logprob for i in list_written(len(token_ids), pictures)]
+        return [answer.prompt_logprobs[i][token_ids[i]].logprob for i in list_written(len(token_ids), images)]
 
     async def cached_tokens(self, token_ids: list[int]) -> int:
         """Return how many tokens of this prompt the prefix cache serves at the moment."""
@@ -235,18 +235,18 @@ class VllmBase(Engine):
     async def _ask(
         self,
         token_ids: list[int],
-        pictures: Sequence[PlacedPicture],
+        images: Sequence[PlacedImage],
         params: Any,
         ends: Callable[[list[int]], bool] | None = None,
     ) -> Any:
-        """Run one request of vLLM's; raise RunStopped where it made other tokens of its pictures than we did."""
+        """Run one request of vLLM's; raise RunStopped where it made other tokens of its images than we did."""
         self._sleeper.check_sampling()
         self._running += 1
         try:
-            answer = await self._request(make_prompt(token_ids, pictures, self._placeholder), params, ends)
+            answer = await self._request(make_prompt(token_ids, images, self._placeholder), params, ends)
         finally:
             self._running -= 1
-        if pictures:
+        if images:
             check_prompt(answer.prompt_token_ids, token_ids)
         return answer
 
@@ -261,14 +261,14 @@ class VllmBase(Engine):
         raise NotImplementedError
 
 
-def _support_params(support: Support) -> dict[str, Any]:
+def _support_params(allowed_tokens: AllowedTokens) -> dict[str, Any]:
     """Return what of vLLM's SamplingParams restricts sampling. The log-probabilities that it returns come later.
 
     It masks before it divides by the temperature; a bias of -inf bans exactly. On GPUs it holds 1024 ids of each kind.
     """
-    if support.allowed is not None:
-        return {"allowed_token_ids": list(support.allowed)}
-    return {"logit_bias": dict.fromkeys(support.banned, -math.inf)} if support.banned else {}
+    if allowed_tokens.allowed is not None:
+        return {"allowed_token_ids": list(allowed_tokens.allowed)}
+    return {"logit_bias": dict.fromkeys(allowed_tokens.banned, -math.inf)} if allowed_tokens.banned else {}
 
 
 def _raise_first(failures: list[str]) -> None:

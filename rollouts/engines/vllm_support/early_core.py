@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ProcessDied
-from core.gc_control import without_collector
+from core.gc_control import without_gc
 from core.lean_imports import SCIPY, lean_transformers, without_package
 from core.replacing import replacing
 
@@ -84,7 +84,7 @@ class _Context(SpawnContext):
 
 @lean_transformers()
 def _import_and_wait(work: Connection) -> None:
-    with without_collector(), without_package(SCIPY):
+    with without_gc(), without_package(SCIPY):
         import vllm.v1.engine.core
         import vllm.v1.executor.multiproc_executor
         import vllm.v1.worker.cpu_worker  # noqa: F401

@@ -37,7 +37,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False) -> di
         "enable_chunked_prefill": not on_cpu,
         "load_format": "dummy" if config.starts_empty else "auto",
         "use_tqdm_on_load": False,
-        "skip_tokenizer_init": not sees,  # vLLM's processors of pictures need it
+        "skip_tokenizer_init": not sees,  # vLLM's processors of images need it
         "trust_remote_code": config.trust_remote_code,
         "generation_config": "vllm",
         # The log-probability under the distribution the token was drawn from: temperature included.

@@ -42,7 +42,7 @@ ADAPTER_ID = 1
 """Id of the only adapter; requests name it."""
 
 
-class Proven(WeightTransferEngine[Any, Any]):
+class VerifiedTransfer(WeightTransferEngine[Any, Any]):
     """Layerwise reload with a record of what was loaded, for every transport."""
 
     consumed: dict[str, int]
@@ -137,26 +137,26 @@ class JoinInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class Incoming(WeightTransferUpdateInfo):
+class WeightUpdate(WeightTransferUpdateInfo):
     """Update with one chunk, or without where the weights are in a stream."""
 
     chunk: Chunk | None = None
 
 
-class Streamed(Proven):
+class StreamedTransfer(VerifiedTransfer):
     """Transfer from a stream that this worker has joined, or in chunks."""
 
     init_info_cls = JoinInfo
-    update_info_cls = Incoming
+    update_info_cls = WeightUpdate
 
-    def buckets(self, update_info: Incoming) -> Iterable[Bucket]:
+    def buckets(self, update_info: WeightUpdate) -> Iterable[Bucket]:
         return self.stream() if update_info.chunk is None else [read_chunk(update_info.chunk)]
 
     def stream(self) -> Iterable[Bucket]:
         raise NotImplementedError
 
 
-class GlooTransfer(Streamed):
+class GlooTransfer(StreamedTransfer):
     """Transfer over gloo and TCP, see trainers/weight_sync/broadcast.py."""
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
@@ -172,7 +172,7 @@ class GlooTransfer(Streamed):
         return self._receiver.receive()
 
 
-class NcclTransfer(Streamed, NCCLWeightTransferEngine):
+class NcclTransfer(StreamedTransfer, NCCLWeightTransferEngine):
     """Transfer over vLLM's NCCL engine from an `NcclSender`, with checksums of what was loaded. Never run yet."""
 
     shutdown = NCCLWeightTransferEngine.shutdown
@@ -206,13 +206,13 @@ class NcclTransfer(Streamed, NCCLWeightTransferEngine):
             return bucket
 
 
-class IpcTransfer(Streamed):
+class IpcTransfer(StreamedTransfer):
     """Transfer by handles of memory on this worker's GPU, in chunks, with checksums of what was loaded. Never run yet.
 
     vLLM's own engine "ipc" reads the same handles, but loads without a proof.
     """
 
-    def buckets(self, update_info: Incoming) -> Iterable[Bucket]:
+    def buckets(self, update_info: WeightUpdate) -> Iterable[Bucket]:
         assert isinstance(update_info.chunk, bytes), "handles come in chunks"
         return [open_handles(update_info.chunk, self.device.index)]
 
@@ -222,7 +222,7 @@ class LocalInfo(WeightTransferUpdateInfo):
     buckets: Iterable[Bucket]
 
 
-class LocalTransfer(Proven):
+class LocalTransfer(VerifiedTransfer):
     """Transfer from a trainer in vLLM's own process, by reference."""
 
     init_info_cls = WeightTransferInitInfo
@@ -263,7 +263,7 @@ def install_adapter(manager: Any, tensors: dict[str, Tensor], config: dict[str, 
 class WorkerMethods:
     """Methods mixed into vLLM's worker, so that the engine can call them on every rank."""
 
-    weight_transfer_engine: Proven
+    weight_transfer_engine: VerifiedTransfer
     model_runner: Any
     init_weight_transfer_engine: Callable[[dict[str, Any]], None]
     start_weight_update: Callable[[], None]

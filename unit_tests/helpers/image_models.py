@@ -1,4 +1,4 @@
-"""Folders of models that see, without weights: config, tokenizer, template and processor; and pictures for them."""
+"""Folders of models that see, without weights: config, tokenizer, template and processor; and images for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from core.types.images import Picture, read_picture
+from core.types.images import EncodedImage, read_image
 from core.types.messages import Message, Part
 from data_prep import tiny_vision_model
 from data_prep.tiny_model import make_tokenizer
@@ -19,8 +19,8 @@ QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def save_idefics(folder: Path, *, splits: bool = False) -> str:
-    """An Idefics3 whose processor makes one square of a picture, or cuts it into up to 3 x 3 tiles."""
-    tokenizer = make_tokenizer(pictures=True)
+    """An Idefics3 whose processor makes one square of an image, or cuts it into up to 3 x 3 tiles."""
+    tokenizer = make_tokenizer(images=True)
     tokenizer.add_tokens([f"<row_{r}_col_{c}>" for r in (1, 2, 3) for c in (1, 2, 3)], special_tokens=True)
     sizes = {"hidden_size": 32, "layers": 1, "vision_layers": 1, "side": SIDE, "patch": 14, "max_length": 512}
     tiny_vision_model.make_config(tokenizer, **sizes).save_pretrained(folder)
@@ -71,12 +71,12 @@ def to_bytes(image: Image.Image, form: str = "PNG", **settings: object) -> bytes
     return file.getvalue()
 
 
-def draw(width: int = SIDE, height: int = SIDE, seed: int = 0) -> Picture:
-    return read_picture(to_bytes(draw_image(width, height, seed)))
+def draw(width: int = SIDE, height: int = SIDE, seed: int = 0) -> EncodedImage:
+    return read_image(to_bytes(draw_image(width, height, seed)))
 
 
-def say(role: str, *parts: str | Picture) -> Message:
-    """A turn of texts and pictures."""
+def say(role: str, *parts: str | EncodedImage) -> Message:
+    """A turn of texts and images."""
     listed: list[Part] = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
     ]

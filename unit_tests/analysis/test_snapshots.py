@@ -1,4 +1,4 @@
-"""Capsules of whole runs: with Ray, DeepSpeed and vLLM, and of a run that is killed."""
+"""Snapshots of whole runs: with Ray, DeepSpeed and vLLM, and of a run that is killed."""
 
 import os
 import signal
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import main_rl
-from analysis.capture.capsule import read_capsule
 from analysis.capture.recompute import replay
-from analysis.capture.tokens import CAPSULES, MANIFEST, capsule_folder, captured_steps, read_captured
+from analysis.capture.snapshot import read_snapshot
+from analysis.capture.tokens import MANIFEST, SNAPSHOTS, captured_steps, read_captured, snapshot_folder
 from analysis.capture.weights import load_checkpoint
 from core.errors import UserError
 from core.metrics import find_metric
@@ -30,10 +30,10 @@ def test_a_run_of_two_deepspeed_ranks_is_reproduced_by_one_process_and_its_shado
         "rollout.kv_cache_gib": 0.1,
         "trainer": {"ranks": 2, "zero_stage": 2, "lr": 1e-3},
         "updates_per_step": 2,
-        "reward.fn": file_of(tmp_path / "sevens.py", SEVENS),
+        "reward.function": file_of(tmp_path / "sevens.py", SEVENS),
         "capture": {"every": 1, "weights": True},
         "checkpoint.every": 1,
-        "shadow": [{"as": "twin", "name": "grpo"}, "cispo"],
+        "compare_losses": [{"as": "twin", "name": "grpo"}, "cispo"],
     }
     code, err = run_here(main_rl, "--config", recipe(changes))
     assert code == 0, err
@@ -41,16 +41,16 @@ def test_a_run_of_two_deepspeed_ranks_is_reproduced_by_one_process_and_its_shado
     assert captured_steps(folder) == [0, 1]
     for step, metrics in enumerate(metrics_of(folder)):
         assert all(find_metric(name) for name in metrics), metrics
-        assert {"shadow/cispo/capped", "time/capture_s"} <= metrics.keys()
+        assert {"compare_losses/cispo/capped", "time/capture_s"} <= metrics.keys()
         for name in ("loss", "clip_frac_high", "approx_kl", "mismatch/kl", "mismatch/ess"):
-            assert metrics[f"shadow/twin/{name}"] == metrics[f"train/{name}"], name
-        found = [replay(capsule_folder(folder, step), ["cispo"] if u else [], update=u) for u in range(2)]
+            assert metrics[f"compare_losses/twin/{name}"] == metrics[f"train/{name}"], name
+        found = [replay(snapshot_folder(folder, step), ["cispo"] if u else [], update=u) for u in range(2)]
         assert all(f.difference is not None and f.difference <= 1e-6 for f in found), found
         norms = [f.recomputed["grad_norm"] for f in found]
         assert sum(norms) / 2 == pytest.approx(metrics["train/grad_norm"], rel=1e-6)
-    capsule = read_capsule(capsule_folder(folder, 1))
-    of_checkpoint = load_checkpoint(capsule, folder / "checkpoints" / "step_00001")
-    assert of_checkpoint.fingerprint_weights() == capsule.manifest.updates[0].fingerprints, "of both ranks' shards"
+    snapshot = read_snapshot(snapshot_folder(folder, 1))
+    of_checkpoint = load_checkpoint(snapshot, folder / "checkpoints" / "step_00001")
+    assert of_checkpoint.fingerprint_weights() == snapshot.manifest.updates[0].fingerprints, "of both ranks' shards"
     captured = read_captured(folder, 1)
     assert len(captured) == 16 and all("".join(c.pieces) for c in captured)
     assert all(np.isfinite(c.columns["logp_difference"]).any() for c in captured)
@@ -59,11 +59,11 @@ def test_a_run_of_two_deepspeed_ranks_is_reproduced_by_one_process_and_its_shado
     assert max(gap for gap, f in zip(gaps, first, strict=True) if f) < 1e-4, "trained on as it was sampled"
     assert min(gap for gap, f in zip(gaps, first, strict=True) if not f) > 1e-3, "the first update came in between"
     assert all(np.nanmax(np.abs(np.log(c.columns["ratio"]) - c.columns["logp_difference"])) < 1e-4 for c in captured)
-    assert len(capsule.manifest.updates[0].bins) == 2
+    assert len(snapshot.manifest.updates[0].bins) == 2
 
 
-def test_a_capsule_that_a_killed_run_did_not_complete_is_ignored(recipe, tmp_path):
-    """The run is held at the second file of a capsule by a pipe that nobody reads, and is killed there."""
+def test_a_snapshot_that_a_killed_run_did_not_complete_is_ignored(recipe, tmp_path):
+    """The run is held at the second file of a snapshot by a pipe that nobody reads, and is killed there."""
     command = [sys.executable, "main_rl.py", "--config", recipe({"capture.every": 30, "steps": 1000})]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -75,14 +75,14 @@ def test_a_capsule_that_a_killed_run_did_not_complete_is_ignored(recipe, tmp_pat
         return found[0]
 
     try:
-        home = wait_for(f"{CAPSULES}/step_00000/{MANIFEST}").parent.parent.parent
-        capsule_folder(home, 30).mkdir()
-        os.mkfifo(capsule_folder(home, 30) / "batch.jsonl")
-        wait_for(f"{CAPSULES}/step_00030/batch.npz")
+        home = wait_for(f"{SNAPSHOTS}/step_00000/{MANIFEST}").parent.parent.parent
+        snapshot_folder(home, 30).mkdir()
+        os.mkfifo(snapshot_folder(home, 30) / "batch.jsonl")
+        wait_for(f"{SNAPSHOTS}/step_00030/batch.npz")
     finally:
         run.send_signal(signal.SIGKILL)
         run.wait()
-    assert captured_steps(home) == [0] and replay(capsule_folder(home, 0), []).is_reproduced
-    for read in (lambda: read_captured(home, 30), lambda: replay(capsule_folder(home, 30), [])):
-        with pytest.raises(UserError, match=r"no complete capsule|the run ended before it was complete"):
+    assert captured_steps(home) == [0] and replay(snapshot_folder(home, 0), []).is_reproduced
+    for read in (lambda: read_captured(home, 30), lambda: replay(snapshot_folder(home, 30), [])):
+        with pytest.raises(UserError, match=r"no complete snapshot|the run ended before it was complete"):
             read()

@@ -1,4 +1,4 @@
-"""A support set: the engine samples from it, the trainer's softmax is taken over it, and nothing else has a chance."""
+"""Allowed tokens: the engine samples from them, and the trainer's softmax is taken over them alone."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import main_rl
 from analysis.capture.recompute import replay
 from core.errors import RunStopped, UserError
 from core.types.action_tokens import list_action_tokens
-from core.types.allowed_tokens import EVERY_TOKEN, Support
+from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_prep import tiny_vision_model
 from driver.evaluation.suites.generations import WHOLE
 from modeling.forward import compute_token_logp, forward
-from rollouts.allowed_tokens import find_support
+from rollouts.allowed_tokens import resolve_allowed_tokens
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
 from unit_tests.helpers.examples import run_here
@@ -34,27 +34,27 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCABULARY = 64
 SETS = {
-    "allowed": Support(allowed=(0, *range(2, 40, 3))),
-    "banned": Support(banned=(3, 17, 63)),
+    "allowed": AllowedTokens(allowed=(0, *range(2, 40, 3))),
+    "banned": AllowedTokens(banned=(3, 17, 63)),
 }
 
 
-def allows(support: Support) -> Tensor:
+def allows(allowed_tokens: AllowedTokens) -> Tensor:
     """Which of the tokens, [V]."""
-    return torch.tensor([not support.find_outside([i]) for i in range(VOCABULARY)])
+    return torch.tensor([not allowed_tokens.find_outside([i]) for i in range(VOCABULARY)])
 
 
-@pytest.mark.parametrize("support", SETS.values(), ids=SETS)
+@pytest.mark.parametrize("allowed_tokens", SETS.values(), ids=SETS)
 @pytest.mark.parametrize("chunk", [10**9, VOCABULARY * 7])
-def test_the_softmax_is_that_of_the_listed_tokens(support, chunk, monkeypatch):
+def test_the_softmax_is_that_of_the_listed_tokens(allowed_tokens, chunk, monkeypatch):
     monkeypatch.setattr("modeling.forward.CHUNK_LOGITS", chunk)
-    may = allows(support)
+    may = allows(allowed_tokens)
     torch.manual_seed(0)
     logits = (
         torch.randn(30, VOCABULARY, dtype=torch.float64) + 30 * ~may
     ).requires_grad_()  # all love what they may not
     labels = may.nonzero()[:, 0][torch.randint(int(may.sum()), (30,))]
-    got = compute_token_logp(logits, labels, temperature=0.7, entropy=True, support=support)
+    got = compute_token_logp(logits, labels, temperature=0.7, entropy=True, allowed_tokens=allowed_tokens)
     assert got.entropy is not None
     logp = (logits[:, may] / 0.7).log_softmax(-1)
     column = may.cumsum(0)[labels] - 1
@@ -65,16 +65,27 @@ def test_the_softmax_is_that_of_the_listed_tokens(support, chunk, monkeypatch):
     assert not gradients[0][:, ~may].any(), "a token that cannot be chosen gets no gradient"
 
 
-@pytest.mark.parametrize("support", SETS.values(), ids=SETS)
-def test_a_head_in_chunks_takes_the_same_softmax(support):
+@pytest.mark.parametrize("allowed_tokens", SETS.values(), ids=SETS)
+def test_a_head_in_chunks_takes_the_same_softmax(allowed_tokens):
     model = random_model("llama", vocab_size=4096)
-    rows = [s for s in some_samples(9, 20, 20, 3, 30) if not support.find_outside(s.token_ids[s.loss_mask].tolist())]
+    rows = [
+        s for s in some_samples(9, 20, 20, 3, 30) if not allowed_tokens.find_outside(s.token_ids[s.loss_mask].tolist())
+    ]
     if not rows:
-        support = Support(banned=support.banned, allowed=support.allowed and tuple(range(VOCABULARY)))
+        allowed_tokens = AllowedTokens(
+            banned=allowed_tokens.banned, allowed=allowed_tokens.allowed and tuple(range(VOCABULARY))
+        )
         rows = some_samples(9, 20, 20, 3, 30)
     whole, chunked = (
         forward(
-            model, model, packed(rows), layout="padded", temperature=0.7, entropy=True, logits_mib=mib, support=support
+            model,
+            model,
+            packed(rows),
+            layout="padded",
+            temperature=0.7,
+            entropy=True,
+            logits_mib=mib,
+            allowed_tokens=allowed_tokens,
         )
         for mib in (0, 1)
     )
@@ -84,14 +95,14 @@ def test_a_head_in_chunks_takes_the_same_softmax(support):
     assert (whole.logp > free).all(), "less to choose from makes each choice more probable"
 
 
-@pytest.mark.parametrize("support", SETS.values(), ids=SETS)
-def test_a_trained_token_outside_of_the_set_stops_the_run(support):
+@pytest.mark.parametrize("allowed_tokens", SETS.values(), ids=SETS)
+def test_a_trained_token_outside_of_the_set_stops_the_run(allowed_tokens):
     model = random_model("llama")
     rows = some_samples(40, 40)
     with pytest.raises(RunStopped, match="which the policy may not choose") as stopped:
-        forward(model, model, packed(rows), layout="padded", temperature=1.0, support=support)
+        forward(model, model, packed(rows), layout="padded", temperature=1.0, allowed_tokens=allowed_tokens)
     [named] = [int(word.rstrip(",")) for word in str(stopped.value).split() if word.rstrip(",").isdigit()]
-    assert support.find_outside([named])
+    assert allowed_tokens.find_outside([named])
 
 
 def loving_model(path: Path, tiny_path: str, prompt: list[int]) -> tuple[torch.nn.Module, int]:
@@ -111,9 +122,9 @@ def test_the_engine_never_samples_what_the_policy_loves_and_agrees_with_the_trai
     model, loved = loving_model(tmp_path, tiny_path, prompt)
     size = model.config.vocab_size
     others = tuple(i for i in range(size) if i != loved)
-    support = Support(banned=(loved,)) if kind == "banned" else Support(allowed=others[::3])
+    allowed_tokens = AllowedTokens(banned=(loved,)) if kind == "banned" else AllowedTokens(allowed=others[::3])
 
-    def play(support: Support, temperature: float = 1.0) -> list:
+    def play(allowed_tokens: AllowedTokens, temperature: float = 1.0) -> list:
         engine = HfEngine(
             EngineConfig(
                 model_path=str(tmp_path),
@@ -121,7 +132,7 @@ def test_the_engine_never_samples_what_the_policy_loves_and_agrees_with_the_trai
                 temperature=temperature,
                 max_model_len=64,
                 stop_token_ids=[1],
-                support=support,
+                allowed_tokens=allowed_tokens,
             )
         )
 
@@ -133,14 +144,16 @@ def test_the_engine_never_samples_what_the_policy_loves_and_agrees_with_the_trai
     free = [done.token_ids[0] for done in play(EVERY_TOKEN)]
     assert free.count(loved) > 35, "the policy loves this token"
     for temperature in (1.0, 0.0):
-        for done in play(support, temperature):
-            assert support.find_outside(done.token_ids) == []
+        for done in play(allowed_tokens, temperature):
+            assert allowed_tokens.find_outside(done.token_ids) == []
             ids = torch.tensor([prompt + done.token_ids])
             with torch.no_grad():
                 logits = model(ids).logits[0, len(prompt) - 1 : -1]
-            ours = compute_token_logp(logits, ids[0, len(prompt) :], temperature=1.0, entropy=False, support=support)
+            ours = compute_token_logp(
+                logits, ids[0, len(prompt) :], temperature=1.0, entropy=False, allowed_tokens=allowed_tokens
+            )
             assert done.logp == pytest.approx(ours.logp.tolist(), abs=1e-5)
-    assert len({done.token_ids[0] for done in play(support)}) > 5
+    assert len({done.token_ids[0] for done in play(allowed_tokens)}) > 5
 
 
 @pytest.fixture(scope="module")
@@ -154,18 +167,22 @@ def seeing(tmp_path_factory) -> ChatTokenizer:
 def test_stop_tokens_may_always_be_chosen_and_placeholders_never(seeing, tiny_path):
     text = ChatTokenizer(tiny_path, "chat")
     [end] = text.stop_token_ids
-    assert find_support(text, [], [end]) == EVERY_TOKEN
+    assert resolve_allowed_tokens(text, [], [end]) == EVERY_TOKEN
     digits = [text.encode(digit)[0] for digit in "74"]
-    assert find_support(text, ["7", "4"], [end, 90]) == Support(allowed=tuple(sorted([end, 90, *digits])))
+    assert resolve_allowed_tokens(text, ["7", "4"], [end, 90]) == AllowedTokens(
+        allowed=tuple(sorted([end, 90, *digits]))
+    )
     marks = ("<image>", "<fake_token_around_image>", "<global-img>")
     placeholders = tuple(sorted(seeing.hf.convert_tokens_to_ids(mark) for mark in marks))
-    assert find_support(seeing, [], seeing.stop_token_ids) == Support(banned=placeholders)
+    assert resolve_allowed_tokens(seeing, [], seeing.stop_token_ids) == AllowedTokens(banned=placeholders)
     actions = list_action_tokens(3)
     ids = [seeing.encode(token) for token in actions]
     assert [len(each) for each in ids] == [1, 1, 1], "one token each"
-    assert find_support(seeing, actions, [end]) == Support(allowed=tuple(sorted([end, *(i for [i] in ids)])))
-    with pytest.raises(UserError, match="names <image>, which stands for a picture and is never sampled"):
-        find_support(seeing, ["<act_0>", "<image>"], [end])
+    assert resolve_allowed_tokens(seeing, actions, [end]) == AllowedTokens(
+        allowed=tuple(sorted([end, *(i for [i] in ids)]))
+    )
+    with pytest.raises(UserError, match="names <image>, which stands for an image and is never sampled"):
+        resolve_allowed_tokens(seeing, ["<act_0>", "<image>"], [end])
 
 
 REFUSED = {
@@ -210,7 +227,7 @@ def test_a_run_its_replay_and_an_evaluation_stay_in_the_set(recipe, tmp_path, su
     steps = [line for line in logged if "train/mismatch/kl" in line]
     assert steps and all(abs(line["train/mismatch/kl"]) < 1e-5 for line in steps)
     assert all(line["train/entropy"] < 2.4 for line in steps), "ln 11, and that of the vocabulary is 4.6"
-    assert replay(folder / "capsules" / "step_00000", []).is_reproduced
+    assert replay(folder / "snapshots" / "step_00000", []).is_reproduced
 
     given = {
         "name": "eval",
@@ -218,7 +235,7 @@ def test_a_run_its_replay_and_an_evaluation_stay_in_the_set(recipe, tmp_path, su
         "run_dir": str(tmp_path / "runs"),
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "data": {"sets": [{"path": str(sums / "eval.parquet")}], "max_prompt_tokens": 32},
-        "reward": {"fn": "arithmetic", "workers": 1},
+        "reward": {"function": "arithmetic", "workers": 1},
         "rollout": {"engine": "hf", "max_new_tokens": 8, "allowed_tokens": ["4", "2"]},
     }
     (tmp_path / "eval.yaml").write_text(yaml.safe_dump(given))

@@ -1,4 +1,4 @@
-"""The key `shadow`: losses that are measured on the batches of the one that trains."""
+"""The key `compare_losses`: losses that are measured on the batches of the one that trains."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from core.types.samples import Batch, Group
 from data_feeds.packing.batches import Plan, token_weights
 
 
-def load_shadows(cfg: RLConfig, alg: PolicyGradient) -> list[NamedLoss]:
-    """Return the shadows of a recipe. Raises UserError for one that needs what the run does not compute."""
-    shadows = parse_losses(cfg.shadow, key="shadow", max_new_tokens=cfg.rollout.max_new_tokens)
+def load_compared_losses(cfg: RLConfig, alg: PolicyGradient) -> list[NamedLoss]:
+    """Return the compared losses of a recipe. Raises UserError for one that needs what the run does not compute."""
+    compared = parse_losses(cfg.compare_losses, key="compare_losses", max_new_tokens=cfg.rollout.max_new_tokens)
     columns = alg.required_columns | ({"prox_logp"} if cfg.updates_per_step > 1 else set())
-    for shadow in shadows:
+    for loss in compared:
         lack = describe_lack(
-            shadow,
+            loss,
             columns=columns,
             models=alg.frozen_models,
             entropy=alg.needs_entropy,
             group_size=cfg.group_size,
         )
-        if not lack and shadow.alg.whole_groups and not alg.whole_groups:
+        if not lack and loss.alg.whole_groups and not alg.whole_groups:
             lack = "compares whole groups, which the run's algorithm splits over micro-batches"
         if lack:
-            raise UserError(f"shadow: {shadow.name} {lack}: train with it, or leave it out here")
-    return shadows
+            raise UserError(f"compare_losses: {loss.name} {lack}: train with it, or leave it out here")
+    return compared
 
 
 @dataclass
-class Shadows:
-    """The shadows of a run, on the driver's side."""
+class ComparedLosses:
+    """The compared losses of a run, on the driver's side."""
 
     losses: list[NamedLoss]
     max_new_tokens: int
@@ -49,7 +49,7 @@ class Shadows:
     warned: set[str] = field(default_factory=set)
 
     def attach(self, updates: list[list[list[Batch]]], plans: list[Plan], groups: list[list[Group]]) -> None:
-        """Give every batch of the updates, [update][rank][micro-batch], its tokens as each shadow sees them.
+        """Give every batch of the updates, [update][rank][micro-batch], its tokens as each compare_losses sees them.
 
         groups: those of each update. Advantages are computed over all groups of the step, as the main ones are.
         """
@@ -61,16 +61,16 @@ class Shadows:
                 own = [[by_sample[id(s)] for s in g] for g in of_update]
                 for rank, shadowed in zip(batches, self._plan_like(loss, plan, of_update, own).batches(), strict=True):
                     for batch, other in zip(rank, shadowed, strict=True):
-                        batch.shadows[loss.name] = other.tokens
+                        batch.compared[loss.name] = other.tokens
 
     def _plan_like(self, loss: NamedLoss, plan: Plan, groups: list[Group], own: list[Group]) -> Plan:
-        """Return the plan of the same micro-batches with the samples and the weights of a shadow."""
+        """Return the plan of the same micro-batches with the samples and the weights of a compared loss."""
         weights = token_weights(own, loss.alg.loss_norm, horizon=self.max_new_tokens)
         pairs = [(s, other) for g, h in zip(groups, own, strict=True) for s, other in zip(g, h, strict=True)]
         if any(not np.array_equal(s.loss_mask, other.loss_mask) for s, other in pairs):
             raise RunStopped(
-                f"shadow: {loss.name} trains on other tokens than the run's algorithm (overlong.mode, or its own "
-                "`excluded`), so it cannot watch the same batches: leave it out, and compare with python -m "
+                f"compare_losses: {loss.name} trains on other tokens than the run's algorithm (overlong.mode, or "
+                "its own `excluded`), so it cannot watch the same batches: leave it out, and compare with python -m "
                 "analysis.capture.replay"
             )
         at = {id(s): (other, weight) for (s, other), weight in zip(pairs, weights, strict=True)}
@@ -78,7 +78,7 @@ class Shadows:
         return replace(plan, samples=[other for other, _ in found], weights=[weight for _, weight in found])
 
     def drop_non_finite(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics without those of a shadow that are not finite: it must not end a run that it watches."""
+        """Drop metrics of compared losses that are not finite: they must not end the run."""
         bad = [name for name, value in metrics.items() if name.startswith(names.SHADOW) and not math.isfinite(value)]
         for name in sorted({*bad} - self.warned):
             self.say(f"WARNING: {name} is {metrics[name]}; where it is not finite it is left out of the log")

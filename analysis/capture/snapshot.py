@@ -1,12 +1,12 @@
-"""A capsule: one step of a run, with all that computing it again needs. RUN/capsules/step_00010/ holds
+"""A snapshot: one step of a run, with all that computing it again needs. RUN/snapshots/step_00010/ holds
 
-    capsule.json     the facts below, and the size of every other file; renamed into place last
+    snapshot.json     the facts below, and the size of every other file; renamed into place last
     samples.jsonl, tokens.npz    what a viewer shows: the text and the numbers of every token (tokens.py)
     batch.jsonl, batch.npz       what a loss reads: ids, masks, rewards, advantages, columns (batch_file.py)
     algorithm.py     a copy of the run's algorithm, where it is a file of its own
     weights/update_0/, ...       the weights before each update, with capture.weights
 
-A folder without capsule.json was left by a run that was killed, and is never read.
+A folder without snapshot.json was left by a run that was killed, and is never read.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from analysis.capture.batch_file import in_order, read_batch, write_batch
-from analysis.capture.tokens import CAPSULES, MANIFEST, UNREADABLE, CapturedSample, captured_steps, write_captured
+from analysis.capture.tokens import MANIFEST, SNAPSHOTS, UNREADABLE, CapturedSample, captured_steps, write_captured
 from core.errors import UserError, first_line, writing
 from core.loading import FileSpec, hash_file
 from core.text.atomic_write import flush_folder, flush_path, measure_sizes, write_whole
-from core.types.allowed_tokens import EVERY_TOKEN, Support
+from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.row_layout import RowLayout
 from core.types.samples import Group
 from data_feeds.packing.batches import Plan
 
 FORMAT = 1
 ALGORITHM = "algorithm.py"
-INCOMPLETE = "the capsule is incomplete, and will not be read"
+INCOMPLETE = "the snapshot is incomplete, and will not be read"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,8 @@ class RunFacts:
     updates_per_step: int
     layout: RowLayout
     on_cpu: bool
-    support: Support = EVERY_TOKEN
-    """Tokens over which the softmax is taken; all in capsules of earlier versions."""
+    allowed_tokens: AllowedTokens = EVERY_TOKEN
+    """Tokens over which the softmax is taken; all in snapshots of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +70,13 @@ class UpdateFacts:
     fingerprints: dict[str, dict[str, int]]
     """Checksums of the weights before the update, by scope and tensor; see trainers/weight_sync/fingerprint.py."""
     episodes: list[int] | None = None
-    """Number of each sample's episode; None in capsules of earlier versions, where each sample is one."""
+    """Number of each sample's episode; None in snapshots of earlier versions, where each sample is one."""
     has_seq_ids: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Contents of capsule.json."""
+    """Contents of snapshot.json."""
 
     step: int
     version: int
@@ -93,8 +93,8 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capsule:
-    """Complete capsule on disk."""
+class StepSnapshot:
+    """Complete snapshot on disk."""
 
     folder: Path
     manifest: Manifest
@@ -103,7 +103,7 @@ class Capsule:
 
     @property
     def alg_file(self) -> FileSpec:
-        """File of the run's algorithm: the copy in the capsule, or a module of algs/ as it is now."""
+        """File of the run's algorithm: the copy in the snapshot, or a module of algs/ as it is now."""
         spec = self.manifest.run.alg_file
         if spec.in_package:
             return FileSpec(module=spec.module, path=spec.path, sha256=hash_file(own_module(spec)), in_package=True)
@@ -134,10 +134,10 @@ def own_module(spec: FileSpec) -> Path:
     return Path(__file__).parent.parent.parent / f"{spec.module.replace('.', '/')}.py"
 
 
-def write_capsule(
+def write_snapshot(
     folder: Path, manifest: Manifest, captured: list[CapturedSample], of_updates: list[list[Group]]
 ) -> None:
-    """Write a capsule; it exists when this returns, and not before."""
+    """Write a snapshot; it exists when this returns, and not before."""
     with writing(folder, meaning=INCOMPLETE):
         folder.mkdir(parents=True, exist_ok=True)
         write_captured(folder, captured)
@@ -150,41 +150,43 @@ def write_capsule(
         flush_path(folder)
 
 
-def read_capsule(folder: Path) -> Capsule:
-    """Read a capsule. Raises UserError for a folder that holds none, an incomplete or a damaged one."""
+def read_snapshot(folder: Path) -> StepSnapshot:
+    """Read a snapshot. Raises UserError for a folder that holds none, an incomplete or a damaged one."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise UserError(f"{folder} is not a capsule: {_describe_lack(folder)}")
+        raise UserError(f"{folder} is not a snapshot: {_describe_lack(folder)}")
     try:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
-            raise UserError(f"{folder}: the capsule has format {raw['format']}, and this version reads {FORMAT}")
+            raise UserError(f"{folder}: the snapshot has format {raw['format']}, and this version reads {FORMAT}")
         sizes: dict[str, int] = raw.pop("sizes")
         for name, size in sizes.items():
             if not (folder / name).is_file() or (folder / name).stat().st_size != size:
-                raise UserError(f"the capsule {folder} is damaged: {name} is missing or has another size than {size}")
-        return Capsule(folder=folder, manifest=_parse_manifest(raw), groups=read_batch(folder))
+                raise UserError(f"the snapshot {folder} is damaged: {name} is missing or has another size than {size}")
+        return StepSnapshot(folder=folder, manifest=_parse_manifest(raw), groups=read_batch(folder))
     except UNREADABLE as error:
-        raise UserError(f"the capsule {folder} is damaged: {first_line(error)}") from error
+        raise UserError(f"the snapshot {folder} is damaged: {first_line(error)}") from error
 
 
 def _parse_manifest(raw: dict[str, Any]) -> Manifest:
     run = dict(raw.pop("run"))
     run |= {"alg_file": FileSpec(**run["alg_file"]), "layout": RowLayout(**run["layout"])}
-    if (given := run.get("support")) is not None:
+    if (given := run.get("allowed_tokens")) is not None:
         allowed = given["allowed"]
-        run["support"] = Support(allowed=None if allowed is None else tuple(allowed), banned=tuple(given["banned"]))
+        run["allowed_tokens"] = AllowedTokens(
+            allowed=None if allowed is None else tuple(allowed), banned=tuple(given["banned"])
+        )
     updates = [UpdateFacts(**u) for u in raw.pop("updates")]
     return Manifest(run=RunFacts(**run), updates=updates, **raw)
 
 
 def _describe_lack(folder: Path) -> str:
-    """Return why a folder is no capsule, and which one may be meant."""
+    """Return why a folder is no snapshot, and which one may be meant."""
     if not folder.is_dir():
         return "there is no such folder"
-    if folder.parent.name == CAPSULES:
+    if folder.parent.name == SNAPSHOTS:
         return f"it has no {MANIFEST}, so the run ended before it was complete"
-    home = folder.parent if folder.name == CAPSULES else folder
+    home = folder.parent if folder.name == SNAPSHOTS else folder
     if steps := captured_steps(home):
-        return f"name one of the {len(steps)} in {home / CAPSULES}, such as step_{steps[-1]:05d}"
-    return f"it has no {MANIFEST}; a run keeps capsules with capture.every"
+        return f"name one of the {len(steps)} in {home / SNAPSHOTS}, such as step_{steps[-1]:05d}"
+    return f"it has no {MANIFEST}; a run keeps snapshots with capture.every"

@@ -14,31 +14,31 @@ from core.types.samples import Policy, Tokens
 from trainers.meter import Meter
 
 
-class ShadowMeter:
-    """Metrics of shadow losses over the updates of a step."""
+class ComparedLossMeter:
+    """Metrics of compared losses over the updates of a step."""
 
-    def __init__(self, shadows: Mapping[str, Algorithm]):
-        self.shadows = shadows
-        self.totals = {name: Meter() for name in shadows}
+    def __init__(self, compared: Mapping[str, Algorithm]):
+        self.compared = compared
+        self.totals = {name: Meter() for name in compared}
         self.seen: list[tuple[Policy, dict[str, Tokens]]] = []
-        """Policy of each micro-batch of the update, and its tokens as each shadow sees them."""
+        """Policy of each micro-batch of the update, and its tokens as each compare_losses sees them."""
 
     def see(self, policy: Policy, tokens: dict[str, Tokens]) -> None:
         """Keep the policy of a micro-batch, without its graph, until the update is complete."""
-        if self.shadows:
+        if self.compared:
             entropy = None if policy.entropy is None else policy.entropy.detach()
             self.seen.append((Policy(logp=policy.logp.detach(), entropy=entropy), tokens))
 
     @torch.no_grad()
     def end_update(self, add_up: Callable[[Tensor], Tensor], *, was_made: bool) -> None:
-        """Measure every shadow on what was seen. As for the loss that trains, an update that was skipped counts not.
+        """Measure every compared loss on the batches seen. A skipped update does not count.
 
         add_up: sums a tensor over the ranks, for the losses that need sums over the whole update.
         """
         seen, self.seen = self.seen, []
         if not was_made:  # the same on every rank
             return
-        for name, alg in self.shadows.items():
+        for name, alg in self.compared.items():
             own = [(as_needed_by(alg, policy), tokens[name]) for policy, tokens in seen]
             totals = sum_totals(alg, own, add_up)
             for policy, plain in own:
