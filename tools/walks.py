@@ -2,8 +2,8 @@
 
 Each walk is a real run of one step, in this process, with the smallest recipe that takes it. A walk has events:
 functions that a step calls in this order. A file is on the walk if it is on the call stack at one of them: control
-passes through it from the first event to the last. A file of more than 350 lines counts twice. `--all` lists the other files
-too in which a function ran meanwhile: types, timers, checks, and what the walk's files call.
+passes through it from the first event to the last. A file of more than 350 lines counts twice. `--all` lists the
+other files too in which a function ran meanwhile: types, timers, checks, and what the walk's files call.
 """
 
 from __future__ import annotations
