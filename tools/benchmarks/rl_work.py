@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from core.timing.phases import REST, STEP, Phase, time_metric
+from data_prep import arithmetic
 
 ROOT = Path(__file__).parent.parent.parent
 LR = 1e-6
@@ -37,6 +38,15 @@ WORKLOADS = {
     "short": Workload(prompts=8, samples=8, new_tokens=32, max_prompt=128, solved=0),
     "long": Workload(prompts=4, samples=8, new_tokens=64, max_prompt=640, solved=38, micro_batch_tokens=6144),
 }
+
+
+def make_sums(folder: Path) -> Path:
+    """Make the prompts of configs/smollm2_arithmetic.yaml, if they are missing; return the file to train on."""
+    file = folder / "train.parquet"
+    if not file.is_file():
+        form = "Calculate {a} {op} {b}. Reply with the number only."
+        arithmetic.main(["--out", str(folder), "--max", "20", "--train", "150", "--eval", "50", "--prompt-form", form])
+    return file
 
 
 def write_prompts(data: Path, work: Workload, file: Path) -> Path:

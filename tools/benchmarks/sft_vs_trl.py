@@ -53,7 +53,7 @@ def make_updates(args: argparse.Namespace) -> list[list[Row]]:
     """Return ids and mask, [update][row]: drawn at random without replacement until all rows are used, then again."""
     from data_feeds.chat.tokenizer import ChatTokenizer
 
-    tokenizer = ChatTokenizer(args.model, "chat")
+    tokenizer = ChatTokenizer(str(ROOT / args.model), "chat")
     given = [json.loads(line) for line in args.data.read_text().splitlines() if line.strip()]
     random.Random(0).shuffle(given)
 
