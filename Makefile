@@ -54,7 +54,7 @@ ONLY ?=
 mutants: set-test  ## plant bugs one at a time, and name those that no test notices; ONLY=algs/ for some
 	$(BIN)/python tools/mutants.py --only '$(ONLY)'
 
-newest:  ## the fast and the slow tests with the newest versions of everything, in .venv-newest
+newest:  ## the fast and the slow tests with the newest versions of everything, in a new .venv-newest
 	@$(PYTHON) tools/install.py --newest
 	.venv-newest/bin/python -m pytest -q -m "not verify"
 

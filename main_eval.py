@@ -7,38 +7,66 @@ evaluation that was killed goes on where it was with `resume`.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from core.cli import parse_arguments, run_guarded
 
 if TYPE_CHECKING:
+    from configs.eval_schema import EvalConfig
     from driver.context import RunContext
-    from driver.evaluation.suites.run import EvalRun
+    from driver.evaluation.suites.run import EvalReport, EvalRun
+    from driver.evaluation.suites.table import TableRow
 
 
-async def evaluate(run: EvalRun) -> None:
-    """Sample every prompt, grade the samples and write the results."""
+async def evaluate(run: EvalRun) -> list[TableRow]:
+    """Sample every prompt, grade the samples and write the results; return their table."""
     await run.sample_all()
-    run.report()
+    return run.report()
 
 
 def main() -> int:
-    args = parse_arguments("main_eval.py", "Evaluate a model on data sets.")
-    from driver.context import run_in_context
+    args = parse_arguments("Evaluate a model on data sets.")
     from driver.evaluation.suites.explain import explain_eval
-    from driver.evaluation.suites.setup import load_eval_recipe, prepare_eval, start_eval
+    from driver.evaluation.suites.setup import load_eval_recipe
 
     cfg = load_eval_recipe(args.config, args.overrides)
     if args.explain:
         print(explain_eval(cfg))
         return 0
+    launch(cfg)
+    return 0
+
+
+def run(config: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> EvalReport:
+    """Evaluate from Python, in a notebook too, and return the table and the folder with the samples.
+
+    config: the path of a recipe, or its keys and values. overrides: such as model.path=models/mine. Mistakes in them
+    raise core.errors.UserError, and an evaluation that must stop raises core.errors.RunStopped.
+    """
+    from driver.evaluation.suites.setup import load_eval_recipe
+    from driver.from_python import call_from_python
+
+    return call_from_python(lambda: launch(load_eval_recipe(config, overrides)))
+
+
+def launch(cfg: EvalConfig) -> EvalReport:
+    """Prepare, sample and grade."""
+    from core.cluster.private_ray import refuse_second_ray
+    from driver.context import run_in_context
+    from driver.evaluation.suites.run import EvalReport
+    from driver.evaluation.suites.setup import prepare_eval, start_eval
+
+    if cfg.backend == "ray":
+        refuse_second_ray()
     prepared = prepare_eval(cfg)
+    table: list[TableRow] = []
 
     async def body(context: RunContext) -> None:
-        await evaluate(await start_eval(prepared, context))
+        table.extend(await evaluate(await start_eval(prepared, context)))
 
-    run_in_context(cfg, body)
-    return 0
+    result = run_in_context(cfg, body)
+    return EvalReport(folder=result.folder, table=table)
 
 
 if __name__ == "__main__":

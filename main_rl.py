@@ -41,7 +41,7 @@ async def train(run: Run) -> None:
 
 
 def main() -> int:
-    args = parse_arguments("main_rl.py", "Train a policy by reinforcement learning.")
+    args = parse_arguments("Train a policy by reinforcement learning.")
     from configs.schema import RLConfig
     from driver.program import run_program
 

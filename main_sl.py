@@ -32,7 +32,7 @@ async def train(run: Run) -> None:
 
 
 def main() -> int:
-    args = parse_arguments("main_sl.py", "Train a model on given text.")
+    args = parse_arguments("Train a model on given text.")
     from configs.schema import SLConfig
     from driver.program import run_program
 

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable
 
 
-def parse_arguments(program: str, description: str, argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(description: str) -> argparse.Namespace:
     """Parse the command line. No heavy import happens before this returns, so --help is quick."""
-    parser = argparse.ArgumentParser(program, description=description)
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", required=True, metavar="FILE", help="a YAML recipe; see configs/")
     parser.add_argument(
         "--explain",
@@ -20,7 +20,7 @@ def parse_arguments(program: str, description: str, argv: list[str] | None = Non
         help="print the resolved configuration and the arithmetic that follows from it, and start nothing",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as trainer.lr=1e-5 steps=50")
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 def run_guarded(run: Callable[[], int]) -> int:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     *("core", "configs", "modeling", "data_feeds", "algs", "trainers/weight_sync", "trainers", "analysis/capture"),
     *("rewards", "rollouts", "analysis/compared_losses", "driver", "main_rl", "main_sl", "main_eval", "analysis"),
-    "analysis/capture/replay",
+    *("feynrl", "analysis/capture/replay"),
 )
 """From the ground up: a file imports from its own layer and from those before it. The longest prefix counts."""
 BESIDE = ("data_prep", "tools")

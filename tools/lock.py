@@ -52,7 +52,8 @@ def lock(pyproject: dict[str, Any], installed: Installed) -> tuple[str, list[str
     project, ours = pyproject["project"], pyproject["tool"]["feynrl"]
     extras = project["optional-dependencies"]
     never, later = set(ours["never"]), set(ours["later"])
-    run = [*project["dependencies"], *extras["cpu"]]
+    # setuptools too: the link to the clone is made without asking a package index
+    run = [*pyproject["build-system"]["requires"], *project["dependencies"], *extras["cpu"]]
     standard = [*run, *extras["trackers"]]
     beside = ("tensorboard", "lm-eval", "gymnasium", "test", "dev")
     test = [*standard, *(one for name in beside for one in extras[name])]

@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from core.cli import run_guarded
@@ -21,10 +20,10 @@ from core.cli import run_guarded
 SEQUENCES, TOKENS = 32, 64
 
 
-def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. No heavy import happens before this returns."""
     parser = argparse.ArgumentParser(
-        "python -m analysis.doctor",
+        "feynrl doctor",
         description="Check a set-up before a long run, and find the cause where engine and trainer disagree.",
     )
     parser.add_argument("target", metavar="RUN_OR_CONFIG", help="a run folder, or a YAML recipe; see configs/")
@@ -49,7 +48,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     from analysis.doctor.examine import Sampling, examine
     from analysis.doctor.recipe_checks import check_recipe
@@ -96,4 +95,4 @@ def describe_counts(errors: int, warnings: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_guarded(partial(main, sys.argv[1:])))
+    sys.exit(run_guarded(main))

@@ -17,9 +17,7 @@ SAMPLES = 32
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        "python -m analysis.report", description="Make one HTML file of one or more run folders."
-    )
+    parser = argparse.ArgumentParser("feynrl report", description="Make one HTML file of one or more run folders.")
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="a run folder, such as runs/NAME-TIME")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the page; unset: report.html, in the folder of the only run or here"

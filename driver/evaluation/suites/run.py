@@ -28,6 +28,16 @@ OF_SET = "set"
 """Column of the table that holds the name of the data set."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    """Outcome of an evaluation that came to its end."""
+
+    folder: Path
+    """Run folder, with results.json, config.yaml and every sample in Parquet."""
+    table: list[TableRow]
+    """Estimates with their intervals; the first row is of all prompts."""
+
+
 @dataclass
 class EvalRun:
     """The objects of one evaluation."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,9 @@ class PreparedEval:
     """The checkpoint that `model.path` names, if it names one."""
 
 
-def load_eval_recipe(path: str, overrides: list[str]) -> EvalConfig:
-    """Read and validate a recipe. Raises UserError that names the file or the key, and the fix."""
-    raw = read_recipe(path)
+def load_eval_recipe(recipe: str | Mapping[str, Any], overrides: Sequence[str]) -> EvalConfig:
+    """Validate a recipe, given as a file or as keys. Raises UserError that names the file or the key, and the fix."""
+    raw = read_recipe(recipe)
     for item in overrides:
         apply_override(raw, item)
     cfg: EvalConfig = validate(EvalConfig, raw, prefix="")
