@@ -79,7 +79,7 @@ def test_a_notebook_trains_and_evaluates(recipe, tmp_path, sums, one_thread):
         "backend": "local",
         "run_dir": str(tmp_path / "runs"),
         "data": {"sets": [{"path": str(sums / "eval.parquet")}], "max_prompt_tokens": 32},
-        "reward": {"fn": "arithmetic", "workers": 1},
+        "reward": {"function": "arithmetic", "workers": 1},
         "rollout": {"engine": "hf", "max_new_tokens": 4},
     }
 
@@ -114,7 +114,7 @@ def linked(tmp_path_factory) -> Path:
     (site / "packages.pth").write_text(sysconfig.get_path("purelib"))
     before = {path.name for path in (folder / "clone").iterdir()}
     python = str(folder / "env" / "bin" / "python")
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-build-isolation"]
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps"]
     subprocess.run([*pip, "--editable", str(folder / "clone")], check=True, cwd=folder, capture_output=True)
     left = {path.name for path in (folder / "clone").iterdir()} - before
     assert left <= {"build"}, "nothing that lies on the path of every run"
