@@ -7,8 +7,8 @@ the package's base class (`Algorithm`, `Env`, `Engine`), or a function of the do
     spec = resolve("/any/where/my_loss.py", "algs", offers=...)      a file, wherever it lies
     module = load_module(spec)                                  here, or in another process, from the same bytes
 
-A class loaded by path cannot be unpickled elsewhere. So a FileSpec is sent instead: each process loads the file
-itself, and refuses when the bytes are not those that the driver saw.
+A class loaded by path cannot be unpickled elsewhere. So its FileSpec is sent too: each process loads the file itself,
+and refuses when the bytes are not those that the driver saw. `reduce_by_file` does this for an object.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -33,6 +34,8 @@ from core.timing.deadlines import IMPORT_TIMEOUT_S
 from core.timing.import_guard import ImportTooSlow, limit_import
 
 T = TypeVar("T")
+LOADED: dict[str, FileSpec] = {}
+"""Files that this process has loaded, by module name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +116,7 @@ def load_module(spec: FileSpec) -> ModuleType:
             f"{path} is not the file this run began with (sha256 {found[:12]}, expected {spec.sha256[:12]});"
             " do not change it during the run, and keep it the same on every machine"
         )
+    LOADED[spec.module] = spec
     if spec.module in sys.modules:
         return sys.modules[spec.module]
     try:
@@ -122,6 +126,25 @@ def load_module(spec: FileSpec) -> ModuleType:
         raise
     except BaseException as error:  # a border: this is the user's code, whatever it raises
         raise UserError(f"{_locate_error(error, path)} cannot be imported: {_explain(error)}") from error
+
+
+def reduce_by_file(value: object, state: Any) -> Any:
+    """Return what pickle makes of an object whose class may lie in a file of the user's: the file first, then `state`.
+
+    Where it arrives, `load_module` checks the file before pickle looks up any class of `state` in it.
+    """
+    cls = type(value)
+    spec = LOADED.get(cls.__module__)
+    return (make_empty, (cls,), state) if spec is None else (load_empty, (spec, cls.__qualname__), state)
+
+
+def load_empty(spec: FileSpec, qualname: str) -> Any:
+    return make_empty(attrgetter(qualname)(load_module(spec)))
+
+
+def make_empty(cls: type[T]) -> T:
+    """Return an instance without its attributes, which pickle sets."""
+    return cls.__new__(cls)
 
 
 def hash_file(path: Path) -> str:

@@ -7,6 +7,8 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from core.loading import reduce_by_file
+
 LARGEST_INT = 2**31 - 1
 LARGEST_FLOAT = 1e9
 Seconds = Annotated[float, Field(gt=0, le=1e7)]
@@ -23,6 +25,9 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+    def __reduce__(self) -> Any:
+        return reduce_by_file(self, self.__getstate__())  # the class of an algorithm may lie in a file of the user's
 
     @field_validator("*", mode="before")
     @classmethod

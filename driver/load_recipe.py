@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from algs import find_algorithm
-from analysis.capture.losses import with_length_limit
+from algs.base import Algorithm, PolicyGradient
 from configs.load import apply_override, has_key, read_recipe, read_yaml, validate
 from configs.renamed import find_renamed
 from configs.schema import RLConfig, RunConfig
@@ -24,10 +24,12 @@ C = TypeVar("C", bound=RunConfig)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded(Generic[C]):
-    """A valid configuration, and the file that holds its algorithm."""
+    """A valid configuration, with the algorithm of its section `alg`."""
 
     cfg: C
+    alg: Algorithm
     alg_spec: FileSpec
+    """File that defines the algorithm."""
     given: frozenset[str] = frozenset()
     """Keys that the recipe sets, dotted."""
 
@@ -64,7 +66,16 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
         check_engine(cfg)
     if given is not None:
         check_keys(cfg, alg, given)
-    return Loaded(cfg=cfg.model_copy(update={"alg": alg.model_dump()}), alg_spec=spec, given=given or frozenset())
+    cfg = cfg.model_copy(update={"alg": alg.model_dump()})
+    return Loaded(cfg=cfg, alg=alg, alg_spec=spec, given=given or frozenset())
+
+
+def with_length_limit(alg: Algorithm, max_new_tokens: int) -> Algorithm:
+    """Return the algorithm with `overlong.max_tokens` set: by default it is the rollout's token budget."""
+    if not isinstance(alg, PolicyGradient) or alg.overlong.mode != "penalty" or alg.overlong.max_tokens is not None:
+        return alg
+    overlong = alg.overlong.model_dump() | {"max_tokens": max_new_tokens}
+    return validate(type(alg), alg.model_dump() | {"overlong": overlong}, prefix="alg.")
 
 
 def refuse_renamed(raw: Mapping[str, Any], *, is_rl: bool, is_known: Callable[[str], bool]) -> None:

@@ -20,7 +20,6 @@ from algs.base import Algorithm, Metrics, sum_totals
 from algs.returned import check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError, writing
-from core.reads import record_reads
 from core.timing.clock import ActivityTimer
 from core.timing.phases import TRAINER_ACTIVITIES, Activity
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
@@ -74,9 +73,7 @@ class Trainer:
     ):
         self.device, self.cfg, self.temperature, self.sources = device, cfg, temperature, sources
         self.allowed_tokens = allowed_tokens
-        self.settings_read: set[str] = set()
-        """Hyper-parameters that this process has read, by dotted name; see driver/checks/unused_keys.py."""
-        self.alg = record_reads(alg, self.settings_read, everywhere=True)
+        self.alg = alg
         self.timer = ActivityTimer(*TRAINER_ACTIVITIES)
         self.compared = compared
         self.record: StepRecord | None = None
@@ -133,10 +130,6 @@ class Trainer:
     def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> None:
         """Gather the tensors of `scopes` and write them, from one rank."""
         raise NotImplementedError
-
-    def list_settings_read(self) -> set[str]:
-        """Return the hyper-parameters that were read so far, by dotted name."""
-        return set(self.settings_read)
 
     def describe_layout(self) -> RowLayout:
         """Return the layout of rows that suits all models: padded if one of them is, shared if all of them can."""

@@ -7,9 +7,8 @@ from typing import Any
 from algs.base import Algorithm, PolicyGradient
 from algs.check import fixtures, instruments
 from algs.check.fixtures import MadeUpStep
-from algs.check.instruments import with_settings
+from algs.check.instruments import record_reads, with_settings
 from algs.check.update import ObligationFailed, describe_any_difference, update_on_groups
-from core.reads import record_reads
 
 
 def reads_what_it_declares(alg: Algorithm) -> str:

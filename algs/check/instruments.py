@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import torch
 from pydantic import BaseModel, ValidationError
@@ -14,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from algs.base import Algorithm, PolicyGradient
 from core.strict_model import StrictModel
+
+S = TypeVar("S", bound=StrictModel)
 
 
 class OtherPath(Exception):
@@ -63,6 +66,30 @@ class ReplayDetached(TorchFunctionMode):
 def _any_live(args: Any) -> bool:
     flat = [x for a in args for x in (cast(list[Any], a) if isinstance(a, (list, tuple)) else [a])]
     return any(isinstance(x, Tensor) and x.requires_grad for x in flat)
+
+
+def record_reads(section: S, reads: set[str], prefix: str = "") -> S:
+    """Return a copy of the settings that adds the dotted name of each attribute that is read to `reads`.
+
+    Sections that are declared in the same file are copied likewise. Validation and model_dump read nothing.
+    """
+    cls = type(section)
+
+    def record_read(self: Any, name: str) -> Any:
+        reads.add(prefix + name)
+        return super(twin_cls, self).__getattribute__(name)
+
+    # not through pydantic's metaclass, which would build all fields again: a hundred times slower
+    twin_cls = ABCMeta.__new__(
+        type(cls), cls.__name__, (cls,), {"__getattribute__": record_read, "__module__": cls.__module__}
+    )
+    twin = section.model_copy()
+    inside = vars(twin)
+    for name, value in vars(section).items():
+        if isinstance(value, StrictModel) and type(value).__module__ == cls.__module__:
+            inside[name] = record_reads(value, reads, f"{prefix}{name}.")
+    object.__setattr__(twin, "__class__", twin_cls)  # the model itself is frozen
+    return twin
 
 
 def list_own_fields(alg: Algorithm) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from algs import find_algorithm
-from algs.base import Algorithm, PolicyGradient, assign_advantages
+from algs.base import PolicyGradient, assign_advantages
 from algs.returned import check_advantages
 from configs.load import validate
 from core.errors import UserError
 from core.loading import FileSpec
 from core.types.samples import Column, Group, Sample
+from driver.load_recipe import with_length_limit
 
 LABEL = r"[\w.+-]{1,60}"
 
@@ -65,14 +66,6 @@ def parse_loss(given: str | Mapping[str, Any], *, key: str, max_new_tokens: int)
 
 def _kind_of(given: str) -> str:
     return "file" if given.endswith(".py") or "/" in given else "name"
-
-
-def with_length_limit(alg: Algorithm, max_new_tokens: int) -> Algorithm:
-    """Return the algorithm with `overlong.max_tokens` set: by default it is the rollout's token budget."""
-    if not isinstance(alg, PolicyGradient) or alg.overlong.mode != "penalty" or alg.overlong.max_tokens is not None:
-        return alg
-    overlong = alg.overlong.model_dump() | {"max_tokens": max_new_tokens}
-    return validate(type(alg), alg.model_dump() | {"overlong": overlong}, prefix="alg.")
 
 
 def describe_lack(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-from algs import load_algorithm
 from algs.base import Algorithm
 from analysis.doctor.findings import Finding, Say, attempt
 from configs.schema import RLConfig, RunConfig
@@ -87,9 +86,9 @@ class Parts:
     def tokenizer(self) -> ChatTokenizer:
         return make_tokenizer(self.cfg.model, self.cfg.data)
 
-    @cached_property
+    @property
     def alg(self) -> Algorithm:
-        return load_algorithm(self.loaded.alg_spec, self.cfg.alg)
+        return self.loaded.alg
 
     def look(self) -> Iterator[Finding]:
         """Yield a finding for each part, and for a part that needs another one only where that could be read."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import yaml
 
-from algs import load_algorithm
 from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig, TrainerConfig
@@ -42,7 +41,7 @@ def describe_arithmetic(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     cfg: RunConfig = loaded.cfg
     trainer = cfg.trainer
     if isinstance(cfg, SLConfig):
-        rows = load_algorithm(loaded.alg_spec, cfg.alg).rows
+        rows = loaded.alg.rows
         tokens = cfg.rows_per_step * cfg.data.max_tokens * (2 if rows == "pairs" else 1)
         return [
             ("a step", f"{cfg.rows_per_step} {ROWS[rows]} -> at most {tokens:,} tokens -> 1 optimizer update"),
@@ -134,7 +133,7 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
         m = estimate_memory(loaded)
     except ModelUnreadable as error:  # a recipe may name a model that is made later
         return [("memory", f"unknown: {error}")]
-    alg = load_algorithm(loaded.alg_spec, loaded.cfg.alg)
+    alg = loaded.alg
     models = 1 if alg.value_lr is None else 2
     of_adapter = f", and {m.adapter:,} of the adapter, which alone are trained" if m.adapter else ""
     rows = [
@@ -162,7 +161,7 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
     n = count_parameters(cfg.model.path, trust_remote_code=trusts)
     held, states = count_held(cfg), count_states(cfg)
     each = count_bytes(cfg)
-    alg = load_algorithm(loaded.alg_spec, cfg.alg)
+    alg = loaded.alg
     lora = cfg.model.lora
     adapter = 0 if lora is None else count_adapter(cfg.model.path, lora, trust_remote_code=trusts)
     critic = 0 if alg.value_lr is None else n  # the value model is as large as the policy, and has no adapter

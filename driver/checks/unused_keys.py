@@ -1,8 +1,8 @@
-"""Refuse keys that a recipe sets and that nothing reads.
+"""Refuse keys that a recipe sets and that nothing reads, before the start.
 
-Two ways, because a key and a hyper-parameter are read differently. RULES below say of keys of the schema when they are
-of no use, and a recipe is refused before the start. Hyper-parameters belong to algorithms that anyone may write: they
-are watched while the first step is made, in the driver and in every trainer, and one that nobody read ends the run.
+RULES below say of keys of the schema when they are of no use, and TERM_RULES of the terms that every policy gradient
+has. The hyper-parameters of a single algorithm belong to whoever wrote it: `python -m algs.check` fails for one that is
+never read.
 
 Keys that say where and how large a run is (engines, memory, deadlines, transports) have no rule: a recipe keeps them
 when it runs on another machine or under `backend: local`.
@@ -12,19 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from algs.base import Algorithm
+from algs.base import Algorithm, PolicyGradient
 from configs.schema import RLConfig, RunConfig, SLConfig
 from core.errors import UserError
 from driver.start.devices import shares_devices
-
-if TYPE_CHECKING:
-    from core.cluster.workers import Workers
-    from trainers.trainer import Trainer
-
-NOT_READ_BY_ALGORITHMS = ("name", "file")
-"""Keys of `alg` that find the algorithm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +26,7 @@ class Rule:
 
     keys: tuple[str, ...]
     is_unused: Callable[[Any], bool]
-    """Whether they are of no use under this configuration."""
+    """Whether they are of no use under this configuration, or for TERM_RULES under this algorithm."""
     why: str
 
 
@@ -104,7 +97,35 @@ RULES = (
         why="rollout.max_turns is 1, and the one turn is the episode",
     ),
 )
-"""Every rule. A test has a recipe for each key here."""
+"""Every rule of the schema. A test has a recipe for each key here."""
+TERM_RULES = (
+    Rule(
+        keys=("alg.kl.place", "alg.kl.estimator"),
+        is_unused=lambda alg: alg.kl.coef == 0,
+        why="alg.kl.coef is 0, and there is no penalty",
+    ),
+    Rule(
+        keys=("alg.overlong.max_tokens", "alg.overlong.buffer", "alg.overlong.coef"),
+        is_unused=lambda alg: alg.overlong.mode != "penalty",
+        why="alg.overlong.mode is not penalty",
+    ),
+    Rule(
+        keys=("alg.correction.mode", "alg.correction.high"),
+        is_unused=lambda alg: alg.correction.level == "none",
+        why="alg.correction.level is none",
+    ),
+    Rule(
+        keys=("alg.correction.low",),
+        is_unused=lambda alg: alg.correction.level == "none" or alg.correction.mode == "truncate",
+        why="alg.correction.mode is truncate, or its level none, and no weight has a lower bound",
+    ),
+    Rule(
+        keys=("alg.correction.token_high",),
+        is_unused=lambda alg: alg.correction.level != "geometric" or alg.correction.mode != "mask",
+        why="only alg.correction.level: geometric with mode: mask caps single tokens",
+    ),
+)
+"""Every rule of the terms in algs/terms.py. A test has a recipe for each key here."""
 RULE_OF_VISION = "with model.lora the vision part is frozen anyway, but for adapters of model.lora.vision"
 RULE_OF_TRAIN_ON = "this algorithm trains on the last reply of each row, whatever data.train_on is"
 
@@ -114,9 +135,10 @@ def check_keys(cfg: RunConfig, alg: Algorithm, given: frozenset[str]) -> None:
 
     given: what the recipe sets, by dotted key.
     """
-    for rule in RULES:
+    of_terms = TERM_RULES if isinstance(alg, PolicyGradient) else ()
+    for rule, about in (*((rule, cfg) for rule in RULES), *((rule, alg) for rule in of_terms)):
         for key in rule.keys:
-            if is_given(key, given) and rule.is_unused(cfg):
+            if is_given(key, given) and rule.is_unused(about):
                 raise UserError(f"{key} is set and would not be read, because {rule.why}: leave it out")
     if isinstance(cfg, SLConfig) and alg.rows != "conversations" and is_given("data.train_on", given):
         raise UserError(f"data.train_on is set and would not be read: {RULE_OF_TRAIN_ON}: leave it out")
@@ -157,41 +179,3 @@ def list_given(raw: Mapping[str, Any], prefix: str = "") -> frozenset[str]:
 def is_given(key: str, given: frozenset[str]) -> bool:
     """Tell whether the recipe sets this key, or a key below it."""
     return any(one == key or one.startswith(f"{key}.") for one in given)
-
-
-class HyperParameterCheck:
-    """Check, once, that the first update reads every hyper-parameter that the recipe sets."""
-
-    def __init__(self, given: frozenset[str], reads: set[str]):
-        """Begin; `reads` are those that this process has read, and grow."""
-        alg = (key.removeprefix("alg.") for key in given if key.startswith("alg."))
-        self.left = {key for key in alg if key.split(".")[0] not in NOT_READ_BY_ALGORITHMS}
-        self.reads = reads
-
-    async def check_after_update(self, trainers: Workers[Trainer], metrics: Mapping[str, float]) -> None:
-        """Raise UserError for a hyper-parameter that was not read by the end of the first update.
-
-        An update that was not made, or without a token, reads less than another one: the next one is asked then.
-        """
-        if not self.left or not metrics.get("tokens") or metrics.get("updates_skipped"):
-            return
-        from trainers.trainer import Trainer
-
-        read = self.reads.union(*await trainers.call_all(Trainer.list_settings_read))
-        unread = sorted(key for key in self.left if not _was_read(key, read))
-        self.left = set()
-        if unread:
-            raise UserError(
-                f"alg.{unread[0]} is set, and nothing has read it by the end of the first update: it changes nothing "
-                "under the other settings: leave it out, or read it in the algorithm"
-            )
-
-
-def _was_read(key: str, read: set[str]) -> bool:
-    """Tell whether a setting, or one that holds it as a whole (a dict), was read.
-
-    >>> _was_read("kl.coef", {"kl", "kl.coef"}), _was_read("kl.place", {"kl", "kl.coef"}), _was_read("map.a", {"map"})
-    (True, False, True)
-    """
-    holder = key.rpartition(".")[0]
-    return key in read or (bool(holder) and not any(r.startswith(f"{holder}.") for r in read) and holder in read)

@@ -23,7 +23,6 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed
 from data_feeds.packing.batches import Plan, plan_update
 from driver.checkpoint import RunState
-from driver.checks.unused_keys import HyperParameterCheck
 from driver.context import RunContext
 from driver.evaluation.evaluator import EvalResult, Evaluator
 from driver.records.rollout_metrics import (
@@ -75,7 +74,6 @@ class Run:
     """The last evaluation."""
     unlogged: dict[str, float] = field(default_factory=dict[str, float])
     """What an evaluation beside training measured, for the line of the step in which it ended."""
-    hyper_parameters: HyperParameterCheck = field(default_factory=lambda: HyperParameterCheck(frozenset(), set()))
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps that the run makes; `stop_when` may end them early."""
@@ -157,7 +155,6 @@ class Run:
             self.steps_done += 1
             padding = sum(plan.padding for plan in plans) / k
             shared = sum(plan.measure_shared(own) for plan, own in zip(plans, updates, strict=True)) / k
-        await self.hyper_parameters.check_after_update(self.trainers, measured)
         named = name_train_metrics(measured) | {names.TRAIN_PADDING: padding, names.TRAIN_SHARED: shared}
         return named if self.compared is None else self.compared.drop_non_finite(named)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from algs import load_algorithm
 from algs.base import PolicyGradient, accepts_group
 from analysis.capture.losses import NamedLoss
 from analysis.capture.recorder import Recorder
@@ -19,7 +18,6 @@ from core.cluster.elastic_workers import ElasticWorkers
 from core.cluster.ray_workers import Remote
 from core.cluster.workers import Workers, gather_fail_fast
 from core.errors import UserError
-from core.reads import record_reads
 from core.timing.deadlines import GROUP_TIMEOUT_GRACE_S, MEMBERSHIP_POLL_S
 from core.timing.phases import Milestone, Phase
 from core.types.allowed_tokens import AllowedTokens
@@ -37,7 +35,6 @@ from driver.checks.machines import claim_machines
 from driver.checks.models import check_frozen_models, check_policy, check_room, check_sequence_parallel
 from driver.checks.output_folder import check_output_folders
 from driver.checks.shared_memory import check_colocation
-from driver.checks.unused_keys import HyperParameterCheck
 from driver.checks.user_code import check_user_code
 from driver.context import RunContext
 from driver.evaluation.evaluator import Evaluator
@@ -82,16 +79,13 @@ class Prepared:
     """Tokens that the policy may choose."""
     compared: list[NamedLoss]
     settings: dict[str, Any]
-    hyper_parameters: HyperParameterCheck
     checkpoint: Checkpoint | None
     """The checkpoint that the run resumes."""
 
 
 def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     """Check the recipe against model, data and code; raise UserError for what the user must fix."""
-    cfg = loaded.cfg
-    reads: set[str] = set()
-    alg = record_reads(load_algorithm(loaded.alg_spec, cfg.alg), reads, everywhere=True)
+    cfg, alg = loaded.cfg, loaded.alg
     if not isinstance(alg, PolicyGradient):
         raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} trains on given text: run it with main_sl.py")
     if alg.needs_siblings and cfg.group_size < 2:
@@ -136,7 +130,6 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         allowed_tokens=allowed_tokens,
         compared=compared,
         settings=settings,
-        hyper_parameters=HyperParameterCheck(loaded.given, reads),
         checkpoint=find_checkpoint_to_resume(loaded, settings),
     )
 
@@ -147,7 +140,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
     context.report_data({"data.train": feed, "data.eval": prepared.held_out})
     plan = plan_trainer(
         cfg,
-        prepared.loaded.alg_spec,
+        prepared.alg,
         temperature=cfg.rollout.temperature,
         total_updates=cfg.total_updates,
         compared=prepared.compared,
@@ -189,7 +182,6 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         colocation=colocation,
         context=context,
         settings=prepared.settings,
-        hyper_parameters=prepared.hyper_parameters,
         first_step=first_step,
         steps_done=first_step,
         generation=generation,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from algs import load_algorithm
 from algs.base import Algorithm, PolicyGradient, assign_advantages
 from configs.schema import SLConfig
 from core import metrics as names
 from core.cluster.workers import Workers, copy_to_groups
 from core.errors import UserError
-from core.reads import record_reads
 from core.timing.phases import Phase
 from core.types.row_layout import RowLayout
 from core.types.samples import Group
@@ -25,7 +23,6 @@ from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
 from driver.checks.models import check_frozen_models, check_policy, check_sequence_parallel
 from driver.checks.output_folder import check_output_folders
-from driver.checks.unused_keys import HyperParameterCheck
 from driver.checks.user_code import check_user_code
 from driver.context import RunContext
 from driver.load_recipe import Loaded
@@ -51,16 +48,13 @@ class Prepared:
     rows: Feed[Group]
     held_out: Feed[Group] | None
     settings: dict[str, Any]
-    hyper_parameters: HyperParameterCheck
     checkpoint: Checkpoint | None
     """The checkpoint that the run resumes."""
 
 
 def prepare(loaded: Loaded[SLConfig]) -> Prepared:
     """Check the recipe against model, data and code; raise UserError for what the user must fix."""
-    cfg = loaded.cfg
-    reads: set[str] = set()
-    alg = record_reads(load_algorithm(loaded.alg_spec, cfg.alg), reads, everywhere=True)
+    cfg, alg = loaded.cfg, loaded.alg
     if isinstance(alg, PolicyGradient):
         raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} trains on samples: run it with main_rl.py")
     if lacking := check_devices(cfg):
@@ -91,7 +85,6 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
         rows=rows,
         held_out=held_out,
         settings=settings,
-        hyper_parameters=HyperParameterCheck(loaded.given, reads),
         checkpoint=find_checkpoint_to_resume(loaded, settings),
     )
 
@@ -123,7 +116,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
     context.report_data({"data.train": rows, "data.eval": prepared.held_out})
     plan = plan_trainer(
         cfg,
-        prepared.loaded.alg_spec,
+        prepared.alg,
         temperature=1.0,
         total_updates=cfg.total_updates,
         sources=tuple(rows.mixed),
@@ -142,7 +135,6 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         trainers=trainers,
         context=context,
         settings=prepared.settings,
-        hyper_parameters=prepared.hyper_parameters,
         layout=layout,
     )
     if cfg.precompute_ref_logp:
@@ -169,7 +161,6 @@ class Run:
     first_step: int = 0
     """First step to run; a resumed run does not repeat earlier ones."""
     reference: PrecomputedReference | None = None
-    hyper_parameters: HyperParameterCheck = field(default_factory=lambda: HyperParameterCheck(frozenset(), set()))
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps that the run makes; `stop_when` may end them early."""
@@ -197,7 +188,6 @@ class Run:
             shards = copy_to_groups([[micro] for micro in batches], len(self.trainers))
             measured, *_ = await self.trainers.scatter(Trainer.step, shards)
             of_plan = {names.TRAIN_PADDING: plan.padding, names.TRAIN_SHARED: plan.measure_shared(batches)}
-        await self.hyper_parameters.check_after_update(self.trainers, measured)
         return name_train_metrics(measured) | of_plan
 
     async def evaluate_if_due(self, step: int) -> dict[str, float]:

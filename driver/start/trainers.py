@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from algs import load_algorithm
+from algs.base import Algorithm
 from analysis.capture.losses import NamedLoss
 from configs.schema import RunConfig
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.cluster.capacity import Role
 from core.cluster.ray_workers import Cluster
 from core.cluster.workers import Local, RankInfo, Workers
-from core.loading import FileSpec
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 
 if TYPE_CHECKING:
@@ -26,18 +26,17 @@ from driver.start.devices import count_gpus, share_machine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerPlan:
-    """Settings of a trainer process, which loads the algorithm's file itself and checks its hash."""
+    """Settings of a trainer process."""
 
     model: ModelConfig
     trainer: TrainerConfig
-    alg_spec: FileSpec
-    alg: dict[str, Any]
+    alg: Algorithm
     temperature: float
     total_updates: int
     seed: int
     sources: tuple[str, ...] = ()
-    compared: dict[str, tuple[FileSpec, dict[str, Any]]] = field(default_factory=dict)
-    """File and settings of each compare_losses loss, by its name."""
+    compared: dict[str, Algorithm] = field(default_factory=dict[str, Algorithm])
+    """Compared losses by name."""
     allowed_tokens: AllowedTokens = EVERY_TOKEN
     has_ref_logp: bool = False
     shares_device: bool = False
@@ -63,20 +62,19 @@ def build_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
 def _make_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
     import torch
 
-    alg = load_algorithm(plan.alg_spec, plan.alg)
     torch.manual_seed(plan.seed)
     settings: TrainerSettings = {
         "temperature": plan.temperature,
         "total_updates": plan.total_updates,
         "sources": plan.sources,
-        "compared": {name: load_algorithm(spec, given) for name, (spec, given) in plan.compared.items()},
+        "compared": plan.compared,
         "allowed_tokens": plan.allowed_tokens,
         "has_ref_logp": plan.has_ref_logp,
     }
     if info is None:
         from trainers.local import LocalTrainer
 
-        return LocalTrainer(plan.model, plan.trainer, alg, **settings)
+        return LocalTrainer(plan.model, plan.trainer, plan.alg, **settings)
     os.environ |= {
         "MASTER_ADDR": info.address,
         "MASTER_PORT": str(info.port),
@@ -87,15 +85,15 @@ def _make_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
     if plan.trainer.strategy == "fsdp2":
         from trainers.fsdp2 import FsdpTrainer
 
-        return FsdpTrainer(plan.model, plan.trainer, alg, timeout_s=plan.timeout_s, **settings)
+        return FsdpTrainer(plan.model, plan.trainer, plan.alg, timeout_s=plan.timeout_s, **settings)
     from trainers.deepspeed import DeepSpeedTrainer
 
-    return DeepSpeedTrainer(plan.model, plan.trainer, alg, timeout_s=plan.timeout_s, **settings)
+    return DeepSpeedTrainer(plan.model, plan.trainer, plan.alg, timeout_s=plan.timeout_s, **settings)
 
 
 def plan_trainer(
     cfg: RunConfig,
-    alg_spec: FileSpec,
+    alg: Algorithm,
     *,
     temperature: float,
     total_updates: int,
@@ -108,13 +106,12 @@ def plan_trainer(
     return TrainerPlan(
         model=cfg.model,
         trainer=cfg.trainer,
-        alg_spec=alg_spec,
-        alg=cfg.alg,
+        alg=alg,
         temperature=temperature,
         total_updates=total_updates,
         seed=cfg.seed,
         sources=sources,
-        compared={loss.name: (loss.spec, loss.settings) for loss in compared},
+        compared={loss.name: loss.alg for loss in compared},
         allowed_tokens=allowed_tokens,
         has_ref_logp=has_ref_logp,
         shares_device=shares_device,
@@ -132,5 +129,10 @@ async def start_trainers(cluster: Cluster | None, cfg: RunConfig, plan: TrainerP
         return Local(build_trainer(None, plan))
     role = plan_trainer_role(cfg)
     return await cluster.spawn(
-        role.name, role.n, build_trainer, plan, resources=role.resources, timeout_s=cfg.timeout_s
+        role.name, role.n, build_from_bytes, pickle.dumps(plan), resources=role.resources, timeout_s=cfg.timeout_s
     )
+
+
+def build_from_bytes(info: RankInfo, plan: bytes) -> Trainer:
+    """Unpickle the plan and build a rank: here, and not in Ray, a changed file of the user's is a UserError."""
+    return build_trainer(info, pickle.loads(plan))

@@ -45,7 +45,6 @@ from core.metrics import find_metric
 from core.timing.clock import Clock
 from core.types.samples import Group
 from data_feeds.packing.batches import plan_update
-from driver.checks.unused_keys import HyperParameterCheck
 from driver.load_recipe import load_recipe
 from driver.rl.run import Run
 from driver.start.trainers import build_trainer, plan_trainer
@@ -83,17 +82,16 @@ class Step:
     def __init__(self, path: str, home: Path, *overrides: str):
         loaded = load_recipe(RLConfig, path, list(overrides))
         self.cfg = cfg = loaded.cfg
-        alg = load_algorithm(loaded.alg_spec, cfg.alg)
+        alg = loaded.alg
         losses = load_compared_losses(cfg, cast(Any, alg))
         settings = {"temperature": cfg.rollout.temperature, "total_updates": cfg.total_updates, "compared": losses}
-        self.trainer = build_trainer(None, plan_trainer(cfg, loaded.alg_spec, **settings))
+        self.trainer = build_trainer(None, plan_trainer(cfg, alg, **settings))
         self.said: list[str] = []
         layout = self.trainer.describe_layout()
         parts: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
         parts |= {"cfg": cfg, "alg": alg, "trainers": Local(self.trainer), "layout": layout, "steps_done": 0}
         parts |= {"context": SimpleNamespace(clock=Clock())}
         parts["time"] = SimpleNamespace(prefetch_engine_timers=lambda: None, prefetch_trainer_timers=lambda: None)
-        parts["hyper_parameters"] = HyperParameterCheck(frozenset(), set())
         if losses:
             parts["compared"] = ComparedLosses(
                 losses, cfg.rollout.max_new_tokens, stale=cfg.updates_per_step > 1, say=self.said.append

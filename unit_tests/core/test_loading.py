@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from algs import find_algorithm
 from core.errors import UserError
 from core.loading import FileSpec, load_module
 from core.loading import resolve as resolve_plugin
@@ -58,6 +59,44 @@ def test_another_process_loads_it_from_the_pickled_spec(tmp_path: Path) -> None:
     root = Path(__file__).parent.parent.parent
     done = subprocess.run([sys.executable, "-c", code, spec_file], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "Thing(n=3)"
+
+
+ALGORITHM = """
+from algs.base import Algorithm
+from core.strict_model import StrictModel
+
+class Sharp(StrictModel):
+    floor: float = 0.5
+
+class Mine(Algorithm):
+    sharp: Sharp = Sharp()
+
+    def loss(self, policy, tokens):
+        return -policy.logp, {}
+"""
+
+
+def test_an_algorithm_of_a_file_arrives_in_another_process_with_its_sections(tmp_path: Path) -> None:
+    """Its classes are known nowhere but in the file, which is compared before it is imported there."""
+    file = tmp_path / "mine.py"
+    file.write_text(ALGORITHM)
+    settings = {"file": str(file), "sharp": {"floor": 0.25}}
+    alg = find_algorithm(settings)[1](**settings)
+    assert pickle.loads(pickle.dumps(alg)) == alg and alg.model_copy() == alg
+    code = (
+        "import pickle, sys\ntry: alg = pickle.load(sys.stdin.buffer)\nexcept Exception as e: print(e)\n"
+        "else: print(alg.sharp.floor, alg.loss_norm, sorted(alg.model_fields_set))"
+    )
+    root = Path(__file__).parent.parent.parent
+
+    def send() -> str:
+        sent = pickle.dumps(alg)
+        done = subprocess.run([sys.executable, "-c", code], cwd=root, input=sent, capture_output=True, check=True)
+        return done.stdout.decode().strip()
+
+    assert send() == "0.25 token ['file', 'sharp']"
+    file.write_text(ALGORITHM.replace("-policy", "policy"))
+    assert send().startswith(f"{file} is not the file this run began with (sha256 ")
 
 
 def test_a_file_that_changed_since_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -12,12 +12,10 @@ import pytest
 import torch
 
 import main_rl
-from algs import load_algorithm
 from configs.schema import RLConfig
 from core.cluster.workers import Local
 from core.timing.clock import Clock
 from core.types.samples import Group
-from driver.checks.unused_keys import HyperParameterCheck
 from driver.load_recipe import load_recipe
 from driver.records.engine_timers import EngineTimers
 from driver.records.time_account import TimeBreakdown
@@ -36,16 +34,15 @@ async def step_of(path: str, groups: list[Group]) -> SimpleNamespace:
     loaded = load_recipe(RLConfig, path, [])
     cfg = loaded.cfg
     settings = {"temperature": cfg.rollout.temperature, "total_updates": cfg.total_updates}
-    trainer = build_trainer(None, plan_trainer(cfg, loaded.alg_spec, **settings))
+    trainer = build_trainer(None, plan_trainer(cfg, loaded.alg, **settings))
     clock = Clock()
     parts: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)  # a step asks for none of the others
-    parts |= {"cfg": cfg, "alg": load_algorithm(loaded.alg_spec, cfg.alg), "trainers": Local(trainer)}
+    parts |= {"cfg": cfg, "alg": loaded.alg, "trainers": Local(trainer)}
     parts |= {"context": SimpleNamespace(clock=clock), "layout": trainer.describe_layout(), "steps_done": 0}
     engines = cast(Any, Local(SimpleNamespace(timer=trainer.timer)))
     parts["time"] = await TimeBreakdown.start(
         clock, trainers=parts["trainers"], engines=EngineTimers(engines, EngineAvailability(1))
     )
-    parts["hyper_parameters"] = HyperParameterCheck(frozenset(), set())
     run = Run(**parts)
     scored = await run.add_columns(groups)
     credited = run.compute_advantages(scored)
@@ -133,7 +130,7 @@ def test_engine_and_trainer_take_the_recipes_temperature(recipe, tmp_path):
 def test_the_seed_of_the_recipe_decides_a_new_adapter(recipe):
     def adapter(seed: int) -> torch.Tensor:
         loaded = load_recipe(RLConfig, recipe({"model.lora": {"r": 2}}), [f"seed={seed}"])
-        trainer = build_trainer(None, plan_trainer(loaded.cfg, loaded.alg_spec, temperature=1.0, total_updates=1))
+        trainer = build_trainer(None, plan_trainer(loaded.cfg, loaded.alg, temperature=1.0, total_updates=1))
         return torch.cat([t.flatten() for bucket in trainer.export_weights(2**20, "adapter") for _, t in bucket])
 
     assert torch.equal(adapter(3), adapter(3)) and not torch.equal(adapter(3), adapter(4))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from algs import find_algorithm, load_algorithm
+from algs import find_algorithm
 from algs.base import assign_advantages
 from configs.renamed import translate_settings
 from configs.schema import RLConfig
@@ -182,12 +182,11 @@ LATER = ("fsdp2_adapter", "fsdp2_copied_keys", "zero0_totals", "zero2_values", "
 
 
 def plan_of(path: str, alg: dict, *, lora: bool = False, **trainer) -> TrainerPlan:
-    spec, cls = find_algorithm(alg)
+    _, cls = find_algorithm(alg)
     return TrainerPlan(
         model=ModelConfig(path=path, dtype="float32", lora=LoraConfig(r=4) if lora else None),
         trainer=TrainerConfig(**SGD | trainer),
-        alg_spec=spec,
-        alg=cls(**alg).model_dump(),
+        alg=cls(**alg),
         temperature=0.9,
         total_updates=10,
         seed=0,
@@ -196,7 +195,7 @@ def plan_of(path: str, alg: dict, *, lora: bool = False, **trainer) -> TrainerPl
 
 async def learn(trainers, plan: TrainerPlan, groups: list[Group], *, max_tokens: int):
     """Make two updates as the programs do; return the weights before and after each, and the metrics of each."""
-    alg = load_algorithm(plan.alg_spec, plan.alg)
+    alg = plan.alg
     layout = await trainers.call_one(0, Trainer.describe_layout)
     assert layout.shares_prefixes and not layout.padded
     cut = {"ranks": plan.trainer.data_parallel_size, "padded": False, "share_prefixes": True}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from algs import find_algorithm, load_algorithm
+from algs import find_algorithm
 from algs.base import assign_advantages
 from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
 from core.cluster.ray_workers import Cluster
@@ -90,12 +90,11 @@ def plan_of(
     path: str, *, alg=None, dtype="float32", lora=None, timeout_s=1800.0, attention="sdpa", **trainer
 ) -> TrainerPlan:
     alg = alg or {"name": "grpo"}
-    spec, cls = find_algorithm(alg)
+    _, cls = find_algorithm(alg)
     return TrainerPlan(
         model=ModelConfig(path=path, dtype=dtype, attention=attention, lora=lora),
         trainer=TrainerConfig(**trainer),
-        alg_spec=spec,
-        alg=cls(**alg).model_dump(),
+        alg=cls(**alg),
         temperature=0.9,
         total_updates=10,
         seed=0,
@@ -220,7 +219,7 @@ def test_a_value_model_and_sums_over_the_update_agree_too(ranks, tiny_path, stag
 async def learn_rows(ranks, plan: TrainerPlan, *, max_tokens: int):
     """Two updates as main_sl.py makes them: arrange, score, credit, step. Weights and metrics of both."""
     trainers = await trainers_of(ranks, plan)
-    alg = load_algorithm(plan.alg_spec, plan.alg)
+    alg = plan.alg
     said = []
     for seed in (0, 1):
         groups = alg.prepare_groups(some_answers(alg.rows, 5, seed=seed))
@@ -592,7 +591,7 @@ class Loaded:
         trainer = Measured.__new__(Measured)
         with contextlib.suppress(InterruptedError):
             settings = {"timeout_s": plan.timeout_s, "temperature": 1.0, "total_updates": 1}
-            trainer.__init__(plan.model, plan.trainer, load_algorithm(plan.alg_spec, plan.alg), **settings)
+            trainer.__init__(plan.model, plan.trainer, plan.alg, **settings)
         self.peak = trainer.peak
 
     def get_peak(self) -> int:
