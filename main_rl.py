@@ -29,7 +29,7 @@ async def train(run: Run) -> None:
             groups, rollout_metrics = await run.next_groups(step)
             if run.colocation is not None:  # placement: colocate; with the weights the engines get the devices back
                 await run.colocation.give_to_trainers()
-            groups = await run.add_columns(groups)
+            groups = await run.compute_columns(groups)
             groups = run.compute_advantages(groups)
             train_metrics = await run.train(groups)
             sync_metrics = await run.sync_weights_if_due(step + 1, train_metrics)

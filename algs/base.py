@@ -30,8 +30,8 @@ from algs.credit import (
     with_advantages,
 )
 from algs.ops import importance_ratio, k3, reaches_cap, reaches_clamp
-from algs.returned import Metrics, check_per_token, check_samples
 from algs.terms import KL, Correction, Overlong
+from algs.validate import Metrics, check_per_token, check_samples
 from core.strict_model import StrictModel
 from core.types.arrays import Floats
 from core.types.episodes import prepare_credit
@@ -220,7 +220,7 @@ class PolicyGradient(Algorithm):
 def assign_advantages(alg: Algorithm, groups: list[Group]) -> list[Group]:
     """Return the groups with the algorithm's advantages; with `overlong.mode: filter`, truncated episodes excluded.
 
-    The algorithm gets what `prepare_credit` makes of them: all that it counts are episodes of one player.
+    Where an episode has several samples or a group several players, it gets whole episodes of one player instead.
     """
     if not isinstance(alg, PolicyGradient):
         return alg.compute_advantages(groups)

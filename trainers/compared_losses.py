@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from algs.base import Algorithm, sum_totals
-from algs.returned import check_per_token
+from algs.validate import check_per_token
 from core.metrics import SHADOW
 from core.types.samples import Policy, Tokens
 from trainers.meter import Meter

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from algs.base import Algorithm, Metrics, sum_totals
-from algs.returned import check_per_token
+from algs.validate import check_per_token
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError, writing
 from core.timing.clock import ActivityTimer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from algs.base import Algorithm, Metrics
 from algs.ops import k2
-from algs.returned import check_per_token
+from algs.validate import check_per_token
 from core.errors import UserError
 from core.types.arrays import Floats
 from core.types.samples import Batch, Group, Policy, Tokens

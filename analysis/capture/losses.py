@@ -15,7 +15,7 @@ from typing import Any
 
 from algs import find_algorithm
 from algs.base import PolicyGradient, assign_advantages
-from algs.returned import check_advantages
+from algs.validate import check_advantages
 from configs.load import validate
 from core.errors import UserError
 from core.loading import FileSpec

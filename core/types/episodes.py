@@ -106,11 +106,19 @@ def join_episodes(group: Group) -> JoinedGroup:
     return JoinedGroup(samples=samples, original=group, places=places)
 
 
+def needs_joining(group: Group) -> bool:
+    """Tell whether an episode of the group has several samples, or the group several players."""
+    episodes = [s.episode for s in group if s.episode is not None]
+    return len({*episodes}) < len(episodes) or len({s.player for s in group}) != 1
+
+
 def prepare_credit(groups: list[Group]) -> tuple[list[Group], Callable[[list[Group]], list[Group]]]:
     """Return what an algorithm gets in place of these groups, and what turns its answer into theirs.
 
-    It gets every episode as one sample, and every player's samples as a group.
+    It gets every episode as one sample, and every player's samples as a group; the groups themselves if they are so.
     """
+    if not any(map(needs_joining, groups)):
+        return groups, lambda credited: credited
     parts = [split_players(group) for group in groups]
     joined = [join_episodes(part) for own in parts for part in own]
 

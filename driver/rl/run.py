@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from algs.base import PolicyGradient, TurnCredit, assign_advantages
-from algs.returned import check_advantages
+from algs.validate import check_advantages
 from analysis.capture.recorder import Recorder
 from analysis.compared_losses import ComparedLosses
 from configs.schema import RLConfig
@@ -34,7 +34,7 @@ from driver.records.rollout_metrics import (
 )
 from driver.records.time_account import TimeBreakdown, describe_colocation_cost, name_bottleneck
 from driver.rl.colocation import Colocation
-from driver.rl.scoring import add_columns
+from driver.rl.scoring import compute_columns
 from rollouts.scheduling.availability import EngineAvailability
 from rollouts.scheduling.buffer import ReplayBuffer
 from rollouts.scheduling.generation import Generation
@@ -111,7 +111,7 @@ class Run:
             staleness = measure_staleness(groups, step=step, max_staleness=self.cfg.max_staleness)
             return groups, staleness | measure_drawn(drawn) | self.prompts.count_draws(drawn[-1].ticket + 1)
 
-    async def add_columns(self, groups: list[Group]) -> list[Group]:
+    async def compute_columns(self, groups: list[Group]) -> list[Group]:
         """Compute the columns that the algorithm requires, with the trainer's models as they are now.
 
         With one update per step the proximal policy is the one in training, so only more updates need its column.
@@ -119,7 +119,7 @@ class Run:
         proximal: frozenset[ScoredColumn] = frozenset({"prox_logp"} if self.cfg.updates_per_step > 1 else ())
         with self.context.clock.phase(Phase.LOGP):
             columns = self.alg.required_columns | proximal
-            return await add_columns(self.trainers, groups, self._plan(groups), columns)
+            return await compute_columns(self.trainers, groups, self._plan(groups), columns)
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
         """Give every token its advantage, over all groups of the step."""

@@ -12,7 +12,7 @@ from data_feeds.packing.batches import Plan
 from trainers.trainer import Trainer
 
 
-async def add_columns(
+async def compute_columns(
     trainers: Workers[Trainer], groups: list[Group], plan: Plan, columns: frozenset[ScoredColumn]
 ) -> list[Group]:
     """Return the groups with these columns, under the trainers' weights as they are now; `plan` is of these groups."""

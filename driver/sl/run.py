@@ -29,7 +29,7 @@ from driver.load_recipe import Loaded
 from driver.records.rollout_metrics import name_train_metrics
 from driver.records.trackers import check_trackers
 from driver.resume import collect_settings, find_checkpoint_to_resume
-from driver.rl.scoring import PrecomputedReference, add_columns
+from driver.rl.scoring import PrecomputedReference, compute_columns
 from driver.start.devices import check_devices
 from driver.start.trainers import plan_trainer, plan_trainer_role, start_trainers
 from modeling.hf_config import check_model_folder
@@ -223,7 +223,7 @@ class Run:
             groups, columns = self.reference.add_ref_logp(groups), columns - {"ref_logp"}
         if columns:
             with self.context.clock.phase(Phase.LOGP):
-                groups = await add_columns(self.trainers, groups, self._plan(groups), columns)
+                groups = await compute_columns(self.trainers, groups, self._plan(groups), columns)
         return assign_advantages(self.alg, groups)
 
     async def compute_reference(self) -> None:
@@ -231,7 +231,7 @@ class Run:
         feeds = [self.rows] if self.held_out is None else [self.rows, self.held_out]
         with self.context.clock.phase(Phase.LOGP):
             groups = self.alg.prepare_groups([group for feed in feeds for group in feed.all()])
-            filled = await add_columns(self.trainers, groups, self._plan(groups), frozenset({"prox_logp"}))
+            filled = await compute_columns(self.trainers, groups, self._plan(groups), frozenset({"prox_logp"}))
         self.reference = PrecomputedReference.from_prox_logp(filled)
 
     def _plan(self, groups: list[Group], sources: Sequence[str] = ()) -> Plan:

@@ -94,7 +94,7 @@ def train(task: dict[str, Any]) -> Iterator[float]:
     from core.cluster.workers import Local
     from core.types.samples import Group, Prompt, Sample, make_sample
     from data_feeds.packing.batches import Plan, plan_update
-    from driver.rl.scoring import add_columns
+    from driver.rl.scoring import compute_columns
     from trainers.local import LocalTrainer
 
     def sample(before: list[int], reply: list[int], reward: float) -> Sample:
@@ -125,7 +125,7 @@ def train(task: dict[str, Any]) -> Iterator[float]:
     yield 0.0
     for drawn in updates:
         groups = alg.prepare_groups(drawn)
-        scored = asyncio.run(add_columns(Local(trainer), groups, plan(groups), alg.required_columns))
+        scored = asyncio.run(compute_columns(Local(trainer), groups, plan(groups), alg.required_columns))
         yield trainer.step(plan(assign_advantages(alg, scored)).batches())["loss"]
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from algs.base import assign_advantages
 from algs.grpo import GRPO
-from algs.returned import check_advantages
+from algs.validate import check_advantages
 from core.gc_control import collecting_seldom
 from core.types.arrays import Ids
 from core.types.samples import Group, Prompt, Sample

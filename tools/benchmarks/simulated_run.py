@@ -215,7 +215,7 @@ class SimulatedRun:
         staleness = measure_staleness(groups, step=step, max_staleness=self.schedule.max_staleness)
         return staleness | measure_drawn(drawn)
 
-    async def add_columns(self, groups: list[Group]) -> list[Group]:
+    async def compute_columns(self, groups: list[Group]) -> list[Group]:
         return groups
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:

@@ -117,7 +117,7 @@ class Step:
 
     def train(self, groups: list[Group]) -> dict[str, float]:
         async def go() -> dict[str, float]:
-            measured = await self.run.train(self.run.compute_advantages(await self.run.add_columns(groups)))
+            measured = await self.run.train(self.run.compute_advantages(await self.run.compute_columns(groups)))
             if self.run.recorder is not None:
                 await self.run.recorder.finish()  # a run does not wait for it until the next one
             return measured

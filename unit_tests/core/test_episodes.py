@@ -22,12 +22,13 @@ from algs.terms import Correction, Overlong
 from analysis.capture.batch_file import read_batch, write_batch
 from core.errors import RunStopped, UserError
 from core.types.arrays import DOUBLE
-from core.types.episodes import gather_episodes, join_episodes, number_episodes
+from core.types.episodes import gather_episodes, join_episodes, number_episodes, prepare_credit
 from core.types.samples import Group, MissingColumn, Prompt, Sample, make_sample
 from data_feeds.packing.batches import micro_batches, plan_update, token_weights
 from driver.evaluation.suites.generations import describe_group
 from driver.records.rollout_metrics import check_failures, measure_drawn, measure_groups, measure_passes
 from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer, Schedule
+from unit_tests.helpers.examples import some_groups
 from unit_tests.trainers.test_invariance import change
 
 NORMS = ("token", "sequence", "sequence_sum", "constant", "prompt")
@@ -287,6 +288,16 @@ def test_equal_rewards_with_different_turns_are_a_signal_for_credit_by_turn_alon
 
 
 # sequences of a loss
+
+
+def test_groups_of_single_samples_go_to_the_algorithm_as_they_are():
+    groups = some_groups(2, 3)
+    given, give_back = prepare_credit(groups)
+    assert given is groups and give_back(groups) is groups
+    groups[0] = [replace(s, episode=i) for i, s in enumerate(groups[0])]
+    assert prepare_credit(groups)[0] is groups, "every episode is one sample"
+    groups[1][2] = replace(groups[1][2], player=1)
+    assert [len(g) for g in prepare_credit(groups)[0]] == [3, 2, 1]
 
 
 def test_a_loss_of_sequences_gets_whole_episodes():

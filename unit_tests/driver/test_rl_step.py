@@ -44,7 +44,7 @@ async def step_of(path: str, groups: list[Group]) -> SimpleNamespace:
         clock, trainers=parts["trainers"], engines=EngineTimers(engines, EngineAvailability(1))
     )
     run = Run(**parts)
-    scored = await run.add_columns(groups)
+    scored = await run.compute_columns(groups)
     credited = run.compute_advantages(scored)
     metrics = await run.train(credited)
     return SimpleNamespace(run=run, trainer=trainer, scored=scored, credited=credited, metrics=metrics)

@@ -25,7 +25,7 @@ from driver.checks.explain import explain
 from driver.checks.models import check_sequence_parallel
 from driver.load_recipe import load_recipe
 from driver.resume import bitwise_only_changes, check_settings
-from driver.rl.scoring import add_columns
+from driver.rl.scoring import compute_columns
 from driver.start.trainers import TrainerPlan, build_trainer
 from modeling.attention import FAMILIES, refuse_sequence_parallel
 from modeling.segments import Segments
@@ -203,7 +203,7 @@ async def learn(trainers, plan: TrainerPlan, groups: list[Group], *, max_tokens:
     states, said = [await weights_of(trainers)], []
     for _ in range(2):
         made = alg.prepare_groups(groups)
-        made = await add_columns(
+        made = await compute_columns(
             trainers, made, plan_update(made, alg.loss_norm, max_tokens, **cut), alg.required_columns
         )
         batches = plan_update(assign_advantages(alg, made), alg.loss_norm, max_tokens, **cut).batches()

@@ -24,7 +24,7 @@ from core.cluster.ray_workers import Cluster
 from core.cluster.workers import Local, Resources
 from core.errors import RunStopped, UserError
 from data_feeds.packing.batches import micro_batches, plan_update
-from driver.rl.scoring import add_columns
+from driver.rl.scoring import compute_columns
 from driver.start.trainers import TrainerPlan, build_trainer
 from modeling.head import choose_chunk
 from modeling.load import load_model
@@ -225,7 +225,7 @@ async def learn_rows(ranks, plan: TrainerPlan, *, max_tokens: int):
         groups = alg.prepare_groups(some_answers(alg.rows, 5, seed=seed))
         cut = {"ranks": len(trainers), "whole_groups": alg.whole_groups}
         scored = plan_update(groups, alg.loss_norm, max_tokens, **cut)
-        groups = assign_advantages(alg, await add_columns(trainers, groups, scored, alg.required_columns))
+        groups = assign_advantages(alg, await compute_columns(trainers, groups, scored, alg.required_columns))
         per_rank = plan_update(groups, alg.loss_norm, max_tokens, **cut).batches()
         said.append((await trainers.scatter(Trainer.step, [[micro] for micro in per_rank]))[0])
     return (await trainers.call_all(Trainer.flatten_weights))[0], said

@@ -25,7 +25,7 @@ from core.cluster.workers import Local
 from core.types.row_layout import RowLayout
 from core.types.samples import Group
 from data_feeds.packing.batches import plan_update
-from driver.rl.scoring import add_columns
+from driver.rl.scoring import compute_columns
 from trainers.local import LocalTrainer
 from unit_tests.helpers.examples import families, shared_of, some_answers, with_values
 
@@ -54,7 +54,7 @@ def learn(path: str, alg: Algorithm, groups: list[Group], *, max_tokens: int = 1
     for _ in range(2):
         plan = plan_update(groups, alg.loss_norm, max_tokens, horizon=10, **cut)
         saved.append(shared_of(plan))
-        filled = asyncio.run(add_columns(Local(trainer), groups, plan, alg.required_columns))
+        filled = asyncio.run(compute_columns(Local(trainer), groups, plan, alg.required_columns))
         scored += [torch.tensor(s.columns[c]) for g in filled for s in g for c in sorted(alg.required_columns)]
         plan = plan_update(assign_advantages(alg, filled), alg.loss_norm, max_tokens, horizon=10, **cut)
         said.append(trainer.step(plan.batches()))

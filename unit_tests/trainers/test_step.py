@@ -21,7 +21,7 @@ from core.cluster.workers import Local
 from core.errors import RunStopped
 from core.types.samples import Batch, Prompt, Sample, make_sample
 from data_feeds.packing.batches import micro_batches, pack, plan_update
-from driver.rl.scoring import PrecomputedReference, add_columns, hash_sample
+from driver.rl.scoring import PrecomputedReference, compute_columns, hash_sample
 from trainers.deepspeed import DeepSpeedLearner, deepspeed_config
 from trainers.local import LocalTrainer
 from trainers.meter import Meter
@@ -149,7 +149,9 @@ def test_columns_land_on_the_tokens_that_are_trained_on(tiny_path):
     two = a_sample([9, 5, 6], [False, True, True])
     trainer = trainer_of(tiny_path, SFT())
     plan = plan_update([[one], [two]], "token", 100)
-    [[got_one], [got_two]] = asyncio.run(add_columns(Local(trainer), [[one], [two]], plan, frozenset({"prox_logp"})))
+    [[got_one], [got_two]] = asyncio.run(
+        compute_columns(Local(trainer), [[one], [two]], plan, frozenset({"prox_logp"}))
+    )
 
     @torch.no_grad()
     def plainly(sample: Sample) -> list[float]:
