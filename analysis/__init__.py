@@ -1,4 +1,4 @@
 """Tools that look at runs: recorded steps, compared losses, the run page and the doctor.
 
-Imports everything below it; no step of training imports it. Begin with capture/recorder.py.
+Imports everything below it; no step of training imports it. Begin with capture/observer.py.
 """

@@ -245,7 +245,7 @@ _declare(
     "train/kto/accuracy", "fraction", "completions on the side of the reference point that their label says", "kto"
 )
 
-SHADOW = "compare_losses/"
+COMPARE_LOSSES = "compare_losses/"
 """Beginning of the names of a compared loss's metrics."""
 _declare("compare_losses/<name>/<metric>", "", "train/<metric> of a loss that only watches, with compare_losses", RL)
 _declare(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import NotRequired, Protocol, TypedDict
 
 from torch import Tensor, nn
 
-from algs.base import Algorithm
 from core.types.allowed_tokens import AllowedTokens
 from core.types.weights import Bucket, ExportScope
+from trainers.observers import ObserverFactory
 
 
 class Learner(Protocol):
@@ -50,10 +50,8 @@ class TrainerSettings(TypedDict):
 
     temperature: float
     total_updates: int
-    sources: NotRequired[tuple[str, ...]]
-    """Data sets whose losses are logged separately."""
-    compared: NotRequired[dict[str, Algorithm]]
-    """Losses that are measured beside the one that trains, by name."""
+    observers: NotRequired[Mapping[str, ObserverFactory]]
+    """What is measured beside the training, by the key of the recipe that asks for it."""
     allowed_tokens: NotRequired[AllowedTokens]
     """Tokens that the engine samples from, over which the softmax is taken. Unset: all."""
     has_ref_logp: NotRequired[bool]

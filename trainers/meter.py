@@ -1,37 +1,32 @@
-"""Average per-token values over micro-batches and ranks."""
+"""Metrics of a training step: averages of per-token values over micro-batches, updates and ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from core.types.samples import Tokens
+from trainers.observers import BatchSeen, Observer
 
 
 @dataclass
 class Meter:
     """Weighted averages of per-token values, over all added micro-batches and all ranks."""
 
-    sources: tuple[str, ...] = ()
-    """Data sets whose losses are averaged separately."""
     tokens: float = 0.0
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Sum of weight x value and sum of weights by name, [2] float64."""
 
     @torch.no_grad()
-    def add(self, tokens: Tokens, values: dict[str, Tensor]) -> None:
-        self.tokens += tokens.weight.numel()
-        weight = tokens.weight.double()
+    def add(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Add the values of M tokens, [M] each, with the weights of the tokens, [M]."""
+        self.tokens += weight.numel()
+        weight = weight.double()
         for name, value in values.items():
             self._add_sums(name, torch.stack([(value.detach().double() * weight).sum(), weight.sum()]))
-        for i, source in enumerate(self.sources):
-            assert tokens.source_ids is not None
-            of_source = weight * (tokens.source_ids == i)
-            loss = (values["loss"].detach().double() * of_source).sum()
-            self._add_sums(f"loss/{source}", torch.stack([loss, of_source.sum()]))
 
     def merge(self, other: Meter) -> None:
         self.tokens += other.tokens
@@ -55,3 +50,42 @@ class Meter:
 
     def _add_sums(self, name: str, pair: Tensor) -> None:
         self.sums[name] = self.sums[name] + pair if name in self.sums else pair
+
+
+class Rank(Protocol):
+    """Part of a trainer that adds numbers up over all of them."""
+
+    def sum_over_rows(self, values: Tensor) -> Tensor: ...
+
+
+class StepMetrics(Observer):
+    """Averages of loss, metrics and gradient norms over the updates of a step that were made."""
+
+    def __init__(self, rank: Rank):
+        self.rank = rank
+
+    def begin_step(self) -> None:
+        self.total = Meter()
+        self.norms: list[Mapping[str, float]] = []
+        self.skipped = 0
+
+    def begin_update(self) -> None:
+        self.update = Meter()
+
+    def on_batch(self, seen: BatchSeen) -> None:
+        self.update.add(seen.batch.tokens.weight, {"loss": seen.loss, **seen.metrics})
+
+    def on_update(self, norms: Mapping[str, float]) -> None:
+        if not norms:  # its loss may be infinite
+            self.skipped += 1
+            return
+        self.total.merge(self.update)
+        self.norms.append(norms)
+
+    def finish(self) -> dict[str, float]:
+        norms = self.norms
+        return {
+            **self.total.compute_means(self.rank.sum_over_rows),
+            **({name: sum(n[name] for n in norms) / len(norms) for name in norms[0]} if norms else {}),
+            "updates_skipped": float(self.skipped),
+        }

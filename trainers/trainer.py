@@ -1,4 +1,4 @@
-"""A trainer: one training step, and the measurements around it, over learners.
+"""A trainer: one training step over learners. What is measured beside it hangs on observers.
 
 A Learner is one model in training with its optimizer. The policy is one; the value model is another, if the algorithm
 needs values. Each is updated by its own gradient, and an update counts as made when both were made.
@@ -37,15 +37,13 @@ from modeling.load import DTYPES
 from modeling.sequence_parallel import SequenceGroup
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint.state import Counters, RankState, load_state, save_state
-from trainers.compared_losses import ComparedLossMeter
 from trainers.learner import Learner
-from trainers.meter import Meter
+from trainers.meter import Meter, StepMetrics
 from trainers.models import ModelLoader
+from trainers.observers import BatchSeen, ObserverFactory, Observers
 from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.optimizer import make_lr_schedule
 from trainers.probe import make_probe_sample
-from trainers.step_record import RecordedUpdate, StepRecord
-from trainers.weight_sync.fingerprint import fingerprint
 
 
 class Trainer:
@@ -66,17 +64,15 @@ class Trainer:
         device: str,
         temperature: float,
         total_updates: int,
-        sources: tuple[str, ...] = (),
-        compared: Mapping[str, Algorithm] = MappingProxyType({}),
         allowed_tokens: AllowedTokens = EVERY_TOKEN,
         has_ref_logp: bool = False,
+        observers: Mapping[str, ObserverFactory] = MappingProxyType({}),
     ):
-        self.device, self.cfg, self.temperature, self.sources = device, cfg, temperature, sources
+        self.device, self.cfg, self.alg, self.temperature = device, cfg, alg, temperature
         self.allowed_tokens = allowed_tokens
-        self.alg = alg
         self.timer = ActivityTimer(*TRAINER_ACTIVITIES)
-        self.compared = compared
-        self.record: StepRecord | None = None
+        asked: dict[str, ObserverFactory] = {"metrics": StepMetrics, **observers}
+        self.observers = Observers({key: make(self) for key, make in asked.items()})
         if device == "cpu":
             keep_freed_memory()
         self.lora = model.lora
@@ -147,56 +143,40 @@ class Trainer:
         The metrics are averages over the updates that were made; a skipped update is only counted.
         """
         with self.timer.measure(Activity.TRAIN):
-            total, compared = Meter(self.sources), ComparedLossMeter(self.compared)
-            norms: list[dict[str, float]] = []
+            self.observers.begin_step()
             for micro_batches in updates:
-                meter = Meter(self.sources)
-                if self.record is not None:
-                    self._record_weights(self.record)
+                self.observers.begin_update()
                 for batch in self.with_totals(micro_batches):
                     policy, loss, metrics = self._compute_loss(batch)
-                    if not loss.requires_grad:
-                        raise UserError(
-                            f"{type(self.alg).__name__}: the loss has no gradient: compute it from policy.logp (or "
-                            "values), without detach()"
-                        )
-                    self.policy.backward((loss * batch.tokens.weight).sum())
-                    if policy is not None:
-                        compared.see(policy, batch.compared)
-                        if self.record is not None:
-                            self.record.add_batch(policy, batch.tokens, loss, metrics)
+                    self._backward(self.policy, loss, batch)
                     if self.critic is not None:
-                        metrics |= self._train_critic(self.critic, batch)
-                    meter.add(batch.tokens, {"loss": loss, **metrics})
-                norm = self._update_weights()
-                if self.record is not None:
-                    self.record.end_update(norm)
-                compared.end_update(self.sum_over_rows, was_made=bool(norm))
-                if norm:
-                    total.merge(meter)
-                    norms.append(norm)
-            return {
-                **total.compute_means(self.sum_over_rows),
-                **compared.compute_means(self.sum_over_rows),
-                **({name: sum(n[name] for n in norms) / len(norms) for name in norms[0]} if norms else {}),
-                "lr": self.lr_schedule.get_lr(self.updates_done - 1),
-                "updates_skipped": float(len(updates) - len(norms)),
-            }
+                        value_loss, of_values = self._compute_value_loss(self.critic, batch)
+                        self._backward(self.critic, value_loss, batch)
+                        metrics |= {"value/loss": value_loss, **of_values}
+                    self.observers.on_batch(BatchSeen.detached(batch, policy, loss, metrics))
+                self.observers.on_update(self._update_weights())
+            return self.observers.finish() | {"lr": self.lr_schedule.get_lr(self.updates_done - 1)}
 
     def _compute_loss(self, batch: Batch) -> tuple[Policy | None, Tensor, Metrics]:
-        """Return the policy, or None for a reward model; the loss and the metrics."""
-        policy = None if self.alg.model_kind == "reward" else self.forward(batch)
-        if policy is None:
-            returned = self.alg.value_loss(self._compute_values(self.policy, batch), batch.tokens)
-        else:
-            returned = self.alg.objective(policy, batch.tokens)
-        return policy, *check_per_token(self.alg, returned, batch.tokens)
+        """Make the forward pass; return the policy (None for a reward model), its loss [M] and the metrics."""
+        if self.alg.model_kind == "reward":
+            return None, *self._compute_value_loss(self.policy, batch)
+        policy = self.forward(batch)
+        return policy, *check_per_token(self.alg, self.alg.objective(policy, batch.tokens), batch.tokens)
 
-    def _train_critic(self, critic: Learner, batch: Batch) -> dict[str, Tensor]:
-        returned = self.alg.value_loss(self._compute_values(critic, batch), batch.tokens)
-        loss, metrics = check_per_token(self.alg, returned, batch.tokens)
-        critic.backward((loss * batch.tokens.weight).sum())
-        return {"value/loss": loss, **metrics}
+    def _compute_value_loss(self, learner: Learner, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Make the forward pass of a model of values; return its loss [M] and the metrics."""
+        returned = self.alg.value_loss(self._compute_values(learner, batch), batch.tokens)
+        return check_per_token(self.alg, returned, batch.tokens)
+
+    def _backward(self, learner: Learner, loss: Tensor, batch: Batch) -> None:
+        """Add the gradient of the weighted loss to that of the update."""
+        if not loss.requires_grad:
+            raise UserError(
+                f"{type(self.alg).__name__}: the loss has no gradient: compute it from policy.logp (or values), "
+                "without detach()"
+            )
+        learner.backward((loss * batch.tokens.weight).sum())
 
     def _update_weights(self) -> dict[str, float]:
         """Update every learner whose gradient is finite; return the gradient norms, nothing if one was skipped."""
@@ -221,7 +201,7 @@ class Trainer:
         meter = Meter()
         for batch in self.with_totals(micro_batches):
             _, loss, metrics = self._compute_loss(batch)
-            meter.add(batch.tokens, {"loss": loss, **metrics})
+            meter.add(batch.tokens.weight, {"loss": loss, **metrics})
         return meter.compute_means(self.sum_over_rows)
 
     @torch.no_grad()
@@ -275,34 +255,6 @@ class Trainer:
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
         """Yield the policy's tensors; see Learner.export_weights."""
         return self.policy.export_weights(max_bytes, scope)
-
-    def begin_record(self, weights: Path | None) -> None:
-        """Keep what the next `step` makes of every token, and checksums of the weights before each of its updates.
-
-        weights: folder to write these weights into as well, in a folder for each update.
-        """
-        self.record = StepRecord(weights=weights)
-
-    def end_record(self, *, keep: bool) -> list[RecordedUpdate]:
-        """Return what was kept since `begin_record`, one record per update, or forget it; keep no more."""
-        assert self.record is not None, "begin_record() comes first"
-        record, self.record = self.record, None
-        return record.finish() if keep else []
-
-    def _record_weights(self, record: StepRecord) -> None:
-        record.begin_update(self.fingerprint_weights())
-        if record.weights is not None:
-            folder = record.weights / f"update_{len(record.updates) - 1}"
-            with writing(folder):
-                self.write_model(self.policy, folder, ["adapter" if self.lora else "whole"])
-
-    def fingerprint_weights(self) -> dict[ExportScope, dict[str, int]]:
-        """Return the checksum of every tensor of the policy; on other ranks than the first they are not computed."""
-        found: dict[ExportScope, dict[str, int]] = {}
-        for scope in ("whole", "adapter") if self.lora else ("whole",):
-            buckets = self.policy.export_weights(2**26, scope)  # gathering a sharded parameter needs every rank
-            found[scope] = {k: v for bucket in buckets if self.rank == 0 for k, v in fingerprint(bucket).items()}
-        return found
 
     def flatten_weights(self) -> Tensor:
         """Return all weights in training as one float32 vector on the CPU, for tests."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from algs.base import Algorithm, Metrics
 from algs.ops import k2
 from algs.validate import check_per_token
+from analysis.capture.step_recorder import find_clipped
 from core.errors import UserError
 from core.types.arrays import Floats
 from core.types.samples import Batch, Group, Policy, Tokens
@@ -21,7 +22,6 @@ from data_feeds.packing.batches import Plan
 from trainers.learner import Learner
 from trainers.local import LocalTrainer, TorchLearner
 from trainers.meter import Meter
-from trainers.step_record import find_clipped
 
 Gradient = dict[str, Tensor]
 """Gradient of each parameter in training, float32."""
@@ -103,7 +103,7 @@ def _add_gradient(trainer: LocalTrainer, alg: Algorithm, batch: Batch, meter: Me
     if not loss.requires_grad:
         raise UserError(f"{type(alg).__name__}: the loss has no gradient: compute it from policy.logp")
     (loss * batch.tokens.weight).sum().backward()
-    meter.add(batch.tokens, {"loss": loss, **metrics})
+    meter.add(batch.tokens.weight, {"loss": loss, **metrics})
     slope = torch.zeros_like(cut.logp) if cut.logp.grad is None else cut.logp.grad
     total = (policy.logp * slope).sum()
     if policy.entropy is not None and cut.entropy is not None and cut.entropy.grad is not None:

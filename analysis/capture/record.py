@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from analysis.capture.batch_file import in_order
 from analysis.capture.pieces import PieceDecoder
 from analysis.capture.snapshot import UpdateFacts
+from analysis.capture.step_recorder import RecordedUpdate
 from analysis.capture.tokens import CapturedSample, FloatArray, TokenColumn
 from core.types.arrays import Floats
 from core.types.samples import Group, Sample
 from data_feeds.packing.batches import Plan
-from trainers.step_record import RecordedUpdate
 
 Recorded = Sequence[Sequence[RecordedUpdate]]
 """[rank][update]"""

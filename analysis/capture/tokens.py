@@ -33,7 +33,7 @@ TokenColumn = Literal[
     "rollout_logp",  # log-probability under the engine that sampled the token
     "logp_difference",  # logp - rollout_logp: the mismatch of trainer and engine, and staleness
     "ratio",  # exp(logp - prox_logp), the ratio that a clip looks at; 1 in the first update of a step
-    "clipped",  # 1 where the loss says that it clipped, capped or masked the token (trainers/step_record.py), else 0
+    "clipped",  # 1 where the loss says that it clipped, capped or masked the token (step_recorder.py), else 0
     "entropy",  # of the distribution that the token was drawn from, in nats
     "kl",  # k3 estimate of the divergence from the reference model at the token
     "loss",  # of the token, before its weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Mapping
 
 from configs.capture_schema import CaptureConfig
 from core import metrics as names
@@ -19,7 +20,7 @@ class Triggers:
         self.cfg = cfg
         self.norms: deque[float] = deque(maxlen=HISTORY)
 
-    def find_event(self, metrics: dict[str, float]) -> str:
+    def find_event(self, metrics: Mapping[str, float]) -> str:
         """Return what happened in a step, in a sentence; "" where nothing did. Called once per step, in order."""
         cfg, found = self.cfg, ""
         if "non_finite" in cfg.on and (skipped := metrics.get(names.TRAIN_SKIPPED, 0.0)):

@@ -16,6 +16,7 @@ import torch
 
 from algs.base import Algorithm
 from analysis.capture.snapshot import StepSnapshot
+from analysis.capture.step_recorder import fingerprint_weights
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import UserError, first_line
 from modeling.export import exported_tensors
@@ -139,7 +140,7 @@ def load_checkpoint(snapshot: StepSnapshot, folder: Path) -> LocalTrainer:
 
 def take_fingerprints(trainer: LocalTrainer) -> Fingerprints:
     """Return the checksums of the trainer's weights, under the names of snapshot.json."""
-    return {str(scope): sums for scope, sums in trainer.fingerprint_weights().items()}
+    return {str(scope): sums for scope, sums in fingerprint_weights(trainer).items()}
 
 
 def describe_difference(expected: Fingerprints, found: Fingerprints) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -142,35 +142,13 @@ def check_failures(groups: list[Group], *, max_failed_fraction: float) -> None:
         )
 
 
-def name_train_metrics(measured: dict[str, float]) -> dict[str, float]:
-    """Return a trainer's metrics under their names in the log, with what follows from averages of squares."""
-    of_shadows, own = split_compared(measured)
-    return _name_metrics(own) | {
-        names.SHADOW + f"{compare_losses}/{name.removeprefix('train/')}": value
-        for compare_losses, metrics in of_shadows.items()
-        for name, value in _name_metrics(metrics).items()
-    }
+def name_train_metrics(measured: Mapping[str, float]) -> dict[str, float]:
+    """Return a trainer's metrics under their names in the log, with what follows from averages of squares.
 
-
-def split_compared(measured: dict[str, float]) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Return the metrics of each compare_losses by its name, and the trainer's others.
-
-    >>> split_compared({"compare_losses/gspo/loss": 1.0, "compare_losses/gspo/mismatch/kl": 2.0, "loss": 3.0})
-    ({'gspo': {'loss': 1.0, 'mismatch/kl': 2.0}}, {'loss': 3.0})
+    Those of compared losses are left to their observer.
     """
-    of_shadows: dict[str, dict[str, float]] = {}
-    own: dict[str, float] = {}
-    for name, value in measured.items():
-        if name.startswith(names.SHADOW):
-            compare_losses, _, metric = name.removeprefix(names.SHADOW).partition("/")
-            of_shadows.setdefault(compare_losses, {})[metric] = value
-        else:
-            own[name] = value
-    return of_shadows, own
-
-
-def _name_metrics(measured: dict[str, float]) -> dict[str, float]:
-    named = {f"{names.TRAIN}{name}": value for name, value in measured.items()}
+    own = {name: value for name, value in measured.items() if not name.startswith(names.COMPARE_LOSSES)}
+    named = {f"{names.TRAIN}{name}": value for name, value in own.items()}
     if (ratio_sq := named.pop(names.MISMATCH_RATIO_SQ, None)) is not None:
         named[names.MISMATCH_ESS] = named[names.MISMATCH_RATIO] ** 2 / ratio_sq
     return_sq, error, error_sq = (named.pop(name, None) for name in names.VALUE_MOMENTS)

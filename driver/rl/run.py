@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from algs.base import PolicyGradient, TurnCredit, assign_advantages
 from algs.validate import check_advantages
-from analysis.capture.recorder import Recorder
-from analysis.compared_losses import ComparedLosses
 from configs.schema import RLConfig
 from core import metrics as names
-from core.cluster.workers import Workers, copy_to_groups
+from core.cluster.workers import Workers
 from core.errors import ProcessDied, RunStopped
 from core.tasks import start_task
 from core.timing.phases import Milestone, Phase
@@ -34,6 +33,7 @@ from driver.records.rollout_metrics import (
 )
 from driver.records.time_account import TimeBreakdown, describe_colocation_cost, name_bottleneck
 from driver.rl.colocation import Colocation
+from driver.rl.observers import PlannedStep, RunObserver
 from driver.rl.scoring import compute_columns
 from rollouts.scheduling.availability import EngineAvailability
 from rollouts.scheduling.buffer import ReplayBuffer
@@ -68,8 +68,7 @@ class Run:
     time: TimeBreakdown
     colocation: Colocation | None = None
     """Turns of trainers and engines on the same devices; None where each has its own."""
-    compared: ComparedLosses | None = None
-    recorder: Recorder | None = None
+    observers: Sequence[RunObserver] = ()
     evaluated: EvalResult | None = None
     """The last evaluation."""
     unlogged: dict[str, float] = field(default_factory=dict[str, float])
@@ -78,12 +77,6 @@ class Run:
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps that the run makes; `stop_when` may end them early."""
         return self.context.count_steps(self.first_step)
-
-    @property
-    def whole_episodes(self) -> bool:
-        """True if a loss, the run's or a compared loss, looks at episodes as wholes."""
-        losses = [] if self.compared is None else self.compared.losses
-        return self.alg.whole_episodes or any(loss.alg.whole_episodes for loss in losses)
 
     @property
     def steps(self) -> int:
@@ -130,33 +123,31 @@ class Run:
 
     async def train(self, groups: list[Group]) -> dict[str, float]:
         """Train on the groups of a step, distributed over its updates."""
+        clock = self.context.clock
+        with clock.phase(Phase.TRAIN):
+            step = self._plan_step(groups)
+            for observer in self.observers:
+                observer.on_plan(step)
+        async with AsyncExitStack() as observed:
+            for observer in self.observers:
+                await observed.enter_async_context(observer.around_updates(step))
+            with clock.phase(Phase.TRAIN):
+                self.time.prefetch_engine_timers()
+                measured, *_ = await self.trainers.scatter(Trainer.step, step.shard(len(self.trainers)))
+                self.time.prefetch_trainer_timers()
+            self.steps_done += 1
+        metrics = name_train_metrics(measured) | step.measure()
+        for observer in self.observers:
+            metrics |= await observer.on_step(step, measured, metrics)
+        return metrics
+
+    def _plan_step(self, groups: list[Group]) -> PlannedStep:
+        """Deal the groups to the updates, and those of an update to ranks and micro-batches."""
         k = self.cfg.updates_per_step
         of_updates = [groups[i::k] for i in range(k)]
-        with self.context.clock.phase(Phase.TRAIN):
-            plans = [self._plan(own) for own in of_updates]
-        if self.recorder is None:
-            return await self._train(of_updates, plans)
-        clock = self.context.clock
-        async with self.recorder.recording(self.steps_done, of_updates, plans, clock) as recording:
-            recording.metrics = await self._train(of_updates, plans)
-        return recording.metrics
-
-    async def _train(self, groups: list[list[Group]], plans: list[Plan]) -> dict[str, float]:
-        """Make the updates, each on its groups by its plan."""
-        k = len(plans)
-        with self.context.clock.phase(Phase.TRAIN):
-            updates = [plan.batches() for plan in plans]  # [update][rank][micro-batch]
-            if self.compared is not None:
-                self.compared.attach(updates, plans, groups)
-            self.time.prefetch_engine_timers()
-            shards = [list(of_updates) for of_updates in zip(*updates, strict=True)]
-            measured, *_ = await self.trainers.scatter(Trainer.step, copy_to_groups(shards, len(self.trainers)))
-            self.time.prefetch_trainer_timers()
-            self.steps_done += 1
-            padding = sum(plan.padding for plan in plans) / k
-            shared = sum(plan.measure_shared(own) for plan, own in zip(plans, updates, strict=True)) / k
-        named = name_train_metrics(measured) | {names.TRAIN_PADDING: padding, names.TRAIN_SHARED: shared}
-        return named if self.compared is None else self.compared.drop_non_finite(named)
+        plans = [self._plan(own) for own in of_updates]
+        batches = [plan.batches() for plan in plans]
+        return PlannedStep(step=self.steps_done, groups=of_updates, plans=plans, batches=batches)
 
     def _plan(self, groups: list[Group]) -> Plan:
         return plan_update(
@@ -168,7 +159,7 @@ class Run:
             padded=self.layout.padded,
             share_prefixes=self.layout.shares_prefixes,
             whole_groups=self.alg.whole_groups,
-            whole_episodes=self.whole_episodes,
+            whole_episodes=self.alg.whole_episodes,
         )
 
     async def sync_weights(self, version: int) -> dict[str, float]:
@@ -325,8 +316,8 @@ class Run:
         if self.colocation is not None:
             await self.colocation.give_to_trainers()
         await self.context.save_model(self.trainers, self.tokenizer, self.alg)
-        if self.recorder is not None:
-            await self.recorder.finish()
+        for observer in self.observers:
+            await observer.finish()
         devices = await self.time.read_totals()
         self.context.facts["devices"] = devices
         self.context.facts["bottleneck"] = (

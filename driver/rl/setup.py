@@ -8,10 +8,6 @@ from functools import partial
 from typing import Any
 
 from algs.base import PolicyGradient, accepts_group
-from analysis.capture.losses import NamedLoss
-from analysis.capture.recorder import Recorder
-from analysis.capture.snapshot import RunFacts
-from analysis.compared_losses import ComparedLosses, load_compared_losses
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
 from core.cluster.elastic_workers import ElasticWorkers
@@ -44,8 +40,10 @@ from driver.records.time_account import TimeBreakdown
 from driver.records.trackers import check_trackers
 from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rl.colocation import make_colocation, offload_after_start, share_devices
+from driver.rl.observers import ObserverPlan, RunObserver, StartedRun
 from driver.rl.run import Run
-from driver.start.devices import check_devices, shares_devices, uses_gpus
+from driver.start.devices import check_devices, shares_devices
+from driver.start.observers import plan_observers
 from driver.start.rollouts import (
     RolloutPlan,
     check_reward_and_env,
@@ -77,7 +75,7 @@ class Prepared:
     rollouts: RolloutPlan
     allowed_tokens: AllowedTokens
     """Tokens that the policy may choose."""
-    compared: list[NamedLoss]
+    observers: dict[str, ObserverPlan]
     settings: dict[str, Any]
     checkpoint: Checkpoint | None
     """The checkpoint that the run resumes."""
@@ -103,7 +101,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
     if cfg.placement == "colocate":
         check_colocation(cfg, estimate_memory(loaded))
     check_images(cfg)
-    compared = load_compared_losses(cfg, alg)
+    observers = plan_observers(loaded)
     rollouts = plan_rollouts(cfg)
     check_reward_and_env(cfg, rollouts)
     env_tools = rollouts.load_code()
@@ -128,7 +126,7 @@ def prepare(loaded: Loaded[RLConfig]) -> Prepared:
         held_out=held_out,
         rollouts=rollouts,
         allowed_tokens=allowed_tokens,
-        compared=compared,
+        observers=observers,
         settings=settings,
         checkpoint=find_checkpoint_to_resume(loaded, settings),
     )
@@ -143,7 +141,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         prepared.alg,
         temperature=cfg.rollout.temperature,
         total_updates=cfg.total_updates,
-        compared=prepared.compared,
+        observers={key: observer.on_trainer for key, observer in prepared.observers.items()},
         allowed_tokens=prepared.allowed_tokens,
         shares_device=cfg.placement == "colocate",
     )
@@ -187,8 +185,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         generation=generation,
         layout=layout,
         time=await TimeBreakdown.start(context.clock, trainers=trainers, engines=EngineTimers(engines, availability)),
-        compared=make_compared_losses(prepared, context),
-        recorder=make_recorder(prepared, context, trainers, layout),
+        observers=start_observers(prepared, context, trainers, layout),
     )
 
 
@@ -220,44 +217,20 @@ def make_generation(
     )
 
 
-def make_compared_losses(prepared: Prepared, context: RunContext) -> ComparedLosses | None:
-    """Return the losses that watch; None where the recipe has none."""
-    cfg = prepared.loaded.cfg
-    if not prepared.compared:
-        return None
-    return ComparedLosses(
-        prepared.compared, cfg.rollout.max_new_tokens, stale=cfg.updates_per_step > 1, say=context.console.say
-    )
-
-
-def make_recorder(
+def start_observers(
     prepared: Prepared, context: RunContext, trainers: Workers[Trainer], layout: RowLayout
-) -> Recorder | None:
-    """Return what keeps snapshots; None where the recipe asks for none."""
-    cfg = prepared.loaded.cfg
-    rollout = cfg.rollout
-    if not cfg.capture.is_on:
-        return None
-    return Recorder(
-        cfg.capture,
-        trainers,
-        home=context.folder.path,
-        facts=RunFacts(
-            alg=cfg.alg,
-            alg_file=prepared.loaded.alg_spec,
-            model=cfg.model.model_dump(),
-            trainer=cfg.trainer.model_dump(),
-            temperature=rollout.temperature,
-            allowed_tokens=prepared.allowed_tokens,
-            max_new_tokens=rollout.max_new_tokens,
-            updates_per_step=cfg.updates_per_step,
-            layout=layout,
-            on_cpu=not uses_gpus(cfg),
-        ),
-        tokenizer=prepared.tokenizer.hf,
-        say=context.console.say,
-        resumed_from=None if prepared.checkpoint is None else prepared.checkpoint.folder,
+) -> list[RunObserver]:
+    """Return the driver's part of every observer that the recipe asks for."""
+    run = StartedRun(
+        loaded=prepared.loaded,
+        tokenizer=prepared.tokenizer,
+        allowed_tokens=prepared.allowed_tokens,
+        checkpoint=prepared.checkpoint,
+        context=context,
+        trainers=trainers,
+        layout=layout,
     )
+    return [observer.start(run) for observer in prepared.observers.values()]
 
 
 async def start_workers(

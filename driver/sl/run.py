@@ -31,6 +31,7 @@ from driver.records.trackers import check_trackers
 from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rl.scoring import PrecomputedReference, compute_columns
 from driver.start.devices import check_devices
+from driver.start.observers import observe_sources
 from driver.start.trainers import plan_trainer, plan_trainer_role, start_trainers
 from modeling.hf_config import check_model_folder
 from modeling.lora import check_lora_targets
@@ -119,7 +120,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         prepared.alg,
         temperature=1.0,
         total_updates=cfg.total_updates,
-        sources=tuple(rows.mixed),
+        observers=observe_sources(rows.mixed),
         has_ref_logp=cfg.precompute_ref_logp,
     )
     with context.clock.phase(Phase.START):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from algs.base import Algorithm
-from analysis.capture.losses import NamedLoss
 from configs.schema import RunConfig
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.cluster.capacity import Role
@@ -19,6 +19,7 @@ from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 
 if TYPE_CHECKING:
     from trainers.learner import TrainerSettings
+    from trainers.observers import ObserverFactory
     from trainers.trainer import Trainer
 
 from driver.start.devices import count_gpus, share_machine
@@ -34,9 +35,8 @@ class TrainerPlan:
     temperature: float
     total_updates: int
     seed: int
-    sources: tuple[str, ...] = ()
-    compared: dict[str, Algorithm] = field(default_factory=dict[str, Algorithm])
-    """Compared losses by name."""
+    observers: Mapping[str, ObserverFactory] = field(default_factory=dict[str, "ObserverFactory"])
+    """What is measured beside the training, by the key of the recipe that asks for it."""
     allowed_tokens: AllowedTokens = EVERY_TOKEN
     has_ref_logp: bool = False
     shares_device: bool = False
@@ -66,8 +66,7 @@ def _make_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
     settings: TrainerSettings = {
         "temperature": plan.temperature,
         "total_updates": plan.total_updates,
-        "sources": plan.sources,
-        "compared": plan.compared,
+        "observers": plan.observers,
         "allowed_tokens": plan.allowed_tokens,
         "has_ref_logp": plan.has_ref_logp,
     }
@@ -97,8 +96,7 @@ def plan_trainer(
     *,
     temperature: float,
     total_updates: int,
-    sources: tuple[str, ...] = (),
-    compared: Sequence[NamedLoss] = (),
+    observers: Mapping[str, ObserverFactory] = MappingProxyType({}),
     allowed_tokens: AllowedTokens = EVERY_TOKEN,
     has_ref_logp: bool = False,
     shares_device: bool = False,
@@ -110,8 +108,7 @@ def plan_trainer(
         temperature=temperature,
         total_updates=total_updates,
         seed=cfg.seed,
-        sources=sources,
-        compared={loss.name: loss.alg for loss in compared},
+        observers=dict(observers),
         allowed_tokens=allowed_tokens,
         has_ref_logp=has_ref_logp,
         shares_device=shares_device,

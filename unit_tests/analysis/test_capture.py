@@ -23,9 +23,8 @@ from analysis.capture import recompute, weights
 from analysis.capture.batch_file import read_batch, write_batch
 from analysis.capture.gradient import compute_update, inner
 from analysis.capture.pieces import PieceDecoder
-from analysis.capture.recorder import Recorder
 from analysis.capture.replay import main as replay_main
-from analysis.capture.snapshot import RunFacts, read_snapshot
+from analysis.capture.snapshot import read_snapshot
 from analysis.capture.tokens import (
     MANIFEST,
     TOKEN_COLUMNS,
@@ -36,17 +35,19 @@ from analysis.capture.tokens import (
     write_captured,
 )
 from analysis.capture.triggers import HISTORY, LEAST, Triggers
-from analysis.compared_losses import ComparedLosses, load_compared_losses
 from configs.capture_schema import CaptureConfig
 from configs.schema import RLConfig
 from core.cluster.workers import Local
 from core.errors import RunStopped, UserError
 from core.metrics import find_metric
 from core.timing.clock import Clock
+from core.types.allowed_tokens import EVERY_TOKEN
 from core.types.samples import Group
 from data_feeds.packing.batches import plan_update
 from driver.load_recipe import load_recipe
+from driver.rl.observers import StartedRun
 from driver.rl.run import Run
+from driver.start.observers import plan_observers
 from driver.start.trainers import build_trainer, plan_trainer
 from unit_tests.helpers.examples import a_changed, some_groups, with_values
 
@@ -77,49 +78,40 @@ def rewarded(groups: list[Group]) -> list[Group]:
 
 
 class Step:
-    """One step of a run, as main_rl.py makes it, with compared losses and capture, in a run folder of its own."""
+    """One step of a run, as main_rl.py makes it, with the observers of its recipe, in a run folder of its own."""
 
     def __init__(self, path: str, home: Path, *overrides: str):
         loaded = load_recipe(RLConfig, path, list(overrides))
         self.cfg = cfg = loaded.cfg
-        alg = loaded.alg
-        losses = load_compared_losses(cfg, cast(Any, alg))
-        settings = {"temperature": cfg.rollout.temperature, "total_updates": cfg.total_updates, "compared": losses}
-        self.trainer = build_trainer(None, plan_trainer(cfg, alg, **settings))
-        self.said: list[str] = []
-        layout = self.trainer.describe_layout()
+        self.home, self.said = home, list[str]()
+        planned = plan_observers(loaded)
+        on_trainer = {key: observer.on_trainer for key, observer in planned.items()}
+        settings = {"temperature": cfg.rollout.temperature, "total_updates": cfg.total_updates}
+        self.trainer = build_trainer(None, plan_trainer(cfg, loaded.alg, observers=on_trainer, **settings))
+        context = SimpleNamespace(
+            clock=Clock(), console=SimpleNamespace(say=self.said.append), folder=SimpleNamespace(path=home)
+        )
+        started = StartedRun(
+            loaded=loaded,
+            tokenizer=cast(Any, SimpleNamespace(hf=AutoTokenizer.from_pretrained(cfg.model.path))),
+            allowed_tokens=EVERY_TOKEN,
+            checkpoint=None,
+            context=cast(Any, context),
+            trainers=Local(self.trainer),
+            layout=self.trainer.describe_layout(),
+        )
         parts: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
-        parts |= {"cfg": cfg, "alg": alg, "trainers": Local(self.trainer), "layout": layout, "steps_done": 0}
-        parts |= {"context": SimpleNamespace(clock=Clock())}
+        parts |= {"cfg": cfg, "alg": loaded.alg, "trainers": started.trainers, "layout": started.layout}
+        parts |= {"context": context, "steps_done": 0}
         parts["time"] = SimpleNamespace(prefetch_engine_timers=lambda: None, prefetch_trainer_timers=lambda: None)
-        if losses:
-            parts["compared"] = ComparedLosses(
-                losses, cfg.rollout.max_new_tokens, stale=cfg.updates_per_step > 1, say=self.said.append
-            )
-        if cfg.capture.is_on:
-            facts = RunFacts(
-                alg=cfg.alg,
-                alg_file=loaded.alg_spec,
-                model=cfg.model.model_dump(),
-                trainer=cfg.trainer.model_dump(),
-                temperature=cfg.rollout.temperature,
-                max_new_tokens=cfg.rollout.max_new_tokens,
-                updates_per_step=cfg.updates_per_step,
-                layout=layout,
-                on_cpu=True,
-            )
-            tokenizer = AutoTokenizer.from_pretrained(cfg.model.path)
-            parts["recorder"] = Recorder(
-                cfg.capture, parts["trainers"], home=home, facts=facts, tokenizer=tokenizer, say=self.said.append
-            )
+        parts["observers"] = [observer.start(started) for observer in planned.values()]
         self.run = Run(**parts)
-        self.home = home
 
     def train(self, groups: list[Group]) -> dict[str, float]:
         async def go() -> dict[str, float]:
             measured = await self.run.train(self.run.compute_advantages(await self.run.compute_columns(groups)))
-            if self.run.recorder is not None:
-                await self.run.recorder.finish()  # a run does not wait for it until the next one
+            for observer in self.run.observers:
+                await observer.finish()  # a run does not wait for a snapshot until the next one
             return measured
 
         return asyncio.run(go())
@@ -226,7 +218,7 @@ def test_the_pieces_of_a_text_are_the_text(tiny_path):
 def test_a_run_without_capture_keeps_nothing(step):
     made = step()
     made.train(rewarded(some_groups(4)))
-    assert made.run.recorder is None and not made.home.exists() and made.trainer.record is None
+    assert not made.run.observers and not made.home.exists() and [*made.trainer.observers.by_key] == ["metrics"]
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -298,8 +290,6 @@ def test_events_say_what_happened():
 
 def test_events_keep_their_steps_and_no_more_than_allowed(step):
     made = step({"capture": {"on": ["kl"], "kl_above": 0.05, "most": 2, "weights": True}})
-    quiet = made.run.recorder
-    assert quiet is not None
     near = rewarded(some_groups(4))
     scored = made.trainer.compute_columns(plan_update(near, "token", 10_000).batches()[0], frozenset({"prox_logp"}))
     plan = plan_update(near, "token", 10_000)

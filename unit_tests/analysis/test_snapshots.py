@@ -13,6 +13,7 @@ import pytest
 import main_rl
 from analysis.capture.recompute import replay
 from analysis.capture.snapshot import read_snapshot
+from analysis.capture.step_recorder import fingerprint_weights
 from analysis.capture.tokens import MANIFEST, SNAPSHOTS, captured_steps, read_captured, snapshot_folder
 from analysis.capture.weights import load_checkpoint
 from core.errors import UserError
@@ -50,7 +51,7 @@ def test_a_run_of_two_deepspeed_ranks_is_reproduced_by_one_process_and_its_shado
         assert sum(norms) / 2 == pytest.approx(metrics["train/grad_norm"], rel=1e-6)
     snapshot = read_snapshot(snapshot_folder(folder, 1))
     of_checkpoint = load_checkpoint(snapshot, folder / "checkpoints" / "step_00001")
-    assert of_checkpoint.fingerprint_weights() == snapshot.manifest.updates[0].fingerprints, "of both ranks' shards"
+    assert fingerprint_weights(of_checkpoint) == snapshot.manifest.updates[0].fingerprints, "of both ranks' shards"
     captured = read_captured(folder, 1)
     assert len(captured) == 16 and all("".join(c.pieces) for c in captured)
     assert all(np.isfinite(c.columns["logp_difference"]).any() for c in captured)

@@ -38,7 +38,12 @@ async def step_of(path: str, groups: list[Group]) -> SimpleNamespace:
     clock = Clock()
     parts: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)  # a step asks for none of the others
     parts |= {"cfg": cfg, "alg": loaded.alg, "trainers": Local(trainer)}
-    parts |= {"context": SimpleNamespace(clock=clock), "layout": trainer.describe_layout(), "steps_done": 0}
+    parts |= {
+        "context": SimpleNamespace(clock=clock),
+        "layout": trainer.describe_layout(),
+        "steps_done": 0,
+        "observers": (),
+    }
     engines = cast(Any, Local(SimpleNamespace(timer=trainer.timer)))
     parts["time"] = await TimeBreakdown.start(
         clock, trainers=parts["trainers"], engines=EngineTimers(engines, EngineAvailability(1))

@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,25 @@ def graph() -> dict[str, set[str]]:
 
 def test_every_import_goes_down(graph):
     assert layers.arrows_up(graph) == []
+
+
+def test_the_hot_path_imports_nothing_of_analysis(graph):
+    hot = layers.reach(graph, layers.PROGRAMS)
+    assert {"driver/rl/run.py", "trainers/trainer.py", "algs/base.py", "rollouts/worker.py"} < {*hot}
+    assert [file for file in hot if layers.layer_of(file) == "analysis"] == []
+    assert layers.reach({"a": {"b"}, "b": {"analysis"}, "analysis": set(), "c": set()}, ["a"]) == ["a", "analysis", "b"]
+
+
+def test_one_file_loads_analysis_by_name():
+    by_name = {
+        file
+        for file in FILES
+        if layers.layer_of(file) != "analysis"
+        for node in ast.walk(layers.parse_file(ROOT / file))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.fullmatch(r"analysis(\.\w+)+", node.value)
+    }
+    assert by_name == {"driver/start/observers.py"}
 
 
 def test_there_are_no_circles(graph):

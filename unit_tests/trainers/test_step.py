@@ -24,8 +24,10 @@ from data_feeds.packing.batches import micro_batches, pack, plan_update
 from driver.rl.scoring import PrecomputedReference, compute_columns, hash_sample
 from trainers.deepspeed import DeepSpeedLearner, deepspeed_config
 from trainers.local import LocalTrainer
-from trainers.meter import Meter
+from trainers.meter import StepMetrics
+from trainers.observers import BatchSeen, Observers
 from trainers.optimizer import LearningRateSchedule, make_optimizer
+from trainers.source_losses import SourceLosses
 from unit_tests.helpers.examples import a_changed, columns_of, some_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -242,17 +244,36 @@ def test_deepspeed_clips_where_the_recipe_says_and_keeps_what_it_adds():
 
 
 def test_means_are_weighted_and_each_source_has_its_own():
-    """Worked out by hand: weights 1/2, 1/4 and 1/4, losses 4, 2 and 8; the last is of source b."""
+    """Worked out by hand: weights 1/2, 1/4 and 1/4, losses 4, 2 and 8; the last is of source b. Two ranks are alike."""
     samples = [a_sample([5, 6], [False, True]) for _ in range(3)]
     samples[2] = replace(samples[2], prompt=Prompt(id="q", messages=[], source="b"))
     samples[:2] = [replace(s, prompt=Prompt(id="p", messages=[], source="a")) for s in samples[:2]]
     loss = torch.tensor([4.0, 2.0, 8.0])
-    whole, first, second = (Meter(("a", "b")) for _ in range(3))
-    whole.add(pack(samples, [0.5, 0.25, 0.25], sources=("a", "b")).tokens, {"loss": loss})
-    first.add(pack(samples[:1], [0.5], sources=("a", "b")).tokens, {"loss": loss[:1]})
-    second.add(pack(samples[1:], [0.25, 0.25], sources=("a", "b")).tokens, {"loss": loss[1:]})
-    first.merge(second)
+
+    def batch_of(which: slice) -> Batch:
+        return pack(samples[which], [0.5, 0.25, 0.25][which], sources=("a", "b"))
+
+    class Ranks:
+        def __init__(self, n: int):
+            self.n = n
+
+        def sum_over_rows(self, values: torch.Tensor) -> torch.Tensor:
+            return self.n * values
+
+    def observe(updates: list[list[slice]], ranks: int = 1) -> dict[str, float]:
+        rank = Ranks(ranks)
+        observers = Observers({"metrics": StepMetrics(rank), "sources": SourceLosses(rank, sources=("a", "b"))})
+        observers.begin_step()
+        for cut in updates:
+            observers.begin_update()
+            for which in cut:
+                observers.on_batch(BatchSeen.detached(batch_of(which), None, loss[which], {}))
+            observers.on_update({"grad_norm": 3.0})
+        return observers.finish()
+
+    one, first, second = slice(0, 3), slice(0, 1), slice(1, 3)
     want = {"tokens": 3.0, "loss": 4.5, "loss/a": (2 + 0.5) / 0.75, "loss/b": 8.0}
-    assert whole.compute_means(lambda x: x) == pytest.approx(want)
-    assert first.compute_means(lambda x: x) == pytest.approx(want)
-    assert whole.compute_means(lambda x: 2 * x) == pytest.approx(want | {"tokens": 6.0}), "two ranks that are alike"
+    want |= {"grad_norm": 3.0, "updates_skipped": 0.0}
+    assert observe([[one]]) == pytest.approx(want)
+    assert observe([[first, second]]) == observe([[first], [second]]) == pytest.approx(want)
+    assert observe([[one]], ranks=2) == pytest.approx(want | {"tokens": 6.0})

@@ -1,0 +1,134 @@
+"""Recorder of a step in a trainer: numbers of every token, and checksums of the weights.
+
+The numbers are those of the pass that trains, so keeping them costs no other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from algs.base import Metrics, with_prox
+from algs.ops import importance_ratio, k3
+from core.errors import writing
+from core.metrics import CUT, TRAIN
+from core.types.arrays import Floats
+from core.types.samples import Policy, Tokens
+from core.types.weights import ExportScope
+from trainers.observers import BatchSeen, Observer
+from trainers.trainer import Trainer
+from trainers.weight_sync.fingerprint import fingerprint
+
+CLIP_METRICS = tuple(name.removeprefix(TRAIN) for name in CUT)
+"""Metrics of a loss, as it names them, that are 1 where it clips, caps or masks a token, and 0 elsewhere."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RecordedUpdate:
+    """Record of one update on one rank."""
+
+    fingerprints: dict[ExportScope, dict[str, int]]
+    """Checksums of the weights before the update, by tensor; on the first rank only."""
+    tokens: list[dict[str, Floats]]
+    """Columns of the tokens of each micro-batch, [M] float32 each."""
+    norms: dict[str, float]
+    """Norms of the gradients; nothing where the update was skipped."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Update:
+    fingerprints: dict[ExportScope, dict[str, int]]
+    tokens: list[dict[str, Tensor]] = field(default_factory=list)
+    norms: dict[str, float] = field(default_factory=dict)
+
+
+class StepRecorder(Observer):
+    """Recorder of the steps of one rank, between `begin` and `end`; it keeps nothing of others."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self.updates: list[_Update] | None = None
+        """Updates of the step, or None if it is not recorded."""
+        self.weights: Path | None = None
+
+    def begin(self, weights: Path | None) -> None:
+        """Record the next step: numbers of every token, and checksums of the weights before each of its updates.
+
+        weights: folder to write these weights into as well, in a folder for each update.
+        """
+        self.updates, self.weights = [], weights
+
+    def end(self, *, keep: bool) -> list[RecordedUpdate]:
+        """Stop recording. Return one record per update, or discard them."""
+        assert self.updates is not None, "begin() comes first"
+        updates, self.updates = self.updates, None
+        return [_with_arrays(update) for update in updates] if keep else []
+
+    def begin_update(self) -> None:
+        if self.updates is None:
+            return
+        trainer = self.trainer
+        self.updates.append(_Update(fingerprints=fingerprint_weights(trainer)))
+        if self.weights is not None:
+            folder = self.weights / f"update_{len(self.updates) - 1}"
+            with writing(folder):
+                trainer.write_model(trainer.policy, folder, ["adapter" if trainer.lora else "whole"])
+
+    @torch.no_grad()
+    def on_batch(self, seen: BatchSeen) -> None:
+        """Keep the numbers of a micro-batch, on its device."""
+        if self.updates is not None and seen.policy is not None:
+            self.updates[-1].tokens.append(describe_tokens(seen.policy, seen.batch.tokens, seen.loss, seen.metrics))
+
+    def on_update(self, norms: Mapping[str, float]) -> None:
+        if self.updates is not None:
+            self.updates[-1].norms = dict(norms)
+
+
+def _with_arrays(update: _Update) -> RecordedUpdate:
+    return RecordedUpdate(
+        fingerprints=update.fingerprints,
+        tokens=[{name: v.float().cpu().numpy() for name, v in batch.items()} for batch in update.tokens],
+        norms=update.norms,
+    )
+
+
+def fingerprint_weights(trainer: Trainer) -> dict[ExportScope, dict[str, int]]:
+    """Return the checksum of every tensor of the policy; on other ranks than the first they are not computed."""
+    found: dict[ExportScope, dict[str, int]] = {}
+    for scope in ("whole", "adapter") if trainer.lora else ("whole",):
+        buckets = trainer.policy.export_weights(2**26, scope)  # gathering a sharded parameter needs every rank
+        found[scope] = {k: v for bucket in buckets if trainer.rank == 0 for k, v in fingerprint(bucket).items()}
+    return found
+
+
+def describe_tokens(policy: Policy, tokens: Tokens, loss: Tensor, metrics: Metrics) -> dict[str, Tensor]:
+    """Return the numbers of each token under the names of analysis/capture/tokens.py, [M] each and detached."""
+    logp = policy.logp.detach()
+    tokens = with_prox(policy, tokens)
+    found = {
+        "advantage": tokens.advantage,
+        "weight": tokens.weight,
+        "logp": logp,
+        "rollout_logp": tokens.rollout_logp,
+        "logp_difference": logp - tokens.rollout_logp,
+        "ratio": importance_ratio(logp, tokens.prox_logp),
+        "loss": loss.detach(),
+    }
+    if (clipped := find_clipped(metrics)) is not None:
+        found["clipped"] = clipped
+    if policy.entropy is not None:
+        found["entropy"] = policy.entropy.detach()
+    if tokens.has("ref_logp"):
+        found["kl"] = k3(logp, tokens.ref_logp)
+    return found
+
+
+def find_clipped(metrics: Metrics) -> Tensor | None:
+    """Return 1 where the loss says that it clipped, capped or masked the token; None where it has no such metric."""
+    named = [metrics[name].detach().float() for name in CLIP_METRICS if name in metrics]
+    return torch.stack(named).amax(0) if named else None

@@ -1,0 +1,130 @@
+"""The observer of the key `compare_losses`: it shows other losses the batches, and logs what they measure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+
+from algs.base import Algorithm
+from analysis.capture.batch_file import in_order
+from analysis.capture.losses import NamedLoss, credit_groups, describe_lack, parse_losses
+from analysis.compared_losses.measure import ComparedLossMeter
+from configs.schema import RLConfig
+from core import metrics as names
+from core.errors import RunStopped, UserError
+from core.types.samples import Group
+from data_feeds.packing.batches import Plan, token_weights
+from driver.load_recipe import Loaded
+from driver.records.rollout_metrics import name_train_metrics
+from driver.rl.observers import PlannedStep, RunObserver, StartedRun
+from trainers.observers import ObserverFactory
+
+
+def plan_observer(loaded: Loaded[RLConfig]) -> ComparedLossesPlan:
+    """Check the compared losses of a recipe. Raises UserError for one that needs what the run does not compute."""
+    return ComparedLossesPlan(load_compared_losses(loaded.cfg, loaded.alg))
+
+
+@dataclass(frozen=True)
+class ComparedLossesPlan:
+    """The compared losses of a recipe, checked."""
+
+    losses: list[NamedLoss]
+
+    @property
+    def on_trainer(self) -> ObserverFactory:
+        return partial(ComparedLossMeter, losses={loss.name: loss.alg for loss in self.losses})
+
+    def start(self, run: StartedRun) -> ComparedLosses:
+        cfg = run.loaded.cfg
+        stale, say = cfg.updates_per_step > 1, run.context.console.say
+        return ComparedLosses(self.losses, cfg.rollout.max_new_tokens, stale=stale, say=say)
+
+
+def load_compared_losses(cfg: RLConfig, alg: Algorithm) -> list[NamedLoss]:
+    """Return the compared losses of a recipe; see plan_observer."""
+    compared = parse_losses(cfg.compare_losses, key="compare_losses", max_new_tokens=cfg.rollout.max_new_tokens)
+    columns = alg.required_columns | ({"prox_logp"} if cfg.updates_per_step > 1 else set())
+    for loss in compared:
+        lack = describe_lack(
+            loss,
+            columns=columns,
+            models=alg.frozen_models,
+            entropy=alg.needs_entropy,
+            group_size=cfg.group_size,
+        )
+        if not lack and loss.alg.whole_groups and not alg.whole_groups:
+            lack = "compares whole groups, which the run's algorithm splits over micro-batches"
+        if not lack and loss.alg.whole_episodes and not alg.whole_episodes and cfg.rollout.agent is not None:
+            lack = "compares episodes as wholes, and an agent's may be split over micro-batches by the run's algorithm"
+        if lack:
+            raise UserError(f"compare_losses: {loss.name} {lack}: train with it, or leave it out here")
+    return compared
+
+
+@dataclass
+class ComparedLosses(RunObserver):
+    """The compared losses of a run, on the driver's side."""
+
+    losses: list[NamedLoss]
+    max_new_tokens: int
+    stale: bool
+    """True with several updates per step."""
+    say: Callable[[str], None]
+    warned: set[str] = field(default_factory=set[str])
+
+    def on_plan(self, step: PlannedStep) -> None:
+        """Give every batch its tokens as each compared loss sees them.
+
+        Advantages are computed over all groups of the step, as the main ones are.
+        """
+        groups = in_order(step.groups)
+        for loss in self.losses:
+            credited = credit_groups(loss, groups, stale=self.stale)
+            by_sample = {id(s): own for g, h in zip(groups, credited, strict=True) for s, own in zip(g, h, strict=True)}
+            for batches, plan, of_update in zip(step.batches, step.plans, step.groups, strict=True):
+                own = [[by_sample[id(s)] for s in g] for g in of_update]
+                compared = self._plan_like(loss, plan, of_update, own).batches()
+                for rank, of_rank in zip(batches, compared, strict=True):
+                    for batch, other in zip(rank, of_rank, strict=True):
+                        batch.compared[loss.name] = other.tokens
+
+    def _plan_like(self, loss: NamedLoss, plan: Plan, groups: list[Group], own: list[Group]) -> Plan:
+        """Return the plan of the same micro-batches with the samples and the weights of a compared loss."""
+        weights = token_weights(own, loss.alg.loss_norm, horizon=self.max_new_tokens)
+        pairs = [(s, other) for g, h in zip(groups, own, strict=True) for s, other in zip(g, h, strict=True)]
+        if any(not np.array_equal(s.loss_mask, other.loss_mask) for s, other in pairs):
+            raise RunStopped(
+                f"compare_losses: {loss.name} trains on other tokens than the run's algorithm (overlong.mode, or "
+                "its own `excluded`), so it cannot watch the same batches: leave it out, and compare with python -m "
+                "analysis.capture.replay"
+            )
+        at = {id(s): (other, weight) for (s, other), weight in zip(pairs, weights, strict=True)}
+        found = [at[id(s)] for s in plan.samples]
+        return replace(plan, samples=[other for other, _ in found], weights=[weight for _, weight in found])
+
+    async def on_step(
+        self, step: PlannedStep, measured: Mapping[str, float], metrics: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return the metrics of the compared losses that are finite: another must not end a run that it watches."""
+        named = {name: value for loss in self.losses for name, value in name_metrics(loss.name, measured).items()}
+        bad = {name for name, value in named.items() if not math.isfinite(value)}
+        for name in sorted(bad - self.warned):
+            self.say(f"WARNING: {name} is {named[name]}; where it is not finite it is left out of the log")
+        self.warned |= bad
+        return {name: value for name, value in named.items() if name not in bad}
+
+
+def name_metrics(loss: str, measured: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of one compared loss under their names in the log.
+
+    >>> name_metrics("gspo", {"compare_losses/gspo/loss": 1.0, "compare_losses/cispo/loss": 2.0, "loss": 3.0})
+    {'compare_losses/gspo/loss': 1.0}
+    """
+    prefix = f"{names.COMPARE_LOSSES}{loss}/"
+    own = {name.removeprefix(prefix): value for name, value in measured.items() if name.startswith(prefix)}
+    return {prefix + name.removeprefix(names.TRAIN): value for name, value in name_train_metrics(own).items()}

@@ -1,0 +1,101 @@
+"""Observers of an RL run: what is measured or kept of its steps beside the training, each in a class of its own.
+
+`Run` calls them at four moments. They read and change nothing, so a run is the same to the bit with all of them and
+with none. They are no interface for users: driver/start/observers.py lists all there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from configs.schema import RLConfig
+from core import metrics as names
+from core.cluster.workers import Workers, copy_to_groups
+from core.types.allowed_tokens import AllowedTokens
+from core.types.row_layout import RowLayout
+from core.types.samples import Batch, Group
+from data_feeds.chat.tokenizer import ChatTokenizer
+from data_feeds.packing.batches import Plan
+from driver.checkpoint import Checkpoint
+from driver.context import RunContext
+from driver.load_recipe import Loaded
+from trainers.observers import ObserverFactory
+from trainers.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """A training step before its updates are made."""
+
+    step: int
+    """Steps that the weights have behind them."""
+    groups: list[list[Group]]
+    """[update], with their advantages."""
+    plans: list[Plan]
+    """[update]"""
+    batches: list[list[list[Batch]]]
+    """[update][rank][micro-batch]"""
+
+    def shard(self, n_workers: int) -> list[list[list[Batch]]]:
+        """Return the batches of each worker, [update][micro-batch]. Several may compute a rank's rows together."""
+        return copy_to_groups([list(updates) for updates in zip(*self.batches, strict=True)], n_workers)
+
+    def measure(self) -> dict[str, float]:
+        """Return the padding and the sharing of the rows, averaged over the updates."""
+        k = len(self.plans)
+        shared = sum(plan.measure_shared(own) for plan, own in zip(self.plans, self.batches, strict=True)) / k
+        return {names.TRAIN_PADDING: sum(plan.padding for plan in self.plans) / k, names.TRAIN_SHARED: shared}
+
+
+class RunObserver:
+    """Base of the observers of a run, in the driver."""
+
+    def on_plan(self, step: PlannedStep) -> None:
+        """Look at a step before its batches are sent. `Batch.compared` is an observer's to fill."""
+
+    @asynccontextmanager
+    async def around_updates(self, step: PlannedStep) -> AsyncGenerator[None]:
+        """Surround the updates of a step."""
+        yield
+
+    async def on_step(
+        self, step: PlannedStep, measured: Mapping[str, float], metrics: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Look at a step that was made; return metrics for the log.
+
+        measured: what the trainers returned, their own observers' metrics included. metrics: of the log, so far.
+        """
+        return {}
+
+    async def finish(self) -> None:
+        """End, after the model was saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedRun:
+    """The parts of a run that its observers read."""
+
+    loaded: Loaded[RLConfig]
+    tokenizer: ChatTokenizer
+    allowed_tokens: AllowedTokens
+    checkpoint: Checkpoint | None
+    """The checkpoint that the run resumes."""
+    context: RunContext
+    trainers: Workers[Trainer]
+    layout: RowLayout
+
+
+class ObserverPlan(Protocol):
+    """An observer that a recipe asks for and that was checked before the start, on both sides of a run."""
+
+    @property
+    def on_trainer(self) -> ObserverFactory:
+        """Its part in every trainer rank."""
+        ...
+
+    def start(self, run: StartedRun) -> RunObserver:
+        """Return its part in the driver."""
+        ...
