@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import time
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
+
+from core.errors import CallFailed, RunStopped, UserError
+from core.timing.deadlines import ERROR_GRACE_S
 
 T = TypeVar("T")
 
@@ -22,3 +26,39 @@ def start_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 def _see_error(task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
         task.exception()
+
+
+async def gather_fail_fast(calls: Iterable[Coroutine[Any, Any, T]], *, grace_s: float = ERROR_GRACE_S) -> list[T]:
+    """Await all calls; cancel the rest on the first error, since they would hang in a collective.
+
+    If that error may be a symptom (a broken collective), wait up to `grace_s` for a more specific one and raise that.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    if not tasks:
+        return []
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        until = time.monotonic() + grace_s
+        while (error := _most_specific(tasks)) and not _names_the_cause(error):
+            pending = [task for task in tasks if not task.done()]
+            left_s = until - time.monotonic()
+            if not pending or left_s <= 0:
+                break
+            await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if error := _most_specific(tasks):
+            raise error
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _most_specific(tasks: list[asyncio.Task[Any]]) -> BaseException | None:
+    """Return the error to report: one that names the cause, else the first in order."""
+    failures = [error for task in tasks if task.done() and not task.cancelled() and (error := task.exception())]
+    return next(filter(_names_the_cause, failures), failures[0] if failures else None)
+
+
+def _names_the_cause(error: BaseException) -> bool:
+    return isinstance(error, UserError | RunStopped) and not isinstance(error, CallFailed)

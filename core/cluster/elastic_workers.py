@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from core.cluster.ray_workers import Remote
-from core.cluster.workers import gather_fail_fast
 from core.errors import ProcessDied
+from core.tasks import gather_fail_fast
 from core.timing.deadlines import CLOSE_TIMEOUT_S
 
 W_co = TypeVar("W_co", covariant=True)

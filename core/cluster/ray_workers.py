@@ -27,8 +27,9 @@ from core.cluster.private_ray import borrowing_process, check_is_ray, join_ray, 
 from core.cluster.ray_address import check_reachable
 from core.cluster.root_cause import attribute_failure
 from core.cluster.scratch import Scratch, find_scratch
-from core.cluster.workers import RankInfo, Resources, Workers, gather_fail_fast
+from core.cluster.workers import RankInfo, Resources, Workers
 from core.errors import CallFailed, ProcessDied, RunStopped, UserError, first_line
+from core.tasks import gather_fail_fast
 from core.timing.deadlines import HEALTH_CHECK_TIMEOUT_S
 from core.timing.progress import say
 

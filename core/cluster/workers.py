@@ -13,16 +13,11 @@ actors.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
-
-from core.errors import CallFailed, RunStopped, UserError
-from core.timing.deadlines import ERROR_GRACE_S
 
 W_co = TypeVar("W_co", covariant=True)
 """Class of the worker."""
@@ -135,42 +130,6 @@ def first_of_groups(results: list[R], n_groups: int) -> list[R]:
     ['a', 'b']
     """
     return results[:: len(results) // n_groups]
-
-
-async def gather_fail_fast(calls: Iterable[Coroutine[Any, Any, R]], *, grace_s: float = ERROR_GRACE_S) -> list[R]:
-    """Await all calls; cancel the rest on the first error, since they would hang in a collective.
-
-    If that error may be a symptom (a broken collective), wait up to `grace_s` for a more specific one and raise that.
-    """
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    if not tasks:
-        return []
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        until = time.monotonic() + grace_s
-        while (error := _most_specific(tasks)) and not _names_the_cause(error):
-            pending = [task for task in tasks if not task.done()]
-            left_s = until - time.monotonic()
-            if not pending or left_s <= 0:
-                break
-            await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        if error := _most_specific(tasks):
-            raise error
-        return [task.result() for task in tasks]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _most_specific(tasks: list[asyncio.Task[Any]]) -> BaseException | None:
-    """Return the error to report: one that names the cause, else the first in order."""
-    failures = [error for task in tasks if task.done() and not task.cancelled() and (error := task.exception())]
-    return next(filter(_names_the_cause, failures), failures[0] if failures else None)
-
-
-def _names_the_cause(error: BaseException) -> bool:
-    return isinstance(error, UserError | RunStopped) and not isinstance(error, CallFailed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from configs.schema import RLConfig
 from core import metrics as names
-from core.cluster.workers import gather_fail_fast
-from core.tasks import start_task
+from core.tasks import gather_fail_fast, start_task
 from core.types.samples import Group, Prompt
 from driver.records.rollout_metrics import check_failures, measure_groups, measure_passes
 from rollouts.scheduling.generation import Generation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from algs.base import PolicyGradient, TurnCredit, assign_advantages
@@ -23,7 +23,6 @@ from data_feeds.feed import Feed
 from data_feeds.packing.batches import Plan, plan_update
 from driver.checkpoint import RunState
 from driver.context import RunContext
-from driver.evaluation.evaluator import EvalResult, Evaluator
 from driver.records.rollout_metrics import (
     check_failures,
     measure_drawn,
@@ -33,6 +32,7 @@ from driver.records.rollout_metrics import (
 )
 from driver.records.time_account import TimeBreakdown, describe_colocation_cost, name_bottleneck
 from driver.rl.colocation import Colocation
+from driver.rl.evaluation import RunEvaluation
 from driver.rl.observers import PlannedStep, RunObserver
 from driver.rl.scoring import compute_columns
 from rollouts.scheduling.availability import EngineAvailability
@@ -51,7 +51,7 @@ class Run:
     cfg: RLConfig
     alg: PolicyGradient
     prompts: Feed[Prompt]
-    held_out: Evaluator | None
+    evaluation: RunEvaluation | None
     tokenizer: ChatTokenizer
     trainers: Workers[Trainer]
     weights: WeightSync
@@ -69,10 +69,6 @@ class Run:
     colocation: Colocation | None = None
     """Turns of trainers and engines on the same devices; None where each has its own."""
     observers: Sequence[RunObserver] = ()
-    evaluated: EvalResult | None = None
-    """The last evaluation."""
-    unlogged: dict[str, float] = field(default_factory=dict[str, float])
-    """What an evaluation beside training measured, for the line of the step in which it ended."""
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps that the run makes; `stop_when` may end them early."""
@@ -93,7 +89,7 @@ class Run:
     async def next_groups(self, step: int) -> tuple[list[Group], dict[str, float]]:
         """Wait for the step's groups, `groups_per_step` of them; return them with their metrics."""
         with self.context.clock.phase(Phase.WAIT_FOR_DATA):
-            groups, drawn = await self._while_trainers_wait(self.buffer.next_step_groups(step))
+            groups, drawn = await self.while_trainers_wait(self.buffer.next_step_groups(step))
         with self.context.clock.phase(Phase.CHECK):
             check_failures([d.group for d in drawn], max_failed_fraction=self.cfg.reward.max_failed_fraction)
             if len(groups) < self.cfg.groups_per_step:
@@ -187,7 +183,7 @@ class Run:
         self.engines.weights_arrived(engines, version, deaths)
         return proof
 
-    async def _while_trainers_wait(self, work: Coroutine[Any, Any, T]) -> T:
+    async def while_trainers_wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Await the engines' work. Engines that were started meanwhile get the weights: the trainers are idle."""
         working = start_task(work)
         try:
@@ -206,8 +202,8 @@ class Run:
         kl = train_metrics.get(names.MISMATCH_KL)  # absent where no update of the step was made
         if not self.buffer.schedule.needs_sync(steps_done, version=self.buffer.version, kl=kl):
             return {}
-        if self.held_out is not None:
-            await self._end_evaluation(self.held_out)
+        if self.evaluation is not None:
+            await self.evaluation.end_pending()
         return await self.sync_weights(steps_done)
 
     async def log(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
@@ -225,74 +221,12 @@ class Run:
             await self.context.folder.samples.write(step, groups)
 
     async def evaluate_if_due(self, steps_done: int) -> dict[str, float]:
-        """Evaluate after every `eval_every` steps; return what was measured since the last step.
-
-        In overlap that may be an evaluation that ran beside training, of the weights before the last sync.
-        """
-        held_out, every = self.held_out, self.cfg.eval_every
-        if held_out is None:
-            return {}
-        if self.context.checkpoint_is_due(steps_done):
-            await self._end_evaluation(held_out)  # a resumed run could not make it again
-        logged, self.unlogged = self.unlogged, {}
-        if not every or steps_done % every:
-            return logged
-        if not held_out.may_run_beside(steps_done):
-            return await self.evaluate(f"after step {steps_done}")
-        held_out.begin(f"after step {steps_done}")
-        return logged
+        """Evaluate after every `eval_every` steps, in place or beside training."""
+        return {} if self.evaluation is None else await self.evaluation.evaluate_if_due(self, steps_done)
 
     async def evaluate(self, when: str) -> dict[str, float]:
-        """Measure the reward on the held-out prompts, `eval_samples` each at the run's temperature.
-
-        After the last step it may have been measured already.
-        """
-        if self.held_out is None:
-            return {}
-        if self.context.is_over and self.buffer.version < self.steps_done:
-            await self.sync_weights(self.steps_done)  # stop_when may end a run between two weight syncs
-        if self.evaluated is None or self.evaluated.version != self.buffer.version:
-            self.evaluated = await self._measure(self.held_out, when)
-        found = self._report(replace(self.evaluated, when=when))
-        if 0 < self.first_step == self.steps_done and self.held_out.may_run_beside(self.first_step):
-            self.unlogged = found  # it began beside the run that is resumed, and did not end there
-        return found
-
-    async def _measure(self, held_out: Evaluator, when: str) -> EvalResult:
-        """Evaluate while the trainers wait; again after a sync, where an engine was restarted with newer weights."""
-        for _ in range(2):
-            with self.context.clock.phase(Phase.EVALUATE):
-                found = held_out.measure(await self._while_trainers_wait(held_out.sample()), when)
-            if found is not None:
-                return found
-            if self.colocation is None:
-                await self.sync_weights(self.steps_done)
-        raise RunStopped(
-            "the engines (rollout.engine) said after a weight sync that they sampled tokens of several versions: "
-            "correct the versions that generate() returns"
-        )
-
-    async def _end_evaluation(self, held_out: Evaluator) -> None:
-        """Wait for the evaluation beside training, if there is one, and keep its numbers for the log."""
-        if held_out.pending is None:
-            return
-        with self.context.clock.phase(Phase.EVALUATE):
-            found = await held_out.end()
-        if found is None:
-            self.context.console.say(
-                f"the evaluation {held_out.when} is left out: an engine was restarted, and its weights are newer"
-            )
-        else:
-            self.evaluated = found
-            self.unlogged = self._report(found)
-
-    def _report(self, found: EvalResult) -> dict[str, float]:
-        """Show what an evaluation found; return it under the names of the log."""
-        assert self.held_out is not None
-        shown = self.context.facts[found.when] = found.metrics
-        n = len(self.held_out.prompts)
-        self.context.console.say(f"{found.when}: held-out reward {shown[names.REWARD_MEAN]:.3f} over {n} prompts")
-        return {names.EVAL.format(name): value for name, value in shown.items()}
+        """Measure the reward on the held-out prompts while the trainers wait."""
+        return {} if self.evaluation is None else await self.evaluation.evaluate(self, when)
 
     async def checkpoint_if_due(self, step: int, metrics: dict[str, float]) -> None:
         """Write a checkpoint after every `checkpoint.every` steps."""

@@ -12,8 +12,9 @@ from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig
 from core.cluster.elastic_workers import ElasticWorkers
 from core.cluster.ray_workers import Remote
-from core.cluster.workers import Workers, gather_fail_fast
+from core.cluster.workers import Workers
 from core.errors import UserError
+from core.tasks import gather_fail_fast
 from core.timing.deadlines import GROUP_TIMEOUT_GRACE_S, MEMBERSHIP_POLL_S
 from core.timing.phases import Milestone, Phase
 from core.types.allowed_tokens import AllowedTokens
@@ -40,6 +41,7 @@ from driver.records.time_account import TimeBreakdown
 from driver.records.trackers import check_trackers
 from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rl.colocation import make_colocation, offload_after_start, share_devices
+from driver.rl.evaluation import RunEvaluation
 from driver.rl.observers import ObserverPlan, RunObserver, StartedRun
 from driver.rl.run import Run
 from driver.start.devices import check_devices, shares_devices
@@ -166,14 +168,15 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
     first_step = await context.resume(trainers, prepared.checkpoint, prepared.settings)
     availability = watch_engines(cfg, engines, context)
     generation = make_generation(prepared, context, engines, availability, first_step)
-    held_out = None
+    evaluation = None
     if prepared.held_out is not None:
-        held_out = Evaluator(cfg, prepared.held_out.all(), generation)
+        evaluator = Evaluator(cfg, prepared.held_out.all(), generation)
+        evaluation = RunEvaluation(evaluator, context, cfg.eval_every)
     return Run(
         cfg=cfg,
         alg=prepared.alg,
         prompts=feed,
-        held_out=held_out,
+        evaluation=evaluation,
         tokenizer=prepared.tokenizer,
         trainers=trainers,
         weights=weights,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from core.cluster.workers import gather_fail_fast
 from core.errors import RunStopped, UserError, name_error, shorten
+from core.tasks import gather_fail_fast
 from core.timing.limit_blocking import LimitBlocking
 from core.types.messages import Message, ToolCall
 from data_feeds.chat.tool_specs import find_misfit

@@ -172,7 +172,7 @@ class SimulatedRun:
     engines = Run.engines
     sync_weights = Run.sync_weights
     _publish = Run._publish
-    _while_trainers_wait = Run._while_trainers_wait
+    while_trainers_wait = Run.while_trainers_wait
 
     def __post_init__(self) -> None:
         self.steps_done = self.first_step
@@ -203,7 +203,7 @@ class SimulatedRun:
     async def next_groups(self, step: int) -> tuple[list[Group], dict[str, float]]:
         now = asyncio.get_running_loop().time
         start = now()
-        groups, drawn = await self._while_trainers_wait(self.buffer.next_step_groups(step))
+        groups, drawn = await self.while_trainers_wait(self.buffer.next_step_groups(step))
         self.waited += now() - start
         self.trained.append(groups)
         self.drawn += drawn

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from core.cluster.ray_workers import Remote
 from core.cluster.root_cause import attribute_failure
-from core.cluster.workers import gather_fail_fast
 from core.errors import RunStopped
+from core.tasks import gather_fail_fast
 from core.timing.clock import ActivityTimer
 from core.timing.deadlines import SYNC_TIMEOUT_GRACE_S
 from core.types.weights import ExportScope

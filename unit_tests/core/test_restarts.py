@@ -159,7 +159,7 @@ def test_a_trainer_that_waits_for_the_same_engine_prints_no_traceback_below_the_
         with pytest.raises(CallFailed, match="engine 0 did not answer"):
             async with generation.running_in_background():
                 run: Any = SimpleNamespace(engines=generation.engines, steps_done=0)
-                await Run._while_trainers_wait(run, asyncio.sleep(1e9))
+                await Run.while_trainers_wait(run, asyncio.sleep(1e9))
 
     run_in_virtual_time(body())
     gc.collect(1)  # a task tells of its error when it goes; all of this is young

@@ -8,8 +8,9 @@ import time
 
 import pytest
 
-from core.cluster.workers import RankInfo, gather_fail_fast
+from core.cluster.workers import RankInfo
 from core.errors import CallFailed, RunStopped, UserError
+from core.tasks import gather_fail_fast
 from core.timing.clock import Clock
 from core.timing.phases import Phase
 from core.timing.timeouts import SharedTimeout

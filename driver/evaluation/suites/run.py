@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from configs.eval_schema import EvalConfig
-from core.cluster.workers import gather_fail_fast
 from core.errors import RunStopped
-from core.tasks import start_task
+from core.tasks import gather_fail_fast, start_task
 from core.text.atomic_write import write_whole
 from core.timing.phases import Milestone, Phase
 from core.types.samples import Prompt

@@ -1,0 +1,107 @@
+"""Evaluations of an RL run: when they are made, and in which lines of the log they are."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+from core import metrics as names
+from core.errors import RunStopped
+from core.timing.phases import Phase
+from driver.context import RunContext
+from driver.evaluation.evaluator import EvalResult, Evaluator
+from driver.rl.colocation import Colocation
+
+T = TypeVar("T")
+
+
+class EvaluatedRun(Protocol):
+    """Part of a run that an evaluation calls."""
+
+    first_step: int
+    steps_done: int
+    colocation: Colocation | None
+
+    async def sync_weights(self, version: int) -> dict[str, float]: ...
+
+    async def while_trainers_wait(self, work: Coroutine[Any, Any, T]) -> T: ...
+
+
+@dataclass
+class RunEvaluation:
+    """Evaluations of a run on its held-out prompts."""
+
+    evaluator: Evaluator
+    context: RunContext
+    every: int
+    """Steps between two evaluations; 0 makes none while the run trains."""
+    last: EvalResult | None = None
+    """The last evaluation."""
+    unlogged: dict[str, float] = field(default_factory=dict[str, float])
+    """What an evaluation beside training measured, for the line of the step in which it ended."""
+
+    async def evaluate_if_due(self, run: EvaluatedRun, steps_done: int) -> dict[str, float]:
+        """Evaluate after every `every` steps; return what was measured since the last step.
+
+        In overlap that may be an evaluation that ran beside training, of the weights before the last sync.
+        """
+        if self.context.checkpoint_is_due(steps_done):
+            await self.end_pending()  # a resumed run could not make it again
+        logged, self.unlogged = self.unlogged, {}
+        if not self.every or steps_done % self.every:
+            return logged
+        if not self.evaluator.may_run_beside(steps_done):
+            return await self.evaluate(run, f"after step {steps_done}")
+        self.evaluator.begin(f"after step {steps_done}")
+        return logged
+
+    async def evaluate(self, run: EvaluatedRun, when: str) -> dict[str, float]:
+        """Measure the reward on the held-out prompts, `eval_samples` each at the run's temperature.
+
+        After the last step it may have been measured already.
+        """
+        buffer = self.evaluator.generation.buffer
+        if self.context.is_over and buffer.version < run.steps_done:
+            await run.sync_weights(run.steps_done)  # stop_when may end a run between two weight syncs
+        if self.last is None or self.last.version != buffer.version:
+            self.last = await self._measure(run, when)
+        found = self._report(replace(self.last, when=when))
+        if 0 < run.first_step == run.steps_done and self.evaluator.may_run_beside(run.first_step):
+            self.unlogged = found  # it began beside the run that is resumed, and did not end there
+        return found
+
+    async def _measure(self, run: EvaluatedRun, when: str) -> EvalResult:
+        """Evaluate while the trainers wait; again after a sync, where an engine was restarted with newer weights."""
+        for _ in range(2):
+            with self.context.clock.phase(Phase.EVALUATE):
+                found = self.evaluator.measure(await run.while_trainers_wait(self.evaluator.sample()), when)
+            if found is not None:
+                return found
+            if run.colocation is None:
+                await run.sync_weights(run.steps_done)
+        raise RunStopped(
+            "the engines (rollout.engine) said after a weight sync that they sampled tokens of several versions: "
+            "correct the versions that generate() returns"
+        )
+
+    async def end_pending(self) -> None:
+        """Wait for the evaluation beside training, if there is one, and keep its numbers for the log."""
+        if self.evaluator.pending is None:
+            return
+        with self.context.clock.phase(Phase.EVALUATE):
+            found = await self.evaluator.end()
+        if found is None:
+            self.context.console.say(
+                f"the evaluation {self.evaluator.when} is left out: an engine was restarted, and its weights are newer"
+            )
+        else:
+            self.last = found
+            self.unlogged = self._report(found)
+
+    def _report(self, found: EvalResult) -> dict[str, float]:
+        """Show what an evaluation found; return it under the names of the log."""
+        shown = self.context.facts[found.when] = found.metrics
+        n = len(self.evaluator.prompts)
+        self.context.console.say(f"{found.when}: held-out reward {shown[names.REWARD_MEAN]:.3f} over {n} prompts")
+        return {names.EVAL.format(name): value for name, value in shown.items()}
