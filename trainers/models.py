@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.types.samples import ScoredColumn
 from modeling.images.vision import freeze_tower
 from modeling.load import load_model, load_scalar_model
 from modeling.pretrained import Place
@@ -53,7 +54,13 @@ class ModelLoader:
         self._freeze_vision(model)
         return model
 
-    def load_frozen(self, column: str, path: str) -> nn.Module:
+    def load_frozen(self, *, has_ref_logp: bool) -> Iterator[tuple[ScoredColumn, nn.Module]]:
+        """Yield the models that score columns. has_ref_logp: the reference is computed already."""
+        for column, path in self.alg.frozen_models.items():
+            if path or not (has_ref_logp or self.model.lora):  # the reference of an adapter is the policy without it
+                yield column, self._load_frozen(column, path)
+
+    def _load_frozen(self, column: str, path: str) -> nn.Module:
         """Load the model that scores a column; no path is the model in training, as it was."""
         place = _place_after(_freeze, self.place_frozen)
         own: dict[str, Any] = {"key": f"alg, the model of {column}", "place": place}

@@ -78,15 +78,9 @@ class Trainer:
         self.lora = model.lora
         models = self.make_loader(model, alg)
         self.policy = self.make_learner(models.load_policy())
-        self.critic: Learner | None = None
-        if alg.value_lr is not None:
-            self.critic = self.make_learner(models.load_scalar())
-        self.frozen: dict[ScoredColumn, nn.Module] = {
-            column: self.hold_frozen(models.load_frozen(column, path))
-            for column, path in alg.frozen_models.items()
-            # the reference may be computed already, and the reference of an adapter is the policy without it
-            if path or not (has_ref_logp or model.lora)
-        }
+        self.critic: Learner | None = None if alg.value_lr is None else self.make_learner(models.load_scalar())
+        frozen = models.load_frozen(has_ref_logp=has_ref_logp)
+        self.frozen: dict[ScoredColumn, nn.Module] = {column: self.hold_frozen(m) for column, m in frozen}
         self.model = self.policy.model
         kind: dict[str, Any] = {"dtype": DTYPES[model.dtype], "trust_remote_code": model.trust_remote_code}
         self.media = MediaLoader(self.model, model.path, device=device, **kind)

@@ -19,6 +19,7 @@ from core.errors import UserError
 from core.types.arrays import Floats
 from core.types.samples import Batch, Group, Policy, Tokens
 from data_feeds.packing.batches import Plan
+from data_feeds.packing.columns import lay_out_columns
 from trainers.learner import Learner
 from trainers.local import LocalTrainer, TorchLearner
 from trainers.meter import Meter
@@ -77,7 +78,7 @@ def compute_update(trainer: LocalTrainer, alg: Algorithm, plan: Plan, groups: li
     assert isinstance(learner, TorchLearner)
     gradient = take_gradient(learner)
     metrics = meter.compute_means(lambda values: values)
-    laid = plan.lay_out(columns, fill=0.0)
+    laid = lay_out_columns(plan, columns, fill=0.0)
     samples = [s for g in groups for s in g]
 
     def join(name: str) -> Floats:

@@ -16,6 +16,7 @@ from analysis.capture.tokens import CapturedSample, FloatArray, TokenColumn
 from core.types.arrays import Floats
 from core.types.samples import Group, Sample
 from data_feeds.packing.batches import Plan
+from data_feeds.packing.columns import lay_out_columns
 
 Recorded = Sequence[Sequence[RecordedUpdate]]
 """[rank][update]"""
@@ -28,7 +29,7 @@ def capture_samples(
     columns: dict[int, dict[str, Floats]] = {}
     for u, plan in enumerate(plans):
         if all(u < len(rank) and len(rank[u].tokens) == len(plan.bins[r]) for r, rank in enumerate(recorded)):
-            columns |= plan.lay_out([rank[u].tokens for rank in recorded], fill=float("nan"))
+            columns |= lay_out_columns(plan, [rank[u].tokens for rank in recorded], fill=float("nan"))
     names = next(iter(columns.values())).keys() if columns else ()
     return [
         CapturedSample(

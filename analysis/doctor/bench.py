@@ -22,6 +22,7 @@ from core.types.samples import Batch, Policy, Prompt, Sample, ScoredColumn, make
 from core.types.weights import ExportScope
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.packing.batches import plan_update
+from data_feeds.packing.columns import add_columns
 from driver.rl.setup import Prepared
 from driver.start.devices import list_cores
 from driver.start.rollouts import RolloutPlan, build_engine, plan_rollouts
@@ -195,7 +196,7 @@ class Bench:
             with torch.no_grad():
                 on_device = map(self.trainer.media.load, batches)
                 scored = [{"prox_logp": compute(batch).logp.cpu().numpy()} for batch in on_device]
-        filled = plan.with_columns([scored])
+        filled = add_columns(plan, [scored])
         return [filled[id(sample)] for sample in samples]
 
     def run_model(

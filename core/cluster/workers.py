@@ -101,8 +101,7 @@ class Local(Workers[W_co]):
         **kwargs: P.kwargs,
     ) -> list[Any]:
         [shard] = shards
-        result = getattr(self.worker, method.__name__)(shard, *args, **kwargs)
-        return [await result if inspect.isawaitable(result) else result]
+        return [await self.call_one(0, method, shard, *args, **kwargs)]
 
     async def check_health(self, rank: int) -> tuple[bool, str]:
         return True, "runs in this process"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +14,11 @@ from torch import Tensor
 from core.errors import RunStopped
 from core.types.arrays import Floats, list_fields, repeat_runs
 from core.types.episodes import number_episodes
-from core.types.samples import Batch, Group, LossNorm, Sample, ScoredColumn, Tokens
+from core.types.samples import Batch, Group, LossNorm, Sample, Tokens
 from data_feeds.images.row_images import check_untrained, count_inputs, fill_row, make_keys, order_images
-from data_feeds.packing.bin_packing import TooLarge, pack_into_bins
+from data_feeds.packing.bin_packing import TooLarge, pack_units
 from data_feeds.packing.prefix_bins import find_families, pack_families
 from data_feeds.packing.prefix_tree import lay_out_row
-
-C = TypeVar("C", bound=str)
 
 
 def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[float]:
@@ -240,31 +238,6 @@ class Plan:
         batch.at, batch.labels = batch.at[:0], batch.labels[:0]
         return batch
 
-    def with_columns(self, scored: list[list[dict[ScoredColumn, Floats]]]) -> dict[int, Sample]:
-        """Return the samples with the columns of a trainer, by id() of the sample.
-
-        scored: [rank][micro-batch][column], each [M].
-        """
-        laid = self.lay_out(scored, fill=0.0)
-        return {id(s): replace(s, columns=s.columns | laid[id(s)]) for s in self.samples if id(s) in laid}
-
-    def lay_out(self, columns: Sequence[Sequence[Mapping[C, Floats]]], *, fill: float) -> dict[int, dict[C, Floats]]:
-        """Return columns of trained tokens over the whole of each sample, by id() of the sample.
-
-        columns: [rank][micro-batch][column], each [M]. fill: value of a token that is not trained on.
-        """
-        done: dict[int, dict[C, Floats]] = {}
-        for rank_bins, of_rank in zip(self.bins, columns, strict=True):
-            for chosen, of_batch in zip(rank_bins, of_rank, strict=True):
-                first = 0
-                for s in (self.samples[i] for i in chosen):
-                    mask, after = s.loss_mask, first + s.n_trained
-                    own = {name: np.full(len(mask), fill, dtype=s.float_dtype) for name in of_batch}
-                    for name, values in of_batch.items():
-                        own[name][mask] = values[first:after]
-                    done[id(s)], first = own, after
-        return done
-
 
 def plan_update(
     groups: list[Group],
@@ -306,7 +279,7 @@ def plan_update(
             whole = whole_groups or (whole_episodes and not are_single)
             bins = pack_families(samples, units if whole else families, max_tokens, ranks=ranks, whole=whole)
         else:
-            bins = _pack_units(samples, units, max_tokens, ranks=ranks, padded=padded)
+            bins = pack_units([len(s.token_ids) - 1 for s in samples], units, max_tokens, ranks=ranks, padded=padded)
     except TooLarge as error:
         if are_single:
             raise
@@ -326,20 +299,6 @@ def plan_update(
         has_seq_ids=whole_episodes or are_single,
         sources=sources,
     )
-
-
-def _pack_units(
-    samples: Sequence[Sample], units: Sequence[int], max_tokens: int, *, ranks: int, padded: bool
-) -> list[list[int]]:
-    """Pack samples into micro-batches, those of one unit into the same; return their indices."""
-    members: dict[int, list[int]] = {}
-    for i, unit in enumerate(units):
-        members.setdefault(unit, []).append(i)
-    in_order = list(members.values())
-    lengths = [[len(samples[i].token_ids) - 1 for i in unit] for unit in in_order]
-    sizes = [len(u) * max(u) if padded else sum(u) for u in lengths]
-    packed = pack_into_bins(sizes, max_tokens, ranks=ranks, padded=padded)
-    return [[i for unit in b for i in in_order[unit]] for b in packed]
 
 
 def micro_batches(groups: list[Group], norm: LossNorm, max_tokens: int, **how: Any) -> list[list[Batch]]:

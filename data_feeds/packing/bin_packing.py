@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, heapreplace
 from typing import Any, overload
 
@@ -37,6 +37,20 @@ def estimate_cost(n: int | NDArray[np.int64]) -> float | NDArray[np.floating[Any
     counts; in a long one it says that one sequence of 2n tokens costs more than two of n.
     """
     return n + n * n / COST_IS_SQUARE_AT
+
+
+def pack_units(
+    lengths: Sequence[int], units: Sequence[int], max_tokens: int, *, ranks: int, padded: bool
+) -> list[list[int]]:
+    """Pack samples of these lengths into micro-batches, those of one unit into the same; return their indices."""
+    members: dict[int, list[int]] = {}
+    for i, unit in enumerate(units):
+        members.setdefault(unit, []).append(i)
+    in_order = list(members.values())
+    of_units = [[lengths[i] for i in unit] for unit in in_order]
+    sizes = [len(u) * max(u) if padded else sum(u) for u in of_units]
+    packed = pack_into_bins(sizes, max_tokens, ranks=ranks, padded=padded)
+    return [[i for unit in b for i in in_order[unit]] for b in packed]
 
 
 def pack_into_bins(

@@ -75,10 +75,6 @@ class Run:
         return self.context.count_steps(self.first_step)
 
     @property
-    def steps(self) -> int:
-        return self.cfg.steps
-
-    @property
     def buffer(self) -> ReplayBuffer:
         return self.generation.buffer
 

@@ -9,6 +9,7 @@ from core.cluster.workers import Workers, copy_to_groups, first_of_groups
 from core.types.arrays import Floats
 from core.types.samples import Group, Sample, ScoredColumn
 from data_feeds.packing.batches import Plan
+from data_feeds.packing.columns import add_columns
 from trainers.trainer import Trainer
 
 
@@ -20,7 +21,7 @@ async def compute_columns(
         return groups
     shards = copy_to_groups(plan.batches(), len(trainers))
     scored = await trainers.scatter(Trainer.compute_columns, shards, columns)
-    filled = plan.with_columns(first_of_groups(scored, len(plan.bins)))
+    filled = add_columns(plan, first_of_groups(scored, len(plan.bins)))
     return [[filled.get(id(s), s) for s in group] for group in groups]
 
 

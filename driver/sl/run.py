@@ -167,10 +167,6 @@ class Run:
         """Yield the steps that the run makes; `stop_when` may end them early."""
         return self.context.count_steps(self.first_step)
 
-    @property
-    def steps(self) -> int:
-        return self.cfg.n_steps
-
     def draw_rows(self, step: int) -> list[Group]:
         """Return the rows of a step."""
         n = self.cfg.rows_per_step

@@ -44,6 +44,7 @@ from core.timing.clock import Clock
 from core.types.allowed_tokens import EVERY_TOKEN
 from core.types.samples import Group
 from data_feeds.packing.batches import plan_update
+from data_feeds.packing.columns import add_columns
 from driver.load_recipe import load_recipe
 from driver.rl.observers import StartedRun
 from driver.rl.run import Run
@@ -293,7 +294,7 @@ def test_events_keep_their_steps_and_no_more_than_allowed(step):
     near = rewarded(some_groups(4))
     scored = made.trainer.compute_columns(plan_update(near, "token", 10_000).batches()[0], frozenset({"prox_logp"}))
     plan = plan_update(near, "token", 10_000)
-    filled = plan.with_columns([scored])
+    filled = add_columns(plan, [scored])
     fresh = [[a_changed(s, rollout_logp=filled[id(s)].columns["prox_logp"]) for s in g] for g in near]
     made.train(fresh)
     assert captured_steps(made.home) == [] and not snapshot_folder(made.home, 0).exists()

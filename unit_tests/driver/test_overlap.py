@@ -44,7 +44,7 @@ async def ten_lines(run: Run) -> list[float]:
     """Synchronous training, as it would be written without a buffer, a scheduler or a schedule."""
     losses = []
     await run.weights.publish_weights(0)
-    for step in range(run.steps):
+    for step in range(run.cfg.steps):
         tickets = range(step * run.cfg.groups_per_step, (step + 1) * run.cfg.groups_per_step)
         asked = [
             run.generation.workers.call_one(0, RolloutWorker.generate_group, t, run.prompts.draw(t), run.cfg.group_size)

@@ -1,0 +1,44 @@
+"""Columns that a trainer computes of the tokens of micro-batches, brought back to the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from core.types.arrays import Floats
+from core.types.samples import Sample, ScoredColumn
+from data_feeds.packing.batches import Plan
+
+C = TypeVar("C", bound=str)
+
+
+def add_columns(plan: Plan, scored: list[list[dict[ScoredColumn, Floats]]]) -> dict[int, Sample]:
+    """Return the samples of a plan with the columns of a trainer, by id() of the sample.
+
+    scored: [rank][micro-batch][column], each [M].
+    """
+    laid = lay_out_columns(plan, scored, fill=0.0)
+    return {id(s): replace(s, columns=s.columns | laid[id(s)]) for s in plan.samples if id(s) in laid}
+
+
+def lay_out_columns(
+    plan: Plan, columns: Sequence[Sequence[Mapping[C, Floats]]], *, fill: float
+) -> dict[int, dict[C, Floats]]:
+    """Return columns of trained tokens over the whole of each sample, by id() of the sample.
+
+    columns: [rank][micro-batch][column], each [M]. fill: value of a token that is not trained on.
+    """
+    done: dict[int, dict[C, Floats]] = {}
+    for rank_bins, of_rank in zip(plan.bins, columns, strict=True):
+        for chosen, of_batch in zip(rank_bins, of_rank, strict=True):
+            first = 0
+            for s in (plan.samples[i] for i in chosen):
+                mask, after = s.loss_mask, first + s.n_trained
+                own = {name: np.full(len(mask), fill, dtype=s.float_dtype) for name in of_batch}
+                for name, values in of_batch.items():
+                    own[name][mask] = values[first:after]
+                done[id(s)], first = own, after
+    return done
