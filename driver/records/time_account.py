@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from core.cluster.workers import Workers
 from core.metrics import DEVICE_SECONDS, IDLE_FRACTION
@@ -71,6 +73,12 @@ class TimeBreakdown:
             numbers |= {DEVICE_SECONDS.format(kind, name): value for name, value in mean.items()}
             numbers[IDLE_FRACTION.format(kind)] = mean[IDLE] / sum(mean.values())
         return numbers
+
+    async def summarize(self, *, max_staleness: int, is_colocated: bool) -> dict[str, Any]:
+        """Return the facts of the whole run: seconds by device, and one sentence on what slowed it down."""
+        devices = await self.read_totals()
+        name = describe_colocation_cost if is_colocated else partial(name_bottleneck, max_staleness=max_staleness)
+        return {"devices": devices, "bottleneck": name(devices)}
 
     async def read_totals(self) -> dict[str, Seconds]:
         """Return seconds by device and activity since the start; each device's add up to the wall clock's."""

@@ -6,8 +6,8 @@ with none. They are no interface for users: driver/start/observers.py lists all 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,6 +72,36 @@ class RunObserver:
 
     async def finish(self) -> None:
         """End, after the model was saved."""
+
+
+class RunObservers(RunObserver):
+    """All observers of a run, called in one order."""
+
+    def __init__(self, observers: Sequence[RunObserver] = ()):
+        self.observers = observers
+
+    def on_plan(self, step: PlannedStep) -> None:
+        for observer in self.observers:
+            observer.on_plan(step)
+
+    @asynccontextmanager
+    async def around_updates(self, step: PlannedStep) -> AsyncGenerator[None]:
+        async with AsyncExitStack() as stack:
+            for observer in self.observers:
+                await stack.enter_async_context(observer.around_updates(step))
+            yield
+
+    async def on_step(
+        self, step: PlannedStep, measured: Mapping[str, float], metrics: Mapping[str, float]
+    ) -> dict[str, float]:
+        found = dict[str, float]()
+        for observer in self.observers:
+            found |= await observer.on_step(step, measured, {**metrics, **found})
+        return found
+
+    async def finish(self) -> None:
+        for observer in self.observers:
+            await observer.finish()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,10 +29,10 @@ from driver.records.rollout_metrics import (
     measure_staleness,
     name_train_metrics,
 )
-from driver.records.time_account import TimeBreakdown, describe_colocation_cost, name_bottleneck
+from driver.records.time_account import TimeBreakdown
 from driver.rl.colocation import Colocation
 from driver.rl.evaluation import RunEvaluation
-from driver.rl.observers import PlannedStep, RunObserver
+from driver.rl.observers import PlannedStep, RunObservers
 from driver.rl.scoring import compute_columns
 from rollouts.scheduling.availability import EngineAvailability
 from rollouts.scheduling.buffer import ReplayBuffer
@@ -66,9 +65,9 @@ class Run:
     layout: RowLayout
     """Layout of the trainers' rows, which depends on the loaded model."""
     time: TimeBreakdown
+    observers: RunObservers
     colocation: Colocation | None = None
     """Turns of trainers and engines on the same devices; None where each has its own."""
-    observers: Sequence[RunObserver] = ()
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps that the run makes; `stop_when` may end them early."""
@@ -118,20 +117,15 @@ class Run:
         clock = self.context.clock
         with clock.phase(Phase.TRAIN):
             step = self._plan_step(groups)
-            for observer in self.observers:
-                observer.on_plan(step)
-        async with AsyncExitStack() as observed:
-            for observer in self.observers:
-                await observed.enter_async_context(observer.around_updates(step))
+            self.observers.on_plan(step)
+        async with self.observers.around_updates(step):
             with clock.phase(Phase.TRAIN):
                 self.time.prefetch_engine_timers()
                 measured, *_ = await self.trainers.scatter(Trainer.step, step.shard(len(self.trainers)))
                 self.time.prefetch_trainer_timers()
             self.steps_done += 1
         metrics = name_train_metrics(measured) | step.measure()
-        for observer in self.observers:
-            metrics |= await observer.on_step(step, measured, metrics)
-        return metrics
+        return metrics | await self.observers.on_step(step, measured, metrics)
 
     def _plan_step(self, groups: list[Group]) -> PlannedStep:
         """Deal the groups to the updates, and those of an update to ranks and micro-batches."""
@@ -246,12 +240,6 @@ class Run:
         if self.colocation is not None:
             await self.colocation.give_to_trainers()
         await self.context.save_model(self.trainers, self.tokenizer, self.alg)
-        for observer in self.observers:
-            await observer.finish()
-        devices = await self.time.read_totals()
-        self.context.facts["devices"] = devices
-        self.context.facts["bottleneck"] = (
-            name_bottleneck(devices, max_staleness=self.cfg.max_staleness)
-            if self.colocation is None
-            else describe_colocation_cost(devices)
-        )
+        await self.observers.finish()
+        is_colocated = self.colocation is not None
+        self.context.facts |= await self.time.summarize(max_staleness=self.cfg.max_staleness, is_colocated=is_colocated)

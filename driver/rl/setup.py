@@ -42,7 +42,7 @@ from driver.records.trackers import check_trackers
 from driver.resume import collect_settings, find_checkpoint_to_resume
 from driver.rl.colocation import make_colocation, offload_after_start, share_devices
 from driver.rl.evaluation import RunEvaluation
-from driver.rl.observers import ObserverPlan, RunObserver, StartedRun
+from driver.rl.observers import ObserverPlan, RunObservers, StartedRun
 from driver.rl.run import Run
 from driver.start.devices import check_devices, shares_devices
 from driver.start.observers import plan_observers
@@ -222,7 +222,7 @@ def make_generation(
 
 def start_observers(
     prepared: Prepared, context: RunContext, trainers: Workers[Trainer], layout: RowLayout
-) -> list[RunObserver]:
+) -> RunObservers:
     """Return the driver's part of every observer that the recipe asks for."""
     run = StartedRun(
         loaded=prepared.loaded,
@@ -233,7 +233,7 @@ def start_observers(
         trainers=trainers,
         layout=layout,
     )
-    return [observer.start(run) for observer in prepared.observers.values()]
+    return RunObservers([observer.start(run) for observer in prepared.observers.values()])
 
 
 async def start_workers(

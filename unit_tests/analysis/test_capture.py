@@ -46,7 +46,7 @@ from core.types.samples import Group
 from data_feeds.packing.batches import plan_update
 from data_feeds.packing.columns import add_columns
 from driver.load_recipe import load_recipe
-from driver.rl.observers import StartedRun
+from driver.rl.observers import RunObservers, StartedRun
 from driver.rl.run import Run
 from driver.start.observers import plan_observers
 from driver.start.trainers import build_trainer, plan_trainer
@@ -105,14 +105,13 @@ class Step:
         parts |= {"cfg": cfg, "alg": loaded.alg, "trainers": started.trainers, "layout": started.layout}
         parts |= {"context": context, "steps_done": 0}
         parts["time"] = SimpleNamespace(prefetch_engine_timers=lambda: None, prefetch_trainer_timers=lambda: None)
-        parts["observers"] = [observer.start(started) for observer in planned.values()]
+        parts["observers"] = RunObservers([observer.start(started) for observer in planned.values()])
         self.run = Run(**parts)
 
     def train(self, groups: list[Group]) -> dict[str, float]:
         async def go() -> dict[str, float]:
             measured = await self.run.train(self.run.compute_advantages(await self.run.compute_columns(groups)))
-            for observer in self.run.observers:
-                await observer.finish()  # a run does not wait for a snapshot until the next one
+            await self.run.observers.finish()  # a run does not wait for a snapshot until the next one
             return measured
 
         return asyncio.run(go())
@@ -219,7 +218,9 @@ def test_the_pieces_of_a_text_are_the_text(tiny_path):
 def test_a_run_without_capture_keeps_nothing(step):
     made = step()
     made.train(rewarded(some_groups(4)))
-    assert not made.run.observers and not made.home.exists() and [*made.trainer.observers.by_key] == ["metrics"]
+    assert (
+        not made.run.observers.observers and not made.home.exists() and [*made.trainer.observers.by_key] == ["metrics"]
+    )
 
 
 @pytest.mark.parametrize("updates", [1, 2])

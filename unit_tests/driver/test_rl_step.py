@@ -19,6 +19,7 @@ from core.types.samples import Group
 from driver.load_recipe import load_recipe
 from driver.records.engine_timers import EngineTimers
 from driver.records.time_account import TimeBreakdown
+from driver.rl.observers import RunObservers
 from driver.rl.run import Run
 from driver.start.rollouts import plan_rollouts
 from driver.start.trainers import build_trainer, plan_trainer
@@ -42,7 +43,7 @@ async def step_of(path: str, groups: list[Group]) -> SimpleNamespace:
         "context": SimpleNamespace(clock=clock),
         "layout": trainer.describe_layout(),
         "steps_done": 0,
-        "observers": (),
+        "observers": RunObservers(),
     }
     engines = cast(Any, Local(SimpleNamespace(timer=trainer.timer)))
     parts["time"] = await TimeBreakdown.start(
