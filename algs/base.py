@@ -16,21 +16,10 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
-from algs.credit import (
-    ScaleRewards,
-    group_advantages,
-    number_turns,
-    returns_std,
-    reward_std,
-    reward_to_go,
-    rewards_of_turns,
-    sum_terms,
-    turn_advantages,
-    whiten,
-    with_advantages,
-)
+from algs.credit import ScaleRewards, group_advantages, reward_std, sum_terms, whiten, with_advantages
 from algs.ops import importance_ratio, k3, reaches_cap, reaches_clamp
 from algs.terms import KL, Correction, Overlong
+from algs.turns import number_turns, returns_std, reward_to_go, rewards_of_turns, turn_advantages
 from algs.validate import Metrics, check_per_token, check_samples
 from core.strict_model import StrictModel
 from core.types.arrays import Floats

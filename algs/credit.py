@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from core.types.arrays import Floats
 from core.types.samples import Group, Sample
@@ -73,108 +72,6 @@ def reward_std(rewards: Sequence[float | None]) -> float:
         return 1.0
     mean = math.fsum(scored) / len(scored)
     return (math.fsum((r - mean) ** 2 for r in scored) / (len(scored) - 1)) ** 0.5 + 1e-6
-
-
-def rewards_of_turns(sample: Sample, total: float, per_token: Floats | None = None) -> Floats:
-    """Compute what each turn of an episode earned, [K]; together `total` and the rewards of its n trained tokens.
-
-    total: what turn_rewards leave of it came with the last turn. per_token: [n], earned with the turn of each token.
-    """
-    earned = np.zeros(max(1, len(sample.spans)))
-    if sample.turn_rewards:
-        earned += sample.turn_rewards
-    earned[-1] += total - math.fsum(sample.turn_rewards)
-    if per_token is not None:
-        np.add.at(earned, number_turns(sample), per_token)
-    return earned
-
-
-def number_turns(sample: Sample) -> NDArray[np.intp]:
-    """Return the number of the turn of each trained token, [n]."""
-    begins = [begin for begin, _ in sample.spans]
-    return np.searchsorted(begins, np.flatnonzero(sample.loss_mask), side="right") - 1
-
-
-def turn_advantages(
-    returns: Sequence[Floats | None],
-    *,
-    scale: ScaleRewards = "none",
-    leave_one_out: bool = False,
-    batch_std: float = 1.0,
-) -> list[Floats]:
-    """Compute each turn's return above the group's, [G] arrays of [K_i] -> the same; as `group_advantages` otherwise.
-
-    The return of an episode from turn k on is compared with the group's returns from turn k on; an episode that ended
-    before counts with the return of its last turn. So a turn is compared with the same episodes, whatever it did, and
-    with numbers on which it has no influence: the expected gradient stays what it is without a baseline. It would not,
-    if each turn's reward were centred by the mean of its turn and then summed: an episode that goes on subtracts one
-    mean more than one that stops.
-    With rewards at the end alone, and no discount, the advantage of every turn is that of its episode.
-    """
-    scored = [r for r in returns if r is not None]
-    if len(scored) < 2:
-        return [np.zeros(1) if r is None else np.zeros(len(r)) for r in returns]
-    table, n = hold_last(scored), len(scored)
-    centred = np.where(table.max(0) == table.min(0), 0.0, table - table.mean(0))
-    mean, std = float(table[:, 0].mean()), returns_std(scored)
-    factor = choose_factor(scale, n=n, mean=mean, std=std, batch_std=batch_std, leave_one_out=leave_one_out)
-    rows = iter(centred * factor)
-    return [np.zeros(1) if r is None else next(rows)[: len(r)] for r in returns]
-
-
-def hold_last(returns: Sequence[Floats]) -> Floats:
-    """Lay the returns of episodes out as a table, [G, K]; the last one of an episode goes on to the table's end.
-
-    >>> hold_last([np.array([3.0, 1.0]), np.array([2.0])])
-    array([[3., 1.],
-           [2., 2.]])
-    """
-    longest = max(map(len, returns))
-    return np.stack([np.pad(r, (0, longest - len(r)), mode="edge") for r in returns])
-
-
-def returns_std(returns: Sequence[Floats | None]) -> float:
-    """Return one standard deviation for all turns (ddof 1, its square averaged over them), plus 1e-6.
-
-    1 if fewer than two episodes have returns. With one turn per episode it is `reward_std`.
-    """
-    scored = [r for r in returns if r is not None]
-    if len(scored) < 2:
-        return 1.0
-    return float(hold_last(scored).var(0, ddof=1).mean() ** 0.5) + 1e-6
-
-
-def reward_to_go(rewards: Floats, gamma: float) -> Floats:
-    """Compute G_t = r_t + gamma G_{t+1} over the trained tokens, or the turns, of one episode, [n] -> [n]."""
-    return discount_backwards(rewards, gamma)
-
-
-def generalised_advantages(
-    rewards: Floats, values: Floats, *, gamma: float, lam: float, bootstrap: float = 0.0
-) -> Floats:
-    """Compute GAE over the trained tokens or the turns of an episode, [n] -> [n] (arxiv.org/abs/1506.02438, Eq. 16).
-
-    values[t] is the value of the state before token t; `bootstrap` is that of the state after the last one, 0 where
-    the episode ended. Other tokens in between are skipped: the next value is that of the next trained token.
-    """
-    r, v = np.asarray(rewards, dtype=np.float64), np.asarray(values, dtype=np.float64)
-    following = np.append(v[1:], bootstrap) if len(v) else v
-    return discount_backwards(r + gamma * following - v, gamma * lam)
-
-
-def discount_backwards(values: Floats, factor: float) -> Floats:
-    """Compute y_t = x_t + factor y_{t+1}, [n] -> [n].
-
-    In log2(n) passes over the array instead of a step of Python per token: after each, y_t holds twice as many terms.
-    """
-    done = np.array(values, dtype=np.float64)
-    if factor == 1:
-        return np.cumsum(done[::-1])[::-1]
-    reach, weight = 1, factor  # weight = factor ** reach
-    while reach < len(done) and weight:
-        done[:-reach] += weight * done[reach:]
-        reach, weight = 2 * reach, weight * weight
-    return done
 
 
 def whiten(values: Sequence[Floats]) -> list[Floats]:

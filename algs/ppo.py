@@ -28,8 +28,9 @@ from pydantic import Field
 from torch import Tensor
 
 from algs.base import Metrics, TurnCredit
-from algs.credit import generalised_advantages, number_turns, spread_over_sample, whiten
+from algs.credit import spread_over_sample, whiten
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
+from algs.turns import generalised_advantages, number_turns
 from core.strict_model import LearningRate
 from core.types.arrays import Floats
 from core.types.samples import Group, Policy, Sample, ScoredColumn, Tokens

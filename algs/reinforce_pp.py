@@ -21,8 +21,9 @@ from pydantic import Field
 from torch import Tensor
 
 from algs.base import Metrics, TurnCredit, with_advantages
-from algs.credit import group_advantages, number_turns, reward_to_go, turn_advantages, whiten
+from algs.credit import group_advantages, whiten
 from algs.ops import clip_metrics, clipped_surrogate, importance_ratio
+from algs.turns import number_turns, reward_to_go, turn_advantages
 from core.types.arrays import Floats
 from core.types.samples import Group, Policy, Sample, Tokens
 

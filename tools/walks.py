@@ -68,9 +68,9 @@ ARITHMETIC = (
 HERE = ("model.path=model", "run_dir=runs", "steps=1", "display=quiet", "trainer={lr: 1.0e-3}")
 WALKS = {
     "reward": Walk(
-        title="a reward to the optimizer's step",
+        title="rewards of a step to the optimizer's update",
         events=(
-            ("rollouts/worker.py", "RolloutWorker._reward_sample"),
+            ("driver/rl/run.py", "Run.compute_columns"),
             ("algs/credit.py", "group_advantages"),
             ("data_feeds/packing/batches.py", "token_weights"),
             ("modeling/forward.py", "forward"),
@@ -87,6 +87,18 @@ WALKS = {
             ("modeling/export.py", "ExportedTensor.compute"),
             ("rollouts/engines/hf.py", "HfEngine.load_weights"),
             ("trainers/weight_sync/fingerprint.py", "verify_sync"),
+        ),
+        recipe="configs/tiny.yaml",
+        overrides=(*HERE, "data.train=data/train.parquet"),
+        prepare=ARITHMETIC,
+    ),
+    "sample": Walk(
+        title="a prompt to a rewarded sample",
+        events=(
+            ("rollouts/worker.py", "RolloutWorker.generate_group"),
+            ("rollouts/engines/hf.py", "HfEngine.generate"),
+            ("rollouts/transcript.py", "Transcript.make_sample"),
+            ("rewards/pool.py", "RewardPool.compute_reward"),
         ),
         recipe="configs/tiny.yaml",
         overrides=(*HERE, "data.train=data/train.parquet"),

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from algs.base import with_advantages
-from algs.credit import number_turns
 from algs.rloo import RLOO
+from algs.turns import number_turns
 from core.types.arrays import Floats
 from core.types.samples import Group
 from tools.benchmarks.toy_task import Source, Target, Toy, logp_of, slope

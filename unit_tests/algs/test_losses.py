@@ -11,14 +11,7 @@ import torch
 
 from algs.base import Algorithm, assign_advantages
 from algs.cispo import CISPO
-from algs.credit import (
-    generalised_advantages,
-    group_advantages,
-    overlong_penalty,
-    reward_std,
-    reward_to_go,
-    whiten,
-)
+from algs.credit import group_advantages, overlong_penalty, reward_std, whiten
 from algs.dppo import DPPO
 from algs.gmpo import GMPO
 from algs.grpo import GRPO
@@ -33,6 +26,7 @@ from algs.rloo import RLOO
 from algs.sapo import SAPO
 from algs.sft import SFT
 from algs.terms import KL, Correction, Overlong
+from algs.turns import generalised_advantages, reward_to_go
 from core.types.arrays import DOUBLE
 from core.types.samples import Policy, Prompt, Sample, Tokens, make_sample
 from data_feeds.packing.batches import pack, token_weights

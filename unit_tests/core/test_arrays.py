@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import main_rl
-from algs.credit import discount_backwards, whiten
+from algs.credit import whiten
 from algs.grpo import GRPO
+from algs.turns import discount_backwards
 from core.cluster.ray_workers import Cluster
 from core.cluster.workers import Resources
 from core.errors import RunStopped, UserError

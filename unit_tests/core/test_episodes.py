@@ -11,7 +11,6 @@ import torch
 
 from algs.base import accepts_group, assign_advantages
 from algs.check.cuts import cut_after_every_turn, cut_in_alternation
-from algs.credit import hold_last, rewards_of_turns, turn_advantages
 from algs.gmpo import GMPO
 from algs.grpo import GRPO
 from algs.gspo import GSPO
@@ -19,6 +18,7 @@ from algs.ppo import PPO
 from algs.reinforce_pp import ReinforcePP
 from algs.rloo import RLOO
 from algs.terms import Correction, Overlong
+from algs.turns import hold_last, rewards_of_turns, turn_advantages
 from analysis.capture.batch_file import read_batch, write_batch
 from core.errors import RunStopped, UserError
 from core.types.arrays import DOUBLE
