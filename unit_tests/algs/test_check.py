@@ -566,7 +566,7 @@ BUGS: dict[str, Bug] = {
         branches_are_in_order_of_time
     ),
     "a turn in its own baseline": (
-        "algs.credit", [("leave_one_out=leave_one_out)\n    rows", "leave_one_out=False)\n    rows")],
+        "algs.turns", [("leave_one_out=leave_one_out)\n    rows", "leave_one_out=False)\n    rows")],
         a_turn_has_no_part_in_its_baseline,
     ),
     "a failed sample counted as zero": (
