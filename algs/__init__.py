@@ -11,17 +11,6 @@ from core.loading import FileSpec, classes_below, list_plugins, load_class, reso
 if TYPE_CHECKING:
     from algs.base import Algorithm
 
-RENAMED_METHODS = {
-    "assign": "compute_advantages",
-    "credit": "compute_advantages",
-    "needs": "required_columns",
-    "frozen": "frozen_models",
-    "trains": "model_kind",
-    "keep": "accept_group",
-    "arrange": "prepare_groups",
-}
-"""Methods of algorithms in earlier versions, which would never be called now."""
-
 
 def find_algorithm(settings: dict[str, Any]) -> tuple[FileSpec, type[Algorithm]]:
     """Return the file that `alg.name` or `alg.file` means, and the one Algorithm defined in it."""
@@ -56,10 +45,6 @@ def load_algorithm_class(spec: FileSpec) -> type[Algorithm]:
 
     cls = load_class(spec, Algorithm, key="alg")
     samples = issubclass(cls, PolicyGradient)
-    for old, new in RENAMED_METHODS.items():
-        field = cls.model_fields.get(old)  # of a key with that name the method would be the default
-        if old in vars(cls) or (field is not None and callable(field.default)):
-            raise UserError(f"{spec.path}: {cls.__name__} defines {old}, which was renamed to {new}: rename it")
     for name in ("prepare_groups", "rows", "model_kind") if samples else ("accept_group",):
         if getattr(cls, name) is not getattr(Algorithm, name):
             what = "a PolicyGradient" if samples else "no PolicyGradient"

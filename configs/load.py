@@ -175,19 +175,3 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for choice in get_args(annotation) for section in sections_in(choice)]
-
-
-def has_key(cls: type[BaseModel], keys: list[str]) -> bool:
-    """Tell whether a section has a key, given as the parts of its dotted name; what lies in a mapping may be anything.
-
-    >>> class Own(BaseModel):
-    ...     scale: float = 1.0
-    ...     other: dict[str, float] = {}
-    >>> has_key(Own, ["scale"]), has_key(Own, ["other", "any"]), has_key(Own, ["more"])
-    (True, True, False)
-    """
-    first, *rest = keys
-    if first not in cls.model_fields:
-        return False
-    inside = sections_in(cls.model_fields[first].annotation)
-    return not rest or not inside or any(has_key(section, rest) for section in inside)

@@ -112,11 +112,8 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 def _check_sizes(folder: Path) -> None:
     """Raise UserError for a file that is missing or has another size than when the checkpoint was written."""
-    given = (folder / COMPLETE).read_text(encoding="utf-8")
-    if not given:  # written by an earlier version, which did not measure them
-        return
     try:
-        then: dict[str, int] = dict(json.loads(given))
+        then: dict[str, int] = dict(json.loads((folder / COMPLETE).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise UserError(f"the checkpoint {folder} is damaged: {COMPLETE}: {first_line(error)}") from error
     now = measure_sizes(folder)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.renamed import translate_settings
 from configs.trainer_schema import LoraConfig
 from core.errors import UserError, writing
 from core.types.weights import ExportScope
@@ -38,8 +37,7 @@ def find_checkpoint_model(path: str) -> CheckpointModel | None:
     checkpoint = read_checkpoint(Path(path))
     if checkpoint is None:
         raise UserError(f"{path} is a checkpoint that was not finished: name another one, or a model folder of the run")
-    then = checkpoint.state.recipe["settings"]
-    settings = translate_settings(then, supervised="groups_per_step" not in then)
+    settings = checkpoint.state.recipe["settings"]
     if settings.get("alg.name") == "reward_model":
         raise UserError(f"{path} is of a reward model, which scores text and writes none: name a run with a policy")
     lora = _read_section(settings, "model.lora.")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from algs import find_algorithm
 from algs.base import Algorithm, PolicyGradient
-from configs.load import apply_override, has_key, read_recipe, read_yaml, validate
-from configs.renamed import find_renamed
+from configs.load import apply_override, read_recipe, read_yaml, validate
 from configs.schema import RLConfig, RunConfig
 from core.cluster.ray_address import parse_address
-from core.errors import UserError
 from core.loading import FileSpec
 from driver.checks.engine import check_engine
 from driver.checks.unused_keys import check_keys, list_given
@@ -52,14 +50,11 @@ def load_config_of_run(cls: type[C], file: Path, overrides: Sequence[str]) -> Lo
 
 def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | None) -> Loaded[C]:
     """Validate the keys of a recipe. given: those that the user has set; None does not ask whether they are read."""
-    is_rl = issubclass(cls, RLConfig)
-    refuse_renamed(raw, is_rl=is_rl, is_known=lambda key: key.startswith("alg."))
     cfg: C = validate(cls, raw, prefix="")
     if cfg.ray_address is not None:
         parse_address(cfg.ray_address)
     load_trackers(cfg.trackers)
     spec, alg_class = find_algorithm(cfg.alg)
-    refuse_renamed(raw, is_rl=is_rl, is_known=lambda key: has_key(alg_class, key.split(".")[1:]))
     alg = validate(alg_class, cfg.alg, prefix="alg.")
     if isinstance(cfg, RLConfig):
         alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
@@ -76,10 +71,3 @@ def with_length_limit(alg: Algorithm, max_new_tokens: int) -> Algorithm:
         return alg
     overlong = alg.overlong.model_dump() | {"max_tokens": max_new_tokens}
     return validate(type(alg), alg.model_dump() | {"overlong": overlong}, prefix="alg.")
-
-
-def refuse_renamed(raw: Mapping[str, Any], *, is_rl: bool, is_known: Callable[[str], bool]) -> None:
-    """Raise UserError for a key of an earlier version."""
-    if renamed := find_renamed(raw, supervised=not is_rl, is_known=is_known):
-        old, new = renamed
-        raise UserError(f"{old} was renamed: write {new}")

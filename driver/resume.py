@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.renamed import translate_settings
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
 from core.loading import FileSpec
@@ -87,8 +86,7 @@ def find_checkpoint_to_resume(loaded: Loaded[Any], settings: dict[str, Any]) -> 
     then, is_rl = checkpoint.state.recipe, isinstance(cfg, RLConfig)
     if ("groups_per_step" in then["settings"]) != is_rl:
         raise UserError(f"resume={cfg.resume} is a run of the other program: resume it with the one that made it")
-    now = settings["settings"]
-    check_settings(translate_settings(then["settings"], supervised=not is_rl, known=now.keys()), now)
+    check_settings(then["settings"], settings["settings"])
     changed = [key for key in changed_files(then, settings) if key not in settings["in_package"]]
     if changed:
         raise UserError(
@@ -133,7 +131,6 @@ def changed_package_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> li
 
 def bitwise_only_changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return the keys that differ and change the last bits only."""
-    then = translate_settings(then, supervised="groups_per_step" not in now, known=now.keys())
     keys = list_bitwise_only(now) + (EVALUATION if "groups_per_step" in now else ())
     return [key for key in now | then if is_listed(keys, key) and then.get(key) != now.get(key)]
 

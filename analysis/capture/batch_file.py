@@ -95,7 +95,7 @@ def read_batch(folder: Path) -> list[Group]:
     for record in records:
         record["prompt"]["messages"] = restore_messages(record["prompt"]["messages"], images)
         record["transcript"] = restore_messages(record["transcript"], images)
-        record["images"] = restore_places(record.get("images", ()), images)  # snapshots of earlier versions
+        record["images"] = restore_places(record["images"], images)
     samples = [_read_sample(i, record, parts, arrays) for i, record in enumerate(records)]
     rest = iter(samples)
     groups = [[next(rest) for _ in range(int(n))] for n in arrays["group_sizes"]]

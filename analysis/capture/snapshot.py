@@ -22,7 +22,7 @@ from analysis.capture.tokens import MANIFEST, SNAPSHOTS, UNREADABLE, CapturedSam
 from core.errors import UserError, first_line, writing
 from core.loading import FileSpec, hash_file
 from core.text.atomic_write import flush_folder, flush_path, measure_sizes, write_whole
-from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
+from core.types.allowed_tokens import AllowedTokens
 from core.types.row_layout import RowLayout
 from core.types.samples import Group
 from data_feeds.packing.batches import Plan
@@ -47,8 +47,8 @@ class RunFacts:
     updates_per_step: int
     layout: RowLayout
     on_cpu: bool
-    allowed_tokens: AllowedTokens = EVERY_TOKEN
-    """Tokens over which the softmax is taken; all in snapshots of earlier versions."""
+    allowed_tokens: AllowedTokens
+    """Tokens over which the softmax is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +69,9 @@ class UpdateFacts:
     """Norm of the gradient before clipping; None where it was not finite, and the update was skipped."""
     fingerprints: dict[str, dict[str, int]]
     """Checksums of the weights before the update, by scope and tensor; see trainers/weight_sync/fingerprint.py."""
-    episodes: list[int] | None = None
-    """Number of each sample's episode; None in snapshots of earlier versions, where each sample is one."""
-    has_seq_ids: bool = True
+    episodes: list[int]
+    """Number of each sample's episode."""
+    has_seq_ids: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class StepSnapshot:
             bins=facts.bins,
             groups=facts.groups,
             families=facts.families,
-            episodes=list(range(len(facts.samples))) if facts.episodes is None else facts.episodes,
+            episodes=facts.episodes,
             has_seq_ids=facts.has_seq_ids,
             sources=(),
             padded=self.manifest.run.layout.padded,
@@ -171,11 +171,8 @@ def read_snapshot(folder: Path) -> StepSnapshot:
 def _parse_manifest(raw: dict[str, Any]) -> Manifest:
     run = dict(raw.pop("run"))
     run |= {"alg_file": FileSpec(**run["alg_file"]), "layout": RowLayout(**run["layout"])}
-    if (given := run.get("allowed_tokens")) is not None:
-        allowed = given["allowed"]
-        run["allowed_tokens"] = AllowedTokens(
-            allowed=None if allowed is None else tuple(allowed), banned=tuple(given["banned"])
-        )
+    allowed, banned = run["allowed_tokens"]["allowed"], run["allowed_tokens"]["banned"]
+    run["allowed_tokens"] = AllowedTokens(allowed=None if allowed is None else tuple(allowed), banned=tuple(banned))
     updates = [UpdateFacts(**u) for u in raw.pop("updates")]
     return Manifest(run=RunFacts(**run), updates=updates, **raw)
 

@@ -83,14 +83,8 @@ def describe_git(state: GitState | str | None) -> str:
 
 def list_warnings(run: RunRecord) -> list[dict[str, Any]]:
     """Return the warnings that the run left in its summary, and what its log tells."""
-    given: list[Warned | str] = [
-        *run.summary.get("warnings", []),
-        *run.summary.get("advice", {}).values(),  # so runs of earlier versions wrote them
-    ]
-    found: list[dict[str, Any]] = [
-        {"step": None, "text": one} if isinstance(one, str) else {"step": one["step"], "text": one["text"]}
-        for one in given
-    ]
+    given: list[Warned] = run.summary.get("warnings", [])
+    found: list[dict[str, Any]] = [{"step": one["step"], "text": one["text"]} for one in given]
     if skipped := sum(line.get(names.TRAIN_SKIPPED, 0.0) for line in run.metrics):
         found.append({"step": None, "text": f"{skipped:g} updates were skipped, because a gradient was not finite"})
     if failed := sum(line.get(names.ROLLOUT_FAILED, 0.0) for line in run.metrics):

@@ -29,9 +29,6 @@ from core.types.samples import Group, Prompt, Sample, make_sample
 
 MAX_REJECTED = 20
 """A step fails when the algorithm has rejected this many times the groups that it needs."""
-RENAMED_FIELDS = {"mask": "action_mask", "parts": "reward_parts", "left_out": "excluded", "kept": "accepted"}
-"""Fields of a group in checkpoints of earlier versions -> their names now."""
-RENAMED_STATE = {"told": "n_reported", "came": "finished"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,11 +253,9 @@ class ReplayBuffer:
         state: Mapping[str, Any], schedule: Schedule, draw_prompt: Callable[[int], Prompt], *, step: int
     ) -> ReplayBuffer:
         """Return the buffer of a stopped run: finished groups are there, started ones start again with new weights."""
-        state = _with_new_names(state, RENAMED_STATE)
         buffer = ReplayBuffer(schedule, step=step, ticket=state["ticket"])
         buffer.started, buffer.restarts = set(state["started"]), deque(state["started"])
-        coded = state.get("images", {})  # earlier versions had none
-        images = {name: read_image(base64.b64decode(text)) for name, text in coded.items()}
+        images = {name: read_image(base64.b64decode(text)) for name, text in state["images"].items()}
         for one in state["finished"]:
             buffer._put_waiting(_group_from_state(one, draw_prompt, images))
         buffer.next_ready = min([*buffer.started, *buffer.waiting, buffer.ticket])
@@ -279,24 +274,17 @@ def _group_from_state(
     one: Mapping[str, Any], draw_prompt: Callable[[int], Prompt], images: Mapping[str, EncodedImage]
 ) -> FinishedGroup:
     prompt = draw_prompt(one["ticket"])
-    # earlier versions wrote lists, which make_sample converts
     group = [make_sample(prompt=prompt, **_read_sample(s, images)) for s in one["group"]]
-    fields_of_group: dict[str, Any] = {**_with_new_names(one, RENAMED_FIELDS), "group": group}
+    fields_of_group: dict[str, Any] = {**one, "group": group}
     return FinishedGroup(**fields_of_group)
 
 
 def _read_sample(described: Mapping[str, Any], images: Mapping[str, EncodedImage]) -> dict[str, Any]:
-    """Return what `_describe_sample` described, by the names of the fields; earlier versions had fewer fields."""
-    found: dict[str, Any] = from_json(_with_new_names(described, RENAMED_FIELDS))
-    if "transcript" in found:
-        found["transcript"] = restore_messages(found["transcript"], images)
-    if "images" in found:
-        found["images"] = restore_places(found["images"], images)
+    """Return what `_describe_sample` described, by the names of the fields."""
+    found: dict[str, Any] = from_json(described)
+    found["transcript"] = restore_messages(found["transcript"], images)
+    found["images"] = restore_places(found["images"], images)
     return found
-
-
-def _with_new_names(state: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
-    return {renamed.get(name, name): value for name, value in state.items()}
 
 
 def _fields_but(name: str, record: Any) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import torch
 from torch.distributed import DistError
 from torch.serialization import safe_globals
 
-from configs.renamed import ADDED
 from core.cluster.scratch import restore_environment
 from core.errors import UserError, first_line
 from trainers.learner import Learner
@@ -81,7 +80,7 @@ def load_state(state: RankState, folder: Path) -> Counters:
     check_fit(first["fits"], state.fits, folder)
     for name, learner in state.learners.items():
         learner.load_state(folder / name)
-    rest = read_rest(folder, state.rank % first.get("ranks", state.ranks))  # more ranks may go on than have saved
+    rest = read_rest(folder, state.rank % first["ranks"])  # more ranks may go on than have saved
     torch.set_rng_state(rest["random"])
     if rest["random_gpu"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(rest["random_gpu"])
@@ -90,7 +89,6 @@ def load_state(state: RankState, folder: Path) -> Counters:
 
 def check_fit(then: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Raise UserError naming the first key on which checkpoint and trainer differ."""
-    then = ADDED | then  # an earlier version did not write every key
     for key in (key for key in now if key != "model"):
         if then[key] != now[key]:
             raise UserError(

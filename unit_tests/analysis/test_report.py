@@ -118,7 +118,9 @@ def test_what_a_model_wrote_is_data_and_never_markup(run, tmp_path):
     before = page_of([run], tmp_path).tags
     rewrite_sample(run, 0, 0, completion=HOSTILE[0], id=HOSTILE[1], prompt=[{"role": "user", "content": HOSTILE[2]}])
     (run / "config.yaml").write_text("name: " + json.dumps("".join(HOSTILE)) + "\n")
-    (run / "summary.json").write_text(json.dumps({"exit_reason": HOSTILE[1], "warnings": [HOSTILE[0]]}))
+    (run / "summary.json").write_text(
+        json.dumps({"exit_reason": HOSTILE[1], "warnings": [{"step": 1, "rule": "x", "text": HOSTILE[0]}]})
+    )
     page = page_of([run], tmp_path, samples=48)
     assert page.tags == before
     assert json.loads(page.scripts["head"])["runs"][0]["config"]["name"] == "".join(HOSTILE)
@@ -212,7 +214,7 @@ def test_a_reward_that_is_not_finite_is_told(run, tmp_path):
 
 
 def test_warnings_come_from_the_summary_and_the_log(run, tmp_path):
-    told = {"warnings": [{"step": 1, "text": "low"}], "advice": {"lost_groups": "half of them"}}
+    told = {"warnings": [{"step": 1, "rule": "entropy", "text": "low"}]}
     (run / "summary.json").write_text(json.dumps({"exit_reason": "stopped: x", **told}))
     lines = lines_of(run)
     lines[1] |= {"train/updates_skipped": 2.0, "rollout/failed": 1.0}
@@ -220,8 +222,7 @@ def test_warnings_come_from_the_summary_and_the_log(run, tmp_path):
     [head] = json.loads(page_of([run], tmp_path).scripts["head"])["runs"]
     texts = [one["text"] for one in head["warnings"]]
     assert head["warnings"][0] == {"step": 1, "text": "low"} and head["exit_reason"] == "stopped: x"
-    assert texts[1] == "half of them" and "2 updates were skipped" in texts[2]
-    assert "1 samples have no reward" in texts[3]
+    assert "2 updates were skipped" in texts[1] and "1 samples have no reward" in texts[2]
 
 
 def test_the_code_and_the_warnings_of_a_real_run_are_in_its_summary_and_on_the_page(recipe, tmp_path):

@@ -424,7 +424,7 @@ def test_groups_that_nobody_wants_do_not_outlast_the_training():
             return await super().call_one(rank, method, *args, **kwargs)
 
     run = SimulatedRun(schedule, Late(times=times, engines=1, concurrent=9), times, first_step=1)
-    state = {"ticket": 5, "started": [1, 2, 3, 4], "n_reported": 0, "finished": []}
+    state = {"ticket": 5, "started": [1, 2, 3, 4], "n_reported": 0, "finished": [], "images": {}}
     draw = run.generation.draw_prompt
     run.generation.buffer = ReplayBuffer.from_state(state, schedule, draw, step=1)
 

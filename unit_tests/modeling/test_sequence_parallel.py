@@ -13,7 +13,6 @@ from transformers import AutoConfig
 
 from algs import find_algorithm
 from algs.base import assign_advantages
-from configs.renamed import translate_settings
 from configs.schema import RLConfig
 from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
 from core.cluster.ray_workers import Cluster
@@ -132,7 +131,7 @@ def test_a_model_that_cannot_share_rows_is_refused_before_anything_starts(recipe
 
 
 def test_a_run_may_go_on_with_another_number_of_ranks_for_a_row():
-    then = translate_settings({"trainer.lr_schedule": "constant"}, supervised=False)
+    then = {"trainer.lr_schedule": "constant", "trainer.sequence_parallel": 1}
     assert bitwise_only_changes(then, then | {"trainer.sequence_parallel": 2}) == ["trainer.sequence_parallel"]
     check_settings(then, then | {"trainer.sequence_parallel": 2})
 
