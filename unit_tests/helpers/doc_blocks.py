@@ -6,6 +6,7 @@ Every python, bash and yaml block has a marker, an HTML comment on the line abov
     <!-- test: slow -->              run by `make test`, commands in a shell
     <!-- test: verify -->            run by `make verify`, commands in a shell
     <!-- test: fast, exits 2 -->     the command must end with this code; without it with 0
+    <!-- test: slow, serves -->      a server on port 8000, which the blocks after it use, up to the next one
     <!-- test: recipe -->            YAML: read as changes to configs/tiny.yaml, and validated; nothing runs
     <!-- test: supervised recipe --> the same with configs/tiny_sft.yaml
     <!-- test: skip: reason -->      cannot run on one machine without a GPU and a network
@@ -23,9 +24,13 @@ import io
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+import time
+import urllib.request
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -93,15 +98,46 @@ def make_workspace(folder: Path, tiny_path: str, sums: Path) -> None:
 def run_page(page: Path, level: str, folder: Path) -> None:
     """Run the blocks of a page up to `level`, in order, in `folder`."""
     names: dict[str, object] = {"__name__": "page"}
-    for block in read_blocks(page):
-        where = f"{page.relative_to(ROOT)}, line {block.line}"
-        if found := re.fullmatch(r"file: (\S+)", block.marker):
-            (folder / found[1]).write_text(block.text)
-        elif block.marker in ("test: recipe", "test: supervised recipe"):
-            check_recipe(block, folder)
-        elif block.level and LEVELS.index(block.level) <= LEVELS.index(level):
-            said = run_python(block.text, names) if block.kind == "python" else run_commands(block, folder, where)
-            assert block.output is None or matches(block.output, said), f"{where} printed:\n{said}"
+    with ExitStack() as server:
+        for block in read_blocks(page):
+            where = f"{page.relative_to(ROOT)}, line {block.line}"
+            if found := re.fullmatch(r"file: (\S+)", block.marker):
+                (folder / found[1]).write_text(block.text)
+            elif block.marker in ("test: recipe", "test: supervised recipe"):
+                check_recipe(block, folder)
+            elif block.level and LEVELS.index(block.level) <= LEVELS.index(level):
+                if block.marker.endswith(", serves"):
+                    server.close()
+                    server.enter_context(serving(block.text, folder, where))
+                    continue
+                said = run_python(block.text, names) if block.kind == "python" else run_commands(block, folder, where)
+                assert block.output is None or matches(block.output, said), f"{where} printed:\n{said}"
+
+
+@contextmanager
+def serving(command: str, folder: Path, where: str) -> Generator[None]:
+    """Run a server on port 8000 until the end of the context; it answers /health once it is ready."""
+    log = folder / "server.log"
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            ["bash", "-c", command], cwd=folder, env=shell_environment(), stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        while not is_healthy():
+            assert server.poll() is None, f"{where} ended:\n{log.read_text()}"
+            time.sleep(0.2)
+        yield
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
+
+
+def is_healthy() -> bool:
+    try:
+        with urllib.request.urlopen("http://localhost:8000/health", timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def run_python(text: str, names: dict[str, object]) -> str:
@@ -143,13 +179,21 @@ def run_here(words: list[str]) -> tuple[int, str]:
 
 
 def run_shell(line: str, folder: Path) -> tuple[int, str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    own = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    env = {**own, "PATH": path, "PYTHONPATH": str(ROOT)}  # a reader's shell is not below `make verify`
     done = subprocess.run(
-        ["bash", "-c", line], cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ["bash", "-c", line],
+        cwd=folder,
+        env=shell_environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     return done.returncode, done.stdout
+
+
+def shell_environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    return {**own, "PATH": path, "PYTHONPATH": str(ROOT)}  # a reader's shell is not below `make verify`
 
 
 def check_recipe(block: Block, folder: Path) -> None:

@@ -12,7 +12,7 @@ from unit_tests.helpers.doc_blocks import LEVELS, ROOT, make_workspace, matches,
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 STORIES = [page for page in [ROOT / "README.md", *DOCS] if read_blocks(page)]
 KINDS = {
-    "bash": r"test: (fast|slow|verify)(, exits \d+)?|test: skip: .+",
+    "bash": r"test: (fast|slow|verify)(, exits \d+|, serves)?|test: skip: .+",
     "python": r"test: (fast|slow|verify)|file: \S+|test: skip: .+",
     "yaml": r"test: (supervised )?recipe|file: \S+",
 }
