@@ -1,4 +1,4 @@
-"""The evaluation program: data-set suites, likelihoods and tables for main_eval.py.
+"""The evaluation program: data-set suites and tables for main_eval.py.
 
 Imports driver; nothing of a training run imports it. Begin with run.py.
 """
