@@ -126,7 +126,9 @@ def serving(command: str, folder: Path, where: str) -> Generator[None]:
         while not is_healthy():
             assert server.poll() is None, f"{where} ended:\n{log.read_text()}"
             time.sleep(0.2)
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("HF_HUB_OFFLINE")  # the hub's client would refuse requests to this machine, too
+            yield
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait()
