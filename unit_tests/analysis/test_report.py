@@ -21,8 +21,8 @@ from analysis.report.selection import Entry, choose_samples
 from analysis.report.token_account import PARTS, account_tokens
 from core.types.run_summary import GitState
 from driver.records.git_state import read_git_state
-from tools.benchmarks.report_page import make_run
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.long_run import make_run
 
 ROOT = Path(__file__).parent.parent.parent
 HOSTILE = (
