@@ -22,7 +22,7 @@ from core.errors import ProcessDied, RunStopped
 from core.gc_control import collecting_seldom
 from core.timing.clock import Clock
 from core.timing.deadlines import CLOSE_TIMEOUT_S
-from core.timing.phases import Milestone, Phase
+from core.timing.phases import Phase
 from core.types.samples import Group
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed
@@ -232,9 +232,9 @@ class RunContext:
     def write_summary(self, exit_reason: str) -> None:
         """Write summary.json; where that fails, say why: the reason of the end must not be lost for it."""
         try:
-            times = {"seconds": self.clock.get_totals(), "reached": self.clock.reached}
             warned = [*self.adviser.given.values()]
-            self.folder.write_summary(exit_reason=exit_reason, **times, warnings=warned, **self.facts)
+            seconds = self.clock.get_totals()
+            self.folder.write_summary(exit_reason=exit_reason, seconds=seconds, warnings=warned, **self.facts)
         except RunStopped as error:
             self.console.say(f"{error}")
 
@@ -291,7 +291,6 @@ async def run_body(
             with clock.phase(Phase.START):
                 await context.start_cluster()
             end_on_signals(first=first, at_once=at_once)  # Ray's own code in C++ has taken SIGTERM, from any thread
-            clock.reach(Milestone.RAY)
         await body(context)
     except ProcessDied:
         context.engines = None  # they may wait for it; all are killed next
@@ -309,7 +308,6 @@ def run_in_context(
     checkpoint: the one that the run resumes, whose trackers go on.
     """
     clock = Clock()
-    clock.reach(Milestone.CHECKED)
     keep_freed_memory()  # every step makes arrays of about the same sizes
     folder = RunFolder(cfg.run_dir, cfg.name, cfg.model_dump())
     is_training = isinstance(cfg, RunConfig)

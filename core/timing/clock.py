@@ -9,7 +9,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from core.timing.phases import IDLE, REST, STEP, Activity, Milestone, Phase, time_metric
+from core.timing.phases import IDLE, REST, STEP, Activity, Phase, time_metric
 
 
 class Clock:
@@ -20,12 +20,6 @@ class Clock:
         self.total: dict[str, float] = {}
         self.current: dict[str, float] = {}
         self.current_phase = ""
-        self.reached: dict[str, float] = {}
-        """Time of the day, in seconds since 1970, at which the run first reached each milestone."""
-
-    def reach(self, milestone: Milestone) -> None:
-        """Note the time, if it is the first time."""
-        self.reached.setdefault(milestone, time.time())
 
     @contextmanager
     def phase(self, phase: Phase) -> Generator[None]:

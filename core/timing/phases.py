@@ -45,17 +45,6 @@ class Activity(StrEnum):
     RELOAD = "reload"
 
 
-class Milestone(StrEnum):
-    """Name what a run reaches on its way to the first sample, in the order of an RL run."""
-
-    CHECKED = "checked"
-    RAY = "ray"
-    TRAINERS = "trainers"
-    ENGINES = "engines"
-    SYNCED = "synced"
-    SAMPLED = "sampled"
-
-
 TRAINER_ACTIVITIES = (Activity.TRAIN, Activity.LOGP, Activity.SYNC, Activity.SAVE)
 ENGINE_ACTIVITIES = (Activity.SYNC, Activity.GENERATE, Activity.ENVIRONMENT, Activity.REWARD)
 TURN_PHASES = (Phase.SLEEP, Phase.RELOAD, Phase.OFFLOAD, Phase.WAKE)

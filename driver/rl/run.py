@@ -14,7 +14,7 @@ from core import metrics as names
 from core.cluster.workers import Workers
 from core.errors import ProcessDied, RunStopped
 from core.tasks import start_task
-from core.timing.phases import Milestone, Phase
+from core.timing.phases import Phase
 from core.types.row_layout import RowLayout
 from core.types.samples import Group, Prompt, ScoredColumn
 from data_feeds.chat.tokenizer import ChatTokenizer
@@ -157,7 +157,6 @@ class Run:
                 proof = None
                 while proof is None:
                     proof = await self._publish(version, await self.engines.wait_for(self.engines.taking_weights))
-        self.context.clock.reach(Milestone.SYNCED)
         self.buffer.set_version(version)
         return proof
 

@@ -16,7 +16,7 @@ from core.cluster.workers import Workers
 from core.errors import UserError
 from core.tasks import gather_fail_fast
 from core.timing.deadlines import GROUP_TIMEOUT_GRACE_S, MEMBERSHIP_POLL_S
-from core.timing.phases import Milestone, Phase
+from core.timing.phases import Phase
 from core.types.allowed_tokens import AllowedTokens
 from core.types.row_layout import RowLayout
 from core.types.samples import Prompt
@@ -215,7 +215,6 @@ def make_generation(
         group_size=cfg.group_size,
         timeout_s=cfg.rollout.timeout_s,
         engines=availability,
-        on_group=partial(context.clock.reach, Milestone.SAMPLED),
         on_finished=show_progress,
     )
 
@@ -246,21 +245,15 @@ async def start_workers(
 
     async def start_engines() -> Workers[RolloutWorker]:
         context.engines = await start_rollouts(context.cluster, cfg, rollouts)
-        context.clock.reach(Milestone.ENGINES)
         return context.engines
 
-    async def start_trainer() -> Workers[Trainer]:
-        trainers = await start_trainers(context.cluster, cfg, plan)
-        context.clock.reach(Milestone.TRAINERS)
-        return trainers
-
     if plan.shares_device:
-        trainers = await start_trainer()
+        trainers = await start_trainers(context.cluster, cfg, plan)
         gpus = await offload_after_start(trainers)
         per_engine = cfg.rollout.tensor_parallel_size
         rollouts = replace(rollouts, devices=share_devices(gpus, per_engine=per_engine))
         return trainers, await start_engines()
-    calls: list[Coroutine[Any, Any, Any]] = [start_trainer(), start_engines()]
+    calls: list[Coroutine[Any, Any, Any]] = [start_trainers(session.cluster, cfg, plan), start_engines()]
     trainers, engines = await gather_fail_fast(calls)
     return trainers, engines
 

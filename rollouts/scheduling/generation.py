@@ -28,13 +28,8 @@ class GroupRequests:
         *,
         timeout_s: float,
         engines: EngineAvailability | None = None,
-        on_group: Callable[[], None] = lambda: None,
     ):
-        """timeout_s: of one group, per attempt. engines: None is engines that are not restarted.
-
-        on_group: called when a group has been sampled.
-        """
-        self.on_group = on_group
+        """timeout_s: of one group, per attempt. engines: None is engines that are not restarted."""
         self.engines = engines or EngineAvailability(len(workers))
         self.workers, self.timeout_s = workers, timeout_s
         self._timeout = SharedTimeout(timeout_s + GROUP_TIMEOUT_GRACE_S)
@@ -55,7 +50,6 @@ class GroupRequests:
                 group = await self._timeout.wait(call)  # None on timeout, also where the worker reports it
                 if group is not None:
                     self.engines.end_group(process)
-                    self.on_group()
                     return group
                 too_slow.append(rank)
                 if len(too_slow) > 1:
@@ -104,14 +98,13 @@ class Generation(GroupRequests):
         group_size: int,
         timeout_s: float,
         engines: EngineAvailability | None = None,
-        on_group: Callable[[], None] = lambda: None,
         on_finished: Callable[[FinishedGroup], None] = lambda _: None,
     ):
         """draw_prompt: ticket -> prompt. accept_group: see Algorithm. The others: see GroupRequests.
 
         on_finished: called when a group of a step is in the buffer.
         """
-        super().__init__(workers, timeout_s=timeout_s, engines=engines, on_group=on_group)
+        super().__init__(workers, timeout_s=timeout_s, engines=engines)
         self.draw_prompt, self.accept_group, self.buffer = draw_prompt, accept_group, buffer
         self.group_size, self.on_finished = group_size, on_finished
         self.tasks: set[asyncio.Task[Any]] = set()

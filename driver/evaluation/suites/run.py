@@ -14,7 +14,7 @@ from configs.eval_schema import EvalConfig
 from core.errors import RunStopped
 from core.tasks import gather_fail_fast, start_task
 from core.text.atomic_write import write_whole
-from core.timing.phases import Milestone, Phase
+from core.timing.phases import Phase
 from core.types.samples import Prompt
 from data_feeds.rows.eval_sets import PromptSet
 from driver.context import RunContext
@@ -68,7 +68,6 @@ class EvalRun:
             async with places:
                 # the tickets of a training run's evaluation; so a data set's samples do not depend on the other sets
                 group = await self.requests.generate_group(-1 - index, prompt, one.samples)
-            self.context.clock.reach(Milestone.SAMPLED)
             rows = describe_group(group, prompt, of_set=one.name, index=index)
             self.writer.add(rows)
             display.count(one.name, measure_prompt(self._grade(rows), self.ks))

@@ -15,7 +15,7 @@ from configs.trainer_schema import ModelConfig
 from core.cluster.ray_address import parse_address
 from core.errors import UserError
 from core.text.text_files import parse_json, read_text
-from core.timing.phases import Milestone, Phase
+from core.timing.phases import Phase
 from data_feeds.chat.template_args import check_template_args, make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.chat.tool_parsing import check_parser
@@ -164,7 +164,6 @@ async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
     except BaseException:
         remove_merged(merged)
         raise
-    context.clock.reach(Milestone.ENGINES)
     availability = watch_engines(cfg, context.engines, context)
     requests = GroupRequests(context.engines, timeout_s=cfg.rollout.timeout_s, engines=availability)
     done = {} if prepared.resumed is None else prepared.resumed.done
