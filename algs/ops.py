@@ -71,11 +71,6 @@ def clip_metrics(ratio: Tensor, advantage: Tensor, low: float, high: float) -> d
     }
 
 
-def k1(logp: Tensor, other: Tensor) -> Tensor:
-    """Compute log pi - log q, [M] -> [M]: unbiased in value; as a loss its expected gradient is zero."""
-    return logp - other
-
-
 def k2(logp: Tensor, other: Tensor) -> Tensor:
     """Compute (log pi - log q)^2 / 2, [M] -> [M]: biased in value; on-policy its gradient is that of KL(pi || q)."""
     return (logp - other).square() / 2

@@ -170,7 +170,6 @@ TRAIN_PADDING = _declare(
 TRAIN_SHARED = _declare(
     "train/shared", "fraction", "input tokens that were computed once for several samples of a group", ALL
 )
-TRAIN_SOURCE_LOSS = "train/loss/{}"
 _declare("train/loss/<source>", "", "loss on the rows of one source of a mixture", SL)
 MISMATCH_KL = _declare(
     "train/mismatch/kl", "nats", "k3 estimate of KL(engine || trainer) on the sampled tokens, before the step", RL
@@ -275,13 +274,13 @@ _declare(
     RL,
 )
 
-SYNC_PROBE_GAP = _declare(
+_declare(
     "sync/probe_gap",
     "nats",
     "mean absolute difference of trainer and engine on the probe prompt after a weight sync, the worst engine's",
     RL,
 )
-SYNC_BYTES = _declare(
+_declare(
     "sync/bytes",
     "bytes",
     "tensors that one engine was sent: all weights, or with weight_sync.lora: adapter its own",

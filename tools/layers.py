@@ -24,8 +24,6 @@ LAYERS = (
 """From the ground up: a file imports from its own layer and from those before it. The longest prefix counts."""
 PROGRAMS = ("main_rl.py", "main_sl.py", "main_eval.py")
 """Beginnings of the hot path: no file that they reach by imports is in analysis/."""
-BESIDE = ("data_prep", "tools")
-"""Programs of their own. Nothing imports them but each other and the tests."""
 HOMES = {
     "ray": ("core/cluster/",),
     "deepspeed": ("trainers/deepspeed.py",),

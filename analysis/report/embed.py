@@ -24,10 +24,6 @@ def pack(value: Any) -> str:
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
-def unpack(packed: str) -> Any:
-    return json.loads(gzip.decompress(base64.b64decode(packed)))
-
-
 def data_element(name: str, packed: str) -> str:
     """Return an element that a browser neither shows nor runs."""
     return f'<script type="application/gzip" id="{name}">{packed}</script>\n'

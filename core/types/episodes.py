@@ -50,14 +50,6 @@ def split_players(group: Group) -> list[Group]:
     return list(players.values())
 
 
-def gather_episodes(group: Group) -> list[list[Sample]]:
-    """Return the samples of each episode of a group."""
-    gathered: dict[int, list[Sample]] = {}
-    for number, sample in zip(number_episodes(group), group, strict=True):
-        gathered.setdefault(number, []).append(sample)
-    return list(gathered.values())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedGroup:
     """A group with every episode as one sample, and the way back."""

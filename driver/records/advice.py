@@ -44,10 +44,6 @@ class History:
     n: int
     """Steps that were logged by this process."""
 
-    @staticmethod
-    def of_lines(lines: Sequence[Line]) -> History:
-        return History(first=lines[:WINDOW], last=lines[-LONG:], n=len(lines))
-
     def mean_at_start(self, name: str) -> float | None:
         """Return the mean over the first WINDOW steps; None where one of them lacks the metric."""
         return average(self.first[:WINDOW], name)

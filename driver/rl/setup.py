@@ -253,7 +253,7 @@ async def start_workers(
         per_engine = cfg.rollout.tensor_parallel_size
         rollouts = replace(rollouts, devices=share_devices(gpus, per_engine=per_engine))
         return trainers, await start_engines()
-    calls: list[Coroutine[Any, Any, Any]] = [start_trainers(session.cluster, cfg, plan), start_engines()]
+    calls: list[Coroutine[Any, Any, Any]] = [start_trainers(context.cluster, cfg, plan), start_engines()]
     trainers, engines = await gather_fail_fast(calls)
     return trainers, engines
 

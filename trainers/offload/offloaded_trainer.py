@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from core.errors import RunStopped
@@ -30,15 +28,6 @@ from trainers.offload.storages import OffloadedStorages, find_storages, give_mem
 
 SENDING = frozenset({"model", "module", "export_weights"})
 """Attributes of a policy that may be used while its optimizer is away: enough to send and to prove the weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadReport:
-    """Memory of one trainer rank after a part of it has left, in bytes."""
-
-    freed: int
-    still_there: int
-    """What torch still holds on the GPU; 0 on a CPU."""
 
 
 class Offloadable(Protocol):
@@ -65,8 +54,8 @@ class OffloadedTrainer:
         """Return the GPUs that Ray gave this rank, as CUDA_VISIBLE_DEVICES has them; "" on a CPU."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
-    def offload_states(self) -> OffloadReport:
-        """Leave with everything but the weights of the policy."""
+    def offload_states(self) -> int:
+        """Leave with everything but the weights of the policy. Return the bytes that this frees."""
         self._check_left([], "offload_states")
         trainer, device = self.trainer, self.trainer.device
         with trainer.timer.measure(Activity.OFFLOAD):
@@ -76,10 +65,11 @@ class OffloadedTrainer:
             freed = self.aside.put(s for s in find_storages(self.there, device=device) if identify(s) not in stay)
             self.left = ["states"]
             self._stand_in(SENDING)
-            return _measure(freed)
+            give_memory_back()
+            return freed
 
-    def offload_weights(self) -> OffloadReport:
-        """Leave with the weights of the policy, after `offload_states`."""
+    def offload_weights(self) -> int:
+        """Leave with the weights of the policy, after `offload_states`. Return the bytes that this frees."""
         self._check_left(["states"], "offload_weights")
         with self.trainer.timer.measure(Activity.OFFLOAD):
             policy, _, _ = self.there
@@ -87,7 +77,8 @@ class OffloadedTrainer:
             freed = self.aside.put(find_storages(policy, device=self.trainer.device))
             self.left = ["states", "weights"]
             self._stand_in(frozenset({"model"}))
-            return _measure(freed)
+            give_memory_back()
+            return freed
 
     def reload_states(self) -> None:
         """Bring everything back."""
@@ -140,11 +131,6 @@ def list_weights(policy: Learner) -> Iterator[Tensor]:
         yield parameter.data
         yield getattr(parameter, "ds_tensor", parameter.data)  # with ZeRO-3
     yield from policy.model.buffers()
-
-
-def _measure(freed: int) -> OffloadReport:
-    give_memory_back()
-    return OffloadReport(freed=freed, still_there=torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
 
 
 def _as_learner(absent: Any) -> Learner:

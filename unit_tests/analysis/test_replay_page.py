@@ -17,13 +17,13 @@ from analysis.capture.recompute import Replay, replay
 from analysis.capture.replay import main as replay_main
 from analysis.capture.token_maps import list_disagreements
 from analysis.capture.tokens import snapshot_folder
-from analysis.report.embed import unpack
 from analysis.report.replay_page import SAMPLES, choose_samples, count_disagreements, write_replay_page
 from core.errors import UserError
-from tools.browser import MISSING, Browser, find_browser
 from unit_tests.analysis.test_capture import NO_MASK, WRONG_SIGN, Step, a_file, rewarded
 from unit_tests.analysis.test_report import HOSTILE, Elements
+from unit_tests.helpers.browser import MISSING, Browser, find_browser
 from unit_tests.helpers.examples import a_changed, some_groups
+from unit_tests.helpers.packed import unpack
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LOSSES = ["run", "cispo", "wrong_sign", "no_mask"]

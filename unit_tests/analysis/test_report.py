@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import analysis.report.__main__ as program
 import main_sl
-from analysis.report.embed import to_json, unpack
+from analysis.report.embed import to_json
 from analysis.report.page import UPLOT, assemble_script, write_page
 from analysis.report.run_files import read_run
 from analysis.report.selection import Entry, choose_samples
@@ -23,6 +23,7 @@ from core.types.run_summary import GitState
 from driver.records.git_state import read_git_state
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.long_run import make_run
+from unit_tests.helpers.packed import unpack
 
 ROOT = Path(__file__).parent.parent.parent
 HOSTILE = (

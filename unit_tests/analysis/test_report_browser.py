@@ -9,8 +9,8 @@ import pytest
 import main_rl
 import main_sl
 from analysis.report.page import write_page
-from tools.browser import MISSING, Browser, find_browser
 from unit_tests.analysis.test_report import HOSTILE, lines_of, rewrite_sample
+from unit_tests.helpers.browser import MISSING, Browser, find_browser
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.long_run import make_run
 

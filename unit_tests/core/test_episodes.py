@@ -22,7 +22,7 @@ from algs.turns import hold_last, rewards_of_turns, turn_advantages
 from analysis.capture.batch_file import read_batch, write_batch
 from core.errors import RunStopped, UserError
 from core.types.arrays import DOUBLE
-from core.types.episodes import gather_episodes, join_episodes, number_episodes, prepare_credit
+from core.types.episodes import join_episodes, number_episodes, prepare_credit
 from core.types.samples import Group, MissingColumn, Prompt, Sample, make_sample
 from data_feeds.packing.batches import micro_batches, plan_update, token_weights
 from driver.evaluation.suites.generations import describe_group
@@ -122,7 +122,6 @@ def test_what_a_sample_says_of_its_episode_survives_a_checkpoint_and_a_snapshot(
 def test_samples_of_one_number_are_one_episode():
     a, b, c, d = (replace(an_episode(1), episode=number) for number in (7, None, 7, None))
     assert number_episodes([a, b, c, d]) == [0, 1, 0, 2]
-    assert [len(own) for own in gather_episodes([a, b, c, d])] == [2, 1, 1]
     assert number_episodes([]) == []
 
 

@@ -29,11 +29,11 @@ from driver.records.sample_files import make_sample_record
 from driver.records.sample_text import write_message
 from rewards import resolve_reward
 from rewards.pool import RewardPool
-from rewards.several import one_reward
 from rollouts.agents.processes import write_task
 from rollouts.agents.task import Task
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.image_models import draw, draw_image, save_idefics, say, to_bytes
+from unit_tests.helpers.one_reward import one_reward
 
 TEXT = {"type": "text", "text": "How many?"}
 HOLE = {"type": "image"}

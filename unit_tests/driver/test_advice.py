@@ -2,7 +2,7 @@
 
 import pytest
 
-from driver.records.advice import AT_END, DURING, LONG, Adviser, History, Settings
+from driver.records.advice import AT_END, DURING, LONG, WINDOW, Adviser, History, Settings
 
 RL = Settings(group_size=8, updates_per_step=2, max_new_tokens=64)
 
@@ -16,7 +16,8 @@ def steps(n: int, name: str, value) -> list[dict[str, float]]:
 
 
 def ask(rule: str, lines: list[dict[str, float]], settings: Settings = RL) -> str | None:
-    return (DURING | AT_END)[rule](History.of_lines(lines), settings)
+    history = History(first=lines[:WINDOW], last=lines[-LONG:], n=len(lines))
+    return (DURING | AT_END)[rule](history, settings)
 
 
 SPEAKS = [

@@ -21,9 +21,9 @@ from rewards import check_reward, load_reward, resolve_reward
 from rewards.code_tests import read_suite
 from rewards.pool import RewardPool
 from rewards.sandbox import Bubblewrap, HttpSandbox, Limits, SandboxUnavailable
-from rewards.several import one_reward
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.needs_sandbox import needs_sandbox
+from unit_tests.helpers.one_reward import one_reward
 
 RIGHT = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(10, 5) == 15"]

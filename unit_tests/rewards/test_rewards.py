@@ -20,8 +20,8 @@ from core.errors import UserError
 from core.types.samples import Prompt
 from rewards import gsm8k, load_reward, resolve_reward
 from rewards.pool import RewardPool, RewardResult
-from rewards.several import one_reward
 from unit_tests.helpers.examples import is_running
+from unit_tests.helpers.one_reward import one_reward
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -270,7 +270,7 @@ def test_a_looping_reward_dies_with_a_run_that_was_killed(tmp_path: Path) -> Non
     )
     code = (
         "import asyncio, sys; from core.types.samples import Prompt; from rewards import resolve_reward;"
-        "from rewards.several import one_reward; from rewards.pool import RewardPool;"
+        "from unit_tests.helpers.one_reward import one_reward; from rewards.pool import RewardPool;"
         "pool = RewardPool(one_reward(resolve_reward(sys.argv[1])), 1, 600.0);"
         "asyncio.run(pool.compute_reward(Prompt(id='0', messages=[]), []))"
     )

@@ -21,7 +21,6 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from driver.evaluation.suites.generations import WHOLE
 from rewards import resolve_reward
 from rewards.pool import RewardPool
-from rewards.several import one_reward
 from rollouts.agents.processes import AgentProcesses
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
@@ -32,6 +31,7 @@ from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
 from unit_tests.helpers.chat_families import call
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.one_reward import one_reward
 
 
 class Asks(Calculator):

@@ -20,7 +20,6 @@ from core.types.samples import Prompt, Sample
 from data_feeds.chat.tokenizer import ChatTokenizer
 from rewards import resolve_reward
 from rewards.pool import RewardPool
-from rewards.several import one_reward
 from rollouts.agents.launcher import name_failure
 from rollouts.agents.processes import AgentProcesses, check_agent
 from rollouts.agents.task import AgentPlan
@@ -28,6 +27,7 @@ from rollouts.registry import resolve_agent
 from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
 from unit_tests.helpers.chat_families import load_family
+from unit_tests.helpers.one_reward import one_reward
 from unit_tests.helpers.scripted_policy import Policy
 
 MARK = f"{os.getpid()}.{time.monotonic_ns() % 10**6:06d}"

@@ -26,7 +26,6 @@ from data_prep import function_calls, tiny_model
 from data_prep.function_calls import write_jsonl
 from rewards import resolve_reward
 from rewards.pool import RewardPool
-from rewards.several import one_reward
 from rollouts.agents.processes import AgentProcesses
 from rollouts.envs.calculator import Calculator
 from rollouts.registry import resolve_agent
@@ -34,6 +33,7 @@ from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
 from unit_tests.helpers.chat_families import load_family
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.one_reward import one_reward
 from unit_tests.helpers.other_packages import install_beside
 from unit_tests.helpers.scripted_policy import Policy, say_calls
 

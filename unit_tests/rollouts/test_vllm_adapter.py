@@ -20,6 +20,7 @@ from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm_local import LocalVllmEngine
 from trainers.weight_sync.fingerprint import fingerprint, verify_sync
 from unit_tests.driver.test_runs import SEVENS, file_of, folder_of, metrics_of, program
+from unit_tests.helpers.prefix_cache import count_cached
 from unit_tests.rollouts.test_vllm_engine import (
     BOUND,
     PROMPT,
@@ -84,8 +85,8 @@ def test_an_adapter_alone_brings_the_trainers_policy(family: str, lora: LoraConf
         held = [p.detach().clone() for p in model.parameters()]
         await engine.load_weights(version, buckets(model))
         assert all(torch.equal(p, h) for p, h in zip(model.parameters(), held, strict=True)), "left as it was"
-        assert await engine.cached_tokens(PROMPT) == 0, "keys and values of the old policy are not used again"
-        assert await engine.cached_tokens(PROMPT) == 128, "the control: those of the same policy are"
+        assert await count_cached(engine, PROMPT) == 0, "keys and values of the old policy are not used again"
+        assert await count_cached(engine, PROMPT) == 128, "the control: those of the same policy are"
         samples = await sample(engine)
         assert gap_of_samples(model, samples) < BOUND
         assert all(gap_of_samples(other, samples) > 100 * BOUND for other in others)

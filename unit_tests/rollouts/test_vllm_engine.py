@@ -35,6 +35,7 @@ from trainers.weight_sync.broadcast import WeightReceiver, WeightSender
 from trainers.weight_sync.chunks import ChunkWriter
 from trainers.weight_sync.fingerprint import fingerprint, verify_sync
 from unit_tests.helpers.examples import children_named
+from unit_tests.helpers.prefix_cache import count_cached
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -306,7 +307,7 @@ def test_two_ranks_follow_the_trainer_over_gloo(lab: Lab) -> None:
 def test_samples_of_one_short_prompt_compute_it_once(lab: Lab) -> None:
     async def body() -> None:
         prompt = [(7 * i) % VOCABULARY for i in range(45)]
-        assert [await lab.engine.cached_tokens(prompt) for _ in range(2)] == [0, 32]  # whole blocks
+        assert [await count_cached(lab.engine, prompt) for _ in range(2)] == [0, 32]  # whole blocks
 
     lab.run(body())
 
@@ -314,10 +315,10 @@ def test_samples_of_one_short_prompt_compute_it_once(lab: Lab) -> None:
 def test_an_update_clears_the_prefix_cache(lab: Lab) -> None:
     async def body() -> None:
         await lab.publish(2, lab.model)
-        assert await lab.engine.cached_tokens(PROMPT) == 0
-        assert await lab.engine.cached_tokens(PROMPT) == 128  # the control: the same prompt again is served
+        assert await count_cached(lab.engine, PROMPT) == 0
+        assert await count_cached(lab.engine, PROMPT) == 128  # the control: the same prompt again is served
         await lab.publish(3, lab.model)
-        assert await lab.engine.cached_tokens(PROMPT) == 0
+        assert await count_cached(lab.engine, PROMPT) == 0
 
     lab.run(body())
 
@@ -368,7 +369,7 @@ def test_it_sleeps_and_wakes_in_order_and_samples_from_what_came_between(lab: La
         with pytest.raises(RunStopped, match="awake only with its weights"):
             await engine.probe(PROMPT)
         await engine.wake("kv_cache")
-        assert not await engine._llm.is_sleeping() and await engine.cached_tokens(PROMPT) == 0
+        assert not await engine._llm.is_sleeping() and await count_cached(engine, PROMPT) == 0
         loaded = [await engine.read_fingerprint()]
         probed = [await engine.probe(PROMPT)]
         verify_sync(sent, loaded, expected_logp=logp(new, PROMPT), probe_logp=probed, bound=BOUND)

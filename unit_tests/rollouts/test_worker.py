@@ -12,9 +12,9 @@ from core.errors import UserError
 from core.types.samples import Prompt, Sample
 from rewards import resolve_reward
 from rewards.pool import RewardPool
-from rewards.several import one_reward
 from rollouts.episode import make_seed
 from rollouts.worker import RolloutWorker
+from unit_tests.helpers.one_reward import one_reward
 from unit_tests.rollouts.test_episode import Scripted, Tool, Words
 
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1 2"}], answer="5")

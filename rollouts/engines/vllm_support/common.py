@@ -178,14 +178,6 @@ class VllmBase(Engine):
         )
         return [answer.prompt_logprobs[i][token_ids[i]].logprob for i in list_written(len(token_ids), images)]
 
-    async def cached_tokens(self, token_ids: list[int]) -> int:
-        """Return how many tokens of this prompt the prefix cache serves at the moment."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        return (await self._ask(token_ids, (), params)).num_cached_tokens
-
     async def read_fingerprint(self) -> list[Mapping[str, int]]:
         """Return, per tensor-parallel rank, the checksums of what the last update's weight loaders wrote."""
         return await self._rpc("feynrl_consumed")

@@ -1,11 +1,10 @@
-"""A headless Chromium for tests and benchmarks of the run page, spoken to over two pipes; no driver package is needed.
+"""A headless Chromium for tests of the run page, spoken to over two pipes; no driver package is needed.
 
 The protocol is Chromium's own (DevTools): JSON messages that end in a zero byte, on file descriptors 3 and 4.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -126,14 +125,6 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
-
-    def screenshot(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
-
-    def use_dark(self, dark: bool) -> None:
-        """Tell pages that the reader prefers dark colours, or light ones."""
-        preference = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[preference])
 
     def complaints(self) -> list[str]:
         """Return errors that pages raised or that the browser logged, such as a request that was refused."""

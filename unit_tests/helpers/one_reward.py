@@ -1,0 +1,13 @@
+"""The plan of one reward function, for tests of the processes that compute rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.loading import FileSpec
+from rewards.several import NamedReward, RewardPlan
+
+
+def one_reward(spec: FileSpec, settings: dict[str, Any] | None = None) -> RewardPlan:
+    """Return the plan of a single function, whose parts keep their names."""
+    return RewardPlan(functions=(NamedReward(name="", spec=spec, settings=settings or {}),), otherwise=("",))
