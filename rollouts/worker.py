@@ -13,7 +13,7 @@ from configs.rollout_schema import RewardConfig, RolloutConfig
 from core.errors import UserError
 from core.timing.clock import ActivityTimer
 from core.timing.phases import ENGINE_ACTIVITIES, Activity
-from core.timing.timeouts import SharedTimeout
+from core.timing.timeouts import wait_or_cancel
 from core.types.samples import Group, Prompt, Sample
 from data_feeds.chat.tool_parsing import PlainParser, ReplyParser
 from rewards.pool import RewardPool
@@ -51,7 +51,7 @@ class RolloutWorker:
         self.engine, self.tokenizer, self.make_env, self.rewards = engine, tokenizer, make_env, rewards
         self.reward, self.rollout, self.seed, self.stops = reward, rollout, seed, stops
         self.parser, self.max_prompt_tokens = parser or PlainParser(), max_prompt_tokens
-        self.timer, self.timeout = ActivityTimer(*ENGINE_ACTIVITIES), SharedTimeout(rollout.timeout_s)
+        self.timer = ActivityTimer(*ENGINE_ACTIVITIES)
         self.agents = None if agents is None else self._make_runner(agents)
         self.groups: list[asyncio.Future[Any]] = []
         """Groups that are being generated."""
@@ -65,7 +65,7 @@ class RolloutWorker:
         episodes = asyncio.gather(*(run(ticket, prompt, sibling) for sibling in range(size)))
         self.groups.append(episodes)
         try:
-            samples = await self.timeout.wait(episodes)
+            samples = await wait_or_cancel(episodes, self.rollout.timeout_s)
         finally:
             self.groups.remove(episodes)
         return None if samples is None else [*chain.from_iterable(samples)]

@@ -16,10 +16,13 @@ from enum import Enum, auto
 from typing import Any
 
 from core.errors import ProcessDied
-from rollouts.scheduling.least_busy import GroupCounts, Process
 
 ENGINE_GROUP = "engine"
 """Name of the engines' group of workers."""
+
+
+Process = tuple[int, int]
+"""Rank of an engine, and the processes that it has had before."""
 
 
 class EngineState(Enum):
@@ -49,8 +52,8 @@ class EngineAvailability:
         self.states = [EngineState.SERVING] * n
         self.deaths = (0,) * n
         """Processes that each engine has had before. Who asks an engine keeps this, to tell later which one it was."""
-        self.counts = GroupCounts()
-        """Groups that each process works on."""
+        self.groups = [0] * n
+        """Groups that the process of each engine works on. One that timed out stays counted: that engine gets fewer."""
         self._serving: list[int] = []
         self._away_s = [0.0] * n
         self._restart, self._budget, self._say = restart, budget, say
@@ -113,13 +116,23 @@ class EngineAvailability:
 
     def begin_group(self, rank: int) -> Process:
         """Count a group that an engine is asked for; return its process."""
-        process = self.process_of(rank)
-        self.counts.begin_group(process)
-        return process
+        self.groups[rank] += 1
+        return self.process_of(rank)
 
     def end_group(self, process: Process) -> None:
         """Count a group that has come."""
-        self.counts.end_group(process)
+        rank, _ = process
+        if process == self.process_of(rank):
+            self.groups[rank] -= 1
+
+    def find_least_busy(self, besides: int | None = None) -> int:
+        """Return the serving rank with the fewest groups, the lowest of several; `besides` only if it is the only one.
+
+        At least one engine must serve.
+        """
+        # 17 microseconds for 1,000 engines: a heap saves 15 of the 70 that the driver spends on a group
+        ranks = self._serving if besides is None else [r for r in self._serving if r != besides] or self._serving
+        return min(ranks, key=self.groups.__getitem__)
 
     def report_death(self, death: ProcessDied, deaths: Sequence[int]) -> None:
         """Restart the engine that died. Raises `death` where it was no engine, or none may be restarted any more.
@@ -203,6 +216,7 @@ class EngineAvailability:
     def _count_process(self, rank: int) -> None:
         """Note that the engine's next process is another one."""
         self.deaths = (*self.deaths[:rank], self.deaths[rank] + 1, *self.deaths[rank + 1 :])
+        self.groups[rank] = 0
 
     def _set_state(self, rank: int, state: EngineState) -> None:
         self.states[rank] = state
@@ -211,7 +225,6 @@ class EngineAvailability:
     def _note_states(self) -> None:
         """Keep what is asked for every group, and changes seldom."""
         self._serving = [rank for rank, state in enumerate(self.states) if state is EngineState.SERVING]
-        self.counts.set_serving([self.process_of(rank) for rank in self._serving])
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

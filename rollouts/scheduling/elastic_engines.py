@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from core.errors import ProcessDied, RunStopped, UserError
-from rollouts.scheduling.availability import ENGINE_GROUP, EngineAvailability, EngineState
-from rollouts.scheduling.least_busy import Process
+from rollouts.scheduling.availability import ENGINE_GROUP, EngineAvailability, EngineState, Process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +113,7 @@ class ElasticAvailability(EngineAvailability):
         """Let an engine leave: it gets no more groups and no more weights, and its slot is free when it is done."""
         if self.states[rank] in (EngineState.SERVING, EngineState.NEEDS_WEIGHTS):
             process = self.process_of(rank)
-            n = self.counts.groups[process]
+            n = self.groups[rank]
             self._say(f"engine {rank} leaves{f', when its {n} groups are done' if n else ''}: {why}")
             self._idle[process] = asyncio.Event()
             self._set_state(rank, EngineState.LEAVING)
@@ -122,13 +121,13 @@ class ElasticAvailability(EngineAvailability):
 
     def end_group(self, process: Process) -> None:
         super().end_group(process)
-        if process in self._idle and not self.counts.groups[process]:
+        if process in self._idle and not self.groups[process[0]]:
             self._idle[process].set()
 
     async def _let_go(self, process: Process) -> None:
         """End an engine when its groups are done, unless it dies before."""
         rank, idle = process[0], self._idle[process]
-        if self.counts.groups[process]:
+        if self.groups[rank]:
             with suppress(TimeoutError):
                 await asyncio.wait_for(idle.wait(), self.bounds.leave_s)
         await self.wait_for(lambda: [] if self._in_sync else [rank])

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from core.cluster.workers import Workers
 from core.errors import ProcessDied, RunStopped
 from core.timing.deadlines import GROUP_TIMEOUT_GRACE_S
-from core.timing.timeouts import SharedTimeout
+from core.timing.timeouts import wait_or_cancel
 from core.types.samples import Group, Prompt
 from rollouts.scheduling.availability import ENGINE_GROUP, EngineAvailability
 from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer
@@ -32,7 +32,7 @@ class GroupRequests:
         """timeout_s: of one group, per attempt. engines: None is engines that are not restarted."""
         self.engines = engines or EngineAvailability(len(workers))
         self.workers, self.timeout_s = workers, timeout_s
-        self._timeout = SharedTimeout(timeout_s + GROUP_TIMEOUT_GRACE_S)
+        self._patience_s = timeout_s + GROUP_TIMEOUT_GRACE_S
         self.n_retries = 0
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
@@ -47,7 +47,9 @@ class GroupRequests:
                 rank = await self._choose_engine(too_slow)
                 process = self.engines.begin_group(rank)
                 call = self.workers.call_one(rank, RolloutWorker.generate_group, ticket, prompt, size)
-                group = await self._timeout.wait(call)  # None on timeout, also where the worker reports it
+                group = await wait_or_cancel(
+                    call, self._patience_s
+                )  # None on timeout, also where the worker reports it
                 if group is not None:
                     self.engines.end_group(process)
                     return group
@@ -63,9 +65,9 @@ class GroupRequests:
         """Return the least busy engine; after a timeout another one, where there is one."""
         await self.engines.wait_for(self.engines.serving)
         if not too_slow:
-            return self.engines.counts.find_least_busy()
+            return self.engines.find_least_busy()
         (first,) = too_slow
-        second = self.engines.counts.find_least_busy(besides=first)
+        second = self.engines.find_least_busy(besides=first)
         if second == first or self.engines.can_restart:  # a stopped one would let more groups wait as long
             await self._check_alive(first)
         return second

@@ -13,9 +13,8 @@ from core.errors import CallFailed, RunStopped, UserError
 from core.tasks import gather_fail_fast
 from core.timing.clock import Clock
 from core.timing.phases import Phase
-from core.timing.timeouts import SharedTimeout
+from core.timing.timeouts import wait_or_cancel
 from driver.start.devices import list_cores
-from tools.benchmarks.simulated_run import run_in_virtual_time
 
 
 async def after(seconds: float, outcome: BaseException | int) -> int:
@@ -57,27 +56,10 @@ def test_a_symptom_alone_is_told_when_the_grace_is_over_and_the_rest_is_cancelle
 
 
 def test_a_timeout_is_none_and_one_of_the_call_itself_is_an_error():
-    assert asyncio.run(SharedTimeout(0.01).wait(after(60.0, 1))) is None
-    long = SharedTimeout(30.0)
-    assert asyncio.run(long.wait(after(0.0, 1))) == 1
+    assert asyncio.run(wait_or_cancel(after(60.0, 1), 0.01)) is None
+    assert asyncio.run(wait_or_cancel(after(0.0, 1), 30.0)) == 1
     with pytest.raises(TimeoutError, match="its own"):
-        asyncio.run(long.wait(after(0.0, TimeoutError("its own"))))
-
-
-def test_each_call_of_a_shared_timeout_has_its_own_time():
-    """In simulated time: one that ends, one that is too slow, one that begins later, and one after a pause."""
-
-    async def play() -> list[tuple[int | None, float]]:
-        shared, now = SharedTimeout(10.0), asyncio.get_running_loop().time
-
-        async def timed(begins: float, takes: float) -> tuple[int | None, float]:
-            await asyncio.sleep(begins)
-            return await shared.wait(after(takes, 1)), now()
-
-        together = await asyncio.gather(timed(0, 3), timed(1, 30), timed(5, 9), timed(6, 11), timed(7, 9.5))
-        return [*together, await timed(100, 30)]
-
-    assert run_in_virtual_time(play()) == [(1, 3), (None, 11), (1, 14), (None, 16), (1, 16.5), (None, 126.5)]
+        asyncio.run(wait_or_cancel(after(0.0, TimeoutError("its own")), 30.0))
 
 
 def test_phases_and_the_rest_add_up_to_the_step():

@@ -14,9 +14,8 @@ import main_rl
 from configs.schema import RLConfig
 from core.errors import ProcessDied, RunStopped, UserError
 from driver.load_recipe import load_recipe
-from rollouts.scheduling.availability import ENGINE_GROUP, EngineState
+from rollouts.scheduling.availability import ENGINE_GROUP, EngineAvailability, EngineState
 from rollouts.scheduling.elastic_engines import Bounds, ElasticAvailability
-from rollouts.scheduling.least_busy import GroupCounts
 from tools.benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, answer, run_in_virtual_time
 from unit_tests.driver.test_overlap import Choosy, a_schedule
 
@@ -320,29 +319,23 @@ def test_too_few_engines_for_too_long_end_the_run_and_a_refused_machine_does_not
         run_in_virtual_time(body())
 
 
-def test_the_engine_with_the_fewest_groups_is_found_whatever_came_before():
-    """Against a plain minimum, with processes that come, go and come back."""
-    draw, counts = random.Random(0), GroupCounts()
-    serving = {rank: (rank, 0) for rank in range(5)}
-    counts.set_serving([*serving.values()])
-    for _ in range(3000):
-        what = draw.random()
-        if what < 0.02:
-            rank = draw.randrange(5)
-            process = serving.pop(rank, None)
-            if process is None or not serving:
-                serving[rank] = (rank, draw.randrange(3))
-            counts.set_serving([*serving.values()])
-        besides = draw.choice([None, None, *serving])
-        others = [rank for rank in serving if rank != besides] or [*serving]
-        plain = min(others, key=lambda rank: (counts.groups[serving[rank]], rank))
-        found = counts.find_least_busy(besides)
-        assert found == plain
-        counts.begin_group(serving[found])
-        if what > 0.4:
-            busy = [process for process, n in counts.groups.items() if n > 0]
-            counts.end_group(draw.choice(busy))
-    assert len(counts._heap) <= 8 * 5 + 64 + 1
+def test_the_engine_with_the_fewest_groups_is_asked():
+    async def body() -> None:
+        engines = EngineAvailability(3, restart=lambda rank: asyncio.sleep(60.0), budget=1)
+        first, second, _ = (engines.begin_group(rank) for rank in (0, 1, 1))
+        assert engines.find_least_busy() == 2 and engines.find_least_busy(besides=2) == 0
+        engines.begin_group(2)
+        assert engines.find_least_busy() == 0, "the lowest of several"
+        engines.end_group(second)
+        assert engines.groups == [1, 1, 1]
+        engines.report_death(ProcessDied("gone", worker=(ENGINE_GROUP, 0)), engines.deaths)
+        assert engines.find_least_busy() == 1
+        engines.end_group(first)
+        assert engines.groups == [0, 1, 1], "of a process that is gone"
+        await engines.stop()
+
+    asyncio.run(body())
+    assert EngineAvailability(1).find_least_busy(besides=0) == 0, "there is no other"
 
 
 @pytest.mark.parametrize(
