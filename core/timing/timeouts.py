@@ -11,8 +11,9 @@ T = TypeVar("T")
 
 async def wait_or_cancel(call: Awaitable[T], seconds: float) -> T | None:
     """Await `call`; after `seconds` cancel it and return None. A TimeoutError that it raises itself is raised."""
+    deadline = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds) as deadline:
+        async with deadline:
             return await call
     except TimeoutError:
         if deadline.expired():
