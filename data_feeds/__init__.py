@@ -1,4 +1,4 @@
-"""Rows become prompts and samples; samples become batches.
+"""Data sets and batches: rows become prompts and samples, and samples become batches.
 
 Imports core, configs and modeling (image processors). Begin with feed.py, which draws rows.
 """

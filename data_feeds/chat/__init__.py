@@ -1,4 +1,4 @@
-"""Messages become token ids, and replies become messages again.
+"""Chat templates, tokenizer and tool-call parsing: messages become token ids, and replies become messages.
 
 Imports core, configs and data_feeds.images. Begin with tokenizer.py.
 """

@@ -1,4 +1,4 @@
-"""Reply of the policy as it was read, and what reads it."""
+"""Parsed reply of the policy, and the protocol of reply parsers."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from data_feeds.chat.tool_specs import find_misfit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedReply:
-    """Reply of the policy, as an environment reads it."""
+    """Reply of the policy, parsed into content, reasoning and tool calls."""
 
     message: Message
-    """Content, reasoning and calls; all of the text as content, where a call of it cannot be read."""
+    """Content, reasoning and calls. If a call cannot be parsed, the whole text is content."""
     problem: str = ""
-    """One sentence, where the text holds a tool call that cannot be made: it cannot be read, and `message` has no
-    calls; or `message` has them, and a name is unknown or arguments do not fit."""
+    """One sentence about a tool call that cannot be executed, else "". Without calls in `message`, parsing failed.
+    Otherwise a name is unknown, or arguments violate their schema."""
 
 
 class ReplyParser(Protocol):
-    """Reader of the replies of one family of models."""
+    """Parser of replies, for one family of models."""
 
     def parse(self, ids: list[int], text: str, tools: Sequence[ToolSpec]) -> ParsedReply:
-        """Return what a reply says; `ids` are its tokens, `text` is what is decoded of them without special tokens."""
+        """Parse a reply. It never raises; problems are reported in the result.
+
+        ids: tokens of the reply. text: the same tokens decoded without special tokens.
+        """
         ...
 
 
 class PlainParser:
-    """Reader that looks for nothing: all of the text is content."""
+    """Parser that finds neither calls nor reasoning: all text is content."""
 
     def parse(self, ids: list[int], text: str, tools: Sequence[ToolSpec]) -> ParsedReply:
-        """Return the text as it is."""
+        """Return the text unchanged."""
         return ParsedReply(message={"role": "assistant", "content": text})
 
 
@@ -46,7 +49,7 @@ def finish_reply(
     calls: Sequence[FunctionCall],
     tools: Sequence[ToolSpec],
 ) -> ParsedReply:
-    """Return a reply whose calls could be read, with the reason why the first that cannot be made cannot."""
+    """Return a parsed reply, with the problem of the first call that does not fit its tool."""
     message: Message = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
@@ -59,15 +62,15 @@ def finish_reply(
 
 
 def refuse_reply(text: str, problem: str) -> ParsedReply:
-    """Return a reply with a call that cannot be read."""
+    """Return a reply whose tool call cannot be parsed."""
     return ParsedReply(message={"role": "assistant", "content": text}, problem=problem)
 
 
 def rename_taken(reply: Message, before: Iterable[Message]) -> Message:
-    """Return a reply whose calls have ids that no call of the messages before it has.
+    """Rename call ids that already occur earlier in the conversation.
 
-    A reply is named by its tokens, so one that repeats an earlier one would have its ids, and a result two calls that
-    it may answer. The new ids depend on the conversation alone.
+    Ids are hashes of the reply's tokens. A repeated reply would repeat ids, and a tool result would match two calls.
+    The new ids depend on the conversation alone.
     """
     calls = reply.get("tool_calls", [])
     taken = {call["id"] for message in before for call in message.get("tool_calls", [])} if calls else set[str]()
@@ -76,6 +79,7 @@ def rename_taken(reply: Message, before: Iterable[Message]) -> Message:
     renamed: list[ToolCall] = []
     for n, call in enumerate(calls):
         new = call["id"]
+        # hash again until the id is free: the same conversation gives the same ids, on every run and machine
         while new in taken:
             new = _name_call(new, n)
         taken.add(new)
@@ -84,6 +88,6 @@ def rename_taken(reply: Message, before: Iterable[Message]) -> Message:
 
 
 def _name_call(what: str, n: int) -> str:
-    """Return an id for the nth call of a reply: nine letters and digits, which is what some templates ask for."""
+    """Return an id for the nth call of a reply. Some templates require exactly nine letters and digits."""
     digest = hashlib.blake2b(what.encode(), digest_size=3).hexdigest()
     return f"{digest}{n:03d}"

@@ -1,7 +1,7 @@
-"""Forms in which families of models write tool calls, as response templates of transformers.
+"""Tool-call formats of model families, as response templates of transformers.
 
-A response template says where the regions of a reply begin and end (reasoning, calls, and content, which is the rest)
-and how each is read. A tokenizer may bring its own; these are for tokenizers that have none.
+A response template gives the delimiters of reasoning and tool calls in a reply, and how to parse each. The rest is
+content. A tokenizer may have its own template; these serve tokenizers without one.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 CALL = {"type": "function", "function": "{content}"}
-"""What a region of JSON becomes: the call of a function."""
+"""Result of a region of JSON: a function call."""
 REASONING = {"open": "<think>", "close": "</think>", "content": "text"}
 CONTENT = {"content": "text", "repeats": True, "join": "\n"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyForm:
-    """Form of a reply."""
+    """Tool-call format of a model family."""
 
     template: dict[str, Any]
     """Response template of transformers."""
     arguments: tuple[str, ...] = ("arguments",)
-    """Keys of a call that may hold its arguments."""
+    """Keys that may contain the arguments of a call."""
     begins: tuple[str, ...] | None = None
-    """Texts with which a header of a reply may already begin a region, such as "<think>". None: the template finds the
-    reply's beginning in the header by itself."""
+    """Texts that open a region and may already stand in the reply header, such as "<think>". With None, transformers
+    finds the start of the reply in the header."""
 
 
 HERMES = ReplyForm(
@@ -51,6 +51,8 @@ LLAMA3_JSON = ReplyForm(
         "start_anchor_pattern": r"\A",
         "fields": {
             "tool_calls": {
+                # a bare {"name": opens a call only at the start of the reply or after ";", or every JSON text would be
+                # a call
                 "open_pattern": r'(?:\A|(?<=;))\s*(?:<\|python_tag\|>(?=\s*\{)|(?=\{\s*"name"\s*:))',
                 "close_pattern": r';(?=\s*(?:<\|python_tag\|>\s*)?\{\s*"name"\s*:)',
                 "repeats": True,
@@ -63,5 +65,5 @@ LLAMA3_JSON = ReplyForm(
     arguments=("arguments", "parameters"),
     begins=(),
 )
-"""Llama 3: a reply that is the call and nothing else, {"name": ..., "parameters": {...}}; several with ";" between."""
+"""Llama 3: the whole reply is a call, {"name": ..., "parameters": {...}}. Several calls are separated by ";"."""
 REPLY_FORMS = {"hermes": HERMES, "llama3_json": LLAMA3_JSON}

@@ -1,7 +1,7 @@
-"""The text that follows a finished reply: the answers to it, up to the point where the next reply begins.
+"""Template text after a finished reply: tool results or user turns, up to the header of the next reply.
 
-What the policy sampled is never written again. So the answers are written after a stand-in for the reply, which makes
-the reply's own calls, since templates look at them to write results; only what comes after it is taken.
+Sampled tokens are never rendered again. A placeholder reply with the same tool calls is rendered in their place, since
+templates read the calls to write results. Only the text after the placeholder is used.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ from core.errors import UserError
 from core.types.messages import Message, ToolCall
 
 STAND_IN = "\u2402"
-"""Placeholder of a text, which can be found again in a rendered conversation."""
+"""Placeholder text that can be found again in a rendered conversation."""
 Write = Callable[[list[Message], bool], str]
-"""Writes a conversation as text; true: with the header of the next reply."""
+"""Renders a conversation as text. The flag adds the header of the next reply."""
 
 
 class TemplateRefuses(UserError):
-    """Error of a chat template that refuses a conversation."""
+    """Error raised when the chat template rejects a conversation."""
 
 
 class TemplateRewrites(UserError):
-    """Error of a chat template that writes earlier turns differently once others follow them."""
+    """Error raised when a chat template changes earlier turns after later turns are appended."""
 
 
 def write_answers(write: Write, end_of_turn: str, reply: Message, answers: Sequence[Message]) -> str:
-    """Return the text of `answers`, with the header of the next reply.
+    """Render `answers` with the header of the next reply.
 
-    Raises TemplateRewrites where a template writes the reply's turn differently because answers follow it, apart from
-    what stands before its content (some leave out the reasoning there), and TemplateRefuses where it refuses them.
+    Raises TemplateRewrites if the template changes the reply's turn once answers follow. A change before its content,
+    such as dropped reasoning, is allowed. Raises TemplateRefuses if the template rejects the answers.
     """
     asked: list[Message] = [{"role": "user", "content": "."}]
     refusal = TemplateRefuses("the chat template refuses the answers to a reply")
+    # Some templates reject several calls in one turn, others a result without its call. The first accepted placeholder
+    # is used.
     for said in _list_stand_ins(reply, answers):
         try:
             before = write(asked, False)
@@ -46,7 +48,7 @@ def write_answers(write: Write, end_of_turn: str, reply: Message, answers: Seque
 
 
 def _list_stand_ins(reply: Message, answers: Sequence[Message]) -> Iterator[Message]:
-    """Yield stand-ins for a reply, the one most like it first: a template may refuse several calls, or none."""
+    """Yield placeholder replies, the most similar to the real reply first."""
     calls = reply.get("tool_calls", [])
     yield _stand_in(calls)
     if len(calls) > 1:
@@ -67,7 +69,7 @@ def _name_call(call_id: str, name: str) -> ToolCall:
 
 
 def _cut_off_reply(before: str, ended: str, whole: str, end_of_turn: str) -> str:
-    """Return `whole` without the turns before the answers.
+    """Return the part of `whole` after the reply.
 
     before: the text without the reply; ended: with the reply; whole: with the answers to it.
     """
@@ -76,12 +78,13 @@ def _cut_off_reply(before: str, ended: str, whole: str, end_of_turn: str) -> str
             "the chat template rewrites earlier turns (a conversation's beginning is not the beginning of its "
             "continuation), so nothing can follow the tokens of a reply: use a template that only appends"
         )
-    ends = ended.count(end_of_turn, len(before))  # the arguments of a call may hold this text too
+    ends = ended.count(end_of_turn, len(before))  # arguments of a call may contain this text too
     end_alone, end = (_find_nth(text, end_of_turn, ends, len(before)) for text in (ended, whole))
     if not ends:
         end_alone = end = len(ended)
+    # The reply is compared from its content on. Templates may drop the reasoning before it once a reply is answered.
     begins = [text.find(STAND_IN, len(before)) for text in (ended, whole)]
-    if -1 in begins:  # a template may write the calls alone
+    if -1 in begins:  # a template may write the calls and no content
         begins = [len(before)] * 2
     if ended[begins[0] : end_alone] != whole[begins[1] : end]:
         raise TemplateRewrites(
@@ -92,7 +95,7 @@ def _cut_off_reply(before: str, ended: str, whole: str, end_of_turn: str) -> str
 
 
 def _find_nth(text: str, part: str, times: int, start: int) -> int:
-    """Return where the nth occurrence of `part` ends, or the end of the text where there are fewer."""
+    """Return the end of the nth occurrence of `part`, or the end of the text if there are fewer."""
     at = start
     for _ in range(times):
         found = text.find(part, at)

@@ -1,4 +1,4 @@
-"""Check `data.template_args` and `data.system_prompt` against the chat template: what it would ignore is refused."""
+"""Check that the chat template uses `data.template_args` and `data.system_prompt`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ TRIALS: list[list[Message]] = [
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
 ]
-"""Conversations that are written with and without what the recipe adds."""
+"""Conversations rendered with and without the recipe's arguments, to compare the text."""
 GENERATION_TAG = r"\{%-?\s*(end)?generation\s*-?%\}"
-"""Tag that transformers adds to jinja's; it says nothing about arguments."""
+"""Jinja tag added by transformers. It contains no arguments."""
 
 
 def make_tokenizer(model: ModelConfig, data: TemplateConfig) -> ChatTokenizer:
-    """Return the tokenizer of a run."""
+    """Load the tokenizer of a run."""
     return ChatTokenizer(
         model.path, data.template, trust_remote_code=model.trust_remote_code, template_args=data.template_args
     )
 
 
 def check_template_args(tokenizer: ChatTokenizer, data: TemplateConfig) -> None:
-    """Raise UserError for an argument or a system turn that the template ignores; say where an argument is as unset."""
+    """Raise UserError for an argument or system prompt that the template ignores. Log arguments without effect."""
     for name in data.template_args:
         _check_argument(tokenizer, name)
     if data.system_prompt is not None:
@@ -55,11 +55,12 @@ def _check_argument(tokenizer: ChatTokenizer, name: str) -> None:
 
 
 def list_arguments(tokenizer: ChatTokenizer) -> set[str]:
-    """Return the names that the chat template reads and that nothing else sets."""
+    """Return the names of the variables that only `data.template_args` can set."""
     from jinja2 import Environment, meta
     from jinja2.exceptions import TemplateError
 
     template = tokenizer.hf.get_chat_template()
+    # the template is parsed, not rendered: a variable read in one branch only is found too
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         found = meta.find_undeclared_variables(environment.parse(re.sub(GENERATION_TAG, "", template)))
@@ -71,7 +72,7 @@ def list_arguments(tokenizer: ChatTokenizer) -> set[str]:
 
 
 def _write_trials(tokenizer: ChatTokenizer, arguments: dict[str, Any]) -> list[str]:
-    """Return the trials as text, with these arguments; one that the template refuses as its reason."""
+    """Render the trial conversations with these arguments. A rejected trial gives the reason as its text."""
     before, tokenizer.template_args = tokenizer.template_args, arguments
     try:
         return [_write(tokenizer, trial, next_) for trial in TRIALS for next_ in (False, True)]
@@ -92,5 +93,6 @@ def _check_system_prompt(tokenizer: ChatTokenizer, prompt: str) -> None:
         text = tokenizer.render_text([turn, *TRIALS[0]], reply_next=True)
     except TemplateRefuses as refusal:
         raise UserError(f"data.system_prompt: the chat template refuses a system turn: {refusal}") from refusal
+    # stripped, because templates trim the content of a turn
     if prompt.strip() not in text:
         raise UserError("data.system_prompt: the chat template does not write the system turn: leave it out")

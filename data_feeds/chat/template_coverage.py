@@ -1,4 +1,4 @@
-"""Find what of a row a chat template would leave out, by writing the row with it and without."""
+"""Detect messages or fields that a chat template silently drops."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.images.image_tokens import with_text
 
 Shape = tuple[Any, ...]
-"""What of a message a template may look at besides its texts."""
+"""Features of a message, besides its text, that may change the template's output."""
 
 
 class TemplateCoverage:
-    """Check of the rows of one source. Rows of one shape are written alike, so the first of each is looked at."""
+    """Check that the chat template writes all fields of a source's rows.
+
+    Each field is removed in turn. If the rendered text stays the same, the template drops the field. Rows of the same
+    shape render alike, so only the first of each shape is checked.
+    """
 
     def __init__(self, tokenizer: ChatTokenizer):
         self.tokenizer = tokenizer
         self.seen: set[Shape] = set()
 
     def check(self, messages: list[Message], tools: Sequence[ToolSpec], where: str) -> None:
-        """Raise UserError, beginning with `where`, for a field of the row that the template would leave out."""
+        """Raise UserError if the template drops a field of the row. `where` begins the message."""
         if tools and self._is_new(("tools", messages[0]["role"])) and self._is_same(messages, messages, tools, ()):
             self._refuse(where, "the tools of the row", "remove the column tools")
         for i, message in enumerate(messages):
@@ -33,10 +37,11 @@ class TemplateCoverage:
         self._check_order(messages, tools, where)
 
     def _check_message(self, until: list[Message], tools: Sequence[ToolSpec], where: str) -> None:
-        """Check the last of these messages, as it stands when it is said."""
+        """Check the last of these messages, rendered as the end of the conversation."""
         message = until[-1]
         before = until[:-1]
         calls = message.get("tool_calls", [])
+        # one call at a time: a template may write only the first of several
         for i in range(len(calls)):
             fewer = _without(message, "tool_calls")
             if left := calls[:i] + calls[i + 1 :]:
@@ -44,16 +49,21 @@ class TemplateCoverage:
             if self._is_same(until, [*before, fewer], tools):
                 which = "tool_calls" if len(calls) == 1 else f"call {i + 1} of {len(calls)} of one reply"
                 self._refuse(where, which, "leave such rows out")
+        # a template may write calls or content, but not both
         if calls and message["content"].strip() and self._is_same(until, [*before, with_text(message, "")], tools):
             self._refuse(where, "the content of a turn that has tool_calls", "empty that content")
         if "reasoning" in message and self._is_same(until, [*before, _without(message, "reasoning")], tools):
             self._refuse(where, "reasoning", "remove it, or write it into the content")
+        # a result's name that only repeats its call adds nothing, so it may be dropped
         says_more = "name" in message and not _names_its_call(message, before)
         if says_more and self._is_same(until, [*before, _without(message, "name")], tools):
             self._refuse(where, "the name of a message", "remove it, or write it into the content")
 
     def _check_order(self, messages: list[Message], tools: Sequence[ToolSpec], where: str) -> None:
-        """Refuse results in another order than their calls, where nothing else tells which is which."""
+        """Raise UserError for tool results out of order, if the template does not write their ids.
+
+        Without ids, the model can match results to calls only by their order.
+        """
         waiting: list[str] = []
         for i, message in enumerate(messages):
             waiting = [call["id"] for call in message["tool_calls"]] if "tool_calls" in message else waiting
@@ -78,20 +88,21 @@ class TemplateCoverage:
         tools: Sequence[ToolSpec],
         less_tools: Sequence[ToolSpec] | None = None,
     ) -> bool:
-        """Tell whether the template writes the same text of less; one that refuses it has looked at the rest."""
+        """Return whether the template renders both versions alike. A rejected version counts as different."""
         written = self.tokenizer.render_text(whole, reply_next=False, tools=tools)
         try:
             return written == self.tokenizer.render_text(
                 less, reply_next=False, tools=tools if less_tools is None else less_tools
             )
+        # the removed field made it reject the rest, so the template reads the field
         except TemplateRefuses:
             return False
 
-    def _refuse(self, where: str, what: str, mend: str) -> None:
+    def _refuse(self, where: str, what: str, fix: str) -> None:
         if self.tokenizer.template == "plain":
-            raise UserError(f"{where}: data.template=plain leaves out {what}: use data.template=chat, or {mend}")
+            raise UserError(f"{where}: data.template=plain leaves out {what}: use data.template=chat, or {fix}")
         raise UserError(
-            f"{where}: the chat template leaves out {what}: use a model or a template that writes it, or {mend}"
+            f"{where}: the chat template leaves out {what}: use a model or a template that writes it, or {fix}"
         )
 
 
@@ -108,6 +119,6 @@ def _without(message: Message, field: str) -> Message:
 
 
 def _names_its_call(message: Message, before: list[Message]) -> bool:
-    """Tell whether the name of a result is that of a function which was called before it."""
+    """Return whether a tool result's name is that of a function called earlier."""
     called = {call["function"]["name"] for m in before for call in m.get("tool_calls", [])}
     return message["role"] == "tool" and message.get("name") in called

@@ -1,4 +1,4 @@
-"""Read replies by a response template of transformers: the tokenizer's, a file's, or one of reply_forms.py."""
+"""Parse replies with a response template of transformers: the tokenizer's, a file's, or a built-in one."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
 
 
 class TemplateParser:
-    """Reader by a response template of transformers."""
+    """Reply parser based on a response template of transformers."""
 
     def __init__(self, tokenizer: ChatTokenizer, form: ReplyForm, *, only_with_tools: bool = False):
-        """only_with_tools: leave the replies to prompts without tools as they are."""
+        """only_with_tools: return replies to prompts without tools unchanged."""
         self.tokenizer, self.form, self.only_with_tools = tokenizer, form, only_with_tools
+        # A header such as "<think>\n" opens a region before the first sampled token, so the parser must see it as a
+        # prefix.
         header = tokenizer.reply_header
         begun = [header[header.rindex(text) :] for text in form.begins or () if text in header]
         self.prefix = header if form.begins is None else "".join(begun[:1])
         self.special: list[str] = tokenizer.hf.all_special_tokens
 
     def parse(self, ids: list[int], text: str, tools: Sequence[ToolSpec]) -> ParsedReply:
-        """Return what a reply says."""
+        """Parse a reply. Malformed calls become a problem, never an exception."""
         if self.only_with_tools and not tools:
             return PlainParser().parse(ids, text, tools)
         hf = self.tokenizer.hf
@@ -48,7 +50,7 @@ class TemplateParser:
         return finish_reply(ids, content=content, reasoning=reasoning, calls=calls, tools=tools)
 
     def _to_text(self, found: Any) -> str:
-        """Return the text of a region without special tokens; a template may bring one text or several."""
+        """Return the text of a region without special tokens. A region may have several texts."""
         text = "\n".join(map(str, found)) if isinstance(found, list) else str(found or "")
         for token in self.special:
             text = text.replace(token, "")
@@ -56,7 +58,7 @@ class TemplateParser:
 
 
 def load_form(template: Any, *, key: str) -> ReplyForm:
-    """Return the form that a response template describes. Raises UserError, beginning with `key`, for what is none."""
+    """Return the tool-call format of a response template. Raises UserError, beginning with `key`, if it is invalid."""
     from transformers.utils.chat_parsing import ResponseParser
 
     try:
@@ -67,7 +69,7 @@ def load_form(template: Any, *, key: str) -> ReplyForm:
 
 
 def _list_functions(found: Any) -> list[Mapping[str, Any]]:
-    """Return the functions that are called; a template may bring calls in lists of lists."""
+    """Return the called functions. Some templates produce nested lists of calls."""
     if isinstance(found, list):
         return [function for one in found for function in _list_functions(one)]
     function = found.get("function") if isinstance(found, dict) else None
@@ -87,7 +89,7 @@ def _find_arguments(function: Mapping[str, Any], keys: Sequence[str]) -> dict[st
 
 
 def _shorten_error(error: Exception) -> str:
-    """Return what is wrong with a call in a few words."""
+    """Return a short description of a parsing error."""
     cause = error.__cause__
     if isinstance(cause, json.JSONDecodeError):
         return f"its JSON is not whole or not valid ({cause.msg} at character {cause.pos})"

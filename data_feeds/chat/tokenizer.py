@@ -1,4 +1,4 @@
-"""Messages to token ids, once; token ids to text, for rewards and logs. Sampled tokens are never encoded again."""
+"""Chat tokenizer: messages to token ids, and ids to text. Sampled tokens are never re-encoded."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from modeling.images.processor import ImageProcessor, needs_images
 from modeling.pretrained import load_pretrained, refuse_own_code
 
 CHARS_PER_TOKEN = 8
-"""Characters that are looked at for each token of a bound: more than usual texts have."""
+"""Characters encoded per token when checking a length limit. Usual text has fewer per token."""
 CHARS_AT_ONCE = 2**20
-"""Characters that are encoded in one call. The library needs some hundred bytes for each token of it."""
+"""Characters per tokenizer call. The library needs some hundred bytes per token."""
 Encoded = tuple[list[int], list[bool]]
-"""Ids of a piece, and which of them are trained on."""
+"""Token ids of a piece, and the mask of trained tokens."""
 
 
 class ChatTokenizer:
-    """Hugging Face tokenizer with a way to write conversations.
+    """Hugging Face tokenizer that renders conversations.
 
-    chat: by the tokenizer's chat template. plain: the contents are concatenated, and each of the policy's turns ends
-    with the end-of-sequence token.
+    chat: uses the tokenizer's chat template. plain: concatenates contents, and ends each assistant turn with the
+    end-of-sequence token.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ChatTokenizer:
         trust_remote_code: bool = False,
         template_args: Mapping[str, Any] | None = None,
     ):
-        """template_args: what the chat template gets besides the messages; see template_args.py."""
+        """template_args: extra variables of the chat template; see template_args.py."""
         with lean_transformers():
             from transformers import AutoTokenizer
 
@@ -70,7 +70,7 @@ class ChatTokenizer:
         self.stop_token_ids = sorted({self.hf.eos_token_id, *more_ends})
 
     def _load_images(self, path: str, key: str, trust_remote_code: bool) -> ImageProcessor | None:
-        """Return the processor of a model that sees images, whose chat template comes before the tokenizer's."""
+        """Load the image processor, or return None for a text model. Its chat template replaces the tokenizer's."""
         if os.path.isdir(path) and not (Path(path) / "config.json").is_file():  # a tokenizer alone
             return None
         if not needs_images(path, key=key, trust_remote_code=trust_remote_code):
@@ -81,7 +81,7 @@ class ChatTokenizer:
 
     @property
     def written_ids(self) -> frozenset[int]:
-        """Tokens that are in decoded text: all but the special ones."""
+        """Ids of tokens that appear in decoded text: all except special tokens."""
         return frozenset(self.hf.get_vocab().values()) - frozenset(self.hf.all_special_ids)
 
     @property
@@ -91,7 +91,7 @@ class ChatTokenizer:
 
     @property
     def turn_end(self) -> list[int]:
-        """Tokens with which a reply's turn ends in a conversation, where the policy did not sample them."""
+        """Tokens that end an assistant turn, for replies that stopped without sampling them."""
         if self.template == "plain":
             return [self.hf.eos_token_id]
         reply: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": STAND_IN}]
@@ -101,17 +101,17 @@ class ChatTokenizer:
 
     @cached_property
     def reply_header(self) -> str:
-        """Text that begins a reply in a conversation, before the policy's first token."""
+        """Text before the first sampled token of a reply."""
         asked: list[Message] = [{"role": "user", "content": "."}]
         whole = self.render_text(asked, reply_next=True)
         return whole.removeprefix(self.render_text(asked, reply_next=False))
 
     def without_stop(self, ids: list[int]) -> list[int]:
-        """Return the tokens of a reply without the one that ended it."""
+        """Return the tokens of a reply without the stop token."""
         return ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids
 
     def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """Return the ids of a conversation, up to the point where the policy's reply begins."""
+        """Encode a conversation with the header of the next reply."""
         return self.encode(self.render_text(messages, reply_next=True, tools=tools))
 
     @cached_property
@@ -119,15 +119,16 @@ class ChatTokenizer:
         return max(map(len, self.hf.get_vocab()))
 
     def bound_tokens(self, messages: list[Message], *, limit: int, tools: Sequence[ToolSpec] = ()) -> int | None:
-        """Return a number above `limit` if a conversation has surely that many tokens, without encoding it all.
+        """Return a number above `limit` if a conversation has more tokens, without encoding all of it.
 
-        The tokens of a beginning are those of the whole text but near the cut. So twice the limit, with room for the
-        longest token at the cut, leaves no doubt. None for a text that is short, or may be short enough.
+        The ids of a prefix equal those of the whole text, except near the cut. A prefix with twice the limit, plus the
+        longest token, is therefore conclusive. None: the text may fit.
         """
         images = find_images(messages)
         if self.images is not None and (seen := count_tokens(self.images, images)) > limit:
             return seen
         surely = 2 * limit + 4 * self._longest_token
+        # an unusual text has more characters per token, so the prefix doubles until it decides
         size = CHARS_PER_TOKEN * surely
         if count_characters(messages, tools) + CHARS_PER_TOKEN * len(messages) <= size:
             return None
@@ -139,10 +140,10 @@ class ChatTokenizer:
         return None
 
     def render_turns(self, reply: Message, answers: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """Return the ids that follow a finished reply of the policy: the answers to it, up to the next reply.
+        """Encode the answers to a finished reply, up to the header of the next reply.
 
-        All answers are written at once, since templates join the results of several calls. Raises TemplateRewrites
-        where the template does not let them follow the tokens of the reply.
+        All answers are rendered together, since templates join the results of several calls. Raises TemplateRewrites if
+        the template changes the text of the reply once answers follow.
         """
         if self.template == "plain":
             self._check_images(answers, ())
@@ -156,17 +157,16 @@ class ChatTokenizer:
     def mask_turns(
         self, messages: list[Message], train_on: TrainOn = ("assistant",), tools: Sequence[ToolSpec] = ()
     ) -> tuple[list[int], list[bool]]:
-        """Return the ids of a conversation and which of them are trained on, up to the last turn that `train_on` names.
+        """Return the ids of a conversation and the mask of trained tokens, up to the last trained turn.
 
-        The assistant's turns are encoded one by one, and the text between them in one piece each, as when the policy
-        samples. So the tokens are those that would be sampled, whatever `train_on` is. A reply is trained on with
-        its tool calls and its end-of-turn token and without the header before it; turns of other roles likewise, if
-        the template ends them with that token.
+        Assistant turns are encoded one by one, and the text between them in one piece, as in sampling. So the ids equal
+        those of sampling, for every `train_on`. The mask of a reply includes tool calls and the end-of-turn token, but
+        not the header. Other roles are masked likewise if the template ends their turns with that token.
         """
         return join_encoded(self.encode_pieces(self.split_turns(messages, train_on, tools)))
 
     def split_turns(self, messages: list[Message], train_on: TrainOn, tools: Sequence[ToolSpec] = ()) -> list[Piece]:
-        """Return the pieces that `mask_turns` encodes, in their order."""
+        """Return the pieces that `mask_turns` encodes, in order."""
 
         def write(written: list[Message], reply_next: bool) -> str:
             return self.render_text(written, reply_next=reply_next, tools=tools)
@@ -174,10 +174,11 @@ class ChatTokenizer:
         return split_turns(write, self.hf.eos_token, messages, train_on)
 
     def encode_pieces(self, pieces: list[Piece]) -> list[Encoded]:
-        """Encode pieces one by one, but in few calls, which the library spreads over the cores."""
+        """Encode pieces separately, in few tokenizer calls. The library parallelizes a call over the cores."""
         encoded: list[Encoded] = []
         for batch in _split_by_size(pieces):
             texts = [text for text, _ in batch]
+            # offsets only on request: they slow down the tokenizer
             has_spans = any(isinstance(learnt, list) and learnt for _, learnt in batch)
             found = self.hf(texts, add_special_tokens=False, return_offsets_mapping=has_spans)
             offsets = found["offset_mapping"] if has_spans else [[]] * len(batch)
@@ -200,9 +201,9 @@ class ChatTokenizer:
             self.images.save(folder)
 
     def place(self, ids: Sequence[int], images: Sequence[EncodedImage], begin: int = 0) -> tuple[PlacedImage, ...]:
-        """Return the tokens that stand for each image, in order, from `begin` on.
+        """Return the token range of each image, in order, from `begin` on.
 
-        Raises ImagesDoNotFit where other images stand there, more or fewer.
+        Raises ImagesDoNotFit if the ids contain more or fewer images.
         """
         if self.images is None:
             if images:
@@ -211,7 +212,7 @@ class ChatTokenizer:
         return place_images(self.images, ids, images, begin)
 
     def _check_images(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[EncodedImage]:
-        """Return the images of a conversation. Raises UserError where they, or its texts, cannot be written."""
+        """Return the images of a conversation. Raises UserError if the model or template cannot process them."""
         images = find_images(messages)
         if self.images is None and images:
             raise self._refuse_images()
@@ -229,7 +230,7 @@ class ChatTokenizer:
 
     @cached_property
     def _roles_in_parts(self) -> frozenset[str]:
-        """Roles whose text the template of a model that sees writes only where it is given as a list of parts."""
+        """Roles with text that the template of a vision model writes only if content is a list of parts."""
         if self.images is None:
             return frozenset()
         return frozenset(role for role in ROLES if self._drops_text_of(role))
@@ -248,7 +249,7 @@ class ChatTokenizer:
             return ""
 
     def render_text(self, messages: list[Message], *, reply_next: bool, tools: Sequence[ToolSpec] = ()) -> str:
-        """Return a conversation as text; reply_next: with the header of the policy's next turn."""
+        """Render a conversation as text. reply_next: add the header of the next assistant turn."""
         images = self._check_images(messages, tools)
         if self.template == "plain":
             return "".join(m["content"] + (self.hf.eos_token if m["role"] == "assistant" else "") for m in messages)
@@ -274,12 +275,12 @@ class ChatTokenizer:
 
 
 def join_encoded(parts: list[Encoded]) -> Encoded:
-    """Return the pieces of one conversation as one."""
+    """Concatenate the encoded pieces of one conversation."""
     return [i for ids, _ in parts for i in ids], [learnt for _, mask in parts for learnt in mask]
 
 
 def _split_by_size(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Yield runs of pieces that together have about CHARS_AT_ONCE characters, or are one long piece."""
+    """Yield batches of pieces with about CHARS_AT_ONCE characters each. A long piece is a batch alone."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -293,9 +294,10 @@ def _split_by_size(pieces: list[Piece]) -> Iterator[list[Piece]]:
 
 
 def _eos_of_generation_config(path: str, key: str, *, trust_remote_code: bool) -> list[int]:
-    """Return the stop tokens of the model's generation config; a chat model may have several."""
+    """Return the stop tokens of the model's generation config. Chat models may have several."""
     from transformers import GenerationConfig
 
+    # a folder may have no generation config; the hub answers for a model that has none
     if os.path.isdir(path) and not (Path(path) / "generation_config.json").is_file():
         return []
     try:

@@ -1,4 +1,4 @@
-"""Choose what reads replies: content, reasoning and tool calls. What cannot be read is said, and never raised."""
+"""Reply parser of a run: content, reasoning and tool calls. Malformed calls never raise."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 KEY = "rollout.tool_parser"
 VLLM = "vllm:"
 OWN = "response_template"
-"""Name of the parser that the tokenizer brings."""
+"""Name of the parser that uses the tokenizer's own response template."""
 
 
 def make_parser(name: str | None, tokenizer: ChatTokenizer) -> ReplyParser:
-    """Return the parser that `rollout.tool_parser` names. Raises UserError for one that is not there."""
+    """Create the parser that `rollout.tool_parser` names. Raises UserError for an unknown name."""
     own, key = getattr(tokenizer.hf, OWN, None), f"{KEY}={quote(name)}"
     if name is None and own is None:
         return PlainParser()
+    # A tokenizer's own template is used unasked only beside tools. Else rewards would see replies without their
+    # reasoning.
     if name is None:
         form = load_form(own, key=f"the {OWN} of the tokenizer")
         return TemplateParser(tokenizer, form, only_with_tools=True)
@@ -51,7 +53,7 @@ def make_parser(name: str | None, tokenizer: ChatTokenizer) -> ReplyParser:
 
 
 def locate_parser(name: str | None) -> FileSpec | None:
-    """Return the file that a parser is read from; None where it is none."""
+    """Return the file of a parser, or None if it is not read from a file."""
     if name is None or not name.endswith(".json") or not os.path.isfile(name):
         return None
     path = Path(name).absolute()
@@ -59,7 +61,7 @@ def locate_parser(name: str | None) -> FileSpec | None:
 
 
 def check_parser(name: str | None, tokenizer: ChatTokenizer, *, has_tools: bool) -> None:
-    """Raise UserError where the parser cannot be made, or where there are tools and nothing would read their calls."""
+    """Raise UserError if the parser cannot be created, or if tools are present and no parser is configured."""
     parser = make_parser(name, tokenizer)
     if has_tools and isinstance(parser, PlainParser):
         raise UserError(

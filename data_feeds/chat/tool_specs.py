@@ -1,4 +1,4 @@
-"""Tools of a row in OpenAI's form, and whether a call fits one: its name is known, its arguments fit the schema."""
+"""Tool specifications in OpenAI's format, and validation of tool calls against them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FORM = "{type: function, function: {name, description, parameters}}"
 
 
 def read_tools(given: Any, *, fills_gaps: bool) -> list[ToolSpec]:
-    """Return the tools of a row: a list, or JSON text of one. Raises InvalidRow for anything that is not a tool.
+    """Return the tools of a row, from a list or JSON text. Raises InvalidRow for an invalid tool.
 
-    fills_gaps: whether the file fills in null where an object lacks a key that another row's has.
+    fills_gaps: the file format writes null for keys that another row's object has.
     """
     if given is None:
         return []
@@ -42,7 +42,7 @@ def read_tools(given: Any, *, fills_gaps: bool) -> list[ToolSpec]:
 
 
 def check_tools(tools: Sequence[Any]) -> None:
-    """Raise InvalidRow for what is not a list of tools with names of their own."""
+    """Raise InvalidRow for an invalid tool or a duplicate name."""
     for tool in tools:
         if wrong := _find_wrong(tool):
             raise InvalidRow("bad_tools", wrong)
@@ -52,7 +52,7 @@ def check_tools(tools: Sequence[Any]) -> None:
 
 
 def _find_wrong(tool: Any) -> str:
-    """Return what is wrong with a tool; "" for nothing."""
+    """Return the problem of a tool specification, or ""."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type") != "function":
         return f"a tool must be {FORM}, found {tool!r:.60}"
@@ -72,7 +72,7 @@ def _find_wrong(tool: Any) -> str:
 
 @lru_cache(maxsize=1024)
 def _find_flaw(parameters: str) -> str:
-    """Return why JSON text is no JSON schema; "" where it is one. Rows repeat their tools, and the check is slow."""
+    """Return the problem of a JSON schema, or "". Cached: rows repeat their tools, and the check is slow."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
 
@@ -85,7 +85,7 @@ def _find_flaw(parameters: str) -> str:
 
 
 def find_misfit(call: FunctionCall, tools: Sequence[ToolSpec]) -> str:
-    """Return why a call cannot be made of one of these tools, as one sentence; "" where it can."""
+    """Return one sentence about why a call does not fit these tools, or "" if it fits."""
     name, arguments = call["name"], call["arguments"]
     known = {name_of_tool(tool): tool["function"]["parameters"] for tool in tools}
     if name not in known:
