@@ -1,4 +1,4 @@
-"""Draw the prompt or the training rows of a ticket, from one data set or a mixture of several."""
+"""Feed of prompts or training rows by ticket, from one data set or a mixture."""
 
 from __future__ import annotations
 
@@ -33,39 +33,39 @@ class Source(Generic[Item]):
     name: str
     items: list[Item]
     stream: str
-    """Seed of the order of the rows."""
+    """Seed string for the order of the rows."""
     replacement: bool = False
     invalid: InvalidRows = field(default_factory=InvalidRows)
 
     def draw(self, nth: int) -> Item:
-        """Return the nth draw: every row once per pass, or with replacement any row."""
+        """Return the nth draw. Each pass contains every row once, or rows are drawn with replacement."""
         pick = pick_row_with_replacement if self.replacement else pick_row
         return self.items[pick(self.stream, nth, len(self.items))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feed(Generic[Item]):
-    """Endless mapping from tickets to Prompts or Groups. It depends on the ticket alone: there is no state to save."""
+    """Endless, stateless mapping from tickets to Prompts or Groups. A resumed run needs only the ticket."""
 
     sources: list[Source[Item]]
     mixture: Mixture
 
     def draw(self, ticket: int) -> Item:
-        """Return the item of a ticket; the same ticket always draws the same item."""
+        """Return the item of a ticket. It is the same in every process."""
         source, nth = self.mixture.place_ticket(ticket)
         return self.sources[source].draw(nth)
 
     def all(self) -> list[Item]:
-        """Return every row once, one source after the other."""
+        """Return all rows, source by source."""
         return [item for source in self.sources for item in source.items]
 
     @property
     def mixed(self) -> list[str]:
-        """Names of the sources of a mixture; empty for a single data set."""
+        """Names of the sources of a mixture, or [] for a single data set."""
         return [source.name for source in self.sources] if len(self.sources) > 1 else []
 
     def count_draws(self, tickets: int) -> dict[str, float]:
-        """Return metrics of a mixture after `tickets` draws: rows and passes (epochs) of each source."""
+        """Return metrics of a mixture after `tickets` draws: rows and epochs of each source."""
         if not self.mixed:
             return {}
         numbers: dict[str, float] = {}
@@ -75,7 +75,7 @@ class Feed(Generic[Item]):
         return numbers
 
     def summary(self, key: str) -> tuple[list[str], dict[str, Any]]:
-        """Return one sentence per source with invalid rows, for the display; and the counts for summary.json."""
+        """Return a sentence per source with invalid rows, and the counts for summary.json."""
         sentences = [
             f"{key}: of {source.name}, {len(source.items)} rows are used and {source.invalid.rows} are invalid: "
             f"{source.invalid}"
@@ -93,9 +93,9 @@ def load_prompts(
     seed: int,
     env_tools: Sequence[ToolSpec] = (),
 ) -> Feed[Prompt]:
-    """Read and validate prompts. Raises UserError for a source with too few valid rows.
+    """Load and validate prompts. Raises UserError for a source with too few valid rows.
 
-    env_tools: tools of the environment, which count as tokens of every prompt.
+    env_tools: tools of the environment. Their tokens count towards the length of every prompt.
     """
     row_type = ROW_TYPES["prompts"]
     return _load_feed(
@@ -118,7 +118,11 @@ def load_groups(
     rows: Rows,
     seed: int,
 ) -> Feed[Group]:
-    """Read and validate training rows: groups of one Sample; pairs are groups [chosen, rejected]."""
+    """Load and validate training rows.
+
+    Each Group has one Sample. A pair is a Group of two, [chosen, rejected]. Raises UserError for a source with too few
+    valid rows, and if labels or trained roles never occur.
+    """
     feed: Feed[Group] = _load_feed(
         data,
         which,
@@ -142,7 +146,7 @@ def load_groups(
 
 
 def _check_both_labels(feed: Feed[Group]) -> None:
-    """Raise UserError where all rows have one label: there would be nothing to tell apart."""
+    """Raise UserError if all rows have the same label, since the loss contrasts both."""
     labels = {group[0].reward for group in feed.all()}
     if len(labels) < 2:
         only = "true" if labels == {1.0} else "false"
@@ -161,7 +165,7 @@ def _load_feed(
     train_on: TrainOn = (),
     env_tools: Sequence[ToolSpec] = (),
 ) -> Feed[Any]:
-    """Read and filter every source. Raises UserError for a source with too few valid rows."""
+    """Load and filter every source. Raises UserError for a source with too few valid rows."""
     configs = data.list_sources(which)
     mixed = len(configs) > 1
     sources: list[Source[Any]] = []
@@ -179,6 +183,8 @@ def _load_feed(
         )
         limit = data.eval_rows if which == "eval" else None
         items, invalid = read_source(config, key, row_type, reader, data=data, limit=limit)
+        # Seeded by name, not by position. Sources of a mixture are shuffled independently, and reordering them in the
+        # recipe does not change their rows.
         stream = f"{seed}/{config.log_name}" if mixed else str(seed)
         sources.append(
             Source(name=config.log_name, items=items, stream=stream, replacement=config.replacement, invalid=invalid)
@@ -190,6 +196,7 @@ def _load_feed(
 
 def _check_system_prompt_is_used(given: str, items: list[Any]) -> None:
     prompts: list[Prompt] = [item if isinstance(item, Prompt) else item[0].prompt for item in items]
+    # a row's own system turn takes precedence, so a prompt that no row shows has no effect
     if not any({"role": "system", "content": given} in prompt.messages for prompt in prompts):
         raise UserError("data.system_prompt: every row of data.train has a system turn of its own: leave it out")
 
@@ -203,7 +210,7 @@ def read_source(
     data: DataConfig | EvalDataConfig,
     limit: int | None,
 ) -> tuple[list[Any], InvalidRows]:
-    """Return the valid rows of a source, at most `limit`. Raises UserError where too few are valid."""
+    """Load the valid rows of a source, at most `limit`. Raises UserError if too few are valid."""
     records = read_records(
         config,
         key=key,
@@ -211,11 +218,13 @@ def read_source(
         known=row_type.known,
         max_image_pixels=data.max_image_pixels,
     )
+    # With a limit of a few rows, encoding a full batch would be wasted work.
     outcomes = encode_requests(
         (row_type.draft(reader, record) for record in records),
         reader.tokenizer.encode_pieces,
         at_once=min(limit or ROWS_AT_ONCE, ROWS_AT_ONCE),
     )
+    # millions of new objects without garbage among them: collections would take most of the time
     with without_gc():
         items, invalid = filter_rows(
             ((record.id, outcome) for record, outcome in zip(records, outcomes, strict=True)),

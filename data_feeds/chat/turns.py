@@ -1,4 +1,4 @@
-"""Cut a conversation into pieces to encode: the policy's turns one by one, and the text between them."""
+"""Split a conversation into pieces to encode: each assistant turn alone, and the text between them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from data_feeds.chat.template_append import STAND_IN, TemplateRewrites, Write
 from data_feeds.images.image_tokens import with_text
 
 TrainOn = Literal["everything", "last_reply"] | Sequence[str]
-"""Part of a conversation that is trained on: everything, its last reply, or the turns of these roles."""
+"""Trained part of a conversation: everything, the last reply, or all turns of the given roles."""
 Piece = tuple[str, bool | list[range]]
-"""Text to encode, and what of it is trained on: all, nothing, or the tokens that begin within these characters."""
+"""Text to encode, and the trained part: all, none, or tokens that begin within these character ranges."""
 
 
 def split_turns(write: Write, end_of_turn: str, messages: list[Message], train_on: TrainOn) -> list[Piece]:
-    """Return the pieces of a conversation, in their order, up to the last turn that is trained on.
+    """Return the pieces of a conversation in order, up to the last trained turn.
 
-    A template may write earlier replies differently from the last one, without their reasoning for example. Then only
-    the last reply can be trained on: it follows the conversation as the template writes it before that reply.
+    Some templates render earlier replies differently from the last, for example without reasoning. Then only the last
+    reply can be trained on. It follows the conversation as rendered before that reply.
     """
     try:
         return _Cut(write, end_of_turn, messages, train_on).all_pieces()
@@ -42,13 +42,14 @@ class _Cut:
 
     @cached_property
     def chosen(self) -> set[int]:
-        """Indices of the turns that are trained on."""
+        """Indices of the trained turns."""
         return _find_turns(self.messages, self.train_on)
 
     def all_pieces(self) -> list[Piece]:
         pieces: list[Piece] = []
         whole_text = self.train_on == "everything"
         done, after = "", 0
+        # render up to each reply twice, without and with it: the difference is the text that the policy samples
         for i in _find_replies(self.messages):
             asked = self.write(self.messages[:i], True)
             whole = self.write(self.messages[: i + 1], False)
@@ -57,6 +58,7 @@ class _Cut:
             reply, rest = _split_reply(whole[len(asked) :], self.end_of_turn)
             pieces += [(asked[len(done) :], between), (reply, i in self.chosen), (rest, whole_text)]
             done, after = whole, i + 1
+        # trained turns of other roles after the last reply
         if left := {j for j in self.chosen if j >= after}:
             whole = self.write(self.messages[: max(left) + 1], False)
             _check_appends(done, whole)
@@ -64,14 +66,15 @@ class _Cut:
         return pieces
 
     def find_spans(self, turns: set[int], *, skip: int) -> list[range]:
-        """Return the characters of the contents of turns in the rendered conversation, counted from `skip` on.
+        """Return the character range of each turn's content, relative to `skip`.
 
-        An end-of-turn token that follows at once is included.
+        An end-of-turn token directly after the content is included.
         """
         return [range(span.start - skip, span.stop - skip) for span in map(self._find_span, turns)]
 
     def _find_span(self, turn: int) -> range:
         until = self.messages[: turn + 1]
+        # A placeholder in place of the content locates it. A search for the content itself could match an earlier turn.
         blank = with_text(until[-1], STAND_IN)
         header, _, tail = self.write([*until[:-1], blank], False).rpartition(STAND_IN)
         whole = self.write(until, False)
@@ -81,6 +84,7 @@ class _Cut:
                 "the chat template writes a turn differently according to its content, so turns of "
                 f"{until[-1]['role']} cannot be trained on: leave that role out of data.train_on"
             )
+        # the role learns to end its turn, as a reply does
         ends = len(self.end_of_turn) if tail.startswith(self.end_of_turn) else 0
         return range(len(header), len(whole) - len(tail) + ends)
 
@@ -95,7 +99,7 @@ def _cut_before_last_reply(write: Write, end_of_turn: str, messages: list[Messag
 
 
 def _split_reply(text: str, end_of_turn: str) -> tuple[str, str]:
-    """Return a reply with the token that ends it, and what the template writes after it."""
+    """Split a reply after its end-of-turn token. Raises UserError if the template writes another one."""
     end = text.find(end_of_turn)
     if end < 0:
         raise UserError(
@@ -111,7 +115,7 @@ def _find_replies(messages: list[Message]) -> list[int]:
 
 
 def _find_turns(messages: list[Message], train_on: TrainOn) -> set[int]:
-    """Return the indices of the turns that are trained on."""
+    """Return the indices of the trained turns."""
     if train_on == "everything":
         return {*range(len(messages))}
     if train_on == "last_reply":
@@ -120,7 +124,7 @@ def _find_turns(messages: list[Message], train_on: TrainOn) -> set[int]:
 
 
 def count_written(messages: list[Message], train_on: TrainOn) -> int:
-    """Return how many messages the pieces of a conversation hold: up to its last reply, or a later trained turn."""
+    """Return the number of messages up to the last reply or trained turn."""
     return 1 + max([*_find_replies(messages), *_find_turns(messages, train_on)], default=-1)
 
 

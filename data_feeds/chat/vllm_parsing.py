@@ -1,7 +1,7 @@
-"""vLLM's tool parsers, by name: what its server would read of the same reply. vLLM is imported only here, when named.
+"""Tool parsers of vLLM, by name. They parse replies as vLLM's server does. vLLM is imported only if one is named.
 
-They do not say when a call cannot be read, they return the text. So a text that gave no call is taken for one that
-cannot be read if it holds the mark that begins a call; or, where calls are bare JSON, if it begins as one.
+vLLM's parsers do not report malformed calls; they return the text. A text without parsed calls counts as malformed if
+it contains the mark that opens a call. For formats of bare JSON, it counts if it begins like a call.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from data_feeds.chat.tokenizer import ChatTokenizer
 
 MARKS = ("start", "bot_token")
-"""Parts of the names under which vLLM's parsers keep the text that begins a call."""
+"""Substrings of attribute names under which vLLM's parsers store the opening mark of a call."""
 BARE_CALL = re.compile(r"\s*\{[^{}]*\"name\"")
-"""Beginning of a call that is JSON and nothing else."""
+"""Start of a call in a format of bare JSON."""
 SHORTEST_MARK = 3
 
 
 class VllmParser:
-    """Reader by one of vLLM's tool parsers, after one of its reasoning parsers if there is one."""
+    """Reply parser based on a tool parser of vLLM, and optionally a reasoning parser."""
 
     def __init__(self, tokenizer: ChatTokenizer, make_parser: Any, make_reasoning: Any):
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -39,13 +39,14 @@ class VllmParser:
         self.marks = list(marks.values())
         self.is_bare = not any("start" in name for name in marks)
         if make_reasoning is not None:
-            make_reasoning(tokenizer.hf)
+            make_reasoning(tokenizer.hf)  # raises here, at the start of the run, if the tokenizer lacks its tokens
 
     def parse(self, ids: list[int], text: str, tools: Sequence[ToolSpec]) -> ParsedReply:
-        """Return what a reply says."""
+        """Parse a reply. Malformed calls become a problem, never an exception."""
         hf = self.tokenizer.hf
         try:
             request = self.make_request(messages=[{"role": "user", "content": "."}], tools=list(tools) or None)
+            # a new parser per reply: vLLM's parsers keep state of the reply they parse
             parser = self.make_parser(hf, request.tools)
             request = parser.adjust_request(request)
             said = hf.decode(
@@ -64,6 +65,7 @@ class VllmParser:
         except Exception as error:  # a border: the parsers raise all kinds of errors on what a model may write
             return refuse_reply(text, f"The tool call could not be read: {first_line(error).removesuffix('.')}.")
         content = found.content or ""
+        # Content that differs from the reply has lost a part: the parser recognized a call but could not parse it.
         is_cut = content.strip() != said.strip() or any(mark in said for mark in self.marks)
         if not calls and (is_cut or (self.is_bare and BARE_CALL.match(said))):
             return refuse_reply(text, "The tool call could not be read: it is not whole, or not in the model's form.")
@@ -71,7 +73,7 @@ class VllmParser:
 
 
 def make_vllm_parser(name: str, tokenizer: ChatTokenizer, *, key: str) -> VllmParser:
-    """Return a parser of vLLM: `name` is TOOLS or TOOLS+REASONING. Raises UserError where there is none."""
+    """Create a parser of vLLM from TOOLS or TOOLS+REASONING. Raises UserError for an unknown name."""
     try:
         from vllm.reasoning import ReasoningParserManager
         from vllm.tool_parsers import ToolParserManager
@@ -98,9 +100,10 @@ def _check_name(name: str, known: list[str], kind: str, key: str) -> None:
 
 
 def _list_marks(parser: Any) -> dict[str, str]:
-    """Return the texts that begin a call by the names of the parser's attributes, as far as these tell."""
+    """Return the opening marks of calls, by attribute name of the parser."""
     names = [name for name in (*dir(type(parser)), *vars(parser)) if any(part in name for part in MARKS)]
     found = {name: getattr(parser, name, None) for name in names}
+    # a mark of one or two characters, such as "[", also occurs in plain text
     return {name: text for name, text in found.items() if isinstance(text, str) and len(text) >= SHORTEST_MARK}
 
 

@@ -1,4 +1,4 @@
-"""Read CSV, in which every cell is text: empty cells are no value, and our columns become what they are elsewhere."""
+"""CSV reader. Empty cells are missing values, and known columns are converted from text."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from configs.data_schema import SourceConfig
 from core.errors import UserError, quote
 
 TURNS = ("messages", "chosen", "rejected")
-"""Our columns that may hold turns, as JSON."""
+"""Columns that may contain turns, as JSON."""
 LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
 def read_csv(text: str, source: SourceConfig, key: str) -> list[dict[str, Any]]:
-    """Return the rows of a CSV file, whose first row names the columns.
+    """Read the rows of a CSV file with a header line.
 
-    A cell of messages, chosen or rejected that is JSON of turns is read as these turns, and a cell of images that is
-    JSON of texts as these; any other cell is text. A label is true, false, 1 or 0. Raises UserError, beginning with
-    `key`, for a file of another form.
+    JSON of turns is parsed in the columns messages, chosen and rejected, and JSON of texts in images. Other cells are
+    text. A label is true, false, 1 or 0. Raises UserError, beginning with `key`, for invalid CSV.
     """
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a cell may be a whole document
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
@@ -44,6 +43,7 @@ def _make_row(names: list[str], cells: list[str], source: SourceConfig, where: s
     if len(cells) != len(names):
         raise UserError(f"{where} has {len(cells)} cells, and the first line names {len(names)} columns")
     row: dict[str, Any] = {name: cell for name, cell in zip(names, cells, strict=True) if cell}
+    # every row has all columns, as in other file formats
     row |= {name: None for name in names if name not in row}
     for ours in TURNS:
         name = source.columns.get(ours, ours)
@@ -59,19 +59,20 @@ def _make_row(names: list[str], cells: list[str], source: SourceConfig, where: s
 
 
 def _read_turns(cell: str) -> Any:
-    """Return the turns of a cell that is JSON of a list of {role, content}; else the text itself."""
+    """Parse a cell with a JSON list of {role, content}. Any other cell is returned as text."""
     if not cell.lstrip().startswith("["):
         return cell
     try:
         turns = json.loads(cell)
     except (ValueError, RecursionError):
         return cell
+    # a prompt may itself be JSON, so only lists of turns are parsed
     is_turns = isinstance(turns, list) and turns and all(isinstance(t, dict) and "role" in t for t in turns)
     return turns if is_turns else cell
 
 
 def _read_texts(cell: str) -> Any:
-    """Return the texts of a cell that is JSON of a list of them; else the text itself."""
+    """Parse a cell with a JSON list of texts. Any other cell is returned as text."""
     try:
         texts = json.loads(cell) if cell.lstrip().startswith("[") else None
     except (ValueError, RecursionError):

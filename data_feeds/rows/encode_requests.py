@@ -1,6 +1,6 @@
-"""Encode the texts of many rows in one call: the tokenizer spreads it over the cores, one row at a time it cannot.
+"""Batched tokenization for rows: the texts of many rows are encoded in one call, over all cores.
 
-A row is made by a generator, its draft: it yields the texts to encode, is sent their ids, and returns what it makes.
+Each row is a generator. It yields the texts to encode, is sent their ids, and returns the Prompt or Group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from data_feeds.chat.turns import Piece
 Made = TypeVar("Made")
 EncodeRequest = Generator[list[Piece], list[Encoded], Made]
 Outcome = Callable[[], Made]
-"""Returns what was made of a row, or raises the error of its draft."""
+"""Returns the converted row, or raises the row's error."""
 ROWS_AT_ONCE = 256
 
 
@@ -26,9 +26,9 @@ def encode_requests(
     *,
     at_once: int = ROWS_AT_ONCE,
 ) -> Iterator[Outcome[Made]]:
-    """Run drafts, `at_once` side by side; yield one outcome for each, in their order.
+    """Run row generators in batches of `at_once`. Yield one outcome per row, in order.
 
-    A draft's error waits in its outcome, so the first error that is raised is that of the first wrong row.
+    Errors are raised by the outcomes, so the first error raised is that of the first invalid row.
     """
     left = iter(drafts)
     while chunk := list(islice(left, at_once)):
@@ -40,6 +40,7 @@ def _encode_chunk(
 ) -> Iterator[Outcome[Made]]:
     outcomes: dict[int, Outcome[Made]] = {}
     answers: dict[int, list[Encoded] | None] = dict.fromkeys(range(len(chunk)))
+    # A row may ask several times. Each round encodes the pending texts of all rows in one call.
     while answers:
         asked: dict[int, list[Piece]] = {}
         for i, answer in answers.items():

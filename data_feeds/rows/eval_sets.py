@@ -1,4 +1,4 @@
-"""Read the data sets of an evaluation."""
+"""Load the data sets of an evaluation."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class PromptSet:
 
 
 def load_sets(cfg: EvalConfig, tokenizer: ChatTokenizer, env_tools: Sequence[ToolSpec] = ()) -> list[PromptSet]:
-    """Read every data set. Raises UserError for one with too few valid rows, and for a column that no row has.
+    """Load all data sets. Raises UserError for too few valid rows, or a `data.by` column that no row has.
 
-    env_tools: tools of the environment, which count as tokens of every prompt.
+    env_tools: tools of the environment. Their tokens count towards the length of every prompt.
     """
     sets: list[PromptSet] = []
     for i, one in enumerate(cfg.data.sets):

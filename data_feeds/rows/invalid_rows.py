@@ -1,4 +1,4 @@
-"""Invalid rows: counted by reason, shown with an example each, and refused when there are too many."""
+"""Invalid rows: counts and an example for each reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Fitting = TypeVar("Fitting")
 
 
 class InvalidRow(Exception):
-    """Error of one row that cannot be used; the others may be valid."""
+    """Error of a row that cannot be used. Other rows may be valid."""
 
     def __init__(self, reason: Reason, why: str):
         super().__init__(why)
@@ -39,7 +39,7 @@ class InvalidRow(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Invalid rows that share a reason."""
+    """Invalid rows with the same reason."""
 
     rows: int
     example: str
@@ -86,17 +86,19 @@ def filter_rows(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[Fitting], InvalidRows]:
-    """Convert each (id, row) with `make`; count rows where it raises InvalidRow; stop after `limit` valid rows."""
+    """Convert (id, row) pairs with `make`. Count rows that raise InvalidRow. Stop after `limit` valid rows."""
     fitting: list[Fitting] = []
     cases: dict[Reason, Case] = {}
     looked_at = 0
     for row_id, row in rows:
+        # checked before the next row is converted: an evaluation of 100 rows does not read the whole file's images
         if limit is not None and len(fitting) >= limit:
             break
         looked_at += 1
         try:
             fitting.append(make(row))
         except InvalidRow as unfit:
+            # the first row of a reason stays the example
             first = cases.get(unfit.reason, Case(0, row_id, unfit.why))
             cases[unfit.reason] = replace(first, rows=first.rows + 1)
         if progress is not None:

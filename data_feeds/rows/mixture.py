@@ -1,7 +1,7 @@
-"""Map a ticket to a source and to one of its rows: functions of the ticket, without state.
+"""Stateless map from a ticket to a source and a row.
 
-A ticket is the number of a draw, counted from 0 over the whole run. A run that resumes at a ticket continues exactly,
-and the distribution of tickets over steps and processes changes nothing.
+A ticket is the number of a draw, counted from 0 over the whole run. A resumed run continues exactly at the next ticket.
+The distribution of tickets over steps and processes does not matter.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from math import gcd, lcm
 from core.errors import UserError
 
 MOST_SLOTS = 100_000
-"""Longest pattern that is kept in memory; ratios that need a longer one have too many digits."""
+"""Maximum length of the repeating pattern. Ratios that need more have too many digits."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Repeating pattern of W slots: source d has w_d of any W consecutive tickets.
+    """Repeating pattern of W slots, with w_d slots for source d.
 
-    Its count in the first t tickets differs from its share t * w_d / W by less than one row.
+    In the first t tickets, the count of source d differs from t * w_d / W by less than one row.
     """
 
     parts: tuple[int, ...]
-    """Weights w_d of the sources, whole numbers without a common divisor; [sources]."""
+    """Integer weights w_d without a common divisor; [sources]."""
 
     @cached_property
     def pattern(self) -> tuple[list[int], list[int]]:
@@ -54,12 +54,12 @@ class Mixture:
 
 
 def whole_parts(ratios: list[float], *, where: str) -> tuple[int, ...]:
-    """Return ratios as the smallest whole numbers, taken as they are written: 0.7 and 0.3 are 7 and 3.
+    """Return ratios as the smallest integers in the same proportion.
 
     >>> whole_parts([0.7, 0.3], where="data.train")
     (7, 3)
     """
-    exact = [Fraction(str(ratio)) for ratio in ratios]
+    exact = [Fraction(str(ratio)) for ratio in ratios]  # as written: the float 0.7 is not exactly 7/10
     common = lcm(*(ratio.denominator for ratio in exact))
     whole = [int(ratio * common) for ratio in exact]
     divisor = gcd(*whole)
@@ -73,12 +73,12 @@ def whole_parts(ratios: list[float], *, where: str) -> tuple[int, ...]:
 
 
 def interleave_sources(parts: tuple[int, ...]) -> list[int]:
-    """Return the source of each of W slots, every source spread as evenly as possible; [W].
+    """Spread every source as evenly as possible over W slots; [W].
 
-    The j-th row of source d may come at slot floor(j W / w_d) at the earliest, and must come before slot
-    ceil((j + 1) W / w_d). Among the rows that may come, the one with the earliest deadline does, so no row is ever
-    late (unit jobs on one machine: earliest deadline first is optimal). The usual smooth round robin takes the source
-    furthest behind its share, and is off by more than one row when many sources are small.
+    Row j of source d has the earliest slot floor(j W / w_d) and the deadline ceil((j + 1) W / w_d). Each slot takes the
+    eligible row with the earliest deadline. No row is ever late, since earliest deadline first is optimal for unit jobs
+    on one machine. Smooth round robin takes the source furthest behind its share. With many small sources it is off by
+    more than one row.
 
     >>> interleave_sources((3, 1))
     [0, 0, 0, 1]
@@ -88,14 +88,14 @@ def interleave_sources(parts: tuple[int, ...]) -> list[int]:
     pattern: list[int] = []
     for slot in range(slots):
         may = [d for d, part in enumerate(parts) if given[d] * slots // part <= slot]
-        first = min(may, key=lambda d: -(-(given[d] + 1) * slots // parts[d]))
+        first = min(may, key=lambda d: -(-(given[d] + 1) * slots // parts[d]))  # -(-a // b) is ceil(a / b)
         given[first] += 1
         pattern.append(first)
     return pattern
 
 
 def pick_row(stream: str, draw: int, rows: int) -> int:
-    """Return the row of a draw, 0..rows-1: every row once per pass, in a new order for each stream and pass."""
+    """Return the row of a draw, 0..rows-1. Every pass contains each row once, in a new order."""
     return _shuffle_rows(stream, draw // rows, rows)[draw % rows]
 
 

@@ -1,4 +1,4 @@
-"""Messages of a row, as data sets write them, in our form (core/types/messages.py)."""
+"""Parse the messages of a row into our form (core/types/messages.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from data_feeds.images.read_images import IMAGE_TYPES, SOURCES, Placeholders, is
 from data_feeds.rows.invalid_rows import InvalidRow
 
 REASONING = ("reasoning", "reasoning_content")
-"""Names under which data sets write what an assistant thought."""
+"""Keys under which data sets store the reasoning of an assistant turn."""
 FIELDS = {"role", "content", "tool_calls", "tool_call_id", "name", *REASONING}
 
 
@@ -25,12 +25,11 @@ def read_messages(
     places: Placeholders,
     is_reply: bool = False,
 ) -> list[Message]:
-    """Return the messages of a column; plain text is one turn of the role `text_is`.
+    """Parse the messages of a column. Plain text is one turn of the role `text_is`.
 
-    fills_gaps: whether the file fills in null where an object lacks a key that another row's has.
-    places: the row's own images; those of a user's plain text stand before it.
-    is_reply: whether the column may be the answer to other messages, which have the images.
-    Raises InvalidRow for anything but a list of messages, and UserError for content that would silently be lost.
+    fills_gaps: the file format writes null for keys that another row's object has. places: images of the row. A user's
+    plain text follows all of them. is_reply: the column may be a reply to other messages that contain the images.
+    Raises InvalidRow for an invalid list of messages, and UserError for content that would silently be lost.
     """
     if isinstance(given, str):
         given = [{"role": text_is, "content": given}]
@@ -41,6 +40,8 @@ def read_messages(
         raise InvalidRow(
             "bad_messages", f"{column} must be text or a list of {{role, content}} texts, found {given!r:.60}"
         )
+    # Unknown keys and roles raise UserError: they are a property of the data set, not of a single row. Skipping such
+    # rows would hide it.
     if lost := {k for m in given for k, v in m.items() if k not in FIELDS and v is not None}:
         raise UserError(
             f"{where}: a message holds {min(lost)!r}, which is not passed to the template: remove it, or write it into "
@@ -53,6 +54,7 @@ def read_messages(
         )
     messages: list[Message] = []
     for turn in given:
+        # ids of calls without one are numbered over the whole conversation, so that they are unique
         made = sum(len(m.get("tool_calls", [])) for m in messages)
         messages.append(_read_message(turn, where, places, made=made, fills_gaps=fills_gaps))
     _check_results(messages)
@@ -68,7 +70,7 @@ def _is_message(turn: Any) -> bool:
 
 
 def _read_message(turn: dict[str, Any], where: str, places: Placeholders, *, made: int, fills_gaps: bool) -> Message:
-    """Return one message; `made` calls were made before it."""
+    """Parse a message. `made` is the number of earlier calls in the conversation."""
     parts = _read_content(turn.get("content"), where, places)
     message: Message = {"role": turn["role"], "content": "".join(p["text"] for p in parts if p["type"] == "text")}
     if any(part["type"] == "image" for part in parts):
@@ -79,6 +81,7 @@ def _read_message(turn: dict[str, Any], where: str, places: Placeholders, *, mad
         if not isinstance(calls, list):
             raise InvalidRow("bad_messages", f"tool_calls must be a list of calls, found {calls!r:.60}")
         message["tool_calls"] = [_read_call(call, n, fills_gaps) for n, call in enumerate(calls, start=made)]
+    # some data sets write the same reasoning under both keys
     thoughts = {said for name in REASONING if (said := _read_name(turn, name))}
     if len(thoughts) > 1:
         raise InvalidRow("bad_messages", "a message has reasoning and reasoning_content, and they differ")
@@ -104,7 +107,7 @@ def _read_name(turn: dict[str, Any], field: str) -> str | None:
 
 
 def _read_content(content: Any, where: str, places: Placeholders) -> list[Part]:
-    """Return the parts of a message: given as text, as parts, or not at all beside tool calls."""
+    """Parse content: text, a list of parts, or None beside tool calls."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -126,6 +129,7 @@ def _read_part(part: Any, where: str, places: Placeholders) -> Part:
         if part.get("text") is not None:
             raise InvalidRow("bad_messages", f"a part of a content must be text or an image, found {part!r:.60}")
         return places.read_part(part)
+    # Columnar files give every part all keys, most of them null.
     if kind != "text" or not isinstance(part.get("text"), str) or any(not is_absent(part.get(key)) for key in SOURCES):
         raise InvalidRow("bad_messages", f"a part of a content must be {{type: text, text}}, found {part!r:.60}")
     return {"type": "text", "text": part["text"]}
@@ -151,7 +155,7 @@ def _read_call(call: Any, n: int, fills_gaps: bool) -> ToolCall:
 
 
 def name_call(n: int) -> str:
-    """Return an id for the nth call of a conversation. It has the nine characters that some templates ask for.
+    """Return an id for the nth call of a conversation. Some templates require exactly nine characters.
 
     >>> name_call(0), name_call(12)
     ('call00000', 'call00012')
@@ -161,6 +165,7 @@ def name_call(n: int) -> str:
 
 def _read_arguments(given: Any, function: str, fills_gaps: bool) -> dict[str, Any]:
     if isinstance(given, dict):
+        # A null cannot be told from a filled gap, and a wrong argument would be trained on.
         if fills_gaps and holds_null(given):
             raise InvalidRow(
                 "bad_messages",
@@ -180,7 +185,7 @@ def _read_arguments(given: Any, function: str, fills_gaps: bool) -> dict[str, An
 
 
 def holds_null(value: Any) -> bool:
-    """Tell whether an object holds null anywhere.
+    """Return whether an object contains null at any depth.
 
     >>> holds_null({"a": [{"b": None}]}), holds_null({"a": [0, ""]})
     (True, False)
@@ -191,7 +196,7 @@ def holds_null(value: Any) -> bool:
 
 
 def _check_results(messages: list[Message]) -> None:
-    """Raise InvalidRow where a result answers no call, or two calls have one id."""
+    """Raise InvalidRow if a result answers no call, or two calls of a reply have the same id."""
     made: set[str] = set()
     for message in messages:
         ids = [call["id"] for call in message.get("tool_calls", [])]

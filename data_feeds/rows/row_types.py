@@ -1,6 +1,7 @@
-"""Turn a row into a Prompt, or into Samples to train on. InvalidRow is raised for a row that cannot be used.
+"""Convert rows to Prompts, or to Samples for training. Unusable rows raise InvalidRow.
 
-The methods of RowConverter are drafts (data_feeds/rows/encode_requests.py): where one needs ids, it yields the texts.
+The methods of RowConverter are encode requests (data_feeds/rows/encode_requests.py): generators that yield texts and
+receive ids.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ class RowConverter:
     """Prefix of every id, so that ids are unique in a mixture."""
     max_tokens: int
     max_tokens_key: str
-    """Key that sets max_tokens."""
+    """Recipe key of max_tokens, for error messages."""
     train_on: TrainOn
     system_prompt: str | None = None
-    """System turn of the rows that have none."""
+    """System turn for rows that have none."""
     env_tools: Sequence[ToolSpec] = ()
-    """Tools of the environment, which prompts show besides those of the row."""
+    """Tools of the environment, shown in prompts besides those of the row."""
 
     @cached_property
     def template_coverage(self) -> TemplateCoverage:
-        """Memory of which shapes of rows the template writes whole."""
+        """Check for dropped fields, shared by all rows of the source."""
         return TemplateCoverage(self.tokenizer)
 
     def make_prompt(self, record: Record) -> EncodeRequest[Prompt]:
-        """Return the prompt of a row; the policy writes the completion."""
+        """Convert a row to a prompt for sampling."""
         messages = record.get_messages("messages", text_is="user")
         if messages[-1]["role"] == "assistant":
             raise InvalidRow(
@@ -61,6 +62,7 @@ class RowConverter:
             raise InvalidRow("empty", "all its messages are empty")
         prompt = self._build_prompt(record, self._with_system(messages))
         tools = [*prompt.tools, *self.env_tools]
+        # before rendering all of it: a prompt of megabytes takes minutes
         self._check_size(record, prompt.messages, tools)
         text = self._apply_template(
             record, lambda: self.tokenizer.render_text(prompt.messages, reply_next=True, tools=tools)
@@ -72,7 +74,7 @@ class RowConverter:
         return prompt
 
     def make_conversation(self, record: Record) -> EncodeRequest[Group]:
-        """Return a group of one Sample, trained on the turns that `train_on` names."""
+        """Convert a row to a Group of one Sample, trained on the turns that `train_on` names."""
         messages = self._with_system(_check_replies(record.get_messages("messages", text_is="user")))
         prompt = self._build_prompt(record, messages)
         sample = yield from self._build_sample(record, prompt, messages, self.train_on)
@@ -82,7 +84,7 @@ class RowConverter:
         return [sample]
 
     def make_pair(self, record: Record) -> EncodeRequest[Group]:
-        """Return [chosen, rejected] with rewards 1 and 0, trained on the last replies; the prompt must be the same."""
+        """Convert a pair to [chosen, rejected] with rewards 1 and 0, trained on the last replies."""
         asked = record.get_messages("messages", text_is="user") if "messages" in record.columns else None
         chosen, rejected = (self._with_system(_join_reply(record, c, asked)) for c in ("chosen", "rejected"))
         if chosen[:-1] != rejected[:-1]:
@@ -94,6 +96,7 @@ class RowConverter:
             (yield from self._build_sample(record, prompt, chosen, "last_reply", 1.0)),
             (yield from self._build_sample(record, prompt, rejected, "last_reply", 0.0)),
         ]
+        # Equal messages do not imply equal tokens: a template may render the prompt according to the reply.
         before = [s.token_ids[: np.argmax(s.action_mask)] for s in group]
         if not np.array_equal(before[0], before[1]):
             raise UserError(
@@ -103,7 +106,7 @@ class RowConverter:
         return group
 
     def make_unpaired(self, record: Record) -> EncodeRequest[Group]:
-        """Return a group of one Sample with reward 1 if `label` is true, else 0; trained on the last reply."""
+        """Convert a row to a Group of one Sample with reward 1 or 0, trained on the last reply."""
         messages = self._with_system(_check_ends_in_reply(record.get_messages("messages", text_is="user"), "messages"))
         label = record.get_column("label")
         if not isinstance(label, bool | int | float) or label not in (0, 1):
@@ -112,7 +115,7 @@ class RowConverter:
         return [(yield from self._build_sample(record, prompt, messages, "last_reply", float(label)))]
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
-        """Return the messages, which begin with a system turn where the recipe has one and the row has none."""
+        """Prepend the recipe's system turn, unless the row has one."""
         if self.system_prompt is None or any(m["role"] == "system" for m in messages):
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
@@ -132,6 +135,7 @@ class RowConverter:
     ) -> EncodeRequest[Sample]:
         tools = prompt.tools
         self._check_size(record, messages, tools)
+        # images after the last written message have no tokens
         seen = find_images(messages[: count_written(messages, train_on)])
         pieces = self._apply_template(record, lambda: self.tokenizer.split_turns(messages, train_on, tools))
         self._check_written(record, messages, tools)
@@ -140,9 +144,10 @@ class RowConverter:
         places = self._apply_template(record, lambda: self.tokenizer.place(ids, seen))
         chosen = np.array(mask, dtype=np.bool_)
         for place in places:
-            chosen[place.begin : place.end] = False  # no policy writes them
+            chosen[place.begin : place.end] = False  # image tokens are not sampled, so never trained on
         return Sample(
             prompt=prompt,
+            # Not sampled: no rollout log-probabilities, and version -1.
             token_ids=np.array(ids, dtype=np.int32),
             action_mask=chosen,
             images=places,
@@ -152,7 +157,7 @@ class RowConverter:
         )
 
     def _check_written(self, record: Record, messages: list[Message], tools: list[ToolSpec]) -> None:
-        """Refuse a row that calls what is no tool of it, or of which the template leaves something out."""
+        """Raise InvalidRow for a call of an unknown tool, and UserError if the template drops a field."""
         names = {name_of_tool(tool) for tool in tools}
         called = [call["function"]["name"] for message in messages for call in message.get("tool_calls", [])]
         if unknown := [name for name in called if tools and name not in names]:
@@ -170,7 +175,7 @@ class RowConverter:
             raise UserError(f"{record.where}: {rewrites}") from rewrites
 
     def _check_size(self, record: Record, messages: list[Message], tools: list[ToolSpec]) -> None:
-        """Refuse a conversation of megabytes before all of it is tokenized, which would take minutes."""
+        """Raise InvalidRow for a conversation of megabytes without tokenizing all of it, since that takes minutes."""
         at_least = self._apply_template(
             record, lambda: self.tokenizer.bound_tokens(messages, limit=self.max_tokens, tools=tools)
         )
@@ -183,9 +188,9 @@ class RowConverter:
 
 
 def _join_reply(record: Record, column: str, asked: list[Message] | None) -> list[Message]:
-    """Return the conversation that ends in the chosen or the rejected reply.
+    """Return the conversation that ends in the chosen or rejected reply.
 
-    The column holds that reply as text, the turns that follow `asked`, or all turns, beginning with `asked`.
+    The column contains the reply as text, the turns after `asked`, or all turns, beginning with `asked`.
     """
     turns = record.get_messages(column, text_is="assistant", is_reply=asked is not None)
     begins_with_asked = asked is None or (len(turns) > len(asked) and turns[: len(asked)] == asked)
@@ -214,7 +219,7 @@ def _check_replies(messages: list[Message]) -> list[Message]:
 
 
 def _strip(message: Message) -> Message:
-    """Return a message for a comparison: without space around its content, and without the ids of its calls."""
+    """Normalize a message for comparison: strip the content, and blank the call ids."""
     stripped: Message = {**message, "content": message["content"].strip()}
     if "tool_calls" in message:
         stripped["tool_calls"] = [{**call, "id": ""} for call in message["tool_calls"]]
@@ -226,17 +231,17 @@ class RowType:
     """A kind of row: to add one, add its entry to ROW_TYPES and its method to RowConverter."""
 
     needed: tuple[str, ...]
-    """Columns that some row must have."""
+    """Columns that at least one row must have."""
     make: Callable[[RowConverter, Record], EncodeRequest[Any]]
-    """Drafts a Prompt, or a Group to train on, of one row."""
+    """Method that converts a row to a Prompt, or to a Group for training."""
 
     def draft(self, reader: RowConverter, record: Record) -> EncodeRequest[Any]:
-        """EncodeRequest what the row is for. Its first step raises InvalidRow where the record has a flaw."""
+        """Convert a record. The first step raises InvalidRow if the record has a flaw."""
         return (yield from self.make(reader, record.check()))
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Columns that are read by our names; a row's other columns are its prompt's `extra`."""
+        """Columns read under our names. Other columns become the prompt's `extra`."""
         return tuple(dict.fromkeys(("id", "messages", "tools", "answer", *IMAGES, *self.needed)))
 
 

@@ -1,4 +1,4 @@
-"""Read a source: Parquet, JSONL, CSV, a folder of Hugging Face datasets, or a name on the hub -> Records."""
+"""Read records from Parquet, JSONL, CSV, a folder of Hugging Face datasets, or the hub."""
 
 from __future__ import annotations
 
@@ -23,48 +23,48 @@ from data_feeds.rows.values import holds_lone_surrogate, to_text
 
 HUB = "hub:"
 IMAGES = ("image", "images")
-"""Columns with the row's images: one, or a list."""
+"""Columns with the images of a row: one image, or a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Row with its columns under our names."""
+    """Data set row, with columns renamed to our names."""
 
     id: str
     where: str
-    """Setting, file and row, for error messages."""
+    """Setting, file and row number, for error messages."""
     columns: dict[str, Any]
-    """Columns with one of our names and a value."""
+    """Non-null columns with one of our names."""
     extra: dict[str, Any]
-    """All other columns, under their own names."""
+    """All other columns, under their original names."""
     flaw: InvalidRow | None = None
-    """Why the row cannot be used, whatever it is for."""
+    """Reason why the row cannot be used for any purpose."""
     reader: ImageReader
-    """RowConverter of its images."""
+    """Loader of the row's images."""
     fills_gaps: bool = False
-    """Whether the file fills in null where an object lacks a key that another row's has, as columnar formats do."""
+    """True for columnar files, which write null for keys that another row's object has."""
 
     def check(self) -> Record:
-        """Return the record itself. Raises InvalidRow where it has a flaw."""
+        """Return the record itself. Raises InvalidRow if it has a flaw."""
         if self.flaw is not None:
             raise self.flaw
         return self
 
     def get_answer(self) -> str:
-        """Return the answer as text; "" where the row has none. Raises InvalidRow for what is not one answer."""
+        """Return the answer as text, or "" if there is none. Raises InvalidRow for other types."""
         return to_text(self.columns.get("answer", ""), "answer", "bad_answer")
 
     def get_column(self, column: str) -> Any:
-        """Return the value of a column. Raises InvalidRow where the row has none."""
+        """Return the value of a column. Raises InvalidRow if it is missing."""
         if column not in self.columns:
             raise InvalidRow("missing_column", f"it has no {column}")
         return self.columns[column]
 
     def get_messages(self, column: str, *, text_is: str, is_reply: bool = False) -> list[Message]:
-        """Return the messages in a column; plain text is one turn of the role `text_is`.
+        """Parse the messages in a column. Plain text is one turn of the role `text_is`.
 
-        is_reply: whether the column may be the answer to other messages, which have the row's images.
-        Raises InvalidRow for anything but a list of messages, and UserError for content that would silently be lost.
+        is_reply: the column may be a reply to other messages that contain the images. Raises InvalidRow for an invalid
+        list of messages, and UserError for content that would silently be lost.
         """
         return read_messages(
             self.get_column(column),
@@ -77,7 +77,7 @@ class Record:
         )
 
     def _get_places(self) -> Placeholders:
-        """Return the images of the row's own columns."""
+        """Return the images in the row's columns."""
         there = [name for name in IMAGES if name in self.columns]
         if len(there) > 1:
             raise InvalidRow("bad_image", f"it has {' and '.join(there)}: keep one of them")
@@ -85,7 +85,7 @@ class Record:
         return Placeholders(self.reader, self.reader.read_all(self.columns.get(column), column), column)
 
     def get_tools(self) -> list[ToolSpec]:
-        """Return the tools of the row. Raises InvalidRow for what is not a list of tools."""
+        """Return the tools of the row. Raises InvalidRow for an invalid list."""
         return read_tools(self.columns.get("tools"), fills_gaps=self.fills_gaps)
 
 
@@ -121,7 +121,7 @@ def read_records(
 
 
 def _find_folder(path: str) -> Path | None:
-    """Return the folder from which a source's relative paths go out; None for a name on the hub."""
+    """Return the base folder of relative image paths, or None for a hub data set."""
     if path.startswith(HUB):
         return None
     return Path(path) if os.path.isdir(path) else Path(path).parent
@@ -131,12 +131,14 @@ def _make_record(
     row: dict[str, Any], i: int, names: dict[str, str], where: str, reader: ImageReader, fills_gaps: bool
 ) -> Record:
     columns = {ours: row[theirs] for ours, theirs in names.items() if row.get(theirs) is not None}
+    # A column extra is unpacked: the scripts in data_prep/ write it, since Parquet columns need one type.
     extra = {k: v for k, v in row.items() if k not in names.values() and k != "extra"}
     nested = row.get("extra") or {}
     try:
         extra |= json.loads(nested) if isinstance(nested, str) else nested
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{where}: extra must be an object, or JSON of one, found {nested!r:.60}") from error
+    # A flaw waits until the row is drawn: it counts as an invalid row, and max_invalid_fraction decides.
     flaw = None
     try:
         row_id = to_text(columns.pop("id", i), "id", "bad_id")
@@ -202,7 +204,7 @@ def _read_jsonl(text: str, key: str) -> list[dict[str, Any]]:
 
 
 def _read_saved(folder: Path, split: str, key: str) -> list[dict[str, Any]]:
-    """Read a folder with one split, or the split `split` of several."""
+    """Load a folder with one split, or the split `split` of several."""
     from datasets import DatasetDict, load_from_disk
 
     try:

@@ -1,4 +1,4 @@
-"""Values of a data set that become text: what they mean must not depend on how a column is stored."""
+"""Convert data set values to text, independent of how a column stores them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from data_feeds.rows.invalid_rows import InvalidRow, Reason
 
 EXACT = 2**53
-"""Up to here a float holds every whole number."""
+"""Largest range in which floats represent every integer."""
 
 
 def to_text(value: Any, column: str, reason: Reason) -> str:
-    """Return text as it is, and a number as one would write it. Raises InvalidRow for anything else.
+    """Return text unchanged, and numbers as usually written. Raises InvalidRow for other types.
 
-    A column of whole numbers becomes one of floats as soon as one row has none, so 5.0 is written 5.
+    A column of integers becomes floats if a row lacks a value, so 5.0 is written 5.
 
     >>> [to_text(value, "answer", "bad_answer") for value in (" 5", 5, 5.0, -0.0, 0.5, Decimal("5.00"))]
     [' 5', '5', '5', '0', '0.5', '5']
@@ -30,7 +30,7 @@ def to_text(value: Any, column: str, reason: Reason) -> str:
 
 
 def holds_lone_surrogate(value: Any) -> bool:
-    r"""Tell whether some text in a row holds half of a character (JSON's "\ud800"), which no tokenizer can read.
+    r"""Return whether a text in a row contains a lone surrogate (JSON's "\ud800"), invalid in UTF-8.
 
     >>> holds_lone_surrogate({"a": [{"b": "x\ud800"}]}), holds_lone_surrogate({"a": "\U0001f600", "b": 3})
     (True, False)
