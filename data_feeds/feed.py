@@ -224,7 +224,7 @@ def read_source(
         reader.tokenizer.encode_pieces,
         at_once=min(limit or ROWS_AT_ONCE, ROWS_AT_ONCE),
     )
-    # millions of new objects without garbage among them: collections would take most of the time
+    # many new objects and no garbage: the collector would scan all of them again and again
     with without_gc():
         items, invalid = filter_rows(
             ((record.id, outcome) for record, outcome in zip(records, outcomes, strict=True)),

@@ -86,7 +86,7 @@ class ChatTokenizer:
 
     @property
     def vocabulary(self) -> int:
-        """Number of token ids, from 0 on."""
+        """Number of token ids, counted from 0."""
         return max(self.hf.get_vocab().values()) + 1
 
     @property
@@ -128,11 +128,11 @@ class ChatTokenizer:
         if self.images is not None and (seen := count_tokens(self.images, images)) > limit:
             return seen
         surely = 2 * limit + 4 * self._longest_token
-        # an unusual text has more characters per token, so the prefix doubles until it decides
         size = CHARS_PER_TOKEN * surely
         if count_characters(messages, tools) + CHARS_PER_TOKEN * len(messages) <= size:
             return None
         text = self.render_text(messages, reply_next=False, tools=tools)
+        # text with more characters per token needs a longer prefix
         while size < len(text):
             if len(self.encode(text[:size])) > surely:
                 return limit + 1
@@ -178,7 +178,7 @@ class ChatTokenizer:
         encoded: list[Encoded] = []
         for batch in _split_by_size(pieces):
             texts = [text for text, _ in batch]
-            # offsets only on request: they slow down the tokenizer
+            # offsets of every token take time and memory, and only spans need them
             has_spans = any(isinstance(learnt, list) and learnt for _, learnt in batch)
             found = self.hf(texts, add_special_tokens=False, return_offsets_mapping=has_spans)
             offsets = found["offset_mapping"] if has_spans else [[]] * len(batch)
@@ -297,7 +297,6 @@ def _eos_of_generation_config(path: str, key: str, *, trust_remote_code: bool) -
     """Return the stop tokens of the model's generation config. Chat models may have several."""
     from transformers import GenerationConfig
 
-    # a folder may have no generation config; the hub answers for a model that has none
     if os.path.isdir(path) and not (Path(path) / "generation_config.json").is_file():
         return []
     try:

@@ -30,9 +30,7 @@ def make_parser(name: str | None, tokenizer: ChatTokenizer) -> ReplyParser:
     own, key = getattr(tokenizer.hf, OWN, None), f"{KEY}={quote(name)}"
     if name is None and own is None:
         return PlainParser()
-    # A tokenizer's own template is used unasked only beside tools. Else rewards would see replies without their
-    # reasoning.
-    if name is None:
+    if name is None:  # the recipe named no parser: replies to prompts without tools stay plain text
         form = load_form(own, key=f"the {OWN} of the tokenizer")
         return TemplateParser(tokenizer, form, only_with_tools=True)
     if name == OWN:

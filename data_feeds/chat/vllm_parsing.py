@@ -46,7 +46,7 @@ class VllmParser:
         hf = self.tokenizer.hf
         try:
             request = self.make_request(messages=[{"role": "user", "content": "."}], tools=list(tools) or None)
-            # a new parser per reply: vLLM's parsers keep state of the reply they parse
+            # a new parser per reply, since it is constructed with the tools of the request
             parser = self.make_parser(hf, request.tools)
             request = parser.adjust_request(request)
             said = hf.decode(

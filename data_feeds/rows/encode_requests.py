@@ -40,7 +40,7 @@ def _encode_chunk(
 ) -> Iterator[Outcome[Made]]:
     outcomes: dict[int, Outcome[Made]] = {}
     answers: dict[int, list[Encoded] | None] = dict.fromkeys(range(len(chunk)))
-    # A row may ask several times. Each round encodes the pending texts of all rows in one call.
+    # A row may yield several times. Each round encodes the pending texts of all rows in one call.
     while answers:
         asked: dict[int, list[Piece]] = {}
         for i, answer in answers.items():

@@ -17,7 +17,7 @@ from data_feeds.rows.row_types import ROW_TYPES, RowConverter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """Prompts of one data set, in their order."""
+    """Prompts of one data set, in file order."""
 
     name: str
     prompts: list[Prompt]

@@ -91,7 +91,6 @@ def filter_rows(
     cases: dict[Reason, Case] = {}
     looked_at = 0
     for row_id, row in rows:
-        # checked before the next row is converted: an evaluation of 100 rows does not read the whole file's images
         if limit is not None and len(fitting) >= limit:
             break
         looked_at += 1

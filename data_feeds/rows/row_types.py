@@ -228,7 +228,7 @@ def _strip(message: Message) -> Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowType:
-    """A kind of row: to add one, add its entry to ROW_TYPES and its method to RowConverter."""
+    """Kind of row. To add a kind, add an entry to ROW_TYPES and a method to RowConverter."""
 
     needed: tuple[str, ...]
     """Columns that at least one row must have."""

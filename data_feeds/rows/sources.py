@@ -92,9 +92,9 @@ class Record:
 def read_records(
     source: SourceConfig, *, key: str, needed: Iterable[str], known: Iterable[str], max_image_pixels: int = 2**24
 ) -> list[Record]:
-    """Read every row of a source. Raises UserError, beginning with `key`, if the source as a whole is wrong.
+    """Read all rows of a source. Raises UserError, beginning with `key`, for a problem of the whole source.
 
-    needed: columns that at least one row must have. known: all columns that are read by our names.
+    needed: columns that at least one row must have. known: all columns read under our names.
     """
     known = list(known)
     if ignored := [ours for ours in source.columns if ours not in known]:
@@ -138,7 +138,7 @@ def _make_record(
         extra |= json.loads(nested) if isinstance(nested, str) else nested
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{where}: extra must be an object, or JSON of one, found {nested!r:.60}") from error
-    # A flaw waits until the row is drawn: it counts as an invalid row, and max_invalid_fraction decides.
+    # The flaw is raised when the row is converted. So it counts as an invalid row, as any other problem of a row does.
     flaw = None
     try:
         row_id = to_text(columns.pop("id", i), "id", "bad_id")
