@@ -1,4 +1,4 @@
-"""Tokens that a run may sample: `rollout.allowed_tokens`, and never the placeholders of images."""
+"""Tokens that a run may sample: `rollout.allowed_tokens`, without image placeholders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from core.types.images import MaySee
 
 
 class TokenEncoder(MaySee, Protocol):
-    """Interface of a tokenizer to a set of allowed tokens; see data_feeds/chat/tokenizer.py."""
+    """Tokenizer methods to resolve allowed tokens; see data_feeds/chat/tokenizer.py."""
 
     stop_token_ids: list[int]
 
@@ -21,9 +21,9 @@ class TokenEncoder(MaySee, Protocol):
 def resolve_allowed_tokens(
     tokenizer: TokenEncoder, allowed: Sequence[str], stop_token_ids: Sequence[int]
 ) -> AllowedTokens:
-    """Return the tokens that may be sampled: all but placeholders of images, or those of `rollout.allowed_tokens`.
+    """Return the allowed tokens: `rollout.allowed_tokens`, or all tokens except image placeholders.
 
-    stop_token_ids: all tokens that end a reply, which are always allowed. Raises UserError for a text that is no token.
+    stop_token_ids: tokens that end a reply. They are always allowed. Raises UserError for a text that is not one token.
     """
     banned: frozenset[int] = frozenset() if tokenizer.images is None else tokenizer.images.placeholder_ids
     if not allowed:

@@ -1,4 +1,4 @@
-"""One episode of an agent: its process runs beside the gateway, and its trace becomes samples."""
+"""Agent episode: a process uses the gateway, and the trace of requests becomes samples."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from rollouts.episode import Played
 from rollouts.transcript import Tokenizer, find_places
 
 SHARE_OF_TIMEOUT = 0.9
-"""Part of `rollout.timeout_s`, the deadline of a whole group, that an agent has; the rest is for the rewards."""
+"""Share of `rollout.timeout_s` for an agent. That key is the deadline of a whole group; the rest is for rewards."""
 
 
 class AgentRunner:
-    """Parts that a rollout worker needs to run agents: its processes, the endpoint they talk to, and the sampler."""
+    """Runner of agent episodes: the agent processes, the gateway, and the sampler."""
 
     def __init__(self, processes: AgentProcesses, sampler: Sampler, *, timeout_s: float):
-        """timeout_s: of one agent."""
-        from rollouts.agents.gateway import Gateway  # needs aiohttp, as nothing else does
+        """timeout_s: deadline of one agent, in seconds."""
+        from rollouts.agents.gateway import Gateway  # here, since only agents need aiohttp
 
         self.processes, self.sampler, self.timeout_s = processes, sampler, timeout_s
         self.gateway = Gateway()
         self.said_must_call = False
 
     async def play(self, prompt: Prompt, *, episode: int, seed_of_turn: Callable[[int | str], int]) -> list[Played]:
-        """Run one episode; return one sample per branch, all with the messages that the reward sees.
+        """Run one episode. Return one sample per branch, with the messages for the reward.
 
-        A harness that fails makes failed samples, of whatever it has asked. Raises the engine's errors.
+        A failing harness yields failed samples of the requests made so far. Raises the engine's errors.
         """
         session = AgentSession(self.sampler, prompt, seed_of_turn)
         async with self.gateway.serving(session) as base_url:
@@ -46,6 +46,7 @@ class AgentRunner:
         failure = result.failure
         if not branches:
             failure = failure or "the agent ended without a reply of the policy"
+            # the trainer expects a sample for every episode, also for a failed one
             branches = [_make_empty_branch(self.sampler.tokenizer, prompt)]
         tokenizer, trace = self.sampler.tokenizer, session.trace
         samples = [
@@ -54,6 +55,7 @@ class AgentRunner:
         ]
         self._say_once(session)
         counts = count_requests(session, samples)
+        # The reward of all samples reads the branch with the last reply. Counts are logged once per episode.
         messages = cut_prompt(max(branches, key=lambda branch: branch.last).messages, trace)
         return [
             Played(sample=replace(sample, episode=episode, counts={} if i else counts), messages=messages)
@@ -69,14 +71,15 @@ class AgentRunner:
             )
 
     async def close(self) -> None:
-        """End the agents and the endpoint."""
+        """Kill the agents and close the endpoint."""
         await self.gateway.close()
         await self.processes.close()
 
     async def _run_agent(self, session: AgentSession, task: Task) -> AgentResult:
-        """Return what the agent returned, or why the episode has failed. Raises the engine's errors."""
+        """Return the agent's result or failure. Raises the engine's errors."""
         running = start_task(self.processes.run(task, timeout_s=self.timeout_s))
         try:
+            # an engine error or too many refused requests end the episode, even while the agent still runs
             await asyncio.wait([running, session.failed], return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():
                 return AgentResult(failure=session.failed.result())
@@ -87,7 +90,7 @@ class AgentRunner:
 
 
 def make_task(prompt: Prompt, session: AgentSession, base_url: str, *, seed: int) -> Task:
-    """Return what the agent sees of an episode: never the answer."""
+    """Return the task for the agent. It never contains the answer."""
     return Task(
         base_url=base_url,
         api_key=session.key,
@@ -105,7 +108,7 @@ def make_task(prompt: Prompt, session: AgentSession, base_url: str, *, seed: int
 def make_sample_of(
     branch: Branch, trace: Trace, prompt: Prompt, tokenizer: Tokenizer, parts: dict[str, float], failure: str
 ) -> Sample:
-    """Return the sample of one branch of an episode."""
+    """Convert a branch of an episode to a sample."""
     begin = branch.action_mask.index(True) if branch.turns else len(branch.ids)
     return make_sample(
         prompt=prompt,
@@ -125,12 +128,12 @@ def make_sample_of(
 
 
 def cut_prompt(messages: list[Message], trace: Trace) -> list[Message]:
-    """Return a conversation without the messages of the prompt, if it begins with them."""
+    """Return a conversation without the prompt, if it begins with the prompt."""
     return messages[len(trace.prompt) :] if trace.holds_prompt(messages) else messages
 
 
 def count_requests(session: AgentSession, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return numbers of an episode for the log; driver/records/episode_metrics.py makes metrics of them."""
+    """Return numbers of an episode for the log. driver/records/episode_metrics.py makes metrics of them."""
     trace, counts = session.trace, session.counts
     found = {
         "turns": trace.n_replies,

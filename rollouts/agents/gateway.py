@@ -1,10 +1,10 @@
-"""OpenAI-compatible endpoint of a rollout worker, on the loopback address: an agent's harness talks to the policy here.
+"""OpenAI-compatible HTTP server of a rollout worker. An agent's harness requests replies of the policy here.
 
     POST /s/<session>/v1/chat/completions      a reply, streamed or not
-    GET  /s/<session>/v1/models                the one model that there is
+    GET  /s/<session>/v1/models                the list of models, which is one
 
-A session is one episode, with a key of its own. What is asked is read in rollouts/agents/wire.py and answered in
-rollouts/agents/session.py; here is only HTTP.
+A session is an episode with an API key. rollouts/agents/wire.py parses requests and rollouts/agents/session.py answers
+them. This file is only HTTP.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rollouts.agents.wire import BadRequest, ChatRequest, list_models, read_ask,
 
 HOST = "127.0.0.1"
 LARGEST_BODY = 64 * 2**20
-"""Bytes of a request."""
+"""Maximum size of a request body, in bytes."""
 RETRY_COUNT = "x-stainless-retry-count"
-"""Header in which OpenAI's clients count their retries."""
+"""Header with the retry count of OpenAI's clients."""
 
 
 class Gateway:
-    """Server of one rollout worker. It starts with the first episode, in the event loop of that."""
+    """HTTP server of one rollout worker. It starts with the first episode, in the same event loop."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, AgentSession] = {}
@@ -43,7 +43,7 @@ class Gateway:
 
     @asynccontextmanager
     async def serving(self, session: AgentSession) -> AsyncGenerator[str]:
-        """ChatResponse the requests of an episode while the body runs; yield its base URL."""
+        """Serve the requests of an episode while the body runs. Yield the base URL."""
         await self._start()
         self.sessions[session.id] = session
         try:
@@ -53,13 +53,14 @@ class Gateway:
             await session.close()
 
     async def close(self) -> None:
-        """Close the server and its connections."""
+        """Close the server and all connections."""
+        # a server of an earlier event loop died with that loop
         if self._runner is not None and self._loop is asyncio.get_running_loop():
             await self._runner.cleanup()
         self._runner = None
 
     async def _start(self) -> None:
-        """Listen, if nothing does in this event loop."""
+        """Start listening, unless the server already runs in this event loop."""
         async with self._starting:
             if self._runner is not None and self._loop is asyncio.get_running_loop():
                 return
@@ -67,8 +68,11 @@ class Gateway:
             app.router.add_post("/s/{session}/v1/chat/completions", self._complete)
             app.router.add_get("/s/{session}/v1/models", self._list_models)
             app.router.add_route("*", "/{rest:.*}", self._refuse_path)
+            # A dropped connection cancels its handler, so the request counts as undelivered and a retry receives the
+            # same reply. Closing waits for no connection: an episode may end with requests open.
             runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0)
             await runner.setup()
+            # port 0: several workers share a machine, so the system picks a free port
             site = web.TCPSite(runner, HOST, 0)
             await site.start()
             self.port = runner.addresses[0][1]
@@ -91,7 +95,7 @@ class Gateway:
         except BadRequest as refusal:
             session.count_refusal(refusal)
             return _refuse(refusal)
-        except ConnectionError:  # the harness has gone; what was sampled waits for its retry
+        except ConnectionError:  # the harness closed the connection; the sampled reply is kept for a retry
             return web.Response(status=400)
 
     async def _list_models(self, http: web.Request) -> web.StreamResponse:
@@ -108,12 +112,13 @@ class Gateway:
         )
 
     def _find_session(self, http: web.Request) -> AgentSession:
-        """Return the episode that a request belongs to. Raises BadRequest without its key."""
+        """Return the episode of a request. Raises BadRequest without the right API key."""
         session = self.sessions.get(http.match_info["session"])
         if session is None:
             raise BadRequest(
                 "there is no such episode, or it has ended: each one has a base URL of its own", status=404
             )
+        # compared in constant time, so that another process of the machine cannot guess the key by timing
         given = http.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(given.encode(), session.key.encode()):
             raise BadRequest(
@@ -145,8 +150,9 @@ def _read_request(http: web.Request, body: bytes, session: AgentSession) -> Requ
 
 
 async def _send(http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """Send a whole answer; return when it is on its way, or raise ConnectionError."""
+    """Send a complete response. Raises ConnectionError if the client has disconnected."""
     response = web.json_response(body)
+    # not left to aiohttp: only here does an error show that the client has not received the reply
     await response.prepare(http)
     await response.write_eof()
     return response

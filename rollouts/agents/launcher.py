@@ -1,11 +1,11 @@
-"""Process that starts the processes of a worker's agents: `python -m rollouts.agents.launcher FD`.
+"""Launcher of a worker's agent processes: `python -m rollouts.agents.launcher FD`.
 
-It imports the agent's file once. Each episode gets a fork of it, which has all that was imported and shares nothing
-with other episodes; a command is run in such a fork. A fork has a session of its own, and ends with this process.
+It imports the agent's file once. Each episode is a fork, so imports are shared and nothing else is. A command is also
+executed in such a fork. Each fork is a session leader, and dies with this process.
 
-Over the socket FD come one JSON object per message: first the plan, then {"id", "environment"} with three file
-descriptors (the task, the result, the errors) to start an episode, and {"end": id} to end it. Back go {"ready"} or
-{"refusal"}, and {"id", "status"} when an episode's process has ended and what it started is gone.
+Messages over the socket FD are JSON objects, the plan first. {"id", "environment"} starts an episode; three file
+descriptors (task, result, errors) come with it. {"end": id} kills it. Replies are {"ready"} or {"refusal"}, and {"id",
+"status"} once an episode's process and all descendants are gone.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from rollouts.agents.task import RESULT_FD, Task
 
 PR_SET_CHILD_SUBREAPER = 36
 MARK = "FEYNRL_EPISODE"
-"""Environment variable with the episode's number, which what an agent starts inherits."""
+"""Environment variable with the episode number. Every process that the agent starts inherits it."""
 LARGEST_MESSAGE = 2**16
-"""Bytes of a message on the socket."""
+"""Maximum size of a socket message, in bytes."""
 ONE_EPISODE = "--one-episode"
-"""Argument with which a fresh interpreter runs one episode: the task is its input, the result goes to RESULT_FD."""
+"""Argument of a fresh interpreter that runs one episode. The task is on stdin; the result goes to RESULT_FD."""
 CANNOT_START = 127
 """Exit code of a command that cannot be started."""
 
 
 def main(fd: int) -> None:
-    """Start agents until the worker closes the socket or is gone."""
+    """Serve start and end messages until the worker closes the socket or dies."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what an agent leaves behind becomes a child of this process
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of an agent become children of this process, which kills them
     worker = socket.socket(fileno=fd)
     worker.set_inheritable(False)
     if not (given := worker.recv(LARGEST_MESSAGE)):  # the run was over before it needed an agent
@@ -64,7 +64,7 @@ def main(fd: int) -> None:
 
 
 def load_agent(file: dict[str, Any] | None) -> Callable[[Task], Any] | None:
-    """Import an agent's file and return its function. Raises UserError where there is none."""
+    """Import an agent's file and return the function `run`. Raises UserError if there is none."""
     if file is None:
         return None
     module = load_module(FileSpec(**file))
@@ -72,7 +72,7 @@ def load_agent(file: dict[str, Any] | None) -> Callable[[Task], Any] | None:
 
 
 def find_run(module: ModuleType, path: str) -> Callable[[Task], Any]:
-    """Return the function `run` of an agent's file. Raises UserError where there is none."""
+    """Return the function `run` of an agent's file. Raises UserError if there is none."""
     run = getattr(module, "run", None)
     if not callable(run):
         raise UserError(f"rollout.agent.file: {path} must define a function run(task) that returns named numbers")
@@ -80,18 +80,18 @@ def find_run(module: ModuleType, path: str) -> Callable[[Task], Any]:
 
 
 class Launcher:
-    """Parent of the processes of all episodes."""
+    """Parent of all episode processes."""
 
     def __init__(
         self, worker: socket.socket, plan: dict[str, Any], run: Callable[[Task], Any] | None, *, has_threads: bool
     ):
-        """has_threads: whether the import has started threads, of which a fork has none."""
+        """has_threads: the import has started threads. A fork would lack them."""
         self.worker, self.plan, self.run, self.has_threads = worker, plan, run, has_threads
         self.running: dict[int, tuple[int, int]] = {}
-        """Process id -> number of its episode, and the handle that tells when it ends."""
+        """Process id -> episode number, and a pidfd that becomes readable at exit."""
 
     def serve(self) -> None:
-        """Start and end episodes as the worker says."""
+        """Serve messages of the worker and exits of episodes."""
         while True:
             poll = select.poll()
             for fd in (self.worker.fileno(), *(handle for _, handle in self.running.values())):
@@ -104,7 +104,7 @@ class Launcher:
                 return
 
     def _take_message(self) -> bool:
-        """Obey the next message; return whether there was one."""
+        """Handle the next message. Return False if the socket is closed."""
         given, handles, _, _ = socket.recv_fds(self.worker, LARGEST_MESSAGE, 3)
         if not given:
             return False
@@ -122,20 +122,24 @@ class Launcher:
         return True
 
     def _become_agent(self, message: dict[str, Any], handles: list[int]) -> None:
-        """Run one episode in a new process, and end that."""
+        """Run one episode in the forked process, then exit."""
         status = CANNOT_START
         try:
             os.setsid()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            # the agent must reach neither the launcher's socket nor the processes of other episodes
             self.worker.close()
             for _, handle in self.running.values():
                 os.close(handle)
             os.environ.update(message["environment"] | {MARK: str(message["id"])})
+            # Copies from 10 on, since 0 to 3 are assigned below. They close on exec, so what the agent starts cannot
+            # keep the pipes open.
             task, result, errors = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in handles)
             for fd in handles:
                 os.close(fd)
             if self.run is None:
                 self._become_command([task, result, errors], self.plan["command"])
+            # A lock of a lost thread may stay locked for ever in a fork, so a fresh interpreter imports the file again.
             if self.has_threads:
                 again = ["-P", "-m", "rollouts.agents.launcher", ONE_EPISODE, json.dumps(self.plan["file"])]
                 self._become_command([task, result, 2], [sys.executable, *again])
@@ -145,7 +149,7 @@ class Launcher:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(status)  # threads that the agent has left would keep it
+            os._exit(status)  # not sys.exit, which would wait for threads of the agent
 
     def _become_command(self, handles: list[int], command: list[str]) -> None:
         task, result, errors = handles
@@ -159,9 +163,10 @@ class Launcher:
             os._exit(CANNOT_START)
 
     def _end(self, pid: int) -> None:
-        """Collect a process that has ended, end what it has started, and report it."""
+        """Reap an exited process, kill its descendants, and report the status."""
         number, handle = self.running.pop(pid)
         os.close(handle)
+        # killed before it is reaped: until then the process id, which names the group, cannot be reused
         _kill_group(pid)
         _, status = os.waitpid(pid, 0)
         end_leftovers(f"{MARK}={number}", running=self.running.keys())
@@ -173,12 +178,12 @@ class Launcher:
         end_leftovers("", running=())
 
     def _report(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the worker has gone, which the next message says
+        with contextlib.suppress(OSError):  # the worker is gone; the next recv returns nothing and ends this process
             self.worker.send(json.dumps(message).encode())
 
 
 def run_file(run: Callable[[Task], Any] | None, path: str, task: int, result: int) -> int:
-    """Run one episode of an agent's file; the task and the result are file descriptors. Return the exit code."""
+    """Run one episode of an agent's file. task, result: file descriptors. Return the exit code."""
     with open(task, encoding="utf-8") as file:
         given = json.load(file)
     line = json.dumps(run_agent(run, Task(**given), path))
@@ -188,7 +193,7 @@ def run_file(run: Callable[[Task], Any] | None, path: str, task: int, result: in
 
 
 def run_agent(run: Callable[[Task], Any] | None, task: Task, path: str) -> dict[str, Any]:
-    """Return {"parts", "failure"} of one episode: the numbers that the agent's function returned, or why not."""
+    """Run the agent's function. Return {"parts", "failure"}: named numbers, or a failure."""
     assert run is not None
     failures: list[str] = []
 
@@ -213,7 +218,8 @@ async def _wait(found: Any) -> Any:
 
 
 def name_failure(error: BaseException, path: str) -> str:
-    """Return an error with the line of the agent's own file, or else of where it was raised."""
+    """Describe an error, with the line in the agent's file, or else the line that raised it."""
+    # asyncio.TaskGroup wraps errors in groups; the first of them is the cause
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     frames = traceback.extract_tb(error.__traceback__)
@@ -228,9 +234,9 @@ def _kill_group(pid: int) -> None:
 
 
 def end_leftovers(mark: str, *, running: Collection[int]) -> None:
-    """Kill what ended episodes have left: processes with the mark, and, where no episode runs, all children.
+    """Kill leftover processes of ended episodes: those with the mark, and all orphans if no episode runs.
 
-    running: processes of the episodes that run.
+    running: process ids of running episodes.
     """
     me = os.getpid()
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
@@ -239,6 +245,8 @@ def end_leftovers(mark: str, *, running: Collection[int]) -> None:
             marks = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:  # it has ended, or is somebody else's
             continue
+        # The parent id is the second field after the name in parentheses. A name may itself contain parentheses. An
+        # orphan without a mark may belong to any episode, so it lives until none runs.
         is_orphan = int(stat.rpartition(")")[2].split()[1]) == me and pid not in running
         if pid == me or not ((mark and mark.encode() in marks) or (is_orphan and not running)):
             continue

@@ -1,7 +1,7 @@
-"""Processes of a worker's agents, one per episode, seen from the worker: started, waited for, and killed.
+"""Agent processes of a rollout worker, one per episode.
 
-A harness that raises, hangs, dies or returns nonsense fails its own episode, with one sentence. The process between,
-rollouts/agents/launcher.py, starts them and ends whatever they leave behind.
+A harness that raises, hangs, dies or returns an invalid result fails only the current episode, with one sentence.
+rollouts/agents/launcher.py starts the processes and kills their descendants.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from rewards.worker import call_user_code
 from rollouts.agents.task import RESULT_FD, AgentPlan, Task
 
 LARGEST_RESULT = 2**20
-"""Bytes that an agent may return."""
+"""Maximum size of an agent's result, in bytes."""
 KEPT_OF_ERRORS = 2**12
-"""Bytes of the end of a command's standard error, of which the last line is quoted."""
+"""Bytes kept from the end of a command's standard error. Failures quote the last line."""
 LARGEST_MESSAGE = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """Outcome of an agent's episode: named numbers or a failure, never both."""
+    """Result of an agent's episode: named numbers or a failure, never both."""
 
     parts: dict[str, float] = field(default_factory=dict[str, float])
     failure: str = ""
 
 
 class AgentProcesses:
-    """Owner of the launcher of one rollout worker. `close()` ends everything."""
+    """Owner of a rollout worker's launcher process. `close()` ends all processes."""
 
     def __init__(self, plan: AgentPlan):
-        """Start the launcher; whether it could import the agent is read before the first episode."""
+        """Start the launcher. Errors of the agent's import are raised before the first episode."""
         self.plan = plan
+        # message boundaries are kept, so every recv is one JSON object
         self._socket, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
-        # another machine may not have the agent's folder
+        # another machine may not have this folder
         folder = plan.folder if os.path.isdir(plan.folder) else None
         self._launcher = start_module("rollouts.agents.launcher", far_end.fileno(), folder=folder)
         far_end.close()
@@ -59,9 +60,9 @@ class AgentProcesses:
         self._opening, self._sending = asyncio.Lock(), asyncio.Lock()
 
     async def run(self, task: Task, *, timeout_s: float) -> AgentResult:
-        """Run one episode's agent to its end, or kill it after `timeout_s`. Cancelled, it kills it too.
+        """Run the agent of one episode. It is killed after `timeout_s` seconds, or on cancellation.
 
-        Raises UserError where the agent's file cannot be used.
+        Raises UserError if the agent's file cannot be used.
         """
         given = write_task(task)
         try:
@@ -70,6 +71,7 @@ class AgentProcesses:
                 found = await self._run_process(given, name_endpoint(task))
         except TimeoutError:
             return AgentResult(failure=f"the agent has not ended after {timeout_s:g} s (see rollout.timeout_s)")
+        # an error message may quote the key, and it ends up in logs
         return AgentResult(parts=found.parts, failure=shorten(found.failure.replace(task.api_key, HIDDEN)))
 
     async def _run_process(self, given: str, environment: dict[str, str]) -> AgentResult:
@@ -86,7 +88,7 @@ class AgentProcesses:
             errors.close()
 
     def wait_for_import(self) -> bytes:
-        """Return what the launcher says when it has imported the agent, in a program without an event loop."""
+        """Return the launcher's first message, without an event loop."""
         self._socket.settimeout(AGENT_START_TIMEOUT_S)
         try:
             return self._socket.recv(LARGEST_MESSAGE)
@@ -96,7 +98,7 @@ class AgentProcesses:
             return b""
 
     def kill(self) -> None:
-        """End the launcher at once, which has no agents."""
+        """Kill the launcher immediately. Only valid while no agent runs."""
         self._socket.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._launcher.pid, signal.SIGKILL)
@@ -107,7 +109,7 @@ class AgentProcesses:
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             loop.remove_reader(self._socket)
-        self._socket.close()  # the launcher ends its agents and itself
+        self._socket.close()  # the launcher sees end of file, then kills all agents and exits
         try:
             await asyncio.to_thread(self._launcher.wait, AGENT_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -116,7 +118,8 @@ class AgentProcesses:
             self._launcher.wait()
 
     async def _open(self) -> None:
-        """Wait until the agent's file has been imported, and listen to the launcher in this event loop."""
+        """Wait for the agent's import, and receive launcher messages in this event loop."""
+        # Episodes start concurrently: the first waits for the import, the others for the lock.
         async with self._opening:
             loop = asyncio.get_running_loop()
             if not self._ready:
@@ -139,7 +142,8 @@ class AgentProcesses:
     async def _start(
         self, number: int, task: str, environment: dict[str, str], result: _Reader, errors: _Reader
     ) -> None:
-        """Let the launcher start a process with the task as its input."""
+        """Send the launcher a start message, with the task as the process's standard input."""
+        # a memory file, not a pipe: a task with images exceeds a pipe's buffer, and nobody reads it yet
         given = os.memfd_create("task")
         try:
             with open(given, "w", encoding="utf-8", closefd=False) as file:
@@ -153,8 +157,9 @@ class AgentProcesses:
             errors.begin()
 
     async def _send(self, message: bytes, handles: list[int]) -> None:
-        """Send a message to the launcher, when it takes one. Raises RunStopped where it is gone."""
+        """Send a message to the launcher. Wait if the socket is full. Raises RunStopped if the launcher is gone."""
         loop = asyncio.get_running_loop()
+        # one writer at a time, since a second add_writer would replace the first
         async with self._sending:
             while True:
                 try:
@@ -171,7 +176,7 @@ class AgentProcesses:
                     raise RunStopped(f"the process that starts the agents ({self.plan.name}) is gone") from error
 
     async def _end(self, number: int, ended: asyncio.Future[int]) -> None:
-        """Return when the process of an episode, and what it has started, are gone."""
+        """End an episode's process and all descendants, and wait for their exit."""
         if not ended.done():
             with contextlib.suppress(RunStopped, TimeoutError):
                 async with asyncio.timeout(AGENT_END_TIMEOUT_S):
@@ -180,7 +185,7 @@ class AgentProcesses:
         self._ended.pop(number, None)
 
     def _read_messages(self) -> None:
-        """Take what the launcher reports."""
+        """Process the launcher's reports."""
         with contextlib.suppress(BlockingIOError):
             while given := self._socket.recv(LARGEST_MESSAGE):
                 message = json.loads(given)
@@ -188,7 +193,7 @@ class AgentProcesses:
                 if ended is not None and not ended.done():
                     ended.set_result(message["status"])
             asyncio.get_running_loop().remove_reader(self._socket)
-            for ended in self._ended.values():  # the launcher is gone, and its agents with it
+            for ended in self._ended.values():  # an empty message: the launcher is gone, and all agents with it
                 if not ended.done():
                     ended.set_result(-signal.SIGKILL)
 
@@ -209,7 +214,7 @@ class AgentProcesses:
 
 
 def check_agent(plan: AgentPlan) -> None:
-    """Raise UserError where the agent's file cannot be used: it is imported in a process of its own."""
+    """Raise UserError if the agent's file cannot be imported. A separate process imports it."""
     if plan.file is None:
         return
     processes = AgentProcesses(plan)
@@ -220,7 +225,7 @@ def check_agent(plan: AgentPlan) -> None:
 
 
 def check_ready(given: bytes, plan: AgentPlan) -> None:
-    """Raise UserError unless the launcher says that it could import the agent."""
+    """Raise UserError unless the launcher has imported the agent."""
     if not given:
         raise UserError(f"rollout.agent.file: {plan.name} ended the process that imported it")
     if refusal := json.loads(given).get("refusal"):
@@ -228,7 +233,7 @@ def check_ready(given: bytes, plan: AgentPlan) -> None:
 
 
 def write_task(task: Task) -> str:
-    """Return a task as JSON. Raises UserError for a row that cannot be written so."""
+    """Return a task as JSON. Raises UserError for a value that JSON cannot represent."""
     try:
         return json.dumps(task.as_json())
     except (TypeError, ValueError) as error:
@@ -238,7 +243,7 @@ def write_task(task: Task) -> str:
 
 
 def read_rewards(line: str) -> AgentResult:
-    """Return the numbers that a command has written.
+    """Parse the numbers written by a command.
 
     >>> read_rewards('{"solved": 1}')
     AgentResult(parts={'solved': 1.0}, failure='')
@@ -254,7 +259,7 @@ def read_rewards(line: str) -> AgentResult:
 
 
 def name_endpoint(task: Task) -> dict[str, str]:
-    """Return the environment variables by which OpenAI's clients find the policy, past any proxy."""
+    """Return the environment variables with which OpenAI clients reach the gateway directly, without a proxy."""
     local = "127.0.0.1,localhost"
     before = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
     no_proxy = f"{before},{local}" if before else local
@@ -267,22 +272,22 @@ def name_endpoint(task: Task) -> dict[str, str]:
 
 
 class _Reader:
-    """Pipe from an agent's process, read as it comes."""
+    """Pipe from an agent's process, read in the event loop."""
 
     def __init__(self, limit: int | None):
-        """limit: bytes to take; None passes them on to standard error and keeps the last ones."""
+        """limit: maximum bytes. None: copy to standard error, and keep only the last bytes."""
         self.near_end, self.far_end = os.pipe()
         os.set_blocking(self.near_end, False)
         self.limit, self.data = limit, b""
         self.is_too_long = False
 
     def begin(self) -> None:
-        """Read from now on; the other end is the process's alone."""
+        """Start reading. Only the agent's process keeps the other end open."""
         os.close(self.far_end)
         asyncio.get_running_loop().add_reader(self.near_end, self._take)
 
     def read(self) -> bytes:
-        """Return what has come, with what waits."""
+        """Read the rest of the pipe, and return all data."""
         while self._take():
             pass
         return self.data
@@ -292,7 +297,7 @@ class _Reader:
         os.close(self.near_end)
 
     def _take(self) -> bool:
-        """Take what waits; return whether there may be more."""
+        """Read available data. Return whether there may be more."""
         try:
             given = os.read(self.near_end, 2**16)
         except BlockingIOError:
@@ -304,7 +309,7 @@ class _Reader:
             os.write(2, given)
             self.data = (self.data + given)[-KEPT_OF_ERRORS:]
         elif len(self.data) + len(given) > self.limit:
-            self.is_too_long = True
+            self.is_too_long = True  # the rest is read and discarded, or the agent would block on a full pipe
         else:
             self.data += given
         return True

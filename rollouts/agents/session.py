@@ -1,4 +1,4 @@
-"""One episode of an agent at the gateway: its requests, their limits and seeds, and the trace that they leave."""
+"""Session of an agent's episode: requests, limits, seeds, and the trace of sampled tokens."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from rollouts.stops import Stops, StopStrings
 from rollouts.transcript import Tokenizer, check_completion
 
 AT_ONCE = 64
-"""Requests of one episode that may run at once; the next one is refused until one of them has ended."""
+"""Maximum number of concurrent requests per episode. Further requests are refused."""
 MAX_REFUSED = 100
-"""Requests of one episode that may be refused. With more, it fails: the harness does not listen."""
+"""Maximum number of refused requests per episode. With more, the episode fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """Engine and settings that sample the replies of all episodes of a worker."""
+    """Engine and settings for sampling, shared by all episodes of a worker."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -44,46 +44,46 @@ class Sampler:
     max_new_tokens: int
     max_turns: int
     max_model_len: int
-    """Tokens of the longest prompt and completion together."""
+    """Maximum length of prompt and completion together, in tokens."""
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """Request, with those that repeat it because its answer did not arrive."""
+    """Running or finished request, shared with retries of it."""
 
     task: asyncio.Task[tuple[ChatResponse, Node]]
     listeners: int = 0
-    """Connections that wait for the answer."""
+    """Number of connections waiting for the response."""
     was_delivered: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Counts of what the requests of an episode ask for that the policy's own conversation would not have."""
+    """Counts of unusual requests in an episode, for metrics."""
 
     refused: int = 0
     must_call: int = 0
     """Requests with a tool_choice that demands a call."""
     retried: int = 0
     sampled: int = 0
-    """Tokens that the engine has returned."""
+    """Tokens sampled by the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Request with what the transport knows of it."""
+    """Chat request with transport data."""
 
     ask: ChatRequest
     digest: str
-    """Hash of the body."""
+    """SHA-256 of the body, as hex."""
     retry: int | None = None
-    """Number of retries that the client says it has made; None where it does not say."""
+    """Retry count from the client's header, or None without the header."""
 
 
 class AgentSession:
     """Requests of one episode.
 
-    `failed` is set to an error that must end the run, or to a sentence why the episode fails.
+    `failed` resolves to the sentence why the episode fails, or to an error that must end the run.
     """
 
     def __init__(self, sampler: Sampler, prompt: Prompt, seed_of_turn: Callable[[int | str], int]):
@@ -99,15 +99,15 @@ class AgentSession:
         self._running: set[asyncio.Task[tuple[ChatResponse, Node]]] = set()
         self._contexts: Counter[str] = Counter()
         self._main: dict[int, str] = {}
-        """Contexts of the conversation that begins with the prompt, by the number of replies before."""
+        """Context hashes of the conversation that begins with the prompt, by number of earlier replies."""
 
     @asynccontextmanager
     async def answering(self, request: Request) -> AsyncGenerator[ChatResponse]:
-        """Yield the answer to a request; when the body ends without an error, the harness has got it."""
+        """Yield the response to a request. If the body ends without an error, the response counts as delivered."""
         call = self._find_call(request) or self._start_call(request)
         call.listeners += 1
         try:
-            await asyncio.wait([call.task])  # it goes on where this connection ends
+            await asyncio.wait([call.task])  # not awaited directly: a closed connection must not cancel the sampling
             answer, node = _get_result(call.task)
             yield answer
             call.was_delivered = True
@@ -116,7 +116,7 @@ class AgentSession:
             call.listeners -= 1
 
     def count_refusal(self, refusal: BadRequest) -> None:
-        """Count a request that was refused; the episode fails where there are too many."""
+        """Count a refused request. The episode fails after MAX_REFUSED of them."""
         self.counts.refused += 1
         if self.counts.refused >= MAX_REFUSED and not self.failed.done():
             self.failed.set_result(
@@ -124,16 +124,18 @@ class AgentSession:
             )
 
     async def close(self) -> None:
-        """End the requests that are running."""
+        """Cancel running requests."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         if not self.failed.cancel() and not self.failed.cancelled():
-            self.failed.exception()  # whoever could hear of it has; else asyncio would complain
+            self.failed.exception()  # marks it as retrieved, or asyncio would log a warning
 
     def _find_call(self, request: Request) -> _Call | None:
-        """Return the request that this one repeats: the same body, and the client says so, or nobody got the answer."""
+        """Return the earlier request that this request retries, or None."""
         call = self._calls.get(request.digest)
+        # Two requests with the same body may be two samples of one prompt. retry 0: the client says that it is new.
+        # retry above 0: a retry. None: no header, so it is a retry only if the earlier response reached nobody.
         if call is None or request.retry == 0:
             return None
         is_repeated = request.retry is not None or (not call.listeners and not call.was_delivered)
@@ -158,7 +160,7 @@ class AgentSession:
             return
         error = task.exception()
         if error is not None and not isinstance(error, BadRequest) and not self.failed.done():
-            self.failed.set_exception(error)  # the engine's, or a defect: the run must hear of it
+            self.failed.set_exception(error)  # an engine error or a bug, which must end the run
 
     async def _reply(self, ask: ChatRequest) -> tuple[ChatResponse, Node]:
         self.counts.must_call += ask.must_call
@@ -181,6 +183,7 @@ class AgentSession:
         wanted = room if ask.max_tokens is None else min(room, ask.max_tokens)
         done = await self._sample(planned, wanted)
         done = cut_at_stop(done, ask.stop, self.sampler)
+        # the budget counts tokens of tool results too, as an environment's episode does
         self.left -= len(done.token_ids) + (0 if planned.parent is None else len(planned.prompt_ids))
         reply = self._parse(done, ask)
         node = self.trace.add_reply(planned, done, reply)
@@ -195,7 +198,7 @@ class AgentSession:
         return answer, node
 
     def _measure_room(self, planned: Planned) -> int:
-        """Return how many tokens the reply may have. Raises BadRequest where a limit of the episode leaves none."""
+        """Return the maximum number of tokens for the reply. Raises BadRequest if a limit is reached."""
         sampler = self.sampler
         if self.n_started >= sampler.max_turns:
             raise self._end_branch(
@@ -210,6 +213,8 @@ class AgentSession:
                 f"the conversation has {len(planned.context)} tokens, and with a reply it may have "
                 f"data.max_prompt_tokens + rollout.max_new_tokens={sampler.max_model_len}: shorten it, or raise them",
             )
+        # A new branch starts from a full render, whose tokens are prompt. Only tokens appended to a reply use the
+        # budget.
         left = self.left - (0 if planned.parent is None else len(planned.prompt_ids))
         room = min(left, sampler.max_model_len - len(planned.context))
         if room <= 0:
@@ -239,13 +244,14 @@ class AgentSession:
         return done
 
     def _choose_seed(self, planned: Planned) -> int | str:
-        """Return what tells a reply's seed from those of others: two replies with one seed would not be independent.
+        """Return the seed key of a reply. Two replies with the same seed would not be independent.
 
-        In the conversation that begins with the prompt it is the number of replies before, as in an environment.
-        Elsewhere, as where that conversation forks, the context decides, and how often it was asked before.
+        In the conversation that begins with the prompt, the key is the number of earlier replies, as in an environment.
+        In other branches it is the hash of the context, with the number of earlier requests of the same context.
         """
         context = np.array(planned.context, dtype=np.int64).tobytes()
         digest = hashlib.blake2b(context, digest_size=8).hexdigest()
+        # Keyed by content, since an agent's requests may arrive in another order when the run is repeated.
         before, self._contexts[digest] = self._contexts[digest], self._contexts[digest] + 1
         is_main = self.trace.starts_with_prompt(planned) and planned.tools == self.prompt.tools
         if is_main and not before and self._main.setdefault(planned.depth, digest) == digest:
@@ -253,7 +259,7 @@ class AgentSession:
         return f"{planned.depth}/{digest}/{before}"
 
     def _parse(self, done: Completion, ask: ChatRequest) -> Message:
-        """Return the reply as a message, without the text from a stop string of the request on."""
+        """Parse the reply into a message, cut at the request's stop strings."""
         sampler = self.sampler
         parser = sampler.parser if ask.tools and ask.may_call else PlainParser()
         text = sampler.tokenizer.decode(done.token_ids)
@@ -263,16 +269,16 @@ class AgentSession:
 
 
 def _get_result(task: asyncio.Task[tuple[ChatResponse, Node]]) -> tuple[ChatResponse, Node]:
-    """Return what a request that has ended gave; raise BadRequest where the run could not answer it."""
+    """Return the result of a finished request. Raises BadRequest if the request was cancelled or the engine failed."""
     if not task.cancelled() and (task.exception() is None or isinstance(task.exception(), BadRequest)):
         return task.result()
     raise BadRequest("the policy cannot answer any more: the episode, or the run, is ending", status=500)
 
 
 def cut_at_stop(done: Completion, strings: tuple[str, ...], sampler: Sampler) -> Completion:
-    """Return a completion up to the token that completes a stop string of the request.
+    """Cut a completion after the token that completes a stop string.
 
-    That is what an engine returns which looks for the string after every token; what came later had no effect.
+    The result equals that of an engine that checks for the string after every token. Later tokens had no effect.
     """
     if not strings:
         return done

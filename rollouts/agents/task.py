@@ -1,4 +1,4 @@
-"""What an agent is given for one episode, and the plan by which its processes are started. No heavy import here."""
+"""Task of an agent's episode, and the plan to start agent processes. No heavy imports here."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from core.types.images import write_data_uri
 from core.types.messages import Message, ToolSpec
 
 RESULT_FD = 3
-"""File descriptor on which a command returns its rewards, as one line of JSON."""
+"""File descriptor for a command's rewards, written as one line of JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Episode, as an agent sees it. The answer of the row is not in it: that is for the reward."""
+    """Episode as the agent sees it. The row's answer is excluded; only the reward sees it."""
 
     base_url: str
     """OpenAI-compatible endpoint of this episode."""
     api_key: str
     model: str
-    """Name of the policy there."""
+    """Name of the policy at that endpoint."""
     messages: list[Message]
-    """The prompt."""
+    """Prompt of the row."""
     tools: list[ToolSpec] = field(default_factory=list[ToolSpec])
-    """Tools of the row, in OpenAI's form."""
+    """Tools of the row, in OpenAI's format."""
     id: str = ""
-    """Unique name of the row."""
+    """Unique id of the row."""
     source: str = ""
-    """Name of the data set that the row comes from."""
+    """Name of the row's data set."""
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     """Other columns of the row."""
     max_turns: int = 1
-    """Largest number of replies."""
+    """Maximum number of replies."""
     seed: int = 0
-    """Seed for what the agent draws itself; the same in a run that is repeated."""
+    """Seed for the agent's own randomness. A repeated run has the same seeds."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the task as a command reads it."""
+        """Return the task as JSON for a command."""
         return asdict(replace(self, messages=[])) | {"messages": [*map(write_content, self.messages)]}
 
 
 def write_content(message: Message) -> dict[str, Any]:
-    """Return a message in OpenAI's form, with its images as data URIs."""
+    """Return a message in OpenAI's format, with images as data URIs."""
     if "parts" not in message:
         return {**message}
     content = [
@@ -60,9 +60,9 @@ class AgentPlan:
     file: FileSpec | None = None
     command: tuple[str, ...] = ()
     folder: str = "."
-    """Working folder: that of the program which was started, since other processes may have another one."""
+    """Working folder of the started program. Other processes may have another folder."""
 
     @property
     def name(self) -> str:
-        """The agent in a sentence."""
+        """Name of the agent in messages."""
         return self.file.path if self.file is not None else self.command[0]

@@ -1,15 +1,15 @@
-"""An agent's conversations as a tree: what each request told the policy, and what was sampled for it, token for token.
+"""Trace of an agent's conversations: a tree of replies with their exact tokens.
 
-A node is one reply. Its tokens are those that were given since the reply before it, and those that were sampled. A
-request continues the deepest reply whose conversation it repeats; whatever else it holds begins a branch of its own,
-from a full render. Every path from a root to a leaf is a sample:
+A node is a reply, with its sampled tokens and the prompt tokens since the parent's reply. A request continues the
+deepest reply with the same conversation. Any other request starts a new branch, rendered in full. Every path from root
+to leaf is a sample:
 
     root: system, user -> reply 0 ── tool -> reply 1 ── tool -> reply 2          samples: 0 1 2
                                   └─ user -> reply 3                                      0'  3
     root: system, summary -> reply 4                                                      4
 
-Reply 0 is trained on in the first of them only. In the others (0') its tokens are context. A reply that the harness
-did not repeat literally is context too: it is rendered as it stands in the request.
+Reply 0 is trained on only in the first sample. In other samples (0') it is context. A reply that the harness changed is
+also context, rendered as the request states it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from rollouts.transcript import PlacesImages, find_places
 
 
 class Renderer(PlacesImages, Protocol):
-    """Methods of a tokenizer that a trace needs; see data_feeds/chat/tokenizer.py."""
+    """Tokenizer methods for a trace; see data_feeds/chat/tokenizer.py."""
 
     def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
     def render_turns(self, reply: Message, answers: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
 
 
 class CannotContinue(Exception):
-    """Reason why no reply can follow the messages of a request, in a sentence."""
+    """Reason why no reply can follow a request's messages, as a sentence."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Node:
-    """Reply of the policy, with the messages and tokens that came before it since its parent's reply."""
+    """Reply of the policy, with the messages and tokens since the parent's reply."""
 
     parent: Node | None
     tools: list[ToolSpec]
@@ -51,15 +51,15 @@ class Node:
     reply: Message
     completion: Completion
     number: int
-    """Number of the reply in its episode, by time."""
+    """Number of the reply in the episode, in sampling order."""
     children: list[Node] = field(default_factory=list["Node"])
     is_kept: bool = False
-    """Whether the harness got this reply, or one after it. One that it never saw had no effect."""
+    """True if the harness received this reply or a later one. An undelivered reply had no effect."""
     refused: Stop | None = None
-    """Limit that kept the branch from going on after this reply."""
+    """Limit that ended the branch after this reply."""
 
     def list_path(self) -> list[Node]:
-        """Return the nodes from the root to this one."""
+        """Return the nodes from the root to this node."""
         path: list[Node] = []
         node: Node | None = self
         while node is not None:
@@ -68,73 +68,73 @@ class Node:
         return path[::-1]
 
     def keep(self) -> None:
-        """Note that the harness got this reply, and so those before it."""
+        """Mark this reply and its ancestors as received by the harness."""
         for node in self.list_path():
             node.is_kept = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Request that the engine is about to answer."""
+    """Request ready for the engine."""
 
     parent: Node | None
-    """Reply that it continues; None where a branch begins."""
+    """Reply that the request continues, or None for a new branch."""
     tools: list[ToolSpec]
     prompt_messages: list[Message]
     prompt_ids: list[int]
     """Tokens since the parent's reply."""
     context: list[int]
-    """All tokens that the engine gets."""
+    """All tokens before the reply: the engine's input."""
     images: tuple[PlacedImage, ...]
-    """Images that some of these stand for."""
+    """Images of the context."""
     depth: int
-    """Number of the assistant's messages after those of the prompt."""
+    """Number of assistant turns after the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Path from a root to a leaf. The lists have one length."""
+    """Path from a root to a leaf. All token lists have the same length."""
 
     ids: list[int]
     action_mask: list[bool]
     logp: list[float]
     versions: list[int]
     turns: tuple[tuple[int, int], ...]
-    """Token spans of the replies that are trained on here."""
+    """Token spans of replies trained on in this branch."""
     turn_numbers: tuple[int, ...]
-    """Their numbers in the episode."""
+    """Numbers of these replies in the episode."""
     stop: Stop
     messages: list[Message]
     last: int
-    """Number of its last reply."""
+    """Number of the last reply."""
     images: tuple[PlacedImage, ...]
 
 
 class Trace:
-    """Conversations of one episode. It renders and records; sampling is the caller's."""
+    """Conversations of one episode. The caller samples; the trace renders and records."""
 
     def __init__(self, tokenizer: Renderer, close_turn: Callable[[list[int]], list[int]], prompt: Sequence[Message]):
-        """close_turn: the tokens that end a reply's turn, where the policy did not sample them; see rollouts/stops.py.
+        """close_turn: returns tokens that end a reply's turn if the policy did not sample them; see rollouts/stops.py.
 
-        prompt: messages of the data set, whose assistant's turns nobody has rewritten.
+        prompt: messages of the row. Their assistant turns do not count as rewritten.
         """
         self.tokenizer, self.close_turn = tokenizer, close_turn
         self.prompt = list(prompt)
         self.roots: list[Node] = []
         self.writes_tools = False
-        """Whether the chat template was seen to write tools."""
+        """True once the chat template has rendered tools."""
         self.n_replies = 0
         self.n_repeated = 0
-        """Assistant's messages in requests that stand there as the tokens that were sampled."""
+        """Assistant turns in requests that keep their sampled tokens."""
         self.n_rewritten = 0
-        """Assistant's messages in requests that were rendered from text: rewritten, inserted or moved by harness."""
+        """Assistant turns in requests that were rendered from text: rewritten, inserted or moved by the harness."""
         self.n_not_appended = 0
-        """Requests that began a branch only because the chat template writes earlier turns differently."""
+        """Requests that started a branch only because the chat template changes earlier turns."""
 
     def plan_reply(self, messages: list[Message], tools: list[ToolSpec]) -> Planned:
-        """Return what the engine gets for a request.
+        """Return the engine's input for a request.
 
-        Raises CannotContinue for messages after which no reply can come, and TemplateRefuses.
+        Raises CannotContinue if no reply can follow the messages, and TemplateRefuses.
         """
         if not messages or messages[-1]["role"] == "assistant":
             raise CannotContinue(
@@ -157,7 +157,7 @@ class Trace:
         return planned
 
     def add_reply(self, planned: Planned, done: Completion, reply: Message) -> Node:
-        """Record what was sampled for a request, and the message that the harness gets for it."""
+        """Record a sampled completion, and the reply message sent to the harness."""
         node = Node(
             parent=planned.parent,
             tools=planned.tools,
@@ -176,22 +176,23 @@ class Trace:
         return node
 
     def starts_with_prompt(self, planned: Planned) -> bool:
-        """Tell whether a request's conversation begins with the messages of the prompt."""
+        """Return whether a request's conversation begins with the prompt."""
         return self.holds_prompt(
             planned.prompt_messages if planned.parent is None else planned.parent.list_path()[0].prompt_messages
         )
 
     def holds_prompt(self, messages: list[Message]) -> bool:
-        """Tell whether a conversation begins with the messages of the prompt."""
+        """Return whether messages begin with the prompt."""
         return messages[: len(self.prompt)] == self.prompt
 
     def list_branches(self) -> list[Branch]:
-        """Return every path from a root to a leaf; a reply of several is sampled in the first that holds it."""
+        """Return every path from root to leaf. A reply shared by several paths is trained on in the first."""
         seen: set[int] = set()
         return [_make_branch(leaf, seen) for leaf in _list_leaves(self.roots)]
 
     def _render(self, messages: list[Message], tools: list[ToolSpec]) -> list[int]:
         given = self.tokenizer.render(messages, tools)
+        # checked once per episode: a render costs time, and the template does not change
         if tools and not self.writes_tools:
             self.writes_tools = given != self.tokenizer.render(messages)
             if not self.writes_tools:
@@ -202,13 +203,14 @@ class Trace:
         return given
 
     def _find_parent(self, messages: list[Message], tools: list[ToolSpec]) -> Node | None:
-        """Return the deepest reply whose conversation the messages repeat; the latest where there are several."""
+        """Return the deepest reply whose conversation the messages repeat. Among equals, return the latest."""
         best: tuple[int, int] = (0, -1)
         found: Node | None = None
         waiting = [(node, 0) for node in self.roots if node.tools == tools]
         while waiting:
             node, start = waiting.pop()
             at = start + len(node.prompt_messages)
+            # the reply itself must be repeated too, so a longer list of messages is needed
             if (
                 messages[start:at] != node.prompt_messages
                 or at >= len(messages)
@@ -221,15 +223,16 @@ class Trace:
         return found
 
     def _append(self, parent: Node, messages: list[Message]) -> Planned | None:
-        """Return a request that continues `parent`; None where the template does not only append."""
+        """Return a request that continues `parent`, or None if the template changes earlier turns."""
         path = parent.list_path()
         at = sum(len(node.prompt_messages) + 1 for node in path)
+        # Sampled tokens, not a render of their text: encoding decoded text can give other tokens.
         before = [i for node in path for i in (*node.prompt_ids, *node.completion.token_ids)]
         try:
             answers = self.tokenizer.render_turns(parent.reply, messages[at:], parent.tools)
             given = self.close_turn(parent.completion.token_ids) + answers
             images = find_places(self.tokenizer, before + given, messages[at:], len(before))
-        except (TemplateRewrites, TemplateRefuses):  # what the template refuses in the whole, the full render says
+        except (TemplateRewrites, TemplateRefuses):  # a full render follows; it raises if the template refuses that too
             self.n_not_appended += 1
             return None
         return Planned(
@@ -248,7 +251,7 @@ class Trace:
 
 
 def is_repeated(reply: Message, message: Message) -> bool:
-    """Tell whether a message of a request is this reply: harnesses trim its text, and most leave its reasoning out.
+    """Return whether a request's message is this reply. Harnesses often trim the text and drop the reasoning.
 
     >>> said = {"role": "assistant", "content": " 7 ", "reasoning": "3+4"}
     >>> is_repeated(said, {"role": "assistant", "content": "7"}), is_repeated(said, {"role": "user", "content": "7"})
@@ -264,7 +267,7 @@ def is_repeated(reply: Message, message: Message) -> bool:
 
 
 def _list_leaves(roots: list[Node]) -> Iterator[Node]:
-    """Yield the leaves of the tree in the order of their branches, without replies that nobody got."""
+    """Yield the leaves in order of their branches, without undelivered replies."""
     waiting = [root for root in reversed(roots) if root.is_kept]
     while waiting:
         node = waiting.pop()
@@ -275,7 +278,7 @@ def _list_leaves(roots: list[Node]) -> Iterator[Node]:
 
 
 def _make_branch(leaf: Node, seen: set[int]) -> Branch:
-    """Return the path to a leaf. The replies in `seen` are context; those that are new are added to it."""
+    """Build the branch of a leaf. Replies in `seen` become context; new replies are added to it."""
     path = leaf.list_path()
     columns: dict[str, list[Any]] = {name: [] for name in ("ids", "action_mask", "logp", "versions")}
     turns: list[tuple[int, int]] = []
@@ -287,6 +290,7 @@ def _make_branch(leaf: Node, seen: set[int]) -> Branch:
         columns["logp"] += logp if sampled else [0.0] * len(ids)
         columns["versions"] += versions if sampled else [-1] * len(ids)
 
+    # a shared reply is trained on once, or its gradient would be counted in every branch
     for node in path:
         done, is_new = node.completion, node.number not in seen
         append(node.prompt_ids, [], [], sampled=False)

@@ -1,7 +1,7 @@
-"""OpenAI's chat completions as they come over HTTP: requests read, answers written. No token is seen here.
+"""OpenAI's chat-completions format over HTTP: parse requests, write responses. No tokens here.
 
-What would change how replies are sampled is refused, in one sentence. A harness that could set a temperature of its own
-would make samples of a policy that is not the one in training.
+Requests that would change sampling are refused with one sentence. Samples at another temperature, for example, would
+come from a policy other than the trained one.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "store": (False,),
 }
-"""Parameters that a request may have with these values, which change nothing."""
+"""Parameters accepted only with these neutral values."""
 WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier")
-"""Parameters that concern OpenAI's own service."""
+"""Parameters of OpenAI's own service, ignored."""
 READ = ("model", "messages", "tools", "tool_choice", "temperature", "max_tokens", "max_completion_tokens", "stop")
 STREAMING = ("stream", "stream_options")
 EMPTY_IN_MESSAGES = ("refusal", "annotations", "audio", "function_call")
-"""Fields of a reply that clients send back, empty."""
+"""Empty fields of a reply that clients send back."""
 REASONING = ("reasoning", "reasoning_content")
-"""Names that clients have for what an assistant thought."""
+"""Names for the reasoning of an assistant turn."""
 
 
 class BadRequest(Exception):
-    """Request that is not answered. The message is one sentence for the author of the harness."""
+    """Refused request. The message is one sentence for the author of the harness."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None):
-        """status: of HTTP. param: the parameter at fault."""
+        """status: HTTP status. param: name of the wrong parameter."""
         super().__init__(message)
         self.status, self.param = status, param
 
     def write(self) -> dict[str, Any]:
-        """Return the body of the answer, in OpenAI's form."""
+        """Return the response body, in OpenAI's format."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
 
@@ -68,19 +68,19 @@ class ChatRequest:
     messages: list[Message]
     tools: list[ToolSpec]
     may_call: bool = True
-    """False with tool_choice: none; the reply is then all content."""
+    """False with tool_choice: none. The reply is then not parsed for calls."""
     must_call: bool = False
-    """True with a tool_choice that demands a call. Nothing enforces that: it would be another distribution."""
+    """True if tool_choice demands a call. Not enforced, since that would change the distribution."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     streams: bool = False
     wants_usage: bool = False
-    """Whether a streamed answer ends with the numbers of tokens."""
+    """True if a streamed response ends with token counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatResponse:
-    """Reply for a harness."""
+    """Reply sent to a harness."""
 
     id: str
     message: Message
@@ -90,9 +90,9 @@ class ChatResponse:
 
 
 def read_ask(body: Any, *, temperature: float) -> ChatRequest:
-    """Return a request. Raises BadRequest for what it may not ask.
+    """Parse a request body. Raises BadRequest for an invalid or refused request.
 
-    temperature: the run's.
+    temperature: sampling temperature of the run.
     """
     if not isinstance(body, dict):
         raise BadRequest("the body of a request must be a JSON object with model and messages")
@@ -122,13 +122,14 @@ def read_ask(body: Any, *, temperature: float) -> ChatRequest:
 
 
 def _check_parameters(body: dict[str, Any], temperature: float) -> None:
-    """Raise BadRequest for a parameter that would change how replies are sampled, or that nothing reads."""
+    """Raise BadRequest for parameters that would change sampling, or that nothing reads."""
     if (asked := body.get("temperature")) is not None and asked != temperature:
         raise BadRequest(
             f"temperature is {asked!r:.40}, and this run samples at rollout.temperature={temperature:g}: leave it out",
             param="temperature",
         )
     for name, value in body.items():
+        # clients send null for every parameter that the harness did not set
         if value is None or name in (*READ, *STREAMING, *WITHOUT_EFFECT):
             continue
         if name not in NEUTRAL:
@@ -144,7 +145,7 @@ def _check_parameters(body: dict[str, Any], temperature: float) -> None:
 
 
 def read_message(given: Any, where: str) -> Message:
-    """Return a message of a request. Raises BadRequest for what no chat template could be shown."""
+    """Parse a message of a request. Raises BadRequest for fields that no chat template reads."""
     if not isinstance(given, dict) or given.get("role") not in ROLES:
         raise BadRequest(f"{where} must be an object whose role is one of {', '.join(ROLES)}", param=where)
     parts = _read_content(given.get("content"), where)
@@ -153,6 +154,7 @@ def read_message(given: Any, where: str) -> Message:
     if any(part["type"] == "image" for part in parts):
         message["parts"] = parts
     for name, value in given.items():
+        # OpenAI's clients return a reply with all of its fields, most of them empty
         if name in ("role", "content") or value in (None, [], ""):
             continue
         if name == "tool_calls" and given["role"] == "assistant" and isinstance(value, list):
@@ -233,7 +235,7 @@ def _read_stop(stop: Any) -> tuple[str, ...]:
 
 
 def write_answer(answer: ChatResponse, *, created: int) -> dict[str, Any]:
-    """Return the body of a complete answer."""
+    """Return the body of a complete response."""
     choice = {
         "index": 0,
         "message": write_message(answer.message),
@@ -251,7 +253,7 @@ def write_answer(answer: ChatResponse, *, created: int) -> dict[str, Any]:
 
 
 def write_chunks(answer: ChatResponse, *, created: int, wants_usage: bool) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a streamed answer: all of the reply in the first one."""
+    """Yield the chunks of a streamed response. The first chunk contains the whole reply."""
     delta = write_message(answer.message)
     for i, call in enumerate(delta.get("tool_calls", [])):
         call["index"] = i
@@ -264,7 +266,7 @@ def write_chunks(answer: ChatResponse, *, created: int, wants_usage: bool) -> It
 
 
 def write_message(message: Message) -> dict[str, Any]:
-    """Return a reply as clients read it: the arguments of a call are text there."""
+    """Return a reply for clients, with the arguments of calls as JSON text."""
     written: dict[str, Any] = {"role": "assistant", "content": message["content"], "refusal": None}
     if "reasoning" in message:
         written["reasoning_content"] = message["reasoning"]
@@ -273,12 +275,12 @@ def write_message(message: Message) -> dict[str, Any]:
             {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
             for call in calls
         ]
-        written["content"] = message["content"] or None
+        written["content"] = message["content"] or None  # clients expect null, not "", beside calls
     return written
 
 
 def list_models(*, created: int) -> dict[str, Any]:
-    """Return the body of the list of models: there is one."""
+    """Return the body of the model list."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": created, "owned_by": "feynrl"}]}
 
 

@@ -1,8 +1,8 @@
-"""Interface of an engine: token ids in, token ids out. One file per engine, found by its name or its path.
+"""Interface of an inference engine: token ids in, token ids out. One file per engine.
 
-An engine of your own is a file with one subclass of `Engine`, named by its path in `rollout.engine`. It is made as
-`YourEngine(config)` in the process that runs it. Methods that it does not need raise EngineLacks, and a recipe that
-would call them is refused before the start, because `capabilities` says what the engine can do.
+`rollout.engine` names an engine, or the path of a file with one subclass of `Engine`. It is created as
+`YourEngine(config)` in the process that runs it. Methods without an implementation raise EngineLacks. `capabilities`
+lists the features of the engine, and a recipe that needs others is refused before the start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CompletionStop = Literal["eos", "length"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Tokens that an engine sampled after a prefix. The lists have one length."""
+    """Tokens sampled after a prefix. All lists have the same length."""
 
     token_ids: list[int]
     logp: list[float]
@@ -39,107 +39,107 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine. An engine reads those that it has a use for."""
+    """Settings of one engine. An engine may ignore settings that do not concern it."""
 
     model_path: str
     temperature: float
-    """Sampling temperature. 0, in an evaluation, is greedy: the most probable token, with its log-probability at 1."""
+    """Sampling temperature. 0 is greedy decoding in an evaluation, with log-probabilities at temperature 1."""
     max_model_len: int
-    """Tokens of the longest prompt and completion together."""
+    """Maximum length of prompt and completion together, in tokens."""
     stop_token_ids: Sequence[int]
     """Tokens that end a completion. The model's own generation config is ignored."""
     stop_strings: StopStrings | None = None
-    """Texts that end a completion with the token that completes one of them: `find_end` says where."""
+    """Texts that end a completion, with the token that completes the text. See `find_end`."""
     allowed_tokens: AllowedTokens = EVERY_TOKEN
     """Tokens that may be sampled."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     trust_remote_code: bool = False
-    """Whether code that comes with the model may run."""
+    """Whether code in the model's folder may run."""
     seed: int = 0
     tensor_parallel_size: int = 1
     cores: Sequence[int] | None = None
-    """CPU cores of this engine, shared by its ranks; by default all that the process may use."""
+    """CPU cores of this engine, shared by all ranks. None: all cores of the process."""
     kv_cache_gib: float | None = None
-    """Size of the KV cache per rank, in GiB; by default what `gpu_memory_utilization` leaves (4 on a CPU)."""
+    """Size of the KV cache per rank, in GiB. None: from `gpu_memory_utilization` on a GPU, 4 on a CPU."""
     gpu_memory_utilization: float = 0.85
     enforce_eager: bool = False
     prefix_cache: bool = True
-    """False: the keys and values of a prompt are computed for every request. The doctor asks for that."""
+    """False: recompute keys and values of the prompt for every request, as the doctor needs."""
     starts_empty: bool = False
-    """True: the first weight sync sends all weights, so they need not be loaded."""
+    """True: skip loading weights, since the first weight sync sends all of them."""
     lora: LoraConfig | None = None
-    """LoRA settings if weight syncs send the adapter alone, with `targets` named one by one; else None."""
+    """LoRA settings with `targets` by full name, if weight syncs send only the adapter. Else None."""
     over_nccl: bool = False
-    """Weights come over NCCL, which takes GPUs at both ends."""
+    """Receive weights over NCCL, which requires GPUs at both ends."""
     timeout_s: float = 300.0
-    """Deadline of one step of a weight sync."""
+    """Deadline of each step of a weight sync, in seconds."""
     pause_mode: PauseMode = "keep"
-    """What happens to running requests when weights come: `weight_sync.pause_mode`."""
+    """Treatment of running requests during a weight update: `weight_sync.pause_mode`."""
     sleep: SleepMode | None = None
-    """What an engine that shares its device does with its weights while it sleeps; None is one that never sleeps."""
+    """Treatment of the weights during sleep of a colocated engine. None: the engine never sleeps."""
     over_ipc: bool = False
-    """Weights come by handles of memory on the same GPU, which both processes see."""
+    """Receive weights through CUDA IPC handles, from another process on the same GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Features of an engine beyond generation in one process. Recipes that need more are refused."""
+    """Optional features of an engine. Recipes that need a missing feature are refused."""
 
     tensor_parallel: bool = False
     broadcast: bool = False
-    """True if the engine can join a broadcast over gloo (`join_broadcast`); every engine on Ray needs this."""
+    """True if the engine can join a broadcast over gloo (`join_broadcast`). Required on Ray."""
     nccl: bool = False
     """True if the engine can join a broadcast over NCCL."""
     chunks: bool = False
-    """True if the engine loads weights in chunks (`begin_chunks`, `load_chunk`): transports direct and disk."""
+    """True if the engine loads weights in chunks (`begin_chunks`, `load_chunk`), for the transports direct and disk."""
     adapter: bool = False
-    """True if the engine can sample with a LoRA adapter beside the weights."""
+    """True if the engine can sample with a LoRA adapter beside the base weights."""
     images: bool = False
-    """True if prompts may hold images."""
+    """True if prompts may contain images."""
     allowed_tokens: bool = False
-    """True if the engine samples from `EngineConfig.allowed_tokens` only, with log-probabilities over that set."""
+    """True if `EngineConfig.allowed_tokens` is respected, with log-probabilities over that set."""
     stop_strings: bool = False
-    """True if a completion ends where `EngineConfig.stop_strings` says."""
+    """True if `EngineConfig.stop_strings` ends completions."""
     sleep: bool = False
-    """True if the engine can sleep and wake (`sleep`, `wake`), so that a trainer uses its device meanwhile."""
+    """True if the engine can sleep and wake (`sleep`, `wake`), so that a trainer can use the device."""
     ipc: bool = False
-    """True if the engine can open handles of memory on its own GPU (`EngineConfig.over_ipc`)."""
+    """True if the engine can open CUDA IPC handles of its GPU (`EngineConfig.over_ipc`)."""
     in_process: str = ""
-    """Name of the engine that replaces this one with `backend: local`; "" is itself."""
+    """Name of the engine that replaces this engine with `backend: local`. "": the same engine."""
 
 
 class EngineLacks(NotImplementedError):
-    """Error of a method that the engine's capabilities exclude."""
+    """Error of a method outside the engine's capabilities."""
 
 
 class Engine(ReceivesWeights, Protocol):
-    """Sampler of completions. It knows nothing of chat, groups, rewards or algorithms.
+    """Sampler of completions, independent of chat, groups, rewards and algorithms.
 
-    Requests are made concurrently. trainers/weight_sync/base.py says how weights arrive.
+    Requests are concurrent. trainers/weight_sync/base.py defines the protocol of weight updates.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start the engine; return when requests can be made."""
+        """Start the engine, and return when it accepts requests."""
         ...
 
     @classmethod
     def begin(cls, config: EngineConfig) -> Callable[[EngineConfig], Engine]:
-        """Return what makes the engine. One that starts slowly begins here, before its tokenizer has been read.
+        """Return an engine factory. Slow engines start loading here, while the tokenizer loads.
 
-        config: without stop tokens.
+        config: settings without stop tokens.
         """
         return cls
 
     @classmethod
     def check_user_code(cls, model: nn.Module, *, path: str) -> None:
-        """Raise UserError where the engine cannot run a model whose class came with it; it is on the meta device."""
+        """Raise UserError if the engine cannot run a model with custom code. The model is on the meta device."""
         return
 
     @classmethod
     def check_family(cls, family: str, *, path: str) -> None:
-        """Raise UserError where the engine cannot run a model that sees images here; family: its `model_type`."""
+        """Raise UserError if the engine cannot run this family of vision models. family: the config's `model_type`."""
         return
 
     async def generate(
@@ -147,7 +147,7 @@ class Engine(ReceivesWeights, Protocol):
     ) -> Completion:
         """Sample one continuation of `token_ids` at the run's temperature.
 
-        images: what spans of `token_ids` stand for; given to engines with the capability `images` only.
+        images: images of spans of `token_ids`, passed only to engines with the capability `images`.
         """
         ...
 
@@ -159,29 +159,29 @@ class Engine(ReceivesWeights, Protocol):
         raise EngineLacks("this engine does not run in the trainer's process")
 
     async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:
-        raise EngineLacks("this engine joins no broadcast")
+        raise EngineLacks("this engine cannot join a broadcast")
 
     async def begin_chunks(self) -> None:
-        raise EngineLacks("this engine takes no chunks")
+        raise EngineLacks("this engine cannot load chunks")
 
     async def load_chunk(self, chunk: Chunk) -> None:
-        raise EngineLacks("this engine takes no chunks")
+        raise EngineLacks("this engine cannot load chunks")
 
     async def receive_weights(self, version: int) -> None:
-        raise EngineLacks("this engine takes no weights from another process")
+        raise EngineLacks("this engine cannot receive weights from another process")
 
     async def sleep(self) -> None:
-        """Free the memory of weights and cache, as `EngineConfig.sleep` says; no request is running.
+        """Free the memory of weights and KV cache, as `EngineConfig.sleep` says. No request may be running.
 
-        Until `wake` of both, a request raises RunStopped, and so do weights until `wake` of the weights. The weights
-        that come between the two do not make the engine sample.
+        Requests raise RunStopped until both parts are awake. Weight updates raise RunStopped until the weights are
+        awake. An update between the two does not resume sampling.
         """
         raise EngineLacks("this engine does not sleep")
 
     async def wake(self, part: WakePart) -> None:
-        """Have the memory of this part again: the weights first, then the cache."""
+        """Allocate the memory of a part again: first the weights, then the cache."""
         raise EngineLacks("this engine does not sleep")
 
     async def read_fingerprint(self) -> list[Mapping[str, int]]:
-        """Return one mapping per tensor-parallel rank: checksums of what that rank's last update loaded."""
+        """Return checksums of the last update's tensors, one mapping per tensor-parallel rank."""
         ...

@@ -1,11 +1,10 @@
-"""Plain transformers as an engine: for `backend: local`, for debugging, and to test the vLLM engine against.
+"""Engine on plain transformers, for `backend: local`, debugging, and tests of the vLLM engine.
 
-It has its own copy of the weights and a KV cache, and computes the prompt of a group once. It samples from
-softmax(logits / temperature) over the tokens that may be chosen, and at temperature 0 takes the most probable token. It
-ignores the model's generation config.
+It has a copy of the weights and a KV cache, and computes the prompt of a group once. It samples from softmax(logits /
+temperature) over the allowed tokens, and greedily at temperature 0. The model's generation config is ignored.
 
-It yields to the event loop after every token, so that weights can be loaded during generation. The KV cache of running
-requests is then recomputed from all their tokens and images.
+The engine yields to the event loop after every token, so weights can be loaded during generation. The KV cache of
+running requests is then recomputed from all their tokens and images.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from trainers.weight_sync.chunks import read_chunk
 from trainers.weight_sync.fingerprint import fingerprint
 
 PARAMETERS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
-"""Names by which a model's forward() is called."""
+"""Arguments of the calls of a model's forward()."""
 
 
 class HfEngine(Engine):
     """Batched generation with transformers, in the caller's process.
 
-    Requests that wait at the same moment are generated in one batch, up to `max_batch` of them, and return when it
-    ends. Requests that come meanwhile wait for the next batch.
+    Simultaneous requests form a batch of at most `max_batch`, and return when the batch ends. Later requests wait for
+    the next batch.
     """
 
     capabilities = Capabilities(
@@ -72,11 +71,11 @@ class HfEngine(Engine):
         self.running: asyncio.Task[None] | None = None
         self.paused = False
         self.chunks: list[Bucket] | None = None
-        """Buckets for the next `receive_weights`; None if weights come by broadcast."""
+        """Buckets for the next `receive_weights`. None: weights arrive by broadcast."""
 
     @classmethod
     def check_user_code(cls, model: nn.Module, *, path: str) -> None:
-        """Raise UserError for a forward() that lacks a parameter of `_sample_tokens`."""
+        """Raise UserError if the model's forward() lacks a parameter that generation passes."""
         taken = inspect.signature(model.forward).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in taken.values())
         if not takes_all and (lacking := [name for name in PARAMETERS if name not in taken]):
@@ -97,7 +96,7 @@ class HfEngine(Engine):
         return await future
 
     def _start_batch(self) -> None:
-        """Start a batch of the waiting requests, unless one is running or the engine is paused."""
+        """Start a batch of waiting requests, unless a batch is running or the engine is paused."""
         self.waiting = [request for request in self.waiting if not request.done.done()]  # some callers gave up
         if self.waiting and self.running is None and not self.paused:
             batch, self.waiting = self.waiting[: self.max_batch], self.waiting[self.max_batch :]
@@ -105,9 +104,10 @@ class HfEngine(Engine):
             self.running.add_done_callback(partial(self._finish_batch, batch))
 
     async def _run_batch(self, batch: list[EngineRequest]) -> None:
-        """Generate all of `batch`, token by token; with weight_sync.pause_mode=abort, until the next update."""
+        """Generate a batch, token by token. With weight_sync.pause_mode=abort, stop at the next update."""
         live = sorted(batch, key=lambda r: len(r.so_far))
         while live:
+            # After an update the cache has keys and values of the old weights, so it is rebuilt from all tokens.
             n_updates, rows = self.n_updates, self._make_rows([(r.so_far, r.images) for r in live])
             while live and n_updates == self.n_updates:
                 live = self._sample_tokens(rows, live)
@@ -116,7 +116,7 @@ class HfEngine(Engine):
                 return
 
     def _finish_batch(self, batch: list[EngineRequest], run: asyncio.Task[None]) -> None:
-        """Return completions to the callers, in order of request; put aborted requests first in the queue."""
+        """Return completions to callers, in order of requests. Put aborted requests first in the queue."""
         self.running = None
         error = None if run.cancelled() else run.exception()
         cut_off: list[EngineRequest] = []
@@ -139,12 +139,12 @@ class HfEngine(Engine):
             asyncio.get_running_loop().call_soon(self._start_batch)
 
     def _make_rows(self, live: Sequence[tuple[list[int], Sequence[PlacedImage]]]) -> Rows:
-        """Return inputs with all these tokens and images and an empty cache."""
+        """Return inputs with all tokens and images of the requests, and an empty cache."""
         return make_rows(live, DynamicCache(config=self.model.config), self.processor, self.device)
 
     @torch.no_grad()  # here and not around the loop: between two tokens other tasks run, which may want gradients
     def _sample_tokens(self, rows: Rows, live: list[EngineRequest]) -> list[EngineRequest]:
-        """Sample one token for each of `live`; return the unfinished requests, and prepare their rows."""
+        """Sample one token per live request. Return the unfinished requests, with their rows prepared."""
         out = self.model(
             input_ids=rows.ids,
             attention_mask=rows.mask,
@@ -155,7 +155,7 @@ class HfEngine(Engine):
             **rows.media,
         )
         logits = rows.split(out.logits[:, -1])
-        logp = self.allowed_tokens.restrict(logits, self.temperature or 1.0).log_softmax(-1)  # [B, A]
+        logp = self.allowed_tokens.restrict(logits, self.temperature or 1.0).log_softmax(-1)  # [B, A]; 1 if greedy
         columns = self._draw_tokens(logp, live) if self.temperature else logp.argmax(-1)  # [B]
         chosen, chosen_logp = self.allowed_tokens.to_ids(columns), logp.gather(-1, columns[:, None])[:, 0].tolist()
         stay = []
@@ -166,12 +166,13 @@ class HfEngine(Engine):
             if self._stop_reason(request) is None and not request.done.done():
                 stay.append(i)
         rows.append_tokens(chosen)
+        # rows of finished requests are dropped, so late tokens of long replies cost less
         if 0 < len(stay) < len(live):
             rows.keep_rows(torch.tensor(stay, device=self.device))
         return [live[i] for i in stay]
 
     def _stop_reason(self, request: EngineRequest) -> Literal["eos", "length"] | None:
-        """Return why a request is finished; None if it is not."""
+        """Return the stop reason of a request, or None if it is unfinished."""
         n = len(request.new_ids)
         if n and (request.new_ids[-1] in self.stop or self._ends_in_stop_string(request)):
             return "eos"
@@ -182,7 +183,8 @@ class HfEngine(Engine):
         return strings is not None and strings.find_end(request.new_ids, start=len(request.new_ids) - 1) is not None
 
     def _draw_tokens(self, logp: Tensor, live: list[EngineRequest]) -> Tensor:
-        """Invert the cumulative distribution at one uniform number per request, [B, A] -> [B]."""
+        """Sample by inverting the cumulative distribution at one uniform number per request, [B, A] -> [B]."""
+        # float64, and scaled by the last sum: in float32 the sum over a large vocabulary misses 1 noticeably
         cumulative = logp.double().exp().cumsum(-1)
         at = torch.tensor([r.uniform.random() for r in live], dtype=torch.float64, device=self.device)
         return torch.searchsorted(cumulative, (at * cumulative[:, -1])[:, None], right=True)[:, 0].clamp(
@@ -195,18 +197,18 @@ class HfEngine(Engine):
         with torch.no_grad():
             out = self.model(input_ids=rows.ids, position_ids=rows.positions, use_cache=False, **rows.media)
         at = list_written(len(token_ids), images)
-        logp = out.logits[0].float().log_softmax(-1)[[i - 1 for i in at]]
+        logp = out.logits[0].float().log_softmax(-1)[[i - 1 for i in at]]  # [T, V]; logits i-1 predict token i
         return logp.gather(-1, self._make_tensor([token_ids[i] for i in at])[:, None])[:, 0].tolist()
 
     async def pause(self) -> None:
-        """Finish the running batch with `wait`; otherwise an update may come between any two tokens."""
+        """Finish the running batch with pause_mode `wait`. In other modes an update may come between two tokens."""
         if self.request_mode == "wait":
             self.paused = True
             if self.running is not None:
                 await asyncio.wait([self.running])  # if it fails, its callers get the error
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
-        """Copy every tensor into the model's own. Raises RunStopped for a missing name or another shape."""
+        """Copy every tensor into the model. Raises RunStopped for a missing name or a wrong shape."""
         self.sleeper.check_loading()
         own = dict(self.model.named_parameters())
         self.loaded = {}
@@ -216,6 +218,7 @@ class HfEngine(Engine):
                 if name not in own or own[name].shape != tensor.shape:
                     raise RunStopped(f"the hf engine's model has no {name} of shape {list(tensor.shape)}")
                 own[name].data.copy_(tensor)
+            # of the model's tensors, not the received ones: the checksum proves that the copy was made
             self.loaded |= fingerprint((name, own[name].detach()) for name, _ in bucket)
         if missing := own.keys() - self.loaded.keys():
             raise RunStopped(
@@ -240,7 +243,7 @@ class HfEngine(Engine):
         self.chunks.append(read_chunk(chunk))
 
     async def receive_weights(self, version: int) -> None:
-        """Load the weights without yielding to requests."""
+        """Load the received weights, without yielding to requests."""
         if self.chunks is None:
             await self.load_weights(version, self.receiver.receive())
         else:
@@ -249,12 +252,12 @@ class HfEngine(Engine):
 
     async def sleep(self) -> None:
         self.sleeper.fall_asleep(running=len(self.waiting) + (self.running is not None))
-        if self.sleep_mode == "discard":  # but not the buffers, which come with no weight sync
+        if self.sleep_mode == "discard":  # parameters only: no weight sync sends the buffers
             self.aside.put(find_storages([*self.model.parameters()], device=self.device), keep=False)
         self.aside.put(find_storages(self.model, device=self.device))
 
     async def wake(self, part: WakePart) -> None:
-        """Have the weights back; the cache is made anew with every batch."""
+        """Restore the weights. The KV cache is created anew with every batch."""
         self.sleeper.wake(part)
         if part == "weights":
             self.aside.bring_back()

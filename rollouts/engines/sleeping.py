@@ -1,7 +1,7 @@
-"""Sleep of an engine that shares its device with a trainer: which calls are in order, the same for every engine.
+"""Sleep states of a colocated engine, and the calls allowed in each state.
 
 awake --sleep--> asleep --wake weights--> weights awake --wake cache--> awake
-                              new weights come here, with the memory of the cache still free
+                              new weights are loaded here, while the cache memory is still free
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Literal
 from core.errors import RunStopped
 
 WakePart = Literal["weights", "kv_cache"]
-"""Memory of an engine that wakes, in vLLM's words: first its weights, then its KV cache."""
+"""Part of an engine's memory, in vLLM's words: weights first, then KV cache."""
 
 
 class SleepState(Enum):
-    """State of an engine; its value is how a sentence names it."""
+    """Sleep state of an engine. The value is the wording in errors."""
 
     AWAKE = "awake"
     ASLEEP = "asleep"
@@ -24,7 +24,7 @@ class SleepState(Enum):
 
 
 class Sleeper:
-    """State of one engine, with a check before each call that needs another one. Without memory nothing may run."""
+    """State machine of one engine's sleep. It checks that weights and cache are in memory before each call."""
 
     def __init__(self) -> None:
         self.state = SleepState.AWAKE
@@ -34,17 +34,18 @@ class Sleeper:
         return self.state is SleepState.AWAKE
 
     def check_sampling(self) -> None:
-        """Raise RunStopped for a request to an engine that has no weights, or no cache."""
+        """Raise RunStopped for a request to an engine without weights or cache in memory."""
         if not self.may_sample:
             raise RunStopped(f"an engine was to sample while it was {self.state.value}: wake its weights and its cache")
 
     def check_loading(self) -> None:
-        """Raise RunStopped for weights that come to an engine without memory for them."""
+        """Raise RunStopped for a weight update of an engine without memory for weights."""
         if self.state is SleepState.ASLEEP:
             raise RunStopped("an engine was sent weights while it was asleep: wake its weights first")
 
     def fall_asleep(self, *, running: int) -> None:
-        """Go to sleep; running: requests that are not finished. Raises RunStopped where that is out of order."""
+        """Enter the sleep state. running: unfinished requests. Raises RunStopped if the engine is not idle and
+        awake."""
         if self.state is not SleepState.AWAKE:
             raise RunStopped(f"an engine was to sleep while it was {self.state.value}")
         if running:
@@ -52,7 +53,7 @@ class Sleeper:
         self.state = SleepState.ASLEEP
 
     def wake(self, part: WakePart) -> None:
-        """Wake a part. Raises RunStopped where that is out of order."""
+        """Wake a part. Raises RunStopped if the order is wrong."""
         before, after = {
             "weights": (SleepState.ASLEEP, SleepState.WEIGHTS_AWAKE),
             "kv_cache": (SleepState.WEIGHTS_AWAKE, SleepState.AWAKE),

@@ -1,4 +1,4 @@
-"""vLLM in the caller's process."""
+"""vLLM engine in the caller's process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rollouts.engines.vllm_support.common import VllmBase
 
 
 class LocalVllmEngine(VllmBase):
-    """Engine on LLM in the caller's process, one rank, for `backend: local` on a CPU.
+    """Engine on vLLM's LLM class, one rank, for `backend: local` on a CPU.
 
-    Requests made in the same turn of the event loop run as one batch, during which the process does nothing else.
+    Requests of one event-loop iteration run as one batch, which blocks the process.
     """
 
     capabilities = Capabilities(adapter=True, images=True, allowed_tokens=True, stop_strings=True, sleep=True)
@@ -37,13 +37,14 @@ class LocalVllmEngine(VllmBase):
         self._waiting: list[tuple[dict[str, Any], Any, asyncio.Future[Any]]] = []
 
     async def pause(self) -> None:
-        """Return at once: while requests run nothing else does, so none is running now."""
+        """Return immediately. A batch blocks the process, so no request is running."""
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
-        """Load the weights of the trainer, which is in this process."""
+        """Load weights from the trainer in this process."""
         self._sleeper.check_loading()
         await self._update(version, {"buckets": buckets})
         self._llm.update_weight_version(str(version))
+        # cached keys and values of prompts are those of the old weights
         if not self._llm.reset_prefix_cache():
             raise RunStopped(f"vLLM did not clear its prefix cache for version {version}")
         if self._sees:
@@ -63,11 +64,11 @@ class LocalVllmEngine(VllmBase):
     async def _request(
         self, prompt: dict[str, Any], params: Any, ends: Callable[[list[int]], bool] | None = None
     ) -> Any:
-        """Return the whole answer: a batch runs to its end, and what follows a stop string is left out later."""
+        """Return the whole answer. A batch cannot end early; text after a stop string is cut later."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((prompt, params, answer))
         if len(self._waiting) == 1:
-            await asyncio.sleep(0)  # the first request runs all that follow in this turn of the event loop
+            await asyncio.sleep(0)  # the first request runs all others of this event-loop iteration
             self._answer_all()
         return await answer
 

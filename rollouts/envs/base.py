@@ -1,8 +1,8 @@
-"""Interface of an environment: the other party in an episode. One file per environment, found by its name or its path.
+"""Interface of an environment: it responds to the policy in an episode. One file per environment.
 
-An environment of your own is a file with one subclass of `Env`, named by its path in `rollout.env`. A new one is made
-for each episode, as `YourEnv(prompt)`; there is no reset. rollouts/tools/env.py has a base class for one whose tools
-are Python functions, rollouts/tools/mcp.py one whose tools come from a server.
+`rollout.env` names an environment, or the path of a file with one subclass of `Env`. Each episode creates an instance,
+as `YourEnv(prompt)`; there is no reset. rollouts/tools/env.py has a base class for tools written as Python functions.
+rollouts/tools/mcp_server.py has a base class for tools of an MCP server.
 """
 
 from __future__ import annotations
@@ -16,52 +16,51 @@ from data_feeds.chat.tool_parsing import ParsedReply
 
 
 class Env(ABC):
-    """Environment of one episode: it responds to the policy's replies until the episode ends."""
+    """Environment of one episode. It responds to replies until the episode ends."""
 
     tools: Sequence[ToolSpec] = ()
-    """Tools that the policy may call besides those of the prompt, in OpenAI's form. What the class has is counted when
-    the data is read (data.max_prompt_tokens)."""
+    """Tools besides those of the prompt, in OpenAI's format. Class-level tools count towards data.max_prompt_tokens."""
     player: int = 0
-    """Number of the player whose reply comes next. Only a game in which the policy plays several sides changes it."""
+    """Player of the next reply. Only games with several sides change it."""
 
     def __init__(self, prompt: Prompt):
         self.prompt = prompt
 
     @classmethod
     def check(cls) -> None:
-        """Raise UserError where this environment cannot work on this machine; called once before a run."""
+        """Raise UserError if the environment cannot work on this machine. Called once before a run."""
         return
 
     async def open(self) -> list[Message]:
-        """Get ready, and return the messages that follow the prompt before the first reply."""
+        """Prepare the episode. Return messages between the prompt and the first reply."""
         return []
 
     @abstractmethod
     async def step(self, reply: ParsedReply) -> list[Message] | None:
-        """Return the messages after the policy's reply (results of tools, a user's turn), or None to end the episode.
+        """Return the messages after a reply (tool results or a user turn), or None to end the episode.
 
-        They go to `player`, as it is when `step` returns.
+        They are addressed to `player`, as set when `step` returns.
         """
 
     def scores(self) -> dict[str, float]:
-        """Return named numbers that only the environment knows; they are added to the parts of the reward."""
+        """Return named numbers for the reward. They are added to the reward's parts."""
         return {}
 
     def scores_of(self, player: int) -> dict[str, float]:
-        """Return the scores of one player of a game of several."""
+        """Return the scores of one player in a game of several."""
         return self.scores()
 
     def turn_scores(self, player: int) -> list[dict[str, float]]:
-        """Return which part of the scores each reply of a player earned, one dict per reply; or nothing.
+        """Return the scores earned by each reply of a player, one dict per reply, or [].
 
-        What they leave of the reward came with the last reply. Algorithms that give credit turn by turn read it.
+        The remainder of the reward is credited to the last reply. Algorithms with per-turn credit read this.
         """
         return []
 
     def counts(self) -> dict[str, float]:
-        """Return named numbers for the log, which no reward sees: `tool_calls` is logged as rollout/tool_calls_mean."""
+        """Return named numbers for the log, hidden from the reward. `tool_calls` becomes rollout/tool_calls_mean."""
         return {}
 
     async def close(self) -> None:
-        """Let go of what the episode held; called once, however it ends."""
+        """Release resources. Called once, however the episode ends."""
         return

@@ -1,4 +1,4 @@
-"""Calculator tool over several turns: a reply that ends in "= ?" gets the value of the expression before it.
+"""Calculator over several turns: a reply that ends in "= ?" receives the value of the expression.
 
 Example: the policy writes "12*3 = ?", the environment returns "36", and the policy continues.
 """
@@ -17,7 +17,7 @@ from rollouts.envs.base import Env
 
 
 class Calculator(Env):
-    """Calculator of sums, differences and products of whole numbers."""
+    """Environment that computes sums, differences and products of integers."""
 
     OPERATORS: ClassVar[dict[type[ast.operator], Callable[[int, int], int]]] = {
         ast.Add: operator.add,
@@ -38,8 +38,9 @@ class Calculator(Env):
         return [{"role": "user", "content": self.compute(expression)}]
 
     def compute(self, expression: str) -> str:
-        """Return the value as text, or "error: ..." for anything but whole numbers, + - and *."""
+        """Return the value as text, or "error: ..." for anything but integers, +, - and *."""
 
+        # a walk over the syntax tree, not eval(): the policy's text must not run code
         def value_of(node: ast.expr) -> int:
             match node:
                 case ast.BinOp(left, op, right) if type(op) in self.OPERATORS:

@@ -1,4 +1,4 @@
-"""Check what an environment answers."""
+"""Validation of an environment's return values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIELDS = {*Message.__required_keys__, *Message.__optional_keys__}
 
 
 def check_answers(answers: Any, who: str) -> list[Message] | None:
-    """Return the messages of an environment, or None. Raises TypeError for anything else."""
+    """Return the messages of an environment, or None. Raises TypeError for other values."""
     if answers is None:
         return None
     if isinstance(answers, dict) and "role" in answers:
@@ -26,9 +26,9 @@ def check_answers(answers: Any, who: str) -> list[Message] | None:
 
 
 def check_turn_scores(read: Callable[[], list[dict[str, float]]], replies: int) -> tuple[list[dict[str, float]], str]:
-    """Return the scores of every reply, or why there are none.
+    """Return the scores of every reply, or the reason why they are invalid.
 
-    The last reply of an episode may have been cut off by the token budget; the environment never saw it.
+    The token budget may cut off the last reply of an episode. The environment has no score for it.
     """
     checked: list[dict[str, float]] = []
     try:
@@ -61,7 +61,7 @@ def _check_message(answer: Any, who: str) -> None:
 
 
 def _check_parts(answer: dict[str, Any], who: str) -> None:
-    """Raise TypeError for parts that are no text and images, or whose text is not the message's."""
+    """Raise TypeError for invalid parts, or parts whose text differs from the content."""
     parts, texts = answer["parts"], list[str]()
     if not isinstance(parts, list):
         raise TypeError(f"{who} must return messages whose parts are a list, it returned {parts!r:.80}")

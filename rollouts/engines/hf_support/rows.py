@@ -1,8 +1,7 @@
-"""Requests of the hf engine, and the inputs of its next forward pass over them.
+"""Requests of the hf engine, and the batch inputs of the next forward pass.
 
-The pass that fills the cache has one row for requests with the same tokens and images, such as the samples of a
-group. Rows are padded on their left. What a model's vision part reads goes with this pass, and with no other: later
-passes have sampled tokens alone, which are never images.
+In the first pass, requests with equal tokens and images share a row, such as the samples of a group. Rows are padded on
+the left. Image inputs go only into this pass, since later passes contain sampled tokens, which are never images.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from modeling.images.rope_positions import find_rope_ids
 from rollouts.engines.base import Completion
 
 Asked = tuple[list[int], Sequence[PlacedImage]]
-"""Tokens of a request, and their images."""
+"""Tokens and images of a request."""
 
 
 @dataclass(slots=True)
 class EngineRequest:
-    """Request that waits or runs."""
+    """Waiting or running request."""
 
     token_ids: list[int]
     images: Sequence[PlacedImage]
     max_new_tokens: int
     uniform: np.random.Generator
-    """Random numbers, one per token; a request's tokens do not depend on the rest of its batch."""
+    """Random generator, drawn from once per token. So a request's tokens do not depend on the rest of the batch."""
     done: asyncio.Future[Completion]
     new_ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
@@ -41,7 +40,7 @@ class EngineRequest:
 
     @property
     def so_far(self) -> list[int]:
-        """Tokens of the prompt and of the completion."""
+        """Tokens of prompt and completion."""
         return self.token_ids + self.new_ids
 
 
@@ -50,19 +49,19 @@ class Rows:
     """Inputs of the next forward pass over the live requests."""
 
     ids: Tensor
-    """[B, L] int64, tokens that are not in the cache yet."""
+    """[B, L] int64, tokens that are not yet in the cache."""
     mask: Tensor
-    """[B, all] int64, 0 where a row is padded, on its left."""
+    """[B, all] int64, 0 at the padding on the left."""
     positions: Tensor
-    """[B, L] int64, or [3, B, L] in a family with M-RoPE where a row has images."""
+    """[B, L] int64, or [3, B, L] for M-RoPE models if a row has images."""
     cache: DynamicCache
     media: dict[str, Tensor]
-    """What the vision part reads, of all rows in their order; empty once it is in the cache."""
+    """Vision inputs of all rows in order. Empty once they are in the cache."""
     shared: Tensor | None = None
-    """[requests] int64, the row of each request before the first pass; None where each has one of its own."""
+    """[requests] int64, the row of each request before the first pass. None: one row per request."""
 
     def split(self, logits: Tensor) -> Tensor:
-        """Give each request a row of its own after a pass; return its logits, [B, V] -> [requests, V]."""
+        """Give each request a separate row after the first pass. Return the logits, [B, V] -> [requests, V]."""
         if self.shared is None:
             return logits
         at, self.shared = self.shared, None
@@ -70,13 +69,14 @@ class Rows:
         return logits[at]
 
     def append_tokens(self, chosen: Tensor) -> None:
-        """Make `chosen`, [B] int64, the tokens of the next pass."""
+        """Set `chosen`, [B] int64, as the tokens of the next pass."""
+        # M-RoPE text tokens have equal positions in all three axes, one above the largest so far.
         last = self.positions.amax(-1) if self.positions.ndim == 2 else self.positions.amax((0, 2)).expand(3, -1)
         self.ids, self.positions, self.media = chosen[:, None], last[..., None] + 1, {}
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(chosen), 1)], -1)
 
     def keep_rows(self, at: Tensor) -> None:
-        """Take these rows and drop the others; at: [B] int64, where a row may come more than once."""
+        """Select rows; at: [B] int64. A row may be repeated."""
         self.ids, self.mask = self.ids[at], self.mask[at]
         self.positions = self.positions[..., at, :]
         self.cache.batch_select_indices(at)
@@ -88,9 +88,9 @@ def make_rows(
     processor: ImageProcessor | None,
     device: str,
 ) -> Rows:
-    """Return inputs with all tokens of the requests, for an empty cache.
+    """Build inputs with all tokens of the requests, for an empty cache.
 
-    requests: tokens and images of each. processor: that of a vision model.
+    requests: tokens and images of each. processor: image processor of a vision model.
     """
     requests, shared = _find_equal(requests)
     width = max(len(ids) for ids, _ in requests)
@@ -98,7 +98,7 @@ def make_rows(
     pad = _find_pad(processor)
     ids = torch.tensor([[pad] * n + ids for n, (ids, _) in zip(pads, requests, strict=True)], dtype=torch.int64)
     mask = torch.tensor([[0] * n + [1] * (width - n) for n in pads], dtype=torch.int64)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # [B, L]; padding gets 0 and is masked
     media: dict[str, Tensor] = {}
     placed = [place for _, places in requests for place in places]
     if placed:
@@ -117,7 +117,7 @@ def make_rows(
 
 
 def _find_equal(requests: Sequence[Asked]) -> tuple[list[Asked], list[int]]:
-    """Return the requests that differ in tokens or images, and for each request its place among them."""
+    """Return distinct requests, and each request's index among them."""
     found: dict[tuple[object, ...], int] = {}
     different: list[Asked] = []
     shared: list[int] = []
@@ -131,11 +131,12 @@ def _find_equal(requests: Sequence[Asked]) -> tuple[list[Asked], list[int]]:
 
 
 def _find_pad(processor: ImageProcessor | None) -> int:
-    """Return a token that stands for no image."""
+    """Return a padding token that is no image placeholder."""
     taken = frozenset() if processor is None else processor.placeholder_ids
+    # the model would look for image features at a placeholder, even at a masked position
     return next(i for i in range(len(taken) + 1) if i not in taken)
 
 
 def _spread(length: int, images: Sequence[PlacedImage], width: int) -> Tensor:
-    """Return the M-RoPE positions of one row, [3, width] int64, with zeros for its padding."""
+    """Return the M-RoPE positions of one row, [3, width] int64, with zeros for padding."""
     return torch.nn.functional.pad(torch.from_numpy(find_rope_ids(length, images)), (width - length, 0))
