@@ -1,4 +1,4 @@
-"""One episode: policy and environment take turns until one of them stops."""
+"""Episode loop: policy and environment alternate until one of them stops."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ Entering = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRules:
-    """Bounds of an episode, and what reads and ends its replies."""
+    """Limits of an episode, with the parser and stops of replies."""
 
     seed_of_turn: Callable[[int], int]
-    """Sampling seed of a turn."""
+    """Returns the sampling seed of a turn."""
     max_new_tokens: int
-    """Token budget of all turns together, the environment's included; of each player, where there are several."""
+    """Token budget of all turns of a player, environment messages included."""
     max_turns: int
-    """Largest number of replies, of all players together."""
+    """Maximum number of replies, over all players."""
     timeout_s: float
-    """Longest time for which the environment may hold the process."""
+    """Maximum time for which the environment may block the event loop, in seconds."""
     max_prompt_tokens: int | None = None
-    """Largest number of tokens before the first reply; None: unbounded."""
+    """Maximum number of tokens before the first reply. None: unlimited."""
     stops: Stops | None = None
-    """The recipe's ends of replies."""
+    """Stop strings and stop tokens of the recipe."""
     parser: ReplyParser = field(default_factory=PlainParser)
-    """Reader of the replies."""
+    """Parser of replies."""
     in_environment: Entering = nullcontext
-    """Entered while the policy waits for the environment."""
+    """Context manager entered while the policy waits for the environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """Player's part of an episode, without its reward."""
+    """Player's part of an episode, before the reward."""
 
     sample: Sample
     messages: list[Message]
     """Messages after the prompt."""
     turn_scores: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
-    """Parts of the environment's scores that each reply earned; empty where it does not say."""
+    """Environment scores of each reply. [] if the environment has no scores per turn."""
 
     def fail(self, failure: str) -> Played:
-        """Return the same without scores."""
+        """Return a failed copy without scores."""
         sample = replace(self.sample, failure=self.sample.failure or failure, reward_parts={})
         return Played(sample=sample, messages=self.messages)
 
@@ -69,10 +69,11 @@ class Played:
 async def run_episode(
     engine: Engine, make_env: Callable[[Prompt], Env], prompt: Prompt, tokenizer: Tokenizer, rules: EpisodeRules
 ) -> list[Played]:
-    """Run one episode of `prompt`; return one sample per player. A sample's parts are the environment's scores.
+    """Run one episode of `prompt`. Return one sample per player, with the environment's scores as reward parts.
 
-    An environment that raises makes failed samples. Raises RunStopped for one that holds this process for too long,
-    and for an impossible completion; UserError for a prompt that is too long, and for a template that cannot go on.
+    An environment that raises yields failed samples. Raises RunStopped if the environment blocks the process too long,
+    and for an invalid completion. Raises UserError for a prompt that is too long, and if the template changes earlier
+    turns.
     """
     episode = _Episode(engine, tokenizer, rules, prompt)
     failure = ""
@@ -98,13 +99,13 @@ class _Episode:
     prompt: Prompt
     env: Env | None = None
     slots: dict[int, Transcript] = field(default_factory=dict[int, Transcript])
-    """Transcript of every player who has been asked for a reply."""
+    """Transcript of each player with at least one turn."""
 
     async def converse(self, given: list[Message]) -> None:
-        """Ask for replies and have them answered; the last turn is the policy's.
+        """Alternate replies and environment steps. The last turn is the policy's.
 
-        given: what the first player is shown after the prompt. A reply is decoded for environment and reward and never
-        encoded again: encode(decode(ids)) may differ from ids.
+        given: messages for the first player after the prompt. Replies are decoded for environment and reward, and never
+        re-encoded: encode(decode(ids)) may differ from ids.
         """
         env = self._get_env()
         for turn in range(self.rules.max_turns):
@@ -115,12 +116,14 @@ class _Episode:
             if script is None:
                 return
             reply = await self._ask_policy(script, turn)
+            # cut off by the budget: the environment sees complete replies only
             if script.stop == "length":
                 return
             with self.rules.in_environment(), _catch_environment_errors():
                 answers = check_answers(await self._take_step(env, reply), "Env.step()")
             if answers is None:
                 return
+            # a player's first turn may be without messages, since the prompt is there; later turns may not
             if not answers and env.player in self.slots:
                 raise _EnvironmentFailed("Env.step() returned no message: return None to end the episode")
             given = answers
@@ -128,10 +131,11 @@ class _Episode:
             script.stop = "turns"
 
     def _continue_seat(self, env: Env, given: list[Message]) -> Transcript | None:
-        """Show the next player what is new; None where that uses up its tokens."""
+        """Append new messages for the next player. Return None if that exceeds the token budget."""
         script = self.slots.get(env.player)
         if script is None:
             return self._begin_seat(env, given)
+        # a reply that ended at a stop string or an extra token lacks the template's end of turn, so it is added
         closing = [] if self.rules.stops is None else self.rules.stops.close_turn(script.last_ids)
         observed = closing + self.tokenizer.render_turns(script.messages[-1], given, script.prompt.tools)
         script.tokens_left -= len(observed)
@@ -177,18 +181,18 @@ class _Episode:
         return replace(reply, message=rename_taken(reply.message, before))
 
     async def _take_step(self, env: Env, reply: ParsedReply) -> Any:
-        """Return what the environment answers, whatever that is. Raises TypeError for a step that is no coroutine."""
+        """Call the environment's step. Raises TypeError if it is not a coroutine."""
         answers = env.step(reply)
         if not inspect.isawaitable(answers):
             raise TypeError(f"Env.step() must be defined by `async def`, it returned {answers!r:.80}")
         return await self.wait_for(answers, "Env.step()")
 
     async def wait_for(self, call: Awaitable[T], who: str) -> T:
-        """Await the environment. Raises RunStopped where it holds the process."""
+        """Await an environment call. Raises RunStopped if it blocks the process."""
         return await LimitBlocking(call, who=who, seconds=self.rules.timeout_s, key="rollout.timeout_s")
 
     def finish(self, failure: str) -> list[Played]:
-        """Return the sample of every player; what was counted is with that of the first."""
+        """Return every player's sample. The first sample has the counts of the episode."""
         if not self.slots:  # the environment failed before the first reply
             self._begin_seat(_NoEnv(self.prompt), [])
         env = self.env or _NoEnv(self.prompt)
@@ -205,7 +209,7 @@ class _Episode:
         return played
 
     async def close(self) -> str:
-        """Close the environment, after an error too; return why that failed, or ""."""
+        """Close the environment, also after an error. Return the reason of a failure, or ""."""
         if self.env is not None:
             try:
                 with self.rules.in_environment(), _catch_environment_errors():
@@ -220,14 +224,14 @@ class _Episode:
 
 
 class _NoEnv(Env):
-    """Stand-in for an environment that could not be made."""
+    """Placeholder for an environment that could not be created."""
 
     async def step(self, reply: ParsedReply) -> list[Message] | None:
         return None
 
 
 def join_tools(prompt: Prompt, of_env: Sequence[ToolSpec], parser: ReplyParser) -> list[ToolSpec]:
-    """Return the tools of a row and of its environment. Raises UserError where nothing would read their calls."""
+    """Return the tools of row and environment. Raises UserError for duplicates, or without a tool parser."""
     tools = [*prompt.tools, *of_env]
     known = [name_of_tool(spec) for spec in tools]
     if twice := [name for name in known if known.count(name) > 1]:
@@ -241,7 +245,7 @@ def join_tools(prompt: Prompt, of_env: Sequence[ToolSpec], parser: ReplyParser) 
 
 
 class _EnvironmentFailed(Exception):
-    """Error of the user's environment, with its place."""
+    """Error of the user's environment, with the source line."""
 
 
 @contextmanager
@@ -255,9 +259,9 @@ def _catch_environment_errors() -> Generator[None]:
 
 
 def make_seed(run_seed: int, ticket: int, sibling: int, turn: int | str) -> int:
-    """Return the seed of a request, below 2^63; it does not depend on when the request is served.
+    """Return the sampling seed of a request, below 2^63. It is independent of time and engine.
 
-    turn: number of the reply in its conversation, or a name for a request of an agent that has none.
+    turn: number of the reply in the conversation, or a key for an agent's request without one.
     """
     digest = hashlib.blake2b(f"{run_seed}/{ticket}/{sibling}/{turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return int.from_bytes(digest, "big") >> 1  # 63 bits: a seed must fit a signed integer

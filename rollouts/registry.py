@@ -1,4 +1,4 @@
-"""Find engines, environments and agents by name or by path."""
+"""Registry of engines, environments and agents, by name or by path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollouts.tools.env import ToolEnv
 
 
 def resolve_engine(name_or_path: str) -> FileSpec:
-    """Return the file that `rollout.engine` names."""
+    """Return the file of `rollout.engine`."""
     return resolve(name_or_path, "rollouts.engines", offers=_has_engine, key="rollout.engine")
 
 
@@ -30,12 +30,12 @@ def load_engine_class(spec: FileSpec) -> type[Engine]:
 
 
 def resolve_env(name_or_path: str) -> FileSpec:
-    """Return the file that `rollout.env` names."""
+    """Return the file of `rollout.env`."""
     return resolve(name_or_path, "rollouts.envs", offers=_has_env, key="rollout.env")
 
 
 def load_env_class(spec: FileSpec) -> type[Env]:
-    """Return the class of an environment. Raises UserError for one whose `step` takes text."""
+    """Load an environment's class. Raises UserError if `step` expects text instead of a ParsedReply."""
     found = load_class(spec, Env, key="rollout.env")
     if str in _list_hints(found.step) or "str" in _list_hints(found.step):
         raise UserError(
@@ -46,10 +46,11 @@ def load_env_class(spec: FileSpec) -> type[Env]:
 
 
 def list_env_tools(cls: type[Env], *, max_turns: int) -> list[ToolSpec]:
-    """Return the tools that every episode of an environment has.
+    """Return the class-level tools of an environment.
 
-    Raises UserError for what is none, and for tools whose results the policy would never see.
+    Raises UserError for invalid tools, and for tools with max_turns=1, since the policy would never see the results.
     """
+    # a tool result is a turn of its own, and the first reply would be the last
     if issubclass(cls, ToolEnv) and max_turns == 1:
         raise UserError(
             f"rollout.max_turns is 1, so the policy would never see what the tools of {cls.__name__} return: set it to "
@@ -70,7 +71,7 @@ def _list_hints(step: Any) -> list[Any]:
 
 
 def resolve_agent(agent: AgentConfig) -> AgentPlan:
-    """Return the code that `rollout.agent` names. Raises UserError for a file or a program that is not there."""
+    """Return the code of `rollout.agent`. Raises UserError for a missing file or program."""
     if agent.file is not None:
         spec = resolve(agent.file, "rollouts.agents", offers=lambda _: False, key="rollout.agent.file")
         return AgentPlan(file=spec, folder=os.getcwd())

@@ -1,7 +1,7 @@
-"""Where a reply ends besides the model's own stop tokens: stop strings and extra stop tokens of the recipe.
+"""Stop strings and extra stop tokens of a recipe, besides the model's own stop tokens.
 
-An engine asks after every sampled token, so the tokens that are trained on are those that were sampled: none is cut off
-or added. All engines ask this file, and the text is the one that rewards see.
+Engines check after every sampled token, so a reply ends with the token that completes a stop. No trained token is cut
+or added. All engines use this file, and the text is the one that rewards read.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Protocol
 from core.errors import RunStopped, UserError, quote
 
 MARGIN = 8
-"""Tokens before the longest stop string that are decoded too: the first characters of a window may be cut."""
+"""Extra tokens decoded before the longest stop string. The first characters of a window may be incomplete."""
 UNFINISHED = "\ufffd"
-"""What a tokenizer writes for the bytes of a character that is not complete."""
+"""Text of an incomplete character's bytes."""
 
 
 class StopTokenizer(Protocol):
-    """What of a tokenizer stops need; see data_feeds/chat/tokenizer.py."""
+    """Tokenizer methods for stops; see data_feeds/chat/tokenizer.py."""
 
     stop_token_ids: list[int]
 
@@ -32,28 +32,28 @@ class StopTokenizer(Protocol):
 
 
 class StopStrings:
-    """Search for strings in the text of sampled tokens, one token at a time."""
+    """Search for stop strings in the text of sampled tokens, token by token."""
 
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str], written_ids: Collection[int]):
-        """written_ids: tokens that are in the text; the others, such as special ones, leave nothing there."""
+        """written_ids: tokens that appear in the text. Others, such as special tokens, add no text."""
         self.strings, self.decode, self.written_ids = list(strings), decode, written_ids
         # every token of the window brings at least one byte
         self.window = max(len(s.encode()) for s in strings) + MARGIN
 
     def find_end(self, ids: list[int], start: int = 0) -> int | None:
-        """Return how many tokens there are up to the first one, from `start` on, that completes a stop string."""
+        """Return the length up to the first token, from `start` on, that completes a stop string, or None."""
         for end in range(start + 1, len(ids) + 1):
-            # the end of the text is decoded for every token, all of it only where that may be a stop
+            # only the end is decoded for every token; a hit is confirmed on the whole text, as rewards read it
             if self.is_in(self._read_end(ids, end)) and self.is_in(self.decode(ids[:end])):
                 return end
         return None
 
     def is_in(self, text: str) -> bool:
-        """Tell whether a text holds a stop string."""
+        """Return whether a text contains a stop string."""
         return any(string in text for string in self.strings)
 
     def _read_end(self, ids: list[int], end: int) -> str:
-        """Return the end of the text of ids[:end]: more of it than the longest stop string."""
+        """Return the end of the text of ids[:end]. It is longer than the longest stop string."""
         found: list[int] = []
         for i in reversed(ids[max(0, end - 4 * self.window) : end]):
             if i in self.written_ids:
@@ -67,7 +67,7 @@ class StopStrings:
 
 
 class Stops:
-    """Ends of replies that the recipe names: `rollout.stop` and `rollout.stop_token_ids`."""
+    """Stops of the recipe: `rollout.stop` and `rollout.stop_token_ids`."""
 
     def __init__(self, tokenizer: StopTokenizer, strings: Sequence[str], token_ids: Sequence[int]):
         self.tokenizer, self.own = tokenizer, frozenset(tokenizer.stop_token_ids)
@@ -76,7 +76,7 @@ class Stops:
         self.strings = StopStrings(strings, tokenizer.decode, tokenizer.written_ids) if strings else None
 
     def check_completion(self, ids: list[int], stop: str) -> None:
-        """Raise RunStopped where an engine went on after a stop string, or did not see one."""
+        """Raise RunStopped if an engine sampled past a stop string, or missed it."""
         if self.strings is None:
             return
         if self.strings.is_in(self.tokenizer.decode(ids[:-1])):
@@ -85,9 +85,9 @@ class Stops:
             raise RunStopped("the engine returned a stop string (rollout.stop) as if it had not seen it")
 
     def close_turn(self, ids: list[int]) -> list[int]:
-        """Return the tokens that end the turn in the conversation, where it stopped before the model wrote them.
+        """Return the tokens that end a turn, if the reply stopped before the model sampled them.
 
-        They are given and not trained on: the next turn stands in the conversation as the chat template writes it.
+        They are not trained on. The next turn then follows as the chat template writes it.
         """
         return [] if ids[-1] in self.own else self._turn_end
 
@@ -97,9 +97,9 @@ class Stops:
 
 
 def check_stops(tokenizer: StopTokenizer, strings: Sequence[str], token_ids: Sequence[int], vocabulary: int) -> None:
-    """Raise UserError for a stop that could never be met.
+    """Raise UserError for a stop that can never occur.
 
-    vocabulary: number of token ids that the tokenizer has.
+    vocabulary: number of the tokenizer's token ids.
     """
     for string in strings:
         if UNFINISHED in string:

@@ -1,4 +1,4 @@
-"""What one player of an episode has seen and said: its tokens, which are only appended, and its messages."""
+"""Transcript of a player's part of an episode: append-only tokens, and messages."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from core.types.samples import Prompt, Sample, Stop
 from rollouts.engines.base import Completion, CompletionStop
 
 LOGP_ROUNDING = 1e-4
-"""Largest log-probability that is taken for 0."""
+"""Largest log-probability treated as 0, for rounding errors."""
 LARGEST_ID = 2**31 - 1
-"""Largest token id that a Sample holds."""
+"""Largest token id that fits a Sample (int32)."""
 
 
 class PlacesImages(MaySee, Protocol):
-    """Interface of a tokenizer to `find_places`."""
+    """Tokenizer method for `find_places`."""
 
     def place(self, ids: list[int], images: Sequence[EncodedImage], begin: int = 0) -> tuple[PlacedImage, ...]: ...
 
 
 class Tokenizer(PlacesImages, Protocol):
-    """Interface of a tokenizer to an episode; see data_feeds/chat/tokenizer.py."""
+    """Tokenizer methods for an episode; see data_feeds/chat/tokenizer.py."""
 
     def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
     def render_turns(self, reply: Message, answers: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
@@ -38,9 +38,9 @@ class Tokenizer(PlacesImages, Protocol):
 def find_places(
     tokenizer: PlacesImages, ids: list[int], messages: Sequence[Message], begin: int = 0
 ) -> tuple[PlacedImage, ...]:
-    """Return the images of messages whose tokens are those of `ids` from `begin` on, with their spans.
+    """Return the images of messages with their token spans in `ids`, from `begin` on.
 
-    A tokenizer of a vision model is asked where there are none too: text could hold the token that stands for one.
+    Vision models are checked even without images, since text could contain a placeholder token.
     """
     images = find_images(messages)
     if not images and tokenizer.images is None:
@@ -53,9 +53,9 @@ class Transcript:
     """Episode so far, as one player sees it."""
 
     prompt: Prompt
-    """Its messages and tools are those that the player was shown."""
+    """Messages and tools shown to the player."""
     tokens_left: int
-    """Tokens that may still follow the prompt."""
+    """Remaining token budget after the prompt."""
     ids: list[int] = field(default_factory=list[int])
     action_mask: list[bool] = field(default_factory=list[bool])
     logp: list[float] = field(default_factory=list[float])
@@ -63,14 +63,14 @@ class Transcript:
     messages: list[Message] = field(default_factory=list[Message])
     """Messages after the prompt."""
     turns: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Tokens [begin, end) of every reply."""
+    """Token range [begin, end) of every reply."""
     last_ids: list[int] = field(default_factory=list[int])
     """Tokens of the last reply."""
     stop: Stop = "eos"
     images: tuple[PlacedImage, ...] = ()
 
     def append_given(self, tokenizer: Tokenizer, ids: list[int], messages: Sequence[Message]) -> None:
-        """Append what the player is shown: messages, and the tokens in which they end."""
+        """Append messages shown to the player, given their tokens."""
         begin = len(self.ids)
         self._append(ids, [0.0] * len(ids), [-1] * len(ids), sampled=False)
         self.images += find_places(tokenizer, self.ids, messages, begin)
@@ -83,18 +83,18 @@ class Transcript:
 
     @property
     def completion_ids(self) -> list[int]:
-        """Tokens from the first sampled one on, those of the environment included."""
+        """Tokens from the first sampled token on, including those of the environment."""
         return self.ids[self.action_mask.index(True) :] if any(self.action_mask) else []
 
     @property
     def is_one_text(self) -> bool:
-        """True if the player said one text, so that the decoded tokens show all of it."""
+        """True if the player wrote one plain reply, so that the decoded tokens show all of it."""
         return not self.messages or (len(self.messages) == 1 and {*self.messages[0]} == {"role", "content"})
 
     def make_sample(
         self, tokenizer: Tokenizer, parts: dict[str, float], counts: dict[str, float], failure: str
     ) -> Sample:
-        """Return the sample, with the scores of the environment or the reason why there are none."""
+        """Return the sample, with the environment's scores, or the reason of failure."""
         return Sample(
             prompt=self.prompt,
             token_ids=np.array(self.ids, dtype=np.int32),
@@ -105,6 +105,7 @@ class Transcript:
             reward_parts=parts,
             failure=failure,
             completion=tokenizer.decode(self.completion_ids),
+            # one reply spans the whole completion, which the action mask shows already
             turns=tuple(self.turns) if len(self.turns) > 1 else (),
             transcript=[] if self.is_one_text else self.messages,
             counts=counts,
@@ -119,7 +120,7 @@ class Transcript:
 
 
 def check_completion(done: Completion, *, max_new_tokens: int) -> None:
-    """Raise RunStopped for a completion that no engine may return: it would be trained on as if it were one."""
+    """Raise RunStopped for an invalid completion, which would silently corrupt training."""
     n = len(done.token_ids)
     wrong = None
     if {len(done.logp), len(done.versions)} != {n}:

@@ -1,4 +1,4 @@
-"""Prompts in, groups with rewards out. One worker owns one engine; the driver sees only groups."""
+"""Rollout worker: prompts in, groups with rewards out. It owns one engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rollouts.transcript import Tokenizer
 
 
 class RolloutWorker:
-    """Owner of one engine with its reward processes. Weight sync calls `engine` and `timer` directly."""
+    """Owner of one engine and the reward processes. Weight sync calls `engine` and `timer` directly."""
 
     def __init__(
         self,
@@ -47,19 +47,20 @@ class RolloutWorker:
         max_prompt_tokens: int | None = None,
         agents: AgentProcesses | None = None,
     ):
-        """agents: processes of `rollout.agent`, not an environment; it needs `stops` and `max_prompt_tokens`."""
+        """agents: processes of `rollout.agent`, in place of an environment. They need `stops` and
+        `max_prompt_tokens`."""
         self.engine, self.tokenizer, self.make_env, self.rewards = engine, tokenizer, make_env, rewards
         self.reward, self.rollout, self.seed, self.stops = reward, rollout, seed, stops
         self.parser, self.max_prompt_tokens = parser or PlainParser(), max_prompt_tokens
         self.timer = ActivityTimer(*ENGINE_ACTIVITIES)
         self.agents = None if agents is None else self._make_runner(agents)
         self.groups: list[asyncio.Future[Any]] = []
-        """Groups that are being generated."""
+        """Groups being generated."""
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group | None:
-        """Run `size` episodes of a prompt at once; return None and cancel them after `rollout.timeout_s`.
+        """Run `size` episodes of a prompt concurrently. Return None, and cancel them, after `rollout.timeout_s`.
 
-        An episode is one sample, or one for each of its players, or for each branch of an agent's conversations.
+        An episode yields one sample, one per player, or one per branch of an agent's conversations.
         """
         run = self._run_episode if self.agents is None else self._run_agent
         episodes = asyncio.gather(*(run(ticket, prompt, sibling) for sibling in range(size)))
@@ -88,13 +89,13 @@ class RolloutWorker:
 
     async def _run_agent(self, ticket: int, prompt: Prompt, sibling: int) -> list[Sample]:
         assert self.agents is not None
-        with self.timer.measure(Activity.ENVIRONMENT):  # but while the engine generates for it
+        with self.timer.measure(Activity.ENVIRONMENT):  # except while the engine samples for it
             played = await self.agents.play(
                 prompt,
                 episode=sibling,
                 seed_of_turn=lambda turn: make_seed(self.seed, ticket, sibling, turn),
             )
-        with self.timer.measure(Activity.REWARD):  # of the episode, so of each of its branches
+        with self.timer.measure(Activity.REWARD):  # one reward per episode, shared by all branches
             first = await self._reward_sample(played[0])
         return [
             replace(one.sample, reward=first.reward, reward_parts=first.reward_parts, failure=first.failure)
@@ -108,6 +109,7 @@ class RolloutWorker:
         result = await self.rewards.compute_reward(prompt, played.messages)
         if result.failure:
             return replace(sample, failure=result.failure)
+        # a silent overwrite would drop one of the two numbers
         if twice := result.reward_parts.keys() & sample.reward_parts.keys():
             who = "environment" if self.agents is None else "agent"
             raise UserError(f"reward and {who} both return a part {min(twice)!r}: rename one of them")
@@ -121,7 +123,7 @@ class RolloutWorker:
 
     @contextmanager
     def _waiting_for_environment(self) -> Generator[None]:
-        """Charge the body to the environment, where an episode was charged to generation."""
+        """Attribute the body's time to the environment, instead of generation."""
         self.timer.end_activity(Activity.GENERATE)
         try:
             with self.timer.measure(Activity.ENVIRONMENT):
@@ -145,10 +147,10 @@ class RolloutWorker:
         return AgentRunner(agents, sampler, timeout_s=SHARE_OF_TIMEOUT * self.rollout.timeout_s)
 
     async def sleep(self) -> None:
-        """Let the engine sleep, once the groups have ended that a run which is over has left behind."""
+        """Wait for groups that a finished run left running, then put the engine to sleep."""
         while self.groups:
             await asyncio.wait(self.groups)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # generate_group removes the group in its next step
         with self.timer.measure(Activity.SLEEP):
             await self.engine.sleep()
 
@@ -158,7 +160,7 @@ class RolloutWorker:
             await self.engine.wake(part)
 
     async def close(self) -> None:
-        """End the agents, the reward processes and the engine."""
+        """Close the agents, the reward processes and the engine."""
         if self.agents is not None:
             await self.agents.close()
         self.rewards.close()

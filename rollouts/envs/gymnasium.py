@@ -1,13 +1,13 @@
-"""Any environment of gymnasium whose actions are text or numbers, and whose observations are, or are images.
+"""Gymnasium environments with text or numeric actions, and text, numeric or image observations.
 
-The row says which: its column `gym` is the environment's id ("FrozenLake-v1"), `gym_args` its arguments and `gym_seed`
-the seed of its reset. All episodes of a row begin alike. The policy reads the observation as text, and its action is
-the last number (or the last numbers, or all of the text) of its reply. An action that cannot be read is answered with
-one sentence; it costs a turn, and no step.
+Columns of the row: `gym` is the environment's id ("FrozenLake-v1"), `gym_args` its arguments, and `gym_seed` the seed
+of the reset. All episodes of a row start in the same state. The policy reads the observation as text. The action is the
+last number, the last numbers, or the whole text of the reply. An unreadable action is answered with one sentence, and
+costs a turn but no step.
 
-With `gym_observe: image` the policy sees what the environment renders (rgb_array) instead of the observation. With
-`gym_bins: N` it acts by action tokens: each number of a Box is one of N equal bins, `<act_0>` to `<act_N-1>`, and a
-choice of n is one of the first n tokens; see core/types/action_tokens.py.
+With `gym_observe: image`, the policy sees the rendered image (rgb_array) instead of the observation. With `gym_bins:
+N`, it acts by action tokens. Each number of a Box is one of N equal bins, `<act_0>` to `<act_N-1>`. A Discrete action
+of n choices is one of the first n tokens; see core/types/action_tokens.py.
 """
 
 from __future__ import annotations
@@ -29,40 +29,41 @@ NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 DIGITS = 4
 """Decimals of a number in an observation."""
 MOST_BINS = 1000
-"""Bins of a number of an action."""
+"""Maximum number of bins per number of an action."""
 
 
 class BadAction(Exception):
-    """Error of a reply that holds no action of the environment. The message is the answer."""
+    """Error of a reply without a valid action. The message is sent to the policy."""
 
 
 class Gymnasium(Env):
-    """Environment of gymnasium as a conversation; its scores are `return`, `steps` and `invalid_actions`."""
+    """Gymnasium environment as a conversation. The scores are `return`, `steps` and `invalid_actions`."""
 
     def __init__(self, prompt: Prompt):
         super().__init__(prompt)
         self.gym: Any = None
         self.sees, self.bins = read_form(prompt)
         self.earned: list[float] = []
-        """What each reply earned."""
+        """Reward of each reply."""
         self.steps = self.invalid = 0
 
     async def open(self) -> list[Message]:
-        """Make and reset the environment; show its first observation and its actions."""
+        """Create and reset the environment. Return the first observation and the possible actions."""
         self.gym = make_gym(self.prompt, sees=self.sees)
         first, _ = self.gym.reset(seed=self.prompt.extra.get("gym_seed", 0))
         actions = describe_actions(self.gym.action_space, self.bins)
         if not self.sees:
             return [_say(f"observation: {write_value(first, self.gym.observation_space)}\nactions: {actions}")]
-        # a policy that can say action tokens only need not be told
+        # a policy with action tokens can write no other action, so the prompt need not list them
         return [self._show("" if self.bins else f"actions: {actions}")]
 
     async def step(self, reply: ParsedReply) -> list[Message] | None:
-        """Take the action of a reply."""
+        """Perform the action of a reply."""
         try:
             action = read_action(reply.message["content"], self.gym.action_space, self.bins)
         except BadAction as error:
             self.invalid += 1
+            # an entry per reply, valid or not, since turn_scores must match the replies
             self.earned.append(0.0)
             return [_say(f"error: {error}")]
         seen, reward, terminated, truncated, _ = self.gym.step(action)
@@ -78,11 +79,11 @@ class Gymnasium(Env):
         return {"return": sum(self.earned), "steps": float(self.steps), "invalid_actions": float(self.invalid)}
 
     def turn_scores(self, player: int) -> list[dict[str, float]]:
-        """Return the reward of every step."""
+        """Return the reward of every reply."""
         return [{"return": reward} for reward in self.earned]
 
     def _show(self, text: str) -> Message:
-        """Return what the environment looks like now, with some text."""
+        """Return the rendered environment as a message, with text."""
         from PIL import Image
 
         frame = self.gym.render()
@@ -103,7 +104,7 @@ class Gymnasium(Env):
 
 
 def read_form(prompt: Prompt) -> tuple[bool, int]:
-    """Return whether a row's policy sees images, and how many bins its actions have; 0 where they are text."""
+    """Return whether the policy sees images, and the number of bins (0: actions are text)."""
     observe, bins = prompt.extra.get("gym_observe") or "text", prompt.extra.get("gym_bins") or 0
     if observe not in ("text", "image") or type(bins) is not int or not 0 <= bins <= MOST_BINS:
         raise UserError(
@@ -114,9 +115,9 @@ def read_form(prompt: Prompt) -> tuple[bool, int]:
 
 
 def make_gym(prompt: Prompt, *, sees: bool = False) -> Any:
-    """Return the environment that a row names, one that renders if the policy `sees`.
+    """Create the environment of a row. It renders images if `sees`.
 
-    Raises UserError where it names none, or none that there is.
+    Raises UserError if the row names no environment, or an unknown one.
     """
     try:
         import gymnasium
@@ -137,7 +138,7 @@ def make_gym(prompt: Prompt, *, sees: bool = False) -> Any:
 
 
 def describe_actions(space: Any, bins: int = 0) -> str:
-    """Return what an action is, in words. Raises UserError for a space that is neither text nor numbers."""
+    """Describe a valid action in words. Raises UserError for an action space without text or numbers."""
     if bins:
         most = _count_bins(space, bins)
         *_, last = list_action_tokens(int(max(most)))
@@ -156,7 +157,7 @@ def describe_actions(space: Any, bins: int = 0) -> str:
 
 
 def read_action(reply: str, space: Any, bins: int = 0) -> Any:
-    """Return the action in a reply, in action tokens with `bins`. Raises BadAction where there is none of the space."""
+    """Parse the action of a reply. `bins`: number of bins, 0 without action tokens. Raises BadAction."""
     kind = type(space).__name__
     if bins:
         return _read_tokens(reply, space, bins)
@@ -164,6 +165,7 @@ def read_action(reply: str, space: Any, bins: int = 0) -> Any:
         action: Any = reply.strip()
     else:
         wanted = 1 if kind == "Discrete" else _count_numbers(space)
+        # the last numbers: the policy may reason with numbers before it acts
         numbers = NUMBER.findall(reply)[-wanted:]
         if len(numbers) < wanted:
             raise BadAction(f"the action is {describe_actions(space)}, found {len(numbers)} numbers")
@@ -200,7 +202,7 @@ def _read_tokens(reply: str, space: Any, bins: int) -> Any:
 
 
 def _count_bins(space: Any, bins: int) -> list[int]:
-    """Return the number of tokens that each number of an action may be."""
+    """Return the number of possible tokens for each number of an action."""
     match type(space).__name__:
         case "Discrete":
             return [int(space.n)]

@@ -1,4 +1,4 @@
-"""Tools on two numbers, of which each row offers some; the generated task of data_prep/function_calls.py."""
+"""Tools on two numbers, for the generated task of data_prep/function_calls.py. Each row offers some."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rollouts.tools.env import ToolEnv
 from rollouts.tools.functions import Tool, make_tool
 
 
+# The docstrings of these functions are part of the prompt: the policy reads them as descriptions of the tools.
 def add(a: int, b: int) -> int:
     """Add two numbers.
 
@@ -53,7 +54,7 @@ TOOLS: dict[str, Callable[[int, int], int]] = {"add": add, "sub": sub, "max": ma
 
 
 class NumberTools(ToolEnv):
-    """Environment that runs those of TOOLS which the row's column `tools` describes."""
+    """Environment with the tools in the row's column `tools`."""
 
     def find_tools(self) -> Sequence[Tool]:
         """Return the tools that the row offers."""

@@ -1,7 +1,7 @@
-"""Python as a tool over several turns: what the policy runs in one turn is there in the next, in a sandbox.
+"""Python interpreter as a tool over several turns, in a sandbox. Names persist between calls.
 
-The environment offers one tool, `python`. Its process begins with the first call and is killed with the episode.
-Without a sandbox no run begins: rewards/sandbox/bubblewrap.py.
+The tool is called `python`. A process starts at the first call and is killed with the episode. Runs without a sandbox
+are refused: rewards/sandbox/bubblewrap.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rollouts.tools.functions import tool
 
 
 class PythonTool(ToolEnv):
-    """Environment with a Python that remembers. A subclass may have other limits, and more tools."""
+    """Environment with a stateful Python tool. A subclass may set other limits, and add tools."""
 
     limits: ClassVar[Limits] = Limits()
-    """Of each piece of code, and of the whole session's memory and files."""
-    parallel_calls = False
+    """Limits of each call, and of the session's memory and files."""
+    parallel_calls = False  # calls share one interpreter
 
     def __init__(self, prompt: Prompt) -> None:
         super().__init__(prompt)
@@ -31,6 +31,7 @@ class PythonTool(ToolEnv):
     def check(cls) -> None:
         check_sandbox("bubblewrap")
 
+    # The docstring is part of the prompt: the policy reads it as the description of the tool.
     @tool
     async def python(self, code: str) -> str:
         """Run Python code and return what it prints, and the value of its last line. Names stay for the next call.

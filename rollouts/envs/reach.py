@@ -1,9 +1,9 @@
-"""Planar arm with two joints that is to reach a dot: images in, action tokens out.
+"""Planar arm with two joints that reaches for a dot: images in, action tokens out.
 
-The row says where arm and dot are: its column `arm` holds `angles`, in radians, and `dot`, in pixels. The prompt shows
-that as an image. A reply of two action tokens names the angles that the joints are to have; each joint turns towards
-its own, at most STEP, and the next image shows where that led. The episode ends when the tip is on the dot, after
-`rollout.max_turns` replies, or with a reply that is no action. data_prep/reach.py makes rows, and has an expert.
+The row's column `arm` has `angles`, in radians, and `dot`, in pixels. The prompt shows both as an image. A reply of two
+action tokens names target angles. Each joint turns at most STEP towards the target, and the next image shows the
+result. The episode ends when the tip is on the dot, after `rollout.max_turns` replies, or with an invalid action.
+data_prep/reach.py makes rows, and has an expert.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ if TYPE_CHECKING:
 Pair = tuple[float, float]
 
 SIDE = 56
-"""Width and height of an image, in pixels; the shoulder is in its middle."""
+"""Width and height of an image, in pixels. The shoulder is in the middle."""
 LINKS = (14.0, 11.0)
 """Lengths of upper arm and forearm, in pixels."""
 LOW, HIGH = (-math.pi, 0.4), (math.pi, 2.4)
-"""Angles of the shoulder, which may turn around, and of the elbow, which bends to one side."""
+"""Lower and upper angles of shoulder (full circle) and elbow (bends to one side), in radians."""
 BINS = 16
-"""Action tokens: parts into which each joint's angles are divided."""
+"""Number of action tokens: bins of each joint's angle."""
 STEP = 1.2
-"""Radians that a joint turns in one move, at most."""
+"""Maximum rotation of a joint per move, in radians."""
 NEAR = 4.0
-"""Pixels between tip and dot within which the dot is reached."""
+"""Maximum distance between tip and a reached dot, in pixels."""
 COLOURS = {"background": "white", "upper": (31, 80, 220), "fore": (44, 160, 44), "dot": (214, 39, 40)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """Posture of the arm, and the dot that it is to reach."""
+    """Posture of the arm, and the position of the dot."""
 
     angles: Pair
-    """Of the shoulder from the image's right, and of the elbow from the upper arm's direction."""
+    """Angle of the shoulder from the image's right, and of the elbow from the upper arm, in radians."""
     dot: Pair
-    """Column and row of the dot."""
+    """Column and row of the dot, in pixels."""
 
     @property
     def joints(self) -> tuple[Pair, Pair, Pair]:
-        """Places of shoulder, elbow and tip."""
+        """Positions of shoulder, elbow and tip, in pixels."""
         middle, (shoulder, elbow) = SIDE / 2, self.angles
         x = middle + LINKS[0] * math.cos(shoulder)
         y = middle + LINKS[0] * math.sin(shoulder)
@@ -64,7 +64,7 @@ class Arm:
         return math.dist(self.joints[-1], self.dot) <= NEAR
 
     def turn_to(self, wanted: Pair) -> Arm:
-        """Return the arm after one move towards these angles; the shoulder takes the shorter way around."""
+        """Return the arm after one move towards target angles. The shoulder turns the shorter way."""
         shoulder = wrap(self.angles[0] + _limit(wrap(wanted[0] - self.angles[0])))
         elbow = self.angles[1] + _limit(wanted[1] - self.angles[1])
         return Arm(angles=(shoulder, elbow), dot=self.dot)
@@ -83,7 +83,7 @@ class Arm:
         return image
 
     def show(self) -> Message:
-        """Return the image as the policy sees it."""
+        """Return the image as a message."""
         return {"role": "user", "content": "", "parts": [{"type": "image", "image": encode_image(self.draw())}]}
 
 
@@ -101,18 +101,18 @@ def _limit(change: float) -> float:
 
 
 def name_angles(angles: Pair) -> list[int]:
-    """Return the bins of an action that wants these angles."""
+    """Return the bins of target angles."""
     return find_bins(angles, LOW, HIGH, BINS)
 
 
 def read_angles(bins: list[int]) -> Pair:
-    """Return the angles that an action wants."""
+    """Return the target angles of bins, in radians."""
     shoulder, elbow = find_centres(bins, LOW, HIGH, BINS).tolist()
     return shoulder, elbow
 
 
 class Reach(Env):
-    """Arm of one row; its scores are `reached`, 1 or 0, and `no_action`."""
+    """Environment of one arm. The scores are `reached`, 1 or 0, and `no_action`."""
 
     def __init__(self, prompt: Prompt):
         super().__init__(prompt)
@@ -121,7 +121,7 @@ class Reach(Env):
         self.moves = 0
 
     async def step(self, reply: ParsedReply) -> list[Message] | None:
-        """Make the move that a reply names, and show where it led."""
+        """Perform the move of a reply. Return the next image."""
         try:
             bins = read_action_tokens(reply.message["content"])
         except NotActions:
@@ -141,7 +141,7 @@ class Reach(Env):
 
 
 def read_arm(prompt: Prompt) -> Arm:
-    """Return the arm of a row. Raises UserError for a row without one."""
+    """Return the arm of a row. Raises UserError if the column is missing or malformed."""
     given: Any = prompt.extra.get("arm")
     try:
         (shoulder, elbow), (x, y) = given["angles"], given["dot"]

@@ -1,4 +1,4 @@
-"""Environment of a single reply."""
+"""Environment with a single reply."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Games of TextArena. The policy plays every side: each player has a conversation, and a sample, of its own.
+"""TextArena games in self-play. Each player has a separate conversation and sample.
 
-The row says which: its column `game` is the game's id ("TicTacToe-v0"), `players` their number (2 unless it says
-otherwise) and `game_seed` the seed of its reset. All episodes of a row begin alike.
+Columns of the row: `game` is the game's id ("TicTacToe-v0"), `players` the number of players (default 2), and
+`game_seed` the seed of the reset. All episodes of a row start in the same state.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rollouts.envs.base import Env
 
 
 class TextArena(Env):
-    """Game of TextArena; a player's scores are `return`, `invalid_move` and `finished`.
+    """TextArena game. A player's scores are `return`, `invalid_move` and `finished`.
 
-    A game that is not over when turns or tokens run out has no winner: every player's `return` is 0, and `finished` 0.
+    A game cut off by the limits on turns or tokens has no winner: `return` and `finished` are 0 for every player.
     """
 
     def __init__(self, prompt: Prompt):
@@ -32,7 +32,7 @@ class TextArena(Env):
         self._random = random.Random(0).getstate()
 
     async def open(self) -> list[Message]:
-        """Begin the game; show the first player its rules."""
+        """Start the game. Return the rules for the first player."""
         name, players, seed = (self.prompt.extra.get(key) for key in ("game", "players", "game_seed"))
         if not isinstance(name, str):
             raise UserError(
@@ -45,7 +45,7 @@ class TextArena(Env):
             return self._show_next_player()
 
     async def step(self, reply: ParsedReply) -> list[Message] | None:
-        """Make the move of a reply; show the player who is next what has happened."""
+        """Perform the move of a reply. Return the news for the next player."""
         with self._own_random():
             done, _ = self.game.step(action=reply.message["content"])
             if done:
@@ -62,7 +62,7 @@ class TextArena(Env):
         }
 
     def _show_next_player(self) -> list[Message]:
-        """Return what the next player has not seen yet; its own moves are in its conversation already."""
+        """Return observations that are new to the next player, without the player's own moves."""
         state = self.game.state
         self.player = int(state.current_player_id)
         seen = state.get_current_player_observation()
@@ -71,7 +71,7 @@ class TextArena(Env):
 
     @contextmanager
     def _own_random(self) -> Generator[None]:
-        """Run the body with this game's random numbers: the library draws from Python's, which all games share."""
+        """Run the body with this game's random state. The library uses Python's global one, shared by all games."""
         outside = random.getstate()
         random.setstate(self._random)
         try:
@@ -82,7 +82,7 @@ class TextArena(Env):
 
 
 def make_game(name: str, row: str) -> Any:
-    """Return a game. Raises UserError where there is none of the name."""
+    """Create a game. Raises UserError for an unknown name."""
     try:
         import textarena
     except ImportError as error:

@@ -1,9 +1,9 @@
-"""Game of one or two turns: take a coin, or pay for a look into a box and then say what it showed.
+"""Game of one or two turns: take a coin, or pay to open a box and name the letter inside.
 
-The prompt says what the coin is worth, in tenths. In the first turn the reply `a` takes it, and the game is over; `b`
-costs a tenth and opens the box, which shows one letter, the row's answer. In the second turn a reply of that letter
-earns eight tenths. Any other reply earns nothing and ends the game. Each turn earns at once, and the best policy is
-known: take what is worth more than seven tenths, else open the box. data_prep/treasure.py makes rows.
+The prompt states the coin's value, in tenths. In the first turn, `a` takes the coin and ends the game. `b` costs a
+tenth and opens the box, which shows a letter, the row's answer. In the second turn, a reply of that letter earns eight
+tenths. Any other reply earns nothing and ends the game. Rewards come with each turn. The best policy is known: take a
+coin above seven tenths, else open the box. data_prep/treasure.py makes rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FEE, PRIZE = 0.1, 0.8
 
 
 class Treasure(Env):
-    """Treasure of one row."""
+    """Treasure game of one row."""
 
     def __init__(self, prompt: Prompt):
         super().__init__(prompt)
@@ -42,5 +42,5 @@ class Treasure(Env):
 
 
 def best_return(coin: float) -> float:
-    """Return what the best policy earns, where the coin is worth so much."""
+    """Return the expected return of the best policy for a coin of this value."""
     return max(coin, PRIZE - FEE)

@@ -1,8 +1,8 @@
-"""Engines that die and come back: which of them may be asked, and which wait for weights.
+"""Availability of engines: which serve requests, which restart, and which wait for weights.
 
-An engine serves, until its process dies. Then its unfinished groups are asked again, of the others; it is restarted in
-the background, waits for the current weights, which the training loop sends while the trainers are idle, and serves
-again. `rollout.restarts` bounds how often, over all engines of a run. Engines that come and go:
+When the process of an engine dies, other engines repeat the unfinished groups. The engine restarts in the background.
+It waits for a weight sync, which runs while the trainers are idle, then serves again. `rollout.restarts` is the maximum
+number of restarts over all engines of a run. For engines that join and leave, see
 rollouts/scheduling/elastic_engines.py.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from core.errors import ProcessDied
 
 ENGINE_GROUP = "engine"
-"""Name of the engines' group of workers."""
+"""Name of the engines' worker group."""
 
 
 Process = tuple[int, int]
@@ -30,15 +30,15 @@ class EngineState(Enum):
 
     SERVING = auto()
     RESTARTING = auto()
-    """Without a process that could be called: it is being started, or waits for a place."""
+    """No callable process: it is starting, or waits for a free place."""
     NEEDS_WEIGHTS = auto()
-    """Started, and without the current weights."""
+    """Started, but without the current weights."""
     LEAVING = auto()
-    """Works on the groups that it has, and gets neither others nor weights."""
+    """Finishes running groups, and receives neither new groups nor weights."""
 
 
 class EngineAvailability:
-    """States of the engines of a run. It belongs to one event loop, without threads."""
+    """States of a run's engines. Not thread-safe: it belongs to one event loop."""
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class EngineAvailability:
         budget: int = 0,
         say: Callable[[str], None] = print,
     ):
-        """restart: replaces the worker of a rank; None where none can be. budget: restarts that are allowed."""
+        """restart: replaces the worker of a rank; None: engines are not restarted. budget: maximum number of
+        restarts."""
         self.states = [EngineState.SERVING] * n
         self.deaths = (0,) * n
         """Processes that each engine has had before. Who asks an engine keeps this, to tell later which one it was."""
@@ -77,33 +78,33 @@ class EngineAvailability:
         return sum(self.deaths)
 
     def serving(self) -> Sequence[int]:
-        """Return the ranks that may be asked for groups."""
+        """Return the ranks that accept groups."""
         return self._serving
 
     def running(self) -> list[int]:
-        """Return the ranks whose worker can be called."""
+        """Return the ranks with a callable worker."""
         return [rank for rank, state in enumerate(self.states) if state is not EngineState.RESTARTING]
 
     def taking_weights(self) -> list[int]:
-        """Return the ranks that a weight sync goes to."""
+        """Return the ranks that receive weight syncs."""
         takes = (EngineState.SERVING, EngineState.NEEDS_WEIGHTS)
         return [rank for rank, state in enumerate(self.states) if state in takes]
 
     def needing_weights(self) -> list[int]:
-        """Return the ranks that were started and wait for weights."""
+        """Return the ranks that started and wait for weights."""
         return [rank for rank, state in enumerate(self.states) if state is EngineState.NEEDS_WEIGHTS]
 
     def ever_running(self) -> list[int]:
-        """Return the ranks that have had a process, whether or not they have one now."""
+        """Return the ranks that have ever had a process."""
         return [*range(len(self.states))]
 
     def away_s(self, rank: int) -> float:
-        """Return the seconds that an engine was away: from its deaths until it had weights again."""
+        """Return the total downtime of an engine, in seconds: from each death until weights arrive."""
         is_away = self.states[rank] in (EngineState.RESTARTING, EngineState.NEEDS_WEIGHTS)
         return self._away_s[rank] + (time.perf_counter() - self._left_at[rank] if is_away else 0.0)
 
     async def wait_for(self, ranks: Callable[[], Sequence[int]]) -> Sequence[int]:
-        """Return `ranks()` as soon as it is not empty. Raises the error that ended a restart."""
+        """Wait until `ranks()` is not empty, and return it. Raises the error of a failed restart."""
         while not (found := ranks()):
             self._raise_failure()
             self._changed.clear()
@@ -135,14 +136,15 @@ class EngineAvailability:
         return min(ranks, key=self.groups.__getitem__)
 
     def report_death(self, death: ProcessDied, deaths: Sequence[int]) -> None:
-        """Restart the engine that died. Raises `death` where it was no engine, or none may be restarted any more.
+        """Restart a dead engine. Raises `death` if another worker died, or the restarts are used up.
 
-        deaths: `self.deaths` when it was asked; if its rank has died since, this is known already.
+        deaths: `self.deaths` at the time of the call. A rank with more deaths since has already been handled.
         """
         self._raise_failure()
         if not self._replaces_dead or death.worker is None or death.worker[0] != ENGINE_GROUP:
             raise death
         rank = death.worker[1]
+        # many groups report the same death
         if self.deaths[rank] != deaths[rank] or self.states[rank] is EngineState.RESTARTING:
             return
         self._note_death(rank, death)
@@ -151,7 +153,7 @@ class EngineAvailability:
 
     @contextmanager
     def syncing(self) -> Generator[None]:
-        """Let no engine leave while the body brings weights to the engines."""
+        """Prevent engines from leaving while the body syncs weights."""
         self._in_sync = True
         try:
             yield
@@ -160,9 +162,9 @@ class EngineAvailability:
             self._changed.set()
 
     def weights_arrived(self, ranks: Sequence[int], version: int | None, deaths: Sequence[int] | None = None) -> None:
-        """Let these engines be asked: they have the weights of `version`, or those that they loaded themselves.
+        """Set engines to serving, with the weights of `version`, or with self-loaded weights.
 
-        deaths: `self.deaths` when the weights were sent; a process that came later does not have them.
+        deaths: `self.deaths` when the weights were sent. Processes started later do not have them.
         """
         sent_to = self.deaths if deaths is None else deaths
         for rank in [rank for rank in ranks if self.deaths[rank] == sent_to[rank]]:
@@ -174,14 +176,14 @@ class EngineAvailability:
         self._changed.set()
 
     async def stop(self) -> None:
-        """End the restarts that are under way."""
+        """Cancel running restarts."""
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _note_death(self, rank: int, death: ProcessDied) -> None:
-        """Count a restart. Raises `death` where none is allowed any more."""
+        """Log a restart. Raises `death` if the budget is used up."""
         if self._budget == 0:
             raise death
         if self.n_restarts >= self._budget:
@@ -199,22 +201,23 @@ class EngineAvailability:
                     await self._restart(rank)
                     break
                 except ProcessDied as again:
+                    # it died during its start, which costs a restart too
                     self._note_death(rank, again)
                     self._count_process(rank)
             self._set_state(rank, EngineState.NEEDS_WEIGHTS)
-        except Exception as error:  # told to whoever waits for the engines
+        except Exception as error:  # raised to whoever waits for engines: this task has no caller
             self._failure = error
         self._changed.set()
 
     def _lose(self, rank: int) -> None:
-        """Note that the engine's process is gone."""
+        """Record the death of an engine's process."""
         self._count_process(rank)
         self._left_at[rank] = time.perf_counter()
         self._set_state(rank, EngineState.RESTARTING)
         self._changed.set()
 
     def _count_process(self, rank: int) -> None:
-        """Note that the engine's next process is another one."""
+        """Record that the engine's next process is a new one."""
         self.deaths = (*self.deaths[:rank], self.deaths[rank] + 1, *self.deaths[rank + 1 :])
         self.groups[rank] = 0
 
@@ -223,7 +226,7 @@ class EngineAvailability:
         self._note_states()
 
     def _note_states(self) -> None:
-        """Keep what is asked for every group, and changes seldom."""
+        """Update cached lists of states."""
         self._serving = [rank for rank, state in enumerate(self.states) if state is EngineState.SERVING]
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:

@@ -1,15 +1,14 @@
-"""The replay buffer: groups on their way from the engines to the trainer, with a bound on their staleness.
+"""Replay buffer: groups between engines and trainer, with bounded staleness.
 
-A version is the number of training steps that weights have behind them. The staleness of a token is the step that
-trains on it minus the version that sampled it. Three rules bound it, whatever the timing:
+A version is the number of training steps behind the weights. The staleness of a token is the step that trains on it,
+minus the version that sampled it. Three rules bound it, independent of timing:
 
-    1. A group may start when the last step that will train on it is at most `max_staleness` above the version that
-       the engines hold.
-    2. Groups are trained on in the order of their tickets; the trainer waits for a slow one.
+    1. A group may start if the last step that trains on it is at most `max_staleness` above the engines' version.
+    2. Groups are trained on in ticket order. The trainer waits for slow groups.
     3. A group that the algorithm rejects is replaced by a new ticket.
 
-No group is discarded for its age: one that would get too old is never started. In order of completion, slow groups
-could wait for ever, and short completions would be trained on more often than long ones.
+No group is discarded for age, since a group that would become too old is never started. In order of completion, slow
+groups could wait for ever, and short completions would be trained on more often than long ones.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ MAX_REJECTED = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Compute which step trains on which groups, when they may start and when weights are synced. No state.
+    """Stateless schedule: the groups of each step, when groups may start, and when weights are synced.
 
-    A position is the number of a group among those that are trained on, in ticket order.
+    A position is the index of a group among accepted groups, in ticket order.
 
     >>> every_step = Schedule(steps=3, per_step=4)
     >>> every_step.window(1)                         # step 1 trains on positions 4 to 7
@@ -48,14 +47,15 @@ class Schedule:
 
     steps: int
     per_step: int
-    """Groups that a step trains on."""
+    """Groups per training step."""
     max_staleness: int = 0
     sync_every: int = 1
-    """Largest number of steps between two weight syncs."""
+    """Maximum number of steps between weight syncs."""
     max_kl: float | None = None
-    """Bound of train/mismatch/kl, above which weights are synced earlier; None is no bound."""
+    """Bound of train/mismatch/kl. A larger value triggers an early weight sync. None: no bound."""
     sample_reuse: int = 1
-    """Steps that train on each group: a step takes per_step / sample_reuse new ones, and keeps the rest."""
+    """Number of steps that train on each group. Each step draws per_step / sample_reuse new groups, and keeps the
+    rest."""
 
     @property
     def fresh(self) -> int:
@@ -63,56 +63,59 @@ class Schedule:
         return self.per_step // self.sample_reuse
 
     def window(self, step: int) -> range:
-        """Return the positions that a step trains on."""
+        """Return the positions of a step's groups."""
         return range(step * self.fresh, step * self.fresh + self.per_step)
 
     def may_start(self, position: int, *, version: int) -> bool:
-        """Tell whether a group started now will be fresh enough at its last step; False past the end of the run."""
+        """Return whether a group started now is fresh enough at the last step that uses it. False after the run's
+        end."""
+        # position // fresh is the last step that trains on the group: earlier steps reuse it, later ones do not
         is_fresh = position // self.fresh <= version + self.max_staleness
         return is_fresh and position < self.window(self.steps - 1).stop
 
     def needs_sync(self, steps_done: int, *, version: int, kl: float | None) -> bool:
-        """Tell whether to sync weights after `steps_done` steps, where engines hold `version`.
+        """Return whether to sync weights after `steps_done` steps, for engines at `version`.
 
-        kl: train/mismatch/kl of the last step; None where it made no update.
+        kl: train/mismatch/kl of the last step, or None without an update.
         """
+        # the last step always syncs, so that the final evaluation sees the final weights
         has_drifted = self.max_kl is not None and kl is not None and kl > self.max_kl
         return has_drifted or steps_done - version >= self.sync_every or steps_done == self.steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
-    """Group whose last reward has arrived."""
+    """Group with all rewards."""
 
     ticket: int
     group: Group
     accepted: bool
-    """False: the algorithm rejected the group."""
+    """False if the algorithm rejected the group."""
     seconds: float
-    """Seconds from the group's start to its last reward."""
+    """Time from the group's start to the last reward, in seconds."""
 
 
 class Waiter(NamedTuple):
-    """Task that waits for a condition on the buffer."""
+    """Task waiting for a condition on the buffer."""
 
     is_met: Callable[[], bool]
     woken: asyncio.Future[None]
 
 
 class ReplayBuffer:
-    """Queue between engines and trainer: tickets as fast as the schedule allows, groups in ticket order.
+    """Queue between engines and trainer. The schedule controls the start of tickets; groups leave in ticket order.
 
-    It belongs to one event loop, without threads.
+    Not thread-safe: it belongs to one event loop.
     """
 
     def __init__(self, schedule: Schedule, *, step: int = 0, ticket: int = 0):
         self.schedule = schedule
         self.version = step
-        """Version that the engines hold."""
+        """Version of the engines' weights."""
         self.ticket = ticket
         """Next new ticket."""
         self.position = schedule.window(step).start
-        """Position of the first group that is still to be trained on."""
+        """Position of the first group not yet trained on."""
         self.started: set[int] = set()
         """Tickets without a finished group."""
         self.restarts: deque[int] = deque()
@@ -120,38 +123,38 @@ class ReplayBuffer:
         self.waiting: dict[int, FinishedGroup] = {}
         """Groups that finished before an earlier ticket."""
         self.ready: deque[FinishedGroup] = deque()
-        """Groups in ticket order, none missing between them."""
+        """Groups in ticket order, without gaps."""
         self.next_ready = ticket
-        """Every ticket below has finished."""
+        """Lowest unfinished ticket."""
         self.n_reported = 0
-        """Groups at the head of `ready` that a previous step's metrics already counted."""
+        """Groups at the head of `ready` that an earlier step's metrics counted."""
         self._n_accepted = 0
-        """Accepted groups in `ready`; counted as they come and go, since there may be a hundred thousand."""
+        """Number of accepted groups in `ready`. Updated incrementally, since there may be a hundred thousand."""
         self._n_accepted_waiting = 0
-        """Accepted groups in `waiting`."""
+        """Number of accepted groups in `waiting`."""
         self._waiters: list[Waiter] = []
 
     @property
     def n_collected(self) -> int:
-        """Accepted groups that are here, for the next step and those after it."""
+        """Accepted groups in the buffer, for the next step and later steps."""
         return self._n_accepted + self._n_accepted_waiting
 
     @property
     def _next_position(self) -> int:
-        """Position of the next ticket if all started ones are accepted; it may become less, never more."""
+        """Position of the next ticket if all started groups are accepted. It may decrease, never increase."""
         waiting = len(self.waiting) if self._in_rounds else self._n_accepted_waiting
         return self.position + self._n_accepted + waiting + len(self.started)
 
     @property
     def _in_rounds(self) -> bool:
-        """True in synchronous training: rejected groups are replaced when all of a round have finished.
+        """True in synchronous training: rejected groups are replaced after a whole round has finished.
 
-        Which requests meet in an engine then depends on no timing, nor do the last bits of what it computes.
+        So the batches in an engine, and the last bits of its results, do not depend on timing.
         """
         return self.schedule.max_staleness == 0
 
     async def reserve_ticket(self) -> int:
-        """Wait until one more group may start; return its ticket."""
+        """Wait until another group may start. Return the ticket."""
         if self.restarts:
             return self.restarts.popleft()
         await self._wait_until(lambda: self.schedule.may_start(self._next_position, version=self.version))
@@ -160,7 +163,7 @@ class ReplayBuffer:
         return self.ticket - 1
 
     def add_group(self, finished: FinishedGroup) -> None:
-        """Take a finished group; RuntimeError for a ticket that was not started, or finished before."""
+        """Add a finished group. Raises RuntimeError for a ticket that is not running."""
         if finished.ticket not in self.started:
             raise RuntimeError(f"ticket {finished.ticket} was not started, or finished twice")
         self.started.remove(finished.ticket)
@@ -186,12 +189,12 @@ class ReplayBuffer:
         self._n_accepted += finished.accepted
 
     async def next_step_groups(self, step: int) -> tuple[list[Group], list[FinishedGroup]]:
-        """Wait for the groups of a step; return them, and all groups drawn for it, rejected ones included.
+        """Wait for the groups of a step. Return them, and all groups drawn for it, including rejected ones.
 
-        Example with per_step=2: tickets 0, 1 and 2 finish, the algorithm rejects 1. Step 0 gets the groups of 0 and
-        2; drawn for it were 0, 1 and 2. With sample_reuse=2, step 1 gets those of 2 and 3; drawn for it was 3 alone.
+        Example with per_step=2: tickets 0, 1 and 2 finish, and the algorithm rejects 1. Step 0 trains on 0 and 2; drawn
+        were 0, 1 and 2. With sample_reuse=2, step 1 trains on 2 and 3; drawn was 3 alone.
 
-        Fewer than per_step groups come where MAX_REJECTED x per_step were rejected.
+        Returns fewer than per_step groups if MAX_REJECTED x per_step were rejected.
         """
         window = self.schedule.window(step)
         assert window.start == self.position, "steps are taken one after the other"
@@ -201,9 +204,12 @@ class ReplayBuffer:
         )
         ready = [*self.ready]  # a deque is slow in its middle
         accepted = [i for i, finished in enumerate(ready) if finished.accepted][: len(window)]
+        # Groups at the head were drawn for an earlier step and are in its metrics, so they are not drawn again.
         end = accepted[-1] + 1 if len(accepted) == len(window) else len(ready)
         groups = [ready[i].group for i in accepted]
         drawn = ready[self.n_reported : end]
+        # The step's first `fresh` accepted groups are used up, with the rejected ones between them. With sample_reuse,
+        # the later ones stay for the next step. They are drawn already: n_reported of them.
         n_leaving = accepted[self.schedule.fresh] if len(accepted) > self.schedule.fresh else end
         for _ in range(n_leaving):
             self._n_accepted -= self.ready.popleft().accepted
@@ -212,7 +218,7 @@ class ReplayBuffer:
         return groups, drawn
 
     def set_version(self, version: int) -> None:
-        """Set the version that the engines hold."""
+        """Set the version of the engines' weights."""
         self.version = version
         self._note_change()
 
@@ -226,15 +232,15 @@ class ReplayBuffer:
                 self._waiters.remove(waiter)
 
     def _note_change(self) -> None:
-        """Wake who can go on; most groups that finish are no reason for anybody to."""
+        """Wake waiters whose condition is met. Most finished groups wake nobody."""
         for waiter in self._waiters:
             if not waiter.woken.done() and waiter.is_met():
                 waiter.woken.set_result(None)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the finished groups and the started tickets, for JSON. Prompts are not included: tickets draw them.
+        """Return the finished groups and started tickets, for JSON.
 
-        Images are: an environment may have shown them.
+        Prompts are omitted, since tickets draw them. Images are included, since an environment may have produced them.
         """
         finished = [*self.ready, *self.waiting.values()]
         images = collect_images(s for g in finished for s in g.group)
@@ -265,7 +271,7 @@ class ReplayBuffer:
 
 
 def _describe_sample(sample: Sample) -> dict[str, Any]:
-    """Return a sample without its prompt, for JSON; images are named by their hash."""
+    """Return a sample without the prompt, for JSON. Images are named by hash."""
     named = {"transcript": describe_messages(sample.transcript), "images": describe_places(sample.images)}
     return {name: to_json(value) for name, value in (_fields_but("prompt", sample) | named).items()}
 

@@ -1,15 +1,15 @@
-"""Engines that come and go in a running job: `rollout.num_engines: {min: 1, max: 8}`.
+"""Elastic engines: they join and leave during a run, `rollout.num_engines: {min: 1, max: 8}`.
 
-There are `max` slots. One without an engine waits for a place in the cluster: on a new machine, or one that is back.
+There are `max` slots. A slot without an engine waits for a place in the cluster, on a new or a returned machine.
 
     waits for a place -> is started -> needs weights -> serves -> leaves -> waits for a place -> ...
 
-An engine joins at a weight sync, after the same proof as all others and before its first sample. One whose machine is
-to go gets no more groups and no more weights, and leaves when its groups are done. One that is killed is as in
-rollouts/scheduling/availability.py: its groups are asked again, of the others.
+An engine joins at a weight sync, after the same verification as all others. If its machine is about to go, it receives
+no more groups and weights, and leaves when its groups are done. A killed engine is handled as in
+rollouts/scheduling/availability.py: other engines repeat its groups.
 
-No promise of the schedule depends on who is there: tickets belong to the driver, and the staleness of a group is
-bounded where it starts. What a leaving engine still samples has the weights with which its groups began, or later ones.
+Guarantees of the schedule do not depend on membership. Tickets belong to the driver, and staleness is bounded at the
+start of a group. A leaving engine finishes its groups with the weights they started with, or later ones.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from rollouts.scheduling.availability import ENGINE_GROUP, EngineAvailability, E
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Numbers of engines, and two deadlines."""
+    """Limits on the number of engines, and two deadlines."""
 
     least: int
-    """rollout.num_engines.min: the first ranks, which are there at the start."""
+    """rollout.num_engines.min: these ranks exist from the start."""
     most: int
     """rollout.num_engines.max."""
     few_s: float
-    """Seconds after which a run with fewer than `least` engines ends."""
+    """Seconds with fewer than `least` engines after which the run ends."""
     leave_s: float
-    """Seconds after which an engine leaves although it has groups; these are asked again."""
+    """Seconds after which a leaving engine is ended with its groups. Other engines repeat them."""
 
 
 class WorkerSlots(Protocol):
-    """Processes of engines by rank. A rank is a slot, in which one engine follows another."""
+    """Engine processes by rank. A rank is a slot for successive engines."""
 
     async def find_place(self, rank: int) -> bool:
-        """Start a process as soon as there is a place for it; ends the last one.
+        """Start a process when there is a free place, after ending the previous process.
 
-        Returns True where the last process of this rank died, and this one is on the same machine.
+        Return True if the previous process died and the new process runs on the same machine.
         """
         ...
 
     async def build(self, rank: int) -> None:
-        """Build the engine in the process that has found a place."""
+        """Build the engine in the started process."""
         ...
 
     async def release(self, rank: int) -> None:
@@ -58,17 +58,17 @@ class WorkerSlots(Protocol):
 
 
 class ElasticAvailability(EngineAvailability):
-    """States of engines that come and go."""
+    """States of elastic engines."""
 
     def __init__(
         self, bounds: Bounds, slots: WorkerSlots, *, budget: int = 0, say: Callable[[str], None] = print
     ) -> None:
-        """Begin with the first `least` ranks. budget: how often engines may die while their machines live."""
+        """Start with the first `least` ranks. budget: maximum number of deaths on living machines."""
         self.bounds, self._seats = bounds, slots
         self._joined = {*range(bounds.least)}
         self._n_died = self._n_spent = 0
         self._idle: dict[Process, asyncio.Event] = {}
-        """Set when a process that leaves has no group any more, or is gone."""
+        """Set when a leaving process has no more groups, or is gone."""
         self._too_few: asyncio.TimerHandle | None = None
         super().__init__(bounds.most, budget=budget, say=say)
         for rank in range(bounds.least, bounds.most):
@@ -91,14 +91,14 @@ class ElasticAvailability(EngineAvailability):
         return sorted(self._joined)
 
     def open_slots(self) -> None:
-        """Let engines join from now on."""
+        """Allow engines to join."""
         for rank in range(self.bounds.least, self.bounds.most):
             self._start_task(self._bring_back(rank))
 
     def start_watch(self, find_leaving: Callable[[], Awaitable[Mapping[int, str]]], *, every_s: float) -> None:
-        """Look now and then which machines are to go, and let their engines leave.
+        """Poll for departing machines, and drain their engines.
 
-        find_leaving: returns the ranks of these, each with a clause that says why.
+        find_leaving: returns the ranks on departing machines, each with a reason.
         """
 
         async def watch() -> None:
@@ -110,7 +110,7 @@ class ElasticAvailability(EngineAvailability):
         self._start_task(self._guard(watch()))
 
     def drain(self, rank: int, why: str) -> None:
-        """Let an engine leave: it gets no more groups and no more weights, and its slot is free when it is done."""
+        """Drain an engine: no more groups or weights. The slot becomes free when its groups are done."""
         if self.states[rank] in (EngineState.SERVING, EngineState.NEEDS_WEIGHTS):
             process = self.process_of(rank)
             n = self.groups[rank]
@@ -125,11 +125,12 @@ class ElasticAvailability(EngineAvailability):
             self._idle[process].set()
 
     async def _let_go(self, process: Process) -> None:
-        """End an engine when its groups are done, unless it dies before."""
+        """End a drained engine, unless it dies first."""
         rank, idle = process[0], self._idle[process]
         if self.groups[rank]:
             with suppress(TimeoutError):
                 await asyncio.wait_for(idle.wait(), self.bounds.leave_s)
+        # a sync counts on every engine that it started with
         await self.wait_for(lambda: [] if self._in_sync else [rank])
         if self.process_of(rank) == process:
             self._lose(rank)  # before it ends: a group that it takes with it is no death
@@ -137,7 +138,7 @@ class ElasticAvailability(EngineAvailability):
             await self._bring_back(rank)
 
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await `work`; its error is told to whoever waits for the engines."""
+        """Await `work`. An error is raised to whoever waits for engines."""
         try:
             await work
         except Exception as error:
@@ -145,7 +146,7 @@ class ElasticAvailability(EngineAvailability):
             self._changed.set()
 
     def _note_death(self, rank: int, death: ProcessDied) -> None:
-        """Say that an engine is gone; whether this counts is known when there is a place for the next one."""
+        """Log a death. Whether it counts towards the budget is known when the next process finds a place."""
         self._n_died += 1
         self._say(f"{death}; its groups are generated again, and its slot waits for a place")
 
@@ -155,7 +156,7 @@ class ElasticAvailability(EngineAvailability):
         super()._lose(rank)
 
     async def _bring_back(self, rank: int) -> None:
-        """Fill a slot, as soon as there is a place. One whose machine is refused stays empty."""
+        """Fill a slot when there is a free place. If the machine is refused, the slot stays empty."""
         await self._guard(self._fill(rank))
 
     async def _fill(self, rank: int) -> None:
@@ -170,7 +171,7 @@ class ElasticAvailability(EngineAvailability):
         self._changed.set()
 
     async def _start_engine(self, rank: int) -> bool:
-        """Start an engine; return False where its process died meanwhile. Raises ProcessDied if none may any more."""
+        """Start an engine. Return False if the process died meanwhile. Raises ProcessDied if the budget is used up."""
         try:
             died_here = await self._seats.find_place(rank)
         except ProcessDied as death:
@@ -187,7 +188,7 @@ class ElasticAvailability(EngineAvailability):
         return True
 
     def _spend(self, rank: int) -> None:
-        """Count a death that was not its machine's. Raises ProcessDied where no more are allowed."""
+        """Count a death on a living machine. Raises ProcessDied if the budget is used up."""
         self._n_spent += 1
         if self._n_spent > self._budget:
             raise ProcessDied(
@@ -202,6 +203,7 @@ class ElasticAvailability(EngineAvailability):
 
     def _note_states(self) -> None:
         super()._note_states()
+        # called at every change of state, so the timer starts once and stops once
         if len(self.taking_weights()) >= self.bounds.least:
             if self._too_few is not None:
                 self._too_few.cancel()

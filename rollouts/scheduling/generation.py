@@ -1,4 +1,4 @@
-"""Generation in the background: every group starts as soon as its staleness is bounded, while the trainer works."""
+"""Background generation: groups start as soon as their staleness is bounded, while the trainer works."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class GroupRequests:
-    """Requests of groups to the engines. `n_retries` counts groups that were retried after a timeout."""
+    """Requests of groups to engines, with retries. `n_retries` counts retries after a timeout."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class GroupRequests:
         self.n_retries = 0
 
     async def generate_group(self, ticket: int, prompt: Prompt, size: int) -> Group:
-        """Return a group from the least busy engine; where that dies, from another one, or from it when it is back.
+        """Return a group from the least busy engine. If the engine dies, another engine repeats the group.
 
-        Raises ProcessDied naming an engine that may not be restarted, and RunStopped where a group takes too long.
+        Raises ProcessDied for an engine without restart, and RunStopped for a group that times out twice.
         """
         too_slow: list[int] = []
         while True:  # one coroutine for all attempts: a step may have a hundred thousand groups
@@ -58,11 +58,12 @@ class GroupRequests:
                     await self._stop_for(ticket, too_slow)
                 self.n_retries += 1
             except ProcessDied as death:
+                # the timeouts may have been the dying engine's, so the group has two attempts again
                 self.engines.report_death(death, deaths)
                 too_slow = []
 
     async def _choose_engine(self, too_slow: list[int]) -> int:
-        """Return the least busy engine; after a timeout another one, where there is one."""
+        """Return the least busy engine. After a timeout, prefer another engine."""
         await self.engines.wait_for(self.engines.serving)
         if not too_slow:
             return self.engines.find_least_busy()
@@ -73,7 +74,7 @@ class GroupRequests:
         return second
 
     async def _stop_for(self, ticket: int, too_slow: list[int]) -> None:
-        """Stop the run for a group that two engines did not finish; ProcessDied if one of them is dead."""
+        """Stop the run for a group that two engines did not finish. Raises ProcessDied if one of them is dead."""
         for rank in too_slow:
             await self._check_alive(rank)
         raise RunStopped(
@@ -88,7 +89,7 @@ class GroupRequests:
 
 
 class Generation(GroupRequests):
-    """Groups of a training run, generated in the background into its buffer."""
+    """Background generation of a training run's groups into the replay buffer."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Generation(GroupRequests):
     ):
         """draw_prompt: ticket -> prompt. accept_group: see Algorithm. The others: see GroupRequests.
 
-        on_finished: called when a group of a step is in the buffer.
+        on_finished: called when a group has been added to the buffer.
         """
         super().__init__(workers, timeout_s=timeout_s, engines=engines)
         self.draw_prompt, self.accept_group, self.buffer = draw_prompt, accept_group, buffer
@@ -116,7 +117,7 @@ class Generation(GroupRequests):
 
     @asynccontextmanager
     async def running_in_background(self) -> AsyncGenerator[None]:
-        """Generate while the body runs. An error on either side ends the other."""
+        """Generate while the body runs. An error on either side cancels the other."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._of_run = tasks
@@ -125,11 +126,12 @@ class Generation(GroupRequests):
                 for task in (starting, *self.tasks):  # a resumed run of fewer steps does not need all of them
                     task.cancel()
         except ExceptionGroup as failed:
+            # the first error cancels all other tasks, so it is the cause
             raise failed.exceptions[0] from None
 
     @asynccontextmanager
     async def held(self) -> AsyncGenerator[None]:
-        """Wait for the groups that are being generated, and start no other one while the body runs."""
+        """Wait for running groups, and start no new ones while the body runs."""
         self._may_start.clear()
         try:
             while running := [task for task in self.tasks if not task.done()]:
@@ -139,7 +141,7 @@ class Generation(GroupRequests):
             self._may_start.set()
 
     def start_beside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run `work` beside the body of `running_in_background`, whose end cancels it. Its error ends the body."""
+        """Run `work` until the body of `running_in_background` ends. An error of `work` ends the body."""
         assert self._of_run is not None, "nothing runs in the background"
         return self._keep(self._of_run.create_task(work))
 

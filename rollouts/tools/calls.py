@@ -1,4 +1,4 @@
-"""Run the calls of one reply. Whatever is wrong with a call is answered with one sentence, and counted."""
+"""Execution of tool calls. Every invalid or failing call is answered with one sentence, and counted."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from rewards.sandbox.base import SandboxUnavailable
 from rollouts.tools.functions import Tool
 
 ErrorKind = Literal["unreadable", "unknown", "arguments", "raised", "timeout"]
-"""What went wrong: the call cannot be read, names no tool or has wrong arguments; the tool raised or took too long."""
+"""Kind of failure: malformed call, unknown tool, wrong arguments, exception in the tool, or timeout."""
 THROUGH = (RunStopped, UserError)
-"""Errors of a tool that are not the policy's: they end the run."""
+"""Errors of a tool that end the run, since they are not the policy's fault."""
 
 
 class ToolFailed(Exception):
-    """Error of a tool whose text is the answer, as it is."""
+    """Error of a tool with the answer as its text."""
 
 
 class ToolUnavailable(Exception):
-    """Error of a tool that does not work through no fault of the policy: the sample fails, and has no reward."""
+    """Error of an unavailable tool, not the policy's fault. The sample fails without a reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """ToolResult to one call."""
+    """Result of one call."""
 
     message: Message
     error: ErrorKind | None = None
@@ -45,10 +45,10 @@ class ToolResult:
 async def run_calls(
     calls: Sequence[ToolCall], tools: Mapping[str, Tool], *, seconds: float, key: str, parallel: bool = True
 ) -> list[ToolResult]:
-    """Run calls, each for at most `seconds`, and return their answers in the order of the calls.
+    """Run calls with a timeout of `seconds` each. Return results in the order of the calls.
 
-    key: what holds `seconds`, for the sentence about a tool that blocks the process. Raises RunStopped, UserError,
-    ToolUnavailable and SandboxUnavailable of a tool.
+    key: setting of `seconds`, for the error of a blocking tool. Raises RunStopped, UserError, ToolUnavailable and
+    SandboxUnavailable of a tool.
     """
     runs = [_answer_call(call, tools, seconds=seconds, key=key) for call in calls]
     if parallel:
@@ -59,14 +59,15 @@ async def run_calls(
             answers.append(await run)
     finally:
         for run in runs:
-            run.close()  # one that was not begun
+            run.close()  # a coroutine never awaited would log a warning
     return answers
 
 
 def make_answer(content: str, call: ToolCall | None, error: ErrorKind | None = None) -> ToolResult:
-    """Return the message with a tool's result, or with what was wrong with the call."""
+    """Return the message with a tool's result, or with the error."""
     if error is not None:
         content = f"Error: {content}"
+    # a malformed call has no id to refer to
     if call is None:
         return ToolResult(message={"role": "tool", "content": content}, error=error)
     message: Message = {
@@ -101,19 +102,20 @@ async def _answer_call(call: ToolCall, tools: Mapping[str, Tool], *, seconds: fl
 
 
 async def _call_tool(tool: Tool, arguments: dict[str, Any], *, seconds: float, key: str) -> Any:
-    """Return what a tool returns: a coroutine function is awaited here, any other runs in a thread."""
+    """Call a tool. Coroutine functions are awaited; other functions run in a thread."""
     if inspect.iscoroutinefunction(tool.call):
         return await LimitBlocking(tool.call(**arguments), who=f"the tool {tool.name}", seconds=seconds, key=key)
     return await run_in_thread(lambda: tool.call(**arguments))
 
 
 async def run_in_thread(call: Callable[[], Any]) -> Any:
-    """Run a function in a thread of its own, and return what it returns or raise what it raises.
+    """Run a function in a new thread. Return its result, or raise its exception.
 
-    No thread of a pool: one that never ends would keep a place there, and the process from ending.
+    No thread pool: a function that never returns would occupy a place there, and block the exit of the process.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    # context variables, such as those of a tracing library, are seen in the thread too
     context = contextvars.copy_context()
 
     def settle(result: tuple[Any, BaseException | None]) -> None:
@@ -136,7 +138,7 @@ async def run_in_thread(call: Callable[[], Any]) -> Any:
 
 
 def write_result(result: Any) -> str:
-    """Return a tool's result as text: text as it is, anything else as JSON. Raises ToolFailed for what is neither.
+    """Return a tool's result: text unchanged, other values as JSON. Raises ToolFailed if JSON cannot represent it.
 
     >>> write_result("21 degrees"), write_result({"degrees": 21}), write_result(None)
     ('21 degrees', '{"degrees": 21}', 'null')

@@ -1,4 +1,4 @@
-"""Base class of environments whose tools are Python functions."""
+"""Base class of environments with Python functions as tools."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from rollouts.tools.functions import MARK, Tool, make_spec, make_tool
 
 
 class ToolEnv(Env):
-    """Environment that runs the calls of each reply; a reply without a call ends the episode.
+    """Environment that executes the calls of each reply. A reply without calls ends the episode.
 
-    Its tools are the methods marked by `@tool`, and `functions`. An ordinary function runs in a thread of its own, a
-    coroutine function on the event loop. A thread cannot be stopped: a function that never returns is answered as too
-    slow, and keeps its thread until the run ends.
+    Tools are methods marked by `@tool`, and `functions`. An ordinary function runs in a new thread, a coroutine
+    function in the event loop. Threads cannot be stopped: a function that never returns counts as a timeout, and keeps
+    the thread until the run ends.
     """
 
     functions: ClassVar[Sequence[Callable[..., Any]]] = ()
-    """Functions that are tools too."""
+    """Functions offered as tools."""
     tool_timeout_s: float = 30.0
     """Deadline of each call, in seconds."""
     parallel_calls: bool = True
-    """Run the calls of one reply at the same time. False: one after the other, for tools that change what others
-    read."""
+    """Run the calls of a reply concurrently. False: sequentially, for tools with shared state."""
     _marked: ClassVar[Sequence[str]] = ()
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
+        # in the order of definition, base classes first: the order is visible in the prompt
         names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
         cls._marked = [name for name in names if getattr(getattr(cls, name, None), MARK, False)]
         described = [getattr(cls, name) for name in cls._marked]
@@ -44,13 +44,13 @@ class ToolEnv(Env):
         check_names([spec["function"]["name"] for spec in cls.tools], cls.__qualname__)
 
     def find_tools(self) -> Sequence[Tool]:
-        """Return the tools of this episode. An override that adds some shows them to the policy in `tools`."""
+        """Return the tools of this episode. An override must also add them to `tools`, shown to the policy."""
         own = zip(self._marked, type(self).tools, strict=False)
         methods = [Tool(spec=spec, call=getattr(self, name)) for name, spec in own]
         return [*methods, *map(make_tool, self.functions)]
 
     async def step(self, reply: ParsedReply) -> list[Message] | None:
-        """ToolResult the calls of a reply; end the episode after one without a call."""
+        """Execute the calls of a reply. A reply without calls ends the episode."""
         calls = reply.message.get("tool_calls", [])
         if reply.problem and not calls:
             return self._note([make_answer(reply.problem, None, "unreadable")])
@@ -69,11 +69,11 @@ class ToolEnv(Env):
         return self._note(answers)
 
     def counts(self) -> dict[str, float]:
-        """Return the number of calls, of errors by their kind, and the seconds waited for tools."""
+        """Return the number of calls, of errors by kind, and the seconds spent waiting for tools."""
         return {"tool_calls": 0.0, "tool_errors": 0.0, "tool_seconds": 0.0} | self._counter
 
     def _note(self, answers: list[ToolResult]) -> list[Message]:
-        """Count answers; return their messages."""
+        """Count results. Return their messages."""
         self._counter["tool_calls"] += len(answers)
         for answer in answers:
             if answer.error is not None:
@@ -88,13 +88,13 @@ class ToolEnv(Env):
 
     @property
     def _counter(self) -> dict[str, float]:
-        """Counts of this episode. A subclass need not call our constructor."""
+        """Counts of this episode. Created on first use, since a subclass may skip our constructor."""
         if "_counted" not in self.__dict__:
             self._counted: dict[str, float] = defaultdict(float)
         return self._counted
 
 
 def check_names(names: Sequence[str], of: str) -> None:
-    """Raise UserError where two tools have one name."""
+    """Raise UserError for duplicate tool names."""
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{of} has two tools that are called {twice[0]}: rename one of them")

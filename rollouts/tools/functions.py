@@ -1,4 +1,4 @@
-"""Python functions as tools: name, description and JSON schema come from signature and docstring."""
+"""Tool specifications of Python functions: name, description and JSON schema from signature and docstring."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from data_feeds.chat.tool_specs import find_misfit
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "_is_tool"
 PLAIN = (int, float, str, bool, list, tuple, dict, type(None), Any, ...)
-"""Types that JSON has."""
+"""Types with a JSON equivalent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A tool that can be called."""
+    """Tool that can be called."""
 
     spec: ToolSpec
     call: Callable[..., Any]
-    """Function, or coroutine function, that takes the arguments by name."""
+    """Function or coroutine function with keyword arguments."""
 
     @property
     def name(self) -> str:
         return name_of_tool(self.spec)
 
     def find_misfit(self, call: FunctionCall) -> str:
-        """Return why this tool cannot be called so, as one sentence; "" where it can."""
+        """Return one sentence why a call does not fit this tool, or "" if it fits."""
         if misfit := find_misfit(call, [self.spec]):
             return misfit
         schema = self.spec["function"]["parameters"]
+        # JSON Schema allows unknown arguments unless told otherwise, but a Python function would raise
         if "additionalProperties" in schema:
             return ""
         known: Mapping[str, Any] = schema.get("properties", {})
@@ -49,9 +50,9 @@ def tool(function: F) -> F:
 
 
 def make_spec(function: Callable[..., Any]) -> ToolSpec:
-    """Return a function's description in OpenAI's form. Raises UserError for one that lacks a type or a text.
+    """Return a function's specification in OpenAI's format. Raises UserError for missing types or descriptions.
 
-    A first argument `self` without a type is left out.
+    An untyped first argument `self` is skipped.
     """
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -75,6 +76,7 @@ def make_spec(function: Callable[..., Any]) -> ToolSpec:
                 "str, bool, list, dict, Literal, or unions of them"
             )
     properties = described["parameters"]["properties"]
+    # transformers reads a type hint of the return value as a property too
     parameters = described["parameters"] | {
         "properties": {name: _allow_null(schema) for name, schema in properties.items() if name != "return"}
     }
@@ -85,7 +87,7 @@ def make_spec(function: Callable[..., Any]) -> ToolSpec:
 
 
 def _allow_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema in which `nullable`, which JSON Schema does not know, is said in its words."""
+    """Replace OpenAPI's `nullable` by its JSON Schema equivalent."""
     if not schema.get("nullable"):
         return schema
     rest = {key: value for key, value in schema.items() if key != "nullable"}
@@ -98,12 +100,12 @@ def _allow_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_tool(function: Callable[..., Any]) -> Tool:
-    """Return a function as a tool. Raises UserError for one that cannot be described."""
+    """Convert a function to a tool. Raises UserError if it cannot be described."""
     return Tool(spec=make_spec(function), call=function)
 
 
 def _find_strange(hint: Any) -> str:
-    """Return the name of a type in a hint that JSON does not have; "" where there is none."""
+    """Return the name of a type without JSON equivalent in a hint, or ""."""
     origin = get_origin(hint)
     if origin is None:
         return "" if hint in PLAIN else getattr(hint, "__name__", str(hint))

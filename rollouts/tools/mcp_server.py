@@ -1,4 +1,4 @@
-"""Servers of the Model Context Protocol as a source of tools: started as a process (stdio), or reached over HTTP."""
+"""Tools of a Model Context Protocol (MCP) server, started as a process (stdio) or reached over HTTP."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rollouts.tools.functions import Tool
 
 
 class McpEnv(ToolEnv):
-    """Environment whose tools are those of a server, besides its own. A reply without a call ends the episode.
+    """Environment with the tools of an MCP server, and the class's own. A reply without calls ends the episode.
 
-    A server that dies is answered with one sentence per call. One that cannot be started fails the sample.
+    Calls to a dead server are answered with one sentence. A server that cannot start fails the sample.
     """
 
     server: ClassVar[str | Sequence[str]]
-    """Address of a server (http://...), or the command that starts one."""
+    """URL of a server (http://...), or the command that starts it."""
     server_env: ClassVar[Mapping[str, str]] = {}
     """Environment variables of the command, besides the usual ones (PATH, HOME, USER, ...)."""
     shared: ClassVar[bool] = False
-    """False: every episode has a connection, and with a command a process, of its own. True: episodes that run at the
-    same time in one engine's process share them; right for tools that keep nothing from call to call."""
+    """False: each episode has a connection, and with a command a process. True: concurrent episodes of an engine
+    process share them; the tools must be stateless."""
 
     async def open(self) -> list[Message]:
         """Connect to the server, and show its tools to the policy. Raises ToolUnavailable."""
@@ -42,13 +42,13 @@ class McpEnv(ToolEnv):
         return [*super().find_tools(), *self._connection.tools]
 
     async def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection, or release a shared one."""
         if "_connection" in self.__dict__:
             await (_unshare(type(self)) if self.shared else self._connection.close())
 
 
 class McpConnection:
-    """Connection to a server. A task of its own holds it, since the library closes it only where it was opened."""
+    """Connection to an MCP server. One task opens and closes it, as the library requires."""
 
     def __init__(self, server: str | Sequence[str], env: Mapping[str, str]) -> None:
         self.server, self.env = server, env
@@ -59,7 +59,7 @@ class McpConnection:
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Connect and list the tools. Raises ToolUnavailable, and UserError where the library is missing."""
+        """Connect, and list the tools. Raises ToolUnavailable, and UserError without the library."""
         client = _make_client(self.server, self.env)
         self._task = start_task(self._hold(client))
         opened = asyncio.create_task(self._opened.wait())
@@ -77,7 +77,7 @@ class McpConnection:
                 self._task.cancel()
 
     async def close(self) -> None:
-        """Close the connection; a server that was started ends, or is killed."""
+        """Close the connection. A started server ends, or is killed."""
         self._closing.set()
         if self._task is not None:
             await asyncio.wait({self._task})
@@ -85,6 +85,7 @@ class McpConnection:
     async def _hold(self, client: Any) -> None:
         async with client as self._client:
             cursor: str | None = None
+            # a server with many tools lists them in pages
             while True:
                 page = await self._client.list_tools(cursor=cursor)
                 self.tools += [self._make_tool(found) for found in page.tools]
@@ -114,7 +115,7 @@ class McpConnection:
 
 @dataclass
 class _Shared:
-    """Connection of several episodes, and their number."""
+    """Connection shared by episodes, with their number."""
 
     connecting: asyncio.Future[McpConnection]
     users: int = 0
@@ -130,12 +131,13 @@ async def _connect(of: type[McpEnv]) -> McpConnection:
 
 
 async def _share(of: type[McpEnv]) -> McpConnection:
-    """Return the connection of the episodes that run now; the first one opens it."""
+    """Return the shared connection. The first episode opens it."""
     shared = _SHARED.get(of)
     if shared is None:
         shared = _SHARED[of] = _Shared(asyncio.ensure_future(_connect(of)))
     shared.users += 1
     try:
+        # shielded: the end of one episode must not cancel the connection of the others
         return await asyncio.shield(shared.connecting)
     except BaseException:
         await _unshare(of)
@@ -143,7 +145,7 @@ async def _share(of: type[McpEnv]) -> McpConnection:
 
 
 async def _unshare(of: type[McpEnv]) -> None:
-    """Leave a shared connection; the last one closes it."""
+    """Release a shared connection. The last episode closes it."""
     shared = _SHARED[of]
     shared.users -= 1
     if shared.users:
@@ -168,7 +170,7 @@ def _make_client(server: str | Sequence[str], env: Mapping[str, str]) -> Any:
 
 
 def _find_cause(error: BaseException) -> BaseException:
-    """Return the first error of a group of errors."""
+    """Return the first error of an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
