@@ -203,7 +203,7 @@ class ElasticAvailability(EngineAvailability):
 
     def _note_states(self) -> None:
         super()._note_states()
-        # called at every change of state, so the timer starts once and stops once
+        # called at every change of state: the timer runs while there are too few engines
         if len(self.taking_weights()) >= self.bounds.least:
             if self._too_few is not None:
                 self._too_few.cancel()

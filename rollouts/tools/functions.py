@@ -76,7 +76,6 @@ def make_spec(function: Callable[..., Any]) -> ToolSpec:
                 "str, bool, list, dict, Literal, or unions of them"
             )
     properties = described["parameters"]["properties"]
-    # transformers reads a type hint of the return value as a property too
     parameters = described["parameters"] | {
         "properties": {name: _allow_null(schema) for name, schema in properties.items() if name != "return"}
     }
