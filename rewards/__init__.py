@@ -1,17 +1,17 @@
-"""Rewards: plain functions of text, found by name in this folder or by path anywhere.
+"""Rewards: functions of text, found by name in this folder or by path.
 
     def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
         return {"correct": float(messages[-1]["content"].strip() == prompt.answer)}
 
-`messages` are all messages after the prompt. The parts are named, finite numbers; each is logged under its
-name, and the sample's reward is their weighted sum. If a reward raises, its sample has failed: it has no reward, and is
-not trained on.
+`messages` are all messages after the prompt. The returned parts are named, finite numbers. Each is logged under its
+name, and the sample's reward is their weighted sum. If a reward raises, the sample fails: it has no reward and is not
+trained on.
 
-`score` may take settings by name (`reward.settings` of the recipe). A function `prepare` with the same settings, if
-there is one, is called once in every worker before the first sample; a function `check(deadline_s, ...)`, with
-reward.timeout_s before the settings, once before anything is started: it raises UserError for what the user must mend.
+`score` may have settings as keyword arguments (`reward.settings` of the recipe). Optional functions with the same
+settings: `prepare` runs in every worker before the first sample. `check(deadline_s, ...)`, with reward.timeout_s first,
+runs once before the start, and raises UserError for a problem that the user must fix.
 
-Import core.types.samples only under TYPE_CHECKING, as the rewards here do: it imports torch, which costs time and
+Import core.types.samples only under TYPE_CHECKING, as the rewards here do. It imports torch, which costs time and
 memory in every worker. The `prompt` of `score` has the fields of a Prompt (id, messages, answer, extra).
 """
 
@@ -41,10 +41,11 @@ def has_score(module: ModuleType) -> bool:
 
 
 def load_reward(spec: FileSpec, settings: dict[str, Any]) -> RewardFn:
-    """Import the reward and return its `score` with these settings. Raises UserError if they do not fit."""
+    """Import a reward and return `score` with the settings applied. Raises UserError if the settings do not fit."""
     score = getattr(load_module(spec), "score", None)
     if not callable(score):
         raise UserError(f"{spec.path} has no function score(prompt, messages) -> dict[str, float]")
+    # checked by signature, without a call: an unknown setting fails before the first sample
     try:
         inspect.signature(score).bind(None, None, **settings)
     except TypeError as error:
@@ -53,14 +54,14 @@ def load_reward(spec: FileSpec, settings: dict[str, Any]) -> RewardFn:
 
 
 def prepare_reward(spec: FileSpec, settings: dict[str, Any]) -> None:
-    """Call the reward's `prepare`, if it has one."""
+    """Call the reward's `prepare`, if it exists."""
     prepare = getattr(load_module(spec), "prepare", None)
     if prepare is not None:
         prepare(**settings)
 
 
 def check_reward(spec: FileSpec, settings: dict[str, Any], deadline_s: float) -> None:
-    """Call the reward's `check`, if it has one. deadline_s: reward.timeout_s."""
+    """Call the reward's `check`, if it exists. deadline_s: reward.timeout_s."""
     check = getattr(load_module(spec), "check", None)
     if check is not None:
         check(deadline_s, **settings)

@@ -1,4 +1,4 @@
-"""Exact match: the reply is the answer and nothing else."""
+"""Exact match of reply and answer."""
 
 from __future__ import annotations
 

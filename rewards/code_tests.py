@@ -1,4 +1,4 @@
-"""Tests of a row's code: read from its columns, and run in a sandbox."""
+"""Tests of a row's code: parsed from the row's columns, and run in a sandbox."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ JUDGE = Path(__file__).parent / "sandbox" / "inside" / "unit_tests.py"
 FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 BY_SIGNAL = 128
 SHORTEST_RUN = 0.05
-"""Seconds below which another run is not begun."""
+"""Minimum time left to start another run, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """Tests of one row, of one of two kinds."""
+    """Tests of one row: assertions, or pairs of input and output."""
 
     id: str
-    """Of the row, for errors."""
+    """Id of the row, for errors."""
     tests: tuple[str, ...] = ()
-    """Each a piece of Python that raises where the code is wrong."""
+    """Python statements that raise if the code is wrong."""
     setup: str = ""
-    """Runs before them."""
+    """Python code that runs before the tests."""
     pairs: tuple[tuple[str, str], ...] = ()
-    """Standard input of a program, and the output that it must have."""
+    """Standard input of a program, and the expected output."""
 
 
 def find_code(reply: str) -> str:
-    r"""Return the last block of a reply, which need not be closed; the whole reply if it has none.
+    r"""Return the last code block of a reply, closed or not, or the whole reply if there is none.
 
     >>> find_code("First\n```python\nx = 1\n```\nor rather\n```\nx = 2\n```\nas asked")
     'x = 2\n'
@@ -47,7 +47,7 @@ def find_code(reply: str) -> str:
 
 
 def read_suite(row: str, extra: Mapping[str, Any]) -> Suite:
-    """Return a row's tests. Raises ValueError for a row that has none, or one that cannot be read."""
+    """Parse a row's tests. Raises ValueError if they are missing or malformed."""
     pairs, tests = _parse(row, "pairs", extra.get("pairs")), extra.get("tests")
     if pairs:
         try:
@@ -61,7 +61,7 @@ def read_suite(row: str, extra: Mapping[str, Any]) -> Suite:
     if not suite.tests:
         raise ValueError(f"{row} has no tests: give it a column tests, or a column pairs")
     for source in (suite.setup, *suite.tests):
-        _parse_python(row, source)
+        _parse_python(row, source)  # a broken test would count as wrong code
     return suite
 
 
@@ -83,6 +83,7 @@ def _parse_python(row: str, source: str) -> ast.Module:
 
 def _split_file(row: str, text: str, entry_point: Any) -> Suite:
     tree = _parse_python(row, text)
+    # in pytest's style: functions test_... and asserts at the top level
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     tests = [f"{name}()" for name in functions if name.startswith("test")]
     if "check" in functions and entry_point:
@@ -94,6 +95,7 @@ def _split_file(row: str, text: str, entry_point: Any) -> Suite:
 
 async def run_asserts(box: Sandbox, code: str, suite: Suite, limits: Limits) -> tuple[list[bool], bool]:
     """Return which tests pass, and whether the code loads. Raises ValueError for a test that cannot be judged."""
+    # only the judge knows it, so the code cannot print results of its own
     nonce = secrets.token_hex(16)
     given = {"code": code, "tests": suite.tests, "setup": suite.setup, "nonce": nonce}
     ran = await box.run(
@@ -107,11 +109,12 @@ async def run_asserts(box: Sandbox, code: str, suite: Suite, limits: Limits) -> 
     if told["unsuited"]:
         raise ValueError(f"{suite.id}: a test cannot be judged: {told['unsuited'][0]}")
     passed = [not why for why in told["said"]]
+    # a killed run has no results for the remaining tests
     return passed + [False] * (len(suite.tests) - len(passed)), bool(told["ran"])
 
 
 def _check_judge(ran: Ran) -> None:
-    """Raise SandboxUnavailable where the program with the tests has not begun; the code may only have killed it."""
+    """Raise SandboxUnavailable if the judge did not start, unless a limit or the code itself killed it."""
     if ran.killed_for is None and ran.exit_code is not None and ran.exit_code < BY_SIGNAL:
         said = ran.stderr.decode(errors="replace").strip().splitlines()[-1:] or [""]
         raise SandboxUnavailable(f"the tests could not be run, exit code {ran.exit_code}: {said[0][:200]}")
@@ -120,11 +123,13 @@ def _check_judge(ran: Ran) -> None:
 async def run_pairs(
     box: Sandbox, code: str, pairs: tuple[tuple[str, str], ...], limits: Limits, *, until: float, at_once: int
 ) -> tuple[list[bool], bool]:
-    """Run the program once for each pair, until the clock shows `until`; return which agree, and whether one ended."""
+    """Run the program for each pair, until the monotonic clock reaches `until`. Return which agree, and whether any
+    exits with code 0."""
     places = asyncio.Semaphore(at_once)
 
     async def run_one(stdin: str, expected: str) -> tuple[bool, bool]:
         async with places:
+            # all pairs share one time limit, so a program that always hangs costs it once
             left = until - time.monotonic()
             if left < SHORTEST_RUN:
                 return False, False
@@ -142,7 +147,7 @@ async def run_pairs(
 
 
 def trim_lines(text: str) -> list[str]:
-    r"""Return the lines without white space at their ends, and without empty lines at the end.
+    r"""Return the lines without trailing white space, and without trailing empty lines.
 
     >>> trim_lines("1 2 \n3\n\n") == trim_lines("1 2\n3")
     True

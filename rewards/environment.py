@@ -1,4 +1,4 @@
-"""No reward of its own: for environments whose scores are the reward (`reward.weights: {return: 1.0}`).
+"""Placeholder reward for environments whose scores are the reward (`reward.weights: {return: 1.0}`).
 
 It returns the number of the policy's replies, since a reward has at least one part.
 """

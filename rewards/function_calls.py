@@ -1,6 +1,6 @@
-"""Did the policy call the right tool with the right arguments, and give its result as the answer?
+"""Reward of a tool call: right tool, right arguments, and the result as the answer.
 
-The row's column `call` holds the call that is wanted: {"name": ..., "arguments": {...}}.
+The row's column `call` contains the expected call: {"name": ..., "arguments": {...}}.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
-    """Return `correct` (the call and the answer are right) and `called` (the call is). Raises ValueError without both.
+    """Return `correct` (call and answer) and `called` (the call). Raises ValueError if the row lacks either.
 
-    Another call before the right one does not count against it.
+    Additional calls are not penalized.
     """
     wanted = prompt.extra.get("call")
     if not wanted or not prompt.answer.split():

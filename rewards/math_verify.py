@@ -2,8 +2,8 @@
 
     correct   1 if the reply's last answer is the same mathematical object as the ground truth
 
-The library's timeout uses SIGALRM, so this reward needs the main thread of a process, which rewards/pool.py provides.
-A reply that it cannot decide in time is wrong, not failed: otherwise a policy could learn to avoid a bad reward.
+The library's timeout uses SIGALRM, so this reward needs the main thread of a process, as in rewards/pool.py. A reply
+that times out is wrong, not failed. Otherwise a policy could learn to avoid a bad reward.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 def score(prompt: Prompt, messages: list[Message]) -> dict[str, float]:
     """Compare the last answer with the ground truth. Raises ValueError if the ground truth cannot be parsed."""
+    # a data set's answers are often bare LaTeX, which the library parses only in a box
     expected = parse(prompt.answer, parsing_timeout=MATH_VERIFY_TIMEOUT_S) or parse(
         rf"\boxed{{{prompt.answer}}}", parsing_timeout=MATH_VERIFY_TIMEOUT_S
     )

@@ -1,8 +1,8 @@
-"""Rewards in processes that can be killed.
+"""Pool of reward processes that can be killed.
 
-If a reward raises, loops for ever or ends its process, only its own sample fails: every worker has one sample at a
-time and a socket of its own, and shares neither a queue nor a lock with other workers. This works in a plain process
-and in a Ray actor: workers are new interpreters, not forks of a process with threads, and never import its main module.
+If a reward raises, hangs or ends the process, only the current sample fails. Each worker has one sample at a time and a
+separate socket, and shares neither queue nor lock. Workers are new interpreters that never import the main module, not
+forks of a process with threads. So the pool works in a plain process and in a Ray actor.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class RewardResult:
 
     reward_parts: dict[str, float] = field(default_factory=dict[str, float])
     failure: str = ""
-    """Last line of the traceback, or how the worker ended; "" if the reward succeeded."""
+    """Last line of the traceback, or how the worker ended. "" if the reward succeeded."""
 
 
 class RewardPool:
-    """Pool of `workers` processes that run the reward functions of a recipe.
+    """Pool of `workers` processes for the reward functions of a recipe.
 
-    A sample's timeout starts when a worker takes it, so time in the queue does not count. `close()` kills the
-    workers; they also die with the process that owns the pool.
+    A sample's timeout starts when a worker begins, so time in the queue does not count. `close()` kills the workers.
+    They also die with the process that owns the pool.
     """
 
     def __init__(self, reward: RewardPlan, workers: int, timeout_s: float) -> None:
@@ -51,7 +51,7 @@ class RewardPool:
             self._threads.submit(worker.start)
 
     async def compute_reward(self, prompt: Prompt, messages: list[Message]) -> RewardResult:
-        """Return the reward's parts or its failure. Raises UserError when the reward cannot be loaded."""
+        """Return the reward's parts or failure. Raises UserError if the reward cannot be loaded."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._run_in_worker, prompt, messages)
 
     def close(self) -> None:
@@ -59,10 +59,11 @@ class RewardPool:
             worker.kill()
         self._threads.shutdown(cancel_futures=True)
         for worker in self._workers:
-            worker.kill()  # a thread may have been starting it
+            worker.kill()  # again: a thread may have been starting it
             worker.reap()
 
     def _run_in_worker(self, prompt: Prompt, messages: list[Message]) -> RewardResult:
+        # there are as many threads as workers, so an idle worker is always in the queue
         worker = self._idle.get()
         try:
             return worker.compute_reward(prompt, messages, self.timeout_s)
@@ -71,14 +72,14 @@ class RewardPool:
 
 
 class _Worker:
-    """Run rewards in one process; a dead one is replaced when the next sample comes."""
+    """Reward process. A dead process is replaced at the next sample."""
 
     def __init__(self, reward: RewardPlan) -> None:
         self._reward = reward
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process; whether it could load the reward is read with the first sample."""
+        """Start the process. Errors of loading the reward are reported with the first sample."""
         self._socket, far_end = Pipe()
         self._ready = False
         self._process = start_module("rewards.worker", far_end.fileno())
@@ -96,18 +97,18 @@ class _Worker:
                 self.reap()
                 return RewardResult(failure=f"timeout after {timeout_s:g}s")
             parts, failure = self._socket.recv()
-        except (EOFError, OSError):  # it is ending by itself
+        except (EOFError, OSError):  # the process is exiting
             return RewardResult(failure=f"the worker process {self.reap()}")
         return RewardResult(reward_parts=parts, failure=failure)
 
     def kill(self) -> None:
-        """Kill the process and its children; another thread may be waiting for its result."""
+        """Kill the process and its children. Another thread may be waiting for the result."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def reap(self) -> str:
-        """Wait for a process that is ending, or kill it, and remove it; return how it ended, in words."""
+        """Wait for an exiting process, or kill it, and clean up. Return how it ended, in words."""
         if self._process is None:
             return "was not running"
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,9 +1,9 @@
-"""A reward model as the reward: a model that algs/reward_model.py trained, or any sequence classifier with one label.
+"""Reward model as a reward function: a model of algs/reward_model.py, or any sequence classifier with one label.
 
     reward: {function: reward_model, settings: {model: runs/rm/model}, weights: {reward: 1.0}, workers: 1}
 
-`template` is that of the reward model's own training (data.template). `trust_remote_code: true` lets code run that
-comes with the reward model; model.trust_remote_code does not. Every worker loads the model for itself, on the CPU.
+`template` must be the data.template of the reward model's training. `trust_remote_code: true` allows code in the reward
+model's folder; model.trust_remote_code does not apply. Every worker loads a copy of the model, on the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Template = Literal["chat", "plain"]
 def score(
     prompt: Prompt, messages: list[Message], *, model: str, template: Template = "chat", trust_remote_code: bool = False
 ) -> dict[str, float]:
-    """Return {"reward": r}, read at the last token of the conversation, as in training."""
+    """Return {"reward": r}, the value at the last token of the conversation, as in training."""
     import torch
 
     from algs.reward_model import append_scored_token
@@ -33,7 +33,7 @@ def score(
     turns = [*prompt.messages, *messages]
     ids, mask = tokenizer.mask_turns(turns, tools=prompt.tools)
     nothing = [0.0] * len(ids)
-    whole = types.Prompt(id=prompt.id, messages=[])
+    whole = types.Prompt(id=prompt.id, messages=[])  # the conversation is in the tokens, so the prompt is empty
     sample = types.make_sample(
         prompt=whole,
         token_ids=ids,

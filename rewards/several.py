@@ -1,6 +1,6 @@
-"""Several reward functions in one: `reward.functions`, and `reward.by_source` for rows of one data source.
+"""Several reward functions in one recipe: `reward.functions`, and `reward.by_source` for rows of one data source.
 
-The parts of a function are logged as `<function>.<part>`, so two functions never share a name.
+Parts are logged as `<function>.<part>`, so functions never share a name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedReward:
-    """Function among several, with its name."""
+    """Reward function with its name in the recipe."""
 
     name: str
     spec: FileSpec
@@ -27,13 +27,13 @@ class NamedReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardPlan:
-    """Functions of a recipe, and which of them score the rows of which source. Small and picklable."""
+    """Reward functions of a recipe, and the functions for each source. Small and picklable."""
 
     functions: tuple[NamedReward, ...]
     by_source: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     """Names of the functions for a source."""
     otherwise: tuple[str, ...] = ()
-    """Names of the functions for every other source; "" is the only function of `reward.function`."""
+    """Names of the functions for every other source. "" is the single function of `reward.function`."""
 
     @property
     def path(self) -> str:
@@ -42,13 +42,13 @@ class RewardPlan:
 
     @property
     def files(self) -> dict[str, FileSpec]:
-        """Return every file by the key that names it."""
+        """Return every file by recipe key."""
         return {f"reward.functions.{f.name}" if f.name else "reward.function": f.spec for f in self.functions}
 
     def load(self) -> Callable[[Prompt, list[Message]], dict[str, float]]:
-        """Import the functions and return one that calls those of the prompt's source.
+        """Import the functions. Return a function that calls those of the prompt's source.
 
-        Raises UserError for settings that do not fit.
+        Raises UserError if the settings do not fit.
         """
         scores = {f.name: load_reward(f.spec, f.settings) for f in self.functions}
         if [*scores] == [""]:
@@ -74,3 +74,8 @@ class RewardPlan:
         """Call every function's `prepare`."""
         for function in self.functions:
             prepare_reward(function.spec, function.settings)
+
+
+def one_reward(spec: FileSpec, settings: dict[str, Any] | None = None) -> RewardPlan:
+    """Return the plan of a single function. Its parts keep their names."""
+    return RewardPlan(functions=(NamedReward(name="", spec=spec, settings=settings or {}),), otherwise=("",))

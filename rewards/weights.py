@@ -1,4 +1,4 @@
-"""From the recipe's keys to reward functions, and from their parts to one number."""
+"""Reward functions and weights of a recipe: from keys to functions, and from parts to one number."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rewards import resolve_reward
 from rewards.several import NamedReward, RewardPlan
 
 MAIN_PART = "correct"
-"""Part that a single weight belongs to, where a function returns several."""
+"""Part with the weight if a function returns several parts and has a single weight."""
 
 
 def plan_rewards(reward: RewardConfig) -> RewardPlan:
-    """Find the functions that a recipe names. Raises UserError for one that is not there."""
+    """Resolve the functions of a recipe. Raises UserError for an unknown function."""
     groups = {source: tuple(name_function(n) for n in weights) for source, weights in reward.by_source.items()}
     if reward.function is not None:
         only = NamedReward(
@@ -32,7 +32,7 @@ def plan_rewards(reward: RewardConfig) -> RewardPlan:
 
 
 def weigh_parts(reward: RewardConfig, parts: Mapping[str, float], source: str) -> float:
-    """Return the reward of a sample: the weighted sum of its parts. Raises UserError for a part that is not there."""
+    """Return a sample's reward: the weighted sum of its parts. Raises UserError for a missing part."""
     chosen = reward.by_source.get(source, reward.functions)
     total = sum(_weigh_function(name_function(name), weights, parts) for name, weights in chosen.items())
     weights = _list_weights(reward, source)
@@ -41,17 +41,19 @@ def weigh_parts(reward: RewardConfig, parts: Mapping[str, float], source: str) -
             f"reward.weights names {missing[0]!r}, but the reward returns only {', '.join(sorted(parts))}: "
             "correct the name"
         )
+    # parts with a weight by name alone: those of a single function, and of the environment
     return total + sum(weight * parts[name] for name, weight in weights.items())
 
 
 def weigh_turns(reward: RewardConfig, turns: Sequence[Mapping[str, float]], source: str) -> tuple[float, ...]:
-    """Return what each turn earned, of the parts that an environment gives turn by turn; empty where it gives none."""
+    """Return the weighted scores of each turn, or () if the environment has no scores per turn."""
     weights = _list_weights(reward, source)
+    # parts without a weight are metrics only
     return tuple(sum(weights.get(name, 0.0) * value for name, value in parts.items()) for parts in turns)
 
 
 def _list_weights(reward: RewardConfig, source: str) -> Mapping[str, float]:
-    """Return the weights of parts by their names alone, for the rows of a source."""
+    """Return the weights of parts by name, for the rows of a source."""
     return {} if reward.function is not None and source in reward.by_source else reward.weights
 
 

@@ -1,7 +1,7 @@
-"""Reward process for one sample at a time: `python -m rewards.worker FD`, started by rewards/pool.py.
+"""Reward process: `python -m rewards.worker FD`, started by rewards/pool.py.
 
-It reads a RewardPlan, then samples, from the socket FD, and returns (parts, failure) for each. It may die at
-any time, because of the reward or because the pool kills it.
+It reads a RewardPlan, then samples, from the socket FD, and returns (parts, failure) for each. It may die at any time,
+because of the reward or because the pool kills it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1
 LONGEST_FAILURE = 300
 LARGEST_REWARD = 1e9
-"""Largest size of a part of a reward. What is larger, infinite or NaN would spoil the mean of its group."""
+"""Maximum absolute value of a part. Larger, infinite and NaN values would ruin the group's mean."""
 
 
 def main(fd: int) -> None:
@@ -39,7 +39,7 @@ def main(fd: int) -> None:
         reward: RewardPlan = pool.recv()
         score = reward.load()
         reward.prepare()
-    except EOFError:  # the run was over before it needed this worker
+    except EOFError:  # the run ended before it needed this worker
         return
     except UserError as error:
         pool.send(str(error))
@@ -56,7 +56,7 @@ def main(fd: int) -> None:
 def compute_parts(
     score: RewardFn, fields: dict[str, Any], messages: list[dict[str, str]]
 ) -> tuple[dict[str, float], str]:
-    """Return the reward's parts, or why it has none."""
+    """Return the reward's parts, or the reason of a failure."""
     prompt: Any = SimpleNamespace(**fields)  # a Prompt without torch
     parts, failure = call_user_code(lambda: score(prompt, messages), "score()")
     if not parts and not failure:
@@ -65,10 +65,10 @@ def compute_parts(
 
 
 def call_user_code(call: Callable[[], Any], who: str) -> tuple[dict[str, float], str]:
-    """Return named finite numbers from the user's code, or why there are none."""
+    """Return named finite numbers from the user's code, or the reason why they are invalid."""
     try:
         parts = call()
-    except Exception as error:  # the border around what a user wrote
+    except Exception as error:  # the border to the user's code
         return {}, last_line(error)
     if not isinstance(parts, dict):
         return {}, f"{who} must return a dict of named numbers, it returned {parts!r}"[:LONGEST_FAILURE]

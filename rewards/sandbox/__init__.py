@@ -1,10 +1,10 @@
-"""Sandboxes: places where code of a policy runs and can do no harm; docs/how_to/code_rewards.md says how far that goes.
+"""Sandboxes for untrusted code of a policy. docs/how_to/code_rewards.md states the guarantees.
 
     box = make_sandbox("bubblewrap")                       on this machine, by bwrap
     box = make_sandbox("http://sandbox.example:8080")      on another, over SandboxFusion's POST /run_code
     ran = await box.run(["python3", "main.py"], files={"main.py": b"print(1)"}, limits=Limits(seconds=5))
 
-There is no third choice that runs code without a sandbox.
+Code never runs without a sandbox.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def make_sandbox(name_or_url: str) -> Sandbox:
-    """Return the sandbox of that name, or at that address. Raises UserError for anything else."""
+    """Return the sandbox of a name or URL. Raises UserError for any other value."""
     if name_or_url == "bubblewrap":
         return Bubblewrap()
     if name_or_url.startswith(("http://", "https://")):
@@ -40,7 +40,7 @@ def make_sandbox(name_or_url: str) -> Sandbox:
 
 
 def check_sandbox(name_or_url: str) -> None:
-    """Raise UserError, with the mend, where code cannot be run in that sandbox."""
+    """Raise UserError, with the fix, if the sandbox cannot run code."""
     try:
         asyncio.run(make_sandbox(name_or_url).check())
     except SandboxUnavailable as error:

@@ -1,4 +1,4 @@
-"""Code that nobody has read: what every sandbox takes and what it gives back."""
+"""Sandbox interface: limits, results and errors of untrusted code."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ MIB = 2**20
 
 
 class SandboxUnavailable(Exception):
-    """Error of the sandbox itself: it is not installed, not allowed here, or out of reach. No code was judged.
+    """Error of the sandbox itself: not installed, not permitted, or unreachable. No code was judged.
 
-    A reward lets it pass, so that the sample fails instead of being called wrong.
+    Rewards let it propagate, so that the sample fails instead of counting as wrong.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of one run. What reaches one is refused by the kernel, or the whole sandbox is killed."""
+    """Limits of one run. The kernel refuses an excess, or the whole sandbox is killed."""
 
     seconds: float = 10.0
-    """Time on the clock, and of the processor for each process."""
+    """Wall-clock time, and CPU time of each process, in seconds."""
     memory_mib: int = 512
-    """Memory of all processes together; none of them may reserve more for itself."""
+    """Memory of all processes together, and address space of each."""
     disk_mib: int = 64
-    """Size of /tmp, which is memory and the only place to write to."""
+    """Size of /tmp, the only writable folder. It is in memory."""
     file_mib: int = 32
-    """Size of one file."""
+    """Maximum size of a file."""
     files: int = 10_000
-    """Number of files and folders in /tmp."""
+    """Maximum number of files and folders in /tmp."""
     processes: int = 32
-    """Number of processes and threads."""
+    """Maximum number of processes and threads."""
     open_files: int = 256
-    """Number of open files of each process."""
+    """Maximum number of open files per process."""
     output_bytes: int = MIB
-    """Size of stdout, and of stderr."""
+    """Maximum size of stdout, and of stderr."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """Outcome of one run."""
+    """Result of one run."""
 
     exit_code: int | None
-    """Exit code, with 128 + n for a process that signal n ended; None where `killed_for` says why there is none."""
+    """Exit code, or 128 + n for a process killed by signal n. None if `killed_for` is set."""
     stdout: bytes
     stderr: bytes
     seconds: float
@@ -54,7 +54,7 @@ class Ran:
 
 
 class Sandbox(Protocol):
-    """Interface of a place to run code in."""
+    """Interface of a sandbox."""
 
     async def run(
         self,
@@ -64,19 +64,19 @@ class Sandbox(Protocol):
         stdin: bytes = b"",
         limits: Limits | None = None,
     ) -> Ran:
-        """Run `command` in a new folder with `files`. "python3" is the Python of this run, without its packages.
+        """Run `command` in a new folder with `files`. "python3" is this run's Python, without its packages.
 
-        Raises SandboxUnavailable where the sandbox fails; whatever the code does is a Ran.
+        Raises SandboxUnavailable if the sandbox fails. Failures of the code are part of the result.
         """
         ...
 
     async def check(self) -> None:
-        """Run something harmless. Raises SandboxUnavailable with the mend where code cannot be run."""
+        """Run a harmless command. Raises SandboxUnavailable, with the fix, if code cannot run."""
         ...
 
 
 def check_names(files: Mapping[str, bytes]) -> None:
-    """Raise ValueError for a file that would lie outside its folder.
+    """Raise ValueError for a file outside the sandbox's folder.
 
     >>> check_names({"data/in.txt": b""})
     >>> check_names({"../in.txt": b""})

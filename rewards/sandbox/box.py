@@ -1,4 +1,4 @@
-"""One sandbox while it lives: its pipes, its limits that the kernel does not watch, and its end."""
+"""Running sandbox: pipes, limits that the kernel does not enforce, and termination."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from rewards.sandbox.usage import count_files, exceeds_memory, list_descendants
 
 CHUNK = 65536
 OUT_OF_TIME = 128 + signal.SIGXCPU
-"""Exit code of a process that has used up its time on the processor."""
+"""Exit code of a process that exceeded the CPU time."""
 
 
 class Box:
-    """Sandbox with the processes in it, all of which end with the one that this process has started."""
+    """Sandbox with running processes. All of them end with the process started here."""
 
     def __init__(self, process: asyncio.subprocess.Process, status: int, limits: Limits) -> None:
-        """process: bwrap, with three pipes. status: pipe from which bwrap's reports are read; it is closed here."""
+        """process: bwrap, with three pipes. status: pipe with bwrap's reports; it is closed here."""
         self.killed_for: KilledFor | None = None
         self.limits = limits
         self._process, self._status = process, status
         self._reports = b""
         self._began = time.monotonic()
         self._inside: int | None = None
-        """Handle of the first process inside, with which all others end; an id could be another's when it is used."""
+        """Pidfd of the first process inside, whose end ends all others. A process id could be reused."""
         self._stderr = bytearray()
         assert process.stdin and process.stdout and process.stderr
         self._in, self._out = process.stdin, process.stdout
@@ -40,7 +40,7 @@ class Box:
         ]
 
     async def begin(self) -> None:
-        """Wait until there is a process inside, which can be killed, or bwrap has ended."""
+        """Wait until a process inside exists and can be killed, or bwrap has ended."""
         loop = asyncio.get_running_loop()
         ready = asyncio.Event()
         os.set_blocking(self._status, False)
@@ -60,6 +60,7 @@ class Box:
             raise SandboxUnavailable(f"bwrap has not begun within {SANDBOX_CHECK_TIMEOUT_S:g} s") from None
         finally:
             loop.remove_reader(self._status)
+        # a command that cannot start has no process inside; finish reports bwrap's error
         if (pid := _find(self._reports, "child-pid")) is not None:
             with suppress(ProcessLookupError):
                 self._inside = os.pidfd_open(pid)
@@ -70,7 +71,7 @@ class Box:
         return time.monotonic() - self._began
 
     async def finish(self, stdin: bytes) -> Ran:
-        """Give the code its input, wait for its end or a limit, and return what it did."""
+        """Send the input, wait for the end or a limit, and return the result."""
         stdout = bytearray()
         self._tasks.append(asyncio.create_task(self._collect(self._out, stdout)))
         feeding = asyncio.create_task(self._feed(stdin))
@@ -84,7 +85,7 @@ class Box:
             exit_code = await self.close()
         if self.killed_for is None and exit_code is None:
             raise SandboxUnavailable(f"bwrap failed: {_last_line(self._stderr) or 'it was killed'}")
-        if exit_code == OUT_OF_TIME:  # by several threads, before the time on the clock is up
+        if exit_code == OUT_OF_TIME:  # several threads use CPU time faster than the clock
             self.killed_for = self.killed_for or "time"
         return Ran(
             exit_code=exit_code if self.killed_for is None else None,
@@ -95,7 +96,7 @@ class Box:
         )
 
     async def ask(self, line: bytes, *, seconds: float) -> bytes | None:
-        """Send one line and return the next one that comes; None where the sandbox has ended or was killed."""
+        """Send a line and return the response line, or None if the sandbox ended or was killed."""
         try:
             self._in.write(line + b"\n")
             answer = await asyncio.wait_for(self._out.readline(), seconds)
@@ -110,20 +111,20 @@ class Box:
         return answer if answer.endswith(b"\n") else None
 
     def kill(self, reason: KilledFor) -> None:
-        """Kill the sandbox; the first reason counts."""
+        """Kill the sandbox. The first reason counts."""
         if self._process.returncode is None:
             self.killed_for = self.killed_for or reason
             self._send_kill()
 
     async def close(self) -> int | None:
-        """End everything in the sandbox; return the exit code of its command if it has ended by itself."""
+        """End all processes in the sandbox. Return the command's exit code if it exited by itself."""
         if self._status < 0:
             return None
         status, self._status = self._status, -1
         self._send_kill()
         stderr, watch, *rest = self._tasks
         watch.cancel()
-        try:  # the pipes end with the last process that holds them
+        try:  # the pipes close with the last process that has them open
             async with asyncio.timeout(SANDBOX_EXIT_GRACE_S):
                 await self._process.wait()
                 await asyncio.gather(stderr, *rest)
@@ -140,7 +141,7 @@ class Box:
         return _find(reports, "exit-code")
 
     def _send_kill(self) -> None:
-        """Kill the first process inside, and so all; bwrap sees it, and ends by itself with nothing left to collect."""
+        """Kill the first process inside, and so all others. bwrap notices, and exits with nothing left to reap."""
         with suppress(ProcessLookupError):
             if self._inside is not None:
                 signal.pidfd_send_signal(self._inside, signal.SIGKILL)
@@ -148,7 +149,7 @@ class Box:
                 os.kill(self._process.pid, signal.SIGKILL)
 
     async def _feed(self, stdin: bytes) -> None:
-        with suppress(ConnectionError):  # code need not read its input
+        with suppress(ConnectionError):  # the code may exit without reading its input
             self._in.write(stdin)
             await self._in.drain()
             self._in.close()
@@ -161,7 +162,8 @@ class Box:
                 self.kill("output")
 
     async def _watch(self) -> None:
-        """Kill the sandbox where all its processes together, or its files, are too many."""
+        """Kill the sandbox if all processes together exceed the memory or the number of files."""
+        # the kernel's limits are per process, and a cgroup for all of them may not be available
         checks: list[tuple[KilledFor, Callable[[list[int]], bool]]] = [
             ("memory", lambda pids: exceeds_memory(pids, self.limits.memory_mib * MIB)),
             ("files", lambda pids: count_files(pids, self.limits.disk_mib * MIB) > self.limits.files),
@@ -175,7 +177,7 @@ class Box:
 
 
 def _read_rest(pipe: int) -> bytes:
-    """Return what is in a pipe now, and close it."""
+    """Read the rest of a pipe, and close it."""
     os.set_blocking(pipe, False)
     with os.fdopen(pipe, "rb") as file:
         return file.read() or b""

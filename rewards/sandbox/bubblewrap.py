@@ -1,9 +1,9 @@
-"""Sandbox on this machine by bubblewrap's `bwrap`: namespaces of its own, a read-only system, limits, no privileges.
+"""Sandbox on this machine with bubblewrap (`bwrap`): new namespaces, read-only system, limits, no privileges.
 
-Inside there are /usr, the Python of this run, a few devices and a /tmp of memory; no /etc, no /root, no /home, no
-/proc, no /sys, no network and no variable of this process's environment. Files come in as memory, so that nothing is
-left on the disk. Root gives up its user id before the code runs, for the limit on processes does not bind root; for
-anybody else the id inside is 65534.
+Inside are /usr, the Python of this run, a few devices, and a /tmp in memory. There is no /etc, /root, /home, /proc or
+/sys, no network, and no environment variable of this process. Files are passed in memory, so nothing remains on disk.
+Root switches to another user id before the code runs, since the limit on processes does not bind root. For other users,
+the id inside is 65534.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from rewards.sandbox.box import Box
 from rewards.sandbox.seccomp import make_filter
 
 WORK = "/tmp/work"
-"""The folder inside that code starts in."""
+"""Working folder inside the sandbox."""
 PYTHON = "/python"
-"""The Python of this run inside, where it is not below /usr."""
+"""Path of this run's Python inside, unless it is below /usr."""
 NOBODY = 65534
 USER_IDS = range(61184, 65520)
-"""User ids that no account has (systemd lends them to services); root takes one by chance for each run."""
+"""Unused user ids (systemd assigns them to services). Root draws one at random for each run."""
 _BASE: str = getattr(sys, "_base_executable", sys.executable)
-"""The Python that a virtual environment was made from."""
+"""Base Python of a virtual environment."""
 INIT = ("sh", "-c", '"$@"; exit $?', "sh")
-"""First process inside, with which all others end, and which bwrap collects. (bwrap's own would outlive bwrap and be a
-zombie then, until somebody collects it, which in a container often nobody does.) It has bwrap's user, or else bwrap's
-death could not kill it."""
+"""First process inside. All others end with it, and bwrap reaps it. bwrap's own would outlive bwrap as a zombie; in a
+container, often nobody reaps those. It runs as bwrap's user, or the death of bwrap could not kill it."""
 MISSING = (
     "bubblewrap, the sandbox for code, is not installed: `apt install bubblewrap` (or `make sandbox`) installs it; "
     "code is never run without a sandbox"
@@ -50,7 +49,7 @@ PROBE = "import os; os.fork() or os._exit(0); os.wait(); print(os.getuid() > 0, 
 
 
 class Bubblewrap:
-    """Sandbox on this machine. Runs share nothing, so that any number may be under way at once."""
+    """Sandbox on this machine. Runs share nothing, so any number may be concurrent."""
 
     async def run(
         self,
@@ -60,7 +59,7 @@ class Bubblewrap:
         stdin: bytes = b"",
         limits: Limits | None = None,
     ) -> Ran:
-        """Run `command` to its end or to a limit; see rewards/sandbox/base.py."""
+        """Run `command` to the end or to a limit; see rewards/sandbox/base.py."""
         box = await self.open(command, files=files, limits=limits)
         return await box.finish(stdin)
 
@@ -72,17 +71,18 @@ class Bubblewrap:
         limits: Limits | None = None,
         time_is_one_piece: bool = False,
     ) -> Box:
-        """Start `command` and return its sandbox, which the caller must close.
+        """Start `command` and return the running sandbox. The caller must close it.
 
-        time_is_one_piece: the time is for a piece of a session, so the processor's time has no limit.
+        time_is_one_piece: the time limit applies to each piece of a session, so CPU time is unlimited.
         """
         check_names(files := files or {})
         limits = limits or Limits()
+        # each command starts the next: the init, the loss of root, the limits, and last the program
         inside = [*INIT, *_drop_privileges(), *_set_limits(limits, cpu=not time_is_one_piece), *_name_python(command)]
         starting = asyncio.create_task(self._start(inside, files, limits))
         try:
             return await asyncio.shield(starting)
-        except asyncio.CancelledError:  # bwrap killed halfway would leave a process that nobody knows
+        except asyncio.CancelledError:  # killing bwrap during its start could leave an unknown process
             with suppress(SandboxUnavailable):
                 await (await starting).close()
             raise
@@ -91,6 +91,7 @@ class Bubblewrap:
         program = shutil.which("bwrap")
         if program is None:
             raise SandboxUnavailable(MISSING)
+        # bwrap writes the id of the first process inside, and its exit code, into this pipe
         status, reports = os.pipe()
         handed: list[int] = [reports]
         try:
@@ -122,7 +123,7 @@ class Bubblewrap:
         return box
 
     async def check(self) -> None:
-        """Run a process that starts another. Raises SandboxUnavailable with the mend where that is not possible."""
+        """Run a process that forks. Raises SandboxUnavailable, with the fix, if that fails."""
         if shutil.which("bwrap") is None:
             raise SandboxUnavailable(MISSING)
         try:
@@ -135,12 +136,13 @@ class Bubblewrap:
 
 
 def _walls(limits: Limits) -> list[str]:
-    """Return the options that separate the sandbox from the machine."""
+    """Return the options that isolate the sandbox from the machine."""
     spaces = [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")]
     user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     if os.getuid() != 0:
         user = ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
     system = ["--ro-bind", "/usr", "/usr"]
+    # on many systems /bin is a link to /usr/bin; programs name both
     for name in ("bin", "sbin", "lib", "lib64"):
         folder = Path("/", name)
         if folder.is_symlink():
@@ -159,7 +161,7 @@ def _walls(limits: Limits) -> list[str]:
 
 
 def _contents(files: Mapping[str, int], limits: Limits) -> list[str]:
-    """Return the options that fill the folder and set the environment. files: handles by name."""
+    """Return the options for files and environment. files: handles by name."""
     given = [
         part for name, handle in files.items() for part in ("--perms", "0666", "--file", str(handle), f"{WORK}/{name}")
     ]
@@ -178,7 +180,7 @@ def _contents(files: Mapping[str, int], limits: Limits) -> list[str]:
 
 
 def _drop_privileges() -> list[str]:
-    """Return the command that gives up root; nothing for anybody else."""
+    """Return the command that gives up root, or [] for other users."""
     if os.getuid() != 0:
         return []
     uid = str(secrets.choice(USER_IDS))
@@ -186,7 +188,8 @@ def _drop_privileges() -> list[str]:
 
 
 def _set_limits(limits: Limits, *, cpu: bool) -> list[str]:
-    """Return the command that sets what the kernel limits for each process, and for the number of them."""
+    """Return the command that sets the kernel's limits per process, and on their number."""
+    # the soft limit sends SIGXCPU, the hard one kills a second later; see OUT_OF_TIME
     seconds = max(1, round(limits.seconds))
     values = {
         "as": (limits.memory_mib * MIB,) * 2,
@@ -200,7 +203,7 @@ def _set_limits(limits: Limits, *, cpu: bool) -> list[str]:
 
 
 def _name_python(command: Sequence[str]) -> list[str]:
-    """Put the path of this run's Python, as it is inside, where the command says "python3"."""
+    """Replace "python3" by the path of this run's Python inside the sandbox."""
     program, *arguments = command
     if program == "python3":
         home, inside = _python_home(), "/usr" if _python_home() == "/usr" else PYTHON
@@ -209,13 +212,13 @@ def _name_python(command: Sequence[str]) -> list[str]:
 
 
 def _python_home() -> str:
-    """Return the folder of this run's Python; "/usr" where it is the system's."""
+    """Return the folder of this run's Python, or "/usr" for the system's."""
     home = os.path.realpath(sys.base_prefix)
     return "/usr" if home == "/usr" or home.startswith("/usr/") else home
 
 
 def _in_memory(content: bytes) -> int:
-    """Return the handle of a file in memory."""
+    """Return the handle of an in-memory file."""
     handle = os.memfd_create("sandbox")
     with os.fdopen(handle, "wb", closefd=False) as file:
         file.write(content)

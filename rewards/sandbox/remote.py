@@ -1,4 +1,4 @@
-"""Sandbox on another machine, over HTTP: a server that answers `POST /run_code` as ByteDance's SandboxFusion does.
+"""Sandbox on another machine: an HTTP server with `POST /run_code`, as in ByteDance's SandboxFusion.
 
     request   {"code", "language", "stdin", "files": {name: base64},
                "compile_timeout", "run_timeout", "memory_limit_MB"}
@@ -7,7 +7,7 @@
                    {"status": "Finished" | "TimeLimitExceeded" | "Error", "return_code", "stdout", "stderr",
                     "execution_time"}}
 
-Time and memory are limited as asked for; all other limits are the server's own (https://bytedance.github.io/SandboxFusion).
+Limits on time and memory are sent. All other limits are the server's (https://bytedance.github.io/SandboxFusion).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rewards.sandbox.base import Limits, Ran, SandboxUnavailable, check_names
 
 ROUTE = "/run_code"
 ROOM = 8 * 2**16
-"""Bytes of an answer besides its output."""
+"""Maximum size of a response besides output, in bytes."""
 WORST_QUOTE = 6
-"""Bytes of JSON for one byte of output, as \\u0000."""
+"""JSON bytes per byte of output, at worst, as \\u0000."""
 
 
 class HttpSandbox:
-    """Sandbox behind a URL. A command `python3 FILE` runs as Python, any other one by bash."""
+    """Sandbox behind a URL. A command `python3 FILE` runs as Python; any other command runs in bash."""
 
     def __init__(self, url: str) -> None:
-        """url: address of the server, with or without a path before /run_code. Raises UserError for no such address."""
+        """url: server address, with or without a path before /run_code. Raises UserError for an invalid address."""
         self.url = url
         parts = urlsplit(url)
         try:
@@ -75,6 +75,7 @@ class HttpSandbox:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         assert self._host is not None
         connection = kind(self._host, self._port, timeout=limits.seconds + SANDBOX_HTTP_GRACE_S)
+        # bounded, since the server is not trusted with this machine's memory
         most = 2 * WORST_QUOTE * limits.output_bytes + ROOM
         try:
             connection.request("POST", self._path, body, {"Content-Type": "application/json"})
@@ -108,7 +109,7 @@ def _make_request(command: Sequence[str], files: dict[str, bytes], stdin: bytes,
 
 
 def _read_answer(answer: bytes, limits: Limits, url: str, seconds: float) -> Ran:
-    """Return what an answer says. Raises SandboxUnavailable for one that tells of no run."""
+    """Parse a response. Raises SandboxUnavailable for a response without a result."""
     try:
         told = json.loads(answer)
         status, message = told["status"], told.get("message")
@@ -125,7 +126,8 @@ def _read_answer(answer: bytes, limits: Limits, url: str, seconds: float) -> Ran
         killed_for = "output"
     code = result.get("return_code")
     if killed_for is None and not isinstance(code, int):
-        raise SandboxUnavailable(f"the sandbox {url} told no exit code: {answer[:100]!r}")
+        raise SandboxUnavailable(f"the sandbox {url} returned no exit code: {answer[:100]!r}")
+    # a negative code is Python's form for a signal; the rest of the system uses 128 + n
     return Ran(
         exit_code=None if killed_for else code if code >= 0 else 128 - code,
         stdout=stdout[: limits.output_bytes],

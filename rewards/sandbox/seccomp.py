@@ -1,8 +1,8 @@
-"""System calls that code in the sandbox may not use, as a program for the kernel's filter (seccomp, classic BPF).
+"""System-call filter of the sandbox, for the kernel's seccomp (classic BPF).
 
-The sandbox's other walls do not need it. It takes away doors of the kernel that ordinary programs never use, through
-which others got out before, and two ways past the walls: sockets of families that a network namespace does not hold
-back (vsock reaches the host of a virtual machine), and reading another process of the same sandbox.
+It is a second layer: the other isolation does not depend on it. It blocks system calls that ordinary programs never use
+and that earlier escapes used. It also closes two gaps. Sockets of some families ignore network namespaces (vsock
+reaches the host of a virtual machine), and a process could read another process of the same sandbox.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from rewards.sandbox.base import SandboxUnavailable
 
 NEW_NAMESPACES = 0x7E020080
-"""Flags of clone() that begin a namespace, in one of which a process is root again."""
+"""Flags of clone() that create a namespace. Inside some of them a process is root again."""
 FAMILIES = (1, 2, 10)
-"""Families of sockets that are left: unix, and the internet's two, for which there is no network."""
+"""Allowed socket families: unix, and the internet's two, which have no network."""
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 AT_NUMBER, AT_MACHINE, AT_FIRST_ARGUMENT = 0, 4, 16
@@ -25,16 +25,16 @@ AT_NUMBER, AT_MACHINE, AT_FIRST_ARGUMENT = 0, 4, 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Numbers of the system calls of one kind of processor."""
+    """System-call numbers of one processor architecture."""
 
     audit: int
-    """The kernel's number for the kind."""
+    """The kernel's number of the architecture (AUDIT_ARCH)."""
     clone: int
     socket: int
     prlimit: int
     refused: tuple[int, ...]
     other_set: int | None = None
-    """First number of a second set of calls; all of it is refused."""
+    """First number of a second set of calls (x32), all refused."""
 
 
 CLONE3 = 435
@@ -83,7 +83,7 @@ MACHINES = {
 
 
 def make_filter(machine: str | None = None) -> bytes:
-    """Return the program. Raises SandboxUnavailable for a processor whose numbers are not known."""
+    """Return the BPF program. Raises SandboxUnavailable for an unknown architecture."""
     kind = machine or platform.machine()
     if kind not in MACHINES:
         raise SandboxUnavailable(
@@ -91,6 +91,7 @@ def make_filter(machine: str | None = None) -> bytes:
             "use a sandbox on another machine (an http:// address)"
         )
     calls = MACHINES[kind]
+    # numbers mean other calls on another architecture, so a call of another one kills the process
     program = [
         _step(LOAD, AT_MACHINE),
         _step(EQUAL, calls.audit, yes=1),
@@ -110,7 +111,7 @@ def make_filter(machine: str | None = None) -> bytes:
         _refuse(errno.EPERM),
         _step(RETURN, ALLOW),
     ]
-    # limits of its own, and of no other process
+    # a process may change its own limits (pid 0), and no other's
     program += [
         _step(EQUAL, calls.prlimit, no=4),
         _step(LOAD, AT_FIRST_ARGUMENT),
@@ -118,6 +119,7 @@ def make_filter(machine: str | None = None) -> bytes:
         _refuse(errno.EPERM),
         _step(RETURN, ALLOW),
     ]
+    # the last block: every call but socket() is allowed
     program += [_step(EQUAL, calls.socket, yes=1), _step(RETURN, ALLOW), _step(LOAD, AT_FIRST_ARGUMENT)]
     for family in FAMILIES:
         program += [_step(EQUAL, family, no=1), _step(RETURN, ALLOW)]
@@ -125,7 +127,7 @@ def make_filter(machine: str | None = None) -> bytes:
 
 
 def _step(code: int, value: int, *, yes: int = 0, no: int = 0) -> bytes:
-    """Return one instruction; yes, no: how many to skip."""
+    """Return one instruction. yes, no: number of instructions to skip."""
     return struct.pack("=HBBI", code, yes, no, value)
 
 

@@ -1,4 +1,4 @@
-"""Python in a sandbox that remembers: one process that runs piece after piece, for a tool of an episode."""
+"""Stateful Python session in a sandbox, for a tool of an episode."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ENDED = {
 
 
 class PythonSession:
-    """Python whose names live from one piece of code to the next, until `close`.
+    """Python session with names that persist until `close`.
 
-    Each piece has `limits.seconds`. One that takes longer, or reaches another limit, costs the session: the answer says
-    so, and the next piece begins a new one. Only on this machine: a server's /run_code forgets everything.
+    Each piece of code has `limits.seconds`. Exceeding a limit ends the session. The answer says so, and the next piece
+    starts a new session. Only on this machine, since a server's /run_code is stateless.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -31,7 +31,7 @@ class PythonSession:
         self._box: Box | None = None
 
     async def run(self, source: str) -> str:
-        """Run one piece and return what it shows. Raises SandboxUnavailable where the sandbox fails."""
+        """Run one piece of code, and return its output. Raises SandboxUnavailable if the sandbox fails."""
         if self._box is None:
             self._box = await Bubblewrap().open(
                 ["python3", PROGRAM.name],
@@ -41,12 +41,12 @@ class PythonSession:
             )
         try:
             line = await self._box.ask(json.dumps({"source": source}).encode(), seconds=self.limits.seconds)
-        except BaseException:  # cancelled: the answer would come to the next question
+        except BaseException:  # cancelled: the pending response would be read by the next piece
             await self.close()
             raise
         try:
             return str(json.loads(line or b"")["output"])
-        except (ValueError, LookupError, TypeError):  # it has ended, or code of the session wrote to its pipe
+        except (ValueError, LookupError, TypeError):  # the process ended, or code of the session wrote to its pipe
             reason = self._box.killed_for
             await self.close()
         why = ENDED[reason].format(
@@ -55,7 +55,7 @@ class PythonSession:
         return f"error: the session was ended, because {why}; the next piece begins a new one without its names"
 
     async def close(self) -> None:
-        """End the process, and everything that it has started."""
+        """Kill the process and its descendants."""
         box, self._box = self._box, None
         if box is not None:
             await box.close()

@@ -1,4 +1,4 @@
-"""What the processes of a sandbox use together, as the kernel tells it to those outside."""
+"""Resource usage of a sandbox's processes, read from /proc outside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def list_descendants(pid: int) -> list[int]:
-    """List the processes below `pid`, without itself."""
+    """List the descendants of `pid`, without `pid`."""
     found: list[int] = []
     waiting = [pid]
     while waiting:
@@ -24,18 +24,19 @@ def list_descendants(pid: int) -> list[int]:
 
 
 def exceeds_memory(pids: list[int], limit: int) -> bool:
-    """Tell whether the processes hold more than `limit` bytes, counting what they share once."""
-    if sum(map(_resident, pids)) <= limit:  # counts shared pages again and again, and costs little
+    """Return whether the processes use more than `limit` bytes. Shared pages count once."""
+    if sum(map(_resident, pids)) <= limit:  # cheap upper bound: shared pages count several times
         return False
     return sum(map(_proportional, pids)) > limit
 
 
 def count_files(pids: list[int], disk: int) -> int:
-    """Count files and folders in the sandbox's /tmp, which has `disk` bytes; 0 while it is being made."""
+    """Count files and folders in the sandbox's /tmp of `disk` bytes. Return 0 while it is being mounted."""
     for pid in pids:
         with suppress(OSError):
             inside = f"/proc/{pid}/root/tmp"
             there = os.statvfs(inside)
+            # by size and device: before the mount, /tmp inside is still the machine's
             if there.f_blocks * there.f_frsize == disk and os.stat(inside).st_dev != os.stat("/tmp").st_dev:
                 return there.f_files - there.f_ffree
     return 0
@@ -48,7 +49,7 @@ def _resident(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """Return the memory of a process with its share of what it has in common with others."""
+    """Return the proportional set size of a process: shared pages are divided among their users."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
             return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:")), 0)

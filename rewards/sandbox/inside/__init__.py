@@ -1,1 +1,1 @@
-"""Programs that run inside a sandbox, each one file that imports the standard library alone."""
+"""Programs that run inside a sandbox. Each is one file that imports only the standard library."""

@@ -1,7 +1,7 @@
-"""Python that is asked piece by piece: python3 cells.py, one line {"source": ...} in, one line {"output": ...} out.
+"""Python interpreter for pieces of code: python3 cells.py, one line {"source": ...} in, one line {"output": ...} out.
 
-Names live from one piece to the next. The output is what the piece printed, with the value of its last expression and
-the last lines of a traceback, as a notebook shows them.
+Names persist between pieces. The output is printed text, the value of the last expression, and the last lines of a
+traceback, as in a notebook.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ LONGEST_OUTPUT = 20_000
 
 
 def main() -> None:
+    # the pipes get new descriptors, and 0, 1 and 2 go elsewhere: printed text must not mix with the responses
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     shown, name = tempfile.mkstemp()
@@ -43,14 +44,14 @@ def run_cell(source: str, names: dict[str, Any]) -> None:
             value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
             if value is not None:
                 print(repr(value))
-    except BaseException as error:  # sys.exit ends a piece, and not the session
+    except BaseException as error:  # sys.exit ends the piece, not the session
         sys.stdout.flush()
         own = error.__traceback__ and error.__traceback__.tb_next
         traceback.print_exception(type(error), error, own, limit=-3)
 
 
 def take_output(handle: int) -> str:
-    """Return what was printed, its middle left out where it is long, and forget it."""
+    """Return the printed text, shortened in the middle, and clear it."""
     size = os.fstat(handle).st_size
     if size <= LONGEST_OUTPUT:
         text = os.pread(handle, size, 0).decode(errors="replace")

@@ -1,13 +1,12 @@
-"""Unit tests of code that may cheat: python3 unit_tests.py < {"code": ..., "tests": [...], "setup": ..., "nonce": ...}
+"""Unit tests of untrusted code: python3 unit_tests.py < {"code": ..., "tests": [...], "setup": ..., "nonce": ...}
 
-Two processes. The judge holds the tests and runs them; the candidate, begun before the tests are read, holds the code.
-A name of the code is in the tests a stand-in: calling it sends the arguments to the candidate, and what comes back are
-plain values, compared here. So code that ends its process, changes the interpreter, prints what it likes or defines
-an `__eq__` that always agrees decides over its own values only. An object that is no plain value stays where it is,
-and the judge holds a reference to it.
+Two processes. The judge runs the tests. The candidate, forked before the tests are read, runs the code. In the tests, a
+name of the code is a proxy: a call sends the arguments to the candidate, and plain values return and are compared here.
+Code that exits, patches the interpreter, prints anything or defines an `__eq__` that always agrees affects only its own
+values. Other objects stay with the candidate, and the judge has a reference.
 
-Prints a line after each test, the last of which counts: the nonce, and JSON of "ran", "said" (why each test failed, or
-""), and "unsuited".
+Prints a line after each test; the last line counts. It is the nonce, and JSON of "ran", "said" (why each test failed,
+or ""), and "unsuited".
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ SEVERAL = (tuple, list, set, frozenset)
 
 
 class Unsuited(Exception):
-    """A value of a test that cannot be sent, such as a function."""
+    """Value of a test that cannot be sent, such as a function."""
 
 
 class Gone(BaseException):
-    """The candidate has ended. No `except Exception` of a test catches it."""
+    """End of the candidate. Not an Exception, so that no test catches it."""
 
 
 def encode(value: Any, refer: Any) -> Any:
-    """Return JSON of a value; `refer` makes that of an object that is no plain value."""
+    """Encode a value for JSON. `refer` encodes objects that are no plain values."""
     for kind in SINGLE:
         if isinstance(value, kind):
             return [kind.__name__, _write_single(kind, value)]
@@ -51,7 +50,7 @@ def encode(value: Any, refer: Any) -> Any:
 
 
 def decode(told: Any, find: Any) -> Any:
-    """Return the value; `find` gives the object of a reference."""
+    """Decode a value. `find` returns the object of a reference."""
     name, value = told
     if name == "ref":
         return find(value)
@@ -98,7 +97,7 @@ def _read_single(name: str, value: Any) -> Any:
 
 
 def be_candidate(calls: BinaryIO, answers: BinaryIO) -> None:
-    """Run the code, then answer calls."""
+    """Run the code, then serve calls."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for handle in (0, 1, 2):
         os.dup2(nothing, handle)
@@ -146,14 +145,14 @@ DEEDS: dict[str, Any] = {
 
 
 class Candidate:
-    """The other process, as the judge sees it."""
+    """The candidate process, as the judge uses it."""
 
     def __init__(self, pid: int, calls: BinaryIO, answers: BinaryIO) -> None:
         self.gone = False
         self._pid, self._calls, self._answers = pid, calls, answers
 
     def tell(self, **what: Any) -> Any:
-        """Send one request and return the answer, or raise what the code raised."""
+        """Send a request. Return the response, or raise the code's exception."""
         try:
             if self.gone:
                 raise Gone
@@ -182,7 +181,7 @@ class Candidate:
 
 
 def begin_candidate() -> Candidate:
-    """Fork the other process, which has only two pipes; nothing is read before."""
+    """Fork the candidate, which has only two pipes. The tests have not been read yet."""
     calls_out, calls_in = os.pipe()
     answers_out, answers_in = os.pipe()
     pid = os.fork()
@@ -199,7 +198,7 @@ def begin_candidate() -> Candidate:
 
 
 class StandIn:
-    """Object of the code, which stays with the candidate."""
+    """Proxy of an object in the candidate."""
 
     def __init__(self, candidate: Candidate, number: Any) -> None:
         self.__dict__["_it"] = (candidate, int(number))
@@ -213,7 +212,7 @@ class StandIn:
         return self._it[0].do("get", self, name)
 
     def __eq__(self, other: object) -> bool:
-        # the code's own __eq__ is asked about its own objects only: it could agree to be 3
+        # the code's own __eq__ compares only its own objects: against a 3 it could always agree
         return isinstance(other, StandIn) and self._it[0].do("equal", self, other) is True
 
     def __lt__(self, other: object) -> bool:
@@ -229,7 +228,7 @@ class StandIn:
         return self._it[0].do("item", self, key)
 
     def __contains__(self, key: Any) -> bool:
-        return any(key == value for value in self)  # the code is not asked: it could say yes to everything
+        return any(key == value for value in self)  # not the code's __contains__, which could always agree
 
     def __iter__(self) -> Any:
         steps = self._it[0].do("iterate", self)
@@ -257,7 +256,7 @@ class StandIn:
 
 
 def _make_error(name: str, said: str) -> Exception:
-    """Return the builtin exception that the code raised, or a RuntimeError for one of its own."""
+    """Return the builtin exception of a name, or a RuntimeError for the code's own exceptions."""
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
@@ -274,7 +273,7 @@ def _number_of(value: Any) -> int:
 
 
 def be_judge() -> None:
-    """Run the tests that standard input holds, and print what comes of them."""
+    """Run the tests of standard input, and print the results."""
     candidate = begin_candidate()
     given = json.load(sys.stdin)
     own = os.path.realpath(os.path.dirname(__file__))
@@ -300,7 +299,7 @@ def be_judge() -> None:
 
 
 def prepare_names(candidate: Candidate, there: Any, sources: list[str]) -> dict[str, Any]:
-    """Return what the tests see of the code: never a builtin, nor a module of the standard library."""
+    """Return the names of the code that the tests use. Builtins and standard modules are never the code's."""
     import ast
     import importlib
 
@@ -315,7 +314,7 @@ def prepare_names(candidate: Candidate, there: Any, sources: list[str]) -> dict[
 
 
 def run_test(candidate: Candidate, source: str, names: dict[str, Any], told: dict[str, Any]) -> str:
-    """Return why a test fails, "" if it does not."""
+    """Return why a test fails, or ""."""
     try:
         exec(compile(source, "tests.py", "exec"), names)
     except Unsuited as error:
