@@ -1,6 +1,6 @@
-"""One script per data set or model, each writing what the recipes name."""
+"""Scripts that prepare data sets and models for the recipes, one script each."""
 
 import os
 
-# transformers imports DeepSpeed when it saves; without a word from us that would go looking for a GPU, and warn.
+# transformers imports DeepSpeed when it saves. Without this, DeepSpeed would look for a GPU, and warn.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

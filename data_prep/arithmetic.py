@@ -1,11 +1,11 @@
-"""Arithmetic, generated: no two files share a problem, not even one turned round (12+34 and 34+12 are one).
+"""Generated arithmetic problems: no two files share one, not even with swapped operands (12+34 and 34+12).
 
     python -m data_prep.arithmetic --out data/arithmetic --train 1000 --eval 200
 
-writes train.parquet and eval.parquet; `--sft N` adds sft.parquet, whose rows end in an assistant's turn.
-`--wrong-share 0.6` makes that teacher careless: in so many rows one digit of the answer is another. A model that
-learns from it is right about as often as its teacher, everywhere alike, with the right answer as its mode:
-a policy that reinforcement learning can sharpen at once.
+writes train.parquet and eval.parquet. `--sft N` adds sft.parquet, with rows that end in an assistant turn.
+`--wrong-share 0.6` makes the teacher careless: in that share of rows, one digit of the answer is wrong. A model trained
+on it is right about as often as the teacher, everywhere alike, with the right answer as the mode. Reinforcement
+learning can improve such a policy at once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ COMMUTATIVE = "+*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Kinds of problems, and how they are written."""
+    """Kinds of problems, and their format."""
 
     ops: str = "+"
-    """Some of + - *; each is drawn equally often."""
+    """Some of + - *, drawn equally often."""
     largest: int = 99
-    """The largest operand; the smallest is 0."""
+    """Largest operand. The smallest is 0."""
     padded: bool = False
-    """Write every operand and every answer with leading zeros, in as many digits as the largest needs."""
+    """Pad operands and answers with leading zeros to the number of digits of the largest."""
     prompt_form: str = "{a}{op}{b}="
 
     def question(self, a: int, op: str, b: int) -> str:
@@ -44,7 +44,7 @@ class Task:
         return f"-{digits}" if value < 0 else digits
 
     def problems(self, count: int, rng: random.Random) -> list[tuple[int, str, int]]:
-        """Draw `count` problems, no two alike; ValueError when there are not so many."""
+        """Draw `count` different problems. Raises ValueError if there are too few."""
         n = self.largest + 1
         there_are = sum(n * (n + 1) // 2 if op in COMMUTATIVE else n * n for op in self.ops)
         if count > there_are:
@@ -52,6 +52,8 @@ class Task:
         drawn: dict[tuple[int, str, int], tuple[int, str, int]] = {}
         while len(drawn) < count:
             a, op, b = rng.randrange(n), rng.choice(self.ops), rng.randrange(n)
+            # the key ignores the order of operands where it does not matter, so a held-out sum is never trained on
+            # swapped
             drawn.setdefault((min(a, b), op, max(a, b)) if op in COMMUTATIVE else (a, op, b), (a, op, b))
         return list(drawn.values())
 
@@ -59,9 +61,9 @@ class Task:
 def make(
     task: Task, *, train: int, held_out: int, sft: int = 0, copies: int = 1, wrong_share: float = 0.0, seed: int = 0
 ) -> dict[str, list[Row]]:
-    """Draw the splits "eval", "train" and "sft" (in this order, so that eval depends on the seed alone).
+    """Draw the splits "eval", "train" and "sft", in this order, so that eval depends only on the seed.
 
-    `sft` counts problems, each with `copies` rows that differ in the operands' order and in the teacher's errors.
+    `sft` counts problems, with `copies` rows each, which differ in the order of operands and in the teacher's errors.
     """
     rng = random.Random(seed)
     problems = task.problems(held_out + train + sft, rng)

@@ -3,9 +3,9 @@
     python -m data_prep.chartqa --split train --out data/chartqa/train.parquet
     python -m data_prep.chartqa --out data/chartqa/test.parquet --from downloads/test-00000-of-00001.parquet
 
-A row of the original is {"image", "query", "label", "human_or_machine"}; the label is a list of one answer, a number or
-a few words. With --sft it is also the last turn. Who asked (human or machine) is kept, so that an evaluation can be
-split by it.
+An original row is {"image", "query", "label", "human_or_machine"}. The label is a list of one answer, a number or a few
+words. With --sft, the answer is also the last turn. The author of the question (human or machine) is kept, so that an
+evaluation can be split by it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ASKED_BY = {"0": "human", "1": "machine", "human": "human", "machine": "machine"
 def make(
     records: list[Record], reader: ImageReader, *, split: str, sft: bool = False, prompt_form: str = PROMPT_FORM
 ) -> tuple[list[Row], InvalidRows]:
-    """Make rows from records of the original."""
+    """Convert records of the original."""
     numbered = [(f"chartqa/{split}/{i}", record) for i, record in enumerate(records)]
     return filter_records(numbered, lambda row_id, record: _row(row_id, record, reader, sft, prompt_form))
 
@@ -54,7 +54,7 @@ def _row(row_id: str, record: Record, reader: ImageReader, sft: bool, prompt_for
 
 
 def _find_answer(given: Any) -> str:
-    """Return the one answer of a label."""
+    """Return the only answer of a label."""
     listed = given if isinstance(given, list) else [] if given is None else [given]
     texts = [to_text(one, "label", "bad_answer").strip() for one in listed]
     if len(texts) != 1 or not texts[0]:

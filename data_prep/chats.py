@@ -1,10 +1,10 @@
-"""Conversations in the forms that are common, from JSONL or the hub.
+"""Conversations in common formats, from JSONL or the hub.
 
     python -m data_prep.chats --out data/chats.parquet --from downloads/chats.jsonl
     python -m data_prep.chats --out data/chats.parquet --hub OWNER/NAME --split train
 
 A row is {"messages": [{"role", "content"}]}, {"conversations": [{"from", "value"}]} (ShareGPT), or {"prompt"} with
-{"completion"} or {"response"}, each text or messages. "system" goes before the first turn; "id" and "answer" are kept.
+{"completion"} or {"response"}, each text or messages. "system" becomes the first turn. "id" and "answer" are kept.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from data_prep.rows import Record, Row, convert, filter_records, read_hub, read_
 from data_prep.script import run_script, whole
 
 ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("system", "user", "assistant", "tool")}
-"""Their name -> ours."""
+"""Role names of other formats -> our roles."""
 REPLIES = ("completion", "response")
 CACHE = {"id", "answer", "system", "messages", "conversations", "prompt", *REPLIES}
 
 
 def make(records: list[Record], *, name: str) -> tuple[list[Row], InvalidRows]:
-    """Convert rows to our form; those without an id get `name` and their number."""
+    """Convert rows to our format. Rows without an id are numbered after `name`."""
     return filter_records([(f"{name}/{i}", record) for i, record in enumerate(records)], _row)
 
 
 def not_kept(records: list[Record]) -> list[str]:
-    """List the columns that our form does not have."""
+    """Return the columns that our format lacks."""
     return sorted({name for record in records for name in record} - CACHE)
 
 
@@ -48,7 +48,7 @@ def _row(numbered: str, record: Record) -> Row:
 
 
 def _turns(record: Record) -> list[Message]:
-    """Return the messages of a row, in any of the known forms."""
+    """Return the messages of a row, in any known format."""
     whole = [column for column in ("messages", "conversations") if record.get(column)]
     if len(whole) > 1 or (whole and record.get("prompt")):
         raise InvalidRow("bad_messages", f"it is written in two forms at once: {', '.join([*whole, 'prompt'][:2])}")

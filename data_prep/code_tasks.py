@@ -1,12 +1,12 @@
-"""Tiny functions to be written in Python, generated, with tests: no two files share a task.
+"""Generated programming tasks: tiny Python functions with tests. No two files share a task.
 
     python -m data_prep.code_tasks --out data/code --train 300 --eval 100
 
-writes train.parquet and eval.parquet; `--sft N` adds sft.parquet, whose rows end in an assistant's turn. A task is a
-sentence such as "plus 3 times 4", an answer to it "f=lambda x:(x+3)*4", and its tests, in the column `extra`, are calls
-of f (`reward.function: code`). `--wrong-share 0.6` makes the teacher careless: in so many rows one number or one
-operation is another. A model that learns from it is right about as often as its teacher: a policy that reinforcement
-learning can sharpen at once.
+writes train.parquet and eval.parquet. `--sft N` adds sft.parquet, with rows that end in an assistant turn. A task is a
+sentence such as "plus 3 times 4", with the answer "f=lambda x:(x+3)*4". The tests, in the column `extra`, are calls of
+f (`reward.function: code`). `--wrong-share 0.6` makes the teacher careless: in that share of rows, one number or
+operation is wrong. A model trained on it is right about as often as the teacher. Reinforcement learning can improve
+such a policy at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from data_prep.script import run_script, share, whole
 OPERATIONS = {"plus": "+", "minus": "-", "times": "*"}
 DIGITS = range(2, 10)
 INPUTS = (0, 1, 5, 11)
-"""Arguments of the tests; no two tasks that differ in one part agree on all of them."""
+"""Test inputs. Tasks that differ in one step differ on at least one of these inputs."""
 Step = tuple[str, int]
 """Operation and number, such as ("plus", 3)."""
 
@@ -31,10 +31,10 @@ Step = tuple[str, int]
 def make(
     *, steps: int, train: int, held_out: int, sft: int = 0, copies: int = 1, wrong_share: float = 0.0, seed: int = 0
 ) -> dict[str, list[Row]]:
-    """Draw the splits "eval", "train" and "sft" (in this order, so that eval depends on the seed alone).
+    """Draw the splits "eval", "train" and "sft", in this order, so that eval depends only on the seed.
 
-    `sft` counts tasks, each with `copies` rows that differ in the teacher's errors. Raises ValueError where there are
-    not so many tasks.
+    `sft` counts tasks, with `copies` rows each, which differ in the teacher's errors. Raises ValueError if there are
+    too few tasks.
     """
     rng = random.Random(seed)
     tasks = list(product(product(OPERATIONS, DIGITS), repeat=steps))
@@ -50,7 +50,7 @@ def make(
 
 
 def write_code(task: tuple[Step, ...]) -> str:
-    """Return a right answer.
+    """Return the right answer of a task.
 
     >>> write_code((("plus", 3), ("times", 4)))
     'f=lambda x:(x+3)*4'
@@ -63,7 +63,7 @@ def write_code(task: tuple[Step, ...]) -> str:
 
 
 def write_tests(task: tuple[Step, ...]) -> list[str]:
-    """Return the tests.
+    """Return the tests of a task.
 
     >>> write_tests((("plus", 3), ("times", 4)))[1]
     'assert f(1) == 16'

@@ -1,10 +1,10 @@
-"""DeepScaleR's mathematics (https://github.com/agentica-project/rllm, MIT): problems of AIME, AMC and MATH.
+"""DeepScaleR mathematics (https://github.com/agentica-project/rllm, MIT): problems of AIME, AMC and MATH.
 
     python -m data_prep.deepscaler --out data/deepscaler/train.parquet
     python -m data_prep.deepscaler --out data/deepscaler/aime.parquet --from downloads/test/aime.json
 
-The answers are LaTeX or numbers, for reward.function=math_verify. From the hub comes DeepScaleR-Preview, 40,000
-problems; `--from` takes files of the original form, several at once.
+Answers are LaTeX or numbers, for reward.function=math_verify. The hub has DeepScaleR-Preview, 40,000 problems. `--from`
+reads one or several files of the original format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPT_FORM = "{problem}\nLet's think step by step and output the final answer w
 
 
 def make(records: dict[str, list[Record]], *, prompt_form: str = PROMPT_FORM) -> tuple[list[Row], InvalidRows]:
-    """Make rows from records with "problem" and "answer", by the name of the file they come from."""
+    """Convert records with "problem" and "answer", by file name."""
     numbered = [(f"deepscaler/{name}/{i}", record) for name, of in records.items() for i, record in enumerate(of)]
     return filter_records(numbered, lambda row_id, record: _row(row_id, record, prompt_form))
 
@@ -31,7 +31,7 @@ def _row(row_id: str, record: Record, prompt_form: str) -> Row:
     problem, answer = record.get("problem"), record.get("answer")
     if not isinstance(problem, str) or not problem.strip():
         raise InvalidRow("missing_column", "it has no problem")
-    text = "" if answer is None else to_text(answer, "answer", "bad_answer")  # AMC's are written 142.0
+    text = "" if answer is None else to_text(answer, "answer", "bad_answer")  # AMC answers are floats, such as 142.0
     if not text.strip():
         raise InvalidRow("missing_column", "it has no answer")
     messages = [{"role": "user", "content": prompt_form.format(problem=problem)}]
@@ -39,7 +39,7 @@ def _row(row_id: str, record: Record, prompt_form: str) -> Row:
 
 
 def read(files: list[Path]) -> dict[str, list[Record]]:
-    """Read records by folder and file ("test/aime"); the whole data set of the hub where no file is given."""
+    """Read records by folder and file ("test/aime"). Without files, read the data set of the hub."""
     if not files:
         return {"preview": read_hub(HUB_ID, "train")}
     return {f"{path.parent.name}/{path.stem}": read_records(path) for path in files}

@@ -1,4 +1,4 @@
-"""Little images, drawn by chance, each with a question and its answer."""
+"""Random drawings, each with a question and an answer."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 COLOURS = {"red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 80, 220), "black": (0, 0, 0)}
 SHAPES = ("square", "circle", "triangle")
 MOST = 4
-"""Shapes of an image in which they are counted."""
+"""Maximum number of shapes in a counting task."""
 CELLS = 4
-"""Rows and columns of the cells in which they lie."""
+"""Rows and columns of the grid of shapes."""
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
 NUMBERS = range(10, 100)
 BARS_END = 10
-"""Height of the highest bar that there can be."""
+"""Height of the highest possible bar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """EncodedImage with a question about it."""
+    """Image with a question about it."""
 
     task: str
     image: EncodedImage
@@ -43,13 +43,13 @@ class Task:
 
     question: str
     answers: tuple[str, ...]
-    """All that there can be, each equally frequent; who does not look at the image is right in one of so many."""
+    """Possible answers, equally frequent, so that a guess is right with probability 1 / len(answers)."""
     draw: Callable[[ImageDraw, int, str, random.Random], None]
-    """Draws an image of some side to which the given answer is right."""
+    """Draws an image with the given answer. The integer is the side of the image, in pixels."""
 
 
 def draw(name: str, side: int, rng: random.Random) -> Drawing:
-    """Draw an image of one of the TASKS, `side` pixels wide and high."""
+    """Draw an image of a task in TASKS, `side` pixels wide and high."""
     from PIL import Image, ImageDraw
 
     task = TASKS[name]
@@ -60,7 +60,7 @@ def draw(name: str, side: int, rng: random.Random) -> Drawing:
 
 
 def pick_other(drawing: Drawing, rng: random.Random) -> str:
-    """Pick a wrong answer: of several words one is another."""
+    """Return a wrong answer that differs in one word."""
     words = drawing.answer.split()
     answers = [answer.split() for answer in TASKS[drawing.task].answers]
     near = [other for other in answers if sum(a != b for a, b in zip(words, other, strict=True)) == 1]
@@ -74,7 +74,7 @@ def _encode(image: Image) -> EncodedImage:
 
 
 def _draw_count(on: ImageDraw, side: int, answer: str, rng: random.Random) -> None:
-    """Draw shapes of one kind and colour, each in a cell of its own."""
+    """Draw shapes of one kind and colour, each in a separate cell."""
     count, colour = answer.split()
     shape, cell = rng.choice(SHAPES), side / CELLS
     for place in rng.sample(range(CELLS * CELLS), int(count)):
@@ -82,7 +82,7 @@ def _draw_count(on: ImageDraw, side: int, answer: str, rng: random.Random) -> No
 
 
 def _draw_colour(on: ImageDraw, side: int, answer: str, rng: random.Random) -> None:
-    """Draw a circle of the colour that is asked for, and other shapes of other colours."""
+    """Draw a circle in the answer's colour, and other shapes in other colours."""
     others = rng.sample([colour for colour in COLOURS if colour != answer], 2)
     drawn = [("circle", answer), ("square", others[0]), ("triangle", others[1])]
     for place, (shape, colour) in zip(rng.sample(range(4), 3), drawn, strict=True):
@@ -98,17 +98,18 @@ def _draw_position(on: ImageDraw, side: int, answer: str, rng: random.Random) ->
 
 
 def _draw_number(on: ImageDraw, side: int, answer: str, rng: random.Random) -> None:
-    """Draw the number's digits, with some room for chance in place and size."""
+    """Draw the digits of the number, at a random position and size."""
     from PIL import ImageFont
 
     font = ImageFont.load_default(size=side * rng.uniform(0.45, 0.6))
     left, top, right, bottom = on.textbbox((0, 0), answer, font=font)
     x, y = rng.uniform(0, side - (right - left)), rng.uniform(0, side - (bottom - top))
+    # the text box may begin above or left of the origin, so the offset is subtracted
     on.text((x - left, y - top), answer, font=font, fill=COLOURS[rng.choice(list(COLOURS))])
 
 
 def _draw_bars(on: ImageDraw, side: int, answer: str, rng: random.Random) -> None:
-    """Draw a bar of each colour, the answer's the highest, in any order."""
+    """Draw a bar of each colour, in random order. The answer's bar is the highest."""
     heights = sorted(rng.sample(range(1, BARS_END + 1), len(COLOURS)))
     others = rng.sample([colour for colour in COLOURS if colour != answer], len(COLOURS) - 1)
     bars = list(zip([*others, answer], heights, strict=True))
@@ -121,9 +122,9 @@ def _draw_bars(on: ImageDraw, side: int, answer: str, rng: random.Random) -> Non
 
 
 def _draw_shape(on: ImageDraw, shape: str, colour: str, x: float, y: float, cell: float, rng: random.Random) -> None:
-    """Draw a shape into the cell whose upper left corner is (x, y), at a place and of a size by chance."""
+    """Draw a shape of random size and position in the cell with the upper left corner (x, y)."""
     size = cell * rng.uniform(0.55, 0.8)
-    farthest = max(1.0, cell - size - 1)  # a pixel remains free on each side, so that neighbours do not touch
+    farthest = max(1.0, cell - size - 1)  # a free pixel on each side, so that neighbours do not touch
     x, y = x + rng.uniform(1, farthest), y + rng.uniform(1, farthest)
     box, fill = (x, y, x + size, y + size), COLOURS[colour]
     if shape == "circle":

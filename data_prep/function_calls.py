@@ -1,15 +1,15 @@
-"""Function calls, generated: a question about two numbers, three tools of which one answers it, and the answer.
+"""Generated function calls: a question about two numbers, three tools, one of which answers it, and the answer.
 
     python -m data_prep.function_calls --out data/tools --train 400 --eval 200
 
-writes train.jsonl and eval.jsonl with the columns messages, tools, answer and call (the call that is wanted);
-`--sft N` adds sft.jsonl, whose rows are whole conversations: question, call, the tool's result, answer.
-`--wrong-share 0.6` makes that teacher careless: in so many rows it calls another tool, or writes one digit of an
-argument wrongly, and then believes the result. A model that learns from it is right about as often, everywhere alike,
-with the right call as its mode: a policy that reinforcement learning can sharpen at once.
+writes train.jsonl and eval.jsonl with the columns messages, tools, answer and call (the expected call). `--sft N` adds
+sft.jsonl, with whole conversations: question, call, tool result, answer. `--wrong-share 0.6` makes the teacher
+careless: in that share of rows it calls another tool or writes a wrong digit, and believes the result. A model trained
+on it is right about as often, everywhere alike, with the right call as the mode. Reinforcement learning can improve
+such a policy at once.
 
-It needs a model whose template writes tools: `python -m data_prep.tiny_model --tools`. The environment is number_tools,
-the reward function_calls.
+The model needs a template that writes tools: `python -m data_prep.tiny_model --tools`. The environment is number_tools,
+and the reward is function_calls.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rollouts.envs.number_tools import TOOLS
 from rollouts.tools.functions import make_spec
 
 WORDS = {"add": ("sum", "total"), "sub": ("gap", "minus"), "max": ("top", "most"), "min": ("low", "least")}
-"""How a question asks for each tool."""
+"""Words of a question for each tool."""
 OFFERED = 3
-"""Tools of a row."""
+"""Number of tools per row."""
 SMALLEST, LARGEST = 10, 99
 OTHER_TOOL = 0.5
-"""Share of the wrong calls that call another tool; the others have a wrong digit."""
+"""Share of wrong calls with another tool. The rest have a wrong digit."""
 
 Problem = tuple[str, str, int, int]
 """Tool, word, and the two numbers."""
@@ -52,14 +52,14 @@ class Call:
         return str(TOOLS[self.tool](self.a, self.b))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the call as a reply makes it."""
+        """Return the call as in a reply."""
         return {"name": self.tool, "arguments": {"a": self.a, "b": self.b}}
 
 
 def make(*, train: int, held_out: int, sft: int = 0, wrong_share: float = 0.0, seed: int = 0) -> dict[str, list[Any]]:
-    """Draw the splits "eval", "train" and "sft" (in this order, so that eval depends on the seed alone).
+    """Draw the splits "eval", "train" and "sft", in this order, so that eval depends only on the seed.
 
-    No two rows share a question. Raises ValueError when there are not so many.
+    No two rows share a question. Raises ValueError if there are too few.
     """
     rng = random.Random(seed)
     problems = _draw(held_out + train + sft, rng)
@@ -67,6 +67,7 @@ def make(*, train: int, held_out: int, sft: int = 0, wrong_share: float = 0.0, s
     splits["sft"] = problems[held_out + train :]
     specs = {name: make_spec(function) for name, function in TOOLS.items()}
     rows = {
+        # a generator per row: the tools offered with a question do not depend on the number of rows
         split: [_make_row(f"tools/{split}/{i}", p, specs, random.Random(f"{seed}/{p}")) for i, p in enumerate(ps)]
         for split, ps in splits.items()
     }
@@ -101,7 +102,7 @@ def _make_row(row_id: str, problem: Problem, specs: dict[str, ToolSpec], rng: ra
 
 
 def _teach(row: dict[str, Any], wrong_share: float, rng: random.Random) -> dict[str, Any]:
-    """Return the row with the teacher's turns, and the result of the call that it makes."""
+    """Return the row with the teacher's turns, and the result of the call."""
     wanted = row["call"]
     call = Call(tool=wanted["name"], **wanted["arguments"])
     if rng.random() < wrong_share:
@@ -119,18 +120,18 @@ def _teach(row: dict[str, Any], wrong_share: float, rng: random.Random) -> dict[
 
 
 def _spoil(call: Call, offered: list[str], rng: random.Random) -> Call:
-    """Return another call: of another tool that is offered, or with one wrong digit."""
+    """Return a wrong call: another offered tool, or one wrong digit."""
     if rng.random() < OTHER_TOOL:
         return Call(tool=rng.choice([name for name in offered if name != call.tool]), a=call.a, b=call.b)
     digits = list(f"{call.a}{call.b}")
     at = rng.randrange(len(digits))
-    first = at % 2 == 0
+    first = at % 2 == 0  # both numbers have two digits, and the first is never 0
     digits[at] = rng.choice([d for d in "123456789" + "0" * (not first) if d != digits[at]])
     return Call(tool=call.tool, a=int("".join(digits[:2])), b=int("".join(digits[2:])))
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write one object per line; the folder is made."""
+    """Write one object per line. Missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{path}: {len(rows)} rows")

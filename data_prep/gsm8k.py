@@ -1,9 +1,9 @@
-"""GSM8K (https://arxiv.org/abs/2110.14168), from the hub or from a local copy in its original form.
+"""GSM8K (https://arxiv.org/abs/2110.14168), from the hub or from a local copy in the original format.
 
     python -m data_prep.gsm8k --split train --out data/gsm8k/train.parquet
     python -m data_prep.gsm8k --split test --out data/gsm8k/test.parquet --from downloads/test.jsonl
 
-`--sft` adds the worked solution as the assistant's turn.
+`--sft` adds the worked solution as the assistant turn.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PROMPT_FORM = '{question}\nThink step by step, then give the final number after 
 
 
 def make(records: list[dict[str, str]], *, split: str, prompt_form: str = PROMPT_FORM, sft: bool = False) -> list[Row]:
-    """Turn records with "question" and "answer" (a solution that ends in "#### number") into rows."""
+    """Convert records with "question" and "answer" (a solution that ends in "#### number")."""
     return [_row(record, f"gsm8k/{split}/{i}", prompt_form, sft) for i, record in enumerate(records)]
 
 
 def read_original(path: Path) -> list[dict[str, str]]:
-    """Read JSONL of the original form. Raises UserError naming the line that is not."""
+    """Read JSONL in the original format. Raises UserError with the number of an invalid line."""
     records: list[dict[str, str]] = []
     for n, line in enumerate(read_text(path, f"--from {path}").split("\n"), start=1):
         if not line.strip():
@@ -63,7 +63,7 @@ def _row(record: dict[str, str], row_id: str, prompt_form: str, sft: bool) -> Ro
         raise UserError(f'{row_id}: the answer {record["answer"]!r:.60} has no "####" before its number')
     messages = [{"role": "user", "content": prompt_form.format(question=record["question"])}]
     if sft:
-        worked = re.sub(r"<<[^>]*>>", "", solution).strip()  # without the calculator's notes
+        worked = re.sub(r"<<[^>]*>>", "", solution).strip()  # calculator annotations, such as <<3*4=12>>
         messages.append({"role": "assistant", "content": f"{worked}\n#### {number.strip()}"})
     return Row(id=row_id, messages=messages, answer=number.strip().replace(",", ""))
 

@@ -1,10 +1,10 @@
-"""HH-RLHF (https://arxiv.org/abs/2204.05862, MIT): pairs of conversations of which people preferred one.
+"""HH-RLHF (https://arxiv.org/abs/2204.05862, MIT): pairs of conversations with human preferences.
 
     python -m data_prep.hh_rlhf --split train --out data/hh_rlhf/train.parquet
     python -m data_prep.hh_rlhf --split test --out data/hh_rlhf/test.parquet --from downloads/test.jsonl.gz
 
-`messages` are the turns that both conversations share, `chosen` and `rejected` the last replies. `--subset` names a
-part of the hub's data set (harmless-base, helpful-base, ...). The texts were made to provoke harm; many are offensive.
+`messages` are the shared turns, `chosen` and `rejected` the last replies. `--subset` names a part of the hub's data set
+(harmless-base, helpful-base, ...). The texts were written to provoke harm; many are offensive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 def make(records: list[Record], *, split: str) -> tuple[list[Row], InvalidRows]:
-    """Make rows from records with two whole conversations, "chosen" and "rejected"."""
+    """Convert records with two whole conversations, "chosen" and "rejected"."""
     return filter_records([(f"hh_rlhf/{split}/{i}", record) for i, record in enumerate(records)], _row)
 
 
@@ -42,7 +42,7 @@ def _row(row_id: str, record: Record) -> Row:
 
 
 def _turns(record: Record, column: str) -> list[Message]:
-    """Return the turns of a conversation that ends in a reply."""
+    """Parse the turns of a conversation that ends in a reply."""
     text = record.get(column)
     if not isinstance(text, str):
         raise InvalidRow("missing_column", f"it has no {column}")

@@ -1,4 +1,4 @@
-"""What scripts for data sets with images share."""
+"""Common functions of scripts for data sets with images."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from data_feeds.images.read_images import ImageReader
 
 
 def make_reader(folder: Path | None = None) -> ImageReader:
-    """Return a reader that leaves it to the recipe which images are too large; paths go out from `folder`."""
+    """Return an image loader without a size limit, since the recipe sets one. `folder`: base of relative paths."""
     return ImageReader(folder=folder, max_pixels=LARGEST_SIDE**2, max_pixels_key="the largest size")
 
 
 def ask_about(image: EncodedImage, question: str) -> Message:
-    """Return the user's turn that shows an image and asks about it."""
+    """Return a user turn with an image and a question."""
     parts: Message = {"role": "user", "content": question}
     parts["parts"] = [{"type": "image", "image": image}, {"type": "text", "text": question}]
     return parts

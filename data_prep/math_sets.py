@@ -1,10 +1,10 @@
-"""The problem sets of mathematics that the field reports, from the hub or from local files in their original columns.
+"""Mathematics benchmarks, from the hub or from local files with the original columns.
 
     python -m data_prep.math_sets math500 --out data/math500.parquet
     python -m data_prep.math_sets aime26 --out data/aime26.parquet --from downloads/aime_2026.jsonl
 
-Each is one entry of SETS: where it lies and what its columns are called. The answers are LaTeX or numbers, for
-reward.function=math_verify. GSM8K has a script of its own (data_prep/gsm8k.py).
+Each benchmark is an entry of SETS, with location and column names. Answers are LaTeX or numbers, for
+reward.function=math_verify. GSM8K has a separate script (data_prep/gsm8k.py).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ PROMPT_FORM = "{problem}\nLet's think step by step and output the final answer w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemSet:
-    """Place and columns of one set."""
+    """Location and columns of a benchmark."""
 
     hub: str
     split: str
     config: str = ""
-    """Configuration on the hub, where it has several."""
+    """Configuration on the hub, if there are several."""
     problem: str = "problem"
     answer: str = "answer"
-    """Column with the answer, or with a list of all answers that are asked for."""
+    """Column with the answer, or with a list of all expected answers."""
     extra: tuple[str, ...] = ()
     """Columns that are kept under `extra`."""
 
@@ -61,7 +61,7 @@ SETS = {
 
 
 def make(records: list[Record], name: str, *, prompt_form: str = PROMPT_FORM) -> tuple[list[Row], InvalidRows]:
-    """Make rows from the records of a set, in their original columns."""
+    """Convert records of a benchmark, with the original columns."""
     numbered = [(f"{name}/{i}", record) for i, record in enumerate(records)]
     return filter_records(numbered, lambda row_id, record: _row(row_id, record, SETS[name], prompt_form))
 
@@ -77,7 +77,7 @@ def _row(row_id: str, record: Record, of: ProblemSet, prompt_form: str) -> Row:
 
 
 def _find_answer(given: Any, column: str) -> str:
-    """Return the answer as text; several are written one after the other, as in a reply."""
+    """Return the answer as text. Several answers are separated by commas, as in a reply."""
     listed = given if isinstance(given, list) else [] if given is None else [given]
     texts = [to_text(one, "answer", "bad_answer").strip() for one in listed]
     if not any(texts):
@@ -86,12 +86,12 @@ def _find_answer(given: Any, column: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a list of texts, such as problem_type, as one text."""
+    """Join a list of texts, such as problem_type, into one text."""
     return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def read(name: str, files: list[Path]) -> list[Record]:
-    """Read records of local files, JSON, JSONL or Parquet, or else of the hub."""
+    """Read records of local files (JSON, JSONL or Parquet), or else of the hub."""
     if files:
         return [record for path in files for record in (read_parquet(path) if is_parquet(path) else read_records(path))]
     of = SETS[name]
@@ -103,7 +103,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def read_parquet(path: Path) -> list[Record]:
-    """Read the Parquet file of a set. Raises UserError where it is none."""
+    """Read a Parquet file. Raises UserError if it is invalid."""
     import pyarrow
     import pyarrow.parquet
 

@@ -1,11 +1,11 @@
-r"""MM-Math (https://arxiv.org/abs/2404.05091, MIT): problems of middle schools, each with an image, and solutions.
+r"""MM-Math (https://arxiv.org/abs/2404.05091, MIT): middle-school problems with images and solutions.
 
     python -m data_prep.mm_math --from downloads/MM_Math.jsonl --images downloads/Image --out data/mm_math.parquet
 
-The original is THU-KEG/MM_Math on the hub: MM_Math.jsonl, and Image.zip with the images. Download both and unpack the
-second. A row of it is {"question", "file_name", "solution", "year", "difficult", "knowledge"}. The answer of ours is
-what the solution puts into \boxed{}, for reward.function=math_verify; several are written one after the other.
-Difficulty, year and knowledge are kept, so that an evaluation can be split by them.
+The original is THU-KEG/MM_Math on the hub: MM_Math.jsonl, and Image.zip with the images. Download both, and unpack the
+second. An original row is {"question", "file_name", "solution", "year", "difficult", "knowledge"}. Our answer is the
+content of \boxed{} in the solution, for reward.function=math_verify. Several answers are joined by commas. Difficulty,
+year and knowledge are kept, so that an evaluation can be split by them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CACHE = ("difficult", "year", "knowledge")
 def make(
     records: list[Record], reader: ImageReader, *, prompt_form: str = PROMPT_FORM
 ) -> tuple[list[Row], InvalidRows]:
-    """Make rows from records of the original."""
+    """Convert records of the original."""
     numbered = [(f"mm_math/{i}", record) for i, record in enumerate(records)]
     return filter_records(numbered, lambda row_id, record: _row(row_id, record, reader, prompt_form))
 

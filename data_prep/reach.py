@@ -1,9 +1,9 @@
-"""Images of an arm that is to reach a dot, generated: starts for reinforcement learning, and an expert's games.
+"""Generated images of an arm and a dot: start positions for reinforcement learning, and an expert's games.
 
     python -m data_prep.reach --out data/reach --sft 2000
 
-writes train.parquet and eval.parquet, whose rows are starts, and sft.parquet, whose rows are whole games of an expert
-that computes the angles, and in a share of its moves (`--by-chance`) wants any. rollouts/envs/reach.py has the rules.
+writes train.parquet and eval.parquet with start positions, and sft.parquet with whole games. The expert computes the
+angles, and in a share of moves (`--by-chance`) picks random ones. rollouts/envs/reach.py has the rules.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from data_prep.script import run_script, share, whole
 from rollouts.envs.reach import BINS, HIGH, LINKS, LOW, SIDE, Arm, Pair, name_angles, read_angles, wrap
 
 MOVES = 3
-"""Moves of a game, at most: rollout.max_turns of its recipe."""
+"""Maximum number of moves per game: rollout.max_turns of the recipe."""
 DIGITS = 4
 """Decimals of a number in a row."""
 
 
 def make(*, train: int, held_out: int, sft: int = 0, by_chance: float = 0.0, seed: int = 0) -> dict[str, list[Row]]:
-    """Return the splits "eval", "train" and "sft", in this order, so that eval depends on the seed alone."""
+    """Return the splits "eval", "train" and "sft", in this order, so that eval depends only on the seed."""
     rng = random.Random(seed)
     rows: dict[str, list[Row]] = {}
     for split, count in (("eval", held_out), ("train", train), ("sft", sft)):
@@ -41,9 +41,10 @@ def make(*, train: int, held_out: int, sft: int = 0, by_chance: float = 0.0, see
 
 
 def draw_arm(rng: random.Random) -> Arm:
-    """Draw a posture, and a dot that the expert reaches in time and that is not reached yet."""
+    """Draw a posture, and an unreached dot that the expert reaches in time."""
     while True:
         angles, wanted = ((rng.uniform(LOW[0], HIGH[0]), rng.uniform(LOW[1], HIGH[1])) for _ in range(2))
+        # the tip of another posture, so that the dot is within reach
         dot = Arm(angles=wanted, dot=(0.0, 0.0)).joints[-1]
         arm = Arm(
             angles=(round(angles[0], DIGITS), round(angles[1], DIGITS)),
@@ -58,7 +59,10 @@ def describe(arm: Arm) -> dict[str, list[float]]:
 
 
 def find_angles(dot: Pair) -> Pair:
-    """Return the angles with which the tip is on the dot, or as near as the links let it be."""
+    """Return the angles that bring the tip to the dot, or as close as the links allow.
+
+    Inverse kinematics of two links, by the law of cosines; angles in radians.
+    """
     x, y = dot[0] - SIDE / 2, dot[1] - SIDE / 2
     upper, fore = LINKS
     cosine = (x * x + y * y - upper * upper - fore * fore) / (2 * upper * fore)
@@ -73,7 +77,7 @@ def choose(arm: Arm) -> list[int]:
 
 
 def count_moves(arm: Arm) -> int | None:
-    """Return how many moves the expert needs; None where MOVES are too few."""
+    """Return the number of moves the expert needs, or None if MOVES are too few."""
     for n in range(1, MOVES + 1):
         arm = arm.turn_to(read_angles(choose(arm)))
         if arm.is_there:
@@ -82,7 +86,7 @@ def count_moves(arm: Arm) -> int | None:
 
 
 def play(arm: Arm, by_chance: float, rng: random.Random) -> list[Message]:
-    """Return the game of an expert that wants any angles in a share of its moves."""
+    """Play a game of the expert, with random angles in a share of moves."""
     messages = [arm.show()]
     for _ in range(MOVES):
         action = [rng.randrange(BINS) for _ in LOW] if rng.random() < by_chance else choose(arm)

@@ -1,4 +1,4 @@
-"""The columns that every data set has here: id, messages, answer; and more where there are preferences or tools."""
+"""Rows in our format, with the columns id, messages and answer, and optional columns for preferences and tools."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from data_feeds.rows.values import holds_lone_surrogate
 from data_prep.written_turns import embed_image, save_beside, turn_type, write_turn
 
 Record = dict[str, Any]
-"""One row in its original form."""
+"""Row in the original format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     id: str
-    """Unique in its file ("gsm8k/train/17")."""
+    """Unique id within the file ("gsm8k/train/17")."""
     messages: list[Message]
-    """Chat turns, with images as parts; one for SFT ends in an assistant's turn."""
+    """Chat turns, with images as parts. An SFT row ends in an assistant turn."""
     answer: str
-    """Ground truth for the reward; the policy never sees it."""
+    """Ground truth for the reward, hidden from the policy."""
     chosen: str | None = None
-    """Preferences: the better reply to `messages`, and the worse."""
+    """Better reply to `messages` of a preference pair; `rejected` is the worse."""
     rejected: str | None = None
     tools: str | None = None
-    """JSON of the tools that may be called, in OpenAI's form."""
+    """Tools of the row in OpenAI's format, as JSON."""
     extra: str | None = None
-    """JSON of other columns, such as the difficulty: rewards see them, and an evaluation can be split by them."""
+    """Other columns, such as the difficulty, as JSON. Rewards see them, and an evaluation can be split by them."""
 
 
 COLUMNS = ("id", "messages", "answer", "chosen", "rejected", "tools", "extra")
 OPTIONAL = ("chosen", "rejected", "tools", "extra")
-"""Written only where some row has them."""
+"""Columns written only if a row has a value."""
 
 
 def write_splits(
@@ -52,9 +52,9 @@ def write_splits(
     jsonl: bool = False,
     write: Callable[[Path, list[Any]], None] | None = None,
 ) -> None:
-    """Write every split that has rows into the folder `out`, as a file of its name.
+    """Write each non-empty split into the folder `out`, as a file named after the split.
 
-    write: what writes one file; None: write_rows.
+    write: function that writes one file. None: write_rows.
     """
     for split, rows in splits.items():
         if rows:
@@ -62,11 +62,12 @@ def write_splits(
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
-    """Write Parquet, or JSONL when the name ends so; the folder is made.
+    """Write Parquet, or JSONL for a name that ends in .jsonl. Missing folders are created.
 
-    Images become part of a Parquet file, and files in a folder beside a JSONL file.
+    Images are embedded in Parquet, and are files in a folder beside JSONL.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # a Parquet column has one type in all rows, so the type depends on the whole file
     names = [n for n in COLUMNS if n not in OPTIONAL or any(getattr(row, n) is not None for row in rows)]
     images = any(find_images(row.messages) for row in rows)
     calls = any("tool_calls" in turn for row in rows for turn in row.messages)
@@ -84,7 +85,7 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 
 
 def _write_parquet(path: Path, plain: list[Record], names: list[str], turn: Any) -> None:
-    """Write rows whose column `messages` is a list of this Arrow type, and whose others are text."""
+    """Write rows. The column `messages` is a list of the given Arrow type; other columns are text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -93,7 +94,7 @@ def _write_parquet(path: Path, plain: list[Record], names: list[str], turn: Any)
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read JSON (a list of objects) or JSONL, either also as .gz. Raises UserError naming the file and the line."""
+    """Read JSON (a list of objects) or JSONL, also compressed (.gz). Raises UserError with file and line."""
     if not path.is_file():
         raise UserError(f"--from {path}: there is no such file")
     whole = read_bytes(path, f"--from {path}")
@@ -118,7 +119,7 @@ def read_records(path: Path) -> list[Record]:
 def filter_records(
     numbered: list[tuple[str, Record]], make: Callable[[str, Record], Row]
 ) -> tuple[list[Row], InvalidRows]:
-    """Convert (id, record) with `make`; count those that it refuses, and those with broken text."""
+    """Convert (id, record) pairs with `make`. Count refused records, and those with invalid text."""
 
     def make_row(one: tuple[str, Record]) -> Row:
         if holds_lone_surrogate(one[1]):
@@ -129,14 +130,14 @@ def filter_records(
 
 
 def rows_file(text: str) -> Path:
-    """Return the path of --out. Raises ArgumentTypeError for a name that says neither Parquet nor JSONL."""
+    """Parse the path of --out. Raises ArgumentTypeError unless it ends in .parquet or .jsonl."""
     if Path(text).suffix not in (".parquet", ".jsonl"):
         raise argparse.ArgumentTypeError(f"the name must end in .parquet or .jsonl, found {text!r:.200}")
     return Path(text)
 
 
 def read_hub(name: str, split: str, /, **more: Any) -> list[Record]:
-    """Read a split of a data set on the Hugging Face hub; `more` goes to datasets.load_dataset."""
+    """Read a split of a data set on the Hugging Face hub. `more`: arguments of datasets.load_dataset."""
     prepare_hub(name)
     from datasets import load_dataset
 
@@ -151,7 +152,7 @@ def read_hub(name: str, split: str, /, **more: Any) -> list[Record]:
 def convert(
     parser: argparse.ArgumentParser, out: Path, make: Callable[[], tuple[list[Row], InvalidRows]], *, limit: int | None
 ) -> None:
-    """Write what `make` gives and say what did not fit; whatever is wrong ends the program with one sentence."""
+    """Write converted rows, and print the invalid ones. Errors end the program with one sentence."""
     try:
         rows, unfit = make()
     except UserError as error:

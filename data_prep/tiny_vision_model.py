@@ -1,8 +1,8 @@
-"""A tiny random Idefics3: a model that sees, in a folder that transformers and vLLM load.
+"""Tiny random Idefics3, a vision model, in a folder that transformers and vLLM load.
 
 python -m data_prep.tiny_vision_model --out models/tiny_vision
 
-Its images are scaled to one square, which becomes a few tokens. Text is read by characters, as in tiny_model.py.
+Images are scaled to one square of a few tokens. Text is tokenized by characters, as in tiny_model.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from transformers import Idefics3Config, Idefics3Processor, PreTrainedTokenizerFast
 
 HEAD = 32
-"""Size of a head: vLLM's attention on a CPU takes no smaller one."""
+"""Size of an attention head. vLLM's CPU attention supports no smaller size."""
 SCALE = 2
-"""The features of SCALE x SCALE patches become one token."""
+"""SCALE x SCALE patches become one token."""
 MEAN = STD = [0.5, 0.5, 0.5]
-"""Colours from 0 to 1 become numbers from -1 to 1."""
+"""Maps colours from [0, 1] to [-1, 1]."""
 
 
 def make(
@@ -37,10 +37,10 @@ def make(
     action_tokens: int = 0,
     seed: int = 0,
 ) -> None:
-    """Save model, processor, tokenizer, chat template and generation config; the same seed makes the same bytes.
+    """Save model, processor, tokenizer, chat template and generation config. The same seed gives the same bytes.
 
-    side: of the square, in pixels, to which images are scaled; patch: side of the parts that it is cut into.
-    action_tokens: number of the tokens <act_0>, <act_1>, ... by which it can act.
+    side: side of the square of scaled images, in pixels. patch: side of a patch, in pixels. action_tokens: number of
+    tokens <act_0>, <act_1>, ... for actions.
     """
     import torch
     from transformers import Idefics3ForConditionalGeneration
@@ -76,13 +76,13 @@ def make_config(
     patch: int,
     max_length: int,
 ) -> Idefics3Config:
-    """Make the config of a model whose two parts are equally wide."""
+    """Return the config of a model with equally wide vision and language parts."""
     from transformers import Idefics3Config
 
     shape = {
         "hidden_size": hidden_size,
         "num_attention_heads": hidden_size // HEAD,
-        "initializer_range": 0.05,  # the usual 0.02 is for wide models; a narrow one learns more slowly from it
+        "initializer_range": 0.05,  # the usual 0.02 suits wide models; a narrow one learns more slowly from it
     }
     text = {
         "model_type": "llama",
@@ -113,7 +113,7 @@ def make_config(
 
 
 def make_processor(tokenizer: PreTrainedTokenizerFast, *, side: int, tokens: int) -> Idefics3Processor:
-    """Make the processor that turns an image of any size into one square and `tokens` tokens, with PIL alone."""
+    """Return a processor that scales any image to one square of `tokens` tokens. It needs only PIL."""
     from transformers import Idefics3ImageProcessorPil, Idefics3Processor
 
     images = Idefics3ImageProcessorPil(

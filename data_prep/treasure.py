@@ -1,9 +1,9 @@
-"""The treasure game, generated: what a coin is worth, and what a box holds; see rollouts/envs/treasure.py.
+"""Generated treasure games: a coin's value, and a box's letter; see rollouts/envs/treasure.py.
 
     python -m data_prep.treasure --out data/treasure
 
-writes train.jsonl and eval.jsonl, and tells what the best policy earns on them; `--sft N` adds sft.jsonl, whose rows
-are whole games of a player who knows the best move, and in a share of his turns (`--by-chance`) makes any.
+writes train.jsonl and eval.jsonl, and prints the return of the best policy. `--sft N` adds sft.jsonl, with whole games
+of a player who knows the best move, but moves at random in a share of turns (`--by-chance`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from data_prep.script import run_script, share, whole
 from rollouts.envs.treasure import OPEN, TAKE, best_return
 
 COINS = (0, 9)
-"""Worth of a coin, in tenths: less and more than the box."""
+"""Values of a coin, in tenths: below and above that of the box."""
 LETTERS = "ab"
-"""Moves, and what a box shows."""
+"""Moves, and letters in a box."""
 
 
 def make(*, train: int, held_out: int, sft: int = 0, by_chance: float = 0.6, seed: int = 0) -> dict[str, list[Row]]:
-    """Return the splits "eval" and "train", in which every game is equally frequent, and "sft"."""
+    """Return the splits "eval" and "train", with all games equally frequent, and "sft"."""
     rng = random.Random(seed)
     games = [(coin, letter) for coin in COINS for letter in LETTERS]
     rows = {
@@ -39,7 +39,7 @@ def make_row(name: str, coin: int, letter: str) -> Row:
 
 
 def play(row: Row, by_chance: float, rng: random.Random) -> Row:
-    """Return the game of a player who makes the best moves, but for a share of his turns, in which he makes any."""
+    """Play a game with the best moves, and random moves in a share of turns."""
 
     def move(best: str) -> dict[str, str]:
         return {"role": "assistant", "content": rng.choice(LETTERS) if rng.random() < by_chance else best}
@@ -52,7 +52,7 @@ def play(row: Row, by_chance: float, rng: random.Random) -> Row:
 
 
 def average_best(rows: list[Row]) -> float:
-    """Return what the best policy earns per game."""
+    """Return the average return of the best policy per game."""
     return sum(best_return(int(row.messages[0]["content"]) / 10) for row in rows) / len(rows)
 
 

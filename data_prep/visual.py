@@ -1,18 +1,18 @@
-"""Visual tasks, generated: drawn images with a question and an answer; no two rows have the same image.
+"""Generated visual tasks: drawings with a question and an answer. No two rows have the same image.
 
     python -m data_prep.visual --out data/visual --tasks count,position --train 1000 --eval 200
 
-writes train.parquet and eval.parquet; `--sft N` adds sft.parquet, whose rows end in an assistant's turn, and
-`--pairs N` pairs.parquet, with a right reply (chosen) and a wrong one (rejected). The tasks: `count` (how many shapes
-of which colour: "3 red"), `colour` (of the circle among three shapes), `position` ("top left"), `number` (a number of
-two digits), `bars` (the colour of the highest bar of a chart).
+writes train.parquet and eval.parquet. `--sft N` adds sft.parquet, with rows that end in an assistant turn. `--pairs N`
+adds pairs.parquet, with a right reply (chosen) and a wrong one (rejected). Tasks: `count` (number and colour of shapes:
+"3 red"), `colour` (of the circle among three shapes), `position` ("top left"), `number` (two digits), `bars` (colour of
+the highest bar in a chart).
 
-`--wrong-share 0.6` makes the teacher careless: in so many rows of sft.parquet the answer is another one. A model that
-learns from it is right about as often, with the right answer as its mode: a policy that reinforcement learning can
-sharpen at once.
+`--wrong-share 0.6` makes the teacher careless: in that share of rows of sft.parquet the answer is wrong. A model
+trained on it is right about as often, with the right answer as the mode. Reinforcement learning can improve such a
+policy at once.
 
-Two controls show whether a model looks at the images: `--images shuffled` gives every row the image of another
-row of its split, and `--images none` writes rows of text alone. From either, no model can do better than chance.
+Two controls show whether a model uses the images. `--images shuffled` swaps images between rows of a split, and
+`--images none` writes only text. With either, no model can beat chance.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from data_prep.script import run_script, share, whole
 
 IMAGES = ("own", "shuffled", "none")
 TRIES = 100
-"""Draws for an image that is not there yet, before it is said that there are not so many."""
+"""Draws of an image before the task counts as exhausted."""
 
 
 def make(
@@ -45,10 +45,9 @@ def make(
     side: int = 56,
     seed: int = 0,
 ) -> dict[str, list[Row]]:
-    """Draw the splits "eval", "train", "sft" and "pairs" (in this order, so that eval depends on the seed alone).
+    """Draw the splits "eval", "train", "sft" and "pairs", in this order, so that eval depends only on the seed.
 
-    The tasks follow one another in each split. images: one of IMAGES. Raises ValueError where there are not so many
-    images that differ.
+    Tasks alternate in each split. images: one of IMAGES. Raises ValueError if there are too few different images.
     """
     rng = random.Random(seed)
     drawings = _draw_all(tasks, held_out + train + sft + pairs, side, rng)
@@ -81,11 +80,12 @@ def _draw_all(tasks: tuple[str, ...], count: int, side: int, rng: random.Random)
 
 
 def _exchange_images(drawings: list[Drawing], rng: random.Random) -> list[Drawing]:
-    """Give every drawing the image of another one of its task, where there is another."""
+    """Give every drawing the image of another drawing of the same task, if there is one."""
     exchanged = list(drawings)
     for task in {d.task for d in drawings}:
         places = [i for i, d in enumerate(drawings) if d.task == task]
         rng.shuffle(places)
+        # a rotation of the shuffled places: nobody keeps the own image, which a plain shuffle would allow
         for i, other in zip(places, [*places[1:], *places[:1]], strict=True):
             exchanged[i] = replace(drawings[i], image=drawings[other].image)
     return exchanged

@@ -1,4 +1,4 @@
-"""Turns of a conversation as the files of data sets hold them: calls of tools, and images."""
+"""Turns of a conversation in data set files: tool calls and images."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Save = Callable[[EncodedImage], Any]
-"""Returns what stands in the file for an image."""
+"""Returns the value stored for an image."""
 
 
 def turn_type(*, calls: bool, images: bool) -> pa.DataType:
-    """Return the Arrow type of turns of which some hold calls, and some images.
+    """Return the Arrow type of turns, with tool calls and images if present.
 
-    An image has the form of an Image column of Hugging Face datasets. Parquet gives every object all keys, so the
-    arguments of a call are JSON text.
+    An image has the type of an Image column of Hugging Face datasets. Arguments of a call are JSON text, since Parquet
+    gives every object all keys.
     """
     import pyarrow as pa
 
@@ -38,9 +38,9 @@ def turn_type(*, calls: bool, images: bool) -> pa.DataType:
 
 
 def write_turn(turn: Message, save: Save, *, as_parts: bool = False) -> dict[str, Any]:
-    """Return a turn whose content is text or parts, and whose calls have their arguments as JSON text.
+    """Return a turn for a file. Content is text or parts, and arguments of calls are JSON text.
 
-    as_parts: write text as a part too, where all contents must have one type.
+    as_parts: write text as a part too, since a column has one type.
     """
     written: dict[str, Any] = {key: value for key, value in turn.items() if key != "parts"}
     if "parts" in turn:
@@ -60,17 +60,18 @@ def write_turn(turn: Message, save: Save, *, as_parts: bool = False) -> dict[str
 
 
 def embed_image(image: EncodedImage) -> dict[str, Any]:
-    """Return an image's value in a column of Parquet."""
+    """Return the value of an image in a Parquet column."""
     return {"bytes": image.data, "path": None}
 
 
 def save_beside(file: Path) -> Save:
-    """Return what saves an image into a folder beside `file`, under its hash, and returns its path from there."""
+    """Return a function that saves an image beside `file`, named by hash, and returns the relative path."""
     folder = file.with_name(f"{file.stem}_images")
 
     def save(image: EncodedImage) -> str:
         from PIL import Image
 
+        # the file keeps its original bytes, so the suffix must name their format
         with Image.open(io.BytesIO(image.data)) as opened:
             kind = (opened.format or "png").lower()
         folder.mkdir(parents=True, exist_ok=True)

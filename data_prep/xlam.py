@@ -1,12 +1,11 @@
-"""xLAM function calling, 60k (https://arxiv.org/abs/2406.18518, CC BY 4.0): a question, tools, and the calls to make.
+"""xLAM function calling, 60k (https://arxiv.org/abs/2406.18518, CC BY 4.0): questions, tools, and expected calls.
 
     python -m data_prep.xlam --out data/xlam/train.parquet
     python -m data_prep.xlam --sft --out data/xlam/sft.parquet --from downloads/xlam_function_calling_60k.json
 
-A row of the original is {"id", "query", "tools", "answers"}, the last two as JSON text. The answer of ours is JSON text
-of the calls, [{"name", "arguments"}]; with --sft they are also the last turn. The original has types of Python ("int",
-"List[str], optional"), which become a JSON schema. On the hub the data set is behind a form: accept it first, or use
---from with a downloaded file.
+An original row is {"id", "query", "tools", "answers"}, the last two as JSON text. Our answer is JSON text of the calls,
+[{"name", "arguments"}]. With --sft, the calls are also the last turn. Python types of the original ("int", "List[str],
+optional") become a JSON schema. The hub requires acceptance of a form; otherwise use --from with a downloaded file.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ TYPES = {
     **{"list": "array", "tuple": "array", "set": "array", "dict": "object"},
     **{kind: kind for kind in ("string", "integer", "number", "boolean", "null", "array", "object")},
 }
-"""Python's name of a type -> JSON schema's."""
+"""Python type name -> JSON schema type."""
 
 
 def make(records: list[Record], *, sft: bool = False) -> tuple[list[Row], InvalidRows]:
-    """Make rows from records of the original."""
+    """Convert records of the original."""
 
     def make_row(numbered: str, record: Record) -> Row:
         own = record.get("id")
@@ -97,6 +96,7 @@ def _make_tool(given: Any) -> ToolSpec:
         schema, optional = make_schema(str(described.get("type", "")))
         more = {key: described[key] for key in ("description", "default") if key in described}
         properties[name] = schema | more
+        # an argument with a default may be omitted, whatever the type says
         if not optional and "default" not in described:
             required.append(name)
     parameters = {"type": "object", "properties": properties, "required": required}
@@ -105,7 +105,7 @@ def _make_tool(given: Any) -> ToolSpec:
 
 
 def make_schema(written: str) -> tuple[dict[str, Any], bool]:
-    """Return the JSON schema of a Python type, and whether it is optional; {} for a type that JSON does not have.
+    """Return the JSON schema of a Python type, and whether it is optional. {} for a type without JSON equivalent.
 
     >>> make_schema("List[int], optional")
     ({'type': 'array', 'items': {'type': 'integer'}}, True)
@@ -132,7 +132,7 @@ def make_schema(written: str) -> tuple[dict[str, Any], bool]:
 
 
 def _split_list(text: str) -> list[str]:
-    """Split at the commas that are in no brackets.
+    """Split at commas outside brackets.
 
     >>> _split_list("Dict[str, int], optional")
     ['Dict[str, int]', 'optional']
