@@ -220,7 +220,7 @@ def test_a_test_that_cannot_be_judged_is_no_zero():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"timeout_s": 19.0}, "leaves the tests no 2 s of reward.timeout_s=20"),
+        ({"timeout_s": 19.0}, "must be at least 2 s below reward.timeout_s=20"),
         ({"timeout_s": "x"}, "reward.settings.timeout_s must be a number from 0.1 on, found 'x'"),
         ({"at_once": 0}, "reward.settings.at_once must be a number from 1 on"),
         ({"memory_mib": float("nan")}, "reward.settings.memory_mib must be a number from 32 on"),
@@ -333,7 +333,7 @@ def test_a_sandbox_over_http_runs_the_same():
         ),
         ({"answer": {"status": "Success", "run_result": {"status": "Error", "stderr": "x"}}}, "failed: "),
         ({"answer": {"status": "Success", "run_result": None}}, "failed: "),
-        ({"answer": {"status": "Success", "run_result": {"status": "Finished"}}}, "told no exit code"),
+        ({"answer": {"status": "Success", "run_result": {"status": "Finished"}}}, "returned no exit code"),
         ({"answer": ["what"]}, "does not answer as SandboxFusion does"),
         (
             {"answer": {"status": "Success", "run_result": {"status": "Finished", "return_code": 0}}, "status": 503},
