@@ -1,4 +1,4 @@
-"""Images of rows: read, checked, and placed among the tokens.
+"""Images of rows: loaded, validated, and mapped to tokens.
 
 Imports core and modeling.images. Begin with read_images.py.
 """

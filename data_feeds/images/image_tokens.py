@@ -1,7 +1,7 @@
-"""Images in a conversation: placeholders in its text become the tokens of the images, whose places are found again.
+"""Image tokens of a conversation: placeholders in the text are expanded, and located again in the ids.
 
-A template writes one placeholder for an image. It is replaced in the text, before that is encoded, so that everything
-that cuts, compares and encodes texts has the tokens that the model gets.
+A template writes one placeholder per image. It is expanded in the text, before encoding. So all code that splits,
+compares and encodes texts works on the tokens of the model.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from modeling.images.processor import Expansion, ImageProcessor
 
 
 class ImagesDoNotFit(TemplateRefuses):
-    """Error of a conversation whose text does not have one placeholder for each image."""
+    """Error of a conversation without exactly one placeholder per image."""
 
 
 def check_texts(processor: ImageProcessor, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
-    """Raise ImagesDoNotFit for a text that holds a token which stands for images."""
+    """Raise ImagesDoNotFit for a text that contains a reserved image token."""
     tokens = re.compile("|".join(map(re.escape, processor.reserved)))
     for message in messages:
         texts = [message["content"], message.get("reasoning", ""), str(message.get("tool_calls", ""))]
@@ -37,7 +37,7 @@ def check_texts(processor: ImageProcessor, messages: Sequence[Message], tools: S
 
 
 def insert_images(processor: ImageProcessor, text: str, images: Sequence[EncodedImage]) -> str:
-    """Return the text of a template with each placeholder replaced by the tokens of its image."""
+    """Replace each placeholder in a rendered text by the tokens of its image."""
     pieces = text.split(processor.placeholder)
     if len(pieces) - 1 != len(images):
         raise ImagesDoNotFit(
@@ -51,7 +51,7 @@ def insert_images(processor: ImageProcessor, text: str, images: Sequence[Encoded
 
 
 def count_tokens(processor: ImageProcessor, images: Sequence[EncodedImage]) -> int:
-    """Return how many tokens stand for images. Raises ImagesDoNotFit for one that the model does not take."""
+    """Return the number of image tokens. Raises ImagesDoNotFit for an image that the model cannot process."""
     return sum(len(_expand(processor, image).ids) for image in images)
 
 
@@ -65,7 +65,7 @@ def _expand(processor: ImageProcessor, image: EncodedImage) -> Expansion:
 def place_images(
     processor: ImageProcessor, ids: Sequence[int], images: Sequence[EncodedImage], begin: int
 ) -> tuple[PlacedImage, ...]:
-    """Return the spans of images in ids, from `begin` on. Raises ImagesDoNotFit unless they are all there is."""
+    """Return the token spans of images in ids, from `begin` on. Raises ImagesDoNotFit if they do not match."""
     stands_for_some = np.isin(np.asarray(ids[begin:], dtype=np.int64), list(processor.placeholder_ids))
     waiting = np.flatnonzero(stands_for_some) + begin
     places: list[PlacedImage] = []
@@ -81,7 +81,7 @@ def place_images(
                 f"{image.width} x {image.height} pixels"
             )
         places.append(PlacedImage(image, first, end, expansion.grid))
-        waiting = waiting[waiting >= end]
+        waiting = waiting[waiting >= end]  # an image may have several placeholder tokens
     if len(waiting):
         raise ImagesDoNotFit(
             f"token {int(waiting[0])} stands for an image, and there are only {len(images)} images before it"
@@ -90,7 +90,7 @@ def place_images(
 
 
 def with_text(message: Message, text: str) -> Message:
-    """Return a message with another text, which stands between the images that it begins and ends with."""
+    """Return a message with another text, placed between leading and trailing images."""
     changed: Message = {**message, "content": text}
     if "parts" in message:
         parts = message["parts"]

@@ -1,4 +1,4 @@
-"""Images of a row, as data sets write them: bytes, a file, Hugging Face's Image, or a data URI."""
+"""Load images of a row: bytes, a file, Hugging Face's Image, or a data URI."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from core.types.messages import ImagePart
 from data_feeds.rows.invalid_rows import InvalidRow
 
 MOST_BYTES = 2**27
-"""Bytes of the largest file that is opened as an image."""
+"""Maximum size of an image file, in bytes."""
 IMAGE_TYPES = ("image", "image_url")
-"""Types of the part of a message that is an image."""
+"""Types of message parts that are images."""
 SOURCES = ("image", "path", "url", "bytes", "image_url")
-"""Keys of such a part under which the image stands."""
+"""Keys of an image part that may contain the image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageReader:
-    """Reader of the images of one data set. Equal images of several rows are kept once."""
+    """Image loader of one data set. Equal images of several rows are stored once."""
 
     folder: Path | None = None
-    """Folder from which relative paths of files go out; None for a data set of the hub, which brings bytes."""
+    """Base folder of relative file paths. None for a hub data set, which contains the bytes."""
     max_pixels: int
     max_pixels_key: str
-    """Key that sets max_pixels."""
+    """Recipe key of max_pixels, for error messages."""
     files: dict[str, EncodedImage] = field(default_factory=dict[str, EncodedImage])
-    """Images by the name of their file."""
+    """Images by file name."""
     kept: dict[str, EncodedImage] = field(default_factory=dict[str, EncodedImage])
-    """Images by their hash."""
+    """Images by hash."""
 
     def read_all(self, given: Any, column: str) -> list[EncodedImage]:
-        """Return the images of a column, which holds one or a list. Raises InvalidRow for what is none."""
+        """Load the images of a column: one image, or a list. Raises InvalidRow for other values."""
         if is_absent(given):
             return []
         return [self.read(one, column) for one in (given if isinstance(given, list) else [given])]
 
     def read(self, given: Any, what: str) -> EncodedImage:
-        """Return an image, opened once. Raises InvalidRow, which begins with `what`, for what is none."""
+        """Load an image. Raises InvalidRow, beginning with `what`, if it is invalid."""
         try:
             if isinstance(given, str) and not given.startswith("data:"):
                 return self._read_file(given)
@@ -54,7 +54,7 @@ class ImageReader:
             raise InvalidRow("bad_image", f"{what}: {refusal}") from refusal
 
     def _find_in_dict(self, given: dict[Any, Any]) -> bytes:
-        """Return the bytes of Hugging Face's Image, {bytes, path}: one of them is there."""
+        """Return the bytes of Hugging Face's Image, {bytes, path}, with one of both set."""
         if given.get("bytes") is not None:
             return _find_bytes(given["bytes"])
         if isinstance(given.get("path"), str):
@@ -83,11 +83,11 @@ class ImageReader:
                 f"the image has {image.width} x {image.height} pixels, more than "
                 f"{self.max_pixels_key}={self.max_pixels}"
             )
-        return self.kept.setdefault(image.hash, image)
+        return self.kept.setdefault(image.hash, image)  # rows often share an image, under several names
 
 
 def is_absent(given: Any) -> bool:
-    """Tell whether there is no image: columnar files write every key, such as {bytes: null, path: null}."""
+    """Return whether an image is missing. Columnar files write all keys, such as {bytes: null, path: null}."""
     return given is None or (isinstance(given, dict) and all(value is None for value in given.values()))
 
 
@@ -114,7 +114,7 @@ def _find_bytes(given: Any) -> bytes:
 
 
 def read_data_uri(uri: str) -> bytes:
-    """Return the bytes of a data URI. Raises ImageRefused.
+    """Decode a data URI. Raises ImageRefused.
 
     >>> read_data_uri("data:image/png;base64,aGk="), read_data_uri("data:,h%69")
     (b'hi', b'hi')
@@ -131,7 +131,7 @@ def read_data_uri(uri: str) -> bytes:
 
 
 class Placeholders:
-    """Images of a row's column, which take the places of the parts that have none of their own, in order."""
+    """Images of a row's column, assigned in order to message parts without an image."""
 
     def __init__(self, reader: ImageReader, images: Sequence[EncodedImage], column: str):
         self.reader, self.column = reader, column
@@ -140,7 +140,7 @@ class Placeholders:
         self.taken = 0
 
     def read_part(self, part: dict[str, Any]) -> ImagePart:
-        """Return a part of a message with its image."""
+        """Return a message part with its image."""
         given = {name: value for name, value in part.items() if name in SOURCES and not is_absent(value)}
         if len(given) > 1:
             raise InvalidRow("bad_image", f"a part has several images: {', '.join(sorted(given))}")
@@ -158,7 +158,7 @@ class Placeholders:
         return {"type": "image", "image": image}
 
     def check_all_taken(self, *, is_reply: bool) -> None:
-        """Raise InvalidRow where images are left over; a reply alone may leave all of them to its prompt."""
+        """Raise InvalidRow for unused images. A reply may leave all of them to the prompt."""
         if self.taken < len(self.all) and not (is_reply and not self.taken):
             raise InvalidRow(
                 "bad_image",

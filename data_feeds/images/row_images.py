@@ -1,7 +1,7 @@
-"""Images of the samples of one row: what may be shared, which images the row holds, and their positions.
+"""Images of the samples in one packed row: prefix sharing, order and positions.
 
-Two images of one size have the same token ids, and what the model sees there is not the same. So ids alone never
-decide what samples share: where an image stands, numbers of its own do.
+Images of equal size have equal token ids, but different features. So token ids alone never decide which prefixes
+samples share: the tokens of each image are replaced by unique numbers.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Ints = NDArray[np.int64]
 
 
 def count_inputs(sample: Sample) -> int:
-    """Return how many tokens of a sample a forward pass reads: all but the last, which predicts nothing.
+    """Return the number of input tokens of a sample: all but the last token, which predicts nothing.
 
-    If that is an image's, none of this image is read: a part of its tokens would need a part of its features.
+    If the last token is an image's, the whole image is excluded, since it cannot be computed in part.
     """
     n = len(sample.token_ids) - 1
     return sample.images[-1].begin if sample.images and sample.images[-1].end > n else n
 
 
 def make_keys(samples: Sequence[Sample]) -> list[Ids]:
-    """Return the input tokens of each sample, with numbers of its own in place of every image's tokens.
+    """Return each sample's input tokens, with unique negative numbers in place of image tokens.
 
-    Two samples may share a token where their keys agree up to it. The numbers are negative; the same place of the same
-    image has the same number in all of these samples, and no other place has it.
+    Samples may share tokens as far as their keys agree. The same position of the same image has the same number in all
+    of these samples, and no other position has it.
     """
     first: dict[tuple[str, int, tuple[int, int] | None], int] = {}
     used = 0
@@ -53,7 +53,7 @@ def make_keys(samples: Sequence[Sample]) -> list[Ids]:
 
 
 def list_inputs(sample: Sample) -> list[PlacedImage]:
-    """Return the images whose tokens a forward pass reads."""
+    """Return the images of the input tokens."""
     if not sample.images:
         return []
     n = count_inputs(sample)
@@ -61,7 +61,7 @@ def list_inputs(sample: Sample) -> list[PlacedImage]:
 
 
 def check_untrained(samples: Sequence[Sample]) -> None:
-    """Raise ValueError for an image's token that is trained on: an image is given, and no policy chooses it."""
+    """Raise ValueError for a trained image token, since no policy samples images."""
     for sample in samples:
         for place in sample.images:
             if sample.loss_mask[place.begin : place.end].any():
@@ -69,7 +69,7 @@ def check_untrained(samples: Sequence[Sample]) -> None:
 
 
 def fill_row(samples: Sequence[Sample], row: Row) -> tuple[Tensor, Tensor | None]:
-    """Return the token ids [T] of a row laid out by keys, and its positions [3, T] where images have grids."""
+    """Return the token ids [T] of a packed row, and positions [3, T] if images have grids (M-RoPE), else None."""
     images = [list_inputs(s) for s in samples]
     if not any(images):
         return torch.from_numpy(row.input_ids), None  # the keys are the ids
@@ -83,6 +83,6 @@ def fill_row(samples: Sequence[Sample], row: Row) -> tuple[Tensor, Tensor | None
 
 
 def order_images(samples: Sequence[Sample], places: Sequence[Ints]) -> tuple[EncodedImage, ...]:
-    """Return the images of a row in the order of its tokens; one that samples share is there once."""
+    """Return the images of a row in token order. A shared image occurs once."""
     found = {int(where[p.begin]): p.image for s, where in zip(samples, places, strict=True) for p in list_inputs(s)}
     return tuple(found[place] for place in sorted(found))

@@ -1,4 +1,4 @@
-"""Samples become batches: token weights, the one label shift, and the cut into micro-batches.
+"""Packing: samples become batches, with token weights, the label shift, and the split into micro-batches.
 
 Imports core alone. Begin with batches.py.
 """

@@ -1,4 +1,4 @@
-"""Samples -> Batches. The only place that shifts labels, and the only place that normalises."""
+"""Convert samples to Batches. The only place that shifts labels, and the only place that normalises."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from data_feeds.packing.prefix_tree import lay_out_row
 
 
 def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[float]:
-    """Compute the weight of one trained token of each sample of an update, in the order of `groups`, flattened.
+    """Compute the token weight of each sample of an update, in the order of `groups`, flattened.
 
-    Computed once on the whole update, before any split, in float64. What is counted as a sequence is an episode, of one
-    sample or of several. Those without a trained token have weight 0 and are counted in no denominator.
+    Weights are computed in float64 on the whole update, before any split. A sequence is an episode, of one or several
+    samples. Sequences without a trained token have weight 0 and count in no denominator.
 
     Example: two prompts with one episode each, of 1 and 3 trained tokens, horizon 10.
-        token         1/4,  1/4    every token of the update counts the same; long episodes dominate
-        sequence      1/2,  1/6    every episode counts the same; its tokens share
-        sequence_sum  1/2,  1/2    every episode's sum counts the same (REINFORCE, RLOO)
-        constant      1/20, 1/20   every token of every update counts the same (Dr. GRPO)
-        prompt        1/2,  1/6    every prompt counts the same; its tokens share (ScaleRL)
+        token         1/4,  1/4    all tokens of the update count the same; long episodes dominate
+        sequence      1/2,  1/6    all episodes count the same, divided among their tokens
+        sequence_sum  1/2,  1/2    the sums of all episodes count the same (REINFORCE, RLOO)
+        constant      1/20, 1/20   all tokens of all updates count the same (Dr. GRPO)
+        prompt        1/2,  1/6    all prompts count the same, divided among their tokens (ScaleRL)
     """
     counts = [[s.n_trained for s in group] for group in groups]  # [groups][samples]
     episodes = [add_up_episodes(group, own) for group, own in zip(groups, counts, strict=True)]
@@ -61,7 +61,7 @@ def token_weights(groups: list[Group], norm: LossNorm, *, horizon: int) -> list[
 
 
 def add_up_episodes(group: Group, counts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the sum of `counts` over the samples of each episode; and the number of each sample's episode."""
+    """Sum `counts` per episode. Return the sums, and each sample's episode number."""
     numbers = number_episodes(group)
     totals = [0] * (1 + max(numbers, default=-1))
     for number, n in zip(numbers, counts, strict=True):
@@ -80,20 +80,21 @@ def pack(
     sources: Sequence[str] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Batch:
-    """Concatenate samples into a Batch; `weights[i]` is the weight of each trained token of `samples[i]`.
+    """Concatenate samples into a Batch. `weights[i]` is the weight of each trained token of `samples[i]`.
 
-    Of each sample there is a number: of its group (groups), where whole groups are in one batch; of its family, whose
-    common beginnings are laid once (prefix_tree.py), or None; of its episode (None: each is one). has_seq_ids: False
-    where the rest of an episode may be in other batches. sources: data sets whose tokens get source_ids.
+    groups: group numbers, if whole groups are in one batch. families: samples of a family share common prefixes
+    (prefix_tree.py). episodes: episode numbers; None: one per sample. has_seq_ids: False if the rest of an episode may
+    be in other batches. sources: data sets with source_ids.
 
-    A Sample is token-aligned (entry t is about token t), a Batch is input-aligned: position t predicts token t+1. The
-    shift happens here and nowhere else, and so does the choice of the trained tokens: values of others never get out.
+    A Sample is token-aligned: entry t is about token t. A Batch is input-aligned: position t predicts token t+1. The
+    shift and the selection of trained tokens happen only here. Values of other tokens stay behind.
     """
     row = lay_out_row(make_keys(samples), families)
     places = row.places
     learnt, counts = zip(*(find_trained(s) for s in samples), strict=True)
 
     def select(per_sample: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        # [1:] is the shift: input t predicts token t + 1, and `chosen` are input positions
         return np.concatenate([values[1:][chosen] for values, chosen in zip(per_sample, learnt, strict=True)])
 
     def floats(per_sample: list[Floats]) -> Tensor:
@@ -124,9 +125,9 @@ def pack(
 
 
 def find_trained(sample: Sample) -> tuple[slice | NDArray[np.intp], int]:
-    """Return which inputs predict a token that is trained on, and how many do: input t predicts token t + 1.
+    """Return the inputs that predict trained tokens, and their number. Input t predicts token t + 1.
 
-    A slice where they follow one another, as in a single reply: what it picks is not copied.
+    A contiguous range is a slice, as for a single reply, since slicing does not copy.
     """
     mask = sample.loss_mask[1 : count_inputs(sample) + 1]
     n = int(np.count_nonzero(mask))
@@ -143,7 +144,7 @@ def number_samples(
     has_seq_ids: bool,
     sources: Sequence[str],
 ) -> dict[str, list[int]]:
-    """Return the numbers of each sample that its tokens get, by the name of their column."""
+    """Return each sample's numbers for the id columns of its tokens, by column name."""
     found: dict[str, list[int]] = {}
     if groups is not None:
         found["group_ids"] = renumber(groups)
@@ -155,7 +156,7 @@ def number_samples(
 
 
 def renumber(given: Sequence[Hashable]) -> list[int]:
-    """Return numbers from 0 on, in order of appearance.
+    """Renumber values from 0, in order of appearance.
 
     >>> renumber([7, 3, 7])
     [0, 1, 0]
@@ -165,7 +166,7 @@ def renumber(given: Sequence[Hashable]) -> list[int]:
 
 
 def all_credited(samples: list[Sample]) -> bool:
-    """Return True if every sample has an advantage, False if none has; raise ValueError for a mix."""
+    """Return True if all samples have an advantage, False if none has. Raises ValueError for a mix."""
     credited = {s.advantage is not None for s in samples}
     if len(credited) == 2:
         raise ValueError(
@@ -185,21 +186,21 @@ class Plan:
     bins: list[list[list[int]]]
     """[rank][micro-batch] -> indices into `samples`."""
     groups: list[int] | None
-    """Number of each sample's group, where groups are kept whole."""
+    """Group number of each sample, if groups are kept whole."""
     families: list[int] | None
-    """Number of each sample's family, where samples of one share their common beginnings; mostly its group."""
+    """Family number of each sample, if families share prefixes. Usually the group."""
     episodes: list[int]
-    """Number of each sample's episode."""
+    """Episode number of each sample."""
     has_seq_ids: bool
     """False if an episode may be split between micro-batches."""
     sources: Sequence[str]
-    """Data sets whose losses are logged separately."""
+    """Data sets with separately logged losses."""
     padded: bool
-    """True if rows are padded to the longest of their micro-batch."""
+    """True if rows are padded to the longest row of the micro-batch."""
 
     @property
     def padding(self) -> float:
-        """Fraction of the positions of the forward passes that hold no token; 0 where nothing is padded."""
+        """Fraction of padding among the positions of all forward passes; 0 without padding."""
         if not self.padded:
             return 0.0
         sizes = [[len(self.samples[i].token_ids) - 1 for i in b] for rank in self.bins for b in rank if b]
@@ -210,7 +211,7 @@ class Plan:
         return [[self._make_batch(b, dtype) for b in rank] for rank in self.bins]
 
     def measure_shared(self, batches: list[list[Batch]]) -> float:
-        """Return the fraction of the samples' input tokens that a common beginning saves in these batches."""
+        """Return the fraction of input tokens saved by sharing prefixes in these batches."""
         both = [pair for rank in zip(self.bins, batches, strict=True) for pair in zip(*rank, strict=True)]
         laid = sum(batch.input_ids.numel() for chosen, batch in both if chosen)  # the others are idle
         return 1 - laid / sum(map(count_inputs, self.samples))
@@ -230,7 +231,8 @@ class Plan:
         )
 
     def make_idle_batch(self, dtype: torch.dtype = torch.float32) -> Batch:
-        """Return a batch without trained tokens: its rank still takes part in every collective of the step."""
+        """Return a batch without trained tokens, so that an idle rank still joins every collective of the step."""
+        # a real sample, the shortest: every parameter needs a gradient, or the collectives would hang
         shortest = min(range(len(self.samples)), key=lambda i: len(self.samples[i].token_ids))
         batch = self._make_batch([shortest], dtype)
         columns: dict[str, Any] = {name: getattr(batch.tokens, name, None) for name in list_fields(Tokens)}
@@ -254,11 +256,11 @@ def plan_update(
 ) -> Plan:
     """Split one update into micro-batches of at most `max_tokens` tokens, the same number for every rank.
 
-    The split affects memory and speed only: weights are computed before it. share_prefixes: a micro-batch counts common
-    beginnings once (find_families). whole_episodes: the samples of an episode are in one micro-batch.
+    The split affects only memory and speed, since weights are computed before it. share_prefixes: common prefixes count
+    once per micro-batch (find_families). whole_episodes: an episode stays in one micro-batch.
 
-    An image counts with its tokens: the vision part computes a fixed number of patches for each, so the budget bounds
-    the memory of both; a shared image is computed once, as its tokens are.
+    Images count with their tokens. The vision part computes a fixed number of patches per token, so the budget bounds
+    the memory of both. A shared image is computed once.
     """
     if padded and share_prefixes:
         raise ValueError("padded rows share no prefixes")
@@ -266,6 +268,7 @@ def plan_update(
     numbered = [
         (g, (g, n), s) for g, group in enumerate(groups) for n, s in zip(number_episodes(group), group, strict=True)
     ]
+    # samples with weight 0 have no gradient, so they need no forward pass
     kept = [(row, w) for row, w in zip(numbered, weights, strict=True) if w]
     samples, in_group = [s for (_, _, s), _ in kept], [g for (g, _, _), _ in kept]
     check_untrained(samples)

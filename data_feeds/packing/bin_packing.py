@@ -1,4 +1,4 @@
-"""Distribute sequences over micro-batches and ranks. This affects memory and speed, never the gradient."""
+"""Bin packing of sequences into micro-batches and ranks. It affects memory and speed, never the gradient."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from core.errors import RunStopped
 
 COST_IS_SQUARE_AT = 12_288
-"""Length of a sequence at which attention costs as much as everything else; see estimate_cost."""
+"""Sequence length at which attention costs as much as everything else; see estimate_cost."""
 
 
 class TooLarge(ValueError):
-    """Unit that no micro-batch has room for."""
+    """Error of a unit that exceeds the micro-batch budget."""
 
     def __init__(self, tokens: int, max_tokens: int):
         super().__init__(
@@ -32,9 +32,9 @@ def estimate_cost(n: NDArray[np.int64]) -> NDArray[np.floating[Any]]: ...
 def estimate_cost(n: int | NDArray[np.int64]) -> float | NDArray[np.floating[Any]]:
     """Estimate the cost of a sequence of n tokens, in tokens: n + n^2 / 12288.
 
-    A layer of width d spends about 24 d^2 operations per token outside attention and, causally, 2 n d inside it:
-    a ratio of n / 12 d. The width is assumed to be 1024 for every model. In a short sequence the square hardly
-    counts; in a long one it says that one sequence of 2n tokens costs more than two of n.
+    A layer of width d spends about 24 d^2 operations per token outside attention and, causally, 2 n d inside it. The
+    ratio is n / 12 d; d = 1024 is assumed for every model. The square is negligible for short sequences. Among long
+    sequences, it makes a sequence of 2n tokens cost more than two of n.
     """
     return n + n * n / COST_IS_SQUARE_AT
 
@@ -42,7 +42,7 @@ def estimate_cost(n: int | NDArray[np.int64]) -> float | NDArray[np.floating[Any
 def pack_units(
     lengths: Sequence[int], units: Sequence[int], max_tokens: int, *, ranks: int, padded: bool
 ) -> list[list[int]]:
-    """Pack samples of these lengths into micro-batches, those of one unit into the same; return their indices."""
+    """Pack samples of these lengths into micro-batches, each unit whole. Return their indices."""
     members: dict[int, list[int]] = {}
     for i, unit in enumerate(units):
         members.setdefault(unit, []).append(i)
@@ -56,13 +56,13 @@ def pack_units(
 def pack_into_bins(
     sizes: list[int], max_tokens: int, *, ranks: int = 1, padded: bool = True, costs: list[float] | None = None
 ) -> list[list[int]]:
-    """Pack units (sequences or groups) into micro-batches of at most `max_tokens`; return indices into `sizes`.
+    """Pack units (sequences or groups) into micro-batches of at most `max_tokens`. Return indices into `sizes`.
 
-    Rank r takes micro-batches r, r + ranks, r + 2 ranks, ... All ranks get the same number, of about the same cost, so
-    that they run the same number of forward passes. A micro-batch is empty where there are fewer units than ranks.
+    Rank r has micro-batches r, r + ranks, r + 2 ranks, ... All ranks have the same number of forward passes, of about
+    equal cost. Micro-batches are empty if there are fewer units than ranks.
 
-    padded: count rows x longest row, as a padded layout does, and keep units of similar length together. Otherwise
-    count the sum of lengths, and mix long and short units. costs: cost of each unit; None: that of one sequence.
+    padded: the size is rows x longest row, as in a padded layout, so units of similar length are combined. Otherwise it
+    is the sum of lengths, and long and short units are mixed. costs: cost of each unit; None: cost of one sequence.
 
     >>> pack_into_bins([5, 3, 3, 1], 6)  # padded: [5] + [3, 3] + [1]
     [[1, 2], [0], [3]]
@@ -92,7 +92,7 @@ def pack_into_bins(
 
 
 def _pack_like_lengths(sizes: list[int], longest_first: list[int], max_tokens: int, ranks: int) -> list[list[int]]:
-    """Pack units of similar length together: into as few bins as possible, the largest of them as small as possible."""
+    """Pack units of similar length into as few bins as possible, with the largest bin as small as possible."""
 
     def fill_bins(cap: int) -> list[list[int]]:
         filled: list[list[int]] = []
@@ -102,6 +102,8 @@ def _pack_like_lengths(sizes: list[int], longest_first: list[int], max_tokens: i
             filled[-1].append(i)
         return filled
 
+    # The number of bins is the minimum for the budget, rounded up to the ranks. A binary search then finds the smallest
+    # budget with that number, which evens out the bins.
     wanted = -(-len(fill_bins(max_tokens)) // ranks) * ranks
     low, high = sizes[longest_first[0]], max_tokens
     while low < high:
@@ -114,7 +116,7 @@ def _pack_like_lengths(sizes: list[int], longest_first: list[int], max_tokens: i
 def _pack_mixed_lengths(
     sizes: list[int], costs: list[float], longest_first: list[int], max_tokens: int, ranks: int
 ) -> list[list[int]]:
-    """Pack units into as few bins as the heuristic finds, each of about the same cost."""
+    """Pack units greedily into few bins, each of about the same cost."""
     n = -(-sum(sizes) // max_tokens // ranks) * ranks
     while (filled := _fill_evenly(sizes, costs, longest_first, max_tokens, n)) is None:
         # by 0.5 % of many bins, so that the number of attempts does not grow with them; with one bin per unit, all fit
@@ -125,13 +127,13 @@ def _pack_mixed_lengths(
 def _fill_evenly(
     sizes: list[int], costs: list[float], longest_first: list[int], max_tokens: int, n: int
 ) -> list[list[int]] | None:
-    """Put each unit, longest first, into the cheapest of n bins that has room for it; None if no bin has room.
+    """Put each unit, longest first, into the cheapest bin with room. Return None if no bin has room.
 
-    A bin without room waits, until the units have become so short that it has. It then keeps its room until it gets a
-    unit, so it waits at most once for each of its units: the work grows as n log n.
+    A bin without room waits until units are short enough. It then keeps the room until it receives a unit, so it waits
+    at most once per unit. The work grows as n log n.
     """
     filled: list[list[int]] = [[] for _ in range(n)]
-    spent = [(0.0, b) for b in range(n)]  # a heap: the cheapest bin first, of equal ones that of the lower number
+    spent = [(0.0, b) for b in range(n)]  # a heap: the cheapest bin first; among equals, the lowest number
     waiting: list[tuple[int, float, int]] = []  # a heap: the bin with the most room first
     room = [max_tokens] * n
     for i in longest_first:
@@ -151,7 +153,9 @@ def _fill_evenly(
 
 
 def _deal_to_ranks(bins: list[list[int]], ranks: int, bin_cost: Callable[[list[int]], float]) -> list[list[int]]:
-    """Deal bins to ranks, the most expensive first, each to the rank with the least cost; return them interleaved."""
+    """Distribute bins over ranks, balancing the cost. Return them interleaved, as in pack_into_bins."""
+    # Greedy LPT (longest processing time first): each bin, the most expensive first, goes to the rank with the lowest
+    # cost so far. Ranks with their share of bins are full, since all ranks run the same number of forward passes.
     each = len(bins) // ranks
     hands: list[list[list[int]]] = [[] for _ in range(ranks)]
     held = [0.0] * ranks

@@ -1,4 +1,4 @@
-"""Columns that a trainer computes of the tokens of micro-batches, brought back to the samples."""
+"""Columns computed by a trainer for the tokens of micro-batches, mapped back to samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ C = TypeVar("C", bound=str)
 
 
 def add_columns(plan: Plan, scored: list[list[dict[ScoredColumn, Floats]]]) -> dict[int, Sample]:
-    """Return the samples of a plan with the columns of a trainer, by id() of the sample.
+    """Return a plan's samples with the columns computed by a trainer, by id() of the sample.
 
     scored: [rank][micro-batch][column], each [M].
     """
@@ -27,9 +27,9 @@ def add_columns(plan: Plan, scored: list[list[dict[ScoredColumn, Floats]]]) -> d
 def lay_out_columns(
     plan: Plan, columns: Sequence[Sequence[Mapping[C, Floats]]], *, fill: float
 ) -> dict[int, dict[C, Floats]]:
-    """Return columns of trained tokens over the whole of each sample, by id() of the sample.
+    """Expand columns of trained tokens to all tokens of each sample, by id() of the sample.
 
-    columns: [rank][micro-batch][column], each [M]. fill: value of a token that is not trained on.
+    columns: [rank][micro-batch][column], each [M]. fill: value of tokens that are not trained on.
     """
     done: dict[int, dict[C, Floats]] = {}
     for rank_bins, of_rank in zip(plan.bins, columns, strict=True):

@@ -1,4 +1,4 @@
-"""Distribute sequences that share their beginnings over micro-batches and ranks, counting what is shared once."""
+"""Bin packing of sequences with shared prefixes, which count once per micro-batch."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from data_feeds.packing.prefix_tree import gather_families, sort_by_prefix
 Ints = NDArray[np.int64]
 Floats = NDArray[np.floating[Any]]
 LEAST_SHARED = 16
-"""Tokens that rows of different groups must have in common to be computed together."""
+"""Minimum number of common tokens for sequences of different groups to share a family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pieces:
-    """Families, or parts of them, each of which is computed in one micro-batch. [P] each."""
+    """Families or parts of them, each computed in one micro-batch; [P] each."""
 
     starts: Ints
-    """Where each begins; it ends where the next one does."""
+    """Index of the first sequence of each piece. It ends before the next start."""
     sizes: Ints
-    """Different tokens; or trained ones, which all need logits, if there are more of these: where many are copies."""
+    """Number of distinct tokens, or of trained tokens if larger (many copies): every trained token needs logits."""
     costs: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Families:
-    """Sequences of all families, end to end; each family is sorted, so that a piece of it is a tree again. [N] each."""
+    """Sequences of all families, end to end; [N] each. Families are sorted, so any contiguous piece is a tree."""
 
     members: Ints
     lengths: Ints
     shared: Ints
-    """Tokens in common with the sequence before; 0 for the first of a family."""
+    """Number of tokens shared with the previous sequence; 0 for the first of a family."""
     trained: Ints
-    """Tokens that are trained on."""
+    """Number of trained tokens."""
     is_first: NDArray[np.bool_]
     """True for the first sequence of each family."""
     siblings: Ints
-    """Sequences of each one's family."""
+    """Number of sequences in the family."""
     middle: Floats
-    """Where the middle of each one's own tokens stands among its family's: 0 at their beginning, 1 at their end."""
+    """Position of the middle of a sequence's own tokens among all own tokens of the family, from 0 to 1."""
     costs: Floats
-    """What each costs after the one before; every token attends to all before it in its sequence."""
+    """Cost of each sequence beyond the previous one. Every token attends to all earlier tokens of the sequence."""
 
     @classmethod
     def of(cls, *, members: Ints, sizes: list[int], lengths: Ints, shared: Ints, trained: Ints) -> _Families:
@@ -57,7 +57,7 @@ class _Families:
         begins = counts.cumsum() - counts
         several = begins[counts > 1]
         own = lengths - shared
-        own[several] -= shared[several + 1]  # the common beginning is nobody's own
+        own[several] -= shared[several + 1]  # the common prefix belongs to no single sequence
         ends, totals = own.cumsum(), np.add.reduceat(own, begins)
         middles = ends - own / 2 - np.repeat(ends[begins] - own[begins], counts)
         is_first = np.zeros(len(members), dtype=np.bool_)
@@ -75,7 +75,7 @@ class _Families:
 
     def measure(self, starts: Ints) -> _Pieces:
         """Return the pieces that begin at `starts`."""
-        again = self.shared[starts]  # what the first sequence of a piece shares is computed there too
+        again = self.shared[starts]  # a piece computes the shared prefix of its first sequence again
         tokens = np.add.reduceat(self.lengths - self.shared, starts) + again
         return _Pieces(
             starts=starts,
@@ -84,11 +84,13 @@ class _Families:
         )
 
     def cut(self, pieces: int, max_tokens: int) -> _Pieces:
-        """Cut each family into `pieces` with about as many own tokens, into more if one is too large.
+        """Cut each family into `pieces` of about equal numbers of own tokens, or more if a piece is too large.
 
-        A family of fewer sequences is cut into single ones.
+        Families with fewer sequences are cut into single sequences.
         """
         wanted = np.minimum(pieces, self.siblings)
+        # A sequence belongs to the piece at the middle of its own tokens. So a cut falls between sequences, as close to
+        # the even split as possible.
         numbers = np.minimum(self.middle * wanted, wanted - 1).astype(int)
         is_start = self.is_first | _find_changes(numbers)
         done = self.measure(np.flatnonzero(is_start))
@@ -100,29 +102,30 @@ class _Families:
         return self.measure(np.flatnonzero(is_start))
 
     def _fill(self, first: int, end: int, max_tokens: int) -> Iterator[int]:
-        """Return where a piece must be cut so that none of its parts is larger than `max_tokens`."""
+        """Yield the sequences at which to cut, so that no part exceeds `max_tokens`."""
         tokens = trained = 0
         for i in range(first, end):
             more = self.lengths[i] - (self.shared[i] if tokens else 0)
             is_full = max(tokens + more, trained + self.trained[i]) > max_tokens
-            if i > first and is_full:
+            if i > first and is_full:  # a single sequence that is too large is refused by pack_into_bins
                 yield i
                 tokens, trained, more = 0, 0, self.lengths[i]
             tokens, trained = tokens + more, trained + self.trained[i]
 
 
 def _find_changes(values: Ints) -> NDArray[np.bool_]:
-    """Return True where a value differs from the one before, and at the first."""
+    """Return True at the first value, and at each value that differs from the previous one."""
     changes = np.ones(len(values), dtype=np.bool_)
     np.not_equal(values[1:], values[:-1], out=changes[1:])
     return changes
 
 
 def find_families(samples: Sequence[Sample], groups: Sequence[int]) -> list[int]:
-    """Return the number of each sample's family, whose samples share their common beginnings: its group.
+    """Return the family number of each sample. Samples of a family share common prefixes.
 
-    Where every group is one sample, as in SFT, a family is what begins with the same tokens, such as a system prompt.
-    Samples that have fewer than LEAST_SHARED tokens in common with others are families of their own, which pack better.
+    A family is a group. If all groups are single samples, as in SFT, samples with a common prefix such as a system
+    prompt form a family. Samples with fewer than LEAST_SHARED common tokens stay alone, since single samples pack
+    better.
     """
     if len({*groups}) < len(groups):
         return [*groups]
@@ -135,16 +138,19 @@ def find_families(samples: Sequence[Sample], groups: Sequence[int]) -> list[int]
 def pack_families(
     samples: Sequence[Sample], families: Sequence[int], max_tokens: int, *, ranks: int = 1, whole: bool = False
 ) -> list[list[int]]:
-    """Pack samples into micro-batches, as pack_into_bins does; return their indices.
+    """Pack samples with shared prefixes into micro-batches, as pack_into_bins does. Return their indices.
 
-    A family stays together as long as that makes no rank wait for another: it is cut, and its common beginning computed
-    on both sides, if the slowest rank is done earlier then, or if it does not fit. whole: never cut one.
+    A family is cut only if it does not fit, or if that shortens the slowest rank's work. Both sides then compute the
+    common prefix. whole: never cut a family.
     """
     if not samples:
         return pack_into_bins([], max_tokens)  # raises: there is nothing to train on
     ordered = _sort_families(samples, families)
     uncut = ordered.measure(np.flatnonzero(ordered.is_first))
     largest = 1 if whole or ranks == 1 else int(ordered.siblings.max())
+    # A cut repeats a prefix, so it must save at least 1 % of the slowest rank's cost. The search ends when no cut
+    # could: at most 1 % above an even split without repetition. The number of parts doubles, so that the number of
+    # attempts grows only with the logarithm of the largest family.
     least = float(uncut.costs.sum()) / ranks  # cost of each rank if no family is cut
     best: tuple[float, _Pieces, list[list[int]]] | None = None
     parts = 1
@@ -179,7 +185,7 @@ def _sort_families(samples: Sequence[Sample], families: Sequence[int]) -> _Famil
 
 
 def _pack_pieces(pieces: _Pieces, max_tokens: int, ranks: int) -> tuple[float, list[list[int]]]:
-    """Pack the pieces; return the cost of the slowest rank, and the numbers of the pieces of each micro-batch."""
+    """Pack pieces. Return the cost of the slowest rank, and the piece numbers of each micro-batch."""
     costs = pieces.costs.tolist()
     bins = pack_into_bins(pieces.sizes.tolist(), max_tokens, ranks=ranks, padded=False, costs=costs)
     slowest = max(sum(costs[i] for b in bins[rank::ranks] for i in b) for rank in range(ranks))

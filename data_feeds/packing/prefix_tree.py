@@ -1,16 +1,15 @@
-"""Lay token sequences end to end in one row, with what they share laid once.
+"""Prefix tree of token sequences in one row: shared prefixes occur once.
 
-Sequences of one family (the samples of a prompt) often begin with the same token ids: the prompt, and in episodes of
-several turns more than the prompt. The row is then a forest of segments. A segment continues its parent, and what
-several sequences have in common is in one segment:
+Sequences of a family (the samples of a prompt) often begin with the same token ids: the prompt, and after several turns
+more than the prompt. The row is then a forest of segments. A segment continues its parent, and a common part of several
+sequences is one segment:
 
     prompt + reply A        [prompt] -> [reply A]
     prompt + reply B                 -> [reply B]       10 + 4 + 5 tokens instead of 14 + 15
 
-Only token ids decide, exactly: nothing is assumed about where a prompt ends. (An image's tokens have numbers of their
-own there, see row_images.py.) A sequence may be the beginning of
-another, or its copy. So one position of the row can belong to several sequences, and predict another token in each:
-above, the last token of the prompt predicts the first token of both replies.
+Only token ids decide, exactly; the end of a prompt plays no role. (Tokens of images have unique numbers here, see
+row_images.py.) A sequence may be a prefix or a copy of another. So one position of the row can belong to several
+sequences, and predict a different token in each. Above, the last prompt token predicts the first token of both replies.
 """
 
 from __future__ import annotations
@@ -30,36 +29,36 @@ Array = NDArray[np.integer[Any]]
 Ids = Sequence[int] | Array
 """Token ids of one sequence."""
 FIRST_LOOK = 512
-"""Ids of two sequences that are compared at first; more if they are equal."""
+"""Number of ids compared first between two sequences; more if they are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Hold one row of T input tokens: S segments, every parent before its children."""
+    """Row of T input tokens in S segments. Parents come before their children."""
 
     input_ids: Ints
     """[T] token ids."""
     position_ids: Ints
-    """[T] position in the sequence; goes on from the parent to the child."""
+    """[T] position in the sequence; continues from parent to child."""
     segment_ids: Ints
-    """[T] number of the segment: 0..S-1."""
+    """[T] segment number: 0..S-1."""
     parents: Ints
-    """[S] segment that each continues; -1 where a sequence begins."""
+    """[S] parent segment, or -1 at the start of a sequence."""
     order: Ints
-    """Place in the row of every token of all sequences, end to end."""
+    """Row position of every token of all sequences, end to end."""
     lengths: list[int]
-    """Tokens of each sequence."""
+    """Number of tokens of each sequence."""
 
     @property
     def places(self) -> list[Ints]:
-        """[L] for each sequence: the place of every token of it in the row."""
+        """[L] for each sequence: row positions of all of its tokens."""
         ends = [*accumulate(self.lengths)]
         return [self.order[end - n : end] for end, n in zip(ends, self.lengths, strict=True)]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Segment:
-    """Tokens start..stop of the sequence `owner`, and of all others that pass through it."""
+    """Tokens start..stop of the sequence `owner`, shared by all sequences through this segment."""
 
     owner: int
     start: int
@@ -69,7 +68,7 @@ class _Segment:
 
 
 def lay_out_row(sequences: Sequence[Ids], families: Sequence[Hashable] | None = None) -> Row:
-    """Lay sequences end to end; those of one family share their common beginnings. None: nothing is shared.
+    """Lay sequences end to end. Sequences of a family share common prefixes; None: no sharing.
 
     >>> row = lay_out_row([[7, 8, 1, 2], [7, 8, 3]], families=["a", "a"])
     >>> row.input_ids.tolist(), row.position_ids.tolist(), row.segment_ids.tolist(), row.parents.tolist()
@@ -84,6 +83,7 @@ def lay_out_row(sequences: Sequence[Ids], families: Sequence[Hashable] | None = 
     else:
         segments, paths = _sort_segments(*_grow_forest(ids, families))
     lengths = [s.stop - s.start for s in segments]
+    # slices of one long range, since thousands of calls of arange would take longer
     along = np.arange(max(sum(lengths), *map(len, ids)) if ids else 0)
     spans = [along[end - n : end] for end, n in zip(accumulate(lengths), lengths, strict=True)]
     return Row(
@@ -97,7 +97,7 @@ def lay_out_row(sequences: Sequence[Ids], families: Sequence[Hashable] | None = 
 
 
 def gather_families(numbers: Iterable[int], families: Sequence[Hashable]) -> list[list[int]]:
-    """Return the sequences of each family among these numbers; `families[i]` is that of sequence i.
+    """Return the sequences of each family, among these numbers. `families[i]` is the family of sequence i.
 
     >>> gather_families([0, 1, 3], families=["a", "b", "a", "a"])
     [[0, 3], [1]]
@@ -109,10 +109,10 @@ def gather_families(numbers: Iterable[int], families: Sequence[Hashable]) -> lis
 
 
 def sort_by_prefix(ids: Sequence[Array]) -> tuple[list[int], list[int]]:
-    """Sort sequences so that those with a common beginning are neighbours; return their numbers in this order.
+    """Sort sequences so that common prefixes are adjacent. Return their numbers in this order.
 
-    Also returns how many tokens each shares with the one before it (the first: 0). The sum of length minus shared is
-    the number of different tokens in the tree of all.
+    Also returns the number of tokens each shares with its predecessor (0 for the first). The sum of lengths minus
+    shared is the number of distinct tokens in the tree.
 
     >>> sort_by_prefix([np.array([7, 8, 9]), np.array([5]), np.array([7, 8])])
     ([1, 2, 0], [0, 0, 2])
@@ -131,12 +131,12 @@ def sort_by_prefix(ids: Sequence[Array]) -> tuple[list[int], list[int]]:
 
 
 def _make_sort_keys(ids: Iterable[Array]) -> list[bytes]:
-    """Return the bytes of the ids, which sort as the ids do."""
+    """Return the ids as big-endian bytes, which sort like the ids."""
     return [own.astype(">i4").tobytes() for own in ids]
 
 
 def _make_long_keys(ids: Sequence[Array]) -> list[bytes]:
-    """Return keys of so many first ids that they differ, or of all."""
+    """Return keys of the first ids, extended until they differ or are complete."""
     longest = max(map(len, ids))
     n = FIRST_LOOK
     while True:
@@ -147,7 +147,7 @@ def _make_long_keys(ids: Sequence[Array]) -> list[bytes]:
 
 
 def _count_common(a: Array, b: Array) -> int:
-    """Return how many first ids are the same; most sequences differ early, so it looks at more and more of them."""
+    """Return the length of the common prefix. It compares growing blocks, since most sequences differ early."""
     begin, end, n = 0, FIRST_LOOK, min(len(a), len(b))
     while begin < n:
         differs = a[begin : min(end, n)] != b[begin : min(end, n)]
@@ -159,7 +159,7 @@ def _count_common(a: Array, b: Array) -> int:
 
 
 def _grow_forest(ids: list[Array], families: Sequence[Hashable]) -> tuple[list[_Segment], list[list[int]]]:
-    """Return the segments of all families, and the path of each sequence: its segments from the root on."""
+    """Return the segments of all families, and each sequence's path of segments from the root."""
     segments: list[_Segment] = []
     paths: list[list[int]] = [[] for _ in ids]
     for chosen in gather_families(range(len(ids)), families):
@@ -171,7 +171,9 @@ def _grow_forest(ids: list[Array], families: Sequence[Hashable]) -> tuple[list[_
 def _grow_tree(
     order: list[int], shared: list[int], lengths: list[int], segments: list[_Segment], paths: list[list[int]]
 ) -> None:
-    """Add the segments of one family. order: its sequences, sorted; shared: tokens in common with the one before."""
+    """Add the segments of one family. order: sorted sequences; shared: tokens in common with the predecessor."""
+    # Iterative, not recursive: a tree may be as deep as an episode has turns. Sorted neighbours share at least as much
+    # as distant sequences, so the minimum of `shared` is the common prefix of a range.
     todo = [(0, len(order), 0, -1, 0)]  # from..to of `order`, which agree in the first `start` tokens; parent; depth
     while todo:
         first, end, start, parent, depth = todo.pop()
@@ -187,7 +189,7 @@ def _grow_tree(
 
 
 def _sort_segments(segments: list[_Segment], paths: list[list[int]]) -> tuple[list[_Segment], list[list[int]]]:
-    """Put segments with as many tokens before them, and of the same length, next to each other, parents first.
+    """Sort segments by depth, start and stop, parents first. Equal shapes become neighbours.
 
     The attention kernel computes such neighbours in one call.
     """

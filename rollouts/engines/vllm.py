@@ -1,8 +1,8 @@
-"""vLLM behind the `Engine` interface, in processes of its own.
+"""vLLM engine in separate processes.
 
-Weights come through vLLM's weight-transfer API (rollouts/engines/vllm_support/worker.py), or an adapter alone beside
-the model's own weights; the prefix cache and that of images are cleared with every update. vLLM is imported when an
-engine is made, after its environment is set.
+Weights arrive through vLLM's weight-transfer API (rollouts/engines/vllm_support/worker.py). With LoRA, only an adapter
+arrives, beside the base weights. Each update clears the prefix cache and the image cache. vLLM is imported when an
+engine is created, after its environment variables are set.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class VllmEngine(VllmBase):
-    """Engine on AsyncLLM: engine and workers run in processes of their own, with continuous batching."""
+    """Engine on vLLM's AsyncLLM: separate engine and worker processes, with continuous batching."""
 
     capabilities = Capabilities(
         tensor_parallel=True,
@@ -102,7 +102,7 @@ class VllmEngine(VllmBase):
         self._requests = count()
 
     async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:
-        """Make this engine's workers members `first_rank`, `first_rank` + 1, ... of the sender's group."""
+        """Join the sender's group with ranks `first_rank`, `first_rank` + 1, ... for this engine's workers."""
         self._takes_chunks = False
         where = {"address": address, "port": port, "first_rank": first_rank, "members": members}
         _raise_first(await self._rpc("feynrl_join", kwargs={"init_info": {**where, "timeout_s": self._timeout_s}}))
@@ -116,9 +116,9 @@ class VllmEngine(VllmBase):
         await self._load_part({"chunk": chunk})
 
     async def pause(self) -> None:
-        """Keep, finish or abort running requests, as `weight_sync.pause_mode` says; new ones wait.
+        """Keep, finish or abort running requests, as `weight_sync.pause_mode` says. New requests wait.
 
-        vLLM does not finish requests that it has preempted for lack of cache: they wait, and continue as with `keep`.
+        vLLM does not finish requests that it has preempted for lack of cache. They wait, and continue as with `keep`.
         """
         if not self._sleeper.may_sample:
             return  # it was paused when it went to sleep
@@ -139,7 +139,7 @@ class VllmEngine(VllmBase):
         self._paused = True
 
     async def wake(self, part: WakePart) -> None:
-        """Wake a part; vLLM takes requests again when both are awake."""
+        """Wake a part. vLLM accepts requests again when both parts are awake."""
         self._sleeper.wake(part)
         async with asyncio.timeout(self._timeout_s):
             await self._while_alive(self._llm.wake_up([part]))
@@ -198,7 +198,7 @@ class VllmEngine(VllmBase):
             return await self._while_alive(self._llm.collective_rpc(method, kwargs=kwargs))
 
     async def _while_alive(self, call: Awaitable[T]) -> T:
-        """Await `call`; raise ProcessDied when vLLM's own process is gone, since the call would never return."""
+        """Await `call`. Raises ProcessDied if vLLM's process died, since the call would never return."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         task = asyncio.ensure_future(call)
@@ -219,7 +219,7 @@ class VllmEngine(VllmBase):
             task.cancel()
 
     async def _is_dying(self) -> bool:
-        """Tell whether vLLM reports the death of one of its processes within a moment."""
+        """Return whether vLLM reports the death of a process within a moment."""
         until = asyncio.get_running_loop().time() + ENGINE_DEATH_GRACE_S
         while not self._llm.errored and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(ENGINE_POLL_S / 5)

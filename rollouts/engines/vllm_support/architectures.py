@@ -1,4 +1,4 @@
-"""Which architectures vLLM has: asked in a process of its own, because importing vLLM takes long and settings."""
+"""Architectures that vLLM supports, queried in a separate process: importing vLLM is slow and needs settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ print("vLLM has it:", sys.argv[1] in ModelRegistry.get_supported_archs())
 
 
 def has_architecture(name: str) -> bool:
-    """Tell whether vLLM has a class for this architecture. Raises RunStopped where vLLM cannot be asked."""
+    """Return whether vLLM supports an architecture. Raises RunStopped if vLLM cannot be imported."""
     try:
         asked = subprocess.run(
             [sys.executable, "-c", CODE, name], capture_output=True, text=True, timeout=VLLM_IMPORT_TIMEOUT_S

@@ -28,11 +28,11 @@ PACKAGES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("torchvision",)),
     "smolvlm": ("torchvision", "num2words"),
 }
-"""Packages without which vLLM loads no model of a family that sees."""
+"""Packages that vLLM requires for families of vision models."""
 ADAPTER_ID = 1
-"""Id of the adapter, as in vllm_support/worker.py, which cannot be imported before vLLM's environment is set."""
+"""Id of the adapter, as in vllm_support/worker.py. That file cannot be imported before vLLM's environment is set."""
 _UNPUBLISHED = -1
-"""Version of tokens that were sampled before the first update."""
+"""Version of tokens sampled before the first update."""
 
 
 class VllmBase(Engine):
@@ -62,7 +62,7 @@ class VllmBase(Engine):
 
     @classmethod
     def check_user_code(cls, model: nn.Module, *, path: str) -> None:
-        """Raise UserError for an architecture that vLLM does not have itself; its weights could not be sent there."""
+        """Raise UserError for an architecture that vLLM lacks, since its weights could not be synced."""
         [architecture, *_] = getattr(model.config, "architectures", None) or [type(model).__name__]
         if not has_architecture(architecture):
             raise UserError(
@@ -72,7 +72,7 @@ class VllmBase(Engine):
 
     @classmethod
     def check_family(cls, family: str, *, path: str) -> None:
-        """Raise UserError where vLLM's own model of the family needs a package that is not there."""
+        """Raise UserError if vLLM lacks a package for this family of models."""
         if lacking := [name for name in PACKAGES.get(family, ()) if find_spec(name) is None]:
             raise UserError(
                 f"model.path={path} is a {family} model, which vLLM loads only with {' and '.join(lacking)}: install "
@@ -80,15 +80,15 @@ class VllmBase(Engine):
             )
 
     def _start(self) -> None:
-        """Make vLLM from `self._args`."""
+        """Create vLLM from `self._args`."""
         raise NotImplementedError
 
     async def generate(
         self, token_ids: list[int], *, max_new_tokens: int, seed: int, images: Sequence[PlacedImage] = ()
     ) -> Completion:
-        """Sample one continuation of `token_ids` at the run's temperature; it includes the token that stopped it.
+        """Sample one continuation of `token_ids` at the run's temperature, including the stop token.
 
-        A request that an update aborted (weight_sync.pause_mode: abort) is continued from the tokens already sampled.
+        A request aborted by an update (weight_sync.pause_mode: abort) continues from the tokens already sampled.
         """
         ids: list[int] = []
         logp: list[float] = []
@@ -113,9 +113,9 @@ class VllmBase(Engine):
     async def _sample(
         self, prompt: list[int], images: Sequence[PlacedImage], ids: list[int], max_new_tokens: int, seed: int
     ) -> Any:
-        """Run one request of vLLM's to its end, a stop string included; an update may abort it.
+        """Run one vLLM request to the end or a stop string. An update may abort it.
 
-        ids: tokens of the completion that are sampled already.
+        ids: completion tokens sampled so far.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -150,7 +150,8 @@ class VllmBase(Engine):
         return output
 
     def _stop_reason(self, reason: str, ids: list[int], max_new_tokens: int) -> Literal["eos", "length"] | None:
-        """Return why a completion ended; None if it was aborted and lacks tokens."""
+        """Return the stop reason of a completion, or None if it was aborted and is incomplete."""
+        # an abort may come after the last token: the completion is then finished all the same
         if reason == "abort" and self._request_mode == "abort":
             if ids and ids[-1] in self._stop_token_ids:
                 return "eos"
@@ -160,7 +161,7 @@ class VllmBase(Engine):
         return "eos" if reason == "stop" else "length"
 
     async def probe(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
-        """Return the log-probability, at temperature 1, of each token of text after the first; without prefix cache."""
+        """Return the log-probability of each text token after the first, at temperature 1 and without prefix cache."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -179,7 +180,7 @@ class VllmBase(Engine):
         return [answer.prompt_logprobs[i][token_ids[i]].logprob for i in list_written(len(token_ids), images)]
 
     async def read_fingerprint(self) -> list[Mapping[str, int]]:
-        """Return, per tensor-parallel rank, the checksums of what the last update's weight loaders wrote."""
+        """Return checksums of the tensors loaded in the last update, per tensor-parallel rank."""
         return await self._rpc("feynrl_consumed")
 
     async def _update(self, version: int, update_info: dict[str, Any]) -> None:
@@ -217,7 +218,7 @@ class VllmBase(Engine):
                 )
 
     def _adapter_of_requests(self) -> Any:
-        """Return vLLM's name for the adapter in memory; None without one. It is never loaded from a folder."""
+        """Return vLLM's request for the in-memory adapter, or None without LoRA."""
         if self._lora is None:
             return None
         from vllm.lora.request import LoRARequest
@@ -231,7 +232,7 @@ class VllmBase(Engine):
         params: Any,
         ends: Callable[[list[int]], bool] | None = None,
     ) -> Any:
-        """Run one request of vLLM's; raise RunStopped where it made other tokens of its images than we did."""
+        """Run one vLLM request. Raises RunStopped if vLLM expanded images to other tokens than we did."""
         self._sleeper.check_sampling()
         self._running += 1
         try:
@@ -245,18 +246,19 @@ class VllmBase(Engine):
     async def _request(
         self, prompt: dict[str, Any], params: Any, ends: Callable[[list[int]], bool] | None = None
     ) -> Any:
-        """Run one request to its end, or until `ends` is true of the tokens that it has sampled so far."""
+        """Run one request to the end, or until `ends` is true for the tokens sampled so far."""
         raise NotImplementedError
 
     async def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
-        """Call a method of every worker; return one result per rank."""
+        """Call a method of every worker. Return one result per rank."""
         raise NotImplementedError
 
 
 def _support_params(allowed_tokens: AllowedTokens) -> dict[str, Any]:
-    """Return what of vLLM's SamplingParams restricts sampling. The log-probabilities that it returns come later.
+    """Return vLLM's SamplingParams that restrict sampling. Returned log-probabilities respect them.
 
-    It masks before it divides by the temperature; a bias of -inf bans exactly. On GPUs it holds 1024 ids of each kind.
+    vLLM masks before dividing by the temperature, and a bias of -inf bans exactly. On GPUs, each kind has at most 1024
+    ids.
     """
     if allowed_tokens.allowed is not None:
         return {"allowed_token_ids": list(allowed_tokens.allowed)}
@@ -264,14 +266,14 @@ def _support_params(allowed_tokens: AllowedTokens) -> dict[str, Any]:
 
 
 def _raise_first(failures: list[str]) -> None:
-    """Raise TransportFailed for the first failure; failures: message by rank, "" where all went well."""
+    """Raise TransportFailed for the first failure. failures: message by rank, "" for success."""
     for rank, message in enumerate(failures):
         if message:
             raise TransportFailed(message if len(failures) == 1 else f"rank {rank}: {message}")
 
 
 def _seed_after(tokens: int, seed: int) -> int:
-    """Return the seed for the rest of a request: vLLM starts its random numbers again for each request."""
+    """Return the seed for the rest of a request. vLLM restarts its random numbers for each request."""
     if tokens == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{tokens}".encode(), digest_size=8).digest()

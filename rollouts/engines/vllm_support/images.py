@@ -1,7 +1,7 @@
-"""Prompts with images for vLLM, and what vLLM made of them.
+"""Prompts with images for vLLM, and validation of vLLM's expansion.
 
-vLLM expands one token per image itself, and would expand our expanded prompt once more without an error. So each
-image's tokens become that one token again, and what vLLM returns is compared with the tokens that will be trained on.
+vLLM expands one token per image, and would expand an expanded prompt again without an error. So each image's tokens are
+collapsed to that one token. The prompt returned by vLLM is then compared with the tokens to train on.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 OPEN_PICTURES = 64
-"""Decoded images that are kept: the samples of a group show the same ones."""
+"""Number of decoded images in the cache. The samples of a group share images."""
 
 
 def make_prompt(ids: list[int], images: Sequence[PlacedImage], placeholder: int | None) -> dict[str, Any]:
-    """Return vLLM's form of a prompt. placeholder: the token that vLLM expands."""
+    """Return a prompt in vLLM's format. placeholder: the token that vLLM expands."""
     if not images:
         return {"prompt_token_ids": ids}
     assert placeholder is not None, "a model without a vision part is given no images"
@@ -33,7 +33,7 @@ def make_prompt(ids: list[int], images: Sequence[PlacedImage], placeholder: int 
 
 
 def collapse_images(ids: Sequence[int], images: Sequence[PlacedImage], placeholder: int) -> list[int]:
-    """Return the tokens with one token in place of each image's."""
+    """Replace each image's tokens by a single token."""
     collapsed: list[int] = []
     end = 0
     for place in images:
@@ -43,14 +43,13 @@ def collapse_images(ids: Sequence[int], images: Sequence[PlacedImage], placehold
 
 
 def check_prompt(seen: Sequence[int], ids: Sequence[int]) -> None:
-    """Raise RunStopped unless vLLM saw the tokens that will be trained on."""
+    """Raise RunStopped unless vLLM saw the tokens to train on."""
     if [*seen] == [*ids]:
         return
     at = next((i for i, (a, b) in enumerate(zip(seen, ids, strict=False)) if a != b), min(len(seen), len(ids)))
     raise RunStopped(
-        f"vLLM made {len(seen)} tokens of a prompt with images, where its processor in the trainer makes {len(ids)}; "
-        f"the first difference is at token {at}: what it sampled would be trained on after other tokens than it saw; "
-        "set rollout.engine=hf"
+        f"vLLM expanded a prompt with images to {len(seen)} tokens, and we expanded it to {len(ids)} (first difference "
+        f"at token {at}); training would use the wrong prompt: set rollout.engine=hf"
     )
 
 

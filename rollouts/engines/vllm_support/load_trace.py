@@ -1,4 +1,4 @@
-"""Watch vLLM's weight loaders and take checksums of what they write."""
+"""Checksums of the weights that vLLM's loaders write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRAP = 1 << 64
 
 @dataclass(frozen=True)
 class _Source:
-    """A received tensor, by its bytes in its storage."""
+    """Received tensor, located by byte range in a storage."""
 
     name: str
     begin: int
@@ -29,10 +29,10 @@ class _Source:
 
 
 class LoadTrace(TorchDispatchMode):
-    """Mode that sees every copy from a received tensor, and computes the checksum of the parameter's new content.
+    """Dispatch mode that intercepts every copy from a received tensor, and checksums the written parameter.
 
-    A loader copies the slice that its rank needs. The memory that it copies from tells which elements those are, so
-    each checksum counts at the right place, and the ranks' sums add up to the sender's.
+    A loader copies the slice of its rank. The source address gives the position of the slice. So each checksum counts
+    at the right position, and the ranks' sums add up to the sender's.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class LoadTrace(TorchDispatchMode):
         self._written: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
 
     def expect(self, bucket: Bucket) -> None:
-        """Register tensors before they are loaded; vLLM may keep them until a later bucket completes their layer."""
+        """Register tensors before loading. vLLM may keep them until a later bucket completes their layer."""
         for name, t in bucket:
             storage = t.untyped_storage()
             begin = t.storage_offset() * t.itemsize
@@ -50,7 +50,7 @@ class LoadTrace(TorchDispatchMode):
             self._sources.setdefault(storage._cdata, (StorageWeakRef(storage), []))[1].append(source)
 
     def consumed(self) -> dict[str, int]:
-        """Return the sum of the checksums of what was written from each tensor, by name; only of tensors that were."""
+        """Return the summed checksums of each tensor, by name, for tensors that were loaded."""
         sums: dict[str, int] = {}
         for (name, _, _), value in self._written.items():
             sums[name] = (sums.get(name, 0) + value) % _WRAP
@@ -72,6 +72,8 @@ class LoadTrace(TorchDispatchMode):
                 return
 
     def _record_checksum(self, source: _Source, at: int, written: Tensor, copied: Tensor) -> None:
+        # A loader may copy a view. With the strides of the source it is a slice; with others the elements have another
+        # order, and their positions cannot be derived from the offset.
         same_strides = copied.dim() == len(source.shape) and all(
             size <= 1 or mine == its
             for size, mine, its in zip(copied.shape, copied.stride(), source.stride, strict=True)
@@ -81,6 +83,8 @@ class LoadTrace(TorchDispatchMode):
             self._written[source.name, (), ()] = checksum(copied.as_strided(source.shape, source.stride, offset))
             return
         start, offset = [], (at - source.begin) // source.itemsize
+        # The offset of the slice's first element, divided by the strides from the outermost dimension on, gives its
+        # index in every dimension.
         for stride in source.stride:
             start.append(offset // stride)
             offset %= stride

@@ -1,4 +1,4 @@
-"""Settings of vLLM: arguments of its engine, and what it reads from the environment on a CPU."""
+"""Settings of vLLM: engine arguments, and environment variables on a CPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rollouts.engines.vllm_support.early_core import CORES, preload_openmp
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
 CPU_BLOCK = 32
-"""Tokens of a block of the KV cache on a CPU, the smallest that its attention kernel takes; vLLM's default is 128.
+"""KV-cache block size on a CPU, in tokens: the minimum of the attention kernel. vLLM's default is 128.
 
-Requests share whole blocks only: with 128 a group would compute a prompt of 100 tokens once for each sample.
+Requests share only whole blocks. With 128, every sample of a group would recompute a prompt of 100 tokens.
 """
 
 
@@ -37,15 +37,15 @@ def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False) -> di
         "enable_chunked_prefill": not on_cpu,
         "load_format": "dummy" if config.starts_empty else "auto",
         "use_tqdm_on_load": False,
-        "skip_tokenizer_init": not sees,  # vLLM's processors of images need it
+        "skip_tokenizer_init": not sees,  # vLLM's image processors need it
         "trust_remote_code": config.trust_remote_code,
         "generation_config": "vllm",
-        # The log-probability under the distribution the token was drawn from: temperature included.
+        # log-probabilities of the distribution that tokens are drawn from, so including the temperature
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": config.prefix_cache,
         "worker_extension_cls": "rollouts.engines.vllm_support.worker.WorkerMethods",
         "disable_log_stats": True,
-        "enable_sleep_mode": config.sleep is not None and not on_cpu,  # on a CPU it has the order alone
+        "enable_sleep_mode": config.sleep is not None and not on_cpu,  # a CPU engine sleeps in name only
         **({"limit_mm_per_prompt": {"video": 0}} if sees else {}),
         **({} if config.lora is None else _lora_args(config.lora)),
     }
@@ -54,7 +54,7 @@ def engine_args(config: EngineConfig, *, on_cpu: bool, sees: bool = False) -> di
 def _lora_args(lora: LoraConfig) -> dict[str, Any]:
     """Return vLLM's arguments for an adapter.
 
-    Only the adapter's layers are wrapped: vLLM's wrapped head fails where a batch mixes prompts and samples.
+    Only the adapter's layers are wrapped: vLLM's wrapped head fails in batches that mix prompts and samples.
     """
     rank = next(rank for rank in LORA_RANKS if rank >= lora.r)
     targets = [name.rpartition(".")[2] for name in lora.targets]
@@ -62,16 +62,16 @@ def _lora_args(lora: LoraConfig) -> dict[str, Any]:
 
 
 def prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
-    """Set what vLLM reads from the environment on a CPU, before it is imported."""
+    """Set the environment variables that vLLM reads on a CPU, before it is imported."""
     available = sorted(cores if cores is not None else os.sched_getaffinity(0))
     # vLLM's default leaves a core idle, and refuses tensor parallelism without NUMA nodes
     n = len(available)
     shares = [available[r * n // ranks : (r + 1) * n // ranks] or [available[r % n]] for r in range(ranks)]
     os.environ[CORES] = "|".join(",".join(map(str, share)) for share in shares)
-    # the first batch would compile C++ for 20 s and more, without making later ones faster
+    # without it, the first batch compiles C++ for 20 s and more, and later ones are not faster
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # nothing is compiled: processes that would compile need not be started. vLLM sets it too, after its import
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    # An explicit size replaces the settings' one, in whole GiB.
+    # an explicit size replaces this variable, which counts whole GiB
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     preload_openmp()

@@ -1,10 +1,10 @@
-"""Code inside vLLM's worker processes: implementations of its weight-transfer API.
+"""Implementation of vLLM's weight-transfer API, inside vLLM's worker processes.
 
-vLLM loads layer by layer (`initialize_layerwise_reload`): tensors wait until their layer is complete,
-are written into new parameters by the model's weight loaders, and are then packed for the kernels. On
-a CPU the parameters are emptied after that, so the checksums are computed while the loaders write.
+vLLM reloads layer by layer (`initialize_layerwise_reload`). Tensors wait until their layer is complete. The model's
+weight loaders write them into new parameters, which are then packed for the kernels. On a CPU this empties the
+parameters, so checksums are computed while the loaders write.
 
-An adapter is loaded differently: vLLM's LoRA manager takes it from memory, under a fixed id.
+An adapter is loaded by vLLM's LoRA manager, from memory, under a fixed id.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from trainers.weight_sync.fingerprint import fingerprint
 from trainers.weight_sync.ipc import open_handles
 
 ADAPTER_ID = 1
-"""Id of the only adapter; requests name it."""
+"""Id of the only adapter. Requests refer to it."""
 
 
 class VerifiedTransfer(WeightTransferEngine[Any, Any]):
-    """Layerwise reload with a record of what was loaded, for every transport."""
+    """Layerwise reload with a record of loaded weights, for every transport."""
 
     consumed: dict[str, int]
-    """Checksums by name of what the last finished update loaded."""
+    """Checksums of the weights loaded by the last finished update, by name."""
     untouched: list[str]
-    """Parameters of the model that the last update did not touch."""
+    """Model parameters that the last update did not write."""
 
     def start_weight_update(self) -> None:
         self.consumed, self.untouched = {}, []
@@ -86,7 +86,7 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
         self.adapter: dict[str, Tensor] = {}
 
     def receive_adapter(self, update_info: Any) -> None:
-        """Keep copies of the adapter's tensors, and their checksums."""
+        """Copy the adapter's tensors, and record their checksums."""
         for bucket in self.buckets(update_info):
             self.adapter |= {name: tensor.clone() for name, tensor in bucket}
             self.consumed |= fingerprint((name, self.adapter[name]) for name, _ in bucket)
@@ -97,7 +97,7 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
 
 @contextmanager
 def _one_thread() -> Generator[None]:
-    """Copy in one thread on a CPU: more would wait for cores that the sender keeps busy."""
+    """Copy with one thread on a CPU. More threads would compete with the sender for cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -116,7 +116,7 @@ def _forget_half_loaded(model: torch.nn.Module) -> bool:
 
 
 def _tied_parameters(model: torch.nn.Module) -> list[str]:
-    """Return the names of parameters that share an earlier parameter, such as a tied lm_head's weight."""
+    """Return the names of parameters that alias an earlier parameter, such as a tied lm_head weight."""
     seen: set[int] = set()
     return [
         name
@@ -138,13 +138,13 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class WeightUpdate(WeightTransferUpdateInfo):
-    """Update with one chunk, or without where the weights are in a stream."""
+    """Update with one chunk, or None if the weights are streamed."""
 
     chunk: Chunk | None = None
 
 
 class StreamedTransfer(VerifiedTransfer):
-    """Transfer from a stream that this worker has joined, or in chunks."""
+    """Transfer from a joined stream, or in chunks."""
 
     init_info_cls = JoinInfo
     update_info_cls = WeightUpdate
@@ -157,7 +157,7 @@ class StreamedTransfer(VerifiedTransfer):
 
 
 class GlooTransfer(StreamedTransfer):
-    """Transfer over gloo and TCP, see trainers/weight_sync/broadcast.py."""
+    """Transfer over gloo and TCP; see trainers/weight_sync/broadcast.py."""
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         self._receiver = WeightReceiver(
@@ -173,7 +173,7 @@ class GlooTransfer(StreamedTransfer):
 
 
 class NcclTransfer(StreamedTransfer, NCCLWeightTransferEngine):
-    """Transfer over vLLM's NCCL engine from an `NcclSender`, with checksums of what was loaded. Never run yet."""
+    """Transfer over vLLM's NCCL engine from an `NcclSender`, with checksums of loaded weights. Never run yet."""
 
     shutdown = NCCLWeightTransferEngine.shutdown
 
@@ -207,9 +207,10 @@ class NcclTransfer(StreamedTransfer, NCCLWeightTransferEngine):
 
 
 class IpcTransfer(StreamedTransfer):
-    """Transfer by handles of memory on this worker's GPU, in chunks, with checksums of what was loaded. Never run yet.
+    """Transfer through CUDA IPC handles of this GPU's memory, in chunks, with checksums of loaded weights. Never run
+    yet.
 
-    vLLM's own engine "ipc" reads the same handles, but loads without a proof.
+    vLLM's own engine "ipc" reads the same handles, but does not verify the load.
     """
 
     def buckets(self, update_info: WeightUpdate) -> Iterable[Bucket]:
@@ -238,7 +239,7 @@ class LocalTransfer(VerifiedTransfer):
 def install_adapter(manager: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> list[str]:
     """Replace the adapter in the LoRA manager of a vLLM worker.
 
-    config: PEFT's configuration of the adapter. Return the adapter's layers that the model does not have.
+    config: PEFT's configuration of the adapter. Return the adapter's layers that the model lacks.
     """
     helper = PEFTHelper.from_dict(config)
     helper.validate_legal(manager.lora_config)
@@ -252,6 +253,7 @@ def install_adapter(manager: Any, tensors: dict[str, Tensor], config: dict[str, 
         dtype=manager.lora_config.lora_dtype,
         weights_mapper=mapper and mapper.get_rename_mapper(),
     )
+    # vLLM fuses layers such as q, k and v; a part of a fused layer is not missing
     fused = {part for parts in models.packed_modules.values() for part in parts}
     lost = sorted(adapter.loras.keys() - models.modules.keys() - fused)
     manager.remove_adapter(ADAPTER_ID)
@@ -261,7 +263,7 @@ def install_adapter(manager: Any, tensors: dict[str, Tensor], config: dict[str, 
 
 
 class WorkerMethods:
-    """Methods mixed into vLLM's worker, so that the engine can call them on every rank."""
+    """Methods mixed into vLLM's worker, callable by the engine on every rank."""
 
     weight_transfer_engine: VerifiedTransfer
     model_runner: Any
@@ -270,7 +272,7 @@ class WorkerMethods:
     update_weights: Callable[[dict[str, Any]], None]
 
     def feynrl_join(self, init_info: dict[str, Any]) -> str:
-        """Join the sender's group; return why the transport failed, or "". vLLM would not pass on the exception."""
+        """Join the sender's group. Return the transport's error message, or "", since vLLM drops the exception."""
         return _catch_transport_error(self.init_weight_transfer_engine, init_info)
 
     def feynrl_begin(self, adapter: bool) -> None:
@@ -280,7 +282,7 @@ class WorkerMethods:
         self.start_weight_update()
 
     def feynrl_load_part(self, adapter: bool, update_info: dict[str, Any]) -> str:
-        """Load one part of an update; return why the transport failed, or ""."""
+        """Load one part of an update. Return the transport's error message, or ""."""
         if not adapter:
             return _catch_transport_error(self.update_weights, update_info)
         transfer = self.weight_transfer_engine
