@@ -74,8 +74,3 @@ class RewardPlan:
         """Call every function's `prepare`."""
         for function in self.functions:
             prepare_reward(function.spec, function.settings)
-
-
-def one_reward(spec: FileSpec, settings: dict[str, Any] | None = None) -> RewardPlan:
-    """Return the plan of a single function. Its parts keep their names."""
-    return RewardPlan(functions=(NamedReward(name="", spec=spec, settings=settings or {}),), otherwise=("",))
