@@ -1,4 +1,4 @@
-"""The command line of both programs, and how a run ends: 0 done, 1 stopped, 2 bad input, 130 Ctrl-C or SIGTERM."""
+"""Command line of the programs. Exit codes: 0 done, 1 stopped, 2 bad input, 130 Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def parse_arguments(description: str) -> argparse.Namespace:
 
 
 def run_guarded(run: Callable[[], int]) -> int:
-    """Run, and turn expected errors into one sentence and an exit code; any other error keeps its traceback."""
+    """Run a program and return its exit code. Expected errors print one sentence; others keep their traceback."""
+    # Imported here: the command line is parsed before anything else of the repository loads.
     from core.cluster.signals import EXIT_CODE, end_on_signals, interrupt_start
     from core.errors import RunStopped, UserError
 

@@ -1,4 +1,4 @@
-"""Errors that a user sees: one sentence that names the key or the file and the fix, and no traceback."""
+"""Errors for the user: one sentence with key or file and the fix, without a traceback."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Mistake of the user, exit code 2. The message says what was found, what was expected, and which key to change."""
+    """User's mistake, exit code 2. The message states what is wrong, what was found, and the key to change."""
 
 
 class RunStopped(Exception):
-    """Reason why a run must stop, exit code 1. The message says what happened, where, and what it means."""
+    """Reason to stop a run, exit code 1. The message states what happened, the place, and the meaning."""
 
 
 class CallFailed(RunStopped):
-    """Failed call on a worker, possibly because of another worker. Every process is alive."""
+    """Failed call on a worker; another worker may be the cause. Every process is alive."""
 
     def __init__(self, what: str, seen: str = "") -> None:
-        """seen: what the workers were doing at that moment."""
+        """seen: activity of the workers at that moment."""
         super().__init__(f"{what}; {seen}" if seen else what)
         self.what = what
 
@@ -30,15 +30,15 @@ class TransportFailed(CallFailed):
 
 
 class ProcessDied(RunStopped):
-    """Process of the run that is gone or does not respond. The message names it."""
+    """Dead or unresponsive process of the run. The message names it."""
 
     run_folder: Path | None = None
-    """Folder of the run that it was part of, once that has ended."""
+    """Folder of the run, set when the run has ended."""
     steps: int = 0
     """Steps of that run."""
 
     def __init__(self, what: str, *, worker: tuple[str, int] | None = None) -> None:
-        """worker: group and rank of the worker whose process it was, as seen from the driver."""
+        """worker: group and rank of the dead worker, as the driver numbers them."""
         super().__init__(what)
         self.worker = worker
 
@@ -48,17 +48,18 @@ _CANNOT_WRITE = {
     *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR),
 }
 _SAID_BY_WRITERS = ("PytorchStreamWriter", "inline_container", "iostream error", "Error while serializing")
-"""Words of torch's and safetensors' errors about a failed write, which are no OSError."""
+"""Words of write errors of torch and safetensors, which raise no OSError."""
 
 
 @contextmanager
 def writing(path: Path, *, meaning: str = "") -> Generator[None]:
-    """Turn a failed write (a full disk, a limit, a lost right) into RunStopped that names `path`.
+    """Turn a failed write (full disk, limit, missing permission) into RunStopped that names `path`.
 
-    meaning: what it means for the user, at the end of the sentence.
+    meaning: consequence for the user, appended to the sentence.
     """
     try:
         yield
+    # Every class: torch and safetensors report a failed write as RuntimeError or an error of their own.
     except Exception as error:
         if not is_write_error(error):
             raise
@@ -67,7 +68,7 @@ def writing(path: Path, *, meaning: str = "") -> Generator[None]:
 
 
 def is_write_error(error: Exception) -> bool:
-    """Tell whether the error is a failed write; torch and safetensors have their own classes for it."""
+    """Tell whether an error is a failed write, of the operating system, torch or safetensors."""
     if isinstance(error, OSError):
         return error.errno in _CANNOT_WRITE
     return any(words in str(error) for words in _SAID_BY_WRITERS)
@@ -77,12 +78,12 @@ LONGEST_QUOTE = 300
 
 
 def shorten(text: str) -> str:
-    """Return text that is short enough to be quoted in a sentence."""
+    """Truncate text to LONGEST_QUOTE characters, to quote it in a sentence."""
     return text if len(text) <= LONGEST_QUOTE else text[:LONGEST_QUOTE] + "..."
 
 
 def quote(given: object) -> str:
-    r"""Return what a user wrote on one line and shortened; as it is where it can be printed so.
+    r"""Format a user's value for an error: one line, truncated, unprintable text as its repr.
 
     >>> print(quote("models/tiny"), quote("a\nb"), quote(3.0))
     models/tiny 'a\nb' 3.0
@@ -92,7 +93,7 @@ def quote(given: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, to quote it in a sentence; the error's type if it says nothing.
+    """Return the first line of an error's message, or the error's type if it is empty.
 
     >>> first_line(ValueError("no such row; a long explanation"))
     'no such row; a long explanation'
@@ -104,6 +105,6 @@ def first_line(error: BaseException) -> str:
 
 
 def name_error(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message."""
+    """Return an error's type and the first line of its message."""
     kind, said = type(error).__name__, first_line(error)
     return kind if said == kind else f"{kind}: {said}"

@@ -1,7 +1,7 @@
-"""Python's garbage collector, out of the way where much is made that stays.
+"""Switch off or slow down Python's garbage collector while many lasting objects are created.
 
-It looks through all objects again and again: through the rows of a data set, which hold no circles, and through the
-millions of objects of a large library, where it takes a quarter of the time of vLLM's import.
+The collector traverses all objects repeatedly: rows of a data set, which contain no cycles, or millions of objects of a
+large library. It takes a quarter of vLLM's import time.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 SELDOM = (50_000, 100, 10)
-"""Thresholds of the collector in a driver; Python's own are (700, 10, 10)."""
+"""Collector thresholds in a driver; Python's defaults are (700, 10, 10)."""
 
 
 @contextmanager
 def collecting_seldom(is_wanted: bool) -> Generator[None]:
-    """Let the collector look more seldom while the body runs, and never at what is there before it.
+    """Run the collector rarely during the body, and never on objects that existed before.
 
-    A driver holds the requests and groups of a step, up to millions of objects without circles. Looking through them
-    takes a third of its own time. This is for a process without tensors: those in circles are freed later.
+    A driver stores up to millions of requests and samples per step, without cycles. Traversing them takes a third of
+    the
+    driver's time. Use it only in a process without tensors: tensors in cycles are freed later.
     """
     before = gc.get_threshold()
     if is_wanted:
+        # Frozen objects are exempt from collection, so the heap of the imports is never traversed again.
         gc.freeze()
         gc.set_threshold(*SELDOM)
     try:
@@ -35,7 +37,7 @@ def collecting_seldom(is_wanted: bool) -> Generator[None]:
 
 @contextmanager
 def without_gc() -> Generator[None]:
-    """Run the body without garbage collection."""
+    """Disable garbage collection during the body."""
     was_on = gc.isenabled()
     gc.disable()
     try:

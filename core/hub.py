@@ -1,6 +1,6 @@
-"""Ask the Hugging Face hub only where it answers; else go on with its cache, and say so.
+"""Check once whether the Hugging Face hub responds; otherwise use the local cache and report that.
 
-The libraries that read the hub retry for more than a minute before they look into the cache or give up.
+Libraries that read the hub retry for over a minute before they use the cache or fail.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from core.timing.progress import say
 
 @dataclass
 class _State:
-    """State of the hub, as far as this process has asked."""
+    """Result of this process's check of the hub."""
 
     is_checked: bool = False
     unreachable: str = ""
-    """Why the hub cannot be reached; "" where it answers or was not asked."""
+    """Reason why the hub cannot be reached; "" if it responds or was not checked."""
 
 
 _state = _State()
 
 
 def prepare_hub(wanted: str) -> None:
-    """Say what is asked of the hub and where; if it does not answer, use the cache alone from here on.
+    """Report a request to the hub. If the hub does not respond, use only the cache from now on.
 
-    wanted: the key and the name, `model.path=OWNER/NAME`. The hub is tried once per process.
+    wanted: key and name, `model.path=OWNER/NAME`. The hub is tried once per process.
     """
     from huggingface_hub import constants
 
@@ -47,7 +47,7 @@ def prepare_hub(wanted: str) -> None:
 
 
 def find_hub_failure() -> str:
-    """Return why the hub does not answer within HUB_TIMEOUT_S; "" where it does."""
+    """Return why the hub does not respond within HUB_TIMEOUT_S; "" if it does."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -59,7 +59,7 @@ def find_hub_failure() -> str:
 
 
 def describe_hub() -> str:
-    """Return what was tried and how to do without the hub, to end a sentence about a name that was not found."""
+    """Return a clause for a name that was not found: the places tried, and the fix without the hub."""
     from huggingface_hub import constants
 
     mend = "name a local folder or file, or fill the cache where there is a network and set HF_HUB_OFFLINE=1"
@@ -72,10 +72,11 @@ def describe_hub() -> str:
 
 
 def _go_offline() -> None:
-    """Switch off the hub for the libraries of this process, and for the processes that it starts."""
+    """Disable the hub for the libraries of this process and for its child processes."""
     from huggingface_hub import constants
 
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # Both libraries read the variable at import, which has happened already; so their constants change too.
     constants.HF_HUB_OFFLINE = True
     if (config := sys.modules.get("datasets.config")) is not None:
         config.HF_HUB_OFFLINE = config.HF_DATASETS_OFFLINE = True  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,11 +1,11 @@
-"""Plug-ins by name or by path: algorithms, rewards, environments and engines are all found here, by one rule.
+"""Plug-ins by name or path: one rule finds algorithms, rewards, environments and engines.
 
-A plug-in is a module of its package, or any Python file. What it offers is the one class that it defines itself below
-the package's base class (`Algorithm`, `Env`, `Engine`), or a function of the documented name (`score` of a reward).
+A plug-in is a module of its package, or any Python file. It offers the only class it defines below the package's base
+class (`Algorithm`, `Env`, `Engine`), or a function of the documented name (`score` of a reward).
 
     spec = resolve("grpo", "algs", offers=...)                  a module of the package
-    spec = resolve("/any/where/my_loss.py", "algs", offers=...)      a file, wherever it lies
-    module = load_module(spec)                                  here, or in another process, from the same bytes
+    spec = resolve("/any/folder/my_loss.py", "algs", offers=...)     a file, in any folder
+    module = load_module(spec)                                  here or in another process, from the same bytes
 
 A class loaded by path cannot be unpickled elsewhere. So its FileSpec is sent too: each process loads the file itself,
 and refuses when the bytes are not those that the driver saw. `reduce_by_file` does this for an object.
@@ -40,23 +40,23 @@ LOADED: dict[str, FileSpec] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSpec:
-    """Reference to a source file. Small and picklable."""
+    """Picklable reference to a source file."""
 
     module: str
-    """Module name for the import: "algs.grpo", or for a file its stem and the start of its hash."""
+    """Module name: "algs.grpo", or the file's stem and the start of the hash."""
     path: str
     """Absolute path of the source file."""
     sha256: str
-    """Hash of the file's bytes when it was resolved."""
+    """Hash of the file's bytes at resolution."""
     in_package: bool
-    """True for a module of FeynRL: another machine may have it under another path."""
+    """True for a module of FeynRL, found under another path on another machine."""
 
 
 def resolve(name_or_path: str, package: str, *, offers: Callable[[ModuleType], bool], key: str = "") -> FileSpec:
-    """Find the code that a configuration names. Raises UserError where there is none.
+    """Find the code that a configuration names, without running a file. Raises UserError if there is none.
 
-    A name that ends in .py or has a slash is a file, which is not run; anything else is a module of `package`.
-    offers: whether a module of the package is a plug-in. key: the configuration key to name in an error.
+    A name that ends in .py or contains a slash is a file; any other is a module of `package`.
+    offers: tells whether a module is a plug-in. key: configuration key for errors.
     """
     if name_or_path.endswith(".py") or "/" in name_or_path:
         return _resolve_file(name_or_path, key)
@@ -72,21 +72,21 @@ def resolve(name_or_path: str, package: str, *, offers: Callable[[ModuleType], b
 
 
 def list_plugins(package: str, offers: Callable[[ModuleType], bool]) -> list[str]:
-    """Return the names of the package's modules that are plug-ins."""
+    """List the plug-ins of a package by name."""
     names = sorted(p.stem for p in _package_folder(package).glob("*.py") if not p.stem.startswith("_"))
     specs = [(name, _spec_in_package(package, name)) for name in names]
     return [name for name, spec in specs if spec is not None and offers(load_module(spec))]
 
 
 def classes_below(module: ModuleType, base: type[T]) -> list[type[T]]:
-    """Return the classes that `module` itself defines below `base`, without abstract ones."""
+    """Return the concrete subclasses of `base` that `module` itself defines."""
     members: list[Any] = [c for _, c in inspect.getmembers(module, inspect.isclass)]
     found = [c for c in members if c.__module__ == module.__name__]
     return [c for c in found if base in c.__mro__ and c is not base and not inspect.isabstract(c)]
 
 
 def load_class(spec: FileSpec, base: type[T], *, key: str) -> type[T]:
-    """Return the one class below `base` that the file defines; UserError where there is none or more than one."""
+    """Load the only subclass of `base` in a file. Raises UserError for none or several."""
     found = classes_below(load_module(spec), base)
     if len(found) != 1:
         names = ", ".join(c.__name__ for c in found) or "none"
@@ -104,13 +104,14 @@ def _spec_in_package(package: str, name: str) -> FileSpec | None:
 
 
 def load_module(spec: FileSpec) -> ModuleType:
-    """Import what `spec` names; a second call returns the same module.
+    """Import the file of `spec`; a second call returns the same module.
 
-    Raises UserError when the file is gone, is not the one that was resolved, or cannot be imported in time.
+    Raises UserError if the file is missing, has changed since `resolve`, or cannot be imported in time.
     """
     path = _own_copy(spec) if spec.in_package else Path(spec.path)
     if not os.path.isfile(path):
         raise UserError(f"{path} is missing on this machine; every machine of a run must see the same files")
+    # Two versions of a loss on two ranks would train without an error, and wrongly.
     if (found := hash_file(path)) != spec.sha256:
         raise UserError(
             f"{path} is not the file this run began with (sha256 {found[:12]}, expected {spec.sha256[:12]});"
@@ -198,7 +199,7 @@ def _explain(error: BaseException) -> str:
 
 
 def _locate_error(error: BaseException, path: Path) -> str:
-    """Return the line of the user's file where the import failed, as far as it is known."""
+    """Return file and line of the user's code that failed to import, as far as known."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{error.filename}, line {error.lineno},"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]

@@ -1,7 +1,7 @@
-"""Every metric of metrics.jsonl, declared once: name, unit, meaning, and who logs it. `docs/reference/metrics.md` is
-made from METRICS, and a test compares it with what runs log.
+"""Registry of all metrics in metrics.jsonl: name, unit, meaning, and the runs that log each.
 
-A name in angle brackets stands for any: <part> of the reward, <source> of a mixture, <n>.
+`docs/reference/metrics.md` is generated from METRICS, and a test compares METRICS with the logs of runs. A name in
+angle brackets is a placeholder: <part> of the reward, <source> of a mixture, <n>.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Unit = Amount | Literal["", "fraction", "tokens/s"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """Name of the log, with its meaning."""
+    """Metric's name, unit and meaning."""
 
     name: str
     unit: Unit
@@ -39,7 +39,7 @@ class Metric:
     """Kind of run, or algorithm, that logs it."""
 
     def matches(self, name: str) -> bool:
-        """Tell whether `name` is this metric.
+        """Tell whether `name` matches this metric's name, placeholders included.
 
         >>> Metric(name="reward/<part>", unit="", meaning="", logged_by="").matches("reward/correct")
         True
@@ -158,7 +158,7 @@ DATA_EPOCH = "data/{}/epoch"
 _declare("data/<source>/epoch", "", "rows drawn from a source so far, divided by the rows that it has", ALL)
 
 TRAIN = "train/"
-"""Beginning of the names of a loss's own metrics in the log."""
+"""Prefix of a loss's own metrics."""
 TRAIN_LOSS = _declare("train/loss", "", "loss, averaged with the token weights over micro-batches and ranks", ALL)
 TRAIN_TOKENS = _declare("train/tokens", "tokens", "tokens of the step that are trained on", ALL)
 TRAIN_LR = _declare("train/lr", "", "learning rate of the step's last update", ALL)
@@ -185,7 +185,7 @@ MISMATCH_RATIO = _declare(
     "train/mismatch/ratio", "", "mean importance weight pi_prox / pi_rollout before the correction", RL
 )
 MISMATCH_RATIO_SQ = "train/mismatch/ratio_sq"
-"""An intermediate value: the driver makes MISMATCH_ESS of it."""
+"""Intermediate value, from which the driver computes MISMATCH_ESS."""
 MISMATCH_ESS = _declare(
     "train/mismatch/ess",
     "fraction",
@@ -213,9 +213,9 @@ CLIP_FRACTION = _declare("train/clip_frac", "fraction", "tokens whose ratio was 
 CAPPED = _declare("train/capped", "fraction", "tokens whose importance weight reached max_weight", "cispo")
 MASKED = _declare("train/masked", "fraction", "tokens that the divergence bound masked", "dppo")
 SILENCED = (*CLIP_FRACTIONS, CLIP_FRACTION, MASKED)
-"""Fractions of the trained tokens whose gradient is removed."""
+"""Metrics for the fraction of trained tokens without a gradient."""
 CUT = (*SILENCED, CAPPED)
-"""Fractions of the tokens that a loss clips, caps or masks."""
+"""Metrics for the fraction of tokens that a loss clips, caps or masks."""
 _declare("train/gate", "", "mean derivative of the sigmoid gate; 1 on policy", "sapo")
 _declare("train/teacher_kl", "nats", "estimate of KL(pi || teacher) on the sampled tokens", "opd")
 _declare("train/ess", "fraction", "effective sample size of the update", "p3o, p4o")
@@ -224,7 +224,7 @@ _declare("train/value/loss", "", "loss of the value model", "ppo")
 _declare("train/value/mean", "", "mean prediction of the value model", "ppo")
 VALUE_RETURN = _declare("train/value/return", "", "mean target of the value model", "ppo")
 VALUE_MOMENTS = ("train/value/return_sq", "train/value/error", "train/value/error_sq")
-"""Intermediate values: the driver makes EXPLAINED_VARIANCE of them."""
+"""Intermediate values, from which the driver computes EXPLAINED_VARIANCE."""
 EXPLAINED_VARIANCE = _declare(
     "train/value/explained_variance",
     "",
@@ -305,7 +305,7 @@ PHASE_MEANINGS = {
     Phase.LOG: "writing the step's samples and timers",
     Phase.CHECKPOINT: "writing a checkpoint (in the line of the next step)",
 }
-"""Phases that appear in the log; the others come before its first or after its last line."""
+"""Phases that appear in the log; other phases lie before the first step or after the last."""
 for _phase, _meaning in PHASE_MEANINGS.items():
     _declare(time_metric(_phase), "seconds", f"driver: {_meaning}", _TURNS if _phase in TURN_PHASES else ALL)
 _declare(time_metric(REST), "seconds", "driver: what no phase explains", ALL)
@@ -330,6 +330,7 @@ ENGINE_IDLE = _declare(IDLE_FRACTION.format("engine"), "fraction", "the mean eng
 
 
 def find_metric(name: str) -> Metric | None:
-    """Return the declaration of a name in the log; None where there is none."""
+    """Return the declaration of a logged name; None if undeclared."""
+    # An exact name wins: reward/mean also matches the placeholder reward/<part>.
     exact = next((metric for metric in METRICS if metric.name == name), None)
     return exact or next((metric for metric in METRICS if metric.matches(name)), None)

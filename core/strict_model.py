@@ -1,4 +1,4 @@
-"""Settings that know every key they have."""
+"""Base class of all settings; refuses unknown keys and implausible numbers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LearningRate = Annotated[float, Field(gt=0, le=100)]
 
 
 class StrictModel(BaseModel):
-    """Base of all settings: frozen, an unknown key is an error, and defaults are validated.
+    """Base of all settings: frozen, without unknown keys, with validated defaults.
 
-    A number is never true or false, never NaN, infinite only where its field allows it, and of a size that makes sense.
+    A number field accepts neither booleans nor NaN, infinity only if the field allows it, and only plausible sizes.
     """
 
     model_config = ConfigDict(
@@ -33,6 +33,7 @@ class StrictModel(BaseModel):
     @classmethod
     def numbers_are_no_switches(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
+        # YAML reads `yes` and `on` as booleans, and Python counts a boolean as an integer: lr=true would be 1.
         if isinstance(value, bool) and _is_number(cls.model_fields[info.field_name].annotation):
             raise ValueError(f"{str(value).lower()} is not valid, a number is expected")
         return value
@@ -53,6 +54,6 @@ class StrictModel(BaseModel):
 
 
 def _is_number(annotation: Any) -> bool:
-    """Tell whether a field holds a number, and neither a switch nor anything at all."""
+    """Tell whether a field's type includes int or float but not bool."""
     kinds = {annotation, *get_args(annotation)}
     return bool(kinds & {int, float}) and bool not in kinds

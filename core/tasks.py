@@ -1,4 +1,4 @@
-"""Tasks beside others, in one event loop."""
+"""Helpers for background asyncio tasks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ T = TypeVar("T")
 
 
 def start_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Start work whose error its owner may never ask for, because another error ended the run first.
-
-    Python would print that one too, with a traceback below the run's sentence.
-    """
+    """Start a background task whose error may never be retrieved, because another error ended the run."""
     task = asyncio.create_task(work)
+    # Otherwise Python prints the unretrieved error, with a traceback below the run's sentence.
     task.add_done_callback(_see_error)
     return task
 

@@ -1,4 +1,4 @@
-"""Actor process that holds one worker. It runs on Ray; the driver's end is in core/cluster/ray_workers.py."""
+"""Ray actor process with one worker; core/cluster/ray_workers.py is the driver's side."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
 class Actor:
-    """Actor process that holds one object and calls its methods by name."""
+    """Actor process that calls methods of one object by name."""
 
     def __init__(self, threads: int | None, folder: str = "") -> None:
-        """Begin in the driver's working folder, by which the paths of a recipe go, where this machine has it.
+        """Prepare the process: working folder, threads, temporary folder, network interface.
 
-        threads: threads that this process and those it starts compute with; None leaves it to the libraries.
-        folder: the driver's working folder; "" where it is this process's too.
+        threads: compute threads of this process and its children; None: the libraries decide.
+        folder: the driver's working folder, to which a recipe's paths are relative; "" if this process is in it
+        already.
         """
         self.threads = threads
         if folder and os.path.isdir(folder):
@@ -52,11 +53,11 @@ class Actor:
         return ray.get_runtime_context().get_node_id()
 
     def describe_machine(self, asked: Asked) -> MachineFacts:
-        """Return what the driver compares with its own machine, before anything else is called."""
+        """Collect this machine's facts for the driver's comparison, in the first call."""
         return collect_facts(asked)
 
     def find_free_address(self) -> tuple[str, int]:
-        """Return the address of this machine and a free port, where other processes can meet this one."""
+        """Return this machine's address and a free port, for a process group."""
         address = _node_address()
         with listen_at(address) as s:
             return address, s.getsockname()[1]
@@ -73,7 +74,7 @@ class Actor:
             return await result if inspect.isawaitable(result) else result
 
     async def describe_activity(self) -> str:
-        """Describe the calls in progress. This runs in a thread of its own, so it returns during any of them."""
+        """Describe the calls in progress. Runs in a separate thread, so it responds during a call."""
         first: dict[str, float] = {}  # oldest call of each method: there may be a thousand groups
         for method, since in [*self.busy.values()]:
             first.setdefault(method, since)
@@ -92,14 +93,14 @@ class Actor:
 
 
 def _node_address() -> str:
-    """Return the address that Ray gives this machine."""
+    """Return this machine's address as Ray knows it."""
     import ray
 
     return ray.util.get_node_ip_address()
 
 
 def _place_in_our_code(thread: int) -> str:
-    """Return file and line where a thread is, in this repository or in the user's file; "" while it waits."""
+    """Return the thread's current file and line in this repository or a user's file; "" if there is none."""
     frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]: the documented way
     while frame is not None:
         file = frame.f_code.co_filename

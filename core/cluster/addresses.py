@@ -1,7 +1,7 @@
-"""Addresses on which a run's processes meet: they listen on the address that Ray gives the machine, and on no other.
+"""Network addresses of a run: processes listen only on the address that Ray assigned to the machine.
 
-On a machine by itself that is the loopback address. Between machines, gloo, NCCL and torch's RPC would otherwise take
-the interface that the host name resolves to, which on Debian is loopback too.
+On a single machine that is the loopback address. Between machines, gloo, NCCL and torch's RPC would otherwise use the
+interface of the host name, which on Debian is also loopback.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_loopback(address: str) -> bool:
 
 
 def find_interface(address: str, interfaces: Mapping[str, Iterable[str]]) -> str | None:
-    """Return the network interface that holds `address`; None where none does, as behind a translated address.
+    """Return the network interface with `address`; None if no interface has it, as behind address translation.
 
     interfaces: addresses of each interface of this machine.
 
@@ -54,9 +54,9 @@ def list_interfaces() -> dict[str, list[str]]:
 
 
 def use_interface_of(address: str) -> None:
-    """Let the process groups that this process forms use the interface of `address`, before it forms one.
+    """Make process groups of this process use the interface of `address`. Call before creating one.
 
-    On loopback nothing else is of use. Between machines a variable that the user has set stays.
+    On loopback nothing else works. Between machines, variables set by the user are kept.
     """
     if (name := find_interface(address, list_interfaces())) is None:
         return
@@ -68,7 +68,7 @@ def use_interface_of(address: str) -> None:
 
 
 def listen_at(address: str, port: int = 0) -> socket.socket:
-    """Return a listening socket at `address` only; at all addresses where this machine does not know it as its own."""
+    """Return a socket that listens at `address` only, or at all addresses if the machine does not have `address`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family)
@@ -79,7 +79,7 @@ def listen_at(address: str, port: int = 0) -> socket.socket:
 
 
 def host_store(address: str, port: int = 0, *, timeout: timedelta, size: int | None = None) -> TCPStore:
-    """Return the store of a process group, listening at `address` only. By itself torch's listens everywhere."""
+    """Create a process group's store that listens at `address` only. torch's own store listens on all addresses."""
     listener = listen_at(address, port)
     store = TCPStore(
         address,

@@ -1,4 +1,4 @@
-"""What the actors of a run need of a cluster, and the sentence that counts what it lacks. Nothing here imports ray."""
+"""Compute the GPUs and CPUs a run needs, and report which are missing. Does not import ray."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from core.cluster.workers import Resources
 
 SLOT = "feynrl_worker"
-"""Resource of a machine without GPUs, given to `ray start --resources`: how many ranks it takes."""
+"""Resource of a machine without GPUs, set by `ray start --resources`: number of ranks it may run."""
 GPU, CPU = "GPU", "CPU"
 CPU_SHARE = 0.001
-"""Share of a CPU that a rank asks for where nothing counts ranks. A machine with --num-cpus=0 gets none."""
+"""CPU share requested per rank if ranks are not counted; more than 0, so that machines with --num-cpus=0 get none."""
 NAMES = {GPU: "GPU", SLOT: f"{SLOT} slot", CPU: "CPU"}
 MEND = (
     "start Ray on more machines, wait until other jobs end, or lower trainer.ranks, rollout.num_engines or "
@@ -21,22 +21,22 @@ MEND = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """Equal actors that a run starts."""
+    """Group of equal actors that a run starts."""
 
     name: str
     n: int
     resources: Resources
     needs_run_folder: bool = True
-    """True if they read or write files of the run folder."""
+    """True if the actors read or write the run folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Machine of a cluster, and what it has of one resource."""
+    """Machine of a cluster, with the amount of one resource."""
 
     node_id: str
     host: str
-    """Its name and address, for sentences."""
+    """Name and address for messages."""
     total: float
     free: float
 
@@ -50,14 +50,14 @@ def name_host(name: str, address: str) -> str:
 
 
 def choose_resource(roles: Sequence[Role], *, has_slots: bool) -> str:
-    """Return the resource that decides how many actors a machine takes. has_slots: a machine declares SLOT."""
+    """Return the resource that limits the number of actors per machine. has_slots: some machine declares SLOT."""
     if any(role.resources.gpus for role in roles):
         return GPU
     return SLOT if has_slots else CPU
 
 
 def choose_bundle(resources: Resources, *, has_slots: bool) -> dict[str, float]:
-    """Return what one actor asks of its machine.
+    """Return the resources that one actor requests.
 
     >>> choose_bundle(Resources(gpus=2), has_slots=True), choose_bundle(Resources(ranks=2), has_slots=True)
     ({'GPU': 2}, {'feynrl_worker': 2})
@@ -68,13 +68,14 @@ def choose_bundle(resources: Resources, *, has_slots: bool) -> dict[str, float]:
 
 
 def describe_missing(roles: Sequence[Role], machines: Sequence[Machine], *, resource: str) -> str:
-    """Say what was asked for, what there is, and what is missing.
+    r"""Describe requested, available and missing resources, with the fix.
 
-    >>> roles = [Role(name="engine", n=2, resources=Resources(gpus=4))]
-    >>> print(describe_missing(roles, [Machine(node_id="a", host="10.0.0.1", total=8, free=4)], resource="GPU"))
-    asked for 2 x engine with 4 GPUs each, and the cluster has 1 machine with 4 free GPUs (10.0.0.1: 4 of 8): 4 GPUs \
-are missing; start Ray on more machines, wait until other jobs end, or lower trainer.ranks, rollout.num_engines or \
-rollout.tensor_parallel_size
+        >>> roles = [Role(name="engine", n=2, resources=Resources(gpus=4))]
+        >>> print(describe_missing(roles, [Machine(node_id="a", host="10.0.0.1", total=8, free=4)], resource="GPU"))
+        asked for 2 x engine with 4 GPUs each, and the cluster has 1 machine with 4 free GPUs (10.0.0.1: 4 of 8): 4 GPUs
+        \
+    are missing; start Ray on more machines, wait until other jobs end, or lower trainer.ranks, rollout.num_engines or \
+    rollout.tensor_parallel_size
     """
     bundles = [(role, choose_bundle(role.resources, has_slots=resource == SLOT)) for role in roles]
     each = {role.name: bundle.get(resource, 0.0) for role, bundle in bundles}

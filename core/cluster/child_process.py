@@ -1,4 +1,4 @@
-"""Start a module of this repository as a process of its own, which talks with this one over a socket."""
+"""Start a module of this repository as a child process, connected by a socket."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def start_module(module: str, socket: int, *, folder: str | None = None) -> subprocess.Popen[bytes]:
-    """Run `python -m MODULE SOCKET` in a new interpreter, which inherits the file descriptor `socket` alone.
+    """Run `python -m MODULE SOCKET` in a new interpreter that inherits only the file descriptor `socket`.
 
-    It finds this repository wherever it runs, and nothing of its folder unless PYTHONPATH names that. It has no input,
-    and what it prints goes to standard error, where it cannot disturb what the run prints. Its session is its
-    own: Ctrl-C is the run's to handle, and one kill of its group reaches all that it has started there.
-    folder: where it runs; None: where this process does.
+    The child can import this repository from any folder. It imports nothing else from `folder` unless PYTHONPATH lists
+    it.
+    folder: working folder of the child; None: that of this process.
     """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # stdout=2: the child's prints go to stderr, so that they cannot mix with the run's output.
+    # New session: Ctrl-C reaches the run only, and one kill of the process group reaches all descendants there.
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, str(socket)],
         pass_fds=[socket],

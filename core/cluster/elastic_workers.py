@@ -1,7 +1,6 @@
-"""Workers in Ray actors that come and go: a slot is a rank in which one actor follows another.
+"""Ray workers that join and leave during a run; a slot is a rank in which actors succeed each other.
 
-An actor that Ray has no room for yet waits until there is some: on a new machine, or on one that is back. Workers of
-this kind form no process group with their peers.
+An actor waits until the cluster has room: on a new machine or a returned one. These workers form no process group.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ W_co = TypeVar("W_co", covariant=True)
 
 
 class ElasticWorkers(Remote[W_co]):
-    """Workers of which some are absent: their entry in `actors` is None."""
+    """Workers with empty slots: `actors` contains None there."""
 
     nodes: dict[int, str]
-    """Id of the machine on which each rank's last process was placed."""
+    """Ray id of the machine of each rank's last process."""
 
     async def add_slots(self, n: int) -> None:
-        """Add empty slots; called once, when the first workers are built."""
+        """Add empty slots; called once, after the first workers are built."""
         placed = await gather_fail_fast(self._call_actor(rank, "read_node") for rank in self.ranks)
         self.nodes = dict(enumerate(placed))
         self.actors.extend([None] * n)
         self.ranks = range(len(self.actors))
 
     def peers_of(self, rank: int) -> Iterable[Remote[W_co]]:
-        """Yield the worker alone: no other process can be the reason of its failure."""
+        """Yield only the worker itself: no other process can cause its failure."""
         yield self.only([rank])
 
     async def find_place(self, rank: int) -> bool:
-        """Start an actor and wait until Ray has placed it, as long as it takes; ends the last one of the rank.
+        """Replace the rank's actor, and wait without a deadline until Ray has placed it.
 
-        Returns True where the last one died, and this one is on the same machine.
+        Returns True if it is on the same machine as the last actor, which died there.
         """
         self.restarting.add(rank)
         self.started.discard(rank)
@@ -52,12 +51,12 @@ class ElasticWorkers(Remote[W_co]):
         return node == before
 
     async def build(self, rank: int) -> None:
-        """Build the worker of an actor that is placed. Raises what `build_workers` raises."""
+        """Build the worker of a placed actor. Raises the errors of `build_workers`."""
         await self.build_again(rank)
         self.restarting.discard(rank)
 
     async def release(self, rank: int) -> None:
-        """Let a worker close, then end its actor."""
+        """Close a worker, then kill the actor."""
         from ray.exceptions import RayError
 
         self.restarting.add(rank)
@@ -69,7 +68,7 @@ class ElasticWorkers(Remote[W_co]):
         self.slots.give_up(rank)
 
     async def find_leaving(self) -> dict[int, str]:
-        """Return the ranks whose machines Ray is about to lose (a preemption, `ray drain-node`), each with a clause."""
+        """Return ranks on machines that Ray will soon remove (preemption, `ray drain-node`), with a clause each."""
         state: Any = importlib.import_module("ray._private.state")
         draining: dict[str, int] = await asyncio.to_thread(state.state.get_draining_nodes)
         return {rank: "its machine is to go" for rank, node in self.nodes.items() if node in draining}

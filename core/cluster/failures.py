@@ -1,4 +1,4 @@
-"""What an error of Ray's or of a collective means, in a clause for the user. Nothing here imports ray."""
+"""Explain errors of Ray and of collectives to the user, as clauses. Does not import ray."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ NO_MEMORY = (
     "rollout.kv_cache_gib, or end other programs"
 )
 _OF_A_MACHINE = ("node was terminated", "node has died", "is unavailable:")
-"""Words of Ray's errors about an actor whose machine left the cluster or cannot be reached."""
+"""Phrases in Ray's errors about an actor whose machine left the cluster or is unreachable."""
 _NOT_IMPORTED = "failed to import on the worker"
-"""Words of Ray's error where an actor's process cannot import its class; a traceback follows them."""
+"""Phrase in Ray's error if a process cannot import the actor's class; a traceback follows."""
 
 
 def explain_death(error: BaseException) -> str:
-    """Return a clause for an actor that cannot be called any more."""
+    """Return a clause for an actor that is gone."""
     return GONE if any(words in str(error) for words in _OF_A_MACHINE) else DIED
 
 
 def explain_import(error: BaseException | None) -> str:
-    """Return why an actor's process cannot import our code; "" where it died of something else.
+    r"""Return why an actor's process cannot import our code; "" for another cause of death.
 
     >>> explain_import(RuntimeError("Actor failed to import on the worker.\\nTraceback ...\\nImportError: no torch"))
     'ImportError: no torch'
@@ -32,7 +32,7 @@ def explain_import(error: BaseException | None) -> str:
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Tell whether a collective lost a member or timed out; gloo raises a plain RuntimeError."""
+    """Tell whether a collective lost a member or timed out. gloo raises a plain RuntimeError then."""
     from torch.distributed import DistError
 
     return isinstance(error, DistError | ConnectionError) or (type(error) is RuntimeError and "gloo" in str(error))

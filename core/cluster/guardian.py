@@ -1,8 +1,9 @@
 """Guardian of a run: python -I -S core/cluster/guardian.py FOLDER LOGS DRIVER POLL_S KILL_S
 
-It waits until its standard input, a pipe from the driver, is closed, or the driver is gone. Then it kills every process
-that carries the run's mark in its environment, keeps Ray's logs, and removes the run's temporary folder and shared
-memory. It has a session of its own and needs only the standard library, so nothing that ends the run ends it.
+It waits until the driver ends or closes the pipe to the guardian's standard input. Then it kills every process with the
+run's mark in its environment, keeps Ray's logs, and removes the run's temporary folder and shared memory. It has its
+own
+session and imports only the standard library, so that nothing that kills the run kills it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "FEYNRL_SCRATCH"
-"""Environment variable with the run's temporary folder. Whatever a run starts inherits it."""
+"""Environment variable with the run's temporary folder, inherited by all processes of the run."""
 IS_GUARDIAN = "FEYNRL_GUARDIAN"
-"""Environment variable of guardians, which spare each other."""
+"""Environment variable of guardians. No guardian kills another."""
 SHARED_MEMORY = Path("/dev/shm")
 NAMED_BY_VLLM = "vllm_dist_*"
-"""Files in the temporary folder; the shared memory of vLLM's ranks on a CPU has their names."""
+"""Files in the temporary folder. Shared memory of vLLM's CPU ranks has the same names."""
 LOGS_OF_RAY = "ray/session_2*/logs/*"
 
 
@@ -36,7 +37,8 @@ def main(folder: str, logs: str, driver: str, poll_s: str, kill_s: str) -> None:
 
 
 def clean_up(folder: Path, logs: Path | None, kill_s: float) -> None:
-    """End the processes of a run and remove its folder and shared memory. logs: folder to copy Ray's logs into."""
+    """Kill the processes of a run; remove its folder and shared memory. logs: folder for Ray's logs."""
+    # Repeated, because a process may start another between the search and its own death.
     until = time.monotonic() + kill_s
     while (found := find_processes(folder)) and time.monotonic() < until:
         for pid in found:
@@ -52,12 +54,13 @@ def clean_up(folder: Path, logs: Path | None, kill_s: float) -> None:
 
 
 def find_processes(folder: Path) -> set[int]:
-    """Return the processes of a run: those with its mark in their environment, and all below them."""
+    """Return the processes of a run: those with its mark in the environment, and all descendants."""
     parents: dict[int, int] = {}
     marked: set[int] = set()
     spared = {os.getpid()}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
+            # The command's name, in brackets, may contain spaces and brackets: read from the last bracket on.
             state, parent = (
                 Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
             )
@@ -72,6 +75,7 @@ def find_processes(folder: Path) -> set[int]:
         if any(entry.startswith(f"{IS_GUARDIAN}=".encode()) for entry in environment):
             spared.add(pid)
     size = 0
+    # A sandbox or an agent may start with a cleared environment, so descendants count too. Repeat until none is new.
     while len(marked) > size:
         size = len(marked)
         marked |= {pid for pid, parent in parents.items() if parent in marked}
@@ -79,7 +83,7 @@ def find_processes(folder: Path) -> set[int]:
 
 
 def keep_logs(folder: Path, logs: Path) -> None:
-    """Copy the logs of a private Ray cluster that are not empty."""
+    """Copy the non-empty logs of a private Ray cluster."""
     for file in folder.glob(LOGS_OF_RAY):
         if file.is_file() and not file.is_symlink() and file.stat().st_size:
             logs.mkdir(exist_ok=True)
@@ -87,7 +91,7 @@ def keep_logs(folder: Path, logs: Path) -> None:
 
 
 def list_shared_memory(folder: Path) -> list[Path]:
-    """Return the run's files in shared memory, which has no folders: they are known by their names."""
+    """List the run's files in shared memory, which has no folders: names identify the owner."""
     names = [f"{folder.name}-", *(path.name for path in folder.glob(f"tmp/{NAMED_BY_VLLM}"))]
     return [path for name in names for path in SHARED_MEMORY.glob(f"{name}*")]
 

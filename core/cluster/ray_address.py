@@ -1,4 +1,4 @@
-"""Check `ray_address` before Ray does, which would retry for most of a minute and end in a traceback."""
+"""Check `ray_address` in advance: Ray itself retries for most of a minute and ends in a traceback."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from core.timing.deadlines import ADDRESS_CHECK_TIMEOUT_S
 
 MEND = "give the host:port of a cluster that runs (usually port 6379), or leave the key unset"
 CLIENT_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""How a client of HTTP/2, and so of gRPC, begins: the magic words and an empty SETTINGS frame."""
+"""First bytes of an HTTP/2 (and so gRPC) client: the preface and an empty SETTINGS frame."""
 FRAME_HEADER, SETTINGS = 9, 4
-"""Bytes of the header of a frame, and the type of the first frame that a server sends."""
+"""Header length of a frame in bytes, and type of the first frame from a server."""
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Return host and port. Raises UserError for anything but host:port.
+    """Parse host:port. Raises UserError for anything else.
 
     >>> parse_address("[::1]:6379")
     ('::1', 6379)
@@ -36,7 +36,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def check_reachable(address: str) -> None:
-    """Raise UserError where no gRPC server answers at host:port within ADDRESS_CHECK_TIMEOUT_S."""
+    """Raise UserError unless a gRPC server responds at host:port within ADDRESS_CHECK_TIMEOUT_S."""
     host, port = parse_address(address)
     try:
         with socket.create_connection((host, port), timeout=ADDRESS_CHECK_TIMEOUT_S) as connection:
@@ -56,4 +56,5 @@ def _speaks_http2(connection: socket.socket) -> bool:
         if not got:
             return False
         header += got
+    # A gRPC server's first frame is SETTINGS on stream 0. Any other TCP service fails one of the two tests.
     return header[3] == SETTINGS and int.from_bytes(header[5:9], "big") == 0  # frames of stream 0 are of the connection

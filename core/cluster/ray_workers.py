@@ -3,8 +3,8 @@
     trainers = await cluster.spawn("trainer", 2, build_trainer, ...)       # Ray actors, one per rank
     await trainers.scatter(Trainer.step, shards)                           # as in core/cluster/workers.py
 
-If a remote call fails, the health of every process of its group is checked before an error is raised. Peers of a dead
-process fail first, in a collective, but the error must name the process that died.
+After a failed remote call, the health of every process of the group is checked before an error is raised. Peers of a
+dead process fail first, in a collective, but the error must name the dead process.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from core.timing.progress import say
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 HEALTH = "health"
-"""Ray's concurrency group of an actor that responds while the main thread is in a collective."""
+"""Ray concurrency group of an actor that responds while the main thread is in a collective."""
 MAX_CALLS = 1_000_000
-"""Calls that an actor runs at a time. Ray queues further ones, and a weight sync would wait behind groups."""
+"""Concurrent calls of an actor. Ray queues further calls, and a weight sync would wait behind groups."""
 W_co = TypeVar("W_co", covariant=True)
 S = TypeVar("S")
 P = ParamSpec("P")
@@ -49,22 +49,22 @@ class Remote(Workers[W_co]):
     def __init__(
         self, slots: WorkerSlots, start_actor: Callable[[int], Any], timeout_s: float, check: MachineCheck | None
     ):
-        """check: what the first call on every actor compares; None on a machine by itself."""
+        """check: comparison of the first call on every actor; None on a single machine."""
         self.slots, self.start_actor, self.check = slots, start_actor, check
         self.name, self.timeout_s, self.timeout_key = slots.role.name, timeout_s, "timeout_s"
         self.actors = [start_actor(rank) for rank in range(slots.role.n)]
         self.ranks: Sequence[int] = range(slots.role.n)
-        """Ranks that `call_all` calls."""
+        """Ranks called by `call_all`."""
         self.prefix = ""
-        """Path from the worker to the objects that are called, with a dot at its end."""
+        """Path from the worker to the called objects, ending in a dot."""
         self.last_called: dict[int, str] = {}
-        """Last method that was called, by rank."""
+        """Last called method, by rank."""
         self.started: set[int] = set()
         """Ranks that have completed a call."""
         self.restarting: set[int] = set()
         """Ranks whose actor is being replaced."""
         self.without_run_folder: set[int] = set()
-        """Ranks whose machine does not see the run folder, which they do not need."""
+        """Ranks on machines without the run folder, which they do not need."""
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -75,20 +75,21 @@ class Remote(Workers[W_co]):
         return other
 
     def with_deadline(self, timeout_s: float, *, key: str) -> Remote[W_co]:
-        """Return the same workers under another deadline, which the configuration calls `key`."""
+        """Return the same workers with another deadline, set by the recipe key `key`."""
         other = copy(self)
         other.timeout_s, other.timeout_key = timeout_s, key
         return other
 
     def only(self, ranks: Sequence[int]) -> Remote[W_co]:
-        """Return the same workers, of which `call_all` calls these ranks, as long as their processes live."""
+        """Return the same workers with `call_all` limited to these ranks, until their actors are replaced."""
         other = copy(self)
         other.ranks, other.actors = ranks, [*self.actors]  # an actor that comes later knows nothing of earlier calls
         return other
 
     async def build_workers(self, build: Callable[..., Any], *args: Any) -> None:
-        """Build the worker of every actor: actor i holds `build(info, *args)`, with its own RankInfo."""
+        """Build the worker of every actor: actor i calls `build(info, *args)` with RankInfo i."""
         self.build_worker, self.args = build, args
+        # All machines are compared before anything is built: a difference would only appear as a broken collective.
         await attribute_failure([self], gather_fail_fast(self._check_machine(i) for i in range(len(self))))
         address, port = await attribute_failure([self], self.find_free_address(0))
         infos = [RankInfo(rank=i, size=len(self), address=address, port=port) for i in range(len(self))]
@@ -96,9 +97,9 @@ class Remote(Workers[W_co]):
         await attribute_failure([self], gather_fail_fast(starts))
 
     async def restart(self, rank: int) -> None:
-        """Replace the actor of `rank`, dead or not, and build its worker again. Raises what `build_workers` raises.
+        """Replace the actor of `rank`, dead or alive, and rebuild the worker. Raises the errors of `build_workers`.
 
-        This is for workers that form no process group with their peers.
+        Only for workers without a process group.
         """
         import ray
 
@@ -114,7 +115,7 @@ class Remote(Workers[W_co]):
             self.restarting.discard(rank)
 
     async def build_again(self, rank: int) -> None:
-        """Build the worker of an actor that took the place of another one."""
+        """Build the worker of a replacement actor."""
         await self._check_machine(rank)
         self.slots.find_hosts()  # its place may have moved to another machine
         address, port = await self.find_free_address(rank)
@@ -122,7 +123,7 @@ class Remote(Workers[W_co]):
         await self._call_actor(rank, "build", self.build_worker, info, self.args)
 
     async def _check_machine(self, rank: int) -> None:
-        """Make the first call on an actor. Raises UserError where its machine differs from the driver's."""
+        """Compare the actor's machine with the driver's, in the first call. Raises UserError if they differ."""
         if self.check is None:
             return
         try:
@@ -140,7 +141,7 @@ class Remote(Workers[W_co]):
         return self.slots.name_worker(rank)
 
     async def find_free_address(self, rank: int) -> tuple[str, int]:
-        """Return the address of the actor's machine and a free port there."""
+        """Return the address of the actor's machine and a free port."""
         return await self._call_actor(rank, "find_free_address")
 
     async def call_one(
@@ -149,7 +150,7 @@ class Remote(Workers[W_co]):
         return await attribute_failure(self.peers_of(rank), self.start_one(rank, method, *args, **kwargs))
 
     def peers_of(self, rank: int) -> Iterable[Remote[W_co]]:
-        """Yield the workers that may be the reason why a call to this one fails."""
+        """Yield the workers that may cause a failure of this worker's calls."""
         yield self
 
     async def call_all(
@@ -171,17 +172,17 @@ class Remote(Workers[W_co]):
     def start_one(
         self, rank: int, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[Any, Any, Any]:
-        """Return the call to one worker, to be awaited together with others; see `attribute_failure`."""
+        """Return the call to one worker as a coroutine, to await with others; see `attribute_failure`."""
         return self._call_actor(rank, "call", self._path_of(method), *args, **kwargs)
 
     def start_all(
         self, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs
     ) -> list[Coroutine[Any, Any, Any]]:
-        """Return the same call to every worker, to be awaited together with others; see `attribute_failure`."""
+        """Return the same call to every worker as coroutines, to await with others; see `attribute_failure`."""
         return [self.start_one(i, method, *args, **kwargs) for i in self.ranks]
 
     def submit(self, rank: int, method: Callable[Concatenate[W_co, P], Any], *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Start a call and return Ray's reference to its result, to be passed to another call without a copy here."""
+        """Start a call and return Ray's reference to the result, which another call can take without a copy here."""
         path = self._path_of(method)
         self.last_called[rank] = path
         return self.actors[rank].call.remote(path, *args, **kwargs)
@@ -190,10 +191,11 @@ class Remote(Workers[W_co]):
         return self.prefix + method.__name__
 
     async def _call_actor(self, rank: int, what: str, *args: Any, **kwargs: Any) -> Any:
-        """Call method `what` of the actor itself.
+        """Call method `what` of the actor.
 
-        Raises UserError and RunStopped as the worker did, and any other of its errors with both tracebacks.
-        Raises CallFailed on timeout or a broken collective, and ProcessDied.
+        Raises the worker's own UserError or RunStopped, and other errors with both tracebacks. Raises CallFailed on
+        timeout or
+        a broken collective, and ProcessDied.
         """
         from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
@@ -203,7 +205,10 @@ class Remote(Workers[W_co]):
         try:
             async with asyncio.timeout(self.timeout_s):
                 answer = await getattr(self.actors[rank], what).remote(*args, **kwargs)
-        except RayTaskError as error:  # before TimeoutError: it may be one too
+        # First, because Ray also makes it an instance of the worker's own error class, such as TimeoutError.
+        except RayTaskError as error:
+            # Errors of these classes keep their class across the process border: it decides the exit code and the
+            # retry.
             cause: Exception = error.cause
             if isinstance(cause, ProcessDied):
                 raise ProcessDied(f"{who}: {cause}", worker=(self.name, rank)) from error
@@ -231,7 +236,7 @@ class Remote(Workers[W_co]):
         return answer
 
     async def check_health(self, rank: int) -> tuple[bool, str]:
-        """Return whether the process lives, and a clause that says what it does or what became of it."""
+        """Return whether the process is alive, and a clause about its activity or end."""
         from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
         who, phase = self._name(rank), self.last_called.get(rank, "start")
@@ -259,13 +264,13 @@ R = TypeVar("R", bound=Remote[Any])
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables that every actor needs; PYTHONPATH is where it finds this repository."""
+    """Return the environment variables of every actor; PYTHONPATH includes this repository."""
     path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
     return {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
 
 
 class Cluster:
-    """Ray cluster, private or existing, and the actors that this run has placed on it."""
+    """Ray cluster, private or existing, and this run's actors on it."""
 
     def __init__(self, address: str | None, *, ship_code: bool = False):
         refuse_second_ray()
@@ -279,9 +284,9 @@ class Cluster:
             leaving.enter_context(borrowing_process())
             self._connect(address, ship_code=ship_code)
             self.leaving = leaving.pop_all()
-            """What is put back in this process when Ray has ended."""
+            """Callbacks that restore this process's state after Ray's shutdown."""
         self.groups: list[Remote[Any]] = []
-        """Everything that was spawned, to be ended by `close`."""
+        """All spawned workers, ended by `close`."""
         self.slots: dict[str, WorkerSlots] = {}
         self.check: MachineCheck | None = None
 
@@ -296,13 +301,13 @@ class Cluster:
         os.environ["PYTHONBREAKPOINT"] = breakpoint_goes_to  # Ray sets its own debugger, in this process too
 
     async def reserve(self, roles: Sequence[Role], *, timeout_s: float, say: Callable[[str], None] = say) -> None:
-        """Reserve a place for every actor, before the first is started. Raises UserError where there is no room."""
+        """Reserve a slot for every actor before the first starts. Raises UserError if the cluster is too small."""
         self.slots |= await Reservation(roles).wait(timeout_s=timeout_s, say=say)
 
     async def spawn(
         self, name: str, n: int, build: Callable[..., Any], *args: Any, resources: Resources, timeout_s: float
     ) -> Remote[Any]:
-        """Start `n` actors and wait until actor i has built `build(info, *args)`, with its own RankInfo."""
+        """Start `n` actors and build their workers: actor i calls `build(info, *args)` with RankInfo i."""
         return await self.spawn_as(Remote[Any], name, n, build, *args, resources=resources, timeout_s=timeout_s)
 
     async def spawn_as(
@@ -315,7 +320,7 @@ class Cluster:
         resources: Resources,
         timeout_s: float,
     ) -> R:
-        """Start `n` actors as workers of this kind."""
+        """Start `n` actors as workers of class `kind`."""
         import ray
 
         if name not in self.slots:
@@ -325,6 +330,7 @@ class Cluster:
         actor = remote(concurrency_groups={HEALTH: 1})(Actor)
         # a private cluster has processes ready; with a runtime environment each actor would wait for a new one
         environment = None if self.is_private else {"env_vars": _environment()}
+        # num_cpus=0: placement groups hold the reservation. Asking again would count every CPU twice.
         options = {"num_gpus": resources.gpus, "num_cpus": 0, "max_concurrency": MAX_CALLS, "runtime_env": environment}
         folder = "" if self.is_private else os.getcwd()
 
@@ -338,7 +344,7 @@ class Cluster:
         return workers
 
     def close(self) -> None:
-        """End every actor of this run, then Ray. Called however the run ends."""
+        """Kill every actor of this run, then shut down Ray. Called however the run ends."""
         import ray
 
         with self.leaving:

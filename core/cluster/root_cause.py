@@ -1,4 +1,4 @@
-"""Whose fault a failed call is: its own worker's, or that of a process that has died beside it."""
+"""Find the root cause of a failed actor call: its own exception, or the death of a peer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Watched(Protocol):
-    """Workers whose health can be asked for: core.cluster.ray_workers.Remote."""
+    """Workers with a health check: core.cluster.ray_workers.Remote."""
 
     name: str
     ranks: Sequence[int]
@@ -23,12 +23,15 @@ class Watched(Protocol):
 
 
 async def attribute_failure(groups: Iterable[Watched], call: Awaitable[T]) -> T:
-    """Await `call`; if it fails because a process of `groups` died or is stopped, raise ProcessDied naming it."""
+    """Await `call`; if it fails because a process of `groups` died or is stopped, raise ProcessDied naming that
+    process.
+    """
     from ray.exceptions import RayTaskError
 
     try:
         return await call
     except (CallFailed, RayTaskError) as error:
+        # A broken collective raises on every rank. Only a health check of all ranks finds the process that broke it.
         ranks = [(group, rank) for group in groups for rank in group.ranks]
         checked = [(group, rank) for group, rank in ranks if rank not in group.restarting]
         restarting = [(group, rank) for group, rank in ranks if rank in group.restarting]

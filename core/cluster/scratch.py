@@ -1,13 +1,13 @@
-"""Temporary folder of a run, and the guardian (guardian.py beside this) that removes what the run leaves behind.
+"""Temporary folder of a run, and the guardian process (guardian.py) that cleans up after the run.
 
     /tmp/feynrl-k2x7q0pa/        mode 0700
-        lock                     held while the driver or its guardian lives
+        lock                     locked while the driver or its guardian lives
         tmp/                     TMPDIR of everything that the run starts
         ray/, ray_token          see core/cluster/private_ray.py
     /dev/shm/feynrl-k2x7q0pa-*   shared memory
 
-A folder whose lock is free has lost its owner: the next run removes it. Unix sockets allow 107 bytes for a path, so
-names are short.
+A folder without a locked `lock` is abandoned, and the next run removes it. Names are short because the path of a Unix
+socket may have at most 107 bytes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from core.timing.deadlines import GUARDIAN_POLL_S, GUARDIAN_TIMEOUT_S, LEFTOVER_
 
 PREFIX = "feynrl-"
 LONGEST_BASE = 19
-"""Bytes. Up to 88 follow: a folder of ours, Ray's, its session with a time and a process id, and a socket."""
+"""Bytes. Up to 88 follow: our folder, Ray's, its session with a time and a process id, and a socket."""
 
 
 class Scratch:
-    """Temporary folder of a run. `close`, or the end of this process, ends what the run has started and removes it."""
+    """Temporary folder of a run. `close`, or the end of this process, kills the run's processes and deletes it."""
 
     def __init__(self, logs: Path | None = None) -> None:
-        """Make the folder, let everything that this process starts use it, and start the guardian.
+        """Create the folder, set it as TMPDIR of child processes, and start the guardian.
 
-        logs: folder to be made for the logs of a private Ray cluster.
+        logs: folder to create for the logs of a private Ray cluster.
         """
         usual = tempfile.gettempdir()  # found once per process: this one keeps its own
         base = Path(usual if len(os.fsencode(usual)) <= LONGEST_BASE else "/tmp")
@@ -45,6 +45,7 @@ class Scratch:
         self.folder, lock = _make_folder(base)
         (self.folder / "tmp").mkdir()
         self._guardian = _start_guardian(self.folder, logs, lock)
+        # The lock belongs to the open file, which the guardian inherited; it stays until the guardian ends.
         os.close(lock)  # the guardian holds it too
         names = {
             guardian.MARK: str(self.folder),
@@ -58,9 +59,10 @@ class Scratch:
         os.environ.update(names)
 
     def close(self) -> None:
-        """End every process that still carries the mark, and remove the folder and the shared memory."""
+        """Kill every process that still carries the mark; remove the folder and the shared memory."""
         restore_environment(self._before)
         assert self._guardian.stdin is not None
+        # The guardian reads the end of this pipe as the end of the run, also after a crash of the driver.
         self._guardian.stdin.close()
         with suppress(subprocess.TimeoutExpired):  # it goes on by itself
             self._guardian.wait(GUARDIAN_TIMEOUT_S)
@@ -75,15 +77,15 @@ class Scratch:
 
 
 def find_scratch() -> Path | None:
-    """Return the temporary folder of the run that this process belongs to, or has begun; None without one."""
+    """Return the temporary folder of this process's run, or None outside a run."""
     folder = os.environ.get(guardian.MARK)
     return Path(folder) if folder else None
 
 
 def name_shared_memory() -> None:
-    """Give the shared memory that this process makes a name that begins like the run's folder.
+    """Prefix new shared memory of this process with the name of the run's folder.
 
-    vLLM's message queues are made with Python's own names, psm_ and a random number. Nobody could tell whose they are.
+    vLLM's message queues use Python's default names (psm_ and a random number), which identify no owner.
     """
     folder = find_scratch()
     if folder is None:
@@ -94,7 +96,7 @@ def name_shared_memory() -> None:
 
 
 def remove_abandoned(base: Path) -> None:
-    """Remove what runs have left whose driver and guardian are both gone."""
+    """Remove folders of runs whose driver and guardian have both ended."""
     for folder in base.glob(f"{PREFIX}*"):
         try:
             lock = os.open(folder / "lock", os.O_RDWR)
@@ -111,7 +113,7 @@ def remove_abandoned(base: Path) -> None:
 
 
 def restore_environment(before: dict[str, str | None]) -> None:
-    """Set variables back; None removes one."""
+    """Restore environment variables; None deletes a variable."""
     for name, value in before.items():
         os.environ.pop(name, None)
         if value is not None:
@@ -119,10 +121,11 @@ def restore_environment(before: dict[str, str | None]) -> None:
 
 
 def _make_folder(base: Path) -> tuple[Path, int]:
-    """Return a new folder and the handle that locks it. It has its final name only when it is locked."""
+    """Create a folder and return it with its lock's handle. It gets the final name only after it is locked."""
     new = Path(tempfile.mkdtemp(prefix=".feynrl-", dir=base))
     lock = os.open(new / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
+    # Another run that starts now looks for the prefix, and must never see the folder unlocked.
     folder = new.with_name(new.name.removeprefix("."))
     new.rename(folder)
     return folder, lock
@@ -144,7 +147,7 @@ def _start_guardian(folder: Path, logs: Path | None, lock: int) -> subprocess.Po
 
 
 def _usual_inductor_cache(base: str) -> str:
-    """Return where torch keeps compiled kernels by default, which is below TMPDIR."""
+    """Return torch's default folder for compiled kernels, which depends on TMPDIR."""
     import getpass
 
     return os.path.join(base, f"torchinductor_{getpass.getuser()}")

@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM do: the first ends the run in order, the second is told so, the third ends it at once."""
+"""First Ctrl-C or SIGTERM: stop gracefully. Second: print that the run is stopping. Third: exit now."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ EXIT_CODE = 130
 
 
 _elsewhere: list[Callable[[], object]] = []
-"""How to end a run that is in another thread, in order."""
+"""Callback that ends the run, if the run is in another thread."""
 
 
 def pass_on_interrupt() -> None:
-    """End the run that is in another thread. Raises KeyboardInterrupt where that has not begun or is over."""
+    """End the run of another thread. Raises KeyboardInterrupt if there is none at the moment."""
     if not _elsewhere:
         raise KeyboardInterrupt
     _elsewhere[0]()
@@ -29,10 +29,11 @@ def raise_interrupt() -> None:
 
 
 def interrupt_start() -> None:
-    """Raise KeyboardInterrupt; in the middle of an import, where it could become any other error, end the process.
+    """Raise KeyboardInterrupt; during an import, end the process instead.
 
-    This is for a program that has not started anything yet.
+    Use it only before the program has started anything.
     """
+    # Libraries catch errors of optional imports: there KeyboardInterrupt could become any other error.
     frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]: the documented way
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
@@ -43,9 +44,9 @@ def interrupt_start() -> None:
 
 
 def end_on_signals(*, first: Callable[[], object] = raise_interrupt, at_once: Callable[[], None] | None = None) -> None:
-    """Call `first` at the first signal from now on, and `at_once` at the third, after which the process is gone.
+    """Install handlers: call `first` at the first signal, and `at_once` before the exit at the third.
 
-    Signals that are ignored stay so.
+    Ignored signals stay ignored.
     """
     if threading.current_thread() is not threading.main_thread():  # signals reach the main thread alone
         _elsewhere[:] = [first]
@@ -65,5 +66,6 @@ def end_on_signals(*, first: Callable[[], object] = raise_interrupt, at_once: Ca
             os._exit(EXIT_CODE)
 
     for number in SIGNALS:
+        # nohup and shells' background jobs ignore signals on purpose.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handle)

@@ -1,14 +1,13 @@
-"""Workers: objects in this process, or in others, that are called in the same way. Nothing here imports ray.
+"""Workers: objects in this process or in others, called in the same way. Does not import ray.
 
     trainers: Workers[Trainer]
     await trainers.call_one(0, Trainer.describe_layout)      # one worker
     await trainers.call_all(Trainer.save, folder)            # the same call to every worker; results in rank order
     await trainers.scatter(Trainer.step, shards)             # shards[i] to worker i
-    timers: Workers[ActivityTimer] = trainers.attribute("timer")    # what each of them holds
+    timers: Workers[ActivityTimer] = trainers.attribute("timer")    # an attribute of each worker
 
-A call names the method itself, so an editor's "go to definition" and the type checker cross the process border. The
-method that runs is the one of that name of the worker's own class. `core/cluster/ray_workers.py` has the same for Ray
-actors.
+A call names the method itself, so "go to definition" and the type checker work across processes. The worker's own class
+decides which method of that name runs. `core/cluster/ray_workers.py` implements the interface with Ray actors.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 W_co = TypeVar("W_co", covariant=True)
 """Class of the worker."""
 S = TypeVar("S")
-"""Type of one worker's shard of the arguments."""
+"""Type of one worker's shard."""
 R = TypeVar("R")
 P = ParamSpec("P")
 
 
 class Workers(Protocol[W_co]):
-    """Worker objects of one class, one or more. Methods may be plain or `async`."""
+    """One or more worker objects of one class. Methods may be plain or `async`."""
 
     def __len__(self) -> int: ...
 
@@ -41,7 +40,7 @@ class Workers(Protocol[W_co]):
     async def call_one(
         self, rank: int, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Call the method of worker `rank`."""
+        """Call a method of worker `rank`."""
         ...
 
     @overload
@@ -51,7 +50,7 @@ class Workers(Protocol[W_co]):
 
     @overload
     async def call_all(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call the method of every worker with the same arguments; return the results in rank order."""
+        """Call a method of every worker with the same arguments; return results in rank order."""
         ...
 
     async def scatter(
@@ -61,20 +60,20 @@ class Workers(Protocol[W_co]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R]:
-        """Call the method of worker i with shards[i] and the arguments; return the results in rank order."""
+        """Call a method of worker i with shards[i] and the arguments; return results in rank order."""
         ...
 
     async def check_health(self, rank: int) -> tuple[bool, str]:
-        """Return whether the worker's process lives, and a clause that says what it does or what became of it."""
+        """Return whether the worker's process is alive, and a clause about its activity or end."""
         ...
 
     def attribute(self, name: str) -> Workers[Any]:
-        """Return the objects that the workers hold under this name, to be called in the same way."""
+        """Return an attribute of every worker, as workers themselves."""
         ...
 
 
 class Local(Workers[W_co]):
-    """Worker in this process, alone. A breakpoint() in a loss stops in your terminal."""
+    """Single worker in this process. A breakpoint() in a loss stops in your terminal."""
 
     def __init__(self, worker: W_co):
         self.worker = worker
@@ -111,7 +110,7 @@ class Local(Workers[W_co]):
 
 
 def copy_to_groups(shards: Sequence[S], n_workers: int) -> list[S]:
-    """Return a shard for each worker: neighbours form as many groups as there are shards, and a group gets one.
+    """Assign a shard to each worker; consecutive workers form one group per shard.
 
     >>> copy_to_groups(["a", "b"], 4)
     ['a', 'a', 'b', 'b']
@@ -123,7 +122,7 @@ def copy_to_groups(shards: Sequence[S], n_workers: int) -> list[S]:
 
 
 def first_of_groups(results: list[R], n_groups: int) -> list[R]:
-    """Return the result of the first worker of each group; the others of the group have the same.
+    """Return the result of each group's first worker. All workers of a group have the same result.
 
     >>> first_of_groups(["a", "a", "b", "b"], 2)
     ['a', 'b']
@@ -133,7 +132,7 @@ def first_of_groups(results: list[R], n_groups: int) -> list[R]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Rank of one of several equal workers, and the address where they form their process group."""
+    """Rank of one of several equal workers, and the address of their process group."""
 
     rank: int
     size: int
@@ -143,10 +142,10 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Share of a machine that one worker needs."""
+    """Part of a machine that one worker needs."""
 
     gpus: int = 0
     threads: int | None = None
-    """CPU threads of the worker's tensor library; None leaves the choice to the library."""
+    """CPU threads of the worker's tensor library; None: the library decides."""
     ranks: int = 1
-    """Ranks in the worker: 1, or those of a tensor-parallel engine, which are on one machine."""
+    """Ranks in the worker: 1, or the ranks of a tensor-parallel engine, all on one machine."""

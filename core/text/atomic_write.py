@@ -1,4 +1,4 @@
-"""Write files so that a reader finds the whole of them or what was there before, and know what a folder holds."""
+"""Atomic file writes, flushes to disk, and file sizes of a folder."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from pathlib import Path
 from core.errors import writing
 
 PARTIAL = ".partial"
-"""End of the name of what is being written, maybe by a run that was killed: it is never read."""
+"""Suffix of a file being written, possibly by a killed run; such a file is never read."""
 
 
 @contextmanager
 def replacing(path: Path, *, meaning: str = "") -> Generator[Path]:
-    """Yield another name under which the body writes a file; then flush that to the disk, and rename it.
+    """Yield a temporary path for the body to write; then flush it to disk and rename it to `path`.
 
-    Raises RunStopped where that fails; see core.errors.writing.
+    Raises RunStopped if that fails; see core.errors.writing.
     """
     partial = path.with_name(path.name + PARTIAL)
     with writing(path, meaning=meaning):
         yield partial
+        # Without the flush, a power failure after the rename can leave an empty file under the final name.
         flush_path(partial)
         os.replace(partial, path)
 
 
 def write_whole(path: Path, text: str, *, meaning: str = "") -> None:
-    """Write a text file as `replacing` does."""
+    """Write a text file atomically; see `replacing`."""
     with replacing(path, meaning=meaning) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def flush_path(path: Path) -> None:
-    """Write a file, or the names in a folder, to the disk."""
+    """Flush a file, or a folder's list of names, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -42,13 +43,14 @@ def flush_path(path: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Write everything below `folder` to the disk, folders last."""
+    """Flush everything below `folder` to disk, folders last."""
+    # A folder's flush stores the names of its files, so it follows them.
     for path in [*_walk(folder), folder]:
         flush_path(path)
 
 
 def measure_sizes(folder: Path) -> dict[str, int]:
-    """Return the bytes of every file below `folder`, by its path there."""
+    """Return the size in bytes of every file below `folder`, by relative path."""
     return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(_walk(folder)) if p.is_file()}
 
 

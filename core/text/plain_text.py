@@ -1,15 +1,15 @@
-"""Text of others (a model's output, an error's message) made safe for a terminal and a log file."""
+"""Make foreign text (model output, error messages) safe for a terminal and a log file."""
 
 from __future__ import annotations
 
 import unicodedata
 
 _UNSAFE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Categories of Unicode that move the cursor, change colours, turn the reading direction, or show nothing."""
+"""Unicode categories that move the cursor, change colours or the reading direction, or are invisible."""
 
 
 def escape_controls(text: str, *, keep: str = "\n") -> str:
-    r"""Return the text with every control character written as Python would write it, but those to keep.
+    r"""Escape every control character as Python does, except those in `keep`.
 
     >>> print(escape_controls("red \x1b[31m, back \r, and\u202e turned"))
     red \x1b[31m, back \r, and\u202e turned
@@ -22,7 +22,7 @@ def escape_controls(text: str, *, keep: str = "\n") -> str:
 
 
 def shorten_middle(text: str, longest: int) -> str:
-    """Return at most about `longest` characters: the beginning and the end, and how many are left out between them.
+    """Truncate text in the middle to about `longest` characters, with the number of omitted characters.
 
     >>> shorten_middle("a" * 10 + "b" * 10, 12)
     'aaaaaaaa [8 characters] bbbb'

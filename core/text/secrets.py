@@ -1,4 +1,4 @@
-"""Keep passwords and tokens out of what is written into a run folder, said in the terminal or sent to a tracker."""
+"""Remove passwords and tokens from text for run folders, terminals and trackers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ HIDDEN = "***"
 _IN_QUERY = "password|passwd|pwd|token|secret|api_?key|access_?key"
 _USER_INFO = re.compile(r"(?<=//)[^/@\s]*@")
 _QUERY = re.compile(rf"([?&][\w.-]*(?:{_IN_QUERY})[\w.-]*=)[^&\s'\")]*", re.IGNORECASE)
+# `token` must be the whole name: stop_token and max_tokens are no secrets.
 _KEY = re.compile(
     r"(^|_)(api_?key|access_?key|password|passwd|secret|credentials?)$|^((auth|access|api|bearer|hf|hub)_?)?token$",
     re.IGNORECASE,
@@ -16,7 +17,7 @@ _KEY = re.compile(
 
 
 def hide_secrets(text: str) -> str:
-    """Return the text without the user, the password and the tokens of any address in it.
+    """Replace user, password and tokens of addresses in a text by ***.
 
     >>> hide_secrets("no answer from https://ann:hunter2@host:5000/api?access_token=abc&x=1")
     'no answer from https://***@host:5000/api?access_token=***&x=1'
@@ -25,7 +26,7 @@ def hide_secrets(text: str) -> str:
 
 
 def has_secret(address: str) -> bool:
-    """Tell whether an address holds a user, a password or a token.
+    """Tell whether an address contains a user, a password or a token.
 
     >>> has_secret("http://host:5000"), has_secret("postgresql://ann:hunter2@host/db"), has_secret("sqlite:////a.db")
     (False, True, False)
@@ -34,7 +35,7 @@ def has_secret(address: str) -> bool:
 
 
 def hide_settings(value: Any, key: str = "") -> Any:
-    """Return a configuration without its secrets: texts under a key such as api_key, and those in addresses.
+    """Return a configuration without secrets: texts under keys such as api_key, and those in addresses.
 
     >>> hide_settings({"reward": {"settings": {"api_key": "abc", "stop_token": "x"}}, "max_tokens": 3})
     {'reward': {'settings': {'api_key': '***', 'stop_token': 'x'}}, 'max_tokens': 3}

@@ -1,4 +1,4 @@
-"""Read text as UTF-8, whatever the locale. What is something else is refused by one sentence with the mend."""
+"""Read text as UTF-8, whatever the locale. Other formats raise one sentence with the fix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 from core.errors import UserError, first_line
 
 FORMATS = (
-    # first bytes, what it is, the mend
+    # The mark of UTF-32 starts with that of UTF-16, so it comes first.
+    # first bytes, name of the format, the fix
     (b"\x1f\x8b", "a gzip file", "unpack it with gunzip"),
     (b"PK\x03\x04", "a zip archive", "unpack it with unzip"),
     (b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it with unzstd"),
@@ -23,16 +24,16 @@ FORMATS = (
     (b"\xfe\xff", "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
 )
 HEAD = 64
-"""Number of first bytes that tell a format."""
+"""Number of first bytes that identify a format."""
 
 
 def read_text(file: Path, where: str) -> str:
-    """Return the text of a file. Raises UserError, beginning with `where`, if it cannot be read or is not UTF-8."""
+    """Read a UTF-8 file. Raises UserError, starting with `where`, if it is unreadable or not UTF-8."""
     return decode_text(read_bytes(file, where), where)
 
 
 def read_bytes(file: Path, where: str) -> bytes:
-    """Return the bytes of a file. Raises UserError, beginning with `where`, if it cannot be read."""
+    """Read a file. Raises UserError, starting with `where`, if it is unreadable."""
     try:
         return file.read_bytes()
     except OSError as error:
@@ -40,18 +41,19 @@ def read_bytes(file: Path, where: str) -> bytes:
 
 
 def read_packed_text(file: Path, where: str) -> str:
-    """Return the text of a gzip file. Raises UserError, beginning with `where`, for anything else."""
+    """Read a gzip file as UTF-8 text. Raises UserError, starting with `where`, for anything else."""
     packed = read_bytes(file, where)
     if not packed.startswith(b"\x1f\x8b"):
-        raise UserError(f"{where} is not a gzip file, as its name says: name it without .gz, or pack it with gzip")
+        raise UserError(f"{where} is not a gzip file, though its name ends in .gz; rename it, or pack it with gzip")
     try:
         return decode_text(gzip.decompress(packed), where)
     except (EOFError, OSError, zlib.error) as error:
-        raise UserError(f"{where} is a broken gzip file: {first_line(error)}: write it again") from error
+        raise UserError(f"{where} is a broken gzip file ({first_line(error)}); write it again") from error
 
 
 def decode_text(whole: bytes, where: str) -> str:
-    r"""Return the text of UTF-8 bytes, with or without a byte-order mark, its lines ending in \n."""
+    r"""Decode UTF-8 with or without a byte-order mark; convert line ends to \n."""
+    # Checked before decoding: some binary formats decode as UTF-8 and would fail later, as a strange row.
     if found := describe_format(whole[:HEAD]):
         raise UserError(f"{where} is {found[0]}, and text in UTF-8 is expected: {found[1]}")
     try:
@@ -66,7 +68,7 @@ def decode_text(whole: bytes, where: str) -> str:
 
 
 def describe_format(head: bytes) -> tuple[str, str] | None:
-    """Return what a file is by its first bytes, and the mend; None where it may be text in UTF-8.
+    r"""Identify a format that is not UTF-8 text by first bytes, with the fix; None if it may be UTF-8.
 
     >>> describe_format(b"\\x1f\\x8b\\x08")
     ('a gzip file', 'unpack it with gunzip')
@@ -85,12 +87,12 @@ def describe_format(head: bytes) -> tuple[str, str] | None:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Return parsed JSON. Raises UserError, beginning with `where`, for anything else."""
+    """Parse JSON. Raises UserError, starting with `where`, for anything else."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is not JSON: {error.msg}") from error
     except RecursionError as error:
-        raise UserError(f"{where} is nested too deeply: write it flatter") from error
+        raise UserError(f"{where} is nested too deeply; reduce the nesting") from error
     except ValueError as error:  # a number of thousands of digits
         raise UserError(f"{where} cannot be read: {first_line(error)}") from error

@@ -1,4 +1,4 @@
 """Time: deadlines, phases, the clock, and limits on code that blocks.
 
-Imports core.errors alone. Begin with deadlines.py, which lists every deadline.
+Imports core.errors only. Begin with deadlines.py, which lists every deadline.
 """

@@ -1,6 +1,6 @@
-"""Measure seconds per phase; unexplained time is a row of its own.
+"""Measure seconds per phase; unexplained time is reported as `rest`.
 
-`Clock` is for the driver, which does one thing at a time. `ActivityTimer` is for a device.
+`Clock` is for the driver, which is in one phase at a time. `ActivityTimer` is for a device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from core.timing.phases import IDLE, REST, STEP, Activity, Phase, time_metric
 
 
 class Clock:
-    """Seconds per phase. Phases do not nest."""
+    """Seconds per phase of the driver. Phases do not nest."""
 
     def __init__(self) -> None:
         self.started = self.lap_started = time.perf_counter()
@@ -35,7 +35,7 @@ class Clock:
             self.current_phase = ""
 
     def start_lap(self) -> dict[str, float]:
-        """Return the seconds per phase since the last lap, with `rest`, adding up to `step`; and begin the next lap."""
+        """Return seconds per phase since the last lap, and start the next lap. With `rest` they sum to `step`."""
         now = time.perf_counter()
         whole = now - self.lap_started
         spent = self.current | {REST: whole - sum(self.current.values()), STEP: whole}
@@ -43,13 +43,13 @@ class Clock:
         return {time_metric(name): seconds for name, seconds in spent.items()}
 
     def get_totals(self) -> dict[str, float]:
-        """Return the seconds of every phase of the run, with `rest`, adding up to `all`."""
+        """Return seconds per phase of the whole run. With `rest` they sum to `all`."""
         whole = time.perf_counter() - self.started
         return self.total | {REST: whole - sum(self.total.values()), "all": whole}
 
 
 class ActivityTimer:
-    """Seconds per activity on one device. Overlapping activities are charged to the one listed first."""
+    """Seconds per activity on one device. Overlapping activities are charged to the first in the list."""
 
     def __init__(self, *activities: Activity):
         self.running = dict.fromkeys(activities, 0)
@@ -66,23 +66,24 @@ class ActivityTimer:
             self.end_activity(activity)
 
     def begin_activity(self, activity: Activity) -> None:
-        """Charge the time from now on to `activity`, until `end_activity`. One that was not listed comes last."""
+        """Charge time to `activity` until `end_activity`. An unlisted activity comes last."""
         self._charge_elapsed()
         self.running[activity] = self.running.get(activity, 0) + 1
         self.seconds.setdefault(activity, 0.0)
 
     def end_activity(self, activity: Activity) -> None:
-        """End what `begin_activity` began."""
+        """End the activity started by `begin_activity`."""
         self._charge_elapsed()
         self.running[activity] -= 1
 
     def read_seconds(self) -> dict[str, float]:
-        """Return the seconds of every activity, and of idling, since the timer was made."""
+        """Return seconds per activity and idle seconds since the timer was created."""
         self._charge_elapsed()
         return {str(name): seconds for name, seconds in self.seconds.items()}
 
     def _charge_elapsed(self) -> None:
         now = time.perf_counter()
+        # Charged to one activity only, so that the seconds of a device sum to the time that passed.
         activity = next((name for name, n in self.running.items() if n), IDLE)
         self.seconds[activity] += now - self.charged_until
         self.charged_until = now

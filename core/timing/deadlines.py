@@ -1,8 +1,9 @@
-"""Every deadline and grace period in one place; `docs/reference/deadlines.md` is made from TABLE.
+"""All deadlines and grace periods; `docs/reference/deadlines.md` is generated from TABLE.
 
-A deadline that depends on the work (a training step, a group, a weight sync, a reward) is a key of the recipe. A
-constant here decides only how long to wait for something that takes the same time in every run, or how much longer an
-outer wait lasts than the inner one, so that the process that knows the reason can report first.
+A deadline that depends on the work (training step, group, weight sync, reward) is a key of the recipe. A constant here
+limits something that takes the same time in every run. Or it makes an outer wait longer than the inner wait, so that
+the
+process that knows the reason reports first.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ SANDBOX_MARGIN_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
-    """Row of the table."""
+    """Row of the generated table."""
 
     waits_for: str
     length: str
-    """A key of the recipe, or seconds."""
+    """Key of the recipe, or seconds."""
     after_it: str
-    """What happens when the time is over."""
+    """Consequence of a missed deadline."""
 
 
 def _seconds(constant: float) -> str:

@@ -1,4 +1,4 @@
-"""A deadline for the import of a user's file, which may hold an endless loop."""
+"""Deadline for the import of a user's file, which may contain an endless loop."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from core.timing.progress import say
 
 
 class ImportTooSlow(BaseException):
-    """Import that is over its deadline. No Exception: `except Exception` in the file must not swallow it."""
+    """Import over its deadline. A BaseException, so that `except Exception` in the file cannot catch it."""
 
 
 @contextmanager
 def limit_import(path: Path) -> Generator[None]:
-    """Raise ImportTooSlow where the body takes longer than IMPORT_TIMEOUT_S; until then say now and then where it is.
+    """Raise ImportTooSlow after IMPORT_TIMEOUT_S of the body; until then report the current line at intervals.
 
-    Signals reach the main thread only. In another thread, such as that of a Ray actor, nothing is done: the driver has
-    imported the same file before, and the call that loads it has a deadline of its own.
-    Time at a breakpoint does not count.
+    Does nothing outside the main thread, such as in a Ray actor, because signals reach only the main thread. There the
+    calling process has a deadline, and the driver has imported the same file before. Time at a breakpoint does not
+    count.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -38,6 +38,7 @@ def limit_import(path: Path) -> Generator[None]:
         if _is_debugging(frame):
             return
         ticks += 1
+        # Ticks count, not seconds: a user may spend an hour at a breakpoint.
         if ticks * PROGRESS_EVERY_S >= IMPORT_TIMEOUT_S:
             raise ImportTooSlow
         say(f"{path}{_line_of(frame, path)}: its import has taken {ticks * PROGRESS_EVERY_S:g} s so far")
@@ -55,7 +56,7 @@ def limit_import(path: Path) -> Generator[None]:
 
 
 def _is_debugging(frame: FrameType | None) -> bool:
-    """Tell whether a debugger is at work: it traces this thread, or its prompt is on the stack."""
+    """Tell whether a debugger traces this thread or shows a prompt."""
     if sys.gettrace() is not None or "pydevd" in sys.modules:
         return True
     while frame is not None:

@@ -1,4 +1,4 @@
-"""A limit on code of the user's that blocks the event loop: there no deadline of asyncio's fires."""
+"""Limit user code that blocks the event loop, in which no asyncio deadline can fire."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ T = TypeVar("T")
 
 
 class LimitBlocking(Generic[T]):
-    """Awaitable that runs `call` and raises RunStopped where it holds the event loop for `seconds` without a pause.
+    """Awaitable that runs `call`, and raises RunStopped if it blocks the event loop for `seconds`.
 
-    It needs SIGALRM, so it limits nothing outside the main thread; there another process has a deadline for this one.
+    It needs SIGALRM, so it has no effect outside the main thread; there another process enforces a deadline.
     """
 
     def __init__(self, call: Awaitable[T], *, who: str, seconds: float, key: str) -> None:
-        """Take the call to limit. who: the user's method. key: the recipe key that holds `seconds`."""
+        """call: awaitable to limit. who: name of the user's method. key: recipe key of `seconds`."""
         self.call, self.who, self.seconds, self.key = call, who, seconds, key
 
     def __await__(self) -> Generator[Any, Any, T]:
+        # Drive the coroutine by hand: only the time between two awaits is limited, not the time of the awaits.
         steps = self.call.__await__()
         send: Any = None
         while True:
@@ -56,6 +57,6 @@ class LimitBlocking(Generic[T]):
     def _stop(self, number: int, frame: FrameType | None) -> None:
         where = f" ({Path(frame.f_code.co_filename).name}, line {frame.f_lineno})" if frame is not None else ""
         raise RunStopped(
-            f"{self.who} held the process for {self.key}={self.seconds:g} seconds without an await{where}: await what "
-            "takes long, or run it by asyncio.to_thread"
+            f"{self.who} blocked the process for {self.key}={self.seconds:g} seconds without an await{where}; await "
+            "slow calls, or run them by asyncio.to_thread"
         )

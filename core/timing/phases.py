@@ -1,4 +1,4 @@
-"""Names of what takes time: phases of the driver, activities of a device. Each is declared here and nowhere else."""
+"""Names of everything timed: phases of the driver, activities of a device, milestones of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Phases of the driver. It is in one phase at a time, so a step is the sum of its phases and REST."""
+    """Phase of the driver. The driver is in one phase at a time, so a step is the sum of phases and REST."""
 
     START = "start"
     RESUME = "resume"
@@ -29,7 +29,7 @@ class Phase(StrEnum):
 
 
 class Activity(StrEnum):
-    """Activities of a trainer rank or an engine."""
+    """Activity of a trainer rank or an engine."""
 
     TRAIN = "train"
     LOGP = "logp"
@@ -48,20 +48,20 @@ class Activity(StrEnum):
 TRAINER_ACTIVITIES = (Activity.TRAIN, Activity.LOGP, Activity.SYNC, Activity.SAVE)
 ENGINE_ACTIVITIES = (Activity.SYNC, Activity.GENERATE, Activity.ENVIRONMENT, Activity.REWARD)
 TURN_PHASES = (Phase.SLEEP, Phase.RELOAD, Phase.OFFLOAD, Phase.WAKE)
-"""Phases in which a shared device changes hands, with placement: colocate."""
+"""Phases that pass a shared device between trainers and engines, with placement: colocate."""
 TRAINER_TURNS = (Activity.OFFLOAD, Activity.RELOAD)
 ENGINE_TURNS = (Activity.SLEEP, Activity.WAKE)
-"""Activities of devices then."""
+"""Activities of the devices in these phases."""
 IDLE = "idle"
-"""A device's time in none of its activities."""
+"""Time of a device without any activity."""
 REST = "rest"
-"""Time that no phase or activity explains."""
+"""Time outside all phases or activities."""
 STEP = "step"
-"""The whole of a step."""
+"""Time of a whole step."""
 
 
 def time_metric(phase: str) -> str:
-    """Return the name of a phase's seconds in the log.
+    """Return the metric name of a phase's seconds.
 
     >>> time_metric(Phase.TRAIN)
     'time/train_s'

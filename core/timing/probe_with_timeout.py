@@ -1,4 +1,4 @@
-"""Ask something that may never answer, such as a server: the reason of its failure within a deadline."""
+"""Probe a server that may never respond, within a deadline."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from core.errors import first_line
 
 
 def probe_with_timeout(ask: Callable[[], str | None], *, timeout_s: float, silence: str) -> str:
-    """Return why `ask` failed: what it returns or raises, or `silence` after `timeout_s` seconds; "" if it succeeded.
-
-    It runs in a thread, because the clients asked here have waits that no timeout of theirs covers.
-    """
+    """Return why `ask` failed: its result or error, or `silence` after `timeout_s` seconds; "" on success."""
     failures = [silence]
 
     def run() -> None:
@@ -21,6 +18,7 @@ def probe_with_timeout(ask: Callable[[], str | None], *, timeout_s: float, silen
         except Exception as error:  # a border: whatever a client, a proxy or the certificates raise
             failures.append(first_line(error))
 
+    # Some clients wait in places that their own timeout does not cover. A thread can be abandoned there.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(timeout_s)

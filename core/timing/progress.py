@@ -1,4 +1,4 @@
-"""Say what takes long, on stderr: sparingly, so that a log file stays short."""
+"""Report slow work on stderr, rarely enough to keep a log file short."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from core.timing.deadlines import PROGRESS_EVERY_S
 
 
 def say(text: str) -> None:
-    """Print one line on stderr at once."""
+    """Print one line on stderr and flush it."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -21,7 +21,7 @@ class Progress:
         self.next_line = time.monotonic() + PROGRESS_EVERY_S
 
     def show(self, done: int) -> None:
-        """Say how many rows are read, if the last line was long ago."""
+        """Print the number of rows read, if the last line is old enough."""
         if time.monotonic() >= self.next_line:
             say(f"{self.what}: {done:,} of {self.total:,} rows read")
             self.next_line = time.monotonic() + PROGRESS_EVERY_S

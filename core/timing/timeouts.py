@@ -1,4 +1,4 @@
-"""A timeout that is an answer and no error."""
+"""Timeout of an awaited call that returns None instead of raising."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def wait_or_cancel(call: Awaitable[T], seconds: float) -> T | None:
-    """Await `call`; after `seconds` cancel it and return None. A TimeoutError that it raises itself is raised."""
+    """Await `call`; on timeout cancel it and return None. A TimeoutError of the call itself propagates."""
     deadline = asyncio.timeout(seconds)
     try:
         async with deadline:

@@ -1,7 +1,7 @@
-"""Actions as tokens: each number of an action is one of a few equal bins, each bin a token: `<act_0>`, `<act_1>`, ...
+"""Actions as tokens: a number becomes one of n equal bins, and a bin a token `<act_0>`, `<act_1>`, ...
 
-A policy of language says them like words; `rollout.allowed_tokens` keeps it from saying anything else. A tokenizer must
-have them as tokens of their own, and not as special ones, which are left out of decoded text.
+A language policy generates them as words, and `rollout.allowed_tokens` excludes all other tokens. A tokenizer must
+contain them as ordinary tokens. Decoding would drop special tokens.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+# No leading zeros: <act_07> would be a second text for the same bin.
 _TOKEN = re.compile(r"<act_(0|[1-9]\d{0,8})>")
 
 
 class NotActions(ValueError):
-    """Reason why a reply is no sequence of action tokens, in a clause."""
+    """Reason why a reply is not a sequence of action tokens, as a clause."""
 
 
 def list_action_tokens(n: int) -> list[str]:
-    """Return the texts of the first `n` action tokens.
+    """List the texts of the first `n` action tokens.
 
     >>> list_action_tokens(3)
     ['<act_0>', '<act_1>', '<act_2>']
@@ -29,7 +30,7 @@ def list_action_tokens(n: int) -> list[str]:
 
 
 def write_action_tokens(bins: Sequence[int]) -> str:
-    """Return the reply that says these bins.
+    """Encode bins as a reply.
 
     >>> write_action_tokens([4, 0])
     '<act_4><act_0>'
@@ -38,7 +39,7 @@ def write_action_tokens(bins: Sequence[int]) -> str:
 
 
 def read_action_tokens(reply: str) -> list[int]:
-    """Return the bins that a reply says. Raises NotActions for any other text.
+    """Parse the bins of a reply. Raises NotActions for any other text.
 
     >>> read_action_tokens("<act_4><act_0> ")
     [4, 0]
@@ -50,7 +51,7 @@ def read_action_tokens(reply: str) -> list[int]:
 
 
 def find_bins(values: ArrayLike, low: ArrayLike, high: ArrayLike, n: int) -> list[int]:
-    """Return the bin of each value among `n` equal ones from low to high; what lies outside is in the nearest.
+    """Map values to `n` equal bins from low to high, clipping values outside.
 
     >>> find_bins([-1.0, 0.0, 0.99, 7.0], -1.0, 1.0, 4)
     [0, 2, 3, 3]
@@ -61,7 +62,7 @@ def find_bins(values: ArrayLike, low: ArrayLike, high: ArrayLike, n: int) -> lis
 
 
 def find_centres(bins: Sequence[int], low: ArrayLike, high: ArrayLike, n: int) -> NDArray[np.float64]:
-    """Return the value in the middle of each bin, [k].
+    """Return the centre value of each bin, [k].
 
     >>> find_centres([0, 3], -1.0, 1.0, 4).tolist()
     [-0.75, 0.75]

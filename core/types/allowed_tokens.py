@@ -1,7 +1,7 @@
-"""AllowedTokens set: the tokens that a policy may choose, for the sampler and for the trainer's softmax alike.
+"""AllowedTokens: the token set shared by the sampler and the trainer's softmax.
 
-All other tokens have probability 0 in both, so log-probabilities agree. This is the one exact way to restrict sampling:
-top-k, top-p and grammars change the distribution with the context, and the trainer would have to follow them.
+All other tokens have probability 0 in both, so log-probabilities agree. Only a fixed set restricts sampling exactly.
+Top-k, top-p and grammars change the distribution with the context, and the trainer would have to repeat that.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch import Tensor
 from core.errors import RunStopped
 
 LOWEST = torch.finfo(torch.float32).min
-"""Logit of a banned token. Its probability is 0 to the last bit; -inf would make NaN of the entropy's 0 x -inf."""
+"""Logit of a banned token. The probability is exactly 0; with -inf, entropy would compute 0 x -inf = NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedTokens:
-    """Set of token ids; the default allows every token."""
+    """Set of token ids; all tokens by default."""
 
     allowed: tuple[int, ...] | None = None
-    """Sorted ids that may be chosen, stop tokens included; None: all but those of `banned`."""
+    """Sorted ids of the allowed tokens, stop tokens included; None: all except `banned`."""
     banned: tuple[int, ...] = ()
-    """Sorted ids that may not be chosen, where `allowed` is None: placeholders of images."""
+    """Sorted ids of excluded tokens (placeholders of images), used if `allowed` is None."""
 
     @property
     def is_everything(self) -> bool:
-        """Whether every token may be chosen."""
+        """Whether every token is allowed."""
         return self.allowed is None and not self.banned
 
     def find_outside(self, ids: Sequence[int]) -> list[int]:
-        """Return those of `ids` that may not be chosen.
+        """Return the ids outside the set.
 
         >>> AllowedTokens(allowed=(1, 3)).find_outside([3, 4]), AllowedTokens(banned=(3,)).find_outside([3, 4])
         ([4], [3])
@@ -43,38 +43,38 @@ class AllowedTokens:
         return [i for i in ids if i in self.banned]
 
     def restrict(self, logits: Tensor, temperature: float) -> Tensor:
-        """Return the logits [m, V] over the temperature, in float32 at least, as their softmax is to be taken.
+        """Return logits [m, V] divided by the temperature, in float32 or wider, ready for softmax.
 
-        With `allowed` these are its columns alone, [m, A]: `to_columns` and `to_ids` tell which token has which.
+        With `allowed`, only those columns remain: [m, A]. `to_columns` and `to_ids` map between tokens and columns.
         """
         if self.allowed is not None:
+            # Select before the conversion, so that only A of the V columns exist in float32.
             logits = logits.index_select(-1, _to_tensor(self.allowed, logits))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         return logits.index_fill(-1, _to_tensor(self.banned, logits), LOWEST) if self.banned else logits
 
     def to_columns(self, ids: Tensor) -> Tensor:
-        """Return the column of each token in what `restrict` returns; they must be in the set."""
+        """Map token ids to columns of the restricted logits. Every id must be in the set."""
         return ids if self.allowed is None else torch.searchsorted(_to_tensor(self.allowed, ids), ids)
 
     def to_ids(self, columns: Tensor) -> Tensor:
-        """Return the token of each column of what `restrict` returns."""
+        """Map columns of the restricted logits to token ids."""
         return columns if self.allowed is None else _to_tensor(self.allowed, columns)[columns]
 
     def check_labels(self, labels: Tensor) -> None:
-        """Raise RunStopped where a token that is trained on, of labels [M], has probability 0."""
+        """Raise RunStopped if a trained token, of labels [M], has probability 0."""
         if self.is_everything:
             return
         listed = torch.isin(labels, _to_tensor(self.banned if self.allowed is None else self.allowed, labels))
         if (wrong := labels[listed if self.allowed is None else ~listed]).numel():
             raise RunStopped(
-                f"a sample holds the token {int(wrong[0])}, which the policy may not choose (rollout.allowed_tokens, "
-                "and the placeholders of images): the engine samples what EngineConfig.allowed_tokens excludes: "
-                "correct its generate()"
+                f"a sample contains token {int(wrong[0])}, which the policy may not choose (rollout.allowed_tokens, "
+                "and the placeholders of images); the engine's generate() must keep to EngineConfig.allowed_tokens"
             )
 
 
 EVERY_TOKEN = AllowedTokens()
-"""AllowedTokens without any restriction."""
+"""Unrestricted set."""
 
 
 def _to_tensor(ids: Sequence[int], beside: Tensor) -> Tensor:

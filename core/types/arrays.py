@@ -1,10 +1,10 @@
-"""Arrays of one number per token: their dtypes, and how they cross the border of a process.
+"""Per-token arrays: dtypes, validation, JSON, and transfer between processes.
 
     token ids, versions    int32
     masks                  bool
-    floats                 float32 in a run; float64 where a test of exactness asks for it
+    floats                 float32 in a run, float64 in tests of exactness
 
-A sum over many tokens is taken in float64 or more, whatever the dtype of its terms.
+Sums over many tokens use float64 or wider, whatever the dtype of the terms.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Record = TypeVar("Record")
 
 
 def check_column(name: str, column: Any, dtype: np.dtype[Any], length: int) -> None:
-    """Raise UserError for anything but an array of this dtype and length; make it read-only."""
+    """Check an array's dtype and length, and make it read-only. Raises UserError otherwise."""
     if not isinstance(column, np.ndarray) or column.dtype != dtype:
         found = f"an array of {column.dtype}" if isinstance(column, np.ndarray) else type(column).__name__
         raise UserError(
-            f"{name} of a Sample must be a numpy array of {dtype}, found {found}: Sample.with_advantage() takes a "
-            "number or an array of any floats, make_sample() of core/types/samples.py takes lists"
+            f"{name} of a Sample must be a numpy array of {dtype}, found {found}; use Sample.with_advantage() for a "
+            "number or an array of any floats, or make_sample() of core/types/samples.py for lists"
         )
     if column.shape != (length,):
         raise UserError(
@@ -47,7 +47,7 @@ def check_column(name: str, column: Any, dtype: np.dtype[Any], length: int) -> N
 
 
 def to_column(values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return a list, or an array, as an array of `dtype`; ValueError where an integer or a bool would change."""
+    """Convert a list or array to `dtype`. Raises ValueError if an integer or boolean would change."""
     column = np.array(values, dtype=dtype)
     if dtype.kind != "f" and not np.array_equal(column, values):
         raise ValueError(f"{values!r:.60} cannot be written as {dtype}")
@@ -55,7 +55,7 @@ def to_column(values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def repeat_runs(values: NDArray[Any], counts: Sequence[int]) -> NDArray[Any]:
-    """Return each value as often as its count says, as np.repeat, which is slow where the runs are long.
+    """Repeat each value by its count, like np.repeat but faster for long runs.
 
     >>> repeat_runs(np.array([7, 8]), [1, 3]).tolist()
     [7, 8, 8, 8]
@@ -69,7 +69,7 @@ def repeat_runs(values: NDArray[Any], counts: Sequence[int]) -> NDArray[Any]:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Compare two values of a field: arrays, mappings of arrays, or anything else."""
+    """Compare two field values: arrays, mappings of arrays, or anything else."""
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and np.array_equal(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -78,19 +78,20 @@ def is_equal(one: Any, other: Any) -> bool:
 
 
 def to_json(value: Any) -> Any:
-    """Return a value of a field for JSON: an array as its bytes, in base64.
+    """Convert a field's value to JSON; an array becomes its bytes in base64.
 
     >>> to_json(np.array([1, 2], dtype=np.int32))
     {'dtype': '<i4', 'base64': 'AQAAAAIAAAA='}
     """
     if isinstance(value, np.ndarray):
+        # Little-endian whatever the machine, so that a file can be read on any other.
         little = value.astype(value.dtype.newbyteorder("<"))
         return {"dtype": little.dtype.str, "base64": base64.b64encode(little.tobytes()).decode()}
     return {name: to_json(v) for name, v in value.items()} if isinstance(value, dict) else value
 
 
 def from_json(value: Any) -> Any:
-    """Return what `to_json` was given."""
+    """Invert `to_json`."""
     if not isinstance(value, dict):
         return value
     if value.keys() == {"dtype", "base64"}:
@@ -101,23 +102,23 @@ def from_json(value: Any) -> Any:
 
 @cache
 def list_fields(record: type[Any]) -> tuple[str, ...]:
-    """Return the names of a dataclass's fields; `fields` makes its list anew at every call, which is for every row."""
+    """Return the names of a dataclass's fields, cached, because `fields` builds a new list per call."""
     return tuple(f.name for f in fields(record))
 
 
 def without_tensors(record: Any) -> dict[str, Any]:
-    """Return the fields of a record that are there, tensors on the CPU as arrays of the same memory.
+    """Return the record's present fields; CPU tensors become arrays on the same memory.
 
-    pickle's protocol 5 hands the memory of an array over as it is; a tensor would be copied several times.
+    pickle's protocol 5 transfers array memory without a copy; a tensor would be copied several times.
     """
     there = {name: getattr(record, name) for name in list_fields(type(record)) if hasattr(record, name)}
     return {name: v.numpy() if isinstance(v, Tensor) else v for name, v in there.items()}
 
 
 def with_tensors(kind: type[Record], given: Mapping[str, Any]) -> Record:
-    """Return the record of `without_tensors`.
+    """Rebuild the record of `without_tensors`.
 
-    Memory that is shared with other processes is read-only, and a loss may write into its tokens: it is copied.
+    Memory shared between processes is read-only, and a loss may write into its tokens. So such arrays are copied.
     """
     there = {
         name: torch.from_numpy(v if v.flags.writeable else v.copy()) if isinstance(v, np.ndarray) else v

@@ -1,4 +1,4 @@
-"""The types of one forward pass: Batch -> (Policy, Tokens). core/types/samples.py says where they come from."""
+"""Types of one forward pass: Batch -> (Policy, Tokens). See core/types/samples.py for their origin."""
 
 from __future__ import annotations
 
@@ -13,49 +13,50 @@ from core.types.images import EncodedImage
 
 
 class MissingColumn(AttributeError):
-    """Error of a loss that reads a column which its algorithm does not require."""
+    """Error of a loss that reads a column its algorithm does not require."""
 
 
 _absent: Any = None
-"""Default of a column. `Tokens` removes what is absent, so that reading it raises MissingColumn."""
+"""Default of a column. `Tokens` deletes absent columns, so that reading them raises MissingColumn."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Tokens:
-    """The M tokens of one micro-batch that are trained on, in order. Nothing else reaches a loss.
+    """Trained tokens of one micro-batch, M in order. A loss receives nothing else.
 
-    `weight` holds the whole normalisation. It is computed once per update on all samples of the update, before any
-    split, and the loss of the update is always `(weight * loss).sum()`. So splitting the update differently cannot
-    change the gradient.
+    `weight` contains the whole normalisation. It is computed once per update over all samples, before any split. The
+    loss
+    of an update is always `(weight * loss).sum()`, so the gradient does not depend on the split.
 
-    A column that the algorithm requires is there; reading any other raises MissingColumn.
+    Only the columns that the algorithm requires are present; reading any other raises MissingColumn.
     """
 
     weight: Tensor
-    """[M] float, share of this token in the update's loss."""
+    """[M] float, the token's share of the update's loss."""
     seq_ids: Tensor = _absent
-    """[M] int64, number of the token's sequence in the micro-batch: 0..S-1. All samples of an episode are one sequence,
-    and absent where an episode of several samples may be split; see Algorithm.whole_episodes."""
+    """[M] int64, number of the token's sequence in the micro-batch: 0..S-1. All samples of an episode count as one
+    sequence.
+    Absent if an episode of several samples may be split; see Algorithm.whole_episodes."""
     advantage: Tensor = _absent
     """[M] float, detached; advantage of each token."""
     rollout_logp: Tensor = _absent
-    """[M] float, detached; log-probability under the engine that sampled the token, at the time."""
+    """[M] float, detached; log-probability under the engine that sampled the token, when it was sampled."""
     prox_logp: Tensor = _absent
-    """[M] float, detached; log-probability under the trainer's policy when this step began."""
+    """[M] float, detached; log-probability under the trainer's policy at the start of the step."""
     ref_logp: Tensor = _absent
     """[M] float, detached; log-probability under the frozen reference model."""
     teacher_logp: Tensor = _absent
     """[M] float, detached; log-probability under the teacher."""
     values: Tensor = _absent
-    """[M] float, detached; the value model's output for the state before each token, when the step began."""
+    """[M] float, detached; value model's output for the state before each token, at the start of the step."""
     returns: Tensor = _absent
     """[M] float, detached; targets of the value model."""
     reference_point: Tensor = _absent
     """[M] float, detached; KTO's z0, the same at every token of an update."""
     group_ids: Tensor = _absent
-    """[M] int64, number of the token's group in the micro-batch; only where groups are never split."""
+    """[M] int64, number of the token's group in the micro-batch; present only if groups are never split."""
     source_ids: Tensor = _absent
-    """[M] int64, number of the token's data set; only with a mixture."""
+    """[M] int64, number of the token's data set; present only for a mixture."""
     totals: dict[str, Tensor] = field(default_factory=dict)
     """Scalars summed over the whole update, all ranks; see Algorithm.totals."""
 
@@ -67,9 +68,9 @@ class Tokens:
     def __getattr__(self, name: str) -> Any:  # called for absent attributes only
         if name in list_fields(Tokens):
             raise MissingColumn(
-                f"tokens.{name} is not there: name it in required_columns of the algorithm (returns, reference_point "
-                "and advantage are set by compute_advantages, group_ids come with whole_groups; where an episode has "
-                "several samples, seq_ids come with whole_episodes)"
+                f"tokens.{name} is not there; name it in required_columns of the algorithm (compute_advantages sets "
+                "returns, reference_point and advantage; whole_groups adds group_ids; if an episode has several "
+                "samples, whole_episodes adds seq_ids)"
             )
         raise AttributeError(name)
 
@@ -88,36 +89,39 @@ class Tokens:
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """Micro-batch: S segments end to end, T input tokens, which predict the M tokens that are trained on.
+    """Micro-batch: S segments end to end, T input tokens, and M trained tokens that they predict.
 
-    A segment is a whole sequence. Only where sequences share their beginnings (data_feeds/packing/prefix_tree.py) it
-    is a part
-    of one or more, and attends to its parent, its parent's parent and so on, as if they were before it in the row.
+    A segment is usually a whole sequence. If sequences share prefixes (data_feeds/packing/prefix_tree.py), a segment is
+    a
+    part of one or several. It then attends to all ancestors (parent, grandparent, ...) as if they preceded it in the
+    row.
     """
 
     input_ids: Tensor
     """[T] int64, input tokens of all segments."""
     position_ids: Tensor
-    """[T] int64, position in the sequence; a segment begins at 0, or goes on from its parent's end."""
+    """[T] int64, position in the sequence; a segment starts at 0 or continues the parent's positions."""
     segment_ids: Tensor
     """[T] int64, number of the segment: 0..S-1."""
     parents: Tensor
-    """[S] int64, the segment that each continues, with a smaller number; -1 where a sequence begins."""
+    """[S] int64, the segment continued by each segment, with a smaller number; -1 at the start of a sequence."""
     at: Tensor
-    """[M] int64, input positions whose next token is trained on. One that sequences share may be there several times:
-    the last token of a prompt predicts the first token of every reply."""
+    """[M] int64, input positions whose next token is trained on. A shared position may occur several times: the last
+    token of
+    a prompt predicts the first token of every reply."""
     labels: Tensor
     """[M] int64, ids of these next tokens."""
     tokens: Tokens
     images: tuple[EncodedImage, ...] = ()
-    """Images that the input tokens stand for, in their order; one that sequences share is there once."""
+    """Images of the input tokens, in their order; an image shared by sequences occurs once."""
     rope_ids: Tensor | None = None
-    """[3, T] int64, positions by time, row and column, for families whose positions have three axes (M-RoPE)."""
+    """[3, T] int64, positions by time, row and column, for model families with three position axes (M-RoPE)."""
     media: dict[str, Tensor] = field(default_factory=dict)
-    """What the model's vision part reads, by the names of its forward(): `pixel_values`, `image_grid_thw`, ... It is
-    made of `images` in the process that computes the forward pass."""
+    """Inputs of the vision tower, by argument name of the model's forward(): `pixel_values`, `image_grid_thw`, ... The
+    process
+    of the forward pass computes them from `images`."""
     compared: dict[str, Tokens] = field(default_factory=dict)
-    """The same tokens as other losses see them, by the name of the loss; see the key `compare_losses`."""
+    """The same tokens with the columns of compared losses, by the name of the loss; see the key `compare_losses`."""
 
     def __reduce__(self) -> Any:
         return with_tensors, (Batch, without_tensors(self))
@@ -137,9 +141,10 @@ def _move_tensors(record: Batch | Tokens, device: torch.device | str) -> dict[st
 
 @dataclass(slots=True, kw_only=True)
 class Policy:
-    """Output of one forward pass at the trained tokens. float32 (float64 for a float64 model), with gradient."""
+    """Output of one forward pass at the trained tokens: float32 (float64 for a float64 model), with gradient."""
 
     logp: Tensor
     """[M] log-probability of each token at the sampling temperature."""
     entropy: Tensor | None = None
-    """[M] entropy in nats of the distribution the token was drawn from; only if the algorithm needs it."""
+    """[M] entropy, in nats, of the distribution that the token was drawn from; None if the algorithm does not need it.
+    """

@@ -1,4 +1,4 @@
-"""Split a stream of items into buckets of bounded size."""
+"""Split a stream of items into buckets of limited size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def split_into_buckets(items: Iterable[T], bytes_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
-    """Yield consecutive items in lists of at most `max_bytes` in total; a larger item is a list of its own.
+    """Yield lists of consecutive items, each of at most `max_bytes`; a larger item gets a list of its own.
 
     >>> list(split_into_buckets([3, 4, 9, 1], bytes_of=lambda n: n, max_bytes=8))
     [[3, 4], [9], [1]]

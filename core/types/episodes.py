@@ -1,13 +1,14 @@
-"""Episodes of several samples: which samples belong together, and an episode as if it were one sample.
+"""Episodes of several samples, and their conversion to one sample and back.
 
-An episode is what earned one reward. It is one sample as long as every reply continues the tokens before it. Where a
-harness rewrites its history, compacts it or runs sub-agents, the replies stand in several sequences: branches, which
-share beginnings. The tokens of a reply are trained on in one of them, and are context in the others.
+An episode earned one reward. It is one sample as long as every reply continues the tokens before it. If a harness
+rewrites the history, compacts it or runs sub-agents, the replies end up in several sequences. These branches share
+prefixes. Each reply is trained on in exactly one branch, and is context in the others.
 
-Whatever is counted (baselines, deviations, sequences of a loss norm, ratios of sequences, metrics) counts episodes.
-So an algorithm gets every episode as one sample, whose tokens are those of its branches in order of time.
+All statistics count episodes: baselines, deviations, sequences of a loss norm, sequence ratios, metrics. So an
+algorithm
+receives every episode as one sample, with the tokens of all branches in chronological order.
 
-In a game in which the policy plays several sides, each side has an episode of its own, and they are compared by side.
+In a game where the policy plays several sides, each side has an episode of its own, compared only with the same side.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from core.types.samples import Group, Sample
 def number_episodes(group: Group) -> list[int]:
     """Return the number of each sample's episode, 0..E-1 in order of appearance.
 
-    A group of a, b, c and d, where a and c are branches of one episode: [0, 1, 0, 2].
+    A group of a, b, c and d, with a and c branches of one episode: [0, 1, 0, 2].
     """
     numbers: dict[tuple[str, int], int] = {}
     return [
@@ -38,11 +39,10 @@ def number_episodes(group: Group) -> list[int]:
 
 
 def split_players(group: Group) -> list[Group]:
-    """Return the samples of each player of a group, in order of appearance. One group, where the policy has one side.
+    """Split a group by player, in order of appearance. A group with one side stays whole.
 
-    In a game in which the policy plays several sides, a reward is compared with those of the same side. A side may have
-    an advantage of its own, which no move has earned. And what the others earn in the same game depends on this side's
-    moves: in a baseline it would change the expected gradient.
+    Rewards are compared only within a side, for two reasons. A side may have an advantage that no move earned. And the
+    other sides' rewards depend on this side's moves: a baseline of them would bias the expected gradient.
     """
     players: dict[int, Group] = {}
     for sample in group:
@@ -52,16 +52,16 @@ def split_players(group: Group) -> list[Group]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedGroup:
-    """A group with every episode as one sample, and the way back."""
+    """Group with one sample per episode, and the mapping back."""
 
     samples: Group
     """One per episode."""
     original: Group
     places: list[NDArray[np.intp] | None]
-    """Where the tokens of each original sample stand in the joined one; None if it is the whole episode."""
+    """Positions of each original sample's tokens in the joined sample; None if the sample is the whole episode."""
 
     def split(self, joined: Group) -> Group:
-        """Return the original samples with advantages, columns and exclusions of the joined ones."""
+        """Copy advantages, columns and exclusions of the joined samples back to the original samples."""
         if all(place is None for place in self.places):
             return joined
         return [
@@ -71,7 +71,7 @@ class JoinedGroup:
 
 
 def list_episodes(group: Group) -> Group:
-    """Return every episode of the group as one sample, to be counted: without the way back."""
+    """Return one sample per episode, for counting only."""
     for sample in group:  # faster than all(), and every group of a step comes here several times
         if sample.episode is not None:
             return join_episodes(group).samples
@@ -79,7 +79,7 @@ def list_episodes(group: Group) -> Group:
 
 
 def join_episodes(group: Group) -> JoinedGroup:
-    """Return the group with every episode as one sample. Raises RunStopped where branches contradict each other."""
+    """Join the branches of each episode into one sample. Raises RunStopped if branches contradict each other."""
     if all(s.episode is None for s in group):
         return JoinedGroup(samples=group, original=group, places=[None] * len(group))
     members: dict[int, list[int]] = {}
@@ -105,7 +105,7 @@ def needs_joining(group: Group) -> bool:
 
 
 def prepare_credit(groups: list[Group]) -> tuple[list[Group], Callable[[list[Group]], list[Group]]]:
-    """Return what an algorithm gets in place of these groups, and what turns its answer into theirs.
+    """Return per-episode groups for the algorithm, and a function that maps its advantages back to samples.
 
     It gets every episode as one sample, and every player's samples as a group; the groups themselves if they are so.
     """
@@ -115,6 +115,7 @@ def prepare_credit(groups: list[Group]) -> tuple[list[Group], Callable[[list[Gro
     joined = [join_episodes(part) for own in parts for part in own]
 
     def give_back(credited: list[Group]) -> list[Group]:
+        # Walk the groups in their own order, and take the next sample of each sample's player.
         rest = iter([part.split(own) for part, own in zip(joined, credited, strict=True)])
         done: list[Group] = []
         for group, own in zip(groups, parts, strict=True):
@@ -127,7 +128,9 @@ def prepare_credit(groups: list[Group]) -> tuple[list[Group], Callable[[list[Gro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """Tokens of a branch up to the end of a turn, with what stands before it; the last one also has what follows."""
+    """Tokens of a branch from the end of the previous turn to the end of a turn. The last piece also has the tokens
+    after it.
+    """
 
     branch: int
     begin: int
@@ -135,15 +138,19 @@ class _Piece:
     turn: tuple[int, int] | None
     earned: float
     number: int
-    """Place of the turn in time."""
+    """Chronological number of the turn."""
 
 
 def _join(branches: Sequence[Sample]) -> tuple[Sample, list[NDArray[np.intp]]]:
-    """Return an episode as one sample; and the place of each branch's tokens in it."""
+    """Concatenate the branches of an episode in chronological order.
+
+    Returns the joined sample, and the positions of each branch's tokens in it.
+    """
     _check_branches(branches)
     pieces = _cut_into_pieces(branches)
     offsets = np.cumsum([0, *(len(s.token_ids) for s in branches)])
     order = np.concatenate([np.arange(p.begin, p.end) + offsets[p.branch] for p in pieces])
+    # order maps joined positions to branch positions; place is the inverse permutation, to split advantages again.
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
 
@@ -159,6 +166,7 @@ def _join(branches: Sequence[Sample]) -> tuple[Sample, list[NDArray[np.intp]]]:
     def gather(values: Callable[[Sample], NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate([values(s) for s in branches])[order]
 
+    # A branch without trained tokens was never scored, so it has no columns. The joined sample still gets them.
     trained = [s for s in branches if s.n_trained]
     names = [n for n in (trained[0].columns if trained else ()) if all(n in s.columns for s in trained)]
     joined = replace(
@@ -180,27 +188,27 @@ def _join(branches: Sequence[Sample]) -> tuple[Sample, list[NDArray[np.intp]]]:
 
 
 def _check_branches(branches: Sequence[Sample]) -> None:
-    """Raise RunStopped unless the branches can be those of one episode."""
+    """Raise RunStopped unless the branches are consistent with one episode."""
     who = f"episode {branches[0].episode} of {branches[0].prompt.id}"
     if len(rewards := {s.reward for s in branches}) > 1:
         raise RunStopped(
-            f"the samples of {who} have the rewards {', '.join(sorted(map(str, rewards)))}: an episode has one, which "
-            "each of its samples carries"
+            f"the samples of {who} have the rewards {', '.join(sorted(map(str, rewards)))}; all samples of an episode "
+            "must have the same reward"
         )
     if len({bool(s.failure) for s in branches}) > 1:
-        raise RunStopped(f"some samples of {who} failed and some did not: an episode fails as a whole")
+        raise RunStopped(f"some samples of {who} failed and some did not; set failure on all or none of them")
     if any(s.action_mask[:1].any() for s in branches):
-        raise RunStopped(f"a sample of {who} begins with a token that the policy chose: nothing predicts that one")
+        raise RunStopped(f"a sample of {who} begins with a token that the policy chose; nothing predicts that token")
     with_turns = [s for s in branches if s.spans]
     if len({bool(s.turn_numbers) for s in with_turns}) > 1:
-        raise RunStopped(f"some samples of {who} have turn_numbers and some do not: give all of them, or none")
+        raise RunStopped(f"some samples of {who} have turn_numbers and some do not; set them on all or none")
     numbers = [n for s in with_turns for n in s.turn_numbers]
     if len(numbers) != len({*numbers}):
-        raise RunStopped(f"two turns of {who} have the same number in turn_numbers: a turn is trained on once")
+        raise RunStopped(f"two turns of {who} have the same number in turn_numbers; each turn may be trained on once")
 
 
 def _cut_into_pieces(branches: Sequence[Sample]) -> list[_Piece]:
-    """Cut every branch after each of its turns; return the pieces of all in order of time."""
+    """Cut every branch after each turn; return the pieces of all branches in chronological order."""
     pieces: list[_Piece] = []
     for b, s in enumerate(branches):
         spans, begin = s.spans, 0
@@ -216,7 +224,7 @@ def _cut_into_pieces(branches: Sequence[Sample]) -> list[_Piece]:
 
 
 def _get_column(sample: Sample, name: Any) -> Floats:
-    """Return a column; zeros where the trainer did not compute it, because no token is trained on."""
+    """Return a column, or zeros if the sample has no trained tokens and was never scored."""
     found = sample.columns.get(name)
     return np.zeros(len(sample.token_ids), dtype=sample.float_dtype) if found is None else found
 
@@ -226,7 +234,7 @@ def _get_excluded(sample: Sample) -> Mask:
 
 
 def _take_back(sample: Sample, joined: Sample, place: NDArray[np.intp]) -> Sample:
-    """Return a branch with what an algorithm gave its tokens in the joined episode."""
+    """Return a branch with the joined episode's advantages, exclusions and columns."""
     columns = {name: values[place] for name, values in joined.columns.items()} if sample.n_trained else {}
     return replace(
         sample,

@@ -1,4 +1,4 @@
-"""Images in messages and samples: the bytes of a file as they came, named by their hash."""
+"""Images of messages and samples: original file bytes, identified by their hash."""
 
 from __future__ import annotations
 
@@ -17,73 +17,73 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
-"""Colour modes that become RGB without a colour profile."""
+"""Colour modes that convert to RGB without a colour profile."""
 LARGEST_SIDE = 8192
-"""Pixels of the longest side that is taken."""
+"""Largest accepted side, in pixels."""
 
 
 class ImageRefused(ValueError):
-    """Reason why bytes cannot be used as an image: one clause that follows the name of the row or the file."""
+    """Reason why bytes are not usable as an image: a clause to follow the name of the row or file."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """EncodedImage that has been opened once; `read_image` and `encode_image` make it."""
+    """Image file that has been decoded once, by `read_image` or `encode_image`."""
 
     data: bytes = field(repr=False)
-    """The file: PNG, JPEG, WebP, BMP or GIF with one frame."""
+    """File content: PNG, JPEG, WebP, BMP or GIF with one frame."""
     width: int
     height: int
     """Size in pixels."""
     hash: str
-    """SHA-256 of `data`, in hexadecimal: its name everywhere."""
+    """SHA-256 of `data`, in hexadecimal; identifies the image everywhere."""
 
     def open(self) -> Image:
-        """Return the image in RGB, transparent parts on white."""
+        """Decode the image to RGB, with transparency on white."""
         return _decode(self.data)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """EncodedImage with the tokens of a sample that stand for it."""
+    """Image with the span of tokens that represent it in a sample."""
 
     image: EncodedImage
     begin: int
     end: int
-    """Span [begin, end) of the tokens into which the processor turned one placeholder."""
+    """Span [begin, end) of the tokens to which the processor expanded one placeholder."""
     grid: tuple[int, int] | None = None
-    """Rows and columns of the tokens, for families whose positions have three axes (M-RoPE): rows * columns tokens."""
+    """Rows and columns of the tokens (rows * columns tokens), for families with three position axes (M-RoPE)."""
 
 
 class ImageTokens(Protocol):
-    """Interface of the processor behind a tokenizer to rollouts; see modeling/images/processor.py."""
+    """Interface between rollouts and a model's image processor; see modeling/images/processor.py."""
 
     placeholder_ids: frozenset[int]
-    """Tokens that stand for images only."""
+    """Ids of the tokens that represent images only."""
 
 
 class MaySee(Protocol):
-    """Interface of a tokenizer whose model may see images; see data_feeds/chat/tokenizer.py."""
+    """Interface of a tokenizer whose model may support images; see data_feeds/chat/tokenizer.py."""
 
     @property
     def images(self) -> ImageTokens | None:
-        """Processor of a model that sees images; None for a language model."""
+        """Processor of a vision-language model; None for a language model."""
         ...
 
 
 def read_image(data: bytes) -> EncodedImage:
-    """Decode an image's file once, and return it. Raises ImageRefused for what cannot be used."""
+    """Check an image file by decoding it once. Raises ImageRefused."""
     image = _decode(data)
     return EncodedImage(data, image.width, image.height, hashlib.sha256(data).hexdigest())
 
 
 def describe_image(image: EncodedImage) -> dict[str, str | int]:
-    """Return an image as files and other programs read it: its name and size, and never its bytes."""
+    """Describe an image in JSON for files and other programs: hash and size, without the bytes."""
     return {"type": "image", "sha256": image.hash, "width": image.width, "height": image.height}
 
 
 def encode_image(image: Image) -> EncodedImage:
-    """Encode a drawn image as PNG. Raises ImageRefused for what cannot be used."""
+    """Encode an image as PNG. Raises ImageRefused."""
     drawn = _convert(image)
     file = io.BytesIO()
     drawn.save(file, "PNG")
@@ -108,7 +108,7 @@ def _decode(data: bytes) -> Image:
 
 
 def _convert(image: Image) -> Image:
-    """Return an opened image in RGB, upright, transparent parts on white."""
+    """Convert an opened image to upright RGB, with transparency on white."""
     from PIL import Image, ImageOps
 
     if max(image.size) > LARGEST_SIDE:
@@ -117,6 +117,7 @@ def _convert(image: Image) -> Image:
         raise ImageRefused(f"the image has {image.n_frames} frames, and one is expected")  # pyright: ignore
     if image.mode not in MODES:
         raise ImageRefused(f"the image has the colour mode {image.mode}: convert it to RGB")
+    # Cameras store the rotation as metadata, which the model never sees.
     upright = ImageOps.exif_transpose(image)
     if upright.mode == "I;16":  # grey in 16 bits
         return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8)).convert("RGB")
@@ -128,7 +129,7 @@ def _convert(image: Image) -> Image:
 
 
 def write_data_uri(image: EncodedImage) -> str:
-    """Return an image as text, with the type of its file."""
+    """Encode an image as a data URI with the file's media type."""
     from PIL import Image
 
     with Image.open(io.BytesIO(image.data)) as opened:
@@ -137,7 +138,7 @@ def write_data_uri(image: EncodedImage) -> str:
 
 
 def list_written(length: int, images: Sequence[PlacedImage]) -> list[int]:
-    """Return the places of the tokens after the first that are text: those that a policy could have chosen.
+    """List the positions after the first whose tokens are text. Only these could have been sampled.
 
     >>> list_written(6, [PlacedImage(None, 2, 4)])
     [1, 4, 5]
@@ -147,7 +148,8 @@ def list_written(length: int, images: Sequence[PlacedImage]) -> list[int]:
 
 
 def as_argument(images: Sequence[PlacedImage]) -> dict[str, Any]:
-    """Return the argument `images` of a call; nothing where there are none, so that code for text need not have it.
+    """Return the keyword argument `images` of a call, or none without images, so that text-only code need not accept
+    it.
 
     >>> as_argument([])
     {}
@@ -156,7 +158,7 @@ def as_argument(images: Sequence[PlacedImage]) -> dict[str, Any]:
 
 
 def check_places(places: Sequence[PlacedImage], length: int) -> None:
-    """Raise UserError unless the spans are in order, without overlap, within `length` tokens."""
+    """Raise UserError unless the spans are ordered, disjoint and within `length` tokens."""
     end = 0
     for place in places:
         if not end <= place.begin < place.end <= length:

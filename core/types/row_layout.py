@@ -1,4 +1,4 @@
-"""How trainers lay out the rows of a forward pass, which decides how the driver plans micro-batches."""
+"""Row layout of a trainer's forward passes, by which the driver plans micro-batches."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """Layout of the rows that all models of a trainer take."""
+    """Row layout that all models of a trainer support."""
 
     padded: bool
-    """Whether rows are padded to the longest of their micro-batch."""
+    """Whether rows are padded to the longest of the micro-batch."""
     shares_prefixes: bool
-    """Whether samples of a group share their common beginnings; never with padded rows."""
+    """Whether samples of a group share common prefixes; never with padded rows."""

@@ -1,4 +1,4 @@
-"""Types of what a run writes into summary.json and the run page reads."""
+"""Types of summary.json, written by a run and read by the run page."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import TypedDict
 
 
 class GitState(TypedDict):
-    """State of the code when the run began."""
+    """Git state of the code at the start of the run."""
 
     commit: str
     branch: str
-    """`HEAD` where no branch is checked out."""
+    """`HEAD` if no branch is checked out."""
     changed_files: int
-    """Tracked files that differ from the commit."""
+    """Number of tracked files that differ from the commit."""
 
 
 class Warned(TypedDict):
-    """Warning that the run gave, with its advice."""
+    """Warning of the run, with advice."""
 
     step: int
     rule: str

@@ -1,4 +1,4 @@
-"""Samples as JSON: their images lie elsewhere, each once, and messages and spans name them by their hash."""
+"""Samples as JSON; messages and spans refer to images by hash, and images are stored separately."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from core.types.samples import Sample
 
 
 def collect_images(samples: Iterable[Sample]) -> dict[str, EncodedImage]:
-    """Return every image that samples see, or that their messages hold, by its hash."""
+    """Collect the images of samples and their messages, by hash."""
     found: dict[str, EncodedImage] = {}
     for sample in samples:
         found |= {place.image.hash: place.image for place in sample.images}
@@ -20,12 +20,12 @@ def collect_images(samples: Iterable[Sample]) -> dict[str, EncodedImage]:
 
 
 def describe_places(places: Sequence[PlacedImage]) -> list[list[Any]]:
-    """Return where images stand, as JSON."""
+    """Describe image spans as JSON."""
     return [[place.image.hash, place.begin, place.end, place.grid] for place in places]
 
 
 def restore_places(described: Sequence[Sequence[Any]], images: Mapping[str, EncodedImage]) -> tuple[PlacedImage, ...]:
-    """Return what `describe_places` described."""
+    """Invert `describe_places`."""
     return tuple(
         PlacedImage(images[name], begin, end, None if grid is None else (grid[0], grid[1]))
         for name, begin, end, grid in described
@@ -33,7 +33,7 @@ def restore_places(described: Sequence[Sequence[Any]], images: Mapping[str, Enco
 
 
 def restore_messages(described: Sequence[dict[str, Any]], images: Mapping[str, EncodedImage]) -> list[Message]:
-    """Return the messages that core.types.messages.describe_messages described."""
+    """Invert core.types.messages.describe_messages."""
     return [cast(Message, _restore_message(message, images)) for message in described]
 
 

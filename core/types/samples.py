@@ -1,13 +1,13 @@
-"""The types that flow: Prompt -> Sample -> Batch -> (Policy, Tokens).
+"""Types that flow through a step: Prompt -> Sample -> Batch -> (Policy, Tokens).
 
-A Prompt is one row of a data set. A Sample is one token sequence with a record of which tokens the policy
-chose. A Batch is many Samples end to end for one forward pass. Tokens are the tokens of a Batch that are
-trained on, and all that a loss sees of it.
+A Prompt is a row of a data set. A Sample is a token sequence with a mask of the tokens that the policy chose. A Batch
+is
+many Samples end to end for one forward pass. Tokens are the trained tokens of a Batch, the only input of a loss.
 
-Four policies, four names, everywhere:
+Four policies, with the same names everywhere:
     logp          the policy being trained, now; carries gradient
-    rollout_logp  the engine that sampled the token, at the time
-    prox_logp     the trainer's policy when this step began
+    rollout_logp  the engine that sampled the token, when it was sampled
+    prox_logp     the trainer's policy at the start of the step
     ref_logp      the frozen reference model
 """
 
@@ -45,12 +45,12 @@ LossNorm = Literal["token", "sequence", "sequence_sum", "constant", "prompt"]
 Stop = Literal["eos", "length", "turns"]
 
 ScoredColumn = Literal["prox_logp", "ref_logp", "teacher_logp", "values"]
-"""Per-token quantity that the trainer can compute before the advantages."""
+"""Per-token quantity that the trainer computes before the advantages."""
 Column = ScoredColumn | Literal["returns", "reference_point"]
-"""Per-token quantity that the trainer computes, or that compute_advantages adds."""
+"""Per-token quantity that the trainer computes or compute_advantages adds."""
 
 Rows = Literal["conversations", "pairs", "unpaired"]
-"""Kind of a supervised row: a conversation, a chosen and a rejected completion, or a completion with a label."""
+"""Kind of supervised row: conversation, chosen and rejected completion, or completion with a label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,70 +61,75 @@ class Prompt:
     """Unique name of the row ("gsm8k/17")."""
     messages: list[Message]
     answer: str = ""
-    """Ground truth for the reward; the policy never sees it."""
+    """Ground truth for the reward, hidden from the policy."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Other columns of the row, for rewards and environments."""
     source: str = ""
-    """Name of the data set that the row comes from."""
+    """Name of the row's data set."""
     tools: list[ToolSpec] = field(default_factory=list[ToolSpec])
-    """Tools that the policy may call: the row's, and those of its environment."""
+    """Tools available to the policy: the row's and the environment's."""
 
 
+# eq=False: the generated == would compare arrays, and an array of booleans has no truth value.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """Token sequence. Every array has the same length L; entry t is about token t.
+    """Token sequence. Every array has length L; entry t belongs to token t.
 
-    There is no prompt/response split: in a multi-turn episode the two alternate, so `action_mask`
-    alone says which tokens the policy chose.
+    There is no prompt/response split: in a multi-turn episode the two alternate, so only `action_mask` identifies the
+    tokens that the policy chose.
 
-    Arrays are read-only, as they are where they come out of Ray: `replace` makes a sample with others. All floats of a
-    sample have one dtype: float32, or float64 in tests of exactness. `make_sample` converts lists.
+    Arrays are read-only, as Ray returns them; use `replace` to change them. All floats of a sample have one dtype:
+    float32,
+    or float64 in tests of exactness. `make_sample` converts lists.
     """
 
     prompt: Prompt
     token_ids: Ids
     """[L] int32."""
     action_mask: Mask
-    """[L] bool, True where the policy chose the token; False for a reply that an earlier branch of its episode has."""
+    """[L] bool, True for tokens that the policy chose; False for a reply already in an earlier branch of the episode.
+    """
     rollout_logp: Floats
-    """[L] float32, the engine's log-probability at the sampling temperature where action_mask is True, 0 elsewhere."""
+    """[L] float32, the engine's log-probability at the sampling temperature; 0 outside action_mask."""
     versions: Ids
-    """[L] int32, policy version that sampled the token where action_mask is True, -1 elsewhere."""
+    """[L] int32, policy version that sampled the token; -1 outside action_mask."""
     stop: Stop = "eos"
-    """Reason why the sample ended: a stop token or stop string, the token budget, or the number of turns."""
+    """Reason for the end of the sample: stop token or stop string, token budget, or number of turns."""
     reward: float | None = None
-    """Weighted sum of the reward parts; None when there is no reward, or when the reward failed."""
+    """Weighted sum of the reward parts; None without a reward or if it failed."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """The reward's named parts, before weighting."""
+    """Named parts of the reward, before weighting."""
     failure: str = ""
-    """Reason why this sample has no reward: the last line of the traceback, or "timeout"; else ""."""
+    """Reason for a missing reward: last line of the traceback, or "timeout"; "" otherwise."""
     completion: str | None = None
-    """Text from the first sampled token on, decoded where it was sampled, for the sample files; None if nobody did."""
+    """Decoded text from the first sampled token on, for the sample files; None if not decoded."""
     transcript: list[Message] = field(default_factory=list[Message])
-    """Messages after the prompt, for the sample files; empty for a single reply of plain text."""
+    """Messages after the prompt, for the sample files; empty for a single plain-text reply."""
     counts: dict[str, float] = field(default_factory=dict[str, float])
-    """Numbers of the episode for the log, which no reward sees: turns, tool calls. Of an episode with several samples
-    the first has them."""
+    """Numbers of the episode for the log, hidden from rewards: turns, tool calls. Stored in an episode's first sample.
+    """
     advantage: Floats | None = None
     """[L] float32, advantage of each token, computed by the algorithm once per step."""
     columns: dict[Column, Floats] = field(default_factory=dict)
-    """[L] float32 each: what the trainer computed because the algorithm requires it, and what the advantages added."""
+    """[L] float32 each: quantities that the algorithm requires from the trainer, or that compute_advantages added."""
     excluded: Mask | None = None
-    """[L] bool, True where the algorithm does not train on a token that the policy chose."""
+    """[L] bool, True for chosen tokens that the algorithm does not train on."""
     episode: int | None = None
-    """Number of the episode in its group. Samples of one number are branches of one episode: they have the same reward,
-    and no sampled token is trained on in two of them. None: an episode of its own."""
+    """Number of the episode in the group. Samples with the same number are branches of one episode: they share the
+    reward, and
+    no sampled token is trained on twice. None: the sample is a whole episode."""
     turns: Spans = ()
-    """Token spans [begin, end) of the policy's turns in this sample, in order; together they are its sampled tokens.
-    Empty: each run of sampled tokens is a turn."""
+    """Token spans [begin, end) of the policy's turns in this sample, in order; together they cover the sampled tokens.
+    Empty:
+    each run of sampled tokens is a turn."""
     turn_rewards: tuple[float, ...] = ()
-    """Part of `reward` that each turn earned; what they leave of it came with the last turn. Empty: all came then."""
+    """Share of `reward` that each turn earned; the last turn earned the remainder. Empty: the last turn earned all."""
     turn_numbers: tuple[int, ...] = ()
-    """Number of each turn in its episode, by time. Empty: the samples of an episode followed one another."""
+    """Chronological number of each turn in the episode. Empty: the episode's samples followed one another."""
     player: int = 0
-    """Side that the policy played, in a game in which it plays several; see core.types.episodes.split_players."""
+    """Side played by the policy, in a game where it plays several; see core.types.episodes.split_players."""
     images: tuple[PlacedImage, ...] = ()
-    """Images that its tokens stand for, in the order of the tokens."""
+    """Images that the tokens represent, in token order."""
 
     def __post_init__(self) -> None:
         n, floats = len(self.token_ids), self.float_dtype
@@ -150,15 +155,16 @@ class Sample:
 
     @property
     def float_dtype(self) -> np.dtype[Any]:
-        """Dtype of every float of the sample."""
+        """Dtype of all floats of the sample."""
         return DOUBLE if getattr(self.rollout_logp, "dtype", SINGLE) == DOUBLE else SINGLE
 
     @property
     def loss_mask(self) -> Mask:
-        """[L] True where the token is trained on: never the first, which nothing predicts; none of a failed sample."""
+        """[L] bool, True for trained tokens; never the first token, nor any token of a failed sample."""
         if self.failure:
             return np.zeros(len(self.action_mask), dtype=BOOLS)
         chosen = self.action_mask.copy()
+        # A logit predicts the next token, so the first token of a sequence has no prediction.
         chosen[:1] = False
         if self.excluded is not None:
             chosen &= ~self.excluded
@@ -176,13 +182,13 @@ class Sample:
 
     @property
     def n_trained(self) -> int:
-        """Number of tokens that are trained on."""
+        """Number of trained tokens."""
         if self.failure or self.excluded is not None:
             return int(np.count_nonzero(self.loss_mask))
         return int(np.count_nonzero(self.action_mask[1:]))  # the same, without a copy
 
     def with_advantage(self, advantage: float | Floats) -> Sample:
-        """Return the sample with an advantage: a number for all of its tokens, or an array [L]."""
+        """Return the sample with an advantage: a number for all tokens, or an array [L]."""
         each = np.empty(len(self.token_ids), dtype=self.float_dtype)
         each[:] = advantage
         each.setflags(write=False)
@@ -202,7 +208,7 @@ def make_sample(
     dtype: np.dtype[Any] = SINGLE,
     **others: Any,
 ) -> Sample:
-    """Return a Sample whose per-token fields are given as lists; its floats are of `dtype`."""
+    """Create a Sample from lists of per-token values. `dtype`: dtype of the floats."""
     if others.get("advantage") is not None:
         others["advantage"] = to_column(others["advantage"], dtype)
     if others.get("excluded") is not None:
@@ -224,4 +230,4 @@ def make_sample(
 
 
 Group = list[Sample]
-"""Samples of one prompt; group-relative baselines are taken over it."""
+"""Samples of one prompt, over which group-relative baselines are computed."""

@@ -1,4 +1,4 @@
-"""Turns of an episode: which tokens each reply of the policy holds, and what it earned."""
+"""Turns of an episode: token span, reward and number of each reply of the policy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def find_runs(mask: Mask) -> Spans:
-    """Return the spans where the mask is True, as long as they can be.
+    """Return the maximal spans in which the mask is True.
 
     >>> find_runs(np.array([False, True, True, False, True]))
     ((1, 3), (4, 5))
     """
+    # Indices at which the mask changes; a run at either end of the mask has no change there.
     edges: list[int] = ((mask[1:] != mask[:-1]).nonzero()[0] + 1).tolist()
     if len(mask) and mask[0]:
         edges.insert(0, 0)
@@ -28,7 +29,7 @@ def find_runs(mask: Mask) -> Spans:
 
 
 def check_colocation(turns: Spans, rewards: Sequence[float], numbers: Sequence[int], action_mask: Mask) -> None:
-    """Raise UserError unless the turns are in order and are the sampled tokens, with one reward and number each."""
+    """Raise UserError unless ordered turns cover exactly the sampled tokens, with one reward and number each."""
     end = 0
     for begin, after in turns:
         if not end <= begin < after <= len(action_mask):
@@ -38,14 +39,14 @@ def check_colocation(turns: Spans, rewards: Sequence[float], numbers: Sequence[i
             )
         if not action_mask[begin:after].all():
             raise UserError(
-                f"the turn ({begin}, {after}) of a Sample holds a token that the policy did not choose: a turn is what "
-                "the policy sampled in one reply, as action_mask has it"
+                f"the turn ({begin}, {after}) of a Sample contains a token that the policy did not choose; a turn "
+                "must lie within action_mask"
             )
         end = after
     covered = sum(after - begin for begin, after in turns)
     if turns and covered != (sampled := int(np.count_nonzero(action_mask))):
         raise UserError(
-            f"the turns of a Sample hold {covered} of its {sampled} sampled tokens: give the span of every reply"
+            f"the turns of a Sample cover {covered} of its {sampled} sampled tokens; add the span of every reply"
         )
     for name, values in (("turn_rewards", rewards), ("turn_numbers", numbers)):
         if values and len(values) != len(turns):

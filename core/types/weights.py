@@ -1,4 +1,4 @@
-"""Types of exported weights: named tensors that travel together, and how much of a model is exported."""
+"""Types of exported weights: buckets of named tensors, and the scope of an export."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import Literal
 from torch import Tensor
 
 Bucket = list[tuple[str, Tensor]]
-"""Named full tensors that travel together."""
+"""Named full tensors, transferred together."""
 ExportScope = Literal["whole", "adapter"]
-"""Tensors to export: all weights of a model, with its adapter (if any) merged in; or the adapter alone."""
+"""Tensors to export: all weights of a model, with any adapter merged in; or only the adapter."""

@@ -272,7 +272,7 @@ def test_a_tool_that_takes_too_long_is_answered():
 
 
 def test_a_tool_that_holds_the_process_ends_the_run_with_its_line():
-    with pytest.raises(RunStopped, match=r"the tool block held the process for Stuck.tool_timeout_s.*test_tools.py"):
+    with pytest.raises(RunStopped, match=r"the tool block blocked the process for Stuck.tool_timeout_s.*test_tools.py"):
         answer(Stuck(PROMPT), calls_of(("block", {})))
 
 
