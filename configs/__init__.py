@@ -1,4 +1,4 @@
 """Schema of recipes, and the recipes themselves.
 
-Imports core alone. Begin with schema.py, whose `RLConfig` and `SLConfig` hold the sections of the other files.
+Imports only core. Begin with schema.py: `RLConfig` and `SLConfig` contain the sections of the other files.
 """

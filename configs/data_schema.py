@@ -14,25 +14,26 @@ TrainOn = Literal["everything", "last_reply"] | list[str]
 
 
 class SourceConfig(StrictModel):
-    """Describe one data set of a mixture, or the only one."""
+    """Data set of a mixture, or the only data set."""
 
     path: str
-    """A Parquet, JSONL or CSV file (also .jsonl.gz, .csv.gz), a folder written by datasets.save_to_disk, or hub:NAME
+    """Parquet, JSONL or CSV file (also .jsonl.gz, .csv.gz), folder written by datasets.save_to_disk, or hub:NAME
     (hub:NAME/CONFIG)."""
     name: str = Field("", pattern="^[^/]*$")
-    """Name of the source in the log, without "/" and unique within a mixture. Unset: the name of the file or data
-    set."""
+    """Name of the source in the log, without "/" and unique in a mixture. Unset: name of the file or data set."""
     ratio: float = Field(1.0, gt=0)
-    """Rows drawn from this source, relative to the other sources. Exact: counts of any prefix are within one row of
-    it."""
+    """Rows drawn from this source, relative to the other sources. Exact: after any number of rows, each source's count
+    differs
+    from its share by less than a row."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     columns: dict[str, str] = Field({})
-    """Mapping from our column names to those of the data set, where they differ. Ours: id, messages, tools, answer,
-    chosen, rejected, label, image, images. A column of plain text under `messages` is one user turn, after the images
-    of the row."""
+    """Mapping from our column names to those of the data set, if they differ. Ours: id, messages, tools, answer,
+    chosen,
+    rejected, label, image, images. A plain-text column mapped to `messages` becomes a user turn, after the row's
+    images."""
     replacement: bool = False
-    """true: draw each row at random from all rows. false: every row comes once per epoch."""
+    """true: draw each row at random from all rows. false: draw every row once per epoch."""
 
     @field_validator("columns")
     @classmethod
@@ -53,19 +54,21 @@ class SourceConfig(StrictModel):
 
 
 class TemplateConfig(StrictModel):
-    """Keys of `data` that say how a conversation becomes tokens."""
+    """Keys of `data` for the conversion of conversations to tokens."""
 
     template: Literal["chat", "plain"] = "chat"
-    """How messages become text. chat: by the tokenizer's chat template. plain: the contents are concatenated."""
+    """Conversion of messages to text. chat: the tokenizer's chat template. plain: concatenated contents."""
     template_args: dict[str, Any] = Field({})
-    """Arguments of the chat template, such as {enable_thinking: false}: for prompts, held-out rows and supervised rows
-    alike. One that the template does not read is refused."""
+    """Arguments of the chat template, such as {enable_thinking: false}, for all rows: prompts, held-out and supervised
+    rows.
+    Arguments that the template does not read are refused."""
     system_prompt: str | None = Field(None, min_length=1)
-    """System turn of every row that has none of its own. A template that would leave it out is refused."""
+    """System message for every row without a system message. Refused if the template would drop it."""
 
     max_image_pixels: int = Field(2**24, ge=1)
-    """Largest image of a row, in pixels: width times height. Rows with a larger one are invalid, and so are those
-    with a side of more than 8192 pixels."""
+    """Maximum pixels of an image: width times height. Rows with a larger image are invalid, as are rows with an image
+    side
+    above 8192 pixels."""
 
     @model_validator(mode="after")
     def plain_text_has_no_template(self) -> TemplateConfig:
@@ -75,22 +78,24 @@ class TemplateConfig(StrictModel):
 
 
 class DataConfig(TemplateConfig):
-    """Keys of `data` that both programs read."""
+    """Keys of `data` shared by RL and supervised runs."""
 
     train: str | list[SourceConfig]
-    """Training rows: the `path` of a source (data_prep/ makes such files), or a mixture: a list of sources, each with a
-    path and a ratio. Rows have id, messages, answer, and tools that may be called. Pairs also have chosen and rejected,
-    unpaired rows label."""
+    """Training rows: a source's `path` (data_prep/ creates such files), or a mixture as a list of sources with path and
+    ratio.
+    Columns: id, messages, answer, and tools available to the policy. Pairs also have chosen and rejected, unpaired rows
+    label."""
     eval: str | SourceConfig | None = None
-    """Held-out rows with the same columns: reward (or loss) on them is measured before and after training."""
+    """Held-out rows with the same columns. Reward (or loss) on them is measured before and after training."""
     eval_rows: int = Field(200, ge=1)
-    """Largest number of rows of `eval` to use."""
+    """Maximum number of rows of `eval` to use."""
     max_invalid_fraction: float = Field(0.1, ge=0, le=1)
-    """Largest fraction of invalid rows (a missing or empty column, too long, no reply). They are counted and shown; a
-    larger fraction stops the run before it starts."""
+    """Maximum fraction of invalid rows (missing or empty column, too long, no reply). Invalid rows are counted and
+    shown. A
+    larger fraction stops the run at the start."""
 
     def list_sources(self, which: Literal["train", "eval"]) -> list[SourceConfig]:
-        """Return the sources of `train` or `eval`; empty where it is unset."""
+        """Return the sources of `train` or `eval`; empty if unset."""
         given = self.train if which == "train" else self.eval
         listed = given if isinstance(given, list) else [] if given is None else [given]
         return [SourceConfig(path=source) if isinstance(source, str) else source for source in listed]
@@ -109,17 +114,17 @@ class PromptDataConfig(DataConfig):
     """Prompts of reinforcement learning."""
 
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Longest prompt, in tokens. Rows with a longer one are invalid."""
+    """Maximum tokens of a prompt. Rows with a longer prompt are invalid."""
 
 
 class RowDataConfig(DataConfig):
     """Rows of supervised learning."""
 
     train_on: TrainOn = Field(["assistant"])
-    """Roles whose turns are trained on, with their end-of-turn tokens. last_reply: only the last assistant turn
-    (completion-only). everything: every token. Preference algorithms always use the last reply."""
+    """Roles whose turns are trained on, end-of-turn tokens included. last_reply: only the last assistant turn
+    (completion-only). everything: all tokens. Preference algorithms always use the last reply."""
     max_tokens: int = Field(1024, ge=1)
-    """Longest row, in tokens. Longer rows are invalid."""
+    """Maximum tokens of a row. Longer rows are invalid."""
 
     @model_validator(mode="after")
     def trains_on_something(self) -> RowDataConfig:

@@ -1,4 +1,4 @@
-"""The configuration of an evaluation. Its sections are those of a training recipe, where they mean the same."""
+"""Configuration of an evaluation; shared sections have the same meaning as in training recipes."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from configs.rollout_schema import RewardConfig, RolloutConfig
 from core.strict_model import Seconds, StrictModel
 
 OF_PROMPTS = ("id", "messages", "tools", "answer", "image", "images")
-"""Columns of a prompt that go by our names."""
+"""Prompt columns, under our names."""
 
 
 class EvalModelConfig(StrictModel):
     """Keys of `model` in an evaluation."""
 
     path: str
-    """Hugging Face folder, such as the `model` of a run folder, or name on the hub; or a checkpoint of a run
-    (`checkpoints/step_00010`), whose weights are written as a model first."""
+    """Hugging Face folder (such as `model` of a run folder), Hub model id, or checkpoint of a run
+    (`checkpoints/step_00010`). A checkpoint's weights are first written as a model."""
     adapter: str | None = None
-    """Folder of a LoRA adapter in PEFT's format, to be merged into the model; unset evaluates the model as it is."""
+    """Folder of a LoRA adapter in PEFT's format, merged into the model. Unset: no adapter."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the weights."""
     trust_remote_code: bool = False
-    """Run code that comes with the model. Read that code first."""
+    """Run code shipped with the model. Read that code first."""
 
 
 class EvalSetConfig(StrictModel):
-    """Describe one data set of an evaluation: an entry of the list `data.sets`."""
+    """Data set of an evaluation: an entry of `data.sets`."""
 
     path: str
-    """A Parquet or JSONL file, a folder written by datasets.save_to_disk, or hub:NAME (hub:NAME/CONFIG)."""
+    """Parquet or JSONL file, folder written by datasets.save_to_disk, or hub:NAME (hub:NAME/CONFIG)."""
     name: str = Field("", pattern="^[^/]*$")
-    """Name of the data set in the results, unique. Unset: the name of the file or data set."""
+    """Unique name of the data set in the results. Unset: name of the file or data set."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     columns: dict[str, str] = Field({})
-    """Mapping from our column names (id, messages, tools, answer, image, images) to those of the data set, where they
+    """Mapping from our column names (id, messages, tools, answer, image, images) to those of the data set, if they
     differ."""
     rows: int | None = Field(None, ge=1)
-    """Largest number of rows to use; unset uses all."""
+    """Maximum number of rows to use. Unset: all."""
     samples: int | None = Field(None, ge=1)
-    """Samples per prompt of this data set; unset is `samples` of the recipe."""
+    """Samples per prompt of this data set. Unset: `samples` of the recipe."""
 
     @field_validator("columns")
     @classmethod
@@ -55,7 +55,7 @@ class EvalSetConfig(StrictModel):
 
     @property
     def source(self) -> SourceConfig:
-        """The same rows as a source of training."""
+        """The data set as a training source."""
         return SourceConfig(path=self.path, name=self.name, split=self.split, columns=self.columns)
 
 
@@ -63,13 +63,14 @@ class EvalDataConfig(TemplateConfig):
     """Keys of `data` in an evaluation."""
 
     sets: list[EvalSetConfig] = Field(min_length=1)
-    """Data sets: a list of {path: ..., name: ...}. Rows have id, messages and answer; see data_prep/."""
+    """Data sets: a list of {path: ..., name: ...}. Columns: id, messages and answer; see data_prep/."""
     by: list[str] = Field([])
-    """Columns of the rows, such as difficulty or subject, whose values get rows of their own in the results."""
+    """Columns, such as difficulty or subject, by whose values results are broken down."""
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Longest prompt, in tokens. Rows with a longer one are invalid."""
+    """Maximum tokens of a prompt. Rows with a longer prompt are invalid."""
     max_invalid_fraction: float = Field(0.0, ge=0, le=1)
-    """Largest fraction of invalid rows of a data set. They are not evaluated, so by default none may be."""
+    """Maximum fraction of invalid rows of a data set. Invalid rows are not evaluated, so none are allowed by default.
+    """
 
     @model_validator(mode="after")
     def sets_have_names(self) -> EvalDataConfig:
@@ -83,7 +84,7 @@ class EvalRolloutConfig(RolloutConfig):
     """Keys of `rollout` in an evaluation."""
 
     temperature: float = Field(1.0, ge=0, le=100)
-    """Sampling temperature. 0 is greedy: the most probable token is taken, and one sample per prompt says all."""
+    """Sampling temperature. 0: greedy decoding, for which a single sample per prompt suffices."""
 
     @field_validator("temperature")
     @classmethod
@@ -99,24 +100,27 @@ class EvalConfig(StrictModel):
     name: str = Field(pattern=r"^[^/\x00-\x1f.][^/\x00-\x1f]{0,99}$")
     """Name of the evaluation; the run folder is <run_dir>/<name>-<time>."""
     seed: int = Field(0, ge=0)
-    """Seed of all sampling. With the seed of a training run, the samples of its held-out rows are those of its
-    evaluation."""
+    """Seed of all sampling. With a training run's seed, held-out rows get the same samples as in that run's evaluation.
+    """
     backend: Literal["ray", "local"] = "ray"
-    """Where engines run. ray: in Ray actors. local: one engine, in this process."""
+    """Processes of engines. ray: Ray actors. local: a single engine, in this process."""
     device: Literal["auto", "cuda"] = "auto"
-    """Device of the engines. auto: GPUs where there are some, else the CPU. cuda: refuse to run without enough GPUs."""
+    """Device of the engines. auto: GPUs if there are any, otherwise the CPU. cuda: refuse to run without enough GPUs.
+    """
     ray_address: str | None = None
-    """Address (host:port) of a running Ray cluster; unset starts a private one on this machine."""
+    """Address (host:port) of a running Ray cluster. Unset: start a private cluster on this machine."""
     ship_code: bool = False
-    """With `ray_address`: send this clone's code to every machine of the cluster, which then needs none. Files of your
-    own that the recipe names must still be at the same path everywhere."""
+    """With `ray_address`: send this clone's code to every machine of the cluster, which then needs no clone. Your own
+    files
+    named in the recipe must still exist on every machine, under the same path."""
     run_dir: str = "runs"
-    """Folder in which run folders are made."""
+    """Parent folder of run folders."""
     resume: str | None = None
-    """Run folder of an evaluation that was ended early: its samples are kept, and what is missing is sampled, in a new
-    run folder. Settings that change the samples must be the same."""
+    """Run folder of an interrupted evaluation. Its samples are reused, and missing samples are generated, in a new run
+    folder.
+    Settings that change the samples must be equal."""
     timeout_s: Seconds = 1800.0
-    """Deadline of the start of an engine, in seconds."""
+    """Deadline of an engine's start in seconds."""
     model: EvalModelConfig
     data: EvalDataConfig
     reward: RewardConfig
@@ -124,28 +128,28 @@ class EvalConfig(StrictModel):
     samples: int = Field(1, ge=1)
     """Samples per prompt."""
     k: list[Annotated[int, Field(ge=1)]] = Field([])
-    """Numbers of samples k of pass@k, pass^k and majority@k. Unset: the powers of two up to `samples`, and that."""
+    """Values of k for pass@k, pass^k and majority@k. Unset: the powers of two up to `samples`, and `samples`."""
     pass_reward: float = 1.0
-    """Smallest reward of a sample that passes."""
+    """Minimum reward of a sample that passes."""
     resamples: int = Field(1000, ge=100, le=100_000)
-    """Draws of the bootstrap that makes the 95 % confidence intervals."""
+    """Bootstrap draws for the 95 % confidence intervals."""
     prompts_per_engine: int = Field(64, ge=1)
-    """Number of prompts that each engine works on at a time."""
+    """Number of prompts in progress per engine."""
     prompts_per_part: int = Field(32, ge=1)
-    """Number of prompts that are written together: an evaluation that is killed loses fewer finished ones than this."""
+    """Number of prompts written together. A killed evaluation loses fewer finished prompts than this."""
 
     @property
     def n_steps(self) -> int:
-        """Steps of the run, of which an evaluation has one."""
+        """Number of steps, 1 for an evaluation."""
         return 1
 
     @property
     def longest_sample(self) -> int:
-        """Tokens of the longest possible sample."""
+        """Maximum tokens of a sample."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
     def count_samples(self, of: EvalSetConfig) -> int:
-        """Return the samples per prompt of a data set."""
+        """Return the number of samples per prompt of a data set."""
         return of.samples or self.samples
 
     @model_validator(mode="after")

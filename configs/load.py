@@ -1,4 +1,4 @@
-"""Read a recipe: YAML, `a.b=value` overrides, validation; every mistake becomes one sentence that names the key."""
+"""Load a recipe: YAML, `a.b=value` overrides, validation. Every mistake becomes a sentence that names the key."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from core.text.text_files import read_text
 
 
 def read_recipe(recipe: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Read a recipe and the recipes that it builds on: `base: other.yaml` names one, relative to the file's folder.
+    """Read a recipe and its base recipes: `base: other.yaml`, relative to the recipe's folder.
 
-    recipe: the path of a file, or its keys and values, whose `base` is relative to the working folder.
+    recipe: path of a file, or a mapping of keys, whose `base` is relative to the working folder.
     """
     if isinstance(recipe, str):
         raw, seen = read_yaml(recipe), [Path(recipe).resolve()]
@@ -37,7 +37,7 @@ def read_recipe(recipe: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_recipes(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` with what `own` states, section by section; an `alg` that names another algorithm replaces it.
+    """Merge `own` into `base`, section by section; an `alg` with another algorithm replaces the section.
 
     >>> merge_recipes({"steps": 2, "trainer": {"lr": 1, "ranks": 2}}, {"trainer": {"lr": 3}})
     {'steps': 2, 'trainer': {'lr': 3, 'ranks': 2}}
@@ -47,6 +47,7 @@ def merge_recipes(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in own.items():
         below = base.get(key)
+        # Hyper-parameters of the base's algorithm would be unknown keys of another algorithm.
         is_other_algorithm = key == "alg" and isinstance(value, dict) and bool({"name", "file"} & value.keys())
         if isinstance(value, dict) and isinstance(below, dict) and not is_other_algorithm:
             merged[key] = merge_recipes(below, value)
@@ -56,7 +57,7 @@ def merge_recipes(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping; UserError names the line of a mistake."""
+    """Read a YAML file with a mapping. Raises UserError with the line of a mistake."""
     file = Path(path)
     if not os.path.isfile(path):  # unlike file.is_file, False for a name that is too long
         recipes = [p.name for p in file.parent.glob("*.yaml")] if os.path.isdir(file.parent) else []
@@ -77,7 +78,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 class StrictLoader(yaml.SafeLoader):
-    """YAML loader that refuses a key given twice; plain YAML would silently use the second value."""
+    """YAML loader that refuses duplicate keys; plain YAML would silently use the second value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -90,11 +91,11 @@ class StrictLoader(yaml.SafeLoader):
 
 
 DEEPEST = 32
-"""Sections above a key: far more than there are, and few enough for whatever walks through them."""
+"""Maximum number of sections above a key: far more than exist, and few enough for recursive functions."""
 
 
 def apply_override(raw: dict[str, Any], item: str) -> None:
-    """Apply one `a.b=value` in place; the value is YAML."""
+    """Apply `a.b=value` in place; the value is YAML."""
     keys, equals, value = item.partition("=")
     if not equals or not keys:
         raise UserError(f"override {item!r:.200} is not of the form key=value, such as trainer.lr=1e-5")
@@ -117,7 +118,7 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
 
 
 def validate(cls: type[BaseModel], raw: dict[str, Any], *, prefix: str) -> Any:
-    """Build the model from parsed YAML. Raises UserError that names the first wrong key, with `prefix` before it."""
+    """Build the model from parsed YAML. Raises UserError that names the first wrong key, prefixed by `prefix`."""
     try:
         return cls.model_validate(raw)
     except ValidationError as error:
@@ -127,20 +128,21 @@ def validate(cls: type[BaseModel], raw: dict[str, Any], *, prefix: str) -> Any:
 
 
 def without_branches(found: list[Any]) -> list[Any]:
-    """Return the errors under keys of the recipe; of a union, only those of the choice that was meant."""
+    """Return errors under keys of the recipe; for a union, only errors of the intended choice."""
+    # pydantic reports an error for every choice of a union, and a user has written only one of them.
     meant = [e for e in found if not any(map(is_branch, e["loc"][-1:]))] or found[:1]
     return [e | {"loc": tuple(p for p in e["loc"] if not is_branch(p))} for e in meant]
 
 
 def is_branch(part: str | int) -> bool:
-    """Tell whether a part of a location is pydantic's name for a choice of a union, and no key of a recipe."""
+    """Tell whether a location's part is pydantic's name for a union's choice instead of a key."""
     choices = ("list[", "dict[", "literal[")
     named = ("str", "int", "SourceConfig", "EngineRange")
     return isinstance(part, str) and (part in named or part.startswith(choices))
 
 
 def describe_error(cls: type[BaseModel], found: Any, prefix: str) -> str:
-    """Write one pydantic error as one sentence."""
+    """Describe a pydantic error in one sentence."""
     loc = [str(p) for p in found["loc"]]
     key = quote(prefix + ".".join(loc))
     match found["type"]:
@@ -159,7 +161,7 @@ def describe_error(cls: type[BaseModel], found: Any, prefix: str) -> str:
 
 
 def section_at(cls: type[BaseModel], loc: list[str]) -> type[BaseModel]:
-    """Return the section of the configuration in which a location lies."""
+    """Return the configuration section at a location."""
     for key in loc:
         if key.isdigit():
             continue
@@ -171,7 +173,7 @@ def section_at(cls: type[BaseModel], loc: list[str]) -> type[BaseModel]:
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the sections that a field may hold: itself, in a list, or as a choice of a union."""
+    """List the section classes that a field may contain: directly, in a list, or as a union's choice."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for choice in get_args(annotation) for section in sections_in(choice)]

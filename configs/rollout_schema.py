@@ -12,11 +12,11 @@ from core.strict_model import Seconds, StrictModel
 
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 RewardWeights = float | dict[str, float]
-"""Weight of a function's only part, or of its part `correct`; or a weight for each part that counts."""
+"""Weight of a function's only part or of the part `correct`; or a weight per part."""
 
 
 def _check_weights(given: Any) -> Any:
-    """Return the weight, or the weights of the parts, of one function."""
+    """Validate a function's weight, or the weights of its parts."""
     numbers = list(given.values()) if isinstance(given, dict) else [given]
     if not numbers or not all(type(n) in (int, float) and abs(n) <= 1e6 for n in numbers):
         raise ValueError(
@@ -29,7 +29,7 @@ FunctionWeights = dict[str, Annotated[Any, AfterValidator(_check_weights)]]
 
 
 def name_function(name_or_path: str) -> str:
-    """Return the name of a reward function in the log.
+    """Return a reward function's name in the log.
 
     >>> name_function("gsm8k"), name_function("mine/short.py")
     ('gsm8k', 'short')
@@ -42,30 +42,34 @@ class RewardConfig(StrictModel):
 
     function: str | None = None
     """Reward function: a module of rewards/, or the path of a Python file with a function `score(prompt, messages)`.
-    Set this or `functions`."""
+    Set
+    either this or `functions`."""
     functions: FunctionWeights = Field({})
-    """Several reward functions, each with its weight: {gsm8k: 1.0, my_length.py: 0.2}. The weight is that of the part
-    `correct`, or of the only part; {my_length.py: {short: 0.2, polite: 0.1}} weighs parts one by one. Parts are logged
-    as <function>.<part>."""
+    """Several reward functions with weights: {gsm8k: 1.0, my_length.py: 0.2}. The weight applies to the part `correct`,
+    or to
+    the only part; {my_length.py: {short: 0.2, polite: 0.1}} weights each part. Parts are logged as <function>.<part>.
+    """
     by_source: dict[str, FunctionWeights] = Field({})
-    """Functions for the rows of one data source, by its name, instead of `function` or `functions`:
-    {gsm8k: {math_verify: 1.0}}. Where neither function nor functions is set, every source is listed."""
+    """Functions for the rows of a data source, by the source's name, instead of `function` or `functions`: {gsm8k:
+    {math_verify: 1.0}}. Without function and functions, every source must be listed."""
     weights: dict[str, Weight] = Field({})
-    """Weights of the parts that `function` returns, and of an environment's scores. The reward is the sum of
-    weight x part. Every part is logged. Unset with `function`: {correct: 1.0}."""
+    """Weights of the parts returned by `function`, and of an environment's scores. The reward is the sum of weight x
+    part.
+    Every part is logged. Unset with `function`: {correct: 1.0}."""
     settings: dict[str, Any] = Field({})
-    """Arguments passed to `score` by name, such as the path of a reward model. With `functions` or `by_source`
-    by function: {my_length.py: {target: 4}}."""
+    """Keyword arguments of `score`, such as the path of a reward model. With `functions` or `by_source`, per function:
+    {my_length.py: {target: 4}}."""
     workers: int = Field(2, ge=1)
-    """Number of reward processes per engine. If one hangs or dies, only its own sample fails."""
+    """Number of reward processes per engine. If a process hangs or dies, only the current sample fails."""
     timeout_s: Seconds = 20.0
-    """Deadline of the reward of one sample, in seconds. A sample without a reward has failed."""
+    """Deadline of a sample's reward in seconds. A sample without a reward has failed."""
     max_failed_fraction: float = Field(0.1, ge=0, le=1)
-    """Largest fraction of a step's samples that may fail; above it the run stops."""
+    """Maximum fraction of failed samples in a step; above it the run stops."""
 
     @model_validator(mode="before")
     @classmethod
     def one_function_weighs_what_is_correct(cls, given: Any) -> Any:
+        # Before validation, so that the printed configuration shows the weights in use.
         if isinstance(given, dict) and given.get("function") is not None and "weights" not in given:
             return given | {"weights": {"correct": 1.0}}
         return given
@@ -98,13 +102,13 @@ class RewardConfig(StrictModel):
 
     @property
     def function_names(self) -> list[str]:
-        """Names and paths in `functions` and `by_source`, each once."""
+        """Unique names and paths in `functions` and `by_source`."""
         return list(
             dict.fromkeys([*self.functions, *(name for weights in self.by_source.values() for name in weights)])
         )
 
     def settings_of(self, name: str) -> dict[str, Any]:
-        """Return the arguments of one of several functions, by its name in the log."""
+        """Return the arguments of a function of `functions` or `by_source`, by log name."""
         return (
             {}
             if self.function is not None
@@ -112,7 +116,7 @@ class RewardConfig(StrictModel):
         )
 
     def check_sources(self, sources: Collection[str]) -> None:
-        """Raise ValueError where `by_source` names a source that is not there, or a source has no function."""
+        """Raise ValueError if `by_source` names an unknown source, or a source has no function."""
         if unknown := [source for source in self.by_source if source not in sources]:
             raise ValueError(
                 f"reward.by_source names {unknown[0]}, which is no source of data; there are {', '.join(sources)}"
@@ -128,10 +132,12 @@ class AgentConfig(StrictModel):
 
     file: str | None = None
     """Python file with a function `run(task)`, plain or async, that plays one episode and returns named numbers. Set
+    either
     this or `command`."""
     command: list[Annotated[str, Field(min_length=1)]] = Field([])
-    """Program with its arguments that plays one episode, in any language: the task is JSON on its standard input, the
-    numbers are one line of JSON on file descriptor 3."""
+    """Program with arguments that plays one episode, in any language. It reads the task as JSON from standard input,
+    and
+    writes the numbers as a line of JSON to file descriptor 3."""
 
     @model_validator(mode="after")
     def is_a_file_or_a_command(self) -> AgentConfig:
@@ -143,14 +149,13 @@ class AgentConfig(StrictModel):
 
 
 class EngineRange(StrictModel):
-    """Keys of `rollout.num_engines`, where engines come and go."""
+    """Keys of `rollout.num_engines` for a varying number of engines."""
 
     min: int = Field(1, ge=1)
-    """Smallest number of engines: those that are there at the start. A run with fewer goes on for `timeout_s`, then it
+    """Minimum number of engines, also the number at the start. A run with fewer engines continues for `timeout_s`, then
     stops."""
     max: int = Field(ge=2)
-    """Largest number of engines. Those above `min` join as soon as the cluster has a place for them, at a weight sync.
-    """
+    """Maximum number of engines. Engines above `min` join at a weight sync, as soon as the cluster has room."""
 
     @field_validator("max")
     @classmethod
@@ -169,57 +174,68 @@ class RolloutConfig(StrictModel):
     """Keys of `rollout`."""
 
     engine: str = "vllm"
-    """Engine: vllm, hf, or the path of a Python file with one subclass of rollouts.engines.base.Engine."""
+    """Inference engine: vllm, hf, or the path of a Python file with a subclass of rollouts.engines.base.Engine."""
     env: str = "single_turn"
-    """Environment: a module of rollouts/envs/, or the path of a Python file with one subclass of
-    rollouts.envs.base.Env."""
+    """Environment: a module of rollouts/envs/, or the path of a Python file with a subclass of rollouts.envs.base.Env.
+    """
     agent: AgentConfig | None = None
-    """Agent instead of an environment: a program of yours that talks to the policy at an OpenAI-compatible address,
-    with any harness. One process per episode, killed after nine tenths of `timeout_s`."""
+    """Agent instead of an environment: your program, with any harness, calls the policy at an OpenAI-compatible
+    address. Each
+    episode has a process, killed after nine tenths of `timeout_s`."""
     num_engines: int | EngineRange = 1
-    """Number of engines. Each has a process and a copy of the weights. {min: 1, max: 8}: engines come and go while the
-    run goes on, as machines of the cluster do."""
+    """Number of engines, each with a process and a copy of the weights. {min: 1, max: 8}: engines join and leave during
+    the
+    run, as machines of the cluster do."""
     sleep_mode: SleepMode = "offload"
-    """What the engines do with their weights while they sleep, with placement: colocate. offload: keep them in the
-    machine's memory. discard: drop them, which is faster and takes less; each weight sync brings all of them."""
+    """Weights of sleeping engines, with placement: colocate. offload: keep them in the machine's memory. discard: free
+    them,
+    which is faster and needs less memory; each weight sync then sends all weights."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Number of GPUs (on a CPU: processes) per engine."""
     restarts: int = Field(3, ge=0)
-    """Largest number of times that an engine which died is restarted, over all engines of a run. Its unfinished groups
-    are generated again, by the others or by the engine itself when it has the current weights. 0: its death ends the
-    run. Where engines come and go, one that died with its machine does not count."""
+    """Maximum number of restarts of dead engines, over all engines of a run. Unfinished groups are generated again, by
+    other
+    engines or by the restarted engine after a weight sync. 0: an engine's death ends the run. With a varying number of
+    engines, an engine that died with its machine does not count."""
     temperature: float = Field(1.0, ge=0.01, le=100)
-    """Sampling temperature. top-p, top-k and min-p are not offered: they renormalise the sampling distribution on a
-    subset of the vocabulary that changes from token to token, and the trainer's log-probabilities would silently be
-    those of another policy. `allowed_tokens` restricts sampling exactly."""
+    """Sampling temperature. top-p, top-k and min-p are not available: they renormalise over a subset of the vocabulary
+    that
+    changes with every token, so the trainer's log-probabilities would silently belong to another policy.
+    `allowed_tokens`
+    restricts sampling exactly."""
     allowed_tokens: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=1000)
-    """Texts of the only tokens that may be sampled, besides those that end a reply: action tokens, the letters of
-    choices. Each must be one token. Sampling and the trainer's softmax are restricted to the same set, so
-    log-probabilities, entropies and KL terms are those of the restricted policy. Unset: all tokens."""
+    """Texts of the only tokens to sample, besides stop tokens: action tokens, or letters of choices. Each must be a
+    single
+    token. Sampling and the trainer's softmax use the same set, so log-probabilities, entropies and KL terms are those
+    of
+    the restricted policy. Unset: all tokens."""
     max_new_tokens: int = Field(256, ge=1)
-    """Token budget of one episode, over all its turns, the environment's turns included."""
+    """Token budget of an episode, over all turns, including the environment's."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field([])
-    """Texts that end a reply, besides the model's own stop tokens: it ends with the token that completes the first of
-    them, and keeps it. A reward sees the whole text. Special tokens are not in that text: name them in
-    stop_token_ids."""
+    """Texts that end a reply, besides the model's stop tokens. The reply ends with the token that completes the first
+    match,
+    and includes it. Special tokens are not in that text; list them in stop_token_ids."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([])
-    """Tokens that end a reply, besides the model's own (its tokenizer's and its generation config's)."""
+    """Ids of tokens that end a reply, besides those of the model's tokenizer and generation config."""
     tool_parser: str | None = Field(None, min_length=1)
-    """Form in which the model writes tool calls and reasoning. hermes (also Qwen2.5, Qwen3, SmolLM3), llama3_json;
-    response_template: the tokenizer's own, of transformers; a .json file that holds such a template; vllm:NAME or
-    vllm:NAME+REASONING: parsers of vLLM, such as vllm:hermes+qwen3. Rewards and environments get the reply as this
-    parser reads it. Unset: replies to prompts with tools are read by the tokenizer's own template."""
+    """Format of the model's tool calls and reasoning. hermes (also Qwen2.5, Qwen3, SmolLM3), llama3_json;
+    response_template:
+    the tokenizer's template, of transformers; a .json file with such a template; vllm:NAME or vllm:NAME+REASONING:
+    vLLM's
+    parsers, such as vllm:hermes+qwen3. Rewards and environments receive the parsed reply. Unset: the tokenizer's
+    template
+    parses replies to prompts with tools."""
     max_turns: int = Field(1, ge=1)
-    """Largest number of replies of the policy in one episode."""
+    """Maximum number of replies of the policy in an episode."""
     timeout_s: Seconds = 900.0
-    """Deadline of one group, in seconds. A late group is retried once, on another engine if there is one, then the run
-    stops."""
+    """Deadline of a group in seconds. A late group is retried once, on another engine if possible; then the run stops.
+    """
     enforce_eager: bool = False
-    """Run vLLM without CUDA graphs; always so on a CPU."""
+    """Run vLLM without CUDA graphs; always the case on a CPU."""
     kv_cache_gib: float = Field(1.0, gt=0)
     """Size of vLLM's KV cache on a CPU, in GiB."""
     gpu_memory_utilization: float = Field(0.85, gt=0, lt=1)
-    """Fraction of a GPU's memory that vLLM may use."""
+    """Fraction of a GPU's memory for vLLM."""
 
     @field_validator("num_engines")
     @classmethod
@@ -230,7 +246,7 @@ class RolloutConfig(StrictModel):
 
     @property
     def least_engines(self) -> int:
-        """Engines that are there at the start."""
+        """Number of engines at the start."""
         return self.num_engines if isinstance(self.num_engines, int) else self.num_engines.min
 
     @property
@@ -251,24 +267,28 @@ class WeightSyncConfig(StrictModel):
     """Keys of `weight_sync`."""
 
     every: int = Field(1, ge=1)
-    """Largest number of steps between two weight syncs."""
+    """Maximum number of steps between two weight syncs."""
     max_kl: float | None = Field(None, gt=0)
-    """Bound of train/mismatch/kl: a step above it syncs weights at once, before `every` steps are over."""
+    """Limit of train/mismatch/kl. A step above it syncs weights at once, before `every` steps have passed."""
     pause_mode: PauseMode = "keep"
-    """What happens to running requests during a weight sync. keep: they are paused, and continue under the new
-    weights with their KV cache recomputed. wait: they finish first (within timeout_s), while new ones wait. abort: they
-    are aborted, and continued from the tokens already sampled. Every token carries the version that sampled it."""
+    """Handling of running requests during a weight sync. keep: pause them, and continue under the new weights with
+    recomputed
+    KV cache. wait: finish them first (within timeout_s), while new requests wait. abort: abort them, and continue from
+    the
+    tokens already sampled. Every token records the version that sampled it."""
     transport: Literal["auto", "nccl", "gloo", "direct", "disk"] = "auto"
-    """Transport of the weights. nccl, gloo: trainer rank 0 broadcasts, from GPU to GPU or over TCP. direct: buckets
-    through Ray's object store. disk: files below the run folder, which all machines must share. auto: nccl for vLLM on
-    GPUs (with placement: colocate handles of memory on the same GPU), else gloo; in synchronous runs a transport that
-    fails is replaced by direct, and that by disk, for the rest of the run."""
+    """Transport of the weights. nccl, gloo: broadcast from trainer rank 0, between GPUs or over TCP. direct: buckets
+    through
+    Ray's object store. disk: files in the run folder, which all machines must share. auto: nccl for vLLM on GPUs (with
+    placement: colocate, memory handles on the same GPU), otherwise gloo. In synchronous runs, a failed transport is
+    replaced by direct, then by disk, for the rest of the run."""
     bucket_mib: int = Field(64, ge=1)
-    """Size of a bucket, in MiB. Weights are gathered and sent in buckets; a larger single tensor is its own bucket."""
+    """Size of a bucket in MiB. Weights are gathered and sent in buckets; a larger tensor is a bucket by itself."""
     timeout_s: Seconds = 300.0
-    """Deadline of each step of a sync, in seconds: forming the group, sending, probing."""
+    """Deadline of each phase of a sync in seconds: forming the process group, sending, probing."""
     lora: Literal["merged", "adapter"] = "merged"
-    """Weights that are sent of a LoRA model: all weights with the adapter merged in, or the adapter alone."""
+    """Weights to send of a LoRA model. merged: all weights, with the adapter merged in. adapter: only the adapter."""
     probe_tolerance: float | None = Field(None, gt=0)
-    """Largest mean absolute difference allowed between the trainer's and an engine's log-probabilities of a probe
-    prompt after a sync. Unset: 0.002 in float32, 0.1 in bfloat16."""
+    """Maximum mean absolute difference between trainer's and engine's log-probabilities of a probe prompt after a sync.
+    Unset:
+    0.002 in float32, 0.1 in bfloat16."""

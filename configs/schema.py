@@ -1,7 +1,8 @@
-"""The whole configuration, typed. A recipe states only what differs from the defaults here.
+"""Typed configuration of a run. A recipe lists only the keys that differ from the defaults here.
 
-A field is checked by the class that owns it. Only RLConfig and SLConfig compare sections. An unknown key is an error.
-Nothing is filled in later, so the printed configuration is the one that ran.
+Each class checks its own fields; only RLConfig and SLConfig compare sections. Unknown keys are errors. No value is
+added
+later, so the printed configuration is the one that ran.
 """
 
 from __future__ import annotations
@@ -21,60 +22,68 @@ from core.strict_model import Seconds, StrictModel
 
 
 class RunConfig(StrictModel):
-    """Keys that RL and supervised runs have in common."""
+    """Keys shared by RL and supervised runs."""
 
     name: str = Field(pattern=r"^[^/\x00-\x1f.][^/\x00-\x1f]{0,99}$")
-    """Name of the run, up to 100 characters without "/"; the run folder is <run_dir>/<name>-<time>."""
+    """Name of the run, up to 100 characters without "/". The run folder is <run_dir>/<name>-<time>."""
     seed: int = Field(0, ge=0)
-    """Seed of the order of the data and of all sampling."""
+    """Seed of the data order and of all sampling."""
     backend: Literal["ray", "local"] = "ray"
-    """Where trainer ranks and engines run. ray: in Ray actors. local: all in one process, so that breakpoint() works in
-    a loss, an environment and an engine (rewards keep processes of their own)."""
+    """Processes of trainer ranks and engines. ray: Ray actors. local: a single process, so that breakpoint() works in a
+    loss,
+    an environment and an engine (rewards still have their own processes)."""
     device: Literal["auto", "cuda"] = "auto"
-    """Device of trainer and engines. auto: GPUs where there are some, else the CPU. cuda: refuse to run without enough
+    """Device of trainer and engines. auto: GPUs if there are any, otherwise the CPU. cuda: refuse to run without enough
     GPUs."""
     ray_address: str | None = None
-    """Address (host:port) of a running Ray cluster; unset starts a private one on this machine."""
+    """Address (host:port) of a running Ray cluster. Unset: start a private cluster on this machine."""
     ship_code: bool = False
-    """With `ray_address`: send this clone's code to every machine of the cluster, which then needs none. Files of your
-    own that the recipe names must still be at the same path everywhere."""
+    """With `ray_address`: send this clone's code to every machine of the cluster, which then needs no clone. Your own
+    files
+    named in the recipe must still exist on every machine, under the same path."""
     run_dir: str = "runs"
-    """Folder in which run folders are made."""
+    """Parent folder of run folders."""
     save_to: str | None = None
-    """Folder for a second copy of the final model, under a fixed name that another recipe can refer to."""
+    """Folder for a second copy of the final model, under a fixed name that other recipes can use."""
     push_to: str | None = Field(None, pattern=r"^[\w.-]{1,96}(/[\w.-]{1,96})?$")
-    """Repository on the Hugging Face hub, NAME or OWNER/NAME, to which the final model is pushed after it is saved. A
-    new one is private. Refused before the start without a token that may write, or without an answer of the hub."""
+    """Hugging Face Hub repository, NAME or OWNER/NAME, to push the saved final model to. A new repository is private.
+    The run
+    is refused at the start if the Hub does not respond or the token has no write access."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: str | None = None
-    """Run folder (its newest complete checkpoint) or checkpoint to resume from, exactly, in a new run folder. Settings
-    that change the gradient must be the same; otherwise an error names the first one that differs. driver/resume.py
-    lists what may differ, such as steps under a constant learning rate. A file that would run code when it is read is
-    refused."""
+    """Run folder (newest complete checkpoint) or checkpoint to resume exactly, in a new run folder. Settings that
+    change the
+    gradient must be equal; an error names the first that differs. Exceptions are listed in driver/resume.py, such as
+    steps
+    under a constant learning rate. Files that would execute code when loaded are refused."""
     on_failure: Literal["stop", "resume"] = "stop"
-    """What happens when a trainer rank dies, or an engine more often than `rollout.restarts` allows. stop: the run
-    ends. resume: it resumes by itself from its newest checkpoint, in a new run folder."""
+    """Reaction to the death of a trainer rank, or of more engines than `rollout.restarts` allows. stop: end the run.
+    resume:
+    resume from the newest checkpoint, in a new run folder."""
     max_resumes: int = Field(3, ge=1)
-    """Largest number of times that `on_failure: resume` resumes."""
+    """Maximum number of resumes by `on_failure: resume`."""
     timeout_s: Seconds = 1800.0
-    """Deadline of every remote call, in seconds: start of an engine, a training step, a checkpoint."""
+    """Deadline of every remote call in seconds, such as an engine's start, a training step or a checkpoint."""
     model: ModelConfig
     alg: dict[str, Any]
-    """Algorithm: `name` of a module in algs/ or `file`, the path of one elsewhere; with its hyper-parameters."""
+    """Algorithm and its hyper-parameters: `name` of a module in algs/, or `file`, the path of a Python file."""
     data: DataConfig
     eval_every: int = Field(0, ge=0)
     """Steps between two evaluations on data.eval: of the loss, or in RL of the reward under the engines' current
-    weights. 0 evaluates at the start and the end only."""
+    weights. 0:
+    evaluate only at the start and at the end."""
     stop_when: StopWhenConfig | None = None
-    """End of the run before its last step: {metric: reward/mean, above: 0.95, for_steps: 3}. Unset: `steps` decides."""
+    """Condition that ends the run early: {metric: reward/mean, above: 0.95, for_steps: 3}. Unset: run all `steps`."""
     trainer: TrainerConfig = TrainerConfig()
     trackers: list[str] = Field(["jsonl"])
-    """Where the metrics go: jsonl (metrics.jsonl in the run folder), mlflow, wandb, tensorboard, or the path of a
-    tracker of your own. One that fails is told once and costs nothing else; only a full disk stops the run."""
+    """Destinations of metrics: jsonl (metrics.jsonl in the run folder), mlflow, wandb, tensorboard, or the path of your
+    own
+    tracker. A tracker that fails is reported once, and the run continues; only a full disk stops the run."""
     tracking: TrackingConfig = TrackingConfig()
     display: Literal["auto", "plain", "quiet", "json"] = "auto"
-    """What the run prints. auto: a line per step, and in a terminal what is going on below them. plain: the lines only,
-    without colours. quiet: warnings and the outcome. json: one JSON object per line."""
+    """Terminal output. auto: a line per step, and in a terminal a status line. plain: lines without colours. quiet:
+    warnings
+    and the final result. json: a JSON object per line."""
 
     @property
     def n_steps(self) -> int:
@@ -135,7 +144,7 @@ class RunConfig(StrictModel):
 
 
 def check_warmup(trainer: TrainerConfig, total_updates: int) -> None:
-    """Raise ValueError for a warm-up that outlasts the run, whose learning rate would never reach `lr`."""
+    """Raise ValueError if warm-up and decay do not fit into the run's updates."""
     if trainer.warmup_updates > total_updates:
         raise ValueError(
             f"trainer.warmup_updates={trainer.warmup_updates}, and the run makes {total_updates} updates, so the "
@@ -150,11 +159,12 @@ def check_warmup(trainer: TrainerConfig, total_updates: int) -> None:
 
 
 def min_staleness(*, sync_every: int, sample_reuse: int) -> int:
-    """Return the smallest `max_staleness` that a run can keep: samples get this stale whatever the timing.
+    """Return the smallest `max_staleness` a run can satisfy; samples reach this staleness whatever the timing.
 
     >>> min_staleness(sync_every=1, sample_reuse=1)
     0
     """
+    # The last step before a sync trains on samples sync_every - 1 versions old. Each further use adds a step.
     return sync_every + sample_reuse - 2
 
 
@@ -167,37 +177,37 @@ class RLConfig(RunConfig):
     groups_per_step: int = Field(ge=1)
     """Number of prompts per step."""
     group_size: int = Field(8, ge=1)
-    """Number of samples of each prompt."""
+    """Number of samples per prompt."""
     updates_per_step: int = Field(1, ge=1)
-    """Number of optimizer updates per step. The groups of the step are distributed over them."""
+    """Number of optimizer updates per step. The step's groups are divided among them."""
     max_staleness: int = Field(0, ge=0)
-    """Largest number of training steps between the policy that sampled a token and the one that is trained on it. 0:
-    generation waits for every weight sync. n: it continues while the trainer works, and stops before it gets too
-    old."""
+    """Maximum number of training steps between the policy that sampled a token and the policy trained on it. 0:
+    generation
+    waits for every weight sync. n: generation continues during training, and pauses before samples get older."""
     placement: Literal["separate", "colocate"] = "separate"
-    """Devices of trainers and engines. separate: each has its own. colocate: they take turns on the same ones,
-    for as many engine ranks as trainer ranks: while the engines generate the trainers are in the machine's memory, and
-    while the
-    trainers train the engines sleep. max_staleness is 0 then. On a CPU, where all share the memory anyway, the turns
-    are the same."""
+    """Devices of trainers and engines. separate: each has its own devices. colocate: they alternate on shared devices,
+    and
+    engine ranks must equal trainer ranks. While engines generate, trainers are offloaded to the machine's memory; while
+    trainers train, engines sleep. max_staleness must be 0. On a CPU all share the memory anyway; the order is the same.
+    """
     sample_reuse: int = Field(1, ge=1)
-    """Number of steps that train on each group: a step adds groups_per_step / sample_reuse new groups to the window."""
+    """Number of steps that train on each group. A step adds groups_per_step / sample_reuse new groups."""
     eval_samples: int = Field(1, ge=1)
-    """Number of samples of each prompt of data.eval. With more than one, pass@k is measured too, for the powers of two
-    up to this number."""
+    """Number of samples per prompt of data.eval. Above 1, pass@k is logged for powers of two up to this number."""
     eval_pass_reward: float = 1.0
-    """Smallest reward of a sample of data.eval that counts as solved in pass@k."""
+    """Minimum reward of a sample of data.eval that counts as solved in pass@k."""
     show_samples: int = Field(0, ge=0)
-    """Steps between two samples that are printed with their reward. 0: none."""
+    """Steps between two samples printed with their reward. 0: none."""
     reward: RewardConfig
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     capture: CaptureConfig = CaptureConfig()
     compare_losses: list[ShadowLoss] = Field([])
-    """Losses to measure beside the one that trains, on the same batches and the same forward pass: their metrics are
-    logged as compare_losses/<name>/..., and nothing is trained by them. Each is the name of a module in algs/, the
-    path of a
-    Python file, or a section like `alg` with a name for the log: {as: dr_grpo, name: grpo, loss_norm: constant}."""
+    """Losses to log beside the trained loss, on the same batches and forward pass, as compare_losses/<name>/... They do
+    not
+    affect training. Each is the name of a module in algs/, the path of a Python file, or a section like `alg` with a
+    name
+    for the log: {as: dr_grpo, name: grpo, loss_norm: constant}."""
 
     @model_validator(mode="after")
     def sections_agree(self) -> RLConfig:
@@ -227,6 +237,7 @@ class RLConfig(RunConfig):
             raise ValueError(
                 "backend: local is one process: set rollout.num_engines and rollout.tensor_parallel_size to 1"
             )
+        # All of these are logged as reward/<name>: two with the same name would overwrite each other.
         taken = {"mean", "std", "mean_drawn", *self.reward.weights}
         if isinstance(self.data.train, list) and (clash := taken & {s.log_name for s in self.data.train}):
             raise ValueError(
@@ -240,6 +251,9 @@ class RLConfig(RunConfig):
             raise ValueError(f"placement is colocate, {refused}, or placement to separate")
         if refused := self._refuse_adapter_sync():
             raise ValueError(f"weight_sync.lora is adapter, {refused}, or weight_sync.lora to merged")
+        # A sample is never split over micro-batches. Checked for the longest possible sample, since a run would fail
+        # only
+        # when it draws it.
         if self.longest_sample > self.trainer.micro_batch_tokens:
             raise ValueError(
                 f"one sample may reach {self.longest_sample} tokens (data.max_prompt_tokens + rollout.max_new_tokens), "
@@ -291,7 +305,7 @@ class RLConfig(RunConfig):
 
     @property
     def longest_sample(self) -> int:
-        """Tokens of the longest possible sample."""
+        """Maximum tokens of a sample."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property
@@ -304,15 +318,17 @@ class SLConfig(RunConfig):
 
     data: RowDataConfig
     steps: int | None = Field(None, ge=1)
-    """Number of training steps. Set this or `epochs`. Keys named "every" count steps."""
+    """Number of training steps. Set either this or `epochs`. Keys named "every" count steps."""
     epochs: float | None = Field(None, gt=0)
-    """Number of passes over the rows of data.train, instead of `steps`: rounded up to whole steps. The run folder's
-    config.yaml holds the resulting `steps`."""
+    """Number of passes over data.train, instead of `steps`, rounded up to whole steps. The run folder's config.yaml
+    contains
+    the resulting `steps`."""
     rows_per_step: int = Field(ge=1)
-    """Number of rows (conversations or pairs) in one update."""
+    """Number of rows (conversations or pairs) per update."""
     precompute_ref_logp: bool = False
-    """When to compute the log-probabilities of the reference model. true: once for all rows before training, with the
-    model itself (of no use if each row is seen once). false: at each step, with a second model."""
+    """Time at which the reference model's log-probabilities are computed. true: for all rows before training, without a
+    second
+    model (no benefit if each row is used once). false: at each step, by a second model."""
 
     @model_validator(mode="after")
     def sections_agree(self) -> SLConfig:
@@ -330,7 +346,7 @@ class SLConfig(RunConfig):
         return self
 
     def with_steps(self, rows: int) -> SLConfig:
-        """Return the configuration with `epochs` converted to `steps`, for a data set with this number of rows."""
+        """Return the configuration with `epochs` converted to `steps`, for a data set of `rows` rows."""
         if self.epochs is None:
             return self
         steps = math.ceil(self.epochs * rows / self.rows_per_step)

@@ -1,4 +1,4 @@
-"""The section `tracking`: what the trackers of a run are told."""
+"""Keys of `tracking`: settings of the trackers."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from core.text.secrets import has_secret
 
 
 class TrackingConfig(StrictModel):
-    """Settings of the trackers. Keys and passwords are no keys of a recipe: they come from the environment."""
+    """Settings of the trackers. API keys and passwords come from environment variables, never from a recipe."""
 
     samples_every: int = Field(10, ge=0)
-    """Steps between two tables of samples, in reinforcement learning, for the trackers that have tables. 0: none. All
-    samples are in the run folder's samples/ anyway."""
+    """Steps between two tables of samples in RL, for trackers that support tables. 0: none. The run folder's samples/
+    contains
+    all samples anyway."""
     samples: int = Field(8, ge=1)
-    """Samples in such a table, from the first groups of the step."""
+    """Number of samples in a table, from the first groups of the step."""
     mlflow_uri: str | None = None
-    """MLflow's tracking server or store. Unset: the variable MLFLOW_TRACKING_URI, or else sqlite:///<run_dir>/mlflow.db.
-    User and password come from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+    """MLflow tracking server or store. Unset: the variable MLFLOW_TRACKING_URI, or else sqlite:///<run_dir>/mlflow.db.
+    User
+    and password come from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
     mlflow_experiment: str | None = Field(None, min_length=1)
-    """MLflow's experiment. Unset: the variable MLFLOW_EXPERIMENT_NAME, or else feynrl."""
+    """MLflow experiment. Unset: the variable MLFLOW_EXPERIMENT_NAME, or else feynrl."""
     wandb_project: str | None = Field(None, min_length=1)
-    """Project in Weights & Biases. Unset: the variable WANDB_PROJECT, or else feynrl."""
+    """Weights & Biases project. Unset: the variable WANDB_PROJECT, or else feynrl."""
     wandb_entity: str | None = Field(None, min_length=1)
-    """User or team in Weights & Biases. Unset: the variable WANDB_ENTITY, or else the one of the API key."""
+    """Weights & Biases user or team. Unset: the variable WANDB_ENTITY, or else the owner of the API key."""
     wandb_mode: Literal["online", "offline"] | None = None
-    """offline: write into the run folder's wandb/, for `wandb sync` later. Unset: the variable WANDB_MODE, or else
-    online, with the API key of the variable WANDB_API_KEY or of `wandb login`."""
+    """offline: write to the run folder's wandb/, for a later `wandb sync`. Unset: the variable WANDB_MODE, or else
+    online, with
+    the API key of WANDB_API_KEY or `wandb login`."""
 
     @field_validator("mlflow_uri")
     @classmethod
@@ -44,7 +47,7 @@ class TrackingConfig(StrictModel):
         return value
 
     def find_unused(self, trackers: Collection[str]) -> str | None:
-        """Return a sentence on a key that was set for a tracker that is not used; None where all are used."""
+        """Return an error about a key of an unused tracker; None if all keys are used."""
         for name, field in type(self).model_fields.items():
             owner = name.partition("_")[0]
             is_set = getattr(self, name) != field.default

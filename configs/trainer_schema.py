@@ -12,42 +12,43 @@ from core.strict_model import LearningRate, StrictModel
 
 
 class LoraConfig(StrictModel):
-    """PEFT's LoRA (https://arxiv.org/abs/2106.09685)."""
+    """Keys of `model.lora`: PEFT's LoRA (https://arxiv.org/abs/2106.09685)."""
 
     r: int = Field(16, ge=1, le=65_536)
     """Rank of the adapter."""
     alpha: float = Field(32.0, gt=0)
-    """Scaling numerator: the update is scaled by alpha / r, with rslora by alpha / sqrt(r)."""
+    """Scaling numerator: the update is scaled by alpha / r, or alpha / sqrt(r) with rslora."""
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Names of the linear layers that get an adapter; all-linear: all except the head."""
+    """Names of the linear layers with an adapter; all-linear: all except the head."""
     rslora: bool = False
     """Rank-stabilised scaling (https://arxiv.org/abs/2312.03732)."""
     dora: bool = False
-    """Train the length of each column separately from its direction (DoRA, https://arxiv.org/abs/2402.09353)."""
+    """Train each column's magnitude separately from the direction (DoRA, https://arxiv.org/abs/2402.09353)."""
     vision: bool = False
-    """Adapt the vision tower and its connector too, in a model that reads images; else the language part alone."""
+    """Also adapt the vision tower and connector of a vision-language model. false: only the language part."""
     merge_on_save: bool = False
-    """Save the whole model with the adapter merged in, and the adapter in `adapter/` below it. Otherwise only the
-    adapter is saved, in PEFT's format."""
+    """Save the full model with the adapter merged in, and the adapter in the subfolder `adapter/`. false: save only the
+    adapter, in PEFT's format."""
 
 
 class ModelConfig(StrictModel):
     """Keys of `model`."""
 
     path: str
-    """Hugging Face folder, or name on the hub. Trainer, reference model and engines all start from it."""
+    """Hugging Face folder or Hub model id. Trainer, reference model and engines all start from it."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the weights in use; master weights, gradients and log-softmax are float32 in either case."""
+    """Dtype of the weights in forward passes. Master weights, gradients and log-softmax are always float32."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernel of the trainer. auto: the default of transformers; sdpa then runs sequence by sequence for model
-    families tested with that (modeling/attention.py)."""
+    """Attention kernel of the trainer. auto: the default of transformers; for tested model families sdpa then runs per
+    sequence (modeling/attention.py)."""
     lora: LoraConfig | None = None
-    """Low-rank adapters to train instead of the weights; unset trains the weights."""
+    """Low-rank adapters to train instead of the weights. Unset: train the weights."""
     trust_remote_code: bool = False
-    """Run code that comes with a model, in its folder or on the hub, in driver, trainers and engines: for `path` and
-    for the models that `alg` names. Read that code first. A model with code of its own is trained on padded rows, and
-    sampled by vLLM if vLLM has its architecture, else by the engine hf; a saved model holds its code. A reward's model
-    has a setting of its own (rewards/reward_model.py)."""
+    """Run code shipped with a model, from a folder or the Hub, in driver, trainers and engines: for `path` and the
+    models in
+    `alg`. Read that code first. Such a model is trained on padded rows. It is sampled by vLLM if vLLM supports the
+    architecture, otherwise by the engine hf. A saved model includes the code. Reward models have a separate setting
+    (rewards/reward_model.py)."""
 
 
 OURS_OF_DEEPSPEED = (
@@ -55,79 +56,91 @@ OURS_OF_DEEPSPEED = (
     *("managed_gradient_accumulation", "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
     *("bf16", "fp16", "data_types", "optimizer", "scheduler", "data_parallel_size", "sequence_parallel_size"),
 )
-"""DeepSpeed keys that follow from other keys of the recipe, and change the gradient."""
+"""DeepSpeed keys that are derived from other keys of the recipe, and change the gradient."""
 
 
 class TrainerConfig(StrictModel):
     """Keys of `trainer`."""
 
     ranks: int = Field(1, ge=1)
-    """Number of trainer processes; each computes a share of every update."""
+    """Number of trainer processes, each computing a share of every update."""
     strategy: Literal["deepspeed", "fsdp2"] = "deepspeed"
-    """Library that shares a model among the ranks. fsdp2: torch's own; weights, gradients and optimizer states are
+    """Library that distributes a model over the ranks. fsdp2: PyTorch's FSDP2; weights, gradients and optimizer states
+    are
     sharded, and a checkpoint can be resumed with another number of ranks."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """DeepSpeed's ZeRO stage, with strategy: deepspeed. 1 shards the optimizer's state over the ranks, 2 the gradients
-    too, 3 the weights too."""
+    """DeepSpeed's ZeRO stage, with strategy: deepspeed. 1 shards optimizer states over the ranks, 2 also gradients, 3
+    also
+    weights."""
     offload: bool = False
-    """Whether weights, gradients and optimizer states are held in the machine's memory, with strategy: fsdp2. The GPU
-    then has the weights of one block at a time and the activations, and the CPU makes the update: for models that do
-    not fit, and slower."""
+    """Keep weights, gradients and optimizer states in the machine's memory, with strategy: fsdp2. The GPU then stores
+    activations and the weights of a block at a time, and the CPU computes the update. For models that do not fit;
+    slower."""
     sequence_parallel: int = Field(1, ge=1)
-    """Number of neighbouring ranks that compute a micro-batch together, each a slice of its positions: for sequences
-    whose activations do not fit into one (DeepSpeed-Ulysses, with both libraries). It must divide `ranks` and the
-    model's heads of queries, and divide or be a multiple of those of keys. For packed rows of the text models of
-    modeling/attention.py with attention: auto."""
+    """Number of neighbouring ranks that compute a micro-batch together, each on a slice of the positions, for sequences
+    whose
+    activations exceed a rank's memory (DeepSpeed-Ulysses, with both strategies). It must divide `ranks` and the model's
+    query heads, and divide or be a multiple of the key heads. Requires packed rows, a text model of
+    modeling/attention.py
+    and attention: auto."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer of torch; sgd is without momentum."""
+    """PyTorch optimizer; sgd without momentum."""
     lr: LearningRate = 1e-6
     """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Schedule of the learning rate after the warm-up. linear and cosine fall from there on, wsd (warm-up, stable,
-    decay) stays at lr and falls linearly in its last updates. An update after the last one would have
-    lr_min_fraction * lr."""
+    """Learning rate schedule after the warm-up. linear and cosine decay from there on. wsd (warm-up, stable, decay)
+    stays at
+    lr and decays linearly in the last updates. An update after the last would have lr_min_fraction * lr."""
     lr_min_fraction: float = Field(0.0, ge=0, le=1)
-    """Fraction of lr at which linear, cosine and wsd end."""
+    """Fraction of lr at the end of linear, cosine and wsd."""
     decay_fraction: float | None = Field(None, gt=0, le=1)
-    """Fraction of all updates in which wsd falls, rounded to whole updates, at least one. Set it with wsd."""
+    """Fraction of all updates in which wsd decays, rounded to whole updates, at least 1. Required with wsd."""
     warmup_updates: int = Field(0, ge=0)
     """Number of updates in which the learning rate rises to lr."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Decay rates of AdamW's running mean of the gradient and of its square."""
+    """AdamW's decay rates of the running means of gradient and squared gradient."""
     eps: float = Field(1e-8, gt=0)
-    """Term that AdamW adds to the denominator."""
+    """AdamW's term in the denominator."""
     weight_decay: float = Field(0.0, ge=0)
-    """Weight decay: decoupled from the gradient in AdamW, added to the gradient in sgd."""
+    """Weight decay: decoupled in AdamW, added to the gradient in sgd."""
     max_grad_norm: float = Field(1.0, ge=0)
-    """Largest norm of an update's gradient; 0 does not clip. The logged norm is the one before clipping."""
+    """Maximum gradient norm of an update; 0: no clipping. The logged norm is the norm before clipping."""
     micro_batch_tokens: int = Field(16_384, ge=1)
-    """Largest number of tokens in one forward pass, those of images included; shared ones count once. It affects
-    memory only: the gradient does not depend on it. With sequence_parallel each rank holds its slice of them."""
+    """Maximum number of tokens per forward pass, including image tokens; shared tokens count once. It affects only
+    memory, not
+    the gradient. With sequence_parallel each rank computes a slice."""
     logits_mib: int = Field(1024, ge=0)
-    """Memory for logits and their gradient, in MiB. Where those of a micro-batch take more, they are computed in chunks
-    that fit, and a second time in the backward pass. It affects memory and speed only. The gradient of the head's
-    weight comes on top, in float32. 0: always all at once."""
+    """Memory for logits and their gradient in MiB. Larger micro-batches compute logits in chunks, and again in the
+    backward
+    pass. It affects only memory and speed. The float32 gradient of the head's weight comes on top. 0: never in chunks.
+    """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
     vision: Literal["train", "frozen"] = "train"
-    """What a model that reads images learns. frozen: its vision tower keeps its weights; the connector, which turns
-    the tower's features into embeddings of tokens, and the language part are trained. With model.lora neither is, and
-    this key is about a value model."""
+    """Trained parts of a vision-language model. frozen: the vision tower is fixed; the connector (from the tower's
+    features to
+    token embeddings) and the language part are trained. With model.lora both tower and connector are fixed, and this
+    key
+    applies to a value model."""
     layout: Literal["auto", "padded", "packed"] = "auto"
-    """Layout of a micro-batch in the forward pass. packed: all sequences in one row. padded: each in its own row. auto:
-    packed where the kernel gets the sequence boundaries (flash attention, and attention: auto for the model families of
-    modeling/attention.py), else padded."""
+    """Layout of a micro-batch in the forward pass. packed: all sequences in a single row. padded: a row per sequence.
+    auto:
+    packed if the attention kernel respects sequence boundaries (flash attention, and attention: auto for the model
+    families
+    of modeling/attention.py), otherwise padded."""
     share_prefixes: Literal["auto", "off"] = "auto"
-    """Sharing of what the samples of a group have in common: a common beginning of token ids, such as the prompt, is
-    computed once, forward and backward. Groups of one sample, as in SFT, share a system prompt or tools that way. It
-    changes speed and memory, not the gradient. auto: with packed rows, for the model families of modeling/attention.py
-    with attention: auto."""
+    """Compute common prefixes of a group's samples once, forward and backward: equal token ids at the beginning, such
+    as the
+    prompt. Groups of size 1, as in SFT, share a system prompt or tools. It affects speed and memory, not the gradient.
+    auto:
+    with packed rows, for the model families of modeling/attention.py with attention: auto."""
     max_skipped_updates: int = Field(3, ge=1)
-    """Number of consecutive skipped updates that ends the run. An update is skipped on all ranks if its gradient is not
+    """Number of consecutive skipped updates that stops the run. An update is skipped on all ranks if the gradient is
+    not
     finite."""
     deepspeed: dict[str, Any] = Field({})
-    """Keys merged last into the generated DeepSpeed configuration, with strategy: deepspeed; those with a key of their
-    own here are refused."""
+    """Keys merged last into the generated DeepSpeed configuration, with strategy: deepspeed. Keys that the recipe sets
+    elsewhere are refused."""
 
     @model_validator(mode="after")
     def a_fall_has_its_keys(self) -> TrainerConfig:
@@ -155,11 +168,11 @@ class TrainerConfig(StrictModel):
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of groups of ranks that train on different rows."""
+        """Number of groups of ranks with different rows."""
         return self.ranks // self.sequence_parallel
 
     def count_decay_updates(self, total_updates: int) -> int:
-        """Return the number of updates in which wsd falls; 0 for another schedule."""
+        """Return the number of updates in which wsd decays; 0 for other schedules."""
         return 0 if self.decay_fraction is None else max(1, round(self.decay_fraction * total_updates))
 
     @field_validator("deepspeed")
@@ -175,17 +188,17 @@ class TrainerConfig(StrictModel):
 
 
 class StopWhenConfig(StrictModel):
-    """Keys of `stop_when`: the end of a run before its last step, with its model saved."""
+    """Keys of `stop_when`: early end of a run. The model is saved."""
 
     metric: str = Field(min_length=1)
-    """Name of a metric of metrics.jsonl, such as reward/mean or eval/reward/mean."""
+    """Name of a metric in metrics.jsonl, such as reward/mean or eval/reward/mean."""
     above: float | None = None
-    """The run ends when the metric is above this. Set this or `below`."""
+    """The run ends when the metric is above this value. Set either this or `below`."""
     below: float | None = None
-    """The run ends when the metric is below this."""
+    """The run ends when the metric is below this value."""
     for_steps: int = Field(1, ge=1)
-    """Number of logged values in a row that must be so. A step that does not log the metric, such as one without an
-    evaluation, changes nothing."""
+    """Number of consecutive logged values that must satisfy the condition. Steps that do not log the metric are
+    ignored."""
 
     @model_validator(mode="after")
     def one_bound(self) -> StopWhenConfig:
@@ -198,32 +211,33 @@ class CheckpointConfig(StrictModel):
     """Keys of `checkpoint`."""
 
     every: int = Field(0, ge=0)
-    """Steps between two checkpoints; 0 writes none. One is written at the end as well. They are in the run folder's
-    checkpoints/. Every rank writes its share there, so on several machines run_dir must be a shared folder."""
+    """Steps between two checkpoints; 0: none. The last step also writes a checkpoint. They are in the run folder's
+    checkpoints/. Every rank writes a share, so a run on several machines needs a shared run_dir."""
     keep: int = Field(2, ge=1)
-    """Number of newest checkpoints to keep, in addition to the best one. `last` and `best` point at them."""
+    """Number of newest checkpoints to keep, besides the best. `last` and `best` link to them."""
     best: str | None = None
-    """Metric of the log by which the best checkpoint is kept, such as eval/reward/mean; its model is also in the run
-    folder's best_model/. Unset: the lowest eval/loss (supervised runs with eval_every), without a model of its own. A
-    resumed run compares its own checkpoints."""
+    """Metric that selects the best checkpoint, such as eval/reward/mean. Its model is also saved in the run folder's
+    best_model/. Unset: the lowest eval/loss (supervised runs with eval_every), without best_model/. A resumed run
+    compares
+    only new checkpoints."""
     best_mode: Literal["auto", "highest", "lowest"] = "auto"
-    """Which value of `best` is the best. auto: the lowest of a name that ends in loss, nll or kl, else the highest."""
+    """Order of the values of `best`. auto: lowest for names that end in loss, nll or kl, otherwise highest."""
 
     @property
     def best_metric(self) -> str:
-        """Metric by which checkpoints are compared."""
+        """Metric that selects the best checkpoint."""
         return self.best or EVAL_LOSS
 
     @property
     def lower_is_better(self) -> bool:
-        """Direction of that metric."""
+        """Whether lower values of that metric are better."""
         if self.best_mode == "auto":
             return self.best_metric.endswith(("loss", "nll", "kl"))
         return self.best_mode == "lowest"
 
 
 def refuse_best(checkpoint: CheckpointConfig, *, eval_every: int) -> str | None:
-    """Return why `checkpoint.best` cannot be compared in a run; None if it can."""
+    """Return why `checkpoint.best` cannot be compared; None if it can."""
     name, every = checkpoint.best, checkpoint.every
     if name is None:
         return None
@@ -236,6 +250,7 @@ def refuse_best(checkpoint: CheckpointConfig, *, eval_every: int) -> str | None:
         )
     if name.startswith("eval/") and not eval_every:
         return "it is measured with eval_every: set that"
+    # A checkpoint without a value of the metric could never be the best, however good its weights are.
     if name.startswith("eval/") and every % eval_every:
         return (
             f"it is measured every eval_every={eval_every} steps, and checkpoints are made every {every}: make "

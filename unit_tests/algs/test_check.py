@@ -359,7 +359,7 @@ class PlaceInSequence(GRPO):
     ("cls", "said"),
     [
         (LengthOfSamples, r"episodes cut after every turn: .* is \S+ instead of \S+ with one sample per episode"),
-        (SplitsEpisodes, "MissingColumn: tokens.seq_ids is not there: .* seq_ids come with whole_episodes"),
+        (SplitsEpisodes, "MissingColumn: tokens.seq_ids is not there; .* whole_episodes adds seq_ids"),
         (PlaceInSequence, r"episodes .* is \S+ instead of \S+ with one sample per episode"),
     ],
 )

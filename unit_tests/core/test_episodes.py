@@ -76,8 +76,8 @@ def trained(groups: list[Group]) -> list[list[float]]:
         ({"turns": [(2, 4), (3, 5)]}, "in order, none empty, within its 5 tokens"),
         ({"turns": [(2, 2)]}, "none empty"),
         ({"turns": [(2, 9)]}, "within its 5 tokens"),
-        ({"turns": [(1, 5)]}, "holds a token that the policy did not choose"),
-        ({"turns": [(2, 4)]}, "hold 2 of its 3 sampled tokens: give the span of every reply"),
+        ({"turns": [(1, 5)]}, "contains a token that the policy did not choose"),
+        ({"turns": [(2, 4)]}, "cover 2 of its 3 sampled tokens; add the span of every reply"),
         ({"turns": [(2, 4), (4, 5)], "turn_rewards": [1.0]}, "one number per turn; found 1 for 2 turns"),
         ({"turn_rewards": [1.0, 2.0]}, "found 2 for 1 turns"),
         ({"turn_rewards": [float("nan")]}, "must be finite"),
@@ -171,7 +171,7 @@ def test_a_branch_that_is_not_trained_on_needs_no_columns():
 
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "rewards": ({"reward": 0.25}, "have the rewards 0.25, 1.0: an episode has one"),
+    "rewards": ({"reward": 0.25}, "have the rewards 0.25, 1.0; all samples of an episode"),
     "failures": ({"failure": "timeout"}, "some samples of episode 0 of p failed and some did not"),
     "numbers": ({"turn_numbers": ()}, "some samples of episode 0 of p have turn_numbers and some do not"),
     "turns": ({"turn_numbers": (0, 2)}, "two turns of episode 0 of p have the same number"),
@@ -310,7 +310,7 @@ def test_a_loss_of_sequences_gets_whole_episodes():
             assert sorted({*batch.tokens.seq_ids.tolist()}) == list(range(len({*batch.tokens.seq_ids.tolist()})))
         split = plan_update(groups, "sequence", 40, ranks=2, **how)
         for batch in (b for rank in split.batches() for b in rank):
-            with pytest.raises(MissingColumn, match="seq_ids come with whole_episodes"):
+            with pytest.raises(MissingColumn, match="whole_episodes adds seq_ids"):
                 batch.tokens.seq_ids  # noqa: B018
     alone = plan_update([a_group()], "sequence", 100)
     assert alone.batches()[0][0].tokens.seq_ids.max() == 2, "where each episode is one sample they are there"
