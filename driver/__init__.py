@@ -1,4 +1,4 @@
-"""From a recipe to a run: checks, start, the steps of the loops, records and the end.
+"""From recipe to run: checks, start, the steps of the loops, records and the end.
 
-Imports everything below it, and only main_*.py and analysis/ import it. Begin with rl/run.py.
+Imports everything below it; only main_*.py and analysis/ import it. Begin with rl/run.py.
 """

@@ -1,14 +1,14 @@
-"""Checkpoints: write, keep and find those in <run folder>/checkpoints.
+"""Write, prune and find checkpoints in <run folder>/checkpoints.
 
     step_00010/            the run after ten steps: complete, because it has this name
-        policy/, critic/   a learner's weights and optimizer, one file per rank
-        rank_0.pt ...      the rest of every rank: counters and random state
-        progress.json      steps, metrics, data position, and the recipe it belongs to
-        COMPLETE           the size of every file, so that a damaged one is known before it is read
+        policy/, critic/   a learner's weights and optimizer, a file per rank
+        rank_0.pt ...      other state of every rank: counters and random state
+        progress.json      steps, metrics, data position, and the run's recipe
+        COMPLETE           the size of every file, to detect damage before reading
     last -> step_00010     and best, if data.eval was measured
-    step_00015.partial/    being written or removed, maybe by a run that was killed: never read
+    step_00015.partial/    being written or removed, possibly by a killed run: never read
 
-Nothing here reads a learner's files: see trainers/checkpoint/state.py.
+A learner's files are read and written by trainers/checkpoint/state.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROGRESS = "progress.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestBy:
-    """Metric of `best`. Checkpoints of steps that did not measure it are not compared."""
+    """Metric that selects `best`. Checkpoints without a value are not compared."""
 
     metric: str
     lower: bool
@@ -46,13 +46,13 @@ BEST_BY = BestBy(metric=EVAL_LOSS, lower=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Step, metrics and data position saved with a checkpoint."""
+    """Step, metrics and data position, saved with a checkpoint."""
 
     steps_done: int
     metrics: dict[str, float]
-    """Metrics of the last of these steps."""
+    """Metrics of the last step."""
     position: dict[str, Any]
-    """State of the replay buffer in RL; empty in supervised runs, where the step is enough."""
+    """State of the replay buffer in RL; empty in supervised runs, where the step suffices."""
     recipe: dict[str, Any]
     """Settings and file hashes of the run; see driver/resume.py."""
 
@@ -66,7 +66,7 @@ class Checkpoint:
 
 
 async def write_checkpoint(home: Path, trainers: Workers[Trainer], state: RunState) -> Path:
-    """Let every rank write its share; rename the folder to its final name when all of it is on the disk."""
+    """Write a checkpoint, a share per rank; rename the folder to its final name when it is complete on disk."""
     final = home / f"step_{state.steps_done:05d}"
     partial = final.with_name(final.name + PARTIAL)
     if partial.exists():
@@ -77,6 +77,7 @@ async def write_checkpoint(home: Path, trainers: Workers[Trainer], state: RunSta
         shutil.rmtree(partial, ignore_errors=True)  # it may be what filled the disk
         raise
     os.replace(partial, final)
+    # A rename is durable only after the parent folder has been flushed.
     flush_path(home)
     return final
 
@@ -98,7 +99,7 @@ async def _write_partial(partial: Path, trainers: Workers[Trainer], state: RunSt
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return the checkpoint in a folder; None for anything but a complete one. Raises UserError for a damaged one."""
+    """Read a checkpoint; None for a folder without a complete checkpoint. Raises UserError if it is damaged."""
     folder = folder.resolve()  # `best` and `last` are links
     if not re.fullmatch(r"step_\d{5,}", folder.name) or not (folder / COMPLETE).is_file():
         return None
@@ -124,7 +125,7 @@ def _check_sizes(folder: Path) -> None:
 
 
 def list_checkpoints(home: Path, *, say: Callable[[str], None] | None = None) -> list[Checkpoint]:
-    """Return the complete checkpoints below `home`, oldest first, without damaged ones; `say` gets a line for each."""
+    """List complete, undamaged checkpoints below `home`, oldest first; report each damaged checkpoint to `say`."""
     found: list[Checkpoint] = []
     for path in sorted(home.glob("step_*")):
         try:
@@ -139,14 +140,14 @@ def list_checkpoints(home: Path, *, say: Callable[[str], None] | None = None) ->
 
 
 def find_best(checkpoints: Sequence[Checkpoint], by: BestBy) -> Checkpoint | None:
-    """Return the one with the best value, of equal ones the older; None where nothing was measured."""
+    """Return the checkpoint with the best value (the oldest of equals); None if no value was measured."""
     measured = [c for c in checkpoints if by.metric in c.state.metrics]
     sign = 1 if by.lower else -1
     return min(measured, key=lambda c: sign * c.state.metrics[by.metric], default=None)
 
 
 def remove_old_checkpoints(home: Path, keep: int, by: BestBy = BEST_BY) -> Checkpoint | None:
-    """Remove all but the newest `keep` and the best, and point `last` and `best` at theirs; return the best."""
+    """Remove all but the newest `keep` and the best checkpoint; update `last` and `best`; return the best."""
     found = list_checkpoints(home)
     best = find_best(found, by)
     _set_link(home / "last", found[-1])
@@ -161,9 +162,9 @@ def remove_old_checkpoints(home: Path, keep: int, by: BestBy = BEST_BY) -> Check
 
 
 def find_checkpoint(resume: str, *, say: Callable[[str], None] = print) -> Checkpoint:
-    """Return the newest complete checkpoint of a run folder, or the checkpoint that `resume` names itself.
+    """Return the newest complete checkpoint of a run folder, or the checkpoint `resume` itself.
 
-    say: gets a line for each checkpoint of the run folder that is damaged.
+    say: receives a line per damaged checkpoint.
     """
     named = Path(resume).expanduser()
     if not named.is_dir():
@@ -187,5 +188,5 @@ def _set_link(link: Path, checkpoint: Checkpoint) -> None:
 
 
 def is_due(steps_done: int, *, every: int, steps: int) -> bool:
-    """Tell whether to write one now: every `every` steps, and at the end; never where `every` is 0."""
+    """Tell whether to write a checkpoint now: every `every` steps and at the end; never if `every` is 0."""
     return every > 0 and (steps_done % every == 0 or steps_done == steps)

@@ -1,4 +1,4 @@
-"""A checkpoint as a model: the weights that a run had after some steps, in Hugging Face format."""
+"""Convert a checkpoint to a model in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from trainers.checkpoint.saved_policy import load_policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointModel:
-    """Description of a checkpoint's model."""
+    """Facts for loading a checkpoint's model."""
 
     folder: Path
     run: Path
-    """Run folder that it lies in."""
+    """Run folder of the checkpoint."""
     base: str
-    """`model.path` of the run: config, tokenizer and frozen weights are there."""
+    """`model.path` of the run, with config, tokenizer and frozen weights."""
     dtype: str
     lora: LoraConfig | None
 
 
 def find_checkpoint_model(path: str) -> CheckpointModel | None:
-    """Return what a path says if it is a checkpoint; None for anything else. Raises UserError for a damaged one."""
+    """Describe a checkpoint's model; None if `path` is no checkpoint. Raises UserError for a damaged checkpoint."""
     if not os.path.isfile(Path(path) / PROGRESS):
         return None
     checkpoint = read_checkpoint(Path(path))
@@ -51,7 +51,7 @@ def find_checkpoint_model(path: str) -> CheckpointModel | None:
 
 
 def write_checkpoint_model(found: CheckpointModel, folder: Path, *, trust_remote_code: bool) -> None:
-    """Write the whole model, with its adapter merged in: the one that the run would have saved then."""
+    """Write the checkpoint's model with any adapter merged in, as the run would have saved it."""
     model = load_model(
         found.base,
         dtype=found.dtype,

@@ -1,4 +1,4 @@
-"""The frame around a training loop: run folder, clock, display, and an orderly end whatever happens."""
+"""Frame around a training loop: run folder, clock, display, and an orderly end in all cases."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from trainers.trainer import Trainer
 
 @dataclass
 class RunContext:
-    """Objects that all programs use while they run. `facts` are written to summary.json."""
+    """Objects shared by all programs during a run. `facts` are written to summary.json."""
 
     cfg: RunConfig | EvalConfig
     folder: RunFolder
@@ -65,16 +65,16 @@ class RunContext:
     updates_made: int = 0
     logged: dict[str, float] = field(default_factory=dict[str, float])
     names_logged: set[str] = field(default_factory=set[str])
-    """Metrics of the last step, and the names of those of all steps."""
+    """Metrics of the last step, and names of all logged metrics."""
 
     @property
     def training(self) -> RunConfig:
-        """Configuration of a run that trains."""
+        """Configuration of a training run."""
         assert isinstance(self.cfg, RunConfig)
         return self.cfg
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Give the step's metrics to the trackers and show them, with what there is to advise."""
+        """Send the step's metrics to the trackers and the console, with advice."""
         metrics = {names.STEP_NUMBER: float(step), **metrics, **self.clock.start_lap()}
         tokens = metrics.get(names.ROLLOUT_TOKENS, metrics[names.TRAIN_TOKENS])
         metrics[names.TOKENS_PER_S] = tokens / metrics[names.STEP_SECONDS]
@@ -92,7 +92,7 @@ class RunContext:
         self.early_stop.note_step(metrics)
 
     def count_steps(self, first: int) -> Iterator[int]:
-        """Yield the steps that the run makes: all of the recipe from `first` on, or until `stop_when` ends it."""
+        """Yield the steps from `first` to the recipe's last, or until `stop_when` ends the run."""
         for step in range(first, self.cfg.n_steps):
             yield step
             if self.is_over:
@@ -100,11 +100,11 @@ class RunContext:
 
     @property
     def is_over(self) -> bool:
-        """True where `stop_when` ends the run after this step."""
+        """True if `stop_when` ends the run after this step."""
         return bool(self.early_stop.reason)
 
     def show_samples(self, step: int, groups: list[Group], *, every: int) -> None:
-        """Give some samples of the step to the trackers, and print one after every `every` steps, if they are due."""
+        """Send samples of the step to the trackers and print a sample, at their intervals."""
         tracking = self.training.tracking
         if self.trackers.feeders and tracking.samples_every and step % tracking.samples_every == 0:
             self.trackers.samples(step, make_sample_rows(step, groups, tracking.samples))
@@ -113,14 +113,14 @@ class RunContext:
             self.console.show_sample(step, write_sample(step, record), record)
 
     def check_trained(self) -> None:
-        """Say how many updates were skipped. Raises RunStopped where the run made none: its model is the old one."""
+        """Report skipped updates. Raises RunStopped if all were skipped, since the model is unchanged."""
         if not self.updates_skipped:
             return
         why = "because its gradient was not finite"
         if not self.updates_made:
             raise RunStopped(
-                f"none of the run's {self.updates_skipped} updates was made, each {why}: the model is what it was "
-                "before; look at the loss and the advantages, or lower trainer.lr"
+                f"all {self.updates_skipped} updates of the run were skipped, each {why}: the model is unchanged; "
+                "look at the loss and the advantages, or lower trainer.lr"
             )
         self.facts["updates_skipped"] = self.updates_skipped
         self.console.say(
@@ -128,7 +128,7 @@ class RunContext:
         )
 
     def report_data(self, feeds: dict[str, Feed[Any] | None]) -> None:
-        """Say which rows are invalid, by the key that names their file."""
+        """Report invalid rows, by the key of their file."""
         for key, feed in feeds.items():
             if feed is not None:
                 sentences, self.facts[key] = feed.summary(key)
@@ -136,7 +136,7 @@ class RunContext:
                     self.console.say(sentence)
 
     async def save_model(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, alg: Algorithm) -> None:
-        """Write the final model into the run folder and into `save_to`; and the value model, if there is one."""
+        """Save the final model to the run folder and to `save_to`, and the value model if there is one."""
         self.check_trained()
         save_to = self.training.save_to
         copies = [Path(save_to).absolute()] if save_to else []
@@ -165,7 +165,7 @@ class RunContext:
         return is_due(steps_done, every=self.training.checkpoint.every, steps=steps)
 
     async def write_checkpoint(self, trainers: Workers[Trainer], tokenizer: ChatTokenizer, state: RunState) -> None:
-        """Write a checkpoint with all that the step logged; and the model, where it is the best by checkpoint.best."""
+        """Write a checkpoint with all metrics of the step; also save the model if it is the best by checkpoint.best."""
         keys = self.training.checkpoint
         self._check_best(keys.best, is_last=state.steps_done == self.cfg.n_steps)
         with self.clock.phase(Phase.CHECKPOINT):
@@ -178,9 +178,9 @@ class RunContext:
                 self.facts["best"] = {"steps_done": state.steps_done, keys.best: best.state.metrics[keys.best]}
 
     def _check_best(self, metric: str | None, *, is_last: bool) -> None:
-        """Raise RunStopped for a metric of checkpoint.best that no step has logged: nothing would be compared.
+        """Raise RunStopped if no step has logged the metric of checkpoint.best.
 
-        At the end it is said instead: the trained model is still to be saved.
+        At the end it is only reported, because the trained model still has to be saved.
         """
         if metric is None or metric in self.names_logged:
             return
@@ -190,7 +190,7 @@ class RunContext:
         self.console.say(said)
 
     async def resume(self, trainers: Workers[Trainer], checkpoint: Checkpoint | None, settings: dict[str, Any]) -> int:
-        """Restore the trainers from `checkpoint`; return the steps that are done, 0 without one."""
+        """Restore the trainers from `checkpoint`; return the number of completed steps, 0 without a checkpoint."""
         if checkpoint is None:
             return 0
         with self.clock.phase(Phase.RESUME):
@@ -206,7 +206,7 @@ class RunContext:
         return done
 
     def show_outcome(self) -> None:
-        """Show the held-out results before and after, where the time went, and the run folder."""
+        """Show held-out results before and after, shares of time, and the run folder."""
         before, after = self.facts.get("before", {}), self.facts.get("after", {})
         hidden = {names.REWARD_STD, names.VERSION, *([] if after.get(names.ROLLOUT_FAILED) else [names.ROLLOUT_FAILED])}
         rows = [(n, f"{before[n]:.3f}", f"{after[n]:.3f}") for n in before if n in after and n not in hidden]
@@ -221,16 +221,17 @@ class RunContext:
         self.console.say(f"run folder: {self.folder.path}")
 
     async def start_cluster(self) -> None:
-        """Start Ray, in a thread: in the main one it would take SIGTERM for itself, and the loop would not turn."""
+        """Start Ray in a thread: in the main thread it would take over SIGTERM and block the event loop."""
         starting = asyncio.create_task(asyncio.to_thread(Cluster, self.cfg.ray_address, ship_code=self.cfg.ship_code))
         try:
+            # Shielded: a Ray that starts while the run is cancelled would otherwise be left behind.
             self.cluster = await asyncio.shield(starting)
         except asyncio.CancelledError:
             self.cluster = await starting  # what has started must be ended
             raise
 
     def write_summary(self, exit_reason: str) -> None:
-        """Write summary.json; where that fails, say why: the reason of the end must not be lost for it."""
+        """Write summary.json; report a failure, which must not hide the reason of the run's end."""
         try:
             warned = [*self.adviser.given.values()]
             seconds = self.clock.get_totals()
@@ -240,9 +241,9 @@ class RunContext:
 
     @contextmanager
     def tracking(self, at_once: Callable[[], None]) -> Generator[None]:
-        """Feed the trackers while the body runs; then tell them how it ended, and where the model is.
+        """Run the trackers during the body; finally send them the outcome and the model's path.
 
-        at_once: called where a signal ends this process at once.
+        at_once: called if a signal exits this process immediately.
         """
         self.trackers.start()
         end: BaseException | None = None
@@ -276,13 +277,14 @@ class RunContext:
 async def run_body(
     context: RunContext, body: Callable[[RunContext], Awaitable[None]], at_once: Callable[[], None]
 ) -> None:
-    """Start Ray if the run needs it, run `body`, and close, in the event loop of the run.
+    """Start Ray if needed, run `body`, and close, in the run's event loop.
 
-    at_once: called where a signal ends this process at once.
+    at_once: called if a signal exits this process immediately.
     """
     cfg, clock = context.cfg, context.clock
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
+    # A supervised run in this process never returns to the event loop, so only an exception can stop it.
     loop_turns = cfg.backend == "ray" or not isinstance(cfg, SLConfig)
     first = (lambda: loop.call_soon_threadsafe(task.cancel)) if loop_turns else raise_interrupt
     end_on_signals(first=first, at_once=at_once)
@@ -303,9 +305,9 @@ async def run_body(
 def run_in_context(
     cfg: RunConfig | EvalConfig, body: Callable[[RunContext], Awaitable[None]], checkpoint: Checkpoint | None = None
 ) -> RunResult:
-    """Run `body` to its end, Ctrl-C, SIGTERM or an error; always write a summary and end all processes.
+    """Run `body` until the end, Ctrl-C, SIGTERM or an error; always write a summary and end all processes.
 
-    checkpoint: the one that the run resumes, whose trackers go on.
+    checkpoint: checkpoint to resume, whose trackers are continued.
     """
     clock = Clock()
     keep_freed_memory()  # every step makes arrays of about the same sizes

@@ -1,4 +1,4 @@
-"""End a run when a metric is where the recipe wants it (`stop_when`)."""
+"""Early end of a run by a metric (`stop_when`)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from core.metrics import TRAIN_SKIPPED
 
 
 class EarlyStop:
-    """Count of the values in a row that meet the condition. A resumed run counts from 0 again."""
+    """Counter of consecutive values that satisfy the condition. A resumed run starts at 0."""
 
     def __init__(self, when: StopWhenConfig | None):
         self.when, self.in_a_row = when, 0
         self.reason = ""
-        """Why the run ends now; "" while it goes on."""
+        """Reason to end the run now; "" otherwise."""
 
     def note_step(self, metrics: Mapping[str, float]) -> None:
-        """Look at the metrics of a step. Raises UserError for a metric that no step logs."""
+        """Check the metrics of a step. Raises UserError for a metric that no step logs."""
         when = self.when
         if when is None or self.reason:
             return
@@ -34,7 +34,7 @@ class EarlyStop:
             self.reason = f"stop_when: {when.metric} is {value:g}, {bound}{times}"
 
     def _check_name(self, name: str, metrics: Mapping[str, float]) -> None:
-        """Raise UserError where the metric was not only left out, as at a step without evaluation or update."""
+        """Raise UserError unless the metric may be missing at this step (no evaluation, or a skipped update)."""
         if name.startswith("eval/") or metrics.get(TRAIN_SKIPPED):
             return
         raise UserError(f"stop_when.metric={quote(name)} is not logged; a step logs {', '.join(sorted(metrics))}")

@@ -1,4 +1,4 @@
-"""Run from Python: where the caller has an event loop, as a notebook has, the run gets a thread of its own."""
+"""Run from Python; inside an event loop, such as a notebook's, the run gets a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def call_from_python(run: Callable[[], T]) -> T:
-    """Return what `run` returns, or raise what it raises; the signals are the caller's again afterwards."""
+    """Return the result of `run` or raise its error; the caller's signal handlers are restored afterwards."""
     if threading.current_thread() is not threading.main_thread():
         return run()
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
@@ -34,7 +34,7 @@ def _has_event_loop() -> bool:
 
 
 def _in_thread(run: Callable[[], T]) -> T:
-    """Call `run` in a thread; Ctrl-C, which reaches this thread, ends the run in order."""
+    """Call `run` in a thread; Ctrl-C, received by this thread, stops the run gracefully."""
     returned: list[T] = []
     raised: list[BaseException] = []
 

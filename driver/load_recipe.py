@@ -1,4 +1,4 @@
-"""Read a recipe together with its algorithm and its engine: the keys that only they know are checked here."""
+"""Read a recipe with its algorithm and engine, and check the keys that only they know."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Loaded(Generic[C]):
     alg_spec: FileSpec
     """File that defines the algorithm."""
     given: frozenset[str] = frozenset()
-    """Keys that the recipe sets, dotted."""
+    """Dotted keys that the recipe sets."""
 
 
 def load_recipe(cls: type[C], recipe: str | Mapping[str, Any], overrides: Sequence[str]) -> Loaded[C]:
-    """Validate a recipe, given as a file or as keys. Raises UserError that names the file or the key, and the fix."""
+    """Validate a recipe, given as a file or as keys. Raises UserError that names the file or key, and the fix."""
     raw = read_recipe(recipe)
     for item in overrides:
         apply_override(raw, item)
@@ -41,7 +41,7 @@ def load_recipe(cls: type[C], recipe: str | Mapping[str, Any], overrides: Sequen
 
 
 def load_config_of_run(cls: type[C], file: Path, overrides: Sequence[str]) -> Loaded[C]:
-    """Validate the config.yaml that a run wrote. Every key is there, so none counts as set in vain."""
+    """Validate the config.yaml written by a run. It contains every key, so unused keys are allowed."""
     raw = read_yaml(str(file))
     for item in overrides:
         apply_override(raw, item)
@@ -49,7 +49,7 @@ def load_config_of_run(cls: type[C], file: Path, overrides: Sequence[str]) -> Lo
 
 
 def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | None) -> Loaded[C]:
-    """Validate the keys of a recipe. given: those that the user has set; None does not ask whether they are read."""
+    """Validate the keys of a recipe. given: keys set by the user; None: skip the check for unused keys."""
     cfg: C = validate(cls, raw, prefix="")
     if cfg.ray_address is not None:
         parse_address(cfg.ray_address)

@@ -1,4 +1,4 @@
-"""A run that loses a process, and resumes by itself: the keys on_failure and max_resumes."""
+"""Resume a run automatically after the death of a process: keys on_failure and max_resumes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 def run_with_resumes(attempt: Callable[[Loaded[C]], T], loaded: Loaded[C]) -> T:
-    """Run `attempt`; where a process dies and the recipe allows it, again from the newest checkpoint.
+    """Run `attempt`; after the death of a process, resume from the newest checkpoint if the recipe allows it.
 
-    Raises ProcessDied where the recipe does not allow it, or not once more.
+    Raises ProcessDied if the recipe does not allow it, or after max_resumes.
     """
     resumes = loaded.cfg.max_resumes if loaded.cfg.on_failure == "resume" else 0
     for n in range(1, resumes + 1):
@@ -34,6 +34,6 @@ def run_with_resumes(attempt: Callable[[Loaded[C]], T], loaded: Loaded[C]) -> T:
 
 
 def _find_newest(death: ProcessDied) -> str | None:
-    """Return the newest complete checkpoint of the run, before its end: one at the end could not be resumed."""
+    """Return the newest complete checkpoint before the last step. The last step's checkpoint cannot be resumed."""
     found = list_checkpoints(death.run_folder / "checkpoints", say=print) if death.run_folder is not None else []
     return next((str(c.folder) for c in reversed(found) if c.state.steps_done < death.steps), None)

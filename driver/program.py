@@ -1,4 +1,4 @@
-"""What main_rl.py and main_sl.py do around their loops: read the recipe, explain it or sweep over it, run."""
+"""Shared part of main_rl.py and main_sl.py: read the recipe, then explain, sweep or run it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class Prepared(Protocol):
-    """Checked recipe, with what its program has read for it."""
+    """Checked recipe, with the data that its program has loaded."""
 
     @property
     def loaded(self) -> Loaded[Any]: ...
@@ -32,7 +32,7 @@ P = TypeVar("P", bound=Prepared)
 
 
 def run_program(file: str, cls: type[C], args: argparse.Namespace, launch: Callable[[Loaded[C]], RunResult]) -> int:
-    """Run what the command line asks for; return the exit code. file: the program, for the runs of a sweep."""
+    """Run the command line and return the exit code. file: the program, for the runs of a sweep."""
     from driver.checks.explain import explain
     from driver.sweep import combine_overrides, run_sweep
 
@@ -52,7 +52,7 @@ def launch_run(
     start: Callable[[P, RunContext], Awaitable[R]],
     train: Callable[[R], Awaitable[None]],
 ) -> RunResult:
-    """Prepare, start and train; where a process dies and the recipe says so, again from the newest checkpoint."""
+    """Prepare, start and train; resume after the death of a process if the recipe says so."""
     from driver.context import run_in_context
     from driver.on_failure import run_with_resumes
 

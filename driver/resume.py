@@ -1,6 +1,6 @@
-"""Compare a resumed run's settings with those of the run that it resumes.
+"""Compare the settings of a resumed run with those in the checkpoint.
 
-Every key is compared except for those listed here, so a change of a new key is refused by default.
+All keys are compared except those listed here, so changes of new keys are refused by default.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ NOT_FOR_TRAINING = (
     *("weight_sync.transport", "capture.", "compare_losses", "placement", "rollout.sleep_mode"),
     "alg.file",  # its contents are compared, wherever it lies
 )
-"""Keys that may differ without any change of the numbers. A name that ends in a dot is a whole section."""
+"""Keys that may change without any effect on the numbers. A name that ends in a dot is a whole section."""
 BITWISE_ONLY = (
     *("trainer.micro_batch_tokens", "trainer.logits_mib", "trainer.gradient_checkpointing", "trainer.share_prefixes"),
     *("trainer.sequence_parallel", "trainer.offload"),
     *("rollout.num_engines", "rollout.num_engines.", "rollout.tensor_parallel_size", "rollout.enforce_eager"),
     *("rollout.kv_cache_gib", "rollout.gpu_memory_utilization"),
 )
-"""Keys that may differ, because a run that ran out of memory must be able to continue. The gradient is the same in
-exact arithmetic, but not to the last bit; the log says so."""
+"""Keys that may change so that a run can continue after running out of memory. The gradient is equal in exact
+arithmetic,
+but not to the last bit; the log says so."""
 EVALUATION = ("eval_every", "eval_samples", "eval_pass_reward", "data.eval", "data.eval.", "data.eval_rows")
-"""Keys that may differ. In RL they change last bits, because an engine batches held-out prompts with others."""
+"""Keys that may change. In RL they affect the last bits, because an engine batches held-out prompts with others."""
 
 
 def collect_settings(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -> dict[str, Any]:
-    """Return the whole configuration by dotted key, and the hashes of the files that it names; `code` is key -> file.
+    """Return the configuration by dotted key, and hashes of the files it names. code: files by key.
 
-    Data is hashed where it is a file; a folder and the hub are known by name only, and so are models.
+    Data is hashed if it is a file. Folders, Hub data sets and models are compared by name only.
     """
     cfg: RunConfig = loaded.cfg
     specs = {key: spec for key, spec in {"alg": loaded.alg_spec, **code}.items() if spec is not None}
@@ -64,7 +65,7 @@ def collect_settings(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -
 
 
 def flatten_settings(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested sections by dotted key; an empty section is a value.
+    """Flatten nested sections to dotted keys; an empty section is a value.
 
     >>> flatten_settings({"a": {"b": 1}})
     {'a.b': 1}
@@ -78,14 +79,16 @@ def flatten_settings(nested: Mapping[str, Any], prefix: str = "") -> dict[str, A
 
 
 def find_checkpoint_to_resume(loaded: Loaded[Any], settings: dict[str, Any]) -> Checkpoint | None:
-    """Return the checkpoint to resume; None without `resume`. Raise UserError where the run cannot continue exactly."""
+    """Return the checkpoint to resume; None without `resume`. Raises UserError if an exact resume is impossible."""
     cfg: RunConfig = loaded.cfg
     if cfg.resume is None:
         return None
     checkpoint = find_checkpoint(cfg.resume)
     then, is_rl = checkpoint.state.recipe, isinstance(cfg, RLConfig)
     if ("groups_per_step" in then["settings"]) != is_rl:
-        raise UserError(f"resume={cfg.resume} is a run of the other program: resume it with the one that made it")
+        raise UserError(
+            f"resume={cfg.resume} is a run of the other program (main_rl.py or main_sl.py): resume it there"
+        )
     check_settings(then["settings"], settings["settings"])
     changed = [key for key in changed_files(then, settings) if key not in settings["in_package"]]
     if changed:
@@ -99,12 +102,12 @@ def find_checkpoint_to_resume(loaded: Loaded[Any], settings: dict[str, Any]) -> 
 
 
 def list_bitwise_only(now: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return BITWISE_ONLY, and the number of ranks where any number reads the checkpoints of another."""
+    """Return BITWISE_ONLY, and trainer.ranks if checkpoints can be resumed with any number of ranks."""
     return BITWISE_ONLY + (("trainer.ranks",) if now.get("trainer.strategy") == "fsdp2" else ())
 
 
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise UserError naming the first key on which the resumed run would not be the same."""
+    """Raise UserError for the first changed key that affects training."""
     steps = ("steps",) if then["trainer.lr_schedule"] == "constant" else ()
     free = NOT_FOR_TRAINING + list_bitwise_only(now) + EVALUATION + steps
     for key in [*now, *(k for k in then if k not in now)]:
@@ -118,19 +121,19 @@ def check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def changed_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the keys of files whose contents are not those of the checkpoint."""
+    """List the keys of files whose content differs from the checkpoint's."""
     before, after = then["sha256"], now["sha256"]
     expected = [key for key in after if key in before or key not in now["in_package"]]
     return [key for key in [*expected, *(k for k in before if k not in after)] if before.get(key) != after.get(key)]
 
 
 def changed_package_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the keys of FeynRL's own files that have changed since the checkpoint: a newer version, or an edit."""
+    """List the keys of FeynRL's own files that have changed since the checkpoint."""
     return [key for key in changed_files(then, now) if key in now["in_package"]]
 
 
 def bitwise_only_changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the keys that differ and change the last bits only."""
+    """List the changed keys that affect only the last bits."""
     keys = list_bitwise_only(now) + (EVALUATION if "groups_per_step" in now else ())
     return [key for key in now | then if is_listed(keys, key) and then.get(key) != now.get(key)]
 

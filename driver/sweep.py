@@ -1,7 +1,6 @@
-"""Sweeps: `trainer.lr=1e-5,3e-5 seed=0,1` runs every combination, one after another, in processes of their own.
+"""Sweeps: `trainer.lr=1e-5,3e-5 seed=0,1` runs every combination, in sequence, each in a separate process.
 
-The rule: a comma outside of brackets, braces and quotes separates values, so a value that is itself a list is written
-in brackets ([0.9,0.95]), and a text with a comma in quotes.
+Commas outside brackets, braces and quotes separate values. Write a list as [0.9,0.95], and text with a comma in quotes.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from driver.checks.explain import explain
 from driver.load_recipe import load_recipe
 
 NOT_SWEPT = ("run_dir", "resume")
-"""Keys that every run of a sweep shares."""
+"""Keys that must be equal in all runs of a sweep."""
 SHOWN = (
     ("reward", names.REWARD_MEAN),
     ("loss", names.TRAIN_LOSS),
     ("held-out reward", names.EVAL.format(names.REWARD_MEAN)),
     ("held-out loss", names.EVAL_LOSS),
 )
-"""Columns of the table, with the metric of the last step, or of the evaluation at the end."""
+"""Columns of the table: metric of the last step, or of the final evaluation."""
 
 
 def combine_overrides(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of every combination of values, the last key changing fastest; one without a sweep.
+    """Return the overrides of every combination, with the last key changing fastest; a single entry without a sweep.
 
     >>> combine_overrides(["lr=1,2", "betas=[0.9,0.95]", "seed=0,1"])[1]
     ['lr=1', 'betas=[0.9,0.95]', 'seed=1']
@@ -52,7 +51,7 @@ def combine_overrides(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def split_values(text: str) -> list[str]:
-    """Return the values that commas outside of brackets, braces and quotes separate.
+    """Split text at commas outside brackets, braces and quotes.
 
     >>> split_values("[0.9,0.95],[0.9,0.99]"), split_values("'a,b'"), split_values("1")
     (['[0.9,0.95]', '[0.9,0.99]'], ["'a,b'"], ['1'])
@@ -82,7 +81,7 @@ class SweptRun:
     """Finished run of a sweep."""
 
     overrides: list[str]
-    """Those that differ between the runs."""
+    """Overrides that differ between the runs."""
     folder: str
     exit_reason: str
     metrics: dict[str, float]
@@ -91,7 +90,7 @@ class SweptRun:
 def run_sweep(
     program: str, cls: type[RunConfig], recipe: str, combinations: list[list[str]], *, only_explain: bool = False
 ) -> int:
-    """Run every combination and show a table; return 0 if all were done, else the first other exit code.
+    """Run every combination and print a table. Return 0 if all succeed, otherwise the first other exit code.
 
     Every recipe is checked before the first run starts.
     """
@@ -109,6 +108,7 @@ def run_sweep(
         own = _list_swept(overrides, combinations)
         print(f"sweep, run {n + 1} of {len(combinations)}: {' '.join(own)}", flush=True)
         run_dir = home / f"{n:03d}"
+        # A process per run: Ray and CUDA keep state in a process, and a crash must not end the sweep.
         codes.append(_run(program, recipe, [*overrides, f"run_dir={json.dumps(str(run_dir))}"]))
         done.append(read_run(run_dir, own, codes[-1]))
         _write_table(home / "sweep.json", done)
@@ -120,7 +120,7 @@ def run_sweep(
 
 
 def _check_folders(configs: list[RunConfig], combinations: list[list[str]]) -> None:
-    """Raise UserError where the runs would write over each other."""
+    """Raise UserError if runs would overwrite each other."""
     for key in NOT_SWEPT:
         if len({getattr(cfg, key) for cfg in configs}) > 1:
             raise UserError(f"{key} is the same for all runs of a sweep: give it one value")
@@ -139,7 +139,7 @@ def _list_swept(overrides: list[str], combinations: list[list[str]]) -> list[str
 
 
 def _run(program: str, recipe: str, overrides: list[str]) -> int:
-    """Run the program to its end. Ctrl-C reaches it too: wait for its orderly end."""
+    """Run the program until it ends. Ctrl-C reaches the program too; wait for its graceful stop."""
     process = subprocess.Popen([sys.executable, program, "--config", recipe, *overrides])
     while True:
         try:
@@ -149,7 +149,7 @@ def _run(program: str, recipe: str, overrides: list[str]) -> int:
 
 
 def read_run(run_dir: Path, overrides: list[str], code: int) -> SweptRun:
-    """Read what a run has left in its folder."""
+    """Read the results of a run from its folder."""
     folders = sorted(run_dir.iterdir(), key=lambda path: path.stat().st_mtime) if run_dir.is_dir() else []
     if not folders:
         return SweptRun(overrides=overrides, folder="", exit_reason=f"exit code {code}", metrics={})
@@ -177,7 +177,7 @@ def _write_table(file: Path, done: list[SweptRun]) -> None:
 
 
 def show_table(done: list[SweptRun]) -> None:
-    """Print one line per run: its values, its last metrics and how it ended."""
+    """Print a line per run: swept values, last metrics and exit reason."""
     keys = [item.partition("=")[0] for item in done[0].overrides]
     columns = [(heading, name) for heading, name in SHOWN if any(name in run.metrics for run in done)]
     rows = [[*keys, "steps", *(heading for heading, _ in columns), "ended"]]

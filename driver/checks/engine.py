@@ -1,4 +1,4 @@
-"""Refuse a recipe that asks its engine for what it cannot do."""
+"""Check a recipe against the engine's capabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollouts.stops import Stops, check_stops
 
 
 def check_engine(cfg: RLConfig | EvalConfig) -> None:
-    """Raise UserError for a key that the engine's capabilities do not cover."""
+    """Raise UserError for a key that needs a capability the engine lacks."""
     name = f"rollout.engine={cfg.rollout.engine}"
     can = load_engine_class(resolve_engine(cfg.rollout.engine)).capabilities
     if cfg.backend == "ray" and not can.broadcast:
@@ -50,21 +50,21 @@ def check_engine(cfg: RLConfig | EvalConfig) -> None:
 
 
 def check_images(cfg: RLConfig | EvalConfig) -> None:
-    """Raise UserError where the model sees images, and the engine does not."""
+    """Raise UserError if the model supports images and the engine does not."""
     path, trusts = cfg.model.path, cfg.model.trust_remote_code
     if not needs_images(path, trust_remote_code=trusts):
         return
     engine = load_engine_class(resolve_engine(cfg.rollout.engine))
     if not engine.capabilities.images:
         raise UserError(
-            f"model.path={quote(path)} is a model that sees images, and rollout.engine={cfg.rollout.engine} takes "
-            "none: set rollout.engine to vllm or hf"
+            f"model.path={quote(path)} is a vision-language model, and rollout.engine={cfg.rollout.engine} does not "
+            "support images: set rollout.engine to vllm or hf"
         )
     engine.check_family(read_config(path, trust_remote_code=trusts).model_type, path=path)
 
 
 def check_sampling(cfg: RLConfig | EvalConfig, tokenizer: ChatTokenizer) -> AllowedTokens:
-    """Return the tokens that may be sampled. Raises UserError for a stop or an allowed token that can never come up."""
+    """Return the allowed tokens. Raises UserError for a stop or an allowed token that can never occur."""
     rollout = cfg.rollout
     check_stops(tokenizer, rollout.stop, rollout.stop_token_ids, tokenizer.vocabulary)
     stops = Stops(tokenizer, rollout.stop, rollout.stop_token_ids)

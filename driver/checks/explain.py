@@ -1,4 +1,4 @@
-"""--explain: print what a recipe means, without starting anything."""
+"""--explain: print the consequences of a recipe without starting anything."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def describe_micro_batches(tokens: int, cfg: TrainerConfig) -> str:
 
 
 def count_engines(rollout: RolloutConfig) -> str:
-    """Return the number of engines, or between which numbers they come and go."""
+    """Return the number of engines, or the range of a varying number."""
     least, most = rollout.least_engines, rollout.most_engines
     return f"{least}" if least == most else f"{least} to {most}"
 
@@ -128,7 +128,7 @@ def describe_placement(cfg: RunConfig) -> list[tuple[str, str]]:
 
 
 def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
-    """Describe the memory of weights, gradients and optimizer states; activations and caches come on top."""
+    """Describe the memory of weights, gradients and optimizer states, without activations and caches."""
     try:
         m = estimate_memory(loaded)
     except ModelUnreadable as error:  # a recipe may name a model that is made later
@@ -155,7 +155,7 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
 
 
 def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
-    """Return what weights, gradients and optimizer states take. Raises UserError where a config cannot be read."""
+    """Estimate the memory of weights, gradients and optimizer states. Raises UserError for an unreadable config."""
     cfg: RunConfig = loaded.cfg
     trusts = cfg.model.trust_remote_code
     n = count_parameters(cfg.model.path, trust_remote_code=trusts)
@@ -186,17 +186,17 @@ def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
 
 
 def count_held(cfg: RunConfig) -> int:
-    """Return the bytes of a weight in use."""
+    """Return the bytes of a weight in forward passes."""
     return 2 if cfg.model.dtype == "bfloat16" else 4
 
 
 def count_states(cfg: RunConfig) -> int:
-    """Return the bytes of the optimizer's states of a parameter."""
+    """Return the bytes of optimizer states per parameter."""
     return 8 if cfg.trainer.optimizer == "adamw" else 0
 
 
 def count_bytes(cfg: RunConfig) -> BytesEach:
-    """Count what one rank holds of a parameter in training."""
+    """Return the bytes per parameter on a trainer rank."""
     held = count_held(cfg)
     master = 4 if held == 2 else 0
     ranks, stage = cfg.trainer.ranks, cfg.trainer.zero_stage if cfg.backend == "ray" else 0
@@ -209,6 +209,7 @@ def count_bytes(cfg: RunConfig) -> BytesEach:
             gradients=4 / parts,
             optimizer=count_states(cfg) / parts,
         )
+    # DeepSpeed keeps float32 master weights beside bfloat16 weights; FSDP2 keeps only float32 and casts per layer.
     weights = held / (ranks if stage == 3 else 1)
     return BytesEach(
         weights=weights,
@@ -220,7 +221,7 @@ def count_bytes(cfg: RunConfig) -> BytesEach:
 
 
 def count_frozen_tower(cfg: RunConfig) -> int:
-    """Count the parameters that trainer.vision takes out of training."""
+    """Count the parameters frozen by trainer.vision."""
     if cfg.trainer.vision == "train":
         return 0
     part = measure_vision(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
@@ -236,6 +237,6 @@ def count_adapter(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> in
 
 
 def count_parameters(path: str, *, key: str = "model.path", trust_remote_code: bool) -> int:
-    """Count the parameters of the model without allocating them."""
+    """Count a model's parameters without allocating them."""
     check_model_folder(path, key=key, trust_remote_code=trust_remote_code)
     return sum(p.numel() for p in meta_model(path, key=key, trust_remote_code=trust_remote_code).parameters())

@@ -1,4 +1,4 @@
-"""What images add to the plan of a run: the parameters that read them, and the memory of what they read."""
+"""Parameters and memory of a model's vision part, for --explain."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BytesEach:
-    """Bytes of one trainer rank for one parameter."""
+    """Bytes per parameter on a trainer rank."""
 
     weights: float
-    """Weight of a parameter in training."""
+    """Weight of a trained parameter."""
     idle: float
-    """Weight of one that is not trained, in a model that is."""
+    """Weight of a frozen parameter in a trained model."""
     reference: float
-    """Weight of one in a frozen model beside it."""
+    """Weight of a parameter in a frozen model."""
     gradients: float
     optimizer: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionPart:
-    """Sizes of the part of a model that reads images."""
+    """Sizes of a model's vision part."""
 
     parameters: int
     """Parameters of tower and connector."""
     tower: int
-    """Parameters of the tower alone."""
+    """Parameters of the tower only."""
     layers: int
     """Layers of the tower."""
     width: int
-    """Numbers of a patch between two layers of the tower."""
+    """Hidden size of the tower."""
     patches: int
-    """Patches that become one token."""
+    """Patches per token."""
     numbers: int
-    """Numbers that the model reads of each patch."""
+    """Input values per patch."""
 
 
 def measure_vision(path: str, *, trust_remote_code: bool) -> VisionPart | None:
-    """Return the sizes of a model's vision part, without allocating it; None for a text model."""
+    """Return the sizes of a model's vision part without allocating it; None for a text model."""
     model = meta_model(path, trust_remote_code=trust_remote_code)
     parts = parts_of(model)
     if parts is None:
@@ -69,9 +69,9 @@ def measure_vision(path: str, *, trust_remote_code: bool) -> VisionPart | None:
 def describe_vision(
     cfg: RunConfig, *, parameters: int, models: int, per_rank: float, each: BytesEach
 ) -> list[tuple[str, str]]:
-    """Describe the vision part of the model and the memory that images take; nothing for a text model.
+    """Describe the model's vision part and the memory of images; empty for a text model.
 
-    models: in training, with the value model. per_rank: GiB of a trainer rank before its first batch.
+    models: number of trained models, value model included. per_rank: GiB of a trainer rank before the first batch.
     """
     part = measure_vision(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
     if part is None:

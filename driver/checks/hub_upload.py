@@ -1,4 +1,4 @@
-"""Push the trained model to the Hugging Face hub (`push_to`): checked before the start, done after saving."""
+"""Push the trained model to the Hugging Face Hub (`push_to`): checked at the start, uploaded after saving."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from driver.checks.output_folder import MARKER
 
 
 def check_hub_upload(cfg: RunConfig) -> None:
-    """Raise UserError where the model could not be pushed at the end: no token, no network, or no right."""
+    """Raise UserError if the final upload would fail: no token, no network, or no write access."""
     if cfg.push_to is None:
         return
     from huggingface_hub import HfApi, constants, get_token
@@ -37,7 +37,7 @@ def check_hub_upload(cfg: RunConfig) -> None:
 
 
 def push_model(name: str, folder: Path) -> str:
-    """Upload a saved model; return its address. Raises RunStopped where that fails: the model is in `folder`."""
+    """Upload a saved model and return the address. Raises RunStopped on failure; the model stays in `folder`."""
     from huggingface_hub import HfApi
 
     hub = HfApi()

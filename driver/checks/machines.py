@@ -1,4 +1,4 @@
-"""Machines of a run: places for all its actors, and what their first call must find there."""
+"""Reserve machines for a run's actors, and request the comparison with the driver's machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from driver.context import RunContext
 
 
 async def claim_machines(context: RunContext, roles: Sequence[Role], models: Mapping[str, str]) -> None:
-    """Reserve a place for every actor before one is started; in a user's cluster let them be compared with this one.
+    """Reserve a slot for every actor before the first starts; on a user's cluster, request machine checks.
 
-    models: model paths by the key that names them. Raises UserError where the cluster has no room.
+    models: model paths by configuration key. Raises UserError if the cluster is too small.
     """
     cluster = context.cluster
     if cluster is None:

@@ -1,4 +1,4 @@
-"""How much memory a run holds, and how much there is."""
+"""Estimated memory of a run, and available memory."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Memory that a run holds, in GiB, without activations, caches and what a process itself takes."""
+    """Memory of a run in GiB, without activations, caches and the processes themselves."""
 
     parameters: int
     """Parameters of the model, without an adapter."""
     adapter: int
     weights: float
-    """Weights of one trainer rank, as are the next three."""
+    """Weights of a trainer rank; the next three fields are also per rank."""
     gradients: float
     optimizer: float
     frozen: float
     per_engine: float
-    """Weights of one rank of an engine; 0 without engines."""
+    """Weights of an engine's rank; 0 without engines."""
     checkpoint: float
-    """Size of one checkpoint, of all ranks."""
+    """Size of a checkpoint, all ranks together."""
     saved: float
     """Size of the saved model."""
 
     @property
     def per_rank(self) -> float:
-        """GiB of one trainer rank."""
+        """GiB of a trainer rank."""
         return self.weights + self.gradients + self.optimizer + self.frozen
 
 
 def find_gpu_gib() -> float | None:
-    """Return the memory of one GPU; None where this process sees none."""
+    """Return the memory of a GPU in GiB; None if this process sees no GPU."""
     if not count_gpus():
         return None
     import torch
@@ -45,7 +45,7 @@ def find_gpu_gib() -> float | None:
 
 
 def find_machine_gib() -> float:
-    """Return the memory of the machine, or of its control group where that has less."""
+    """Return the memory of the machine in GiB, or the limit of its control group if that is lower."""
     import psutil
 
     total: int = psutil.virtual_memory().total

@@ -1,4 +1,4 @@
-"""Checks of the models that a run reads, before anything is started."""
+"""Checks of the models that a run loads, before anything starts."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from modeling.load import check_weights
 
 
 def check_policy(model: ModelConfig, tokenizer: ChatTokenizer) -> None:
-    """Raise UserError where the model's files do not fit its config, or its tokenizer has ids without an embedding."""
+    """Raise UserError if model files do not match the config, or token ids lack an embedding."""
     check_weights(model.path, trust_remote_code=model.trust_remote_code)
     _check_vocabulary(model.path, tokenizer, key="model.path", trusts=model.trust_remote_code)
 
 
 def check_room(cfg: RLConfig | EvalConfig) -> None:
-    """Raise UserError where a prompt with its completion may be longer than the model's positions."""
+    """Raise UserError if prompt and completion may exceed the model's maximum positions."""
     positions = max_positions(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
     if positions is not None and cfg.longest_sample > positions:
         raise UserError(
             f"one sample may reach {cfg.longest_sample} tokens (data.max_prompt_tokens + rollout.max_new_tokens), and "
-            f"model.path={cfg.model.path} has room for {positions}: lower one of the two"
+            f"model.path={cfg.model.path} has {positions} positions: lower one of the two"
         )
 
 
 def check_sequence_parallel(cfg: RunConfig, alg: Algorithm) -> None:
-    """Raise UserError for a model, in training or frozen, whose rows several ranks cannot compute together."""
+    """Raise UserError if some model, trained or frozen, does not support sequence parallelism."""
     size, trusts = cfg.trainer.sequence_parallel, cfg.model.trust_remote_code
     if size == 1:
         return
@@ -41,7 +41,7 @@ def check_sequence_parallel(cfg: RunConfig, alg: Algorithm) -> None:
 
 
 def check_frozen_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelConfig) -> None:
-    """Raise UserError for a frozen model that cannot be loaded, or has another vocabulary than the policy."""
+    """Raise UserError for a frozen model that cannot be loaded, or whose vocabulary differs from the policy's."""
     for frozen in filter(None, alg.frozen_models.values()):
         trusts = model.trust_remote_code
         check_model_folder(frozen, key="alg", trust_remote_code=trusts)

@@ -1,4 +1,4 @@
-"""The folder `save_to`: checked before the start, and replaced at the end in one step."""
+"""Folder `save_to`: checked at the start, and replaced atomically at the end."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from core.errors import UserError, writing
 from core.text.atomic_write import PARTIAL
 
 MARKER = "feynrl.json"
-"""File in every model folder that a run has saved; a folder without it is never replaced."""
+"""File in every model folder saved by a run. Folders without it are never replaced."""
 
 
 def check_output_folders(cfg: RunConfig, alg: Algorithm) -> None:
-    """Raise UserError where the results could not be written, before anything is started."""
+    """Raise UserError before the start if results could not be written."""
     if cfg.save_to is not None:
         reads = [cfg.model.path, *filter(None, alg.frozen_models.values())]
         _check_save_to(cfg.save_to, reads=reads, run_dir=cfg.run_dir)
 
 
 def _check_save_to(save_to: str, *, reads: Iterable[str], run_dir: str) -> None:
-    """Raise UserError where the model could not be saved at the end, or something else would be lost.
+    """Raise UserError if the final model could not be saved, or would overwrite something else.
 
-    reads: the models that the run reads.
+    reads: models that the run loads.
     """
     key, folder = f"save_to={save_to}", Path(save_to).absolute()
     if used := [path for path in reads if folder.resolve() == Path(path).resolve()]:
@@ -49,7 +49,7 @@ def _check_save_to(save_to: str, *, reads: Iterable[str], run_dir: str) -> None:
 
 
 async def save_in_one_step(folder: Path, write: Callable[[Path], Any], facts: dict[str, Any]) -> None:
-    """Let `write` fill a folder beside `folder`, add the marker, and put it in the place of what was there."""
+    """Write a model to a temporary folder with `write`, add the marker, and rename it to `folder`."""
     partial = folder.with_name(folder.name + PARTIAL)
     with writing(folder, meaning="the model is not saved there; a checkpoint (checkpoint.every) would have kept it"):
         if partial.exists():
@@ -60,6 +60,7 @@ async def save_in_one_step(folder: Path, write: Callable[[Path], Any], facts: di
         except Exception:
             shutil.rmtree(partial, ignore_errors=True)  # it may be what filled the disk
             raise
+        # A folder cannot be replaced atomically, but the complete new folder exists before the old one is removed.
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(partial, folder)

@@ -1,7 +1,7 @@
-"""Memory of devices that trainers and engines share in turns (placement: colocate), planned before the start.
+"""Memory plan of colocated trainers and engines (placement: colocate), checked before the start.
 
-On a GPU each turn must fit by itself, and what is away must fit into the machine's memory. On a CPU everything is in
-the machine's memory all the time.
+On a GPU each phase must fit by itself, and offloaded state must fit into the machine's memory. On a CPU everything
+stays in the machine's memory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from driver.start.devices import uses_gpus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Memory that is needed at the same time, in GiB."""
+    """Memory needed at the same time, in GiB."""
 
     when: str
     parts: dict[str, float]
     place: str
-    """Where it is needed: a GPU or the machine."""
+    """Name of the memory: a GPU or the machine."""
     there: float
-    """Memory of that place."""
+    """Size of that memory."""
 
     @property
     def total(self) -> float:
@@ -38,7 +38,7 @@ class Need:
 def plan_colocation(
     cfg: RLConfig, estimate: MemoryEstimate, *, gpu_gib: float | None, machine_gib: float
 ) -> list[Need]:
-    """Return what every turn needs; activations are not counted. gpu_gib: None on a CPU, and where no GPU is seen."""
+    """Return the memory of every phase, without activations. gpu_gib: None on a CPU or without a visible GPU."""
     trainers = cfg.trainer.ranks * estimate.per_rank
     engines = cfg.rollout.least_engines * cfg.rollout.tensor_parallel_size
     of_machine = partial(Need, place="this machine", there=machine_gib)
@@ -80,12 +80,12 @@ def plan_colocation(
 
 
 def check_colocation(cfg: RLConfig, estimate: MemoryEstimate) -> None:
-    """Raise UserError, with numbers, where a turn of a colocated run does not fit."""
+    """Raise UserError, with numbers, if a phase of a colocated run does not fit."""
     refuse_tight(plan_colocation(cfg, estimate, gpu_gib=find_gpu_gib(), machine_gib=find_machine_gib()))
 
 
 def refuse_tight(needs: list[Need]) -> None:
-    """Raise UserError for the first need that is larger than its place."""
+    """Raise UserError for the first need that exceeds its memory."""
     for need in needs:
         if need.total > need.there:
             raise UserError(
@@ -96,7 +96,7 @@ def refuse_tight(needs: list[Need]) -> None:
 
 
 def describe_turns(cfg: RunConfig, estimate: MemoryEstimate) -> list[tuple[str, str]]:
-    """Return the rows of --explain about a shared device; none where nothing is shared."""
+    """Return the rows of --explain about shared devices; empty with separate devices."""
     if not isinstance(cfg, RLConfig) or cfg.placement == "separate":
         return []
     needs = plan_colocation(cfg, estimate, gpu_gib=find_gpu_gib(), machine_gib=find_machine_gib())

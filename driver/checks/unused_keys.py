@@ -4,8 +4,8 @@ RULES below say of keys of the schema when they are of no use, and TERM_RULES of
 has. The hyper-parameters of a single algorithm belong to whoever wrote it: `python -m algs.check` fails for one that is
 never read.
 
-Keys that say where and how large a run is (engines, memory, deadlines, transports) have no rule: a recipe keeps them
-when it runs on another machine or under `backend: local`.
+Keys for the place and size of a run (engines, memory, deadlines, transports) have no rule: recipes keep them when they
+run on another machine or under `backend: local`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from driver.start.devices import shares_devices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Keys of the schema, and when they are of no use."""
+    """Schema keys, with the condition under which they have no effect."""
 
     keys: tuple[str, ...]
     is_unused: Callable[[Any], bool]
@@ -31,7 +31,7 @@ class Rule:
 
 
 def _is_text_model(cfg: RunConfig) -> bool:
-    """Tell whether the model is known to read no images; a recipe may name one that is made later."""
+    """Tell whether the model is known to have no vision part. It may also not exist yet."""
     from modeling.hf_config import ModelUnreadable, read_config
     from modeling.images.vision import VISION_FAMILIES
 
@@ -131,9 +131,9 @@ RULE_OF_TRAIN_ON = "this algorithm trains on the last reply of each row, whateve
 
 
 def check_keys(cfg: RunConfig, alg: Algorithm, given: frozenset[str]) -> None:
-    """Raise UserError for a key that the recipe sets and that nothing would read.
+    """Raise UserError for a key of the recipe that has no effect.
 
-    given: what the recipe sets, by dotted key.
+    given: dotted keys that the recipe sets.
     """
     of_terms = TERM_RULES if isinstance(alg, PolicyGradient) else ()
     for rule, about in (*((rule, cfg) for rule in RULES), *((rule, alg) for rule in of_terms)):
@@ -148,7 +148,7 @@ def check_keys(cfg: RunConfig, alg: Algorithm, given: frozenset[str]) -> None:
 
 
 def _check_sources(cfg: RunConfig) -> None:
-    """Raise UserError for a key of a source that its kind of file or its number does not read."""
+    """Raise UserError for a source's key without effect, given its file format or the number of sources."""
     both: tuple[tuple[str, Any], ...] = (("data.train", cfg.data.train), ("data.eval", cfg.data.eval))
     for key, value in both:
         sources = value if isinstance(value, list) else [value]
@@ -165,7 +165,7 @@ def _check_sources(cfg: RunConfig) -> None:
 
 
 def list_given(raw: Mapping[str, Any], prefix: str = "") -> frozenset[str]:
-    """Return what a recipe sets, by dotted key; a section that is empty or a list is one key.
+    """List the dotted keys that a recipe sets; an empty section or a list counts as a key.
 
     >>> sorted(list_given({"a": {"b": 1, "c": {}}, "d": [1]}))
     ['a.b', 'a.c', 'd']
@@ -177,5 +177,5 @@ def list_given(raw: Mapping[str, Any], prefix: str = "") -> frozenset[str]:
 
 
 def is_given(key: str, given: frozenset[str]) -> bool:
-    """Tell whether the recipe sets this key, or a key below it."""
+    """Tell whether the recipe sets this key or a key below it."""
     return any(one == key or one.startswith(f"{key}.") for one in given)

@@ -1,4 +1,4 @@
-"""Checks of a model that comes with code of its own (model.trust_remote_code), before anything is started."""
+"""Checks of a model that ships its own code (model.trust_remote_code), before anything starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollouts.registry import load_engine_class, resolve_engine
 
 
 def check_user_code(cfg: RunConfig) -> None:
-    """Raise UserError where trainer or engine cannot run the code of the policy; do nothing without such code."""
+    """Raise UserError if trainer or engine cannot run the policy's own code, if there is any."""
     if not cfg.model.trust_remote_code:
         return
     model: Any = meta_model(cfg.model.path, trust_remote_code=True)

@@ -1,4 +1,4 @@
-"""Estimates from the n samples of one prompt, c of which pass.
+"""Estimators of pass@k, pass^k and majority@k from n samples of a prompt, c of which pass.
 
     pass@k      probability that at least one of k samples passes: 1 - C(n-c, k) / C(n, k)
     pass^k      probability that all of k samples pass: C(c, k) / C(n, k)
@@ -36,20 +36,21 @@ def pass_hat_k(n: int, c: int, k: int) -> float:
 def majority_at_k(answers: Sequence[str], passes: Sequence[bool], k: int) -> float:
     """Estimate the probability that the most common answer of k samples passes.
 
-    It is the mean over the n // k blocks of k samples that follow each other. Answers that are equally common share
-    their block. An answer that passes in some samples and not in others counts by its fraction.
+    It averages over n // k consecutive blocks of k samples. Equally common answers share a block's vote. An answer that
+    passes only in some samples counts by the fraction.
 
     >>> majority_at_k(["7", "7", "8", "8"], [True, True, False, False], 4)
     0.5
     """
     _check_counts(len(answers), sum(passes), k)
+    # Disjoint blocks are unbiased; an average over all subsets would have less variance, but C(n, k) terms.
     blocks = range(len(answers) // k)
     votes = (_count_vote(answers[b * k : (b + 1) * k], passes[b * k : (b + 1) * k]) for b in blocks)
     return sum(votes) / len(blocks)
 
 
 def _count_vote(answers: Sequence[str], passes: Sequence[bool]) -> float:
-    """Return the fraction of the most common answers that pass."""
+    """Return the mean pass fraction of the most common answers."""
     cast: dict[str, list[bool]] = {}
     for answer, passed in zip(answers, passes, strict=True):
         cast.setdefault(answer, []).append(passed)

@@ -1,8 +1,9 @@
-"""Evaluations of an RL run on data.eval: in place, or beside training; always of one policy version.
+"""Evaluations of an RL run on data.eval, in place or concurrent with training, always of a single policy version.
 
-In place the trainers wait. Beside training the engines answer the held-out prompts while the trainers go on, and the
-next weight sync waits for the answers, so that no number is of two versions. That needs overlap (max_staleness above
-0), and that nothing hangs on the number: `stop_when` and `checkpoint.best` want it in the line of its own step.
+In place, the trainers wait. In a concurrent evaluation the engines answer held-out prompts while the trainers continue.
+The next weight sync waits for the answers, so that no result mixes versions. This needs overlap (max_staleness above
+0).
+It is not used if `stop_when` or `checkpoint.best` need the result in the same step's line.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from rollouts.scheduling.generation import Generation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """Findings of an evaluation."""
+    """Result of an evaluation."""
 
     when: str
-    """Such as `after step 10`."""
+    """Time of the evaluation, such as `after step 10`."""
     metrics: dict[str, float]
     """Metrics without the prefix eval/, with `version`."""
 
     @property
     def version(self) -> int:
-        """Steps that the evaluated weights have behind them."""
+        """Number of training steps of the evaluated weights."""
         return int(self.metrics[names.VERSION])
 
 
 @dataclass
 class Evaluator:
-    """Held-out prompts of a run, and the evaluation that runs beside training, if one does."""
+    """Held-out prompts of a run, and the concurrent evaluation in progress, if any."""
 
     cfg: RLConfig
     prompts: list[Prompt]
@@ -46,10 +47,11 @@ class Evaluator:
     """Time of the pending evaluation."""
 
     def may_run_beside(self, steps_done: int) -> bool:
-        """Tell whether an evaluation after `steps_done` steps can run beside the steps up to the next weight sync.
+        """Tell whether an evaluation after `steps_done` steps can run concurrently until the next weight sync.
 
-        The last sync is left out: the line of the last step has the evaluation of the final weights. So are
-        evaluations as frequent as syncs, of which two would end in one line.
+        Not before the last sync: the last step's line contains the evaluation of the final weights. Nor if evaluations
+        are as
+        frequent as syncs, because two of them would end in the same line.
         """
         cfg = self.cfg
         decides = cfg.stop_when is not None or (cfg.checkpoint.best or "").startswith(names.EVAL.format(""))
@@ -63,13 +65,14 @@ class Evaluator:
         )
 
     def begin(self, when: str) -> None:
-        """Start an evaluation beside training."""
+        """Start a concurrent evaluation."""
         self.when, self.pending = when, self.generation.start_beside(self.sample())
 
     async def end(self) -> EvalResult | None:
-        """Wait for the pending evaluation; None where it cannot be of one version: an engine was restarted meanwhile.
+        """Wait for the concurrent evaluation; None if an engine was restarted, so that it cannot be of a single
+        version.
 
-        A restarted engine needs weights, and the trainers may have newer ones by now.
+        A restarted engine needs weights, and the trainers may have newer weights by now.
         """
         pending, self.pending = self.pending, None
         assert pending is not None
@@ -78,6 +81,7 @@ class Evaluator:
         def left_alone() -> Sequence[int]:
             return [] if engines.serving() else engines.needing_weights()  # others that serve are asked for its groups
 
+        # Without a serving engine the groups would wait for a weight sync, and the sync waits for them.
         none_serves = start_task(engines.wait_for(left_alone))
         try:
             await asyncio.wait([pending, none_serves], return_when=asyncio.FIRST_COMPLETED)
@@ -87,13 +91,15 @@ class Evaluator:
             pending.cancel()
 
     async def sample(self) -> list[Group]:
-        """Sample every prompt, `eval_samples` times."""
+        """Generate `eval_samples` samples of every prompt."""
         size = self.cfg.eval_samples
+        # Negative tickets: their random seeds differ from those of all training groups, and are equal in every
+        # evaluation.
         calls = (self.generation.generate_group(-1 - i, prompt, size) for i, prompt in enumerate(self.prompts))
         return await gather_fail_fast(calls)
 
     def measure(self, groups: list[Group], when: str) -> EvalResult | None:
-        """Return reward, its parts, failures and pass@k; None where the tokens are not of one version."""
+        """Return reward, reward parts, failures and pass@k; None if the tokens are of several versions."""
         check_failures(groups, max_failed_fraction=self.cfg.reward.max_failed_fraction)
         versions = {int(v) for group in groups for s in group for v in s.versions[s.action_mask]}
         if len(versions) > 1:

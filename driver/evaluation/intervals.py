@@ -1,6 +1,6 @@
 """Confidence intervals of means over prompts, by the percentile bootstrap.
 
-A prompt is drawn with all its samples: the samples of one prompt are no independent measurements of the model.
+A prompt is drawn with all its samples, because samples of the same prompt are not independent.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 from core.types.arrays import Floats
 
 CONFIDENCE = 0.95
-"""Probability that an interval covers the mean over all prompts of the kind."""
+"""Probability that an interval covers the mean over all prompts of the same kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Mean over prompts, and the bounds of its interval."""
+    """Mean over prompts, with interval bounds."""
 
     value: float
     low: float
@@ -25,10 +25,11 @@ class Estimate:
 
 
 def estimate_means(values: Floats, *, resamples: int, seed: int) -> list[Estimate]:
-    """Return the mean of every column of values [prompts, metrics] with its interval.
+    """Return mean and interval of every column of values [prompts, metrics].
 
-    The bounds are percentiles of the means of `resamples` draws of as many prompts, with replacement. All columns share
-    the draws, so that differences between them are comparable.
+    The bounds are percentiles over `resamples` draws of as many prompts, with replacement. All columns share the draws,
+    so
+    that they can be compared.
     """
     n = len(values)
     if not n:

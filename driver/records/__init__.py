@@ -1,4 +1,4 @@
-"""Records of a run: its folder, metrics, samples, terminal lines and trackers.
+"""Records of a run: folder, metrics, samples, terminal lines and trackers.
 
 Imports core and configs. Begin with run_folder.py.
 """

@@ -1,7 +1,7 @@
-"""Advice on a run, in plain words: pure functions over the lines of metrics.jsonl. Each rule speaks once per run.
+"""Advice on a run: rules as pure functions over the lines of metrics.jsonl. Each rule reports once per run.
 
-A rule looks at the first and the last lines only, so a long run costs no more than a short one. It returns a sentence
-that says what it saw and what may help, or None.
+A rule reads only the first and last lines, so its cost does not grow with the run. It returns a sentence with the
+observation and a possible fix, or None.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from core import metrics as names
 from core.types.run_summary import Warned
 
 WINDOW = 5
-"""Steps that make a mean. One step says nothing."""
+"""Steps averaged into a mean. Single steps are too noisy."""
 FEWEST = 3 * WINDOW
-"""Steps before a trend is one."""
+"""Minimum number of steps for a trend."""
 LONG = 20
-"""Steps before something counts as never happening."""
+"""Minimum number of steps to report that something never happens."""
 Line = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of the recipe that the rules read; in supervised runs the defaults."""
+    """Settings of the recipe that the rules read; defaults in supervised runs."""
 
     group_size: int = 1
     updates_per_step: int = 1
@@ -35,33 +35,33 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """Beginning and end of a run's lines."""
+    """First and last lines of a run."""
 
     first: Sequence[Line]
     """At most WINDOW."""
     last: Sequence[Line]
-    """At most LONG, the newest last."""
+    """At most LONG, newest last."""
     n: int
-    """Steps that were logged by this process."""
+    """Number of steps logged by this process."""
 
     def mean_at_start(self, name: str) -> float | None:
-        """Return the mean over the first WINDOW steps; None where one of them lacks the metric."""
+        """Return the mean over the first WINDOW steps; None if the metric is missing in any."""
         return average(self.first[:WINDOW], name)
 
     def mean_now(self, name: str, steps: int = WINDOW) -> float | None:
-        """Return the mean over the last steps; None where there are too few, or one lacks the metric."""
+        """Return the mean over the last steps; None if there are too few, or the metric is missing in any."""
         return average(self.last[-steps:], name) if len(self.last) >= steps else None
 
 
 def average(lines: Sequence[Line], name: str) -> float | None:
-    """Return the mean of a metric; None where a line lacks it, or there is no line."""
+    """Return the mean of a metric; None without lines, or if the metric is missing in any."""
     if not lines or any(name not in line for line in lines):
         return None
     return sum(line[name] for line in lines) / len(lines)
 
 
 def find_lost_groups(history: History, settings: Settings) -> str | None:
-    """Look for groups of equal rewards: half of them or more."""
+    """Report if at least half of the groups have equal rewards."""
     share = history.mean_now(names.ROLLOUT_ZERO_STD)
     if settings.group_size < 2 or share is None or share < 0.5:
         return None
@@ -73,7 +73,7 @@ def find_lost_groups(history: History, settings: Settings) -> str | None:
 
 
 def find_entropy_collapse(history: History, settings: Settings) -> str | None:
-    """Look for an entropy that has fallen to a fifth of what it was."""
+    """Report an entropy below a fifth of the initial entropy."""
     then, now = history.mean_at_start(names.TRAIN_ENTROPY), history.mean_now(names.TRAIN_ENTROPY)
     if history.n < FEWEST or then is None or now is None or then <= 0 or now > then / 5:
         return None
@@ -84,13 +84,13 @@ def find_entropy_collapse(history: History, settings: Settings) -> str | None:
 
 
 def clip_fraction(line: Line) -> float | None:
-    """Return the fraction of tokens that a clip acted on; None for an algorithm without one."""
+    """Return the fraction of clipped tokens; None for an algorithm without a clip."""
     parts = [line[name] for name in (*names.CLIP_FRACTIONS, names.CLIP_FRACTION) if name in line]
     return sum(parts) if parts else None
 
 
 def find_heavy_clipping(history: History, settings: Settings) -> str | None:
-    """Look for clips that act on more than half of the tokens."""
+    """Report clipping of more than half of the tokens."""
     seen = [clip_fraction(line) for line in history.last[-WINDOW:]]
     found = [value for value in seen if value is not None]
     if len(found) < WINDOW or sum(found) / WINDOW <= 0.5:
@@ -102,7 +102,7 @@ def find_heavy_clipping(history: History, settings: Settings) -> str | None:
 
 
 def find_idle_clipping(history: History, settings: Settings) -> str | None:
-    """Look for clips that never act, where a step has several updates; with one its ratio is always 1."""
+    """Report a clip that never acts. With a single update per step the ratio is always 1."""
     seen = [clip_fraction(line) for line in history.last]
     found = [value for value in seen if value is not None]
     if settings.updates_per_step < 2 or len(found) < LONG or max(found) > 1e-4:
@@ -114,7 +114,7 @@ def find_idle_clipping(history: History, settings: Settings) -> str | None:
 
 
 def find_growing_mismatch(history: History, settings: Settings) -> str | None:
-    """Look for a mismatch of engine and trainer that is five times what it was, and more than rounding."""
+    """Report a mismatch of engine and trainer that is above rounding and five times the initial mismatch."""
     then, now = history.mean_at_start(names.MISMATCH_KL), history.mean_now(names.MISMATCH_KL)
     if history.n < FEWEST or then is None or now is None or now < 1e-3 or now < 5 * max(then, 0.0):
         return None
@@ -125,7 +125,7 @@ def find_growing_mismatch(history: History, settings: Settings) -> str | None:
 
 
 def find_full_budget(history: History, settings: Settings) -> str | None:
-    """Look for samples that end because the token budget does: a quarter of them or more."""
+    """Report if the token budget truncates at least a quarter of the samples."""
     share = history.mean_now(names.ROLLOUT_TRUNCATED)
     if share is None or share < 0.25:
         return None
@@ -136,7 +136,7 @@ def find_full_budget(history: History, settings: Settings) -> str | None:
 
 
 def find_endless_warmup(history: History, settings: Settings) -> str | None:
-    """Look for a learning rate that still rises at the last step. This rule is for the end of a run."""
+    """Report a learning rate that still rises at the last step."""
     rates = [line[names.TRAIN_LR] for line in history.last if names.TRAIN_LR in line]
     if len(rates) < 2 or rates[-1] <= rates[-2]:
         return None
@@ -155,14 +155,14 @@ DURING: dict[str, Rule] = {
     "mismatch_grows": find_growing_mismatch,
     "length_budget": find_full_budget,
 }
-"""Rules that are asked after every step."""
+"""Rules applied after every step."""
 AT_END: dict[str, Rule] = {"warmup_at_end": find_endless_warmup}
-"""Rules that are asked once, after the last step."""
+"""Rules applied once, after the last step."""
 
 
 @dataclass
 class Adviser:
-    """Memory of one run: its first and its last lines, and which rules have spoken."""
+    """State of the rules during a run: first and last lines, and warnings given."""
 
     settings: Settings
     steps: int
@@ -171,10 +171,10 @@ class Adviser:
     last: deque[Line] = field(default_factory=lambda: deque(maxlen=LONG))
     n: int = 0
     given: dict[str, Warned] = field(default_factory=dict[str, Warned])
-    """Rule -> its warning."""
+    """Warning of each rule that has reported."""
 
     def read_line(self, line: Line) -> list[tuple[str, str]]:
-        """Take the line of a step; return the rules that speak for the first time, with their sentences."""
+        """Add a step's line; return rules that report for the first time, with their sentences."""
         if self.n < WINDOW:
             self.first.append(line)
         self.last.append(line)
@@ -191,7 +191,7 @@ class Adviser:
 
 
 def make_settings(cfg: RunConfig | EvalConfig) -> Settings:
-    """Return what the rules of this file must know of the recipe."""
+    """Return the settings of the recipe that the rules read."""
     if not isinstance(cfg, RLConfig):
         return Settings()
     return Settings(

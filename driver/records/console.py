@@ -1,4 +1,4 @@
-"""The terminal during a run: one line per step, and below them what is going on. `display` says how much of it."""
+"""Terminal output of a run: a line per step, and a status line below. `display` selects the amount."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ COLUMNS: list[tuple[str, str, str]] = [
     ("eval", names.EVAL_LOSS, "{:.4f}"),
 ]
 LEFT = "left"
-"""Heading of the last column, which is no metric: the time that is left."""
+"""Heading of the last column: the remaining time, which is no metric."""
 WIDTH = 10
 MAX_LINES = 60
-"""Largest number of step lines; a longer run shows every second, third, ... step."""
+"""Maximum number of step lines; longer runs show every second, third, ... step."""
 RECENT = 7
-"""Steps whose median decides how much time is left: one slow step, such as the first, does not count."""
+"""Steps whose median estimates the remaining time, so that single slow steps (the first) do not count."""
 
 
 class _Terminal(rich.console.Console):
     def on_broken_pipe(self) -> None:
-        """Raise, where rich would end the process without a word."""
+        """Raise an error; rich would exit the process silently."""
         raise BrokenPipeError
 
 
 def make_terminal(display: Display) -> _Terminal:
-    """Return where the lines go: control characters only into a terminal, whatever FORCE_COLOR says."""
+    """Return the terminal for the lines; control characters only to a terminal, whatever FORCE_COLOR says."""
     is_plain = display != "auto" or not sys.stdout.isatty()
     return _Terminal(highlight=False, markup=False, emoji=False, force_terminal=False if is_plain else None)
 
 
 class Console:
-    """Display of a run, to be used as a context. Without `live` only lines are printed, so that a debugger works."""
+    """Display of a run, as a context manager. Without `live` it prints only lines, so that a debugger works."""
 
     def __init__(self, steps: int, clock: Clock, *, live: bool, display: Display = "auto"):
         self.display: Display = display
@@ -73,7 +73,7 @@ class Console:
         self.headings: list[str] = []
         self.steps_done = 0
         self.groups: tuple[int, int] | None = None
-        """Groups of the next step that are done, and those that it needs; None before the first."""
+        """Completed and required groups of the next step; None before the first group."""
         self.tokens = 0
         """Sampled tokens since the last step."""
         self.recent: deque[float] = deque(maxlen=RECENT)
@@ -100,30 +100,30 @@ class Console:
         return Spinner("dots", Text(f" {doing}  ({done})", style="dim"))
 
     def say(self, text: str, *, event: str = "said") -> None:
-        """Print a sentence; `event` is its name in JSON."""
+        """Print a sentence; `event` is its name in JSON output."""
         if self.display == "json":
             self._print_event(event, text=text)
         else:
             self.terminal.print(escape_controls(text), soft_wrap=True)
 
     def advise(self, rule: str, text: str) -> None:
-        """Print what a rule of driver/records/advice.py found."""
+        """Print advice from a rule of driver/records/advice.py."""
         if self.display == "json":
             self._print_event("advice", rule=rule, text=text)
         else:
             self.say(f"advice: {text}")
 
     def show_sample(self, step: int, text: str, record: dict[str, Any]) -> None:
-        """Print a sample: `text` for people, `record` in JSON."""
+        """Print a sample: `text` in the terminal, `record` in JSON output."""
         if self.display == "json":
             self._print_event("sample", step=step, **record)
         elif self.display != "quiet":
             self.say(text)
 
     def count_group(self, *, done: int, wanted: int, tokens: int) -> None:
-        """Take note of a group that has finished; into a log file goes a line now and then.
+        """Count a finished group; print progress at intervals if the output is no terminal.
 
-        done, wanted: groups of the next step that are there, and that it needs. tokens: those that were sampled.
+        done, wanted: completed and required groups of the next step. tokens: sampled tokens of the group.
         """
         self.groups = (min(done, wanted), wanted)
         self.tokens += tokens
@@ -171,7 +171,7 @@ class Console:
         return f"{self.groups[0]} of {self.groups[1]} groups, {self.tokens / max(seconds, 1e-3):,.0f} tokens/s"
 
     def _describe_left(self) -> str:
-        """Return the time that is left, from the median of the last steps; nothing before the first."""
+        """Estimate the remaining time from the median of the last steps; "" before the first step."""
         if not self.recent or self.steps_done >= self.steps:
             return ""
         return format_duration(statistics.median(self.recent) * (self.steps - self.steps_done))
@@ -192,7 +192,7 @@ class Console:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time that is easy to read.
+    """Format seconds for people.
 
     >>> format_duration(8.2), format_duration(95), format_duration(4000), format_duration(200_000)
     ('8s', '1m35s', '1h06m', '2d07h')

@@ -1,4 +1,4 @@
-"""Seconds of the engines by activity, over their restarts: a new process begins at zero, and its engine goes on."""
+"""Seconds of the engines by activity, across restarts: a new process starts at zero, but the engine continues."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ Seconds = dict[str, float]
 
 
 class EngineTimers:
-    """Reader of the timers of all engines. The seconds of a process that died are those that were read last."""
+    """Reader of all engines' timers. A dead process counts with its last reading."""
 
     def __init__(self, workers: Workers[RolloutWorker], engines: EngineAvailability):
         self.timers: Workers[ActivityTimer] = workers.attribute("timer")
         self.engines = engines
         self.last: list[dict[int, Seconds]] = [{} for _ in range(len(workers))]
-        """What each engine's processes said last, by the number of deaths before them."""
+        """Last reading of each engine's processes, by number of preceding deaths."""
 
     async def read(self) -> dict[int, Seconds]:
-        """Return the seconds of every engine by activity, with those that it was away, by rank.
-
-        Engines that have not joined yet are left out.
-        """
+        """Return seconds by activity of every engine that has joined, by rank, with the seconds of its absence."""
         await asyncio.gather(*(self._read_one(rank) for rank in self.engines.running()))
         return {rank: self._add_up(rank) for rank in self.engines.ever_running()}
 

@@ -1,4 +1,4 @@
-"""Metrics of what episodes count besides tokens: turns, tool calls, errors. core/metrics.py declares their names."""
+"""Metrics of episode counts: turns, tool calls, errors. core/metrics.py declares their names."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ MEANS = {
     "tool_calls": names.ROLLOUT_TOOL_CALLS,
     "tool_seconds": names.ROLLOUT_TOOL_SECONDS,
 }
-"""Counts that have a metric of their own: the mean over episodes."""
+"""Counts with a named metric, the mean over episodes."""
 ERRORS = "tool_errors"
-"""Beginning of the counts of errors: all of them, and those of a kind (tool_errors/raised)."""
+"""Prefix of error counts: all errors, and errors of a kind (tool_errors/raised)."""
 FRACTIONS = {
     names.ROLLOUT_REWRITTEN: ("assistant/rewritten", ("assistant/rewritten", "assistant/repeated")),
     names.ROLLOUT_KEPT: ("tokens/kept", ("tokens/sampled",)),
 }
-"""Metrics that are a count of all episodes, as a fraction of other counts."""
+"""Metrics defined as a count, summed over episodes, divided by other counts."""
 WITHOUT_MEAN = (ERRORS, "assistant", "tokens")
-"""Beginnings of the counts of which other metrics are made."""
+"""Prefixes of counts used only in other metrics."""
 
 
 def measure_counts(samples: Sequence[Sample]) -> dict[str, float]:
-    """Measure what was counted in episodes; nothing where nothing was."""
+    """Compute metrics from the episodes' counts; empty without counts."""
     episodes = [sample.counts for sample in samples if sample.counts]
     counted = sorted({name for counts in episodes for name in counts})
     measured: dict[str, float] = {}
@@ -39,7 +39,7 @@ def measure_counts(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _measure_errors(episodes: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Measure errors as fractions of the tool calls; nothing where no tool was called."""
+    """Compute error counts as fractions of tool calls; empty without tool calls."""
     calls = sum(counts.get("tool_calls", 0.0) for counts in episodes)
     if not calls:
         return {}

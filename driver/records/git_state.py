@@ -1,4 +1,4 @@
-"""The state of the code in git, for summary.json and the trackers."""
+"""Git state of the code, for summary.json and the trackers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CLONE = Path(__file__).resolve().parent.parent.parent
 
 
 def read_git_state(clone: Path = CLONE) -> GitState | str:
-    """Return the state of a clone; where it is none, or git does not tell, a sentence that says so."""
+    """Return the state of a clone, or a sentence if there is no clone or git fails."""
     try:
         commit = _ask_git(clone, "rev-parse", "HEAD")
         branch = _ask_git(clone, "rev-parse", "--abbrev-ref", "HEAD")
@@ -25,7 +25,7 @@ def read_git_state(clone: Path = CLONE) -> GitState | str:
 
 
 def describe_git(clone: Path = CLONE) -> dict[str, str]:
-    """Return the same for trackers, as text under dotted keys; nothing where it is not known."""
+    """Return the git state as text under dotted keys, for trackers; empty if unknown."""
     state = read_git_state(clone)
     return {} if isinstance(state, str) else {f"git.{key}": str(value) for key, value in state.items()}
 

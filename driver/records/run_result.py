@@ -1,4 +1,4 @@
-"""What a run came to: for a caller in Python, for summary.json and for the trackers."""
+"""Result of a run, for Python callers, summary.json and trackers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from core.text.secrets import hide_secrets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """Outcome of a run that came to its end. One that did not raises UserError, RunStopped or KeyboardInterrupt."""
+    """Result of a completed run. An incomplete run raises UserError, RunStopped or KeyboardInterrupt instead."""
 
     exit_reason: str
-    """`done`, or `done early, ...` where `stop_when` ended it; as in summary.json."""
+    """`done`, or `done early, ...` if `stop_when` ended the run; as in summary.json."""
     folder: Path
     """Run folder, with metrics.jsonl, samples/ and summary.json."""
     model: Path
@@ -27,13 +27,13 @@ class RunResult:
     metrics: dict[str, float]
     """Metrics of the last step."""
     before: dict[str, float] = field(default_factory=dict[str, float])
-    """Metrics of the held-out rows before training; empty without data.eval."""
+    """Metrics on held-out rows before training; empty without data.eval."""
     after: dict[str, float] = field(default_factory=dict[str, float])
-    """Metrics of the held-out rows after training."""
+    """Metrics on held-out rows after training."""
 
 
 def make_result(reason: str, folder: Path, facts: Mapping[str, Any], metrics: dict[str, float]) -> RunResult:
-    """Return the result of a run that came to its end. facts: those for summary.json. metrics: of the last step."""
+    """Create the result of a completed run. facts: contents of summary.json. metrics: of the last step."""
     return RunResult(
         exit_reason=reason,
         folder=folder,
@@ -46,7 +46,7 @@ def make_result(reason: str, folder: Path, facts: Mapping[str, Any], metrics: di
 
 
 def name_end(error: BaseException | None) -> str:
-    """Return the exit reason for summary.json and the trackers; None is a run that came to its end."""
+    """Return the exit reason for summary.json and the trackers; None means a completed run."""
     match error:
         case None:
             return "done"

@@ -1,4 +1,4 @@
-"""The sample files of a run, samples/step_*.jsonl: written by a thread beside the training loop."""
+"""Sample files of a run, samples/step_*.jsonl, written by a background thread."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from core.types.samples import Group, Sample
 from driver.records.rollout_metrics import count_versions
 
 MAX_WAITING = 2
-"""Steps whose samples may wait to be written; the loop waits for a disk that is slower."""
+"""Maximum number of steps whose samples wait to be written; the training loop waits for a slower disk."""
 
 
 class SampleFiles:
-    """Writer of one file per step. An error stops the run at the next step, or at the end."""
+    """Writer of a file per step. An error stops the run at the next step or at the end."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -29,7 +29,7 @@ class SampleFiles:
         self._waiting: deque[Future[None]] = deque()
 
     async def write(self, step: int, groups: list[Group]) -> None:
-        """Write the samples of a step beside the loop. Raises RunStopped where an earlier step's could not be."""
+        """Write the samples of a step in the background. Raises RunStopped if an earlier write failed."""
         path = self.folder / f"step_{step:05d}.jsonl"
         self._waiting.append(self._thread.submit(write_samples, path, groups))
         while self._waiting and self._waiting[0].done():  # without a turn of the loop, which has other work by now
@@ -38,7 +38,7 @@ class SampleFiles:
             await self._finish_oldest()
 
     async def flush(self) -> None:
-        """Wait until all samples are written. Raises RunStopped where they could not be."""
+        """Wait until all samples are written. Raises RunStopped on failure."""
         while self._waiting:
             await self._finish_oldest()
 
@@ -49,7 +49,7 @@ class SampleFiles:
         oldest.result()
 
     def close(self) -> list[str]:
-        """Wait until all samples are written, after an error too; return what could not be, in sentences."""
+        """Wait until all samples are written, also after an error; return failures as sentences."""
         self._thread.shutdown(wait=True)
         failures = [error for one in self._waiting if (error := one.exception())]
         self._waiting.clear()
@@ -57,7 +57,7 @@ class SampleFiles:
 
 
 def write_samples(path: Path, groups: list[Group]) -> None:
-    """Write one JSON object per sample: prompt, completion, reward and its parts, advantage, versions, turns."""
+    """Write a JSON object per sample: prompt, completion, reward and parts, advantage, versions, turns."""
     with writing(path, meaning="the steps before are logged"), path.open("w", encoding="utf-8") as file:
         for ticket, group in enumerate(groups):
             for sample in group:
@@ -65,7 +65,7 @@ def write_samples(path: Path, groups: list[Group]) -> None:
 
 
 def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
-    """Return what the files hold of a sample; tools, turns and counts only where there are some."""
+    """Return a sample's JSON record; tools, turns and counts only if not empty."""
     record = {
         "group": group,
         "id": sample.prompt.id,
@@ -89,7 +89,7 @@ def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
 
 
 def list_turns(sample: Sample) -> list[dict[str, Any]]:
-    """Return the messages after the prompt; those of the policy with their tokens, and with what each reply earned."""
+    """Return the messages after the prompt; the policy's with number of tokens and earned reward."""
     replies = sum(message["role"] == "assistant" for message in sample.transcript)
     before = max(0, replies - len(sample.spans))  # context: of an earlier branch, or told by a harness
     spans = iter([None] * before + [*sample.spans])
@@ -106,7 +106,7 @@ def list_turns(sample: Sample) -> list[dict[str, Any]]:
 
 
 def _first_advantage(sample: Sample) -> float | None:
-    """Return the advantage of the first trained token, in as few digits as its dtype needs."""
+    """Return the advantage of the first trained token, with as few digits as the dtype needs."""
     trained = sample.loss_mask
     if sample.advantage is None or not trained.any():
         return None

@@ -1,4 +1,4 @@
-"""A sample as plain text, for the terminal: its prompt, what the model wrote, and the reward."""
+"""Plain text of a sample for the terminal: prompt, completion and reward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST_PROMPT, LONGEST_COMPLETION = 400, 800
 
 
 def choose_sample(step: int, groups: list[Group]) -> tuple[int, int]:
-    """Return the numbers of a group and of a sample in it: others at every step, the same in a run that is repeated."""
+    """Choose a group and a sample in it, by the step: varied over steps, and reproducible."""
     group = step % len(groups)
     return group, step // len(groups) % len(groups[group])
 
@@ -26,7 +26,7 @@ def make_record(step: int, groups: list[Group]) -> dict[str, Any]:
 
 
 def write_sample(step: int, record: dict[str, Any]) -> str:
-    """Return the lines of a sample. Every line of the prompt and of the completion is marked, so none can pass as ours.
+    """Return the lines of a sample. Lines of prompt and completion are marked, so that none looks like our output.
 
     >>> record = {"group": 1, "reward": 0.5, "reward_parts": {"correct": 0.5}, "stop": "eos", "completion": "7"}
     >>> print(write_sample(3, record | {"prompt": [{"role": "user", "content": "3+4="}]}))
@@ -48,7 +48,7 @@ def write_sample(step: int, record: dict[str, Any]) -> str:
 
 
 def write_message(message: Mapping[str, Any]) -> str:
-    """Return a message as text, with its reasoning and its tool calls.
+    """Format a message as text, with reasoning and tool calls.
 
     >>> call = {"function": {"name": "add", "arguments": {"a": 1}}}
     >>> write_message({"role": "assistant", "content": "", "tool_calls": [call]})
@@ -64,7 +64,7 @@ def write_message(message: Mapping[str, Any]) -> str:
 
 
 def write_content(message: Mapping[str, Any]) -> str:
-    """Return the content of a message as text, in which an image is its size and the beginning of its hash.
+    """Format a message's content as text, with images as size and start of the hash.
 
     >>> image = {"type": "image", "sha256": "3fa985b71c", "width": 56, "height": 40}
     >>> write_content({"content": "How many?", "parts": [image, {"type": "text", "text": "How many?"}]})
@@ -93,7 +93,7 @@ def _write_completion(record: dict[str, Any]) -> list[str]:
 
 
 def join_messages(messages: Iterable[Mapping[str, Any]]) -> str:
-    r"""Return messages as text, each after its role.
+    r"""Format messages as text, each after its role.
 
     >>> join_messages([{"role": "system", "content": "be brief"}, {"role": "user", "content": "3+4="}])
     'system: be brief\nuser: 3+4='

@@ -1,8 +1,9 @@
-"""Seconds of every device by activity. Unmeasured time is a row of its own, so that they add up.
+"""Seconds of every device by activity. Unmeasured time is a row of its own, so that the rows sum to the total.
 
-An engine's seconds are measured in rollouts/worker.py, a trainer rank's in trainers/trainer.py. The
-driver knows why a device is idle. A trainer waits for data, or for the driver's own work (packing, logging, the
-engines' part of a weight sync). An engine waits for the trainer, because the schedule lets it start nothing more.
+Engines' seconds are measured in rollouts/worker.py, trainer ranks' in trainers/trainer.py. The driver knows why a
+device
+is idle. A trainer waits for data or for the driver (packing, logging, the engines' part of a weight sync). An engine
+waits for the trainer if the schedule permits no new groups.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from driver.records.engine_timers import EngineTimers, Seconds
 from trainers.trainer import Trainer
 
 NOTABLE_FRACTION = 0.1
-"""Fraction of the time below which nothing is called a bottleneck."""
+"""Minimum fraction of the time to be reported as a bottleneck."""
 TOLD_FRACTION = 0.0005
-"""Fraction up to which the time of environments is not told: without tools there is nearly none."""
+"""Fraction up to which environment time is omitted, because without tools it is nearly zero."""
 
 
 @dataclass
 class TimeBreakdown:
-    """Seconds of every device, from `start` to `read_totals`."""
+    """Seconds of every device from `start` to `read_totals`."""
 
     clock: Clock
     trainers: Workers[Trainer]
     engines: EngineTimers
     opening: dict[str, Seconds]
-    """Seconds of every device and of the driver ("driver") at the start."""
+    """Seconds of every device, and of the driver ("driver"), at the start."""
     lap_at: dict[str, Seconds]
     prefetched: asyncio.Task[dict[int, Seconds]] | None = None
     """Request of the engines' timers for the next lap."""
@@ -49,20 +50,20 @@ class TimeBreakdown:
         return breakdown
 
     def prefetch_engine_timers(self) -> None:
-        """Request the engines' timers now, so that the next `start_lap` does not block on a busy engine."""
+        """Request the engines' timers now, so that the next `start_lap` does not wait for a busy engine."""
         self.prefetched = start_task(self.engines.read())
 
     def prefetch_trainer_timers(self) -> None:
-        """Request the trainers' timers now, after the updates of a step; their weight sync is in the next lap.
+        """Request the trainers' timers after a step's updates; the weight sync belongs to the next lap.
 
-        Without this a lap would wait for them while the next groups are requested, and that time would be its own.
+        Otherwise a lap would wait for them while the next groups are requested, and count that time itself.
         """
         self.prefetched_trainers = start_task(self._read_trainers())
 
     async def start_lap(self) -> dict[str, float]:
-        """Return the mean engine's and the mean trainer rank's seconds since the last lap, and idle fractions.
+        """Return seconds since the last lap of the mean engine and mean trainer rank, and their idle fractions.
 
-        An engine that has joined in this lap is counted from the next one on.
+        An engine that joined in this lap counts from the next lap on.
         """
         now = await self._read_devices()
         since = {device: subtract_seconds(now[device], self.lap_at[device]) for device in now if device in self.lap_at}
@@ -81,7 +82,7 @@ class TimeBreakdown:
         return {"devices": devices, "bottleneck": name(devices)}
 
     async def read_totals(self) -> dict[str, Seconds]:
-        """Return seconds by device and activity since the start; each device's add up to the wall clock's."""
+        """Return seconds since the start by device and activity. Each device's seconds sum to the wall clock's."""
         now = await self._read_devices()
         since = {device: subtract_seconds(now[device], self.opening.get(device, {})) for device in now}
         driver = since.pop("driver")
@@ -119,7 +120,7 @@ def average_device(kind: str, devices: dict[str, Seconds]) -> Seconds:
 
 
 def explain_trainer(seconds: Seconds, driver: Seconds) -> Seconds:
-    """Split a trainer rank's idle time by what the driver did meanwhile."""
+    """Split a trainer rank's idle time by the driver's activity."""
     busy = {name: value for name, value in seconds.items() if name != IDLE}
     idle = driver["all"] - sum(busy.values())
     waits, evaluates = driver.get(Phase.WAIT_FOR_DATA, 0.0), driver.get(Phase.EVALUATE, 0.0)
@@ -128,13 +129,13 @@ def explain_trainer(seconds: Seconds, driver: Seconds) -> Seconds:
 
 
 def explain_engine(seconds: Seconds, driver: Seconds) -> Seconds:
-    """Rename an engine's idle time to wait_for_trainer; `rest` is the difference between its clock and the driver's."""
+    """Rename an engine's idle time to wait_for_trainer; `rest` is the difference between engine's and driver's clock."""
     named = {("wait_for_trainer" if name == IDLE else name): value for name, value in seconds.items()}
     return named | {REST: driver["all"] - sum(named.values())}
 
 
 def describe_shares(devices: dict[str, Seconds]) -> list[str]:
-    """Return one line on the mean trainer rank and one on the mean engine, in fractions of the time."""
+    """Return a line for the mean trainer rank and a line for the mean engine, as fractions of the time."""
     lines: list[str] = []
     for kind in ("trainer", "engine"):
         mean = average_device(kind, devices)
@@ -146,7 +147,7 @@ def describe_shares(devices: dict[str, Seconds]) -> list[str]:
 
 
 def describe_colocation_cost(devices: dict[str, Seconds]) -> str:
-    """Return one sentence on a device that trainers and engines share: who had it, and what its turns cost."""
+    """Return a sentence on a colocated device: use by trainer and engine, and cost of switching."""
     trainer, engine = average_device("trainer", devices), average_device("engine", devices)
     whole = sum(trainer.values())
     changes = sum(trainer.get(name, 0.0) for name in TRAINER_TURNS) + sum(
@@ -161,12 +162,13 @@ def describe_colocation_cost(devices: dict[str, Seconds]) -> str:
 
 
 def name_bottleneck(devices: dict[str, Seconds], *, max_staleness: int) -> str:
-    """Return one sentence on what slows the run down, from the mean trainer's and the mean engine's seconds."""
+    """Return a sentence on the run's bottleneck, from the seconds of the mean trainer and engine."""
     trainer, engine = average_device("trainer", devices), average_device("engine", devices)
     trainer_waits = trainer[Phase.WAIT_FOR_DATA] / sum(trainer.values())
     engine_waits = engine["wait_for_trainer"] / sum(engine.values())
     syncs = engine[Activity.SYNC] / sum(engine.values())
     said = f"trainers waited for data {trainer_waits:.0%} of the time, engines for the trainer {engine_waits:.0%}"
+    # Trainers are idle while engines finish a weight sync. That part is no work of the driver's.
     others_sync = max(engine[Activity.SYNC] - trainer[Activity.SYNC], 0.0)
     driver = (trainer["driver"] - others_sync) / sum(trainer.values())
     if driver > max(syncs, trainer_waits, engine_waits, NOTABLE_FRACTION):

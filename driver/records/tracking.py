@@ -1,4 +1,4 @@
-"""From a run to its trackers: what they are told when it starts, and which samples they get."""
+"""Create a run's trackers, their facts about the run, and their tables of samples."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ GPU_FILES = Path("/proc/driver/nvidia/gpus")
 def make_trackers(
     cfg: RunConfig | EvalConfig, folder: Path, say: Callable[[str], None], checkpoint: Checkpoint | None = None
 ) -> Trackers:
-    """Return the trackers that the recipe names, to be started; those of the run that is resumed will go on.
+    """Create the recipe's trackers, not yet started; after a resume they continue the previous run.
 
-    checkpoint: the one that is resumed. An evaluation has no trackers: its results are files of their own.
+    checkpoint: checkpoint to resume. An evaluation has no trackers, only result files.
     """
     names, settings = (
         ([], TrackingConfig.model_validate({})) if isinstance(cfg, EvalConfig) else (cfg.trackers, cfg.tracking)
@@ -57,7 +57,7 @@ def make_trackers(
 
 
 def describe_machine() -> dict[str, str]:
-    """Return versions of packages, and the hardware of the driver's machine."""
+    """Return package versions, and the hardware of the driver's machine."""
     import psutil
 
     return {
@@ -72,14 +72,14 @@ def describe_machine() -> dict[str, str]:
 
 
 def describe_gpus() -> str:
-    """Return the models of the GPUs; the driver's files tell them without starting CUDA here."""
+    """Return the GPU models, read from the kernel driver's files so that CUDA does not start in this process."""
     files = sorted(GPU_FILES.glob("*/information"))
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     return ", ".join(line.partition(":")[2].strip() for line in lines if line.startswith("Model"))
 
 
 def make_sample_rows(step: int, groups: list[Group], n: int) -> list[dict[str, Any]]:
-    """Return the first n samples as rows of a table: strings and numbers only."""
+    """Return the first n samples as rows of a table, with strings and numbers only."""
     first = islice(((i, s) for i, group in enumerate(groups) for s in group), n)
     records = [make_sample_record(s, i) for i, s in first]
     return [

@@ -210,7 +210,7 @@ LOSSES = {
     "a metric that is a number": ("return -policy.logp, {'m': 1.0}", "m is float"),
     "on another device": ("return -policy.logp.to('meta'), {}", "is on meta, expected cpu"),
     "a metric that is not finite": ("return -policy.logp, {'m': policy.logp / 0}", "the metric train/m is -inf"),
-    "never finite": ("return policy.logp / 0, {}", "none of the run's 2 updates was made"),
+    "never finite": ("return policy.logp / 0, {}", "all 2 updates of the run were skipped"),
 }
 ADVANTAGES = {
     "nan": ("return [[s.with_advantage(float('nan')) for s in g] for g in groups]", "the advantage nan"),

@@ -1,6 +1,7 @@
-r"""Find the final answer in a reply, to count votes.
+r"""Extract the final answer of a reply, to count votes.
 
-It need not be what the reward reads: equal answers must become equal texts, and different ones different texts.
+It may differ from the answer that the reward reads. Equal answers must become equal texts, and different answers
+different texts.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
 
 
 def find_final_answer(reply: str) -> str:
-    r"""Return the last \boxed{...}; else what follows the last "####"; else the last number; else the whole reply.
+    r"""Return the last \boxed{...}; otherwise the text after the last "####", the last number, or the whole reply.
 
-    White space does not count, nor do the commas of a number.
+    White space is removed, as are the commas of a number.
 
     >>> find_final_answer(r"so \boxed{\frac{1}{2}}."), find_final_answer("#### 1,200"), find_final_answer("3 + 4 is 7.")
     ('\\frac{1}{2}', '1200', '7')
@@ -29,7 +30,7 @@ def find_final_answer(reply: str) -> str:
 
 
 def list_boxes(text: str) -> list[str]:
-    r"""Return what the closed boxes of a text hold, without those inside of others.
+    r"""List the contents of closed, outermost boxes.
 
     >>> list_boxes(r"first \boxed{3}, then \boxed{\frac{1}{2}}, and \boxed{open")
     ['3', '\\frac{1}{2}']
@@ -44,15 +45,16 @@ def list_boxes(text: str) -> list[str]:
 
 
 def _last_box(reply: str) -> str | None:
-    """Return what the last closed box holds."""
+    """Return the content of the last closed box."""
     boxes = (_read_box(reply, box.end()) for box in reversed([*BOX.finditer(reply)]))
     return next((content for content in boxes if content is not None), None)
 
 
 def _read_box(text: str, start: int) -> str | None:
-    """Return what stands from `start` to the brace that closes the box; None where there is none."""
+    """Return the text from `start` to the brace that closes the box; None if it stays open."""
     depth = 1
     for at in range(start, len(text)):
+        # A regular expression cannot match nested braces, such as those of \frac{1}{2}.
         depth += {"{": 1, "}": -1}.get(text[at], 0)
         if depth == 0:
             return text[start:at]

@@ -1,4 +1,4 @@
-"""The terminal during an evaluation: a live table of the data sets, or a line now and then."""
+"""Terminal output of an evaluation: a live table of data sets, or lines at intervals."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from driver.evaluation.suites.table import MEAN, TableRow
 from driver.records.console import Console
 
 OF_MANY = ("pass^", "majority@")
-"""Metrics that say nothing for one sample."""
+"""Metrics without meaning for a single sample."""
 LINES = 10
-"""Lines of progress where there is no terminal."""
+"""Number of progress lines without a terminal."""
 
 
 class EvalDisplay:
-    """Means so far, by data set. They are of the prompts that are done, which may be the easy ones."""
+    """Preliminary means by data set. They cover only finished prompts, which may be the easy ones."""
 
     def __init__(self, sets: Mapping[str, int], ks: Sequence[int], console: Console):
-        """Take the data sets with their numbers of prompts."""
+        """Start without finished prompts. sets: number of prompts by data set."""
         self.sets, self.console = sets, console
         self.shown_names = choose_columns(ks)
         self.done = dict.fromkeys(sets, 0)
         self.sums: dict[str, dict[str, float]] = {name: {} for name in sets}
 
     def count(self, name: str, measured: Mapping[str, float], *, quiet: bool = False) -> None:
-        """Add a prompt of a data set."""
+        """Add a finished prompt of a data set."""
         self.done[name] += 1
         for metric, value in measured.items():
             self.sums[name][metric] = self.sums[name].get(metric, 0.0) + value
@@ -41,7 +41,7 @@ class EvalDisplay:
 
     @contextmanager
     def shown(self) -> Generator[None]:
-        """Show the table in the place of the phase, where there is a terminal."""
+        """Show the table instead of the status line, in a terminal."""
         if self.console.is_live:
             self.console.live.update(self)
         try:
@@ -60,7 +60,7 @@ class EvalDisplay:
 
 
 def choose_columns(ks: Sequence[int]) -> list[str]:
-    """Return the metrics that are shown: the mean, pass@ of the smallest k, and all of the largest.
+    """Choose the metrics to show: the mean, pass@ of the smallest k, and all metrics of the largest k.
 
     >>> choose_columns([1, 2, 4])
     ['mean', 'pass@1', 'pass@4', 'pass^4', 'majority@4']
@@ -70,7 +70,7 @@ def choose_columns(ks: Sequence[int]) -> list[str]:
 
 
 def format_table(table: Sequence[TableRow], ks: Sequence[int]) -> list[str]:
-    """Return the results as lines, each mean with its interval."""
+    """Format the results as lines, each mean with an interval."""
     names = choose_columns(ks)
     first = [f"{row.column}={row.value}" if row.column else row.value for row in table]
     width = max(len("prompts of"), *map(len, first))
@@ -82,7 +82,7 @@ def format_table(table: Sequence[TableRow], ks: Sequence[int]) -> list[str]:
 
 
 def format_estimate(estimate: Estimate | None) -> str:
-    """Return an estimate with its interval.
+    """Format an estimate with its interval.
 
     >>> format_estimate(Estimate(value=0.5, low=0.25, high=0.75))
     '0.500 [0.250, 0.750]'

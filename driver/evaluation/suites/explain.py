@@ -1,4 +1,4 @@
-"""--explain of an evaluation: print what its recipe means, without starting anything."""
+"""--explain of an evaluation: print the consequences of a recipe without starting anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from driver.evaluation.suites.setup import check_eval_devices
 
 
 def explain_eval(cfg: EvalConfig) -> str:
-    """Return the resolved configuration and what follows from it."""
+    """Return the resolved configuration and derived facts."""
     rollout = cfg.rollout
     how = "greedy" if rollout.temperature == 0 else f"at temperature {rollout.temperature:g}"
     counts = ", ".join(f"{one.source.log_name} {cfg.count_samples(one)}" for one in cfg.data.sets)

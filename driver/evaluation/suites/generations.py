@@ -1,9 +1,9 @@
-"""Every sample of an evaluation, in Parquet: parts while it runs, one sorted file at its end.
+"""Samples of an evaluation as Parquet: parts during the evaluation, a sorted file at the end.
 
-    generations/part_00000.parquet    whole groups of samples, complete because it has this name
-    generations.parquet               all of them, by data set, prompt and sample
+    generations/part_00000.parquet    complete groups of samples: complete, because it has this name
+    generations.parquet               all samples, by data set, prompt and sample
 
-A part is written under another name and renamed, so an evaluation may be killed at any moment.
+A part is written under a temporary name and renamed, so an evaluation may be killed at any time.
 """
 
 from __future__ import annotations
@@ -51,39 +51,39 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Sample of an evaluation; a row of the file."""
+    """Sample of an evaluation, as a row of the file."""
 
     set: str
     """Name of the data set."""
     index: int
-    """Number of the prompt in its data set."""
+    """Number of the prompt in the data set."""
     player: int
-    """Side that the policy played, in a game in which it plays several; else 0."""
+    """Side played by the policy, in a game where it plays several; otherwise 0."""
     sample: int
-    """Number of the sample of its prompt."""
+    """Number of the sample among the prompt's."""
     id: str
     prompt: str
-    """Messages before the first reply, as JSON: those of the row, and those with which its environment began."""
+    """Messages before the first reply, as JSON: the row's, and the environment's initial messages."""
     row: str
-    """Hash of the row of the data set."""
+    """Hash of the data set's row."""
     answer: str
     extra: str
     """Other columns of the row, as JSON."""
     completion: str
     final_answer: str
-    """Answer that the vote counts."""
+    """Final answer, for the majority vote."""
     reward: float | None
     reward_parts: str
     """Named parts of the reward, as JSON."""
     failure: str
-    """Reason why the sample has no reward; else ""."""
+    """Reason for a missing reward; otherwise ""."""
     stop: str
     tokens: int
-    """Tokens that the policy sampled."""
+    """Number of sampled tokens."""
 
 
 def describe_group(group: Group, prompt: Prompt, *, of_set: str, index: int) -> list[Generation]:
-    """Return the rows of a group, one per episode. prompt: of the data set, to which an environment may have added."""
+    """Return the rows of a group, per episode. prompt: the data set's, before the environment's messages."""
     digest = hash_row(prompt)
     return [
         Generation(
@@ -109,16 +109,16 @@ def describe_group(group: Group, prompt: Prompt, *, of_set: str, index: int) -> 
 
 
 def hash_row(prompt: Prompt) -> str:
-    """Hash all that decides on the samples and rewards of a row: messages, tools, answer and other columns."""
+    """Hash everything in a row that affects samples and rewards: messages, tools, answer and other columns."""
     row = [describe_messages(prompt.messages), prompt.tools, prompt.answer, prompt.extra]
     return hashlib.sha256(json.dumps(row, default=str).encode()).hexdigest()
 
 
 class PartWriter:
-    """Writer of the parts of one evaluation."""
+    """Writer of an evaluation's parts."""
 
     def __init__(self, run_folder: Path, *, prompts_per_part: int):
-        """Go on after the parts that are there."""
+        """Continue after existing parts."""
         self.folder, self.prompts_per_part = run_folder / PARTS, prompts_per_part
         with writing(self.folder):
             self.folder.mkdir(exist_ok=True)
@@ -126,13 +126,13 @@ class PartWriter:
         self.waiting: list[list[Generation]] = []
 
     def add(self, rows: list[Generation]) -> None:
-        """Keep the samples of one prompt. They are on the disk when a part is full."""
+        """Add the samples of a prompt. They are written when a part is full."""
         self.waiting.append(rows)
         if len(self.waiting) >= self.prompts_per_part:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits. Raises RunStopped where it cannot be written."""
+        """Write waiting samples. Raises RunStopped on failure."""
         if self.waiting:
             path = self.folder / f"part_{self.n_parts:05d}.parquet"
             write_generations(path, [row for rows in self.waiting for row in rows])
@@ -141,19 +141,19 @@ class PartWriter:
 
 
 def list_parts(run_folder: Path) -> list[Path]:
-    """Return the complete parts of an evaluation."""
+    """List the complete parts of an evaluation."""
     found = sorted((run_folder / PARTS).glob("part_*.parquet"))
     return [path for path in found if re.fullmatch(r"part_\d{5,}\.parquet", path.name)]
 
 
 def list_files(run_folder: Path) -> list[Path]:
-    """Return the files that hold the samples of an evaluation: its parts, or the one that they became."""
+    """List the files with an evaluation's samples: the parts, or the joined file."""
     whole = run_folder / WHOLE
     return [whole] if whole.is_file() else list_parts(run_folder)
 
 
 def copy_parts(source: Path, run_folder: Path) -> None:
-    """Copy the samples of an evaluation that is resumed, as parts."""
+    """Copy the samples of a resumed evaluation, as parts."""
     home = run_folder / PARTS
     with writing(home):
         home.mkdir(exist_ok=True)
@@ -163,14 +163,14 @@ def copy_parts(source: Path, run_folder: Path) -> None:
 
 
 def write_generations(path: Path, rows: Iterable[Generation]) -> None:
-    """Write rows to a file, which is there when it is whole."""
+    """Write rows to a file atomically."""
     table = pa.Table.from_pylist([asdict(row) for row in rows], schema=SCHEMA)
     with replacing(path, meaning="the samples before are kept: resume names this run folder") as partial:
         pq.write_table(table, partial)
 
 
 def read_generations(paths: Sequence[Path]) -> list[Generation]:
-    """Return the rows of these files. Raises UserError for one that cannot be read."""
+    """Read the rows of these files. Raises UserError for an unreadable file."""
     names = [f.name for f in fields(Generation)]
     rows: list[Generation] = []
     for path in paths:
@@ -185,7 +185,7 @@ def read_generations(paths: Sequence[Path]) -> list[Generation]:
 
 
 def join_parts(run_folder: Path, order: dict[str, int]) -> list[Generation]:
-    """Write all samples into one file, in the order of the data sets, and remove the parts; return the samples."""
+    """Write all samples to a single file, in the order of the data sets, and remove the parts; return the samples."""
     rows = read_generations(list_parts(run_folder))
     rows.sort(key=lambda row: (order[row.set], row.index, row.sample))
     write_generations(run_folder / WHOLE, rows)

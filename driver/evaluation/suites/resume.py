@@ -1,4 +1,4 @@
-"""The samples of an evaluation that was ended early, and whether they may be used."""
+"""Load the samples of an interrupted evaluation, and check that they are usable."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ FREE = (
     *("rollout.num_engines", "rollout.tensor_parallel_size", "rollout.enforce_eager", "rollout.kv_cache_gib"),
     "rollout.gpu_memory_utilization",
 )
-"""Keys that may differ: the samples are the same, but for last bits where an engine computes in another shape."""
+"""Keys that may differ: the samples are equal, up to last bits if an engine's batch shape changes."""
 READ_BYTES = 2**20
-"""Bytes that are read of both ends of a model's file."""
+"""Bytes read at both ends of a model file."""
 
 PromptKey = tuple[str, int]
 """Name of the data set, and number of the prompt in it."""
@@ -41,14 +41,14 @@ PromptKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """Samples that are there already."""
+    """Samples of the interrupted evaluation."""
 
     folder: Path
     done: dict[PromptKey, list[Generation]]
 
 
 def collect_eval_settings(cfg: EvalConfig, code: Mapping[str, FileSpec | None]) -> dict[str, Any]:
-    """Return the configuration by dotted key, and hashes of what it names: files of the user, and models."""
+    """Return the configuration by dotted key, and hashes of the user's files and models."""
     nested = cfg.model_dump(mode="json")
     nested["data"]["sets"] = {one.source.log_name: one.model_dump(mode="json") for one in cfg.data.sets}
     hashes = {key: spec.sha256 for key, spec in code.items() if spec is not None and not spec.in_package}
@@ -59,7 +59,7 @@ def collect_eval_settings(cfg: EvalConfig, code: Mapping[str, FileSpec | None]) 
 
 
 def hash_model(folder: Path) -> str:
-    """Hash names, sizes and both ends of the files in a model's folder: a model saved again is another one."""
+    """Hash names, sizes and both ends of a model folder's files; saving a model again changes the hash."""
     found = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".bin", ".model")):
         size = path.stat().st_size
@@ -72,7 +72,7 @@ def hash_model(folder: Path) -> str:
 
 
 def find_samples(resume: str, then: dict[str, Any], now: dict[str, Any], sets: list[PromptSet]) -> Resumed:
-    """Return the samples of a run folder. Raises UserError where this evaluation would make others, or is complete."""
+    """Load the samples of a run folder. Raises UserError if this evaluation would differ, or that is complete."""
     folder = Path(resume).expanduser()
     if (folder / RESULTS).is_file():
         raise UserError(f"resume={resume} is complete: its results are in {folder / RESULTS}")

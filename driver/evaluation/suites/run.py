@@ -1,4 +1,4 @@
-"""An evaluation: the calls that main_eval.py makes."""
+"""Main steps of an evaluation, called by main_eval.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from driver.evaluation.suites.table import RESULTS, GradedPrompt, TableRow, choo
 from rollouts.scheduling.generation import GroupRequests
 
 OF_SET = "set"
-"""Column of the table that holds the name of the data set."""
+"""Column of the table with the name of the data set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class EvalReport:
 
 @dataclass
 class EvalRun:
-    """The objects of one evaluation."""
+    """Objects of an evaluation."""
 
     cfg: EvalConfig
     sets: list[PromptSet]
@@ -47,16 +47,16 @@ class EvalRun:
     context: RunContext
     writer: PartWriter
     done: dict[tuple[str, int], list[Generation]]
-    """Samples that an earlier run has made."""
+    """Samples of an earlier, interrupted run."""
     merged: Path | None = None
-    """Model with its adapter, or of a checkpoint, which engines may load until all is sampled."""
+    """Temporary model of an adapter or checkpoint, which engines may load until sampling ends."""
 
     @property
     def ks(self) -> list[int]:
         return sorted({*self.cfg.k}) or choose_ks(max(one.samples for one in self.sets))
 
     async def sample_all(self) -> None:
-        """Sample every prompt that has no samples yet, and write them in parts."""
+        """Sample every prompt that has no samples yet, and write the samples in parts."""
         display = EvalDisplay({one.name: len(one.prompts) for one in self.sets}, self.ks, self.context.console)
         for (name, _), rows in self.done.items():
             display.count(name, measure_prompt(self._grade(rows), self.ks), quiet=True)
@@ -88,13 +88,13 @@ class EvalRun:
             remove_merged(self.merged)
 
     async def _serve_restarted(self) -> None:
-        """Let engines that were restarted serve at once: they have loaded the weights themselves."""
+        """Let restarted engines serve at once: they have loaded the weights themselves."""
         engines = self.requests.engines
         while True:
             engines.weights_arrived(await engines.wait_for(engines.needing_weights), None)
 
     def report(self) -> list[TableRow]:
-        """Write all samples and the results; show the table. Raises RunStopped where too many samples failed."""
+        """Write all samples and the results; print the table. Raises RunStopped if too many samples failed."""
         order = {one.name: i for i, one in enumerate(self.sets)}
         with self.context.clock.phase(Phase.SAVE):
             rows = join_parts(self.context.folder.path, order)
@@ -123,7 +123,7 @@ class EvalRun:
             )
 
     def _write_results(self, table: Sequence[TableRow], rows: Sequence[Generation]) -> None:
-        """Write the results without anything that depends on time or machine: two equal evaluations are equal files."""
+        """Write the results without times or machine facts, so that equal evaluations give equal files."""
         facts: dict[str, Any] = {
             "table": [row.as_facts() for row in table],
             "samples": len(rows),
@@ -135,13 +135,13 @@ class EvalRun:
 
 
 def remove_merged(folder: Path | None) -> None:
-    """Remove the model that was made for this evaluation, if there is one."""
+    """Remove the temporary model, if any."""
     if folder is not None and folder.exists():
         shutil.rmtree(folder)
 
 
 def grade_prompt(rows: Sequence[Generation], *, by: Sequence[str], pass_reward: float) -> GradedPrompt:
-    """Return the rewards and answers of a prompt's samples; one that failed has the reward 0 and does not pass."""
+    """Return rewards and answers of a prompt's samples; a failed sample gets reward 0 and does not pass."""
     extra = json.loads(rows[0].extra)
     labels = {column: label_text(extra[column]) for column in by if column in extra}
     return GradedPrompt(
@@ -154,5 +154,5 @@ def grade_prompt(rows: Sequence[Generation], *, by: Sequence[str], pass_reward: 
 
 
 def label_text(value: Any) -> str:
-    """Return a column's value as the name of its row in the table."""
+    """Format a column's value as the name of a row in the table."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""From a recipe to an evaluation: check everything that can be checked, then start the engines."""
+"""From recipe to evaluation: check everything that can be checked, then start the engines."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from rollouts.registry import load_engine_class
 from rollouts.scheduling.generation import GroupRequests
 
 SETTINGS = "evaluation.json"
-"""File of a run folder that says how its samples were made."""
+"""File of a run folder with the settings of its samples."""
 MERGED = "merged_model"
-"""Folder of the model with its adapter, or of a checkpoint's, while the engines load it."""
+"""Temporary folder of a model with merged adapter, or of a checkpoint's model, from which engines load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedEval:
-    """Everything that can be read and refused before a process is started."""
+    """Checked inputs of an evaluation, before any process starts."""
 
     cfg: EvalConfig
     tokenizer: ChatTokenizer
@@ -60,7 +60,7 @@ class PreparedEval:
     settings: dict[str, Any]
     resumed: Resumed | None
     checkpoint: CheckpointModel | None
-    """The checkpoint that `model.path` names, if it names one."""
+    """Checkpoint named by `model.path`, if any."""
 
 
 def load_eval_recipe(recipe: str | Mapping[str, Any], overrides: Sequence[str]) -> EvalConfig:
@@ -76,7 +76,7 @@ def load_eval_recipe(recipe: str | Mapping[str, Any], overrides: Sequence[str]) 
 
 
 def prepare_eval(cfg: EvalConfig) -> PreparedEval:
-    """Check the recipe against model, data and code; raise UserError for what the user must fix."""
+    """Check the recipe against model, data and code. Raises UserError for the user's mistakes."""
     if lacking := check_eval_devices(cfg):
         raise UserError(lacking)
     trusts, given = cfg.model.trust_remote_code, cfg
@@ -119,7 +119,7 @@ def prepare_eval(cfg: EvalConfig) -> PreparedEval:
 
 
 def with_base(cfg: EvalConfig, checkpoint: CheckpointModel) -> EvalConfig:
-    """Return the recipe with the model that a checkpoint's run began with, whose config and tokenizer it shares."""
+    """Return the recipe with the base model of a checkpoint, whose config and tokenizer it shares."""
     if cfg.model.adapter is not None:
         raise UserError(
             f"model.path={cfg.model.path} is a checkpoint, and its adapter is in it: leave model.adapter out"
@@ -128,7 +128,7 @@ def with_base(cfg: EvalConfig, checkpoint: CheckpointModel) -> EvalConfig:
 
 
 def check_eval_devices(cfg: EvalConfig) -> str | None:
-    """Return what this machine lacks for the evaluation, in one sentence; None if nothing."""
+    """Return a sentence on missing devices; None if nothing is missing."""
     wanted, gpus, cores = cfg.rollout.most_engines * cfg.rollout.tensor_parallel_size, count_gpus(), os.cpu_count() or 1
     if cfg.ray_address is not None:
         return None  # core/cluster/placement.py asks the cluster
@@ -144,7 +144,7 @@ def check_eval_devices(cfg: EvalConfig) -> str | None:
 
 
 async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
-    """Start the engines; return when they have loaded the model."""
+    """Start the engines; return after they have loaded the model."""
     cfg, folder, plan = prepared.cfg, context.folder.path, prepared.plan
     (folder / SETTINGS).write_text(json.dumps(prepared.settings, indent=1) + "\n", encoding="utf-8")
     if prepared.resumed is not None:
@@ -173,7 +173,7 @@ async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
 
 
 def write_merged(prepared: PreparedEval, folder: Path) -> None:
-    """Write the model that engines load in place of `model.path`: with its adapter, or of a checkpoint."""
+    """Write the model that engines load instead of `model.path`: with merged adapter, or of a checkpoint."""
     model = prepared.cfg.model
     if prepared.checkpoint is not None:
         write_checkpoint_model(prepared.checkpoint, folder, trust_remote_code=model.trust_remote_code)
@@ -182,7 +182,7 @@ def write_merged(prepared: PreparedEval, folder: Path) -> None:
 
 
 def read_settings(folder: str) -> dict[str, Any]:
-    """Return how the samples of a run folder were made. Raises UserError where it is none of an evaluation."""
+    """Read the settings of a run folder's samples. Raises UserError for a folder without an evaluation."""
     path = Path(folder).expanduser() / SETTINGS
     if not os.path.isfile(path):
         raise UserError(f"resume={folder} is no run folder of an evaluation: it has no {SETTINGS}")

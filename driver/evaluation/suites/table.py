@@ -1,4 +1,4 @@
-"""The results of an evaluation: one row for all prompts, one per data set, one per value of a column."""
+"""Results of an evaluation: a row for all prompts, for each data set, and for each value of a column."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from driver.evaluation.intervals import Estimate, estimate_means
 
 MEAN = "mean"
 RESULTS = "results.json"
-"""File of the run folder that holds the table."""
+"""File of the run folder with the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradedPrompt:
-    """Rewards and answers of the samples of one prompt."""
+    """Rewards and answers of a prompt's samples."""
 
     labels: dict[str, str] = field(default_factory=dict[str, str])
-    """Columns that rows of the table are made by, such as the data set and the difficulty."""
+    """Values of the columns that break down the results, such as data set and difficulty."""
     rewards: list[float]
-    """Reward of each sample; 0 for one that failed."""
+    """Reward of each sample; 0 for a failed sample."""
     passes: list[bool]
     answers: list[str]
     """Final answer of each sample, for the vote."""
     players: list[int]
-    """Side of each sample in a game in which the policy plays several, else 0."""
+    """Side of each sample, in a game where the policy plays several; otherwise 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +37,15 @@ class TableRow:
     """Row of the results."""
 
     column: str
-    """Column that the prompts of the row share; "" for all prompts."""
+    """Column whose value the row's prompts share; "" for all prompts."""
     value: str
-    """Their value of it."""
+    """The shared value."""
     prompts: int
     samples: int
     metrics: dict[str, Estimate]
 
     def as_facts(self) -> dict[str, Any]:
-        """Return the row for JSON."""
+        """Return the row as JSON values."""
         return asdict(self)
 
 
@@ -60,9 +60,9 @@ def choose_ks(samples: int) -> list[int]:
 
 
 def measure_prompt(graded: GradedPrompt, ks: Sequence[int]) -> dict[str, float]:
-    """Return the estimates of one prompt, for every k that it has samples for: the mean over its players.
+    """Return a prompt's estimates for every k up to its number of samples, averaged over players.
 
-    Of two sides of a game one may always win, so together they would pass whatever the policy does.
+    In a game, some side may always win, so both sides together would pass whatever the policy does.
     """
     players = dict.fromkeys(graded.players)
     sides = [
@@ -87,7 +87,7 @@ def _measure_side(graded: GradedPrompt, samples: Sequence[int], ks: Sequence[int
 def make_table(
     graded: Sequence[GradedPrompt], ks: Sequence[int], *, by: Sequence[str] = (), resamples: int, seed: int
 ) -> list[TableRow]:
-    """Return the row of all prompts, then the rows of every column in `by`, values in order."""
+    """Return the row of all prompts, then a row per value of every column in `by`, in order."""
     measured = [(one, measure_prompt(one, ks)) for one in graded]
     rows = [_make_row("", "all", measured, resamples=resamples, seed=seed)]
     for column in by:
@@ -101,7 +101,7 @@ def make_table(
 def _make_row(
     column: str, value: str, measured: list[tuple[GradedPrompt, dict[str, float]]], *, resamples: int, seed: int
 ) -> TableRow:
-    """Return one row. It has the metrics that all its prompts have: data sets may differ in their number of samples."""
+    """Return a row with the metrics that all prompts share, since data sets may differ in their numbers of samples."""
     shared = [name for name in measured[0][1] if all(name in m for _, m in measured)]
     values = np.array([[m[name] for name in shared] for _, m in measured])
     estimates = estimate_means(values, resamples=resamples, seed=seed)
@@ -115,7 +115,7 @@ def _make_row(
 
 
 def _sort_key(value: str) -> tuple[bool, float, str]:
-    """Order numbers by size, before texts."""
+    """Sort numbers by size, before texts."""
     try:
         number = float(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Trackers: where the numbers of a run go. A tracker is found by its name here, or by the path of a file."""
+"""Trackers: destinations of a run's metrics, found by name or by the path of a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from driver.records.trackers.base import Tracker
 
 
 def load_trackers(names: Sequence[str]) -> dict[str, type[Tracker]]:
-    """Return the classes by name; UserError for a name that is unknown or given twice."""
+    """Load tracker classes by name. Raises UserError for an unknown or duplicate name."""
     found: dict[str, type[Tracker]] = {}
     for name in names:
         if name in found:
@@ -26,7 +26,7 @@ def load_trackers(names: Sequence[str]) -> dict[str, type[Tracker]]:
 
 
 def check_trackers(names: Sequence[str], settings: TrackingConfig) -> None:
-    """Raise UserError for a tracker that cannot start here: its package is missing, or it would ask for a password."""
+    """Raise UserError for a tracker that cannot start: a missing package, or a missing password."""
     for name, cls in load_trackers(names).items():
         if missing := [package for package in cls.packages if importlib.util.find_spec(package) is None]:
             raise UserError(

@@ -1,9 +1,8 @@
-"""What a tracker is: four methods. Each tracker is one file, and imports its package in `start` only.
+"""Interface of trackers. Each tracker is a file, and imports its package only in `start`.
 
-All four are called by one thread of the tracker's own (driver/records/trackers/feeder.py), in this order: `start`
-once, `metrics` and
-`samples` per step, `finish` once. What they raise is said once, and the run continues without the tracker. Then, or
-where one of them does not return, `abandon` is called in its place.
+A thread per tracker (driver/records/trackers/feeder.py) calls the methods in this order: `start` once, `metrics` and
+`samples` per step, `finish` once. An error is reported once, and the run continues without the tracker. After an error,
+or if a method hangs, `abandon` is called instead of `finish`.
 """
 
 from __future__ import annotations
@@ -17,29 +16,29 @@ from configs.tracking_schema import TrackingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Name of a run in its tracker, by which a resumed run continues it; in trackers.json, so it holds no secret."""
+    """Tracker's id of a run, by which a resumed run continues it. Stored in trackers.json, so it contains no secret."""
 
     id: str
-    """The tracker's own name of the run."""
+    """Tracker's own name of the run."""
     where: str = ""
-    """Store or server that knows this id; a run with another one begins anew."""
+    """Store or server of this id. A resumed run with another store starts a new tracker run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """Description of a run for its trackers, when it starts."""
+    """Description of a run for its trackers, at the start."""
 
     name: str
     folder: Path
     config: dict[str, Any]
-    """The whole configuration, by dotted key."""
+    """Whole configuration, by dotted key."""
     facts: dict[str, str]
-    """State of git, versions of packages, hardware."""
+    """Git state, package versions, hardware."""
     settings: TrackingConfig
     first_step: int
-    """Steps that the run which this one resumes has done."""
+    """Completed steps of the run that this run resumes."""
     previous: Identity | None
-    """The tracker's run of the run that is resumed."""
+    """Tracker's id of the resumed run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +48,11 @@ class Outcome:
     exit_reason: str
     """As in summary.json: done, interrupted, stopped: ..., error: ..."""
     model: str | None
-    """Folder of the final model; None where it was not saved."""
+    """Folder of the final model; None if not saved."""
 
     @property
     def status(self) -> str:
-        """Return finished, killed or failed."""
+        """finished, killed or failed."""
         return {"done": "finished", "interrupted": "killed"}.get(self.exit_reason, "failed")
 
 
@@ -61,35 +60,35 @@ class Tracker(Protocol):
     """Base of all trackers."""
 
     packages: ClassVar[tuple[str, ...]] = ()
-    """Packages that it imports."""
+    """Packages to import."""
     install: ClassVar[str] = "install it"
-    """How to install them, as a clause of a sentence."""
+    """How to install the packages, as a clause."""
     farewell: str = ""
-    """Sentence that the run says after `finish`, such as where the data is; `finish` may set it."""
+    """Sentence to print after `finish`, such as the location of the data; `finish` may set it."""
 
     @classmethod
     def refuse(cls, settings: TrackingConfig) -> str | None:
-        """Say in one sentence why it cannot start on this machine; None where it can. It imports nothing."""
+        """Return in a sentence why the tracker cannot start on this machine; None if it can. Imports no package."""
         return None
 
     def start(self, run: TrackedRun) -> Identity | None:
-        """Begin a run, or continue `run.previous`; return what a resumed run needs."""
+        """Start a run or continue `run.previous`; return the identity for a resumed run."""
         ...
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Take the line of metrics.jsonl of a step."""
+        """Log a step's line of metrics.jsonl."""
         ...
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Take some samples of a step: rows of equal keys, each value a string or a number."""
+        """Log some samples of a step: rows of equal keys, with strings and numbers."""
         ...
 
     def finish(self, outcome: Outcome) -> None:
-        """End the run; everything must be delivered when this returns."""
+        """End the run; all data must be delivered on return."""
         ...
 
     def abandon(self) -> None:
-        """Let go of what would keep the process or speak at its end; only after a failure, and what it raises is lost.
+        """Release everything that would delay the process's exit or print at exit. Errors are ignored.
 
-        It may be called beside a method that hangs.
+        Called only after a failure, possibly during a hanging method.
         """

@@ -1,4 +1,4 @@
-"""One thread per tracker, with a bounded queue: a tracker that is slow or fails costs the run nothing."""
+"""Thread per tracker with a bounded queue, so that a slow or failing tracker never delays the run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from core.timing.deadlines import TRACKER_ABANDON_TIMEOUT_S, TRACKER_FINISH_TIME
 from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
 
 MAX_WAITING = 1000
-"""Calls that may wait for a tracker. A call is a step's line, about 3 kB, or a table of samples."""
+"""Maximum number of queued calls. A call is a step's line of about 3 kB, or a table of samples."""
 
 
 class Feeder:
-    """Thread that feeds one tracker. Its methods are called by the driver, and return at once, but `finish`."""
+    """Thread that calls a tracker. The driver's calls return at once, except `end_finish`."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class Feeder:
         on_start: Callable[[str, Identity], None],
         max_waiting: int = MAX_WAITING,
     ):
-        """on_start: called by the thread when the tracker has begun a run."""
+        """on_start: called by the thread after the tracker has started a run."""
         self.name, self.tracker, self.run, self.on_start = name, tracker, run, on_start
         self.failure = ""
-        """Reason why the tracker was dropped, or behaves badly: one sentence."""
+        """Reason why the tracker was dropped or is slow, as a sentence."""
         self.dropped = False
         self.offered = self.delivered = 0
         """Steps."""
@@ -47,23 +47,23 @@ class Feeder:
         self._thread.start()
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Let the tracker take a step's line, now or later."""
+        """Queue a step's line."""
         self.offered += 1
         self._enqueue(self.tracker.metrics, step, values)
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Let the tracker take some samples, now or later."""
+        """Queue samples."""
         self._enqueue(self.tracker.samples, step, rows)
 
     def read_news(self) -> str | None:
-        """Return the sentence about a failure, once; None where there is nothing new."""
+        """Return a new failure as a sentence, once; None otherwise."""
         if not self.failure or self._told:
             return None
         self._told = True
         return self.failure
 
     def begin_finish(self, outcome: Outcome, deadline: float) -> None:
-        """Let the tracker end its run after all that waits; `deadline` is a time of time.monotonic()."""
+        """Queue the end of the run; `deadline` is a time of time.monotonic()."""
         if not self.dropped:
             for call in ((self.tracker.finish, (outcome,)), None):
                 try:
@@ -72,7 +72,7 @@ class Feeder:
                     break
 
     def end_finish(self, deadline: float) -> list[str]:
-        """Wait for the tracker until the deadline; return what there is to say."""
+        """Wait for the tracker until the deadline; return sentences to report."""
         if not self.dropped:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         said = [news] if (news := self.read_news()) else []
@@ -99,7 +99,7 @@ class Feeder:
                 self.failure = f"{self.name} is slower than the run: some steps are not sent to it"
 
     def _deliver_all(self) -> None:
-        """Call the tracker until the end, or until it fails."""
+        """Call the tracker until the end or an error."""
         try:
             identity = self.tracker.start(self.run)
             if identity is not None:

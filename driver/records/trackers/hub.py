@@ -1,4 +1,4 @@
-"""All trackers of a run, as one object: metrics.jsonl at once, the others through their feeders."""
+"""All trackers of a run as an object: metrics.jsonl written directly, others through feeders."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from driver.records.trackers.feeder import Feeder
 from driver.records.trackers.jsonl import FILE, Jsonl
 
 IDENTITIES = "trackers.json"
-"""File in the run folder with each tracker's own name of the run."""
+"""File in the run folder with each tracker's id of the run."""
 
 
 class Trackers:
-    """Trackers of a run. Only metrics.jsonl can stop it: that is part of the run folder."""
+    """Trackers of a run. Only metrics.jsonl, as part of the run folder, can stop the run."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class Trackers:
         ]
 
     def start(self) -> None:
-        """Begin: metrics.jsonl is there at once, the others when their threads have started them."""
+        """Start all trackers: metrics.jsonl at once, others in their threads."""
         for file in self.files:
             file.start(self.run)
         for feeder in self.feeders:
             feeder.start()
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Log a step. Raises RunStopped for a value that is not finite, and where metrics.jsonl cannot be written."""
+        """Log a step. Raises RunStopped for a non-finite value, or if metrics.jsonl cannot be written."""
         if bad := [name for name, value in values.items() if not math.isfinite(value)]:
             before = f"; the steps before are in {self.folder / FILE}" if self.files else ""
             raise RunStopped(
@@ -72,7 +72,7 @@ class Trackers:
             feeder.samples(step, rows)
 
     def finish(self, outcome: Outcome) -> dict[str, Any]:
-        """End all within a common deadline, and say what was not delivered; return the facts for summary.json."""
+        """Finish all trackers by a common deadline; report undelivered steps; return facts for summary.json."""
         for file in self.files:
             file.finish(outcome)
         deadline = time.monotonic() + TRACKER_FINISH_TIMEOUT_S
@@ -92,7 +92,7 @@ class Trackers:
 
 
 def find_previous(run_folder: Path) -> dict[str, Identity]:
-    """Return what trackers.json says in the folder of a run that is resumed; nothing where it had no trackers."""
+    """Read trackers.json of the run to resume; empty if it had no trackers."""
     path = run_folder / IDENTITIES
     if not path.is_file():
         return {}

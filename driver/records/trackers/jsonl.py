@@ -1,6 +1,6 @@
-"""metrics.jsonl in the run folder: one line per step.
+"""metrics.jsonl in the run folder: a line per step.
 
-It is part of the run: it is written before the loop goes on, and a full disk stops the run.
+It is part of the run: each line is written before the loop continues, and a full disk stops the run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FILE = "metrics.jsonl"
 
 
 class Jsonl(Tracker):
-    """Writer of metrics.jsonl. The samples are in samples/, whether or not there is a tracker."""
+    """Writer of metrics.jsonl. samples/ contains the samples, with or without this tracker."""
 
     def start(self, run: TrackedRun) -> Identity | None:
         self.path = run.folder / FILE
@@ -28,6 +28,7 @@ class Jsonl(Tracker):
         line = (json.dumps(values, allow_nan=False) + "\n").encode()
         before = self.file.tell()
         with writing(self.path, meaning="the steps before are logged"):
+            # A short write is no OSError. Half a line would make the file unreadable from there on.
             if self.file.write(line) != len(line):  # what did not fit is not an error of its own
                 self.file.truncate(before)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

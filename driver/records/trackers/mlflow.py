@@ -1,4 +1,4 @@
-"""MLflow: a tracking server, or a local store. Samples are tables (Artifacts, and MLflow's table view)."""
+"""MLflow tracker: tracking server or local store. Samples are tables (Artifacts, and MLflow's table view)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
 
 T = TypeVar("T")
 PER_REQUEST = 100
-"""Parameters or tags that MLflow takes at once; of metrics it takes more."""
+"""MLflow's limit of parameters or tags per request; the limit for metrics is higher."""
 TABLES_TAG, MOST_TABLES = "mlflow.loggedArtifacts", 100
-"""Tag by which MLflow's page knows a file as a table; a tag has room for about 140 of ours. All files stay."""
+"""Tag that lists the files MLflow shows as tables; a tag's length allows about 140 of ours. All files are kept."""
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
-"""MLflow's own defaults would retry for ten minutes, and nobody would be told that the server is gone."""
+"""MLflow's own defaults retry for ten minutes, during which a missing server is not reported."""
 QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "GIT_PYTHON_REFRESH": "quiet",
 }
-"""It would report its use to its makers, print addresses between our lines, and complain where there is no git."""
+"""Disables telemetry, printed addresses, and complaints about missing git."""
 
 
 class Mlflow(Tracker):
-    """Tracker that writes one run of an experiment."""
+    """Tracker that writes a run of an experiment."""
 
     packages: ClassVar = ("mlflow",)
     install: ClassVar = "run `make install`"
@@ -55,7 +55,7 @@ class Mlflow(Tracker):
         return Identity(id=self.run_id, where=where)
 
     def _continue_run(self, run_id: str) -> str | None:
-        """Return the run to continue; None where the server has it no longer."""
+        """Return the run to continue; None if the server has deleted it."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -88,7 +88,7 @@ class Mlflow(Tracker):
     def _describe(self, run: TrackedRun) -> None:
         """Write the configuration as parameters and the facts as tags.
 
-        MLflow never changes a parameter. What a resumed run has changed becomes a tag.
+        MLflow parameters are immutable, so changes of a resumed run become tags.
         """
         from mlflow.entities import Param, RunTag
 
@@ -130,7 +130,7 @@ class Mlflow(Tracker):
 
 
 def make_name(name: str) -> str:
-    """Return a name that MLflow allows.
+    """Replace characters that MLflow does not allow in names.
 
     >>> make_name("reward/is it right?"), make_name("a" * 300) == "a" * 250
     ('reward/is it right_', True)

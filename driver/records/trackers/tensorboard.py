@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run folder's tensorboard/. Samples are texts, because it has no tables."""
+"""TensorBoard tracker: event files in the run folder's tensorboard/. Samples are texts, because there are no tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOLDER = "tensorboard"
 
 
 class Tensorboard(Tracker):
-    """Writer of one event file. A resumed run adds one to the folder of the run that it resumes."""
+    """Writer of an event file. A resumed run adds a file to the previous run's folder."""
 
     packages: ClassVar = ("tensorboard",)
     install: ClassVar = "run `.venv/bin/pip install -c constraints.txt tensorboard`"
@@ -43,7 +43,7 @@ class Tensorboard(Tracker):
 
 
 def as_code(text: str) -> str:
-    """Return Markdown that shows the text as it is: TensorBoard reads Markdown, in which four spaces begin code.
+    """Format text as a Markdown code block (four spaces), because TensorBoard renders Markdown.
 
     >>> as_code("<b>")
     '    <b>'

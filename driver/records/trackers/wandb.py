@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline (then in the run folder's wandb/, for `wandb sync`). Samples are tables."""
+"""Weights & Biases tracker, online or offline (in the run folder's wandb/, for `wandb sync`). Samples are tables."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
 
 SERVER = "https://api.wandb.ai"
 MODES = {"": "online", "run": "online", "dryrun": "offline"}
-"""Older names of the modes."""
+"""Deprecated names of the modes."""
 QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
-"""It would report its errors to its makers, and print between our lines."""
+"""Disables error reports to W&B, and output between our lines."""
 
 
 class Wandb(Tracker):
-    """Tracker that writes one run of a project."""
+    """Tracker that writes a run of a project."""
 
     packages: ClassVar = ("wandb",)
     install: ClassVar = "run `make install`"
@@ -91,13 +91,13 @@ class Wandb(Tracker):
 
 
 def choose_mode(settings: TrackingConfig) -> str:
-    """Return online, offline, or what else the variable WANDB_MODE says."""
+    """Return online, offline, or another value of the variable WANDB_MODE."""
     given = settings.wandb_mode or os.environ.get("WANDB_MODE") or ""
     return MODES.get(given, given)
 
 
 def has_key(server: str) -> bool:
-    """Tell whether W&B would find an API key by itself; without one it asks for it in the terminal."""
+    """Tell whether W&B would find an API key; otherwise it would prompt in the terminal."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     named = os.environ.get("NETRC")
