@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def find_algorithm(settings: dict[str, Any]) -> tuple[FileSpec, type[Algorithm]]:
-    """Return the file that `alg.name` or `alg.file` means, and the one Algorithm defined in it."""
+    """Return the file of `alg.name` or `alg.file`, and the only Algorithm defined in it."""
     name, path = settings.get("name"), settings.get("file")
     if bool(name) == bool(path):
         raise UserError("alg needs either a name (a module of algs/) or a file (a path), and not both")
@@ -27,12 +27,12 @@ def find_algorithm(settings: dict[str, Any]) -> tuple[FileSpec, type[Algorithm]]
 
 
 def list_algorithms() -> list[str]:
-    """Return the names of all algorithms of this folder."""
+    """List the names of all algorithms of this folder."""
     return list_plugins("algs", is_algorithm)
 
 
 def is_algorithm(module: ModuleType) -> bool:
-    """Tell whether a module defines one Algorithm, complete with a loss."""
+    """Tell whether a module defines a single Algorithm with a loss."""
     from algs.base import Algorithm
 
     found = classes_below(module, Algorithm)
@@ -40,7 +40,7 @@ def is_algorithm(module: ModuleType) -> bool:
 
 
 def load_algorithm_class(spec: FileSpec) -> type[Algorithm]:
-    """Return the one subclass of Algorithm that the file defines."""
+    """Return the only subclass of Algorithm that the file defines."""
     from algs.base import Algorithm, PolicyGradient
 
     cls = load_class(spec, Algorithm, key="alg")
@@ -53,5 +53,5 @@ def load_algorithm_class(spec: FileSpec) -> type[Algorithm]:
 
 
 def load_algorithm(spec: FileSpec, settings: dict[str, Any]) -> Algorithm:
-    """Return the algorithm with its hyper-parameters, in this process; the file's hash is checked."""
+    """Create the algorithm with its hyper-parameters in this process; the file's hash is checked."""
     return load_algorithm_class(spec)(**settings)

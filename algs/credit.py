@@ -1,6 +1,6 @@
-"""Credit assignment: from the rewards of a step to an advantage for every token.
+"""Credit assignment: from the rewards of a step to an advantage per token.
 
-Rewards of sequences are Python floats, what is known of tokens are arrays; all of it is computed in float64.
+Rewards of sequences are Python floats, values of tokens are arrays; all computation is in float64.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ def group_advantages(
     leave_one_out: bool = False,
     batch_std: float = 1.0,
 ) -> list[float]:
-    """Compute the reward above the group's mean, [G] -> [G].
+    """Compute rewards minus the group's mean, scaled, [G] -> [G].
 
     scale: divide by nothing, by the group's standard deviation (ddof 1, plus 1e-6), by `batch_std`, or by the group's
-    mean reward (MaxRL, https://arxiv.org/abs/2602.02710: 0 where the mean is not positive). With rewards 0 and 1, the
-    last one ascends the first G - 1 terms of log E R.
-    leave_one_out: take the mean over the other samples (RLOO, https://arxiv.org/abs/2402.14740).
-    A failed sample (None) is excluded from the statistics and gets 0. A group without two different rewards
-    gets exactly 0, not rounding noise divided by epsilon.
+    mean
+    reward (MaxRL, https://arxiv.org/abs/2602.02710; 0 unless the mean is positive). With rewards 0 and 1, MaxRL ascends
+    the
+    first G - 1 terms of log E R.
+    leave_one_out: use the mean over the other samples (RLOO, https://arxiv.org/abs/2402.14740).
+    A failed sample (None) is excluded from the statistics and gets 0. A group of equal rewards gets exactly 0, not
+    rounding
+    noise divided by epsilon.
 
     >>> group_advantages([1.0, 0.0, None])
     [0.5, -0.5, 0.0]
@@ -50,7 +53,7 @@ def group_advantages(
 def choose_factor(
     scale: ScaleRewards, *, n: int, mean: float, std: float, batch_std: float, leave_one_out: bool
 ) -> float:
-    """Return what n centred rewards are multiplied by; see group_advantages."""
+    """Return the factor of n centred rewards; see group_advantages."""
     match scale:
         case "none":
             factor = 1.0
@@ -61,12 +64,13 @@ def choose_factor(
         case "mean":
             factor = 1 / mean if mean > 0 else 0.0
     if leave_one_out:
+        # R_i - mean of the others = (R_i - mean of all) x n / (n - 1).
         factor *= n / (n - 1)
     return factor
 
 
 def reward_std(rewards: Sequence[float | None]) -> float:
-    """Return the standard deviation (ddof 1) of the rewards that are not None, plus 1e-6; 1 if fewer than two."""
+    """Return the standard deviation (ddof 1) of the rewards, without None, plus 1e-6; 1 for fewer than two rewards."""
     scored = [r for r in rewards if r is not None]
     if len(scored) < 2:
         return 1.0
@@ -75,7 +79,7 @@ def reward_std(rewards: Sequence[float | None]) -> float:
 
 
 def whiten(values: Sequence[Floats]) -> list[Floats]:
-    """Compute (x - mean) / sqrt(var + 1e-8) over all numbers of all rows, with the variance of the population."""
+    """Compute (x - mean) / sqrt(var + 1e-8) over all values of all rows, with the population's variance."""
     if not values or not (n := sum(map(len, values))):
         return [np.zeros(0) for _ in values]
     flat = np.concatenate(values, dtype=np.float64)
@@ -85,23 +89,23 @@ def whiten(values: Sequence[Floats]) -> list[Floats]:
 
 
 def sum_terms(values: Floats) -> float:
-    """Sum in extended precision and round once, so that the order of the samples hardly ever shows in a bit."""
+    """Sum in extended precision and round once, so that the order of samples rarely affects a bit."""
     return float(np.sum(values, dtype=np.longdouble))
 
 
 def overlong_penalty(tokens: int, *, max_tokens: int, buffer: int) -> float:
-    """Return 0 up to max_tokens - buffer tokens, then down to -1 (https://arxiv.org/abs/2503.14476, Eq. 13)."""
+    """Return 0 up to max_tokens - buffer tokens, then decreasing to -1 (https://arxiv.org/abs/2503.14476, Eq. 13)."""
     return max(-1.0, min(0.0, (max_tokens - buffer - tokens) / buffer))
 
 
 def spread_over_sample(sample: Sample, values: float | Floats) -> Floats:
-    """Return what is given for all trained tokens, or for each, laid out over the whole sample, [L]; 0 elsewhere."""
+    """Place values of the trained tokens (a number for all, or one each) at their positions, [L]; 0 elsewhere."""
     spread = np.zeros(len(sample.token_ids), dtype=sample.float_dtype)
     spread[sample.loss_mask] = values
     return spread
 
 
 def with_advantages(groups: list[Group], per_token: Sequence[float | Floats]) -> list[Group]:
-    """Return the groups with advantages set; `per_token` has for each sample a number, or one per trained token."""
+    """Set advantages; `per_token` has for each sample a number, or a value per trained token."""
     rows = iter(per_token)
     return [[s.with_advantage(spread_over_sample(s, next(rows))) for s in g] for g in groups]

@@ -1,6 +1,6 @@
-"""DPO: direct preference optimisation (https://arxiv.org/abs/2305.18290, Eq. 7), and its relatives.
+"""DPO: direct preference optimisation (https://arxiv.org/abs/2305.18290, Eq. 7), and related losses.
 
-A chosen completion y_w and a rejected one y_l of the same prompt, each with its trained tokens only:
+For a chosen completion y_w and a rejected completion y_l of the same prompt, over trained tokens only:
 
     h = sum_t [log pi - log pi_ref](y_w,t) - sum_t [log pi - log pi_ref](y_l,t)
     sigmoid   L = -log sigmoid(beta h)
@@ -8,7 +8,7 @@ A chosen completion y_w and a rejected one y_l of the same prompt, each with its
     ipo       L = (h - 1 / (2 beta))^2                                       https://arxiv.org/abs/2310.12036, Eq. 17
     robust    L = [-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)] / (1 - 2 e)   https://arxiv.org/abs/2403.00409
 
-with e = label_smoothing. Its relatives are settings:
+with e = label_smoothing. Related losses are settings:
     conservative (cDPO)   form: sigmoid, label_smoothing: 0.1
                           L = -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
     length-normalised     length_norm: true, beta: 5            each completion's sum becomes the mean over its tokens
@@ -16,8 +16,8 @@ with e = label_smoothing. Its relatives are settings:
     SimPO                 reference_free: true, length_norm: true, beta: 2, target_margin: 1
                           L = -log sigmoid(beta h - target_margin)           https://arxiv.org/abs/2405.14734
 
-If pi = pi_ref, h = 0 and the sigmoid's loss is log 2. `pair/margin` is h without beta, `pair/chosen` and
-`pair/rejected` are its two sums. If both fall together, the model unlearns both completions.
+If pi = pi_ref, h = 0 and the sigmoid loss is log 2. `pair/margin` is h without beta; `pair/chosen` and `pair/rejected`
+are the two sums. If both decrease together, the model unlearns both completions.
 
 Others: TRL's `ipo` takes token means (length_norm) without saying so, OpenRLHF sums; TRL's `sigmoid` ignores
 label_smoothing, its `exo_pair` and others are not here. Robust DPO has no lower bound.
@@ -39,15 +39,15 @@ from core.types.samples import Policy, Sample, ScoredColumn, Tokens
 class DPO(Pairwise):
     form: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
     beta: float = Field(0.1, gt=0)
-    """Strength of the tie to the reference; larger means closer."""
+    """Strength of the KL constraint to the reference; larger keeps the policy closer."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Assumed fraction of pairs with swapped labels, for sigmoid and robust."""
     length_norm: bool = False
-    """Take means over the tokens of a completion instead of sums."""
+    """Use means over a completion's tokens instead of sums."""
     reference_free: bool = False
-    """Leave log pi_ref out; no reference model is loaded."""
+    """Omit log pi_ref; no reference model is loaded."""
     target_margin: float = Field(0.0, ge=0)
-    """Margin that the chosen completion should win by, for sigmoid: SimPO's gamma."""
+    """Target margin of the chosen completion, for sigmoid: SimPO's gamma."""
 
     @model_validator(mode="after")
     def belongs_to_its_form(self) -> DPO:

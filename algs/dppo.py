@@ -43,6 +43,7 @@ class DPPO(GroupRelative):
         p, q = logp.exp(), tokens.rollout_logp.exp()
         far = (p - q).abs()
         if self.divergence == "kl":
+            # log(1 - p) is -inf at p = 1, which rounding reaches for near-certain tokens.
             rest = torch.log1p(-q.clamp(max=1 - 1e-7)) - torch.log1p(-p.clamp(max=1 - 1e-7))
             far = q * (tokens.rollout_logp - logp) + (1 - q) * rest
         out_high = (advantage > 0) & (p > q) & (far > self.delta_high)

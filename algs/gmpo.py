@@ -22,7 +22,7 @@ from core.types.samples import LossNorm, Policy, Tokens
 class GMPO(GroupRelative):
     loss_norm: LossNorm = "sequence"
     clip: float = Field(0.4, gt=0)
-    """Bound of the log-ratio of a token, eps above."""
+    """Bound of a token's log-ratio, eps above."""
 
     @property
     def whole_episodes(self) -> bool:

@@ -6,7 +6,7 @@ Sample G completions of a prompt, compare each reward with the group's mean, and
     r_t = pi(a_t) / pi_prox(a_t)
     L_t = max(-r_t A, -clip(r_t, 1 - low, 1 + high) A)
 
-Its relatives are settings:
+Related algorithms are settings:
     as published   scale_rewards: group, loss_norm: sequence, clip_high: 0.2, kl: {coef: 0.04, estimator: k3}
     Dr. GRPO       loss_norm: constant                                        https://arxiv.org/abs/2503.20783
     DAPO           dynamic_sampling: true, overlong: {mode: penalty, ...}     https://arxiv.org/abs/2503.14476

@@ -2,11 +2,11 @@
 
     s_b = (prod_t pi(a_t) / pi_prox(a_t)) ^ (1 / n_b)
     L_b = max(-s_b A_b, -clip(s_b, 1 - low, 1 + high) A_b)              form: sequence, shared by its tokens
-    L_t = the same with s_b pi(a_t) / sg[pi(a_t)] in place of s_b       form: token, where A may vary in a sequence
+    L_t = the same with s_b pi(a_t) / sg[pi(a_t)] in place of s_b       form: token, if A may vary in a sequence
 
-The sequence is the episode: of one that is several samples, the product goes over the trained tokens of all.
+The sequence is the episode; if it has several samples, the product is over the trained tokens of all.
 
-The geometric mean moves far less than a token's ratio, so the clip bounds are a few 1e-4. Relatives are settings:
+The geometric mean changes far less than a token's ratio, so clip bounds are a few 1e-4. Related settings:
     LUSPO  loss_norm: sequence_sum, clip_low: 0.002, clip_high: 0.0025         https://arxiv.org/abs/2602.05261
     RLOO as TRL runs it  ratio: product, leave_one_out: true, clip_low: 0.2, clip_high: 0.2
 
@@ -61,6 +61,8 @@ class GSPO(GroupRelative):
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         ratio = sequence_ratio(policy.logp, tokens.prox_logp, tokens.seq_ids, product=self.ratio == "product")
         if self.form == "token":
+            # The value is s_b, but each token's gradient flows only through its own log-probability (GSPO-token, Eq.
+            # 13-14).
             ratio = ratio.detach() * (policy.logp - policy.logp.detach()).exp()
         loss = clipped_surrogate(ratio, tokens.advantage, self.clip_low, self.clip_high)
         return loss, clip_metrics(ratio, tokens.advantage, self.clip_low, self.clip_high)

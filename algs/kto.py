@@ -30,7 +30,7 @@ from core.types.samples import Group, LossNorm, Policy, Rows, Sample, ScoredColu
 
 class KTO(Algorithm):
     loss_norm: LossNorm = "sequence"
-    """sequence: every token of a completion carries its loss, and they share its weight."""
+    """sequence: every token of a completion has the completion's loss, and the tokens share its weight."""
     beta: float = Field(0.1, gt=0)
     desirable_weight: float = Field(1.0, gt=0)
     """lambda_D."""
@@ -51,7 +51,7 @@ class KTO(Algorithm):
         return frozenset({"ref_logp", "prox_logp"})
 
     def prepare_groups(self, groups: list[Group]) -> list[Group]:
-        """Add a second sample to every row: its prompt with the next row's completion, scored but not trained on."""
+        """Add a mismatched sample to every row: its prompt with the next row's completion, scored but untrained."""
         rows = [g[0] for g in groups]
         return [[s, make_mismatched(s, after)] for s, after in zip(rows, rows[1:] + rows[:1], strict=True)]
 
@@ -59,6 +59,7 @@ class KTO(Algorithm):
         """Set the advantage to +lambda_D or -lambda_U, and the reference point to z0."""
         sums = [sum_log_ratio(s) for g in groups for s in g if s.reward is None and not s.failure]
         z0 = max(0.0, sum(sums) / max(1, len(sums)))
+        # The mismatched samples only served z0. Without a reward they would count as rows of the loss norm.
         kept = [[s for s in g if s.reward is not None or s.failure] for g in groups]
         kept = [
             [replace(s, columns=s.columns | {"reference_point": np.full_like(s.rollout_logp, z0)}) for s in g]
@@ -76,9 +77,10 @@ class KTO(Algorithm):
 
 
 def make_mismatched(first: Sample, second: Sample) -> Sample:
-    """Join the prompt of one row and the completion of another, by token ids; each with its images."""
+    """Join a row's prompt and another row's completion, with the images of each."""
     n, start = int(np.argmax(first.action_mask)), int(np.argmax(second.action_mask))
     ids = np.concatenate([first.token_ids[:n], second.token_ids[start:]])
+    # Images of the second prompt stay behind with it; those within the completion move with their tokens.
     moved = (replace(p, begin=p.begin + n - start, end=p.end + n - start) for p in second.images if p.begin >= start)
     return Sample(
         prompt=first.prompt,
@@ -91,6 +93,6 @@ def make_mismatched(first: Sample, second: Sample) -> Sample:
 
 
 def sum_log_ratio(sample: Sample) -> float:
-    """Sum log pi - log pi_ref over the completion; pi is the policy at the start of the update."""
+    """Sum log pi - log pi_ref over the completion, with pi the policy at the start of the update."""
     now, ref = (sample.columns[name][sample.loss_mask].astype(np.float64) for name in ("prox_logp", "ref_logp"))
     return sum_terms(now - ref)

@@ -25,7 +25,7 @@ from core.types.samples import Group, Policy, Sample, ScoredColumn, Tokens
 
 class OPD(PolicyGradient):
     teacher: str
-    """Path of the teacher's model."""
+    """Path of the teacher model."""
     coef: float = Field(1.0, gt=0)
     correction: Correction = Correction(level="none")
 

@@ -1,4 +1,4 @@
-"""Building blocks for losses: pure functions of tensors, [M] in and [M] out, never reduced."""
+"""Building blocks of losses: pure functions of tensors, [M] in and [M] out, never reduced."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Bound of a log-ratio before exp(). The gradient is zero outside; `reaches_clamp` counts the tokens there."""
+"""Limit of a log-ratio before exp(). The gradient outside is zero; `reaches_clamp` marks these tokens."""
 
 K3_CAP = 10.0
-"""Distance from which k3 continues as a straight line, in nats; `reaches_cap` counts the tokens there."""
+"""Distance in nats from which k3 continues linearly; `reaches_cap` marks these tokens."""
 
 
 def importance_ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
@@ -20,29 +20,29 @@ def importance_ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
 
 
 def reaches_clamp(logp: Tensor, prox_logp: Tensor, rollout_logp: Tensor) -> Tensor:
-    """Return 1 where any two of the three policies differ by MAX_LOG_RATIO or more, else 0; [M] -> [M], detached."""
+    """Return 1 if any two of the three policies differ by MAX_LOG_RATIO or more, otherwise 0; [M] -> [M], detached."""
     three = torch.stack([logp.detach(), prox_logp, rollout_logp])
     return (three.amax(0) - three.amin(0) >= MAX_LOG_RATIO).to(rollout_logp.dtype)
 
 
 def reaches_cap(logp: Tensor, other: Tensor) -> Tensor:
-    """Return 1 where k3 has left its formula for the straight line, else 0; [M] -> [M], detached."""
+    """Return 1 if k3 is in the linear part, otherwise 0; [M] -> [M], detached."""
     return (logp.detach() - other <= -K3_CAP).to(other.dtype)
 
 
 def sequence_sum(values: Tensor, seq_ids: Tensor) -> Tensor:
-    """Give each token the sum over its sequence, [M] -> [M]. A sequence is never split between micro-batches."""
+    """Compute the sum over each token's sequence, [M] -> [M]. A sequence is never split between micro-batches."""
     n = int(seq_ids.max()) + 1 if len(seq_ids) else 0
     return values.new_zeros(n).index_add(0, seq_ids, values)[seq_ids]
 
 
 def sequence_mean(values: Tensor, seq_ids: Tensor) -> Tensor:
-    """Give each token the mean over the trained tokens of its sequence, [M] -> [M]."""
+    """Compute the mean over the trained tokens of each token's sequence, [M] -> [M]."""
     return sequence_sum(values, seq_ids) / sequence_sum(torch.ones_like(values), seq_ids)
 
 
 def sequence_ratio(logp: Tensor, old_logp: Tensor, seq_ids: Tensor, *, product: bool = False) -> Tensor:
-    """Compute the ratio of a whole sequence, the same at each of its tokens, [M] -> [M].
+    """Compute the ratio of each token's whole sequence, [M] -> [M].
 
     It is the product of the token ratios, or their geometric mean (GSPO, https://arxiv.org/abs/2507.18071, Eq. 7).
     """
@@ -53,7 +53,7 @@ def sequence_ratio(logp: Tensor, old_logp: Tensor, seq_ids: Tensor, *, product: 
 def clipped_surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
     """Compute max(-r A, -clip(r, 1-low, 1+high) A), [M] -> [M]  (PPO, https://arxiv.org/abs/1707.06347, Eq. 7).
 
-    `dual` bounds it where A < 0 and r > dual (dual-clip PPO, https://arxiv.org/abs/1912.09729).
+    `dual` bounds it if A < 0 and r > dual (dual-clip PPO, https://arxiv.org/abs/1912.09729).
     """
     loss = torch.maximum(-ratio * advantage, -ratio.clamp(1 - low, 1 + high) * advantage)
     if dual is None:
@@ -62,7 +62,7 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float,
 
 
 def clip_metrics(ratio: Tensor, advantage: Tensor, low: float, high: float) -> dict[str, Tensor]:
-    """Return per token, [M] each: whether the upper or lower clip bound removed its gradient; and KL(old || pi)."""
+    """Compute per token, [M] each: whether the upper or lower clip bound removed the gradient; and KL(old || pi)."""
     ratio = ratio.detach()
     return {
         "clip_frac_high": ((advantage > 0) & (ratio > 1 + high)).to(ratio.dtype),
@@ -72,15 +72,16 @@ def clip_metrics(ratio: Tensor, advantage: Tensor, low: float, high: float) -> d
 
 
 def k2(logp: Tensor, other: Tensor) -> Tensor:
-    """Compute (log pi - log q)^2 / 2, [M] -> [M]: biased in value; on-policy its gradient is that of KL(pi || q)."""
+    """Compute (log pi - log q)^2 / 2, [M] -> [M]: biased value; on-policy, the gradient is that of KL(pi || q)."""
     return (logp - other).square() / 2
 
 
 def k3(logp: Tensor, other: Tensor) -> Tensor:
     """Compute q/pi - 1 - log(q/pi), [M] -> [M]: unbiased, never negative  (http://joschu.net/blog/kl-approx.html).
 
-    Beyond d = log pi - log q = -10 the value continues as a straight line: the gradient 1 - exp(-d) stays
-    bounded and keeps its sign. A clamp of the exponent alone would push the token further away there.
+    Beyond d = log pi - log q = -10 the value continues linearly: the gradient 1 - exp(-d) stays bounded and keeps its
+    sign.
+    Clamping only the exponent would push the token further away there.
     """
     d = logp - other
     inside = d.clamp(min=-K3_CAP)
@@ -89,12 +90,12 @@ def k3(logp: Tensor, other: Tensor) -> Tensor:
 
 
 def weight_sums(weight: Tensor) -> dict[str, Tensor]:
-    """Return the sums of one micro-batch that `effective_sample_size` needs, [M] -> scalars: n, sum w and sum w^2."""
+    """Compute the sums of a micro-batch for `effective_sample_size`, [M] -> scalars: n, sum w and sum w^2."""
     weight = weight.detach()
     return {"n": weight.new_tensor(float(weight.numel())), "w": weight.sum(), "w2": weight.square().sum()}
 
 
 def effective_sample_size(totals: dict[str, Tensor], prefix: str = "") -> Tensor:
-    """Compute (sum w)^2 / (n sum w^2) of summed `weight_sums` (Kish), in (0, 1]; 1 where there is no token."""
+    """Compute (sum w)^2 / (n sum w^2) of summed `weight_sums` (Kish), in (0, 1]; 1 without tokens."""
     n, w, w2 = (totals[f"{prefix}{name}"] for name in ("n", "w", "w2"))
     return torch.where(n > 0, w.square() / (n * w2).clamp(min=1e-30), torch.ones_like(w))

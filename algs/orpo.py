@@ -26,7 +26,7 @@ class ORPO(Pairwise):
     """Weight of the odds ratio."""
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        """Set advantages so that weight x advantage is 1 / (number of chosen tokens), negative for rejected ones."""
+        """Set advantages so that weight x advantage is 1 / (number of chosen tokens), negative for rejected tokens."""
         groups = super().compute_advantages(groups)
         sizes = [sum(s.n_trained for s in g) for g in groups]
         pairs, chosen = (
@@ -34,6 +34,7 @@ class ORPO(Pairwise):
             sum(s.n_trained for g in groups for s in g if preference_sign(s) > 0),
         )
         size_of = {id(s): n for g, n in zip(groups, sizes, strict=True) for s in g}
+        # The norm `prompt` gives every token of a pair the weight 1 / (pairs x tokens of the pair); this undoes it.
         return with_advantage_of(groups, lambda s: preference_sign(s) * size_of[id(s)] * pairs / chosen)
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
@@ -49,5 +50,6 @@ def log1mexp(x: Tensor) -> Tensor:
     """Compute log(1 - exp x) for x < 0 without loss of precision near 0 (Maechler 2012); x is clamped to <= -1e-7."""
     x = x.clamp(max=-1e-7)
     near = x > -0.6931
+    # Each branch gets a harmless input outside its range: torch.where passes gradients of both, and 0 x nan is nan.
     at_near, at_far = torch.where(near, x, -torch.ones_like(x)), torch.where(near, -torch.ones_like(x), x)
     return torch.where(near, (-torch.expm1(at_near)).log(), torch.log1p(-at_far.exp()))

@@ -4,10 +4,10 @@
     e = (sum u)^2 / (n sum u^2)                               effective sample size, over the whole update
     L_t = -sg[min(u_t, e)] A log pi(a_t) + (1 - e) k3(pi, pi_rollout)
 
-On fresh samples e = 1 and this is REINFORCE. As samples get stale, weights are capped lower and the policy is held
-closer to the one that sampled them. There is nothing to tune. e is summed in a separate forward pass before the update,
-so it does not depend on micro-batches or ranks. k3's gradient on samples of pi_rollout is not that of
-KL(pi || pi_rollout), but it also vanishes only where the two policies are equal.
+On fresh samples e = 1 and this is REINFORCE. With stale samples, weights are capped lower and the policy stays closer
+to pi_rollout. There is nothing to tune. e is summed in a separate forward pass before the update, so it does not depend
+on micro-batches or ranks. k3's gradient on samples of pi_rollout is not that of KL(pi || pi_rollout), but it also
+vanishes only if the two policies are equal.
 
 Others: upstream FeynRL takes e from each micro-batch; the paper has the exact KL over the vocabulary.
 """

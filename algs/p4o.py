@@ -36,7 +36,7 @@ class P4O(GroupRelative):
         prox, rollout = tokens.prox_logp, tokens.rollout_logp
         e_b, e_p = (effective_sample_size(tokens.totals, prefix) for prefix in ("b_", "p_"))
         e = torch.minimum(e_b, e_p)
-        # 1 - ESS may come out as -1e-17; where both are 0 the mixture is not used, only kept finite.
+        # 1 - ESS may round to -1e-17. If both are 0 the mixture has weight 0, and must only stay finite.
         share = (1 - e_p).clamp(min=0) / ((1 - e_b).clamp(min=0) + (1 - e_p).clamp(min=0)).clamp(min=1e-12)
         mix = torch.logaddexp(rollout + torch.log1p(-share), prox + share.log())
         weight = torch.minimum(importance_ratio(policy.logp.detach(), rollout), e)

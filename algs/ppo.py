@@ -5,15 +5,15 @@
     L_t = max(-r_t A, -clip(r_t, 1 - low, 1 + high) A)       A whitened over the step's tokens
     V-loss_t = 1/2 max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2)       the second only with value_clip
 
-The value model is a copy of the policy's transformer with a scalar head that starts at zero; it has an optimizer of
-its own. V_t is read at the position that predicts token t. Tokens of the environment are skipped. Only the policy is
-saved at the end.
+The value model is a copy of the policy's transformer with a scalar head, initialised to zero, and a separate optimizer.
+V_t is read at the position that predicts token t. Tokens of the environment are skipped. Both models are saved at the
+end.
 
-bootstrap_truncated: a completion cut off by the budget did not end there. Its last token is not trained on, and the
+bootstrap_truncated: a completion cut off by the budget did not end there. The last token is not trained on, and the
 value before it replaces the missing return; by default the episode counts as over (TRL, verl, OpenRLHF).
 
-credit: turn takes a turn for one action: r_k is what it earned, V_k the value before its first token, turn_discount is
-in gamma's place, and A_k and R_k are those of all its tokens.
+credit: turn treats a turn as an action: r_k is the turn's reward, V_k the value before its first token, turn_discount
+replaces gamma, and all tokens of the turn share A_k and R_k.
 
 Others: TRL adds 0.1 x V-loss to one shared loss; verl clips doubly (dual_clip: 3) by default; slime omits the 1/2.
 """
@@ -43,11 +43,11 @@ class PPO(TurnCredit):
     gamma: float = Field(1.0, gt=0, le=1)
     lam: float = Field(0.95, ge=0, le=1)
     whiten: bool = True
-    """Normalise the advantages of a step's tokens to mean 0 and variance 1; the returns stay as they are."""
+    """Normalise the advantages of a step's tokens to mean 0 and variance 1; returns are unchanged."""
     value_clip: float | None = Field(None, gt=0)
     bootstrap_truncated: bool = False
     critic_lr: LearningRate = 1e-5
-    """Peak learning rate of the value model; the schedule and everything else are the trainer's."""
+    """Peak learning rate of the value model, with the trainer's schedule and other settings."""
 
     @property
     def required_columns(self) -> frozenset[ScoredColumn]:
@@ -63,6 +63,7 @@ class PPO(TurnCredit):
         values = [self._values_before(s) for s in samples]
         estimate = self._credit_turns if self.credit == "turn" else self._credit_tokens
         advantages = [estimate(s, v) for s, v in zip(samples, values, strict=True)]
+        # Before whitening: the value model regresses on returns in the units of the reward.
         returns = [a + v for a, v in zip(advantages, values, strict=True)]
         rows = zip(samples, whiten(advantages) if self.whiten else advantages, returns, strict=True)
         done = iter(
@@ -81,7 +82,7 @@ class PPO(TurnCredit):
         return replace(sample, excluded=np.arange(1, len(sample.action_mask) + 1) == len(sample.action_mask))
 
     def _values_before(self, sample: Sample) -> Floats:
-        """Return the value before each trained token, [n]; with credit: turn, that before its turn's first one."""
+        """Return the value before each trained token, [n]; with credit: turn, before the turn's first token."""
         if not sample.n_trained:
             return np.zeros(0)
         values = sample.columns["values"][sample.loss_mask].astype(np.float64)
@@ -112,7 +113,7 @@ class PPO(TurnCredit):
         return generalised_advantages(earned, values[first], gamma=self.turn_discount, lam=self.lam)[own]
 
     def _value_at_the_cut(self, sample: Sample) -> float:
-        """Return the value before the last token where that is excluded, because the budget cut the episode off."""
+        """Return the value before the last token if the budget cut off the episode and it is excluded; otherwise 0."""
         return 0.0 if sample.excluded is None else float(sample.columns["values"][-1])
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
@@ -123,6 +124,8 @@ class PPO(TurnCredit):
     def value_loss(self, values: Tensor, tokens: Tokens) -> tuple[Tensor, Metrics]:
         error = (values - tokens.returns).square()
         if self.value_clip is not None:
+            # The larger of the two errors: a clipped value may not be rewarded for moving too far (PPO's value
+            # clipping).
             near = tokens.values + (values - tokens.values).clamp(-self.value_clip, self.value_clip)
             error = torch.maximum(error, (near - tokens.returns).square())
         gap = tokens.returns - values.detach()

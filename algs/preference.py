@@ -1,4 +1,4 @@
-"""Base and terms of algorithms that train on a chosen and a rejected completion of the same prompt."""
+"""Base class and terms of algorithms on pairs of a chosen and a rejected completion."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from core.types.samples import Group, LossNorm, Rows, Sample, Tokens
 
 
 class Pairwise(Algorithm):
-    """Base of algorithms on pairs of a chosen and a rejected completion. No pair is split between micro-batches."""
+    """Base of algorithms on pairs. A pair is never split between micro-batches."""
 
     loss_norm: LossNorm = "prompt"
-    """prompt: every token of a pair carries the pair's loss, and they share its weight."""
+    """prompt: every token of a pair has the pair's loss, and the tokens share its weight."""
 
     @field_validator("loss_norm")
     @classmethod
@@ -34,7 +34,7 @@ class Pairwise(Algorithm):
         return True
 
     def token_share(self, sample: Sample) -> float:
-        """Return the factor of each of the completion's tokens in the pair's margin, without its sign."""
+        """Return the factor of each token of the completion in the pair's margin, without the sign."""
         return 1.0
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
@@ -57,22 +57,23 @@ def is_pair(group: Group) -> bool:
 
 
 def preference_sign(sample: Sample) -> float:
-    """Return +1 for a chosen or desirable completion (reward 1), -1 for the other (reward 0)."""
+    """Return +1 for a chosen or desirable completion (reward 1), otherwise -1 (reward 0)."""
     return 1.0 if sample.reward else -1.0
 
 
 def with_advantage_of(groups: list[Group], compute: Callable[[Sample], float]) -> list[Group]:
-    """Return the groups with the same advantage at every trained token of a sample."""
+    """Set a constant advantage on all trained tokens of each sample."""
     return with_advantages(groups, [compute(s) if s.n_trained else 0.0 for g in groups for s in g])
 
 
 def pair_sum(signed: Tensor, tokens: Tokens) -> Tensor:
-    """Give each token the sum of `signed` over its pair, [M] -> [M]: chosen minus rejected."""
+    """Compute the sum of `signed` over each token's pair, [M] -> [M]: chosen minus rejected."""
     return sequence_sum(signed, tokens.group_ids)
 
 
 def pair_metrics(signed: Tensor, tokens: Tokens) -> Metrics:
-    """Return for each pair, [M] each: the sums of both completions, the margin, and whether it is positive."""
+    """Compute metrics of each token's pair, [M] each: both sums, the margin, and whether it is positive."""
+    # Detached: metrics must not keep the graph of a micro-batch alive.
     signed = signed.detach()
     chosen = pair_sum(signed * (tokens.advantage > 0), tokens)
     margin = pair_sum(signed, tokens)

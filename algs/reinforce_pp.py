@@ -8,9 +8,9 @@
 baseline: true first subtracts the mean reward of the group (REINFORCE++-baseline); the paper then has
 kl: {coef: ..., estimator: k2} in the loss.
 
-credit: turn has G_k = sum_{k' >= k} turn_discount^(k' - k) r_k' at all tokens of turn k; then gamma is 1.
+credit: turn uses G_k = sum_{k' >= k} turn_discount^(k' - k) r_k' at all tokens of turn k, with gamma 1.
 
-Others: verl's whitening has the variance of a sample, ours and OpenRLHF's that of the population; slime subtracts
+Others: verl whitens with the sample's variance, we and OpenRLHF with the population's; slime subtracts
 coef x k1 from the advantage of each token instead of adding it to the reward.
 """
 
@@ -43,7 +43,7 @@ class ReinforcePP(TurnCredit):
         return with_advantages(groups, whiten(returns))
 
     def _turn_returns(self, groups: list[Group]) -> list[Floats]:
-        """Return the return of each token's turn, [n] by sample; minus the group's with `baseline`."""
+        """Return the return of each token's turn, [n] by sample; with `baseline` minus the group's mean."""
         per_turn = [[self.turn_returns(s) for s in g] for g in groups]
         if self.baseline:
             compared = [a for g in per_turn for a in turn_advantages(g)]
@@ -59,7 +59,7 @@ class ReinforcePP(TurnCredit):
         return [self._token_returns(s, r) for s, r in zip(samples, ends, strict=True)]
 
     def _sequence_rewards(self, group: Group) -> list[float]:
-        """Return the reward of each completion, without the KL term; minus the group's mean with `baseline`."""
+        """Return the reward of each completion, without the KL term; with `baseline` minus the group's mean."""
         whole = [None if s.reward is None else s.reward + self.overlong.compute_penalty(s) for s in group]
         return group_advantages(whole) if self.baseline else [r or 0.0 for r in whole]
 

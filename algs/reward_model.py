@@ -36,7 +36,7 @@ class RewardModel(Pairwise):
         return [[append_scored_token(s) for s in g] for g in groups]
 
     def value_loss(self, values: Tensor, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        """Return the loss, [M] -> [M]; every completion has one trained token, whose value is its reward."""
+        """Compute the loss, [M] -> [M]; every completion has a single trained token, whose value is the reward."""
         signed = tokens.advantage * values
         loss = -logsigmoid(pair_sum(signed, tokens) - self.target_margin)
         loss = loss + self.center * pair_sum(values, tokens).square()
@@ -44,7 +44,7 @@ class RewardModel(Pairwise):
 
 
 def append_scored_token(sample: Sample) -> Sample:
-    """Repeat the last token and train on the copy only: its value is read one position before, at the last token."""
+    """Append a copy of the last token and train only on the copy: its value is read at the original last token."""
     n = len(sample.token_ids) + 1
     return replace(
         sample,

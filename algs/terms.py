@@ -1,4 +1,4 @@
-"""Terms of every policy-gradient algorithm: importance correction, KL penalty, rule for overlong completions."""
+"""Terms of every policy-gradient algorithm: importance correction, KL penalty, overlong penalty."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Correction(StrictModel):
     """Importance weights between the rollout engine and the trainer: rho = pi_prox / pi_rollout, detached."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "token"
-    """Ratio to use: that of each token, the product over its sequence, or the geometric mean over its sequence."""
+    """Ratio to use: each token's, the product over the sequence, or the geometric mean over the sequence."""
     mode: Literal["truncate", "clip", "mask"] = "truncate"
-    """truncate: min(rho, high). clip: rho between low and high. mask: rho where low <= rho <= high, else 0."""
+    """truncate: min(rho, high). clip: rho clamped to [low, high]. mask: rho if low <= rho <= high, otherwise 0."""
     low: float = Field(default=0.5, ge=0)
-    """Lower bound of rho, read by clip and mask."""
+    """Lower bound of rho, for clip and mask."""
     high: float = Field(default=2.0, gt=0, allow_inf_nan=True)
-    """Upper bound of rho; .inf is no bound."""
+    """Upper bound of rho; .inf: none."""
     token_high: float = Field(default=2.0, gt=0)
-    """Cap of the weight of a token in a kept sequence: min(its own rho, token_high). Read by geometric with mask."""
+    """Cap of a token's weight in a kept sequence: min(token's rho, token_high). For level geometric with mask."""
 
     @model_validator(mode="after")
     def bounds_are_in_order(self) -> Correction:
@@ -35,7 +35,7 @@ class Correction(StrictModel):
 
     @property
     def by_sequence(self) -> bool:
-        """True if the ratio is that of a whole sequence: `compute_weights` needs seq_ids."""
+        """True if the ratio is per sequence: `compute_weights` needs seq_ids."""
         return self.level in ("sequence", "geometric")
 
     def compute_weights(self, prox_logp: Tensor, rollout_logp: Tensor, seq_ids: Tensor | None) -> Tensor:
@@ -53,21 +53,24 @@ class Correction(StrictModel):
             case "clip":
                 return rho.clamp(self.low, self.high)
             case "mask":
+                # A geometric mean near 1 decides which sequences are kept, but says nothing on single tokens, so they
+                # keep their rho.
                 kept = token.clamp(max=self.token_high) if self.level == "geometric" else rho
                 return kept * ((rho >= self.low) & (rho <= self.high))
 
 
 class KL(StrictModel):
-    """Penalty for moving away from the reference model; place and estimator decide the gradient."""
+    """Penalty on divergence from the reference model; place and estimator determine the gradient."""
 
     coef: float = Field(default=0.0, ge=0)
-    """Coefficient of the penalty; with 0 no reference model is loaded."""
+    """Coefficient of the penalty; 0: no reference model is loaded."""
     place: Literal["loss", "reward"] = "loss"
-    """loss: added to it, token by token. reward: subtracted from it, before the advantages are computed."""
+    """loss: added to the loss, per token. reward: subtracted from the reward, before advantages are computed."""
     estimator: Literal["auto", "k1", "k2", "k3", "k3plus", "unbiased"] = "auto"
-    """auto: unbiased in the loss, k1 in the reward. Gradient of each in the loss, under on-policy samples: k2 and
-    k3plus (k3's value) that of KL(pi||ref); k3 that of KL(ref||pi), as GRPO published it; unbiased (live ratio x k3,
-    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, Eq. 7) that of KL(pi||ref), off-policy too."""
+    """auto: unbiased in the loss, k1 in the reward. Gradient in the loss under on-policy samples: k2 and k3plus (value
+    of k3)
+    that of KL(pi||ref); k3 that of KL(ref||pi), as published with GRPO; unbiased (live ratio x k3, DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556, Eq. 7) that of KL(pi||ref), also off-policy."""
 
     @model_validator(mode="after")
     def gradient_is_a_kl_gradient(self) -> KL:
@@ -96,23 +99,25 @@ class KL(StrictModel):
             case "k3":
                 return k3(logp, tokens.ref_logp)
             case "k3plus":
+                # A factor of value 1: it adds the gradient of the sampling distribution, which k3 alone lacks.
                 return (logp - logp.detach()).exp() * k3(logp, tokens.ref_logp)
             case _:
                 return importance_ratio(logp, tokens.rollout_logp) * k3(logp, tokens.ref_logp)
 
 
 class Overlong(StrictModel):
-    """Rule for completions that come near the token budget, or reach it."""
+    """Rule for completions near or at the token budget."""
 
     mode: Literal["none", "penalty", "filter"] = "none"
-    """penalty: the reward falls by up to `coef` over the last `buffer` tokens before `max_tokens` (DAPO's soft overlong
-    punishment). filter: a completion cut off by the budget is not trained on; its reward still counts in its group."""
+    """penalty: the reward decreases by up to `coef` over the last `buffer` tokens before `max_tokens` (DAPO's soft
+    overlong
+    punishment). filter: a completion cut off by the budget is not trained on; its reward still counts in the group."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Number of sampled tokens at which the penalty is full. Read by penalty. Unset: rollout.max_new_tokens."""
+    """Number of sampled tokens with the full penalty, for mode penalty. Unset: rollout.max_new_tokens."""
     buffer: int | None = Field(default=None, ge=1)
-    """Number of tokens before max_tokens over which the penalty grows. Read by penalty."""
+    """Number of tokens before max_tokens over which the penalty grows, for mode penalty."""
     coef: float = Field(default=1.0, gt=0)
-    """Largest penalty. Read by penalty."""
+    """Maximum penalty, for mode penalty."""
 
     @model_validator(mode="after")
     def penalty_knows_its_ramp(self) -> Overlong:
@@ -123,7 +128,7 @@ class Overlong(StrictModel):
         return self
 
     def compute_penalty(self, sample: Sample) -> float:
-        """Return the penalty to add to the sample's reward, between -coef and 0."""
+        """Return the penalty to add to the sample's reward, in [-coef, 0]."""
         if self.mode != "penalty":
             return 0.0
         assert self.max_tokens is not None and self.buffer is not None

@@ -20,7 +20,7 @@ UPDATES, MIN_PROBABILITY, ENGINE_OFFSET = 40, 0.5, 0.4
 
 
 def learns_a_bandit(alg: Algorithm) -> str:
-    """Raise ObligationFailed unless the probability of the best arm reaches MIN_PROBABILITY; return the numbers."""
+    """Raise ObligationFailed unless the best arm's probability reaches MIN_PROBABILITY; return the numbers."""
     start, end = 1 / len(fixtures.ARM_REWARDS), train_bandit(alg, engine_offset=0.0)
     numbers = f"in {UPDATES} updates the best arm's probability went from {start:.2f} to {end:.2f}"
     if not end >= MIN_PROBABILITY:
@@ -33,7 +33,7 @@ def learns_a_bandit(alg: Algorithm) -> str:
 def train_bandit(alg: Algorithm, *, engine_offset: float) -> float:
     """Train with plain SGD and return the final probability of the best arm.
 
-    engine_offset: largest difference between the engine's logits and the policy's.
+    engine_offset: largest difference between the engine's and the policy's logits.
     """
     draw = torch.Generator().manual_seed(0)
     logits, value = torch.zeros(len(fixtures.ARM_REWARDS), dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
@@ -58,6 +58,6 @@ def train_bandit(alg: Algorithm, *, engine_offset: float) -> float:
 
 
 def bandit_tables(logits: Tensor, value: Tensor) -> Tables:
-    """Return logp, entropy and values of every arm, [arms] each: label k of the bandit is arm k."""
+    """Return logp, entropy and values of every arm, [arms] each: label k is arm k."""
     logp = logits.log_softmax(-1)
     return {"logp": logp, "entropy": -(logp.exp() * logp).sum().expand(len(logp)), "values": value.expand(len(logp))}

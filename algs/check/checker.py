@@ -1,4 +1,4 @@
-"""Run the obligations of an algorithm and report each result."""
+"""Run the obligations of an algorithm and report the results."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from configs.load import apply_override, validate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Outcome of one obligation."""
+    """Result of an obligation."""
 
     letter: str
     title: str
     status: Literal["ok", "FAILED", "n/a"]
     detail: str
-    """Evidence that the obligation holds, the numbers that failed, or the reason why it does not apply."""
+    """Evidence, failing numbers, or the reason why the obligation does not apply."""
 
     def __str__(self) -> str:
         return f"({self.letter}) {self.status:9} {self.title}: {self.detail}"
@@ -36,8 +36,9 @@ class Result:
 def check(what: str | type[Algorithm], settings: dict[str, Any] | None = None, *, letters: str = "") -> list[Result]:
     """Run every obligation that applies to an algorithm, under these hyper-parameters.
 
-    what: name of a module of algs/, path of a file, or a class. letters: those to run; "" for all. Raises UserError for
-    a bad name or setting.
+    what: name of a module of algs/, path of a file, or a class. letters: obligations to run; "": all. Raises UserError
+    for
+    an invalid name or setting.
     """
     alg: Algorithm = validate(what if isinstance(what, type) else find_class(what), settings or {}, prefix="")
     of_kind = APPLICABLE[fixtures.get_kind(alg)]
@@ -46,13 +47,13 @@ def check(what: str | type[Algorithm], settings: dict[str, Any] | None = None, *
 
 
 def find_class(name: str) -> type[Algorithm]:
-    """Return the algorithm's class, by the name of a module of algs/ or by the path of a file."""
+    """Return the algorithm's class, by the name of a module of algs/ or the path of a file."""
     is_file = name.endswith(".py") or "/" in name
     return find_algorithm({"file" if is_file else "name": name})[1]
 
 
 def run_obligation(alg: Algorithm, letter: str, title: str, *, obligation: Callable[[Algorithm], str]) -> Result:
-    """Run one obligation; any exception of the algorithm is a failure."""
+    """Run an obligation; any exception of the algorithm is a failure."""
     make_result = partial(Result, letter=letter, title=title)
     try:
         return make_result(status="ok", detail=obligation(alg))
@@ -65,7 +66,7 @@ def run_obligation(alg: Algorithm, letter: str, title: str, *, obligation: Calla
 
 
 def locate_error(error: Exception, alg: Algorithm) -> str:
-    """Return the last line that ran in the algorithm's own file, or in any file."""
+    """Return the last executed line in the algorithm's own file, or in any file."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == sys.modules[type(alg).__module__].__file__]
     last = (own or frames)[-1]

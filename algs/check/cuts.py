@@ -1,8 +1,8 @@
-"""Obligation (j): an episode may be cut into samples, and nothing but the context of its tokens may matter.
+"""Obligation (j): cutting an episode into samples must not change loss or gradient.
 
-A harness that rewrites its history makes several samples of one episode. Here the made-up episodes are cut so that
-every token keeps its context: the loss and its gradient must stay what they are. A token that is trained on in one
-sample is context in the others.
+A harness that rewrites its history turns an episode into several samples. Here made-up episodes are cut so that every
+token keeps its context, and loss and gradient must stay equal. A token trained on in one sample is context in the
+others.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from core.types.samples import Group, LossNorm, Sample
 
 LAYOUTS = [WHOLE, Split(max_tokens=1000, ranks=1, padded=False, shared=True)]
 SPLITS = [Split(max_tokens=60, ranks=2, padded=False), Split(max_tokens=60, ranks=1, padded=False, shared=True)]
-"""Of episodes in several samples: they may need more room."""
+"""Splits for episodes of several samples, which may need more tokens."""
 
 
 def may_be_cut_into_samples(alg: Algorithm) -> str:
-    """Compare loss and gradient of whole episodes with those of episodes that are several samples."""
+    """Compare loss and gradient of whole episodes with those of cut episodes."""
     step, worst, ways = fixtures.made_up_step(alg), 0.0, 0
     norms = [norm for norm in get_args(LossNorm) if norm != alg.loss_norm]
     others = [other for norm in norms if (other := with_settings(alg, {"loss_norm": norm})) is not None]
@@ -57,7 +57,7 @@ def may_be_cut_into_samples(alg: Algorithm) -> str:
 
 
 def cut_after_every_turn(group: Group) -> Group:
-    """Return each turn as a sample of its own, with all that was before it; episodes stand among each other."""
+    """Return each turn as a sample with all tokens before it; samples of different episodes are interleaved."""
     cut = [
         [make_branch(s, episode, [k]) for k in range(len(s.spans))] if len(s.spans) > 1 else [s]
         for episode, s in enumerate(group)
@@ -66,7 +66,7 @@ def cut_after_every_turn(group: Group) -> Group:
 
 
 def cut_in_alternation(group: Group) -> Group:
-    """Return two samples per episode, which took their turns alternately; the later one comes first."""
+    """Return two samples per episode that alternate in turns; the later sample comes first."""
     branches: Group = []
     for episode, s in enumerate(group):
         turns = range(len(s.spans))
@@ -82,11 +82,11 @@ CUTS: dict[str, Callable[[Group], Group]] = {
 
 
 WAYS = [*product(CUTS.items(), LAYOUTS)]
-"""All of them for the loss as it is; the last, which mixes most, for the other loss norms."""
+"""All ways for the algorithm itself; only the last, which mixes most, for other loss norms."""
 
 
 def make_branch(sample: Sample, episode: int, turns: Sequence[int]) -> Sample:
-    """Return the part of an episode up to the last of these turns, in which they alone are trained on."""
+    """Return an episode up to the last of these turns, with only these turns trained on."""
     spans = sample.spans
     is_end = turns[-1] == len(spans) - 1
     end = len(sample.token_ids) if is_end else spans[turns[-1]][1]
@@ -108,5 +108,5 @@ def make_branch(sample: Sample, episode: int, turns: Sequence[int]) -> Sample:
 
 
 def numbered(branch: Sample, turns: Sequence[int]) -> Sample:
-    """Return a branch that tells the places of its turns in time."""
+    """Return a branch with the chronological numbers of its turns."""
     return replace(branch, turn_numbers=tuple(turns))

@@ -12,7 +12,7 @@ from algs.check.update import ObligationFailed, describe_any_difference, update_
 
 
 def reads_what_it_declares(alg: Algorithm) -> str:
-    """Check that every hyper-parameter of the algorithm's own file is read; list those without a visible effect."""
+    """Check that every hyper-parameter of the algorithm's file is read; list those without visible effect."""
     step, declared = fixtures.made_up_step(alg), instruments.list_own_fields(alg)
     to_try = {name for name in declared if instruments.list_variants(alg, {}, name)}
     read, effective = set[str](), set[str]()
@@ -33,7 +33,7 @@ def reads_what_it_declares(alg: Algorithm) -> str:
 
 
 def collect_outputs(alg: Algorithm, step: MadeUpStep, reads: set[str]) -> list[Any]:
-    """Return everything that the algorithm computes on the made-up step, for comparison; record what it reads."""
+    """Compute all outputs of the algorithm on the made-up step, and record the settings it reads."""
     alg = record_reads(alg, reads)
     outputs: list[Any] = [
         alg.required_columns,
@@ -49,7 +49,7 @@ def collect_outputs(alg: Algorithm, step: MadeUpStep, reads: set[str]) -> list[A
 
 
 def output_differs(alg: Algorithm, step: MadeUpStep, reads: set[str], *, before: list[Any]) -> bool:
-    """Tell whether the algorithm computes something else than `before`; an exception counts as a difference."""
+    """Tell whether the algorithm's outputs differ from `before`; an exception counts as a difference."""
     try:
         return collect_outputs(alg, step, reads) != before
     except Exception:  # a border: a value that the author did not think of, and it mattered
@@ -57,7 +57,7 @@ def output_differs(alg: Algorithm, step: MadeUpStep, reads: set[str], *, before:
 
 
 def find_ignored_settings(alg: Algorithm, step: MadeUpStep) -> list[str]:
-    """List the settings of every policy gradient that change nothing in this one."""
+    """List shared policy-gradient settings that have no effect in this algorithm."""
     plain = with_settings(alg, instruments.PLAIN) if isinstance(alg, PolicyGradient) else None
     if plain is None:
         return []

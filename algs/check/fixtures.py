@@ -21,9 +21,9 @@ Tables = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeUpStep:
-    """A made-up step of N tokens. Token t has the id t, so the labels of a batch index the tables.
+    """Made-up step of N tokens. Token t has the id t, so the labels of a batch index the tables.
 
-    Samples of a group begin with the same token or tokens, so there is something to share.
+    Samples of a group start with the same tokens, so that prefixes can be shared.
     """
 
     groups: list[Group]
@@ -31,7 +31,7 @@ class MadeUpStep:
     """Tables of the current policy and value model."""
 
     def locate_token(self, token: int) -> str:
-        """Name the group, the sample and the position of a token."""
+        """Name the group, sample and position of a token."""
         for g, group in enumerate(self.groups):
             for i, s in enumerate(group):
                 if token in s.token_ids:
@@ -42,7 +42,7 @@ class MadeUpStep:
 Kind = Literal["policy gradient"] | Rows
 
 SAMPLED = [[1.0, 0.0, 0.3, 0.7], [0.0, 1.0, 0.5], [0.4] * 3, [1.0], [0.2, -0.5, 1.5, 1.0]]
-"""Rewards by group: two ordinary groups, one with equal rewards, one of one sample, one with a truncated sample."""
+"""Rewards by group: two ordinary, equal rewards, a single sample, and a group with a truncated sample."""
 STEP: dict[Kind, list[list[float]]] = {
     "policy gradient": SAMPLED,
     "conversations": SAMPLED,
@@ -59,12 +59,12 @@ CORNERS: dict[Kind, dict[str, int]] = {
 
 
 def get_kind(alg: Algorithm) -> Kind:
-    """Return the kind of algorithm, which decides on the made-up step and on the obligations."""
+    """Return the algorithm's kind, which selects the made-up step and the obligations."""
     return "policy gradient" if isinstance(alg, PolicyGradient) else alg.rows
 
 
 def made_up_step(alg: Algorithm) -> MadeUpStep:
-    """Return a step of the kind that the algorithm trains on, prepared by `prepare_groups`; always the same."""
+    """Return the step for the algorithm's kind, prepared by `prepare_groups`; always the same."""
     drawn = _draw_step(get_kind(alg))
     groups = [
         [_with_columns(s, drawn.scored) for s in group] for group in alg.prepare_groups([[*g] for g in drawn.groups])
@@ -74,7 +74,7 @@ def made_up_step(alg: Algorithm) -> MadeUpStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawn:
-    """Made-up step before an algorithm has prepared it."""
+    """Made-up step before `prepare_groups`."""
 
     groups: list[Group]
     now: Tables
@@ -100,6 +100,7 @@ def _draw_step(kind: Kind) -> _Drawn:
         groups.append([])
         for reward in rewards:
             n = int(torch.randint(6, 15, (1,), generator=draw))
+            # Log-probabilities below -0.01: at exactly 0 a finite difference to the right would leave the domain.
             rollout = -0.3 - 4 * torch.rand(n, generator=draw, dtype=torch.float64)
             prox = (rollout + draw_noise(n, 0.1, wild=5, factor=8)).clamp(max=-0.01)
             now = (prox + draw_noise(n, 0.3, wild=6, factor=9)).clamp(max=-0.01)
@@ -147,13 +148,13 @@ def _make_sample(
 
 
 def _with_prompt_of(first: Sample, s: Sample) -> Sample:
-    """Give a sample the prompt of its group, as far as both have one; its trained tokens keep ids of their own."""
+    """Replace a sample's prompt by the group's, up to the shorter length; trained tokens keep their ids."""
     n = min(int(first.action_mask.argmax()), int(s.action_mask.argmax()))
     return replace(s, token_ids=np.concatenate([first.token_ids[:n], s.token_ids[n:]]))
 
 
 def keep_columns(groups: list[Group], names: frozenset[ScoredColumn]) -> list[Group]:
-    """Return the groups with these columns only; a sample without a trained token is never scored, so it has none."""
+    """Return the groups with only these columns; a sample without trained tokens is never scored and has none."""
     return [
         [replace(s, columns={name: s.columns[name] for name in sorted(names)} if s.n_trained else {}) for s in g]
         for g in groups
@@ -177,14 +178,14 @@ POISONABLE_COLUMNS: list[PoisonableColumn] = [
 
 
 def has_column(sample: Sample, name: PoisonableColumn) -> bool:
-    """Tell whether the sample has values under this name."""
+    """Tell whether the sample has values for this column."""
     if name == "advantage":
         return sample.advantage is not None
     return name == "rollout_logp" or name in sample.columns
 
 
 def poison_column(groups: list[Group], name: PoisonableColumn, bad: float) -> list[Group]:
-    """Write `bad` into a column, where it is there, at every token that is not trained on."""
+    """Write `bad` into a column, if present, at every untrained token."""
 
     def poison_sample(s: Sample) -> Sample:
         def replace_untrained(values: Floats) -> Floats:
@@ -203,7 +204,7 @@ def poison_column(groups: list[Group], name: PoisonableColumn, bad: float) -> li
 
 
 def make_on_policy(step: MadeUpStep) -> list[Group]:
-    """Return the step's groups with engine, proximal policy and reference set to the current policy."""
+    """Return the step's groups with engine, proximal policy and reference equal to the current policy."""
 
     def copy_logp(s: Sample) -> Sample:
         now = step.now["logp"].numpy()[s.token_ids]
@@ -214,9 +215,9 @@ def make_on_policy(step: MadeUpStep) -> list[Group]:
 
 
 def ratio_pairs(ratios: Tensor) -> tuple[list[Group], Tensor]:
-    """Return completions of one token, with advantages +1 and -1 at each ratio to the old policy; and logp now, [N].
+    """Return one-token completions with advantages +1 and -1 at each ratio to the old policy, and logp now, [N].
 
-    A sequence is one token here, so the ratio of the sequence is the same number.
+    A sequence has a single token here, so the sequence's ratio is the same.
     """
     old = -5.0
     same, zero = [0.0, old], [0.0, 0.0]
@@ -228,7 +229,7 @@ def ratio_pairs(ratios: Tensor) -> tuple[list[Group], Tensor]:
 
 
 ARM_REWARDS = [0.1, 0.2, 0.3, 1.0]
-"""Reward of every arm of the bandit."""
+"""Reward of each arm of the bandit."""
 BEST = ARM_REWARDS.index(max(ARM_REWARDS))
 TEACHER = torch.tensor([0.05, 0.05, 0.05, 0.85], dtype=torch.float64).log()
 
@@ -236,7 +237,7 @@ TEACHER = torch.tensor([0.05, 0.05, 0.05, 0.85], dtype=torch.float64).log()
 def sample_bandit(
     logits: Tensor, columns: dict[ScoredColumn, Tensor], draw: torch.Generator, *, groups: int = 2, size: int = 8
 ) -> list[Group]:
-    """Sample one-token completions from softmax(logits); `columns` holds a value for each arm, [arms]."""
+    """Sample one-token completions from softmax(logits); `columns` contains a value per arm, [arms]."""
     logp: list[float] = logits.log_softmax(-1).tolist()
     drawn = torch.multinomial(logits.softmax(-1).expand(groups, -1), size, replacement=True, generator=draw)
     scored: list[dict[Column, list[float]]] = [

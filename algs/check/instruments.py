@@ -1,4 +1,4 @@
-"""Tools of the obligations: replay detached values, record which settings are read, try other settings."""
+"""Tools of the obligations: replay of detached values, and variation of settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ S = TypeVar("S", bound=StrictModel)
 
 
 class OtherPath(Exception):
-    """The loss detached other values than at the base point: it branched on a number, which is a kink."""
+    """The loss detached other values than at the base point: a branch on a number, so a kink."""
 
 
 @dataclass
@@ -29,16 +29,17 @@ class Tape:
 
     values: list[Tensor] = field(default_factory=list)
     full: bool = False
-    """True when the recording is complete: from now on the values are replayed."""
+    """True after the recording is complete; then values are replayed."""
 
 
 class ReplayDetached(TorchFunctionMode):
-    """Mode that records every detached value the first time and returns the same values afterwards.
+    """Mode that records every detached value the first time, and returns the same values afterwards.
 
-    A value is detached on purpose by `.detach()` or under `torch.no_grad()`. A value that left the graph in another
-    way (`.item()`, `.tolist()`, `.data`, a numpy round trip) is not replayed. It moves with its input, and the central
-    differences show what the gradient lacks. The inside of an autograd.Function also runs without gradient, but no call
-    switched the gradient off, so it is not replayed either.
+    Only `.detach()` and `torch.no_grad()` detach on purpose. Values that left the graph in another way (`.item()`,
+    `.tolist()`, `.data`, a numpy round trip) are not replayed. They change with their input, and central differences
+    reveal
+    the missing gradient. An autograd.Function also runs without gradient, but no call switched gradients off, so its
+    values are not replayed either.
     """
 
     def __init__(self, tape: Tape):
@@ -93,7 +94,7 @@ def record_reads(section: S, reads: set[str], prefix: str = "") -> S:
 
 
 def list_own_fields(alg: Algorithm) -> dict[str, Any]:
-    """Return the annotations of the hyper-parameters that the algorithm's own file declares, by dotted name."""
+    """Return annotations of the hyper-parameters that the algorithm's own file declares, by dotted name."""
     return dict(_list_declared(type(alg), type(alg).__module__, ""))
 
 
@@ -136,7 +137,7 @@ def get_setting(alg: Algorithm, dotted: str) -> Any:
 
 
 def with_settings(alg: Algorithm, changes: dict[str, Any]) -> Algorithm | None:
-    """Return the algorithm with other settings, by dotted name; None if they are refused."""
+    """Return the algorithm with other settings, by dotted name; None if invalid."""
     raw = alg.model_dump()
     for dotted, value in changes.items():
         *parents, last = dotted.split(".")
@@ -151,7 +152,7 @@ def with_settings(alg: Algorithm, changes: dict[str, Any]) -> Algorithm | None:
 
 
 def list_variants(alg: Algorithm, base: dict[str, Any], name: str) -> list[Algorithm]:
-    """Return the algorithm under `base`, once for each other valid value of one of its own fields."""
+    """Return the algorithm under `base`, once per other valid value of a field."""
     found = [
         with_settings(alg, base | {name: v}) for v in propose_values(list_own_fields(alg)[name], get_setting(alg, name))
     ]
@@ -166,11 +167,11 @@ SHARED: dict[str, dict[str, Any]] = {
     "overlong.mode: filter": {"overlong.mode": "filter"},
     "credit: turn": {"credit": "turn", "turn_discount": 0.5},
 }
-"""Settings of every policy gradient that `compute_advantages` must use: a new one easily forgets them."""
+"""Policy-gradient settings that `compute_advantages` must respect, easily forgotten in a new algorithm."""
 
 
 def list_modes(alg: Algorithm) -> list[tuple[dict[str, Any], Algorithm]]:
-    """Return settings under which other fields may be read, and the algorithm under each; the given ones first."""
+    """Return settings under which other fields may be read, and the algorithm under each; the given settings first."""
     tries: list[dict[str, Any]] = [{}]
     for name, kind in list_own_fields(alg).items():
         others = propose_values(kind, get_setting(alg, name))

@@ -1,12 +1,11 @@
-"""Proof obligations for an algorithm, on a CPU, in seconds.
+"""Proof obligations of an algorithm, on a CPU, in seconds.
 
     python -m algs.check grpo                          a module of this folder
     python -m algs.check my_loss.py temper=0.5         a file, with hyper-parameters
 
-(d) (f) (h) (j) apply to policy gradients, (i) to algorithms that train on given rows (conversations, pairs, unpaired
-rows), and the others to all. All numbers are float64, and the micro-batches are the real ones of
-data_feeds/packing/batches.py. Exit code 0: all hold, 1: one fails, 2: a mistake in the file, the name or a
-hyper-parameter.
+(d) (f) (h) (j) apply to policy gradients, (i) to algorithms on given rows (conversations, pairs, unpaired rows), and
+the others to all. All numbers are float64, and micro-batches are the real ones of data_feeds/packing/batches.py. Exit
+code 0: all hold, 1: some fail, 2: a mistake in the file, the name or a hyper-parameter.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from algs.check.update import (
 from core.types.samples import Batch, LossNorm, Sample
 
 STEP, BEND = 1e-4, 1e-3
-"""Step size of a central difference; and the fraction by which its one-sided slopes may differ, else it is a kink."""
+"""Step size of a central difference; and the fraction by which one-sided slopes may differ, otherwise it is a kink."""
 
 
 class NotApplicable(Exception):
@@ -58,7 +57,7 @@ class NotApplicable(Exception):
 
 
 def does_not_depend_on_the_split(alg: Algorithm) -> str:
-    """Compare the gradient of the whole step with those of several splits into micro-batches and ranks."""
+    """Compare the gradient of the whole step with that of several splits into micro-batches and ranks."""
     step, worst = fixtures.made_up_step(alg), 0.0
     branched = [cut_in_alternation(g) for g in step.groups] if isinstance(alg, PolicyGradient) else []
     norms = [norm for norm in get_args(LossNorm) if norm != alg.loss_norm]
@@ -81,7 +80,7 @@ def does_not_depend_on_the_split(alg: Algorithm) -> str:
 
 
 def ignores_untrained_tokens(alg: Algorithm) -> str:
-    """Write nan and 1e6 at tokens that are not trained on; loss and gradient must stay equal to the last bit."""
+    """Write nan and 1e6 at untrained tokens; loss and gradient must stay equal to the last bit."""
     step = fixtures.made_up_step(alg)
     there: list[fixtures.PoisonableColumn] = []
     for stale in (False, True):
@@ -117,7 +116,7 @@ def has_the_gradient_of_its_loss(alg: Algorithm) -> str:
 
 
 def compare_with_differences(alg: Algorithm, step: MadeUpStep, batch: Batch, *, where: str) -> tuple[int, int]:
-    """Return how many points agree, and how many are kinks."""
+    """Return the number of points that agree, and of kinks."""
     tape = instruments.Tape()
 
     def loss_at(tables: Tables) -> Tensor:
@@ -133,6 +132,7 @@ def compare_with_differences(alg: Algorithm, step: MadeUpStep, batch: Batch, *, 
     for name in (n for n, yes in compared.items() if yes):
         for token in batch.labels.tolist():
             right, left = one_sided_slopes(loss_at, leaves, name, token=token, base=float(base.detach()))
+            # At a kink the two slopes differ, and backward() may return either; the point proves nothing.
             if not abs(right - left) <= BEND * (abs(right) + abs(left) + size) + 1e-9:
                 kinks += 1
                 continue
@@ -149,7 +149,7 @@ def compare_with_differences(alg: Algorithm, step: MadeUpStep, batch: Batch, *, 
 def one_sided_slopes(
     loss_at: Callable[[Tables], Tensor], leaves: Tables, name: str, *, token: int, base: float
 ) -> tuple[float, float]:
-    """Return the slopes to the right and to the left; nan if the loss took another path there."""
+    """Return the slopes to the right and to the left; nan if the loss branched differently."""
 
     def loss_moved_by(by: float) -> float:
         table = leaves[name].detach().clone()
@@ -163,7 +163,7 @@ def one_sided_slopes(
 
 
 def is_a_policy_gradient(alg: Algorithm) -> str:
-    """Compare the gradient on policy with -weight x advantage at every token."""
+    """Compare the on-policy gradient with -weight x advantage at every token."""
     if isinstance(alg, PolicyGradient) and alg.not_on_policy:
         raise NotApplicable(f"declared: {alg.not_on_policy}")
     step = fixtures.made_up_step(alg)
@@ -214,7 +214,7 @@ def expect_no_effect_of_an_idle_rank(alg: Algorithm, step: MadeUpStep, *, stale:
 
 
 def expect_no_effect_of_failures(alg: Algorithm, step: MadeUpStep, *, stale: bool) -> None:
-    """Compare the gradient with failed samples (one in a group, and a whole group) with that without them."""
+    """Compare gradients with failed samples (one in a group, and a whole group) and without them."""
 
     def fail_sample(s: Sample) -> Sample:
         return replace(s, reward=None, failure="timeout")
@@ -228,12 +228,13 @@ def expect_no_effect_of_failures(alg: Algorithm, step: MadeUpStep, *, stale: boo
     if said := describe_difference(step, got.gradient, update_on_groups(alg, step, alive, stale=stale).gradient):
         as_zero = [[replace(s, reward=s.reward or 0.0) for s in g] for g in groups]
         zero = update_on_groups(alg, step, as_zero, stale=stale).gradient
+        # The usual mistake gets a hint: `reward or 0.0` turns a timeout into the worst answer.
         hint = "" if describe_difference(step, got.gradient, zero) else ": a failure counts as a reward of 0"
         raise ObligationFailed(f"failed samples: {said} without them{hint}")
 
 
 def clips_on_the_right_side(alg: Algorithm) -> str:
-    """Halve each clip bound; only gradients on its side of ratio 1 may change, and one that pushes outwards must."""
+    """Halve each clip bound: only gradients on its side of ratio 1 may change, and an outward one must."""
     if not {"clip_low", "clip_high"} <= type(alg).model_fields.keys():
         raise NotApplicable("it has no clip_low and clip_high")
     before = slopes_by_ratio(alg)
@@ -256,9 +257,9 @@ def clips_on_the_right_side(alg: Algorithm) -> str:
 
 
 def prefers_what_the_rows_prefer(alg: Algorithm) -> str:
-    """Check the signs of the gradient at the reference.
+    """Check the gradient's signs at the reference.
 
-    A step downhill must raise the trained tokens of good completions and lower those of bad ones.
+    A step downhill must raise the trained tokens of good completions and lower those of bad completions.
     """
     step = fixtures.made_up_step(alg)
     groups = compute_advantages(alg, fixtures.make_on_policy(step), stale=False)

@@ -1,4 +1,4 @@
-"""One update of an algorithm on a made-up step, and the comparison of two gradients."""
+"""Update of an algorithm on a made-up step, and comparison of gradients."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from data_feeds.packing.batches import Plan, plan_update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A way to split a step into micro-batches."""
+    """Split of a step into micro-batches."""
 
     max_tokens: int
     ranks: int
     padded: bool
     shared: bool = False
-    """True: a common beginning of a group's samples is laid once."""
+    """True: a common prefix of a group's samples is computed once."""
 
     def __str__(self) -> str:
         how = " with shared prefixes" if self.shared else ""
@@ -41,26 +41,26 @@ SPLITS = [
     Split(max_tokens=40, ranks=17, padded=True),  # more ranks than samples: some of them are idle
 ]
 SAME = 1e-6
-"""Tolerance, as a fraction of the largest gradient. A loss may compute in float32 inside."""
+"""Tolerance, as a fraction of the largest gradient. A loss may compute in float32 internally."""
 
 
 class ObligationFailed(Exception):
-    """Obligation that does not hold: where, and by which numbers."""
+    """Obligation that does not hold, with place and numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Loss and gradient of one update."""
+    """Loss and gradient of an update."""
 
     loss: float
     gradient: Tables
-    """Gradient by what is trained; by token id for tables, so it does not depend on the packing."""
+    """Gradient by trained tensor; tables are indexed by token id, so that packing has no influence."""
     connected: bool
-    """False if backward() would raise, because the loss of a micro-batch does not depend on what is trained."""
+    """False if backward() would raise, because a micro-batch's loss does not depend on any trained tensor."""
 
 
 def compute_advantages(alg: Algorithm, groups: list[Group], *, stale: bool) -> list[Group]:
-    """Compute advantages from the declared columns only; stale: several updates per step, so prox_logp is there."""
+    """Compute advantages from declared columns only; stale: several updates per step, so prox_logp is present."""
     return assign_advantages(
         alg,
         fixtures.keep_columns(groups, alg.required_columns | frozenset[ScoredColumn]({"prox_logp"} if stale else ())),
@@ -103,7 +103,7 @@ def make_policy(alg: Algorithm, batch: Batch, tables: Tables) -> Policy:
 
 
 def compute_losses(alg: Algorithm, batch: Batch, tables: Tables) -> list[Tensor]:
-    """Return the scalars on which a trainer calls backward(): the policy's loss, and the value model's if any."""
+    """Return the scalars for backward(): the policy's loss, and the value model's if there is one."""
     if alg.model_kind == "reward":
         loss, metrics = alg.value_loss(tables["values"][batch.labels], batch.tokens)
     else:
@@ -122,7 +122,7 @@ def compute_losses(alg: Algorithm, batch: Batch, tables: Tables) -> list[Tensor]
 
 
 def run_update(alg: Algorithm, batches: list[Batch], tables: Tables, *, by: Tables | None = None) -> Outcome:
-    """Run forward and backward of every micro-batch. `by` holds the trained tensors, by default the tables."""
+    """Run forward and backward of every micro-batch. by: trained tensors, by default the tables."""
     if by is None:
         by = tables = {name: t.detach().clone().requires_grad_() for name, t in tables.items()}
     gradient = {name: torch.zeros_like(t) for name, t in by.items()}
@@ -137,7 +137,7 @@ def run_update(alg: Algorithm, batches: list[Batch], tables: Tables, *, by: Tabl
 
 
 def compute_gradient(total: Tensor, by: Tables) -> Tables:
-    """Return the gradient by each table, without those that `total` does not depend on."""
+    """Return the gradient by each table that `total` depends on."""
     if not total.requires_grad:
         return {}
     slopes = cast(Iterable[Tensor | None], torch.autograd.grad(total, list(by.values()), allow_unused=True))
@@ -157,13 +157,13 @@ def max_abs(gradient: Tables) -> float:
 
 
 def find_largest_difference(got: Tables, want: Tables) -> tuple[float, str, int]:
-    """Return the largest difference, and the table and the token where it is."""
+    """Return the largest difference, with its table and token."""
     gaps = {name: (g - want[name]).abs().nan_to_num(nan=math.inf) for name, g in got.items()}
     return max((float(gap.max()), name, int(gap.argmax())) for name, gap in gaps.items())
 
 
 def describe_difference(step: MadeUpStep, got: Tables, want: Tables) -> str:
-    """Describe where two gradients are furthest apart; "" if they agree."""
+    """Describe the largest difference of two gradients; "" if they agree."""
     gap, name, token = find_largest_difference(got, want)
     if gap <= SAME * max_abs(want) + 1e-15:
         return ""
