@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
-    """Parse the command line. No heavy import happens before this returns, so --help is quick."""
+    """Parse the command line."""
+    # No heavy import comes before this call, so --help answers at once.
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", required=True, metavar="FILE", help="a YAML recipe; see configs/")
     parser.add_argument(

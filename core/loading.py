@@ -7,8 +7,8 @@ class (`Algorithm`, `Env`, `Engine`), or a function of the documented name (`sco
     spec = resolve("/any/folder/my_loss.py", "algs", offers=...)     a file, in any folder
     module = load_module(spec)                                  here or in another process, from the same bytes
 
-A class loaded by path cannot be unpickled elsewhere. So its FileSpec is sent too: each process loads the file itself,
-and refuses when the bytes are not those that the driver saw. `reduce_by_file` does this for an object.
+A class loaded by path cannot be unpickled in another process. So the FileSpec is sent too: each process loads the file
+itself, and refuses it if the bytes differ from the driver's. `reduce_by_file` pickles an object this way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from core.timing.import_guard import ImportTooSlow, limit_import
 
 T = TypeVar("T")
 LOADED: dict[str, FileSpec] = {}
-"""Files that this process has loaded, by module name."""
+"""Files loaded by this process, by module name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +130,9 @@ def load_module(spec: FileSpec) -> ModuleType:
 
 
 def reduce_by_file(value: object, state: Any) -> Any:
-    """Return what pickle makes of an object whose class may lie in a file of the user's: the file first, then `state`.
+    """Return a pickle reduction that loads the user's file of the object's class before `state`.
 
-    Where it arrives, `load_module` checks the file before pickle looks up any class of `state` in it.
+    In the receiving process, `load_module` checks the file before pickle looks up any class of `state` in it.
     """
     cls = type(value)
     spec = LOADED.get(cls.__module__)
@@ -144,7 +144,7 @@ def load_empty(spec: FileSpec, qualname: str) -> Any:
 
 
 def make_empty(cls: type[T]) -> T:
-    """Return an instance without its attributes, which pickle sets."""
+    """Create an instance without attributes, which pickle sets."""
     return cls.__new__(cls)
 
 

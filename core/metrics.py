@@ -245,7 +245,7 @@ _declare(
 )
 
 COMPARE_LOSSES = "compare_losses/"
-"""Beginning of the names of a compared loss's metrics."""
+"""Prefix of a compared loss's metrics."""
 _declare("compare_losses/<name>/<metric>", "", "train/<metric> of a loss that only watches, with compare_losses", RL)
 _declare(
     "compare_losses/<name>/<group>/<metric>",

@@ -27,9 +27,9 @@ def _see_error(task: asyncio.Task[Any]) -> None:
 
 
 async def gather_fail_fast(calls: Iterable[Coroutine[Any, Any, T]], *, grace_s: float = ERROR_GRACE_S) -> list[T]:
-    """Await all calls; cancel the rest on the first error, since they would hang in a collective.
+    """Await all calls; on the first error cancel the others, which would hang in a collective.
 
-    If that error may be a symptom (a broken collective), wait up to `grace_s` for a more specific one and raise that.
+    If the error may be a symptom (a broken collective), wait up to `grace_s` for a more specific error and raise that.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     if not tasks:
@@ -37,6 +37,7 @@ async def gather_fail_fast(calls: Iterable[Coroutine[Any, Any, T]], *, grace_s: 
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         until = time.monotonic() + grace_s
+        # Healthy ranks often notice the broken connection before the failing rank has sent its own error.
         while (error := _most_specific(tasks)) and not _names_the_cause(error):
             pending = [task for task in tasks if not task.done()]
             left_s = until - time.monotonic()
@@ -49,11 +50,12 @@ async def gather_fail_fast(calls: Iterable[Coroutine[Any, Any, T]], *, grace_s: 
     finally:
         for task in tasks:
             task.cancel()
+        # Awaited after the cancel, so that no call is still running when the caller handles the error.
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _most_specific(tasks: list[asyncio.Task[Any]]) -> BaseException | None:
-    """Return the error to report: one that names the cause, else the first in order."""
+    """Return the error to report: one that names the cause, otherwise the first in order."""
     failures = [error for task in tasks if task.done() and not task.cancelled() and (error := task.exception())]
     return next(filter(_names_the_cause, failures), failures[0] if failures else None)
 

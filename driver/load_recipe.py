@@ -22,7 +22,7 @@ C = TypeVar("C", bound=RunConfig)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded(Generic[C]):
-    """A valid configuration, with the algorithm of its section `alg`."""
+    """Valid configuration, with the algorithm of the section `alg`."""
 
     cfg: C
     alg: Algorithm

@@ -107,7 +107,8 @@ def needs_joining(group: Group) -> bool:
 def prepare_credit(groups: list[Group]) -> tuple[list[Group], Callable[[list[Group]], list[Group]]]:
     """Return per-episode groups for the algorithm, and a function that maps its advantages back to samples.
 
-    It gets every episode as one sample, and every player's samples as a group; the groups themselves if they are so.
+    Each returned group contains one player's episodes, one sample per episode. Groups already in this form are returned
+    unchanged.
     """
     if not any(map(needs_joining, groups)):
         return groups, lambda credited: credited

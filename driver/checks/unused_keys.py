@@ -1,8 +1,7 @@
-"""Refuse keys that a recipe sets and that nothing reads, before the start.
+"""Refuse keys that a recipe sets but nothing reads, before the start.
 
-RULES below say of keys of the schema when they are of no use, and TERM_RULES of the terms that every policy gradient
-has. The hyper-parameters of a single algorithm belong to whoever wrote it: `python -m algs.check` fails for one that is
-never read.
+RULES state when schema keys have no effect, TERM_RULES when keys of policy-gradient terms have none. Other
+hyper-parameters belong to the author of the algorithm: `python -m algs.check` fails if one is never read.
 
 Keys for the place and size of a run (engines, memory, deadlines, transports) have no rule: recipes keep them when they
 run on another machine or under `backend: local`.
@@ -22,11 +21,11 @@ from driver.start.devices import shares_devices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Schema keys, with the condition under which they have no effect."""
+    """Keys, with the condition under which they have no effect."""
 
     keys: tuple[str, ...]
     is_unused: Callable[[Any], bool]
-    """Whether they are of no use under this configuration, or for TERM_RULES under this algorithm."""
+    """Whether the keys have no effect under this configuration (for TERM_RULES: under this algorithm)."""
     why: str
 
 
@@ -97,7 +96,7 @@ RULES = (
         why="rollout.max_turns is 1, and the one turn is the episode",
     ),
 )
-"""Every rule of the schema. A test has a recipe for each key here."""
+"""Rules for the schema. A test has a recipe for each key."""
 TERM_RULES = (
     Rule(
         keys=("alg.kl.place", "alg.kl.estimator"),
@@ -125,7 +124,7 @@ TERM_RULES = (
         why="only alg.correction.level: geometric with mode: mask caps single tokens",
     ),
 )
-"""Every rule of the terms in algs/terms.py. A test has a recipe for each key here."""
+"""Rules for the terms in algs/terms.py. A test has a recipe for each key."""
 RULE_OF_VISION = "with model.lora the vision part is frozen anyway, but for adapters of model.lora.vision"
 RULE_OF_TRAIN_ON = "this algorithm trains on the last reply of each row, whatever data.train_on is"
 

@@ -145,9 +145,9 @@ def check_failures(groups: list[Group], *, max_failed_fraction: float) -> None:
 
 
 def name_train_metrics(measured: Mapping[str, float]) -> dict[str, float]:
-    """Return a trainer's metrics under their names in the log, with what follows from averages of squares.
+    """Rename a trainer's metrics to their logged names, and compute metrics derived from mean squares.
 
-    Those of compared losses are left to their observer.
+    Metrics of compared losses are excluded; an observer logs them.
     """
     own = {name: value for name, value in measured.items() if not name.startswith(names.COMPARE_LOSSES)}
     named = {f"{names.TRAIN}{name}": value for name, value in own.items()}

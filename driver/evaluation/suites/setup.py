@@ -64,7 +64,7 @@ class PreparedEval:
 
 
 def load_eval_recipe(recipe: str | Mapping[str, Any], overrides: Sequence[str]) -> EvalConfig:
-    """Validate a recipe, given as a file or as keys. Raises UserError that names the file or the key, and the fix."""
+    """Validate a recipe, given as a file or as keys. Raises UserError that names the file or key, and the fix."""
     raw = read_recipe(recipe)
     for item in overrides:
         apply_override(raw, item)
