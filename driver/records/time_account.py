@@ -129,7 +129,7 @@ def explain_trainer(seconds: Seconds, driver: Seconds) -> Seconds:
 
 
 def explain_engine(seconds: Seconds, driver: Seconds) -> Seconds:
-    """Rename an engine's idle time to wait_for_trainer; `rest` is the difference between engine's and driver's clock."""
+    """Rename an engine's idle time to wait_for_trainer; `rest` is the gap between engine's and driver's clock."""
     named = {("wait_for_trainer" if name == IDLE else name): value for name, value in seconds.items()}
     return named | {REST: driver["all"] - sum(named.values())}
 
