@@ -1,8 +1,8 @@
 """An algorithm is a frozen set of hyper-parameters with a few pure methods.
 
-It is parsed from the `alg:` section of a recipe and called by name from the main loop and the
-trainers. It never touches a device, a process, a file or a configuration other than its own. The
-framework masks, corrects, weights and reduces; an algorithm says what one token contributes.
+It is parsed from the `alg:` section of a recipe and called by name from the main loop and the trainers. It never
+touches a device, a process, a file or a configuration other than its own. The framework masks, corrects, weights and
+reduces; an algorithm says what one token contributes.
 """
 
 from __future__ import annotations

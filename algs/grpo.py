@@ -13,9 +13,9 @@ Related algorithms are settings:
     MaxRL          scale_rewards: mean                                                https://arxiv.org/abs/2602.02710
     decoupled PPO  correction: {high: .inf}, or a cap; updates_per_step > 1   https://arxiv.org/abs/2110.00641
 
-Others: TRL's GRPOTrainer and verl normalise by token, as we do by default, and not as published; verl's
-Dr. GRPO divides by the padded width by default, we by rollout.max_new_tokens; verl bounds the loss
-at ratio 3 where A < 0 (dual_clip: 3). We do not divide by the group's standard deviation by default.
+Others: TRL's GRPOTrainer and verl normalise by token, as we do by default, and not as published; verl's Dr. GRPO
+divides by the padded width by default, we by rollout.max_new_tokens; verl bounds the loss at ratio 3 where A < 0
+(dual_clip: 3). We do not divide by the group's standard deviation by default.
 """
 
 from __future__ import annotations

@@ -80,8 +80,7 @@ def k3(logp: Tensor, other: Tensor) -> Tensor:
     """Compute q/pi - 1 - log(q/pi), [M] -> [M]: unbiased, never negative  (http://joschu.net/blog/kl-approx.html).
 
     Beyond d = log pi - log q = -10 the value continues linearly: the gradient 1 - exp(-d) stays bounded and keeps its
-    sign.
-    Clamping only the exponent would push the token further away there.
+    sign. Clamping only the exponent would push the token further away there.
     """
     d = logp - other
     inside = d.clamp(min=-K3_CAP)

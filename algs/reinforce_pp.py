@@ -10,8 +10,8 @@ kl: {coef: ..., estimator: k2} in the loss.
 
 credit: turn uses G_k = sum_{k' >= k} turn_discount^(k' - k) r_k' at all tokens of turn k, with gamma 1.
 
-Others: verl whitens with the sample's variance, we and OpenRLHF with the population's; slime subtracts
-coef x k1 from the advantage of each token instead of adding it to the reward.
+Others: verl whitens with the sample's variance, we and OpenRLHF with the population's; slime subtracts coef x k1 from
+the advantage of each token instead of adding it to the reward.
 """
 
 from __future__ import annotations

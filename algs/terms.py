@@ -68,9 +68,8 @@ class KL(StrictModel):
     """loss: added to the loss, per token. reward: subtracted from the reward, before advantages are computed."""
     estimator: Literal["auto", "k1", "k2", "k3", "k3plus", "unbiased"] = "auto"
     """auto: unbiased in the loss, k1 in the reward. Gradient in the loss under on-policy samples: k2 and k3plus (value
-    of k3)
-    that of KL(pi||ref); k3 that of KL(ref||pi), as published with GRPO; unbiased (live ratio x k3, DeepSeek-V3.2,
-    https://arxiv.org/abs/2512.02556, Eq. 7) that of KL(pi||ref), also off-policy."""
+    of k3) that of KL(pi||ref); k3 that of KL(ref||pi), as published with GRPO; unbiased (live ratio x k3,
+    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, Eq. 7) that of KL(pi||ref), also off-policy."""
 
     @model_validator(mode="after")
     def gradient_is_a_kl_gradient(self) -> KL:
@@ -110,8 +109,8 @@ class Overlong(StrictModel):
 
     mode: Literal["none", "penalty", "filter"] = "none"
     """penalty: the reward decreases by up to `coef` over the last `buffer` tokens before `max_tokens` (DAPO's soft
-    overlong
-    punishment). filter: a completion cut off by the budget is not trained on; its reward still counts in the group."""
+    overlong punishment). filter: a completion cut off by the budget is not trained on; its reward still counts in the
+    group."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Number of sampled tokens with the full penalty, for mode penalty. Unset: rollout.max_new_tokens."""
     buffer: int | None = Field(default=None, ge=1)

@@ -49,8 +49,8 @@ def turn_advantages(
     before counts with the return of its last turn. So a turn is compared with the same episodes, whatever it did, and
     with numbers on which it has no influence: the expected gradient stays what it is without a baseline. It would not,
     if each turn's reward were centred by the mean of its turn and then summed: an episode that goes on subtracts one
-    mean more than one that stops.
-    With rewards at the end alone, and no discount, the advantage of every turn is that of its episode.
+    mean more than one that stops. With rewards at the end alone, and no discount, the advantage of every turn is that
+    of its episode.
     """
     scored = [r for r in returns if r is not None]
     if len(scored) < 2:

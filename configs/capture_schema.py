@@ -22,17 +22,14 @@ class CaptureConfig(StrictModel):
     (python -m analysis.capture.replay): samples, numbers per token, and the state of the weights."""
     on: list[Trigger] = Field([])
     """Events that trigger a step snapshot. kl: the divergence between policy and engine, or the policy's change in a
-    step,
-    exceeds `kl_above`. grad_norm: the gradient norm exceeds `grad_norm_times` the usual. non_finite: an update was
-    skipped
-    because of a non-finite gradient. With events, every step computes checksums of the weights, and stores the weights
-    if `weights` is set."""
+    step, exceeds `kl_above`. grad_norm: the gradient norm exceeds `grad_norm_times` the usual. non_finite: an update
+    was skipped because of a non-finite gradient. With events, every step computes checksums of the weights, and stores
+    the weights if `weights` is set."""
     kl_above: float = Field(0.1, gt=0)
     """Limit of train/mismatch/kl and train/approx_kl, in nats, for the event kl."""
     grad_norm_times: float = Field(5.0, gt=1)
     """Multiple of the median train/grad_norm over the last 20 steps, for the event grad_norm. Inactive in the first 5
-    steps of
-    a run."""
+    steps of a run."""
     most: int = Field(10, ge=1)
     """Maximum number of step snapshots triggered by events in a run; those of `every` are not counted."""
     weights: bool = False

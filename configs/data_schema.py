@@ -23,15 +23,13 @@ class SourceConfig(StrictModel):
     """Name of the source in the log, without "/" and unique in a mixture. Unset: name of the file or data set."""
     ratio: float = Field(1.0, gt=0)
     """Rows drawn from this source, relative to the other sources. Exact: after any number of rows, each source's count
-    differs
-    from its share by less than a row."""
+    differs from its share by less than a row."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     columns: dict[str, str] = Field({})
     """Mapping from our column names to those of the data set, if they differ. Ours: id, messages, tools, answer,
-    chosen,
-    rejected, label, image, images. A plain-text column mapped to `messages` becomes a user turn, after the row's
-    images."""
+    chosen, rejected, label, image, images. A plain-text column mapped to `messages` becomes a user turn, after the
+    row's images."""
     replacement: bool = False
     """true: draw each row at random from all rows. false: draw every row once per epoch."""
 
@@ -60,15 +58,13 @@ class TemplateConfig(StrictModel):
     """Conversion of messages to text. chat: the tokenizer's chat template. plain: concatenated contents."""
     template_args: dict[str, Any] = Field({})
     """Arguments of the chat template, such as {enable_thinking: false}, for all rows: prompts, held-out and supervised
-    rows.
-    Arguments that the template does not read are refused."""
+    rows. Arguments that the template does not read are refused."""
     system_prompt: str | None = Field(None, min_length=1)
     """System message for every row without a system message. Refused if the template would drop it."""
 
     max_image_pixels: int = Field(2**24, ge=1)
     """Maximum pixels of an image: width times height. Rows with a larger image are invalid, as are rows with an image
-    side
-    above 8192 pixels."""
+    side above 8192 pixels."""
 
     @model_validator(mode="after")
     def plain_text_has_no_template(self) -> TemplateConfig:
@@ -82,17 +78,15 @@ class DataConfig(TemplateConfig):
 
     train: str | list[SourceConfig]
     """Training rows: a source's `path` (data_prep/ creates such files), or a mixture as a list of sources with path and
-    ratio.
-    Columns: id, messages, answer, and tools available to the policy. Pairs also have chosen and rejected, unpaired rows
-    label."""
+    ratio. Columns: id, messages, answer, and tools available to the policy. Pairs also have chosen and rejected,
+    unpaired rows label."""
     eval: str | SourceConfig | None = None
     """Held-out rows with the same columns. Reward (or loss) on them is measured before and after training."""
     eval_rows: int = Field(200, ge=1)
     """Maximum number of rows of `eval` to use."""
     max_invalid_fraction: float = Field(0.1, ge=0, le=1)
     """Maximum fraction of invalid rows (missing or empty column, too long, no reply). Invalid rows are counted and
-    shown. A
-    larger fraction stops the run at the start."""
+    shown. A larger fraction stops the run at the start."""
 
     def list_sources(self, which: Literal["train", "eval"]) -> list[SourceConfig]:
         """Return the sources of `train` or `eval`; empty if unset."""

@@ -111,14 +111,12 @@ class EvalConfig(StrictModel):
     """Address (host:port) of a running Ray cluster. Unset: start a private cluster on this machine."""
     ship_code: bool = False
     """With `ray_address`: send this clone's code to every machine of the cluster, which then needs no clone. Your own
-    files
-    named in the recipe must still exist on every machine, under the same path."""
+    files named in the recipe must still exist on every machine, under the same path."""
     run_dir: str = "runs"
     """Parent folder of run folders."""
     resume: str | None = None
     """Run folder of an interrupted evaluation. Its samples are reused, and missing samples are generated, in a new run
-    folder.
-    Settings that change the samples must be equal."""
+    folder. Settings that change the samples must be equal."""
     timeout_s: Seconds = 1800.0
     """Deadline of an engine's start in seconds."""
     model: EvalModelConfig

@@ -42,20 +42,18 @@ class RewardConfig(StrictModel):
 
     function: str | None = None
     """Reward function: a module of rewards/, or the path of a Python file with a function `score(prompt, messages)`.
-    Set
-    either this or `functions`."""
+    Set either this or `functions`."""
     functions: FunctionWeights = Field({})
     """Several reward functions with weights: {gsm8k: 1.0, my_length.py: 0.2}. The weight applies to the part `correct`,
-    or to
-    the only part; {my_length.py: {short: 0.2, polite: 0.1}} weights each part. Parts are logged as <function>.<part>.
+    or to the only part; {my_length.py: {short: 0.2, polite: 0.1}} weights each part. Parts are logged as
+    <function>.<part>.
     """
     by_source: dict[str, FunctionWeights] = Field({})
     """Functions for the rows of a data source, by the source's name, instead of `function` or `functions`: {gsm8k:
     {math_verify: 1.0}}. Without function and functions, every source must be listed."""
     weights: dict[str, Weight] = Field({})
     """Weights of the parts returned by `function`, and of an environment's scores. The reward is the sum of weight x
-    part.
-    Every part is logged. Unset with `function`: {correct: 1.0}."""
+    part. Every part is logged. Unset with `function`: {correct: 1.0}."""
     settings: dict[str, Any] = Field({})
     """Keyword arguments of `score`, such as the path of a reward model. With `functions` or `by_source`, per function:
     {my_length.py: {target: 4}}."""
@@ -132,12 +130,10 @@ class AgentConfig(StrictModel):
 
     file: str | None = None
     """Python file with a function `run(task)`, plain or async, that plays one episode and returns named numbers. Set
-    either
-    this or `command`."""
+    either this or `command`."""
     command: list[Annotated[str, Field(min_length=1)]] = Field([])
     """Program with arguments that plays one episode, in any language. It reads the task as JSON from standard input,
-    and
-    writes the numbers as a line of JSON to file descriptor 3."""
+    and writes the numbers as a line of JSON to file descriptor 3."""
 
     @model_validator(mode="after")
     def is_a_file_or_a_command(self) -> AgentConfig:
@@ -180,51 +176,39 @@ class RolloutConfig(StrictModel):
     """
     agent: AgentConfig | None = None
     """Agent instead of an environment: your program, with any harness, calls the policy at an OpenAI-compatible
-    address. Each
-    episode has a process, killed after nine tenths of `timeout_s`."""
+    address. Each episode has a process, killed after nine tenths of `timeout_s`."""
     num_engines: int | EngineRange = 1
     """Number of engines, each with a process and a copy of the weights. {min: 1, max: 8}: engines join and leave during
-    the
-    run, as machines of the cluster do."""
+    the run, as machines of the cluster do."""
     sleep_mode: SleepMode = "offload"
     """Weights of sleeping engines, with placement: colocate. offload: keep them in the machine's memory. discard: free
-    them,
-    which is faster and needs less memory; each weight sync then sends all weights."""
+    them, which is faster and needs less memory; each weight sync then sends all weights."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Number of GPUs (on a CPU: processes) per engine."""
     restarts: int = Field(3, ge=0)
     """Maximum number of restarts of dead engines, over all engines of a run. Unfinished groups are generated again, by
-    other
-    engines or by the restarted engine after a weight sync. 0: an engine's death ends the run. With a varying number of
-    engines, an engine that died with its machine does not count."""
+    other engines or by the restarted engine after a weight sync. 0: an engine's death ends the run. With a varying
+    number of engines, an engine that died with its machine does not count."""
     temperature: float = Field(1.0, ge=0.01, le=100)
     """Sampling temperature. top-p, top-k and min-p are not available: they renormalise over a subset of the vocabulary
-    that
-    changes with every token, so the trainer's log-probabilities would silently belong to another policy.
-    `allowed_tokens`
-    restricts sampling exactly."""
+    that changes with every token, so the trainer's log-probabilities would silently belong to another policy.
+    `allowed_tokens` restricts sampling exactly."""
     allowed_tokens: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=1000)
     """Texts of the only tokens to sample, besides stop tokens: action tokens, or letters of choices. Each must be a
-    single
-    token. Sampling and the trainer's softmax use the same set, so log-probabilities, entropies and KL terms are those
-    of
-    the restricted policy. Unset: all tokens."""
+    single token. Sampling and the trainer's softmax use the same set, so log-probabilities, entropies and KL terms are
+    those of the restricted policy. Unset: all tokens."""
     max_new_tokens: int = Field(256, ge=1)
     """Token budget of an episode, over all turns, including the environment's."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field([])
     """Texts that end a reply, besides the model's stop tokens. The reply ends with the token that completes the first
-    match,
-    and includes it. Special tokens are not in that text; list them in stop_token_ids."""
+    match, and includes it. Special tokens are not in that text; list them in stop_token_ids."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([])
     """Ids of tokens that end a reply, besides those of the model's tokenizer and generation config."""
     tool_parser: str | None = Field(None, min_length=1)
     """Format of the model's tool calls and reasoning. hermes (also Qwen2.5, Qwen3, SmolLM3), llama3_json;
-    response_template:
-    the tokenizer's template, of transformers; a .json file with such a template; vllm:NAME or vllm:NAME+REASONING:
-    vLLM's
-    parsers, such as vllm:hermes+qwen3. Rewards and environments receive the parsed reply. Unset: the tokenizer's
-    template
-    parses replies to prompts with tools."""
+    response_template: the tokenizer's template, of transformers; a .json file with such a template; vllm:NAME or
+    vllm:NAME+REASONING: vLLM's parsers, such as vllm:hermes+qwen3. Rewards and environments receive the parsed reply.
+    Unset: the tokenizer's template parses replies to prompts with tools."""
     max_turns: int = Field(1, ge=1)
     """Maximum number of replies of the policy in an episode."""
     timeout_s: Seconds = 900.0
@@ -272,10 +256,8 @@ class WeightSyncConfig(StrictModel):
     """Limit of train/mismatch/kl. A step above it syncs weights at once, before `every` steps have passed."""
     pause_mode: PauseMode = "keep"
     """Handling of running requests during a weight sync. keep: pause them, and continue under the new weights with
-    recomputed
-    KV cache. wait: finish them first (within timeout_s), while new requests wait. abort: abort them, and continue from
-    the
-    tokens already sampled. Every token records the version that sampled it."""
+    recomputed KV cache. wait: finish them first (within timeout_s), while new requests wait. abort: abort them, and
+    continue from the tokens already sampled. Every token records the version that sampled it."""
     transport: Literal["auto", "nccl", "gloo", "direct", "disk"] = "auto"
     """Transport of the weights. nccl, gloo: broadcast from trainer rank 0, between GPUs or over TCP. direct: buckets
     through
@@ -290,5 +272,4 @@ class WeightSyncConfig(StrictModel):
     """Weights to send of a LoRA model. merged: all weights, with the adapter merged in. adapter: only the adapter."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Maximum mean absolute difference between trainer's and engine's log-probabilities of a probe prompt after a sync.
-    Unset:
-    0.002 in float32, 0.1 in bfloat16."""
+    Unset: 0.002 in float32, 0.1 in bfloat16."""

@@ -1,8 +1,6 @@
 """Typed configuration of a run. A recipe lists only the keys that differ from the defaults here.
 
-Each class checks its own fields; only RLConfig and SLConfig compare sections. Unknown keys are errors. No value is
-added
-later, so the printed configuration is the one that ran.
+Each class checks its own fields; only RLConfig and SLConfig compare sections. Unknown keys are errors.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ class RunConfig(StrictModel):
     """Seed of the data order and of all sampling."""
     backend: Literal["ray", "local"] = "ray"
     """Processes of trainer ranks and engines. ray: Ray actors. local: a single process, so that breakpoint() works in a
-    loss,
-    an environment and an engine (rewards still have their own processes)."""
+    loss, an environment and an engine (rewards still have their own processes)."""
     device: Literal["auto", "cuda"] = "auto"
     """Device of trainer and engines. auto: GPUs if there are any, otherwise the CPU. cuda: refuse to run without enough
     GPUs."""
@@ -39,27 +36,22 @@ class RunConfig(StrictModel):
     """Address (host:port) of a running Ray cluster. Unset: start a private cluster on this machine."""
     ship_code: bool = False
     """With `ray_address`: send this clone's code to every machine of the cluster, which then needs no clone. Your own
-    files
-    named in the recipe must still exist on every machine, under the same path."""
+    files named in the recipe must still exist on every machine, under the same path."""
     run_dir: str = "runs"
     """Parent folder of run folders."""
     save_to: str | None = None
     """Folder for a second copy of the final model, under a fixed name that other recipes can use."""
     push_to: str | None = Field(None, pattern=r"^[\w.-]{1,96}(/[\w.-]{1,96})?$")
     """Hugging Face Hub repository, NAME or OWNER/NAME, to push the saved final model to. A new repository is private.
-    The run
-    is refused at the start if the Hub does not respond or the token has no write access."""
+    The run is refused at the start if the Hub does not respond or the token has no write access."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     resume: str | None = None
     """Run folder (newest complete checkpoint) or checkpoint to resume exactly, in a new run folder. Settings that
-    change the
-    gradient must be equal; an error names the first that differs. Exceptions are listed in driver/resume.py, such as
-    steps
-    under a constant learning rate. Files that would execute code when loaded are refused."""
+    change the gradient must be equal; an error names the first that differs. Exceptions are listed in driver/resume.py,
+    such as steps under a constant learning rate. Files that would execute code when loaded are refused."""
     on_failure: Literal["stop", "resume"] = "stop"
     """Reaction to the death of a trainer rank, or of more engines than `rollout.restarts` allows. stop: end the run.
-    resume:
-    resume from the newest checkpoint, in a new run folder."""
+    resume: resume from the newest checkpoint, in a new run folder."""
     max_resumes: int = Field(3, ge=1)
     """Maximum number of resumes by `on_failure: resume`."""
     timeout_s: Seconds = 1800.0
@@ -69,21 +61,17 @@ class RunConfig(StrictModel):
     """Algorithm and its hyper-parameters: `name` of a module in algs/, or `file`, the path of a Python file."""
     data: DataConfig
     eval_every: int = Field(0, ge=0)
-    """Steps between two evaluations on data.eval: of the loss, or in RL of the reward under the engines' current
-    weights. 0:
-    evaluate only at the start and at the end."""
+    """Steps between two evaluations on data.eval: of the loss, in RL of the reward. 0: only at the start and the end."""
     stop_when: StopWhenConfig | None = None
     """Condition that ends the run early: {metric: reward/mean, above: 0.95, for_steps: 3}. Unset: run all `steps`."""
     trainer: TrainerConfig = TrainerConfig()
     trackers: list[str] = Field(["jsonl"])
     """Destinations of metrics: jsonl (metrics.jsonl in the run folder), mlflow, wandb, tensorboard, or the path of your
-    own
-    tracker. A tracker that fails is reported once, and the run continues; only a full disk stops the run."""
+    own tracker. A tracker that fails is reported once, and the run continues; only a full disk stops the run."""
     tracking: TrackingConfig = TrackingConfig()
     display: Literal["auto", "plain", "quiet", "json"] = "auto"
     """Terminal output. auto: a line per step, and in a terminal a status line. plain: lines without colours. quiet:
-    warnings
-    and the final result. json: a JSON object per line."""
+    warnings and the final result. json: a JSON object per line."""
 
     @property
     def n_steps(self) -> int:
@@ -182,13 +170,13 @@ class RLConfig(RunConfig):
     """Number of optimizer updates per step. The step's groups are divided among them."""
     max_staleness: int = Field(0, ge=0)
     """Maximum number of training steps between the policy that sampled a token and the policy trained on it. 0:
-    generation
-    waits for every weight sync. n: generation continues during training, and pauses before samples get older."""
+    generation waits for every weight sync. n: generation continues during training, and pauses before samples get
+    older."""
     placement: Literal["separate", "colocate"] = "separate"
     """Devices of trainers and engines. separate: each has its own devices. colocate: they alternate on shared devices,
-    and
-    engine ranks must equal trainer ranks. While engines generate, trainers are offloaded to the machine's memory; while
-    trainers train, engines sleep. max_staleness must be 0. On a CPU all share the memory anyway; the order is the same.
+    and engine ranks must equal trainer ranks. While engines generate, trainers are offloaded to the machine's memory;
+    while trainers train, engines sleep. max_staleness must be 0. On a CPU all share the memory anyway; the order is the
+    same.
     """
     sample_reuse: int = Field(1, ge=1)
     """Number of steps that train on each group. A step adds groups_per_step / sample_reuse new groups."""
@@ -204,10 +192,8 @@ class RLConfig(RunConfig):
     capture: CaptureConfig = CaptureConfig()
     compare_losses: list[ShadowLoss] = Field([])
     """Losses to log beside the trained loss, on the same batches and forward pass, as compare_losses/<name>/... They do
-    not
-    affect training. Each is the name of a module in algs/, the path of a Python file, or a section like `alg` with a
-    name
-    for the log: {as: dr_grpo, name: grpo, loss_norm: constant}."""
+    not affect training. Each is the name of a module in algs/, the path of a Python file, or a section like `alg` with
+    a name for the log: {as: dr_grpo, name: grpo, loss_norm: constant}."""
 
     @model_validator(mode="after")
     def sections_agree(self) -> RLConfig:
@@ -321,14 +307,12 @@ class SLConfig(RunConfig):
     """Number of training steps. Set either this or `epochs`. Keys named "every" count steps."""
     epochs: float | None = Field(None, gt=0)
     """Number of passes over data.train, instead of `steps`, rounded up to whole steps. The run folder's config.yaml
-    contains
-    the resulting `steps`."""
+    contains the resulting `steps`."""
     rows_per_step: int = Field(ge=1)
     """Number of rows (conversations or pairs) per update."""
     precompute_ref_logp: bool = False
     """Time at which the reference model's log-probabilities are computed. true: for all rows before training, without a
-    second
-    model (no benefit if each row is used once). false: at each step, by a second model."""
+    second model (no benefit if each row is used once). false: at each step, by a second model."""
 
     @model_validator(mode="after")
     def sections_agree(self) -> SLConfig:

@@ -16,14 +16,12 @@ class TrackingConfig(StrictModel):
 
     samples_every: int = Field(10, ge=0)
     """Steps between two tables of samples in RL, for trackers that support tables. 0: none. The run folder's samples/
-    contains
-    all samples anyway."""
+    contains all samples anyway."""
     samples: int = Field(8, ge=1)
     """Number of samples in a table, from the first groups of the step."""
     mlflow_uri: str | None = None
     """MLflow tracking server or store. Unset: the variable MLFLOW_TRACKING_URI, or else sqlite:///<run_dir>/mlflow.db.
-    User
-    and password come from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+    User and password come from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
     mlflow_experiment: str | None = Field(None, min_length=1)
     """MLflow experiment. Unset: the variable MLFLOW_EXPERIMENT_NAME, or else feynrl."""
     wandb_project: str | None = Field(None, min_length=1)
@@ -32,8 +30,7 @@ class TrackingConfig(StrictModel):
     """Weights & Biases user or team. Unset: the variable WANDB_ENTITY, or else the owner of the API key."""
     wandb_mode: Literal["online", "offline"] | None = None
     """offline: write to the run folder's wandb/, for a later `wandb sync`. Unset: the variable WANDB_MODE, or else
-    online, with
-    the API key of WANDB_API_KEY or `wandb login`."""
+    online, with the API key of WANDB_API_KEY or `wandb login`."""
 
     @field_validator("mlflow_uri")
     @classmethod

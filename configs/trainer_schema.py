@@ -66,31 +66,26 @@ class TrainerConfig(StrictModel):
     """Number of trainer processes, each computing a share of every update."""
     strategy: Literal["deepspeed", "fsdp2"] = "deepspeed"
     """Library that distributes a model over the ranks. fsdp2: PyTorch's FSDP2; weights, gradients and optimizer states
-    are
-    sharded, and a checkpoint can be resumed with another number of ranks."""
+    are sharded, and a checkpoint can be resumed with another number of ranks."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed's ZeRO stage, with strategy: deepspeed. 1 shards optimizer states over the ranks, 2 also gradients, 3
-    also
-    weights."""
+    also weights."""
     offload: bool = False
     """Keep weights, gradients and optimizer states in the machine's memory, with strategy: fsdp2. The GPU then stores
     activations and the weights of a block at a time, and the CPU computes the update. For models that do not fit;
     slower."""
     sequence_parallel: int = Field(1, ge=1)
     """Number of neighbouring ranks that compute a micro-batch together, each on a slice of the positions, for sequences
-    whose
-    activations exceed a rank's memory (DeepSpeed-Ulysses, with both strategies). It must divide `ranks` and the model's
-    query heads, and divide or be a multiple of the key heads. Requires packed rows, a text model of
-    modeling/attention.py
-    and attention: auto."""
+    whose activations exceed a rank's memory (DeepSpeed-Ulysses, with both strategies). It must divide `ranks` and the
+    model's query heads, and divide or be a multiple of the key heads. Requires packed rows, a text model of
+    modeling/attention.py and attention: auto."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """PyTorch optimizer; sgd without momentum."""
     lr: LearningRate = 1e-6
     """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning rate schedule after the warm-up. linear and cosine decay from there on. wsd (warm-up, stable, decay)
-    stays at
-    lr and decays linearly in the last updates. An update after the last would have lr_min_fraction * lr."""
+    stays at lr and decays linearly in the last updates. An update after the last would have lr_min_fraction * lr."""
     lr_min_fraction: float = Field(0.0, ge=0, le=1)
     """Fraction of lr at the end of linear, cosine and wsd."""
     decay_fraction: float | None = Field(None, gt=0, le=1)
@@ -107,37 +102,29 @@ class TrainerConfig(StrictModel):
     """Maximum gradient norm of an update; 0: no clipping. The logged norm is the norm before clipping."""
     micro_batch_tokens: int = Field(16_384, ge=1)
     """Maximum number of tokens per forward pass, including image tokens; shared tokens count once. It affects only
-    memory, not
-    the gradient. With sequence_parallel each rank computes a slice."""
+    memory, not the gradient. With sequence_parallel each rank computes a slice."""
     logits_mib: int = Field(1024, ge=0)
     """Memory for logits and their gradient in MiB. Larger micro-batches compute logits in chunks, and again in the
-    backward
-    pass. It affects only memory and speed. The float32 gradient of the head's weight comes on top. 0: never in chunks.
+    backward pass. It affects only memory and speed. The float32 gradient of the head's weight comes on top. 0: never in
+    chunks.
     """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
     vision: Literal["train", "frozen"] = "train"
     """Trained parts of a vision-language model. frozen: the vision tower is fixed; the connector (from the tower's
-    features to
-    token embeddings) and the language part are trained. With model.lora both tower and connector are fixed, and this
-    key
-    applies to a value model."""
+    features to token embeddings) and the language part are trained. With model.lora both tower and connector are fixed,
+    and this key applies to a value model."""
     layout: Literal["auto", "padded", "packed"] = "auto"
     """Layout of a micro-batch in the forward pass. packed: all sequences in a single row. padded: a row per sequence.
-    auto:
-    packed if the attention kernel respects sequence boundaries (flash attention, and attention: auto for the model
-    families
-    of modeling/attention.py), otherwise padded."""
+    auto: packed if the attention kernel respects sequence boundaries (flash attention, and attention: auto for the
+    model families of modeling/attention.py), otherwise padded."""
     share_prefixes: Literal["auto", "off"] = "auto"
     """Compute common prefixes of a group's samples once, forward and backward: equal token ids at the beginning, such
-    as the
-    prompt. Groups of size 1, as in SFT, share a system prompt or tools. It affects speed and memory, not the gradient.
-    auto:
-    with packed rows, for the model families of modeling/attention.py with attention: auto."""
+    as the prompt. Groups of size 1, as in SFT, share a system prompt or tools. It affects speed and memory, not the
+    gradient. auto: with packed rows, for the model families of modeling/attention.py with attention: auto."""
     max_skipped_updates: int = Field(3, ge=1)
     """Number of consecutive skipped updates that stops the run. An update is skipped on all ranks if the gradient is
-    not
-    finite."""
+    not finite."""
     deepspeed: dict[str, Any] = Field({})
     """Keys merged last into the generated DeepSpeed configuration, with strategy: deepspeed. Keys that the recipe sets
     elsewhere are refused."""
@@ -218,8 +205,7 @@ class CheckpointConfig(StrictModel):
     best: str | None = None
     """Metric that selects the best checkpoint, such as eval/reward/mean. Its model is also saved in the run folder's
     best_model/. Unset: the lowest eval/loss (supervised runs with eval_every), without best_model/. A resumed run
-    compares
-    only new checkpoints."""
+    compares only new checkpoints."""
     best_mode: Literal["auto", "highest", "lowest"] = "auto"
     """Order of the values of `best`. auto: lowest for names that end in loss, nll or kl, otherwise highest."""
 

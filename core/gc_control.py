@@ -19,8 +19,7 @@ def collecting_seldom(is_wanted: bool) -> Generator[None]:
     """Run the collector rarely during the body, and never on objects that existed before.
 
     A driver stores up to millions of requests and samples per step, without cycles. Traversing them takes a third of
-    the
-    driver's time. Use it only in a process without tensors: tensors in cycles are freed later.
+    the driver's time. Use it only in a process without tensors: tensors in cycles are freed later.
     """
     before = gc.get_threshold()
     if is_wanted:

@@ -36,8 +36,7 @@ BITWISE_ONLY = (
     *("rollout.kv_cache_gib", "rollout.gpu_memory_utilization"),
 )
 """Keys that may change so that a run can continue after running out of memory. The gradient is equal in exact
-arithmetic,
-but not to the last bit; the log says so."""
+arithmetic, but not to the last bit; the log says so."""
 EVALUATION = ("eval_every", "eval_samples", "eval_pass_reward", "data.eval", "data.eval.", "data.eval_rows")
 """Keys that may change. In RL they affect the last bits, because an engine batches held-out prompts with others."""
 

@@ -33,8 +33,8 @@ def load_placed(auto: Any, path: str, place: Place, *, trust_remote_code: bool, 
     """Return the model and report of `load_pretrained`, sharded before it was filled.
 
     transformers makes the empty model, `place` gets it, and of every tensor in the files only this rank's part is read.
-    So no rank ever holds the whole model. The parts that ranks on one machine read are in its memory once.
-    A model with code of its own is read whole, and not placed.
+    So no rank ever holds the whole model. The parts that ranks on one machine read are in its memory once. A model with
+    code of its own is read whole, and not placed.
     """
     from transformers import AutoConfig
     from transformers.distributed.configuration_utils import DistributedConfig

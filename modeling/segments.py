@@ -1,9 +1,8 @@
 """The segments of a packed row, as the attention kernels need them.
 
 A row of T tokens is a forest of S segments (data_feeds/packing/prefix_tree.py makes it). A token attends to the tokens
-of the
-segments above its own, and causally to its own segment. Together these are the sequence up to the token, so what a
-kernel computes is the attention of every sequence by itself, with what sequences share computed once. In a row that
+of the segments above its own, and causally to its own segment. Together these are the sequence up to the token, so what
+a kernel computes is the attention of every sequence by itself, with what sequences share computed once. In a row that
 shares nothing every segment is a whole sequence.
 """
 

@@ -1,8 +1,8 @@
 """The generated pages: python -m tools.docs --write makes them all, and a test compares them with the code.
 
 docs/reference/ comes from the schema, the algorithms' docstrings and fields, core/metrics.py and
-core/timing/deadlines.py.
-configs/README.md and algs/LIBRARY.md are short tables that link there. One table of docs/concepts/one_step.md is made.
+core/timing/deadlines.py. configs/README.md and algs/LIBRARY.md are short tables that link there. One table of
+docs/concepts/one_step.md is made.
 """
 
 from __future__ import annotations

@@ -37,8 +37,7 @@ def check(what: str | type[Algorithm], settings: dict[str, Any] | None = None, *
     """Run every obligation that applies to an algorithm, under these hyper-parameters.
 
     what: name of a module of algs/, path of a file, or a class. letters: obligations to run; "": all. Raises UserError
-    for
-    an invalid name or setting.
+    for an invalid name or setting.
     """
     alg: Algorithm = validate(what if isinstance(what, type) else find_class(what), settings or {}, prefix="")
     of_kind = APPLICABLE[fixtures.get_kind(alg)]

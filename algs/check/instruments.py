@@ -37,9 +37,8 @@ class ReplayDetached(TorchFunctionMode):
 
     Only `.detach()` and `torch.no_grad()` detach on purpose. Values that left the graph in another way (`.item()`,
     `.tolist()`, `.data`, a numpy round trip) are not replayed. They change with their input, and central differences
-    reveal
-    the missing gradient. An autograd.Function also runs without gradient, but no call switched gradients off, so its
-    values are not replayed either.
+    reveal the missing gradient. An autograd.Function also runs without gradient, but no call switched gradients off, so
+    its values are not replayed either.
     """
 
     def __init__(self, tape: Tape):

@@ -2,8 +2,7 @@
 
 It waits until the driver ends or closes the pipe to the guardian's standard input. Then it kills every process with the
 run's mark in its environment, keeps Ray's logs, and removes the run's temporary folder and shared memory. It has its
-own
-session and imports only the standard library, so that nothing that kills the run kills it.
+own session and imports only the standard library, so that nothing that kills the run kills it.
 """
 
 from __future__ import annotations

@@ -141,7 +141,6 @@ class Remote(Workers[W_co]):
         return self.slots.name_worker(rank)
 
     async def find_free_address(self, rank: int) -> tuple[str, int]:
-        """Return the address of the actor's machine and a free port."""
         return await self._call_actor(rank, "find_free_address")
 
     async def call_one(
@@ -194,8 +193,7 @@ class Remote(Workers[W_co]):
         """Call method `what` of the actor.
 
         Raises the worker's own UserError or RunStopped, and other errors with both tracebacks. Raises CallFailed on
-        timeout or
-        a broken collective, and ProcessDied.
+        timeout or a broken collective, and ProcessDied.
         """
         from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
@@ -207,8 +205,7 @@ class Remote(Workers[W_co]):
                 answer = await getattr(self.actors[rank], what).remote(*args, **kwargs)
         # First, because Ray also makes it an instance of the worker's own error class, such as TimeoutError.
         except RayTaskError as error:
-            # Errors of these classes keep their class across the process border: it decides the exit code and the
-            # retry.
+            # These classes cross the process border as they are: the class decides the exit code and the retry.
             cause: Exception = error.cause
             if isinstance(cause, ProcessDied):
                 raise ProcessDied(f"{who}: {cause}", worker=(self.name, rank)) from error
@@ -320,7 +317,6 @@ class Cluster:
         resources: Resources,
         timeout_s: float,
     ) -> R:
-        """Start `n` actors as workers of class `kind`."""
         import ray
 
         if name not in self.slots:

@@ -2,8 +2,7 @@
 
 A deadline that depends on the work (training step, group, weight sync, reward) is a key of the recipe. A constant here
 limits something that takes the same time in every run. Or it makes an outer wait longer than the inner wait, so that
-the
-process that knows the reason reports first.
+the process that knows the reason reports first.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ class Tokens:
     """Trained tokens of one micro-batch, M in order. A loss receives nothing else.
 
     `weight` contains the whole normalisation. It is computed once per update over all samples, before any split. The
-    loss
-    of an update is always `(weight * loss).sum()`, so the gradient does not depend on the split.
+    loss of an update is always `(weight * loss).sum()`, so the gradient does not depend on the split.
 
     Only the columns that the algorithm requires are present; reading any other raises MissingColumn.
     """
@@ -35,8 +34,7 @@ class Tokens:
     """[M] float, the token's share of the update's loss."""
     seq_ids: Tensor = _absent
     """[M] int64, number of the token's sequence in the micro-batch: 0..S-1. All samples of an episode count as one
-    sequence.
-    Absent if an episode of several samples may be split; see Algorithm.whole_episodes."""
+    sequence. Absent if an episode of several samples may be split; see Algorithm.whole_episodes."""
     advantage: Tensor = _absent
     """[M] float, detached; advantage of each token."""
     rollout_logp: Tensor = _absent
@@ -92,8 +90,7 @@ class Batch:
     """Micro-batch: S segments end to end, T input tokens, and M trained tokens that they predict.
 
     A segment is usually a whole sequence. If sequences share prefixes (data_feeds/packing/prefix_tree.py), a segment is
-    a
-    part of one or several. It then attends to all ancestors (parent, grandparent, ...) as if they preceded it in the
+    a part of one or several. It then attends to all ancestors (parent, grandparent, ...) as if they preceded it in the
     row.
     """
 
@@ -107,8 +104,7 @@ class Batch:
     """[S] int64, the segment continued by each segment, with a smaller number; -1 at the start of a sequence."""
     at: Tensor
     """[M] int64, input positions whose next token is trained on. A shared position may occur several times: the last
-    token of
-    a prompt predicts the first token of every reply."""
+    token of a prompt predicts the first token of every reply."""
     labels: Tensor
     """[M] int64, ids of these next tokens."""
     tokens: Tokens
@@ -118,8 +114,7 @@ class Batch:
     """[3, T] int64, positions by time, row and column, for model families with three position axes (M-RoPE)."""
     media: dict[str, Tensor] = field(default_factory=dict)
     """Inputs of the vision tower, by argument name of the model's forward(): `pixel_values`, `image_grid_thw`, ... The
-    process
-    of the forward pass computes them from `images`."""
+    process of the forward pass computes them from `images`."""
     compared: dict[str, Tokens] = field(default_factory=dict)
     """The same tokens with the columns of compared losses, by the name of the loss; see the key `compare_losses`."""
 

@@ -5,8 +5,7 @@ rewrites the history, compacts it or runs sub-agents, the replies end up in seve
 prefixes. Each reply is trained on in exactly one branch, and is context in the others.
 
 All statistics count episodes: baselines, deviations, sequences of a loss norm, sequence ratios, metrics. So an
-algorithm
-receives every episode as one sample, with the tokens of all branches in chronological order.
+algorithm receives every episode as one sample, with the tokens of all branches in chronological order.
 
 In a game where the policy plays several sides, each side has an episode of its own, compared only with the same side.
 """

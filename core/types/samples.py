@@ -1,8 +1,7 @@
 """Types that flow through a step: Prompt -> Sample -> Batch -> (Policy, Tokens).
 
 A Prompt is a row of a data set. A Sample is a token sequence with a mask of the tokens that the policy chose. A Batch
-is
-many Samples end to end for one forward pass. Tokens are the trained tokens of a Batch, the only input of a loss.
+is many Samples end to end for one forward pass. Tokens are the trained tokens of a Batch, the only input of a loss.
 
 Four policies, with the same names everywhere:
     logp          the policy being trained, now; carries gradient
@@ -79,8 +78,7 @@ class Sample:
     tokens that the policy chose.
 
     Arrays are read-only, as Ray returns them; use `replace` to change them. All floats of a sample have one dtype:
-    float32,
-    or float64 in tests of exactness. `make_sample` converts lists.
+    float32, or float64 in tests of exactness. `make_sample` converts lists.
     """
 
     prompt: Prompt
@@ -116,12 +114,10 @@ class Sample:
     """[L] bool, True for chosen tokens that the algorithm does not train on."""
     episode: int | None = None
     """Number of the episode in the group. Samples with the same number are branches of one episode: they share the
-    reward, and
-    no sampled token is trained on twice. None: the sample is a whole episode."""
+    reward, and no sampled token is trained on twice. None: the sample is a whole episode."""
     turns: Spans = ()
     """Token spans [begin, end) of the policy's turns in this sample, in order; together they cover the sampled tokens.
-    Empty:
-    each run of sampled tokens is a turn."""
+    Empty: each run of sampled tokens is a turn."""
     turn_rewards: tuple[float, ...] = ()
     """Share of `reward` that each turn earned; the last turn earned the remainder. Empty: the last turn earned all."""
     turn_numbers: tuple[int, ...] = ()

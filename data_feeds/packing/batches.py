@@ -257,10 +257,8 @@ def plan_update(
     """Split one update into micro-batches of at most `max_tokens` tokens, the same number for every rank.
 
     The split affects only memory and speed, since weights are computed before it. share_prefixes: common prefixes count
-    once per micro-batch (find_families). whole_episodes: an episode stays in one micro-batch.
-
-    Images count with their tokens. The vision part computes a fixed number of patches per token, so the budget bounds
-    the memory of both. A shared image is computed once.
+    once per micro-batch (find_families). whole_episodes: an episode stays in one micro-batch. Images count with their
+    tokens, and the patches per token are fixed, so the budget bounds the memory of both.
     """
     if padded and share_prefixes:
         raise ValueError("padded rows share no prefixes")

@@ -2,8 +2,7 @@
 
 In place, the trainers wait. In a concurrent evaluation the engines answer held-out prompts while the trainers continue.
 The next weight sync waits for the answers, so that no result mixes versions. This needs overlap (max_staleness above
-0).
-It is not used if `stop_when` or `checkpoint.best` need the result in the same step's line.
+0). It is not used if `stop_when` or `checkpoint.best` need the result in the same step's line.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class Evaluator:
         """Tell whether an evaluation after `steps_done` steps can run concurrently until the next weight sync.
 
         Not before the last sync: the last step's line contains the evaluation of the final weights. Nor if evaluations
-        are as
-        frequent as syncs, because two of them would end in the same line.
+        are as frequent as syncs, because two of them would end in the same line.
         """
         cfg = self.cfg
         decides = cfg.stop_when is not None or (cfg.checkpoint.best or "").startswith(names.EVAL.format(""))

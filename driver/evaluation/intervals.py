@@ -28,8 +28,7 @@ def estimate_means(values: Floats, *, resamples: int, seed: int) -> list[Estimat
     """Return mean and interval of every column of values [prompts, metrics].
 
     The bounds are percentiles over `resamples` draws of as many prompts, with replacement. All columns share the draws,
-    so
-    that they can be compared.
+    so that they can be compared.
     """
     n = len(values)
     if not n:

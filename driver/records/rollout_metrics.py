@@ -21,8 +21,7 @@ def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> 
     """Measure the staleness of sampled tokens: the current step minus the version that sampled the token.
 
     Returns mean, maximum and histogram (fractions of the tokens), and the fraction of samples with several versions.
-    Raises
-    RunStopped for a token older than allowed or newer than possible.
+    Raises RunStopped for a token older than allowed or newer than possible.
     """
     versions = [count_versions(s) for g in groups for s in g]
     ages: Counter[int] = Counter()

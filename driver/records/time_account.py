@@ -1,9 +1,8 @@
 """Seconds of every device by activity. Unmeasured time is a row of its own, so that the rows sum to the total.
 
 Engines' seconds are measured in rollouts/worker.py, trainer ranks' in trainers/trainer.py. The driver knows why a
-device
-is idle. A trainer waits for data or for the driver (packing, logging, the engines' part of a weight sync). An engine
-waits for the trainer if the schedule permits no new groups.
+device is idle. A trainer waits for data or for the driver (packing, logging, the engines' part of a weight sync). An
+engine waits for the trainer if the schedule permits no new groups.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ It leaves in two parts, because new weights must be sent while the engine's own 
     offload_weights    the policy's weights, once they have been sent
     reload_states everything comes back, to the bit
 
-It knows storages and not who uses them, so it serves every kind of learner (trainers/offload/storages.py). What is
-away must not
-be used: a stand-in takes the place of each learner and refuses, since a tensor without memory would end the process.
+It knows storages and not who uses them, so it serves every kind of learner (trainers/offload/storages.py). What is away
+must not be used: a stand-in takes the place of each learner and refuses, since a tensor without memory would end the
+process.
 """
 
 from __future__ import annotations

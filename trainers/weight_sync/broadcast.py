@@ -1,7 +1,7 @@
 """Broadcast of weights to the engines.
 
-The trainer's rank 0 is rank 0 of a separate process group, over gloo and TCP; every tensor-parallel
-rank of every engine is a member. A sync is one stream of uint8 tensors over it:
+The trainer's rank 0 is rank 0 of a separate process group, over gloo and TCP; every tensor-parallel rank of every
+engine is a member. A sync is one stream of uint8 tensors over it:
 
     [bytes of header][header: (name, dtype, shape) ...][tensors, end to end]   once per bucket
     [0]                                                                        the end

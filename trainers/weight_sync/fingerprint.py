@@ -4,9 +4,9 @@ For a tensor x of shape [D0, .., Dn], read as integers along its last dimension,
 
     checksum(x) = sum over i0..in of  (1 + mix(x[i0, .., in])) * w0[i0] * .. * wn[in]   mod 2^64
 
-with pseudo-random odd weights that depend on the dtype, the full shape and the dimension. Each element
-counts by its place and its bits. The sum over any partition into shards is the sum over the whole,
-so ranks that hold slices of a tensor can be compared with the rank that sent it:
+with pseudo-random odd weights that depend on the dtype, the full shape and the dimension. Each element counts by its
+place and its bits. The sum over any partition into shards is the sum over the whole, so ranks that hold slices of a
+tensor can be compared with the rank that sent it:
 
     whole = checksum(x)                                                   x of shape [8, 64]
     top, bottom = checksum(x[:4], shape=[8, 64]), checksum(x[4:], shape=[8, 64], start=[4, 0])

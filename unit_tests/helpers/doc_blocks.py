@@ -14,8 +14,8 @@ Every python, bash and yaml block has a marker, an HTML comment on the line abov
 
 A page is one story: its blocks run in order, with one Python namespace, in a folder that looks like a checkout with
 models/tiny and data/tiny. A test of a level runs the blocks of that level and of those below it. A text block right
-after a block that ran shows its output: `...` alone on a line stands for any lines, within a line for any
-text, and white space is not compared.
+after a block that ran shows its output: `...` alone on a line stands for any lines, within a line for any text, and
+white space is not compared.
 """
 
 from __future__ import annotations
