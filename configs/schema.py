@@ -61,7 +61,7 @@ class RunConfig(StrictModel):
     """Algorithm and its hyper-parameters: `name` of a module in algs/, or `file`, the path of a Python file."""
     data: DataConfig
     eval_every: int = Field(0, ge=0)
-    """Steps between two evaluations on data.eval: of the loss, in RL of the reward. 0: only at the start and the end."""
+    """Steps between two evaluations on data.eval: of the loss, or in RL the reward. 0: only at start and end."""
     stop_when: StopWhenConfig | None = None
     """Condition that ends the run early: {metric: reward/mean, above: 0.95, for_steps: 3}. Unset: run all `steps`."""
     trainer: TrainerConfig = TrainerConfig()

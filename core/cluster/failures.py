@@ -24,7 +24,7 @@ def explain_death(error: BaseException) -> str:
 def explain_import(error: BaseException | None) -> str:
     r"""Return why an actor's process cannot import our code; "" for another cause of death.
 
-    >>> explain_import(RuntimeError("Actor failed to import on the worker.\\nTraceback ...\\nImportError: no torch"))
+    >>> explain_import(RuntimeError("Actor failed to import on the worker.\nTraceback ...\nImportError: no torch"))
     'ImportError: no torch'
     """
     said = str(error)

@@ -70,7 +70,7 @@ def decode_text(whole: bytes, where: str) -> str:
 def describe_format(head: bytes) -> tuple[str, str] | None:
     r"""Identify a format that is not UTF-8 text by first bytes, with the fix; None if it may be UTF-8.
 
-    >>> describe_format(b"\\x1f\\x8b\\x08")
+    >>> describe_format(b"\x1f\x8b\x08")
     ('a gzip file', 'unpack it with gunzip')
     >>> describe_format('{"a": 1}'.encode("utf-16-le"))
     ('text in UTF-16', 'convert it with iconv -f UTF-16LE -t UTF-8')

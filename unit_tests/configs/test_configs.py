@@ -80,7 +80,7 @@ BROKEN = {
     "unknown engine": ({"rollout.engine": "vlm"}, ["rollout.engine: there is no 'vlm'", "did you mean 'vllm'"]),
     "unknown environment": ({"rollout.env": "chess"}, ["rollout.env: there is no 'chess'", "single_turn"]),
     "missing model folder": ({"model.path": "/nowhere/model"}, ["model.path=/nowhere/model does not exist"]),
-    "prompt longer than the model": ({"data.max_prompt_tokens": 300}, ["308 tokens", "room for 256"]),
+    "prompt longer than the model": ({"data.max_prompt_tokens": 300}, ["308 tokens", "has 256 positions"]),
     "sample longer than a micro-batch": ({"trainer.micro_batch_tokens": 20}, ["40 tokens", "micro_batch_tokens=20"]),
     "too few devices": ({"backend": "ray", "trainer.ranks": 512}, ["512 trainer ranks", "lower trainer.ranks"]),
     "ranks in one process": ({"trainer.ranks": 2}, ["backend: local is one process"]),

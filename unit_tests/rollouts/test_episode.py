@@ -165,7 +165,7 @@ class Waits(Tool):
 
 
 def test_an_environment_that_blocks_the_process_ends_the_run_with_its_line():
-    with pytest.raises(RunStopped, match=r"rollout.timeout_s=0.2 .*test_episode.py, line \d+\): await what"):
+    with pytest.raises(RunStopped, match=r"rollout.timeout_s=0.2 .*test_episode.py, line \d+\); await slow calls"):
         play(Scripted([3]), env=Blocks(), timeout_s=0.2)
 
 
