@@ -27,8 +27,11 @@ async def evaluate(run: EvalRun) -> list[TableRow]:
 
 def main() -> int:
     args = parse_arguments("Evaluate a model on data sets.")
-    from driver.evaluation.suites.explain import explain_eval
-    from driver.evaluation.suites.setup import load_eval_recipe
+    from core.loading import needs_part
+
+    with needs_part("main_eval.py", otherwise="set data.eval in a recipe of main_rl.py"):
+        from driver.evaluation.suites.explain import explain_eval
+        from driver.evaluation.suites.setup import load_eval_recipe
 
     cfg = load_eval_recipe(args.config, args.overrides)
     if args.explain:

@@ -16,6 +16,10 @@ class RunStopped(Exception):
     """Reason to stop a run, exit code 1. The message states what happened, the place, and the meaning."""
 
 
+class Unavailable(Exception):
+    """Failure of what a sample needs besides the policy, such as a sandbox: the sample fails, and has no reward."""
+
+
 class CallFailed(RunStopped):
     """Failed call on a worker; another worker may be the cause. Every process is alive."""
 

@@ -9,6 +9,9 @@ class (`Algorithm`, `Env`, `Engine`), or a function of the documented name (`sco
 
 A class loaded by path cannot be unpickled in another process. So the FileSpec is sent too: each process loads the file
 itself, and refuses it if the bytes differ from the driver's. `reduce_by_file` pickles an object this way.
+
+Some folders are optional: a clone may lack them. No other file imports one at import time; the function that needs it
+does, in `needs_part`.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -36,6 +40,15 @@ from core.timing.import_guard import ImportTooSlow, limit_import
 T = TypeVar("T")
 LOADED: dict[str, FileSpec] = {}
 """Files loaded by this process, by module name."""
+OPTIONAL_PARTS = (
+    *("analysis", "data_feeds.images", "driver.evaluation.suites", "modeling.images", "rewards.sandbox"),
+    *("rollouts.agents", "rollouts.tools"),
+)
+"""Packages that a clone may lack. tools/layers.py has the files of every optional part."""
+
+
+class PartMissing(UserError):
+    """Error of a recipe that needs an optional part which this clone lacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +74,7 @@ def resolve(name_or_path: str, package: str, *, offers: Callable[[ModuleType], b
     if name_or_path.endswith(".py") or "/" in name_or_path:
         return _resolve_file(name_or_path, key)
     spec = _spec_in_package(package, name_or_path)
-    if spec is None or not offers(load_module(spec)):
+    if spec is None or not offers(_load_plugin(spec, key)):
         names = list_plugins(package, offers)
         raise UserError(
             f"{_key_prefix(key)}there is no {name_or_path!r:.200} in {package.replace('.', '/')}/"
@@ -75,7 +88,7 @@ def list_plugins(package: str, offers: Callable[[ModuleType], bool]) -> list[str
     """List the plug-ins of a package by name."""
     names = sorted(p.stem for p in _package_folder(package).glob("*.py") if not p.stem.startswith("_"))
     specs = [(name, _spec_in_package(package, name)) for name in names]
-    return [name for name, spec in specs if spec is not None and offers(load_module(spec))]
+    return [name for name, spec in specs if spec is not None and _is_offered(spec, offers)]
 
 
 def classes_below(module: ModuleType, base: type[T]) -> list[type[T]]:
@@ -87,13 +100,53 @@ def classes_below(module: ModuleType, base: type[T]) -> list[type[T]]:
 
 def load_class(spec: FileSpec, base: type[T], *, key: str) -> type[T]:
     """Load the only subclass of `base` in a file. Raises UserError for none or several."""
-    found = classes_below(load_module(spec), base)
+    found = classes_below(_load_plugin(spec, key), base)
     if len(found) != 1:
         names = ", ".join(c.__name__ for c in found) or "none"
         raise UserError(
             f"{key}: {spec.path} must define exactly one subclass of {base.__module__}.{base.__name__}, found {names}"
         )
     return found[0]
+
+
+@contextmanager
+def needs_part(key: str, *, otherwise: str = "leave the key out") -> Generator[None]:
+    """Import an optional part in the body. Raises PartMissing, which names its folder, where this clone lacks it.
+
+    key: key of the recipe that asks for the part. otherwise: what to do instead of restoring the folder.
+
+        with needs_part("rollout.agent"):
+            from rollouts.agents.task import AgentPlan
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (folder := _name_missing_part(error)) is None:
+            raise
+        raise PartMissing(
+            f"{key}: this clone has no {folder}/, which it needs: restore that folder, or {otherwise}"
+        ) from error
+
+
+def _name_missing_part(error: BaseException) -> str | None:
+    """Return the folder of the optional part whose import failed; None for another module or another error."""
+    lacking = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    parts = [part for part in OPTIONAL_PARTS if f"{lacking}.".startswith(f"{part}.")]
+    return parts[0].replace(".", "/") if parts else None
+
+
+def _load_plugin(spec: FileSpec, key: str) -> ModuleType:
+    """Return the module of a plug-in. Raises PartMissing, which names the key, where it needs a part that is gone."""
+    name = spec.module.rpartition(".")[2] if spec.in_package else spec.path
+    with needs_part(f"{key}={name}" if key else name, otherwise="name another"):
+        return load_module(spec)
+
+
+def _is_offered(spec: FileSpec, offers: Callable[[ModuleType], bool]) -> bool:
+    try:
+        return offers(_load_plugin(spec, ""))
+    except PartMissing:
+        return False
 
 
 def _spec_in_package(package: str, name: str) -> FileSpec | None:
@@ -106,7 +159,8 @@ def _spec_in_package(package: str, name: str) -> FileSpec | None:
 def load_module(spec: FileSpec) -> ModuleType:
     """Import the file of `spec`; a second call returns the same module.
 
-    Raises UserError if the file is missing, has changed since `resolve`, or cannot be imported in time.
+    Raises UserError if the file is missing, has changed since `resolve`, or cannot be imported in time, and
+    ModuleNotFoundError if it imports an optional part that this clone lacks.
     """
     path = _own_copy(spec) if spec.in_package else Path(spec.path)
     if not os.path.isfile(path):
@@ -126,6 +180,8 @@ def load_module(spec: FileSpec) -> ModuleType:
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # a border: this is the user's code, whatever it raises
+        if _name_missing_part(error) is not None:  # the caller knows the key
+            raise
         raise UserError(f"{_locate_error(error, path)} cannot be imported: {_explain(error)}") from error
 
 

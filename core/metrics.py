@@ -117,6 +117,8 @@ ROLLOUT_TOOL_SECONDS = _declare(
 ROLLOUT_TOOL_ERRORS = _declare(
     "rollout/tool_errors", "fraction", "tool calls of the step that were answered with an error", _TOOLS
 )
+ToolErrorKind = Literal["unreadable", "unknown", "arguments", "raised", "timeout"]
+"""Kinds of failed calls: it cannot be read, names no tool, has wrong arguments; its tool raised, or took too long."""
 ROLLOUT_TOOL_ERROR = "rollout/tool_errors/{}"
 _declare(
     "rollout/tool_errors/<kind>",

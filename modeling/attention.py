@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from modeling.attention_varlen import attend_varlen, fits_varlen
-from modeling.images.vision import VISION_FAMILIES
+from modeling.hf_config import vision_family
 from modeling.pretrained import find_written_class
 from modeling.segments import EqualSegments, Segments
 
@@ -39,7 +39,7 @@ FAMILIES = frozenset(
 """Model families whose layers all pass segments and window to the kernel, and in which tokens meet nowhere else: no
 linear attention, and no experts whose auxiliary loss would count a shared token once. All are tested."""
 LANGUAGE_PARTS = FAMILIES | {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
-"""Families that a language part may be of, in models of VISION_FAMILIES. Their own are tested within these."""
+"""Families that a language part may be of, in models that see. Their own are tested within these."""
 
 
 def attend_by_sequence_if_able(model: nn.Module) -> None:
@@ -55,7 +55,7 @@ def attend_by_sequence_if_able(model: nn.Module) -> None:
     if ours and _is_tested(config) and config.get_text_config()._attn_implementation == "sdpa":
         AttentionInterface.register(BY_SEQUENCE, attend_by_sequence)
         AttentionMaskInterface.register(BY_SEQUENCE, flash_attention_mask)  # no mask, unless a caller brings one
-        sees = config.model_type in VISION_FAMILIES
+        sees = vision_family(config) is not None
         model.set_attn_implementation({"text_config": BY_SEQUENCE, "vision_config": "sdpa"} if sees else BY_SEQUENCE)
 
 
@@ -84,7 +84,7 @@ def refuse_sequence_parallel(config: Any, size: int) -> str | None:
 
 
 def _is_tested(config: Any) -> bool:
-    if config.model_type in VISION_FAMILIES:
+    if vision_family(config) is not None:
         return config.get_text_config().model_type in LANGUAGE_PARTS
     return config.model_type in FAMILIES
 

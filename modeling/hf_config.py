@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,8 +12,11 @@ from torch import nn
 from core.errors import UserError, name_error, quote
 from core.gc_control import without_gc
 from core.hub import describe_hub, prepare_hub
-from modeling.images.vision import choose_class
+from core.loading import needs_part
 from modeling.pretrained import build_from_config, load_pretrained, refuse_own_code
+
+if TYPE_CHECKING:
+    from modeling.images.vision import VisionFamily
 
 LOCAL = ("models", "runs", "data")
 """First parts of a path that name folders of this clone, and no owner on the hub."""
@@ -46,6 +49,49 @@ def read_config(path: str, *, key: str = "model.path", trust_remote_code: bool =
             f"{key}={quote(path)} is no folder here, and no model that the hub or its cache gives ({reason}); "
             f"{describe_hub()}"
         ) from error
+
+
+def vision_family(config: Any, *, who: str = "model.path") -> VisionFamily | None:
+    """Return the parts of a model that reads images; None for a text model, or where its family is not known here.
+
+    who: key of the model, for the error where the part of the clone that reads images is gone.
+    """
+    if getattr(config, "vision_config", None) is None:
+        return None
+    with needs_part(who, otherwise="take a text model"):
+        from modeling.images.vision import VISION_FAMILIES
+
+    return VISION_FAMILIES.get(config.model_type)
+
+
+def find_vision(config: Any, *, path: str, key: str = "model.path") -> VisionFamily | None:
+    """Return the parts of a model that reads images; None for a text model.
+
+    Raises UserError for a model that reads images and is of no known family.
+    """
+    who = f"{key}={quote(path)}"
+    known = vision_family(config, who=who)
+    if known is None and getattr(config, "vision_config", None) is not None:
+        from modeling.images.vision import VISION_FAMILIES
+
+        raise UserError(
+            f"{who} is a {config.model_type} model, which reads images, and of such models these are known here: "
+            f"{', '.join(sorted(VISION_FAMILIES))}: take one of them, or a text model"
+        )
+    return known
+
+
+def needs_images(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> bool:
+    """Tell whether a model sees images. Raises UserError for one with a vision part of an unknown family."""
+    config = read_config(path, key=key, trust_remote_code=trust_remote_code)
+    return find_vision(config, path=path, key=key) is not None
+
+
+def choose_class(config: Any, *, path: str, key: str = "model.path") -> Any:
+    """Return the class of transformers that loads a model with a language-model head."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if find_vision(config, path=path, key=key) is None else AutoModelForImageTextToText
 
 
 def meta_model(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> nn.Module:

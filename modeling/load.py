@@ -11,9 +11,7 @@ from torch import nn
 from configs.trainer_schema import LoraConfig
 from core.errors import UserError, first_line
 from modeling.attention import attend_by_sequence_if_able
-from modeling.hf_config import read_config
-from modeling.images.vision import choose_class, find_vision
-from modeling.images.vision_scalar import register_scalar_classes, with_scalar_head
+from modeling.hf_config import choose_class, find_vision, read_config, vision_family
 from modeling.pretrained import Place, load_placed, load_pretrained, refuse_own_code
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -76,12 +74,14 @@ def load_scalar_model(
     is_new = not _is_scalar(path, trust_remote_code=trust_remote_code)
     kind: dict[str, Any] = {"key": key, "trust_remote_code": trust_remote_code}
     if is_new and find_vision(read_config(path, **kind), path=path, key=key) is not None:
+        from modeling.images.vision_scalar import with_scalar_head
+
         whole = load_model(
             path, dtype=dtype, attention=attention, gradient_checkpointing=gradient_checkpointing, **kind
         )
         model: Any = with_scalar_head(whole).train()
     else:
-        register_scalar_classes()
+        _register_scalar_class(read_config(path, **kind))
         settings: dict[str, Any] = {"new_head": is_new, "num_labels": 1, "place": place}
         model = _load_pretrained(
             AutoModelForSequenceClassification, path, dtype, attention, gradient_checkpointing, **kind, **settings
@@ -110,13 +110,22 @@ def check_weights(path: str, *, key: str = "model.path", trust_remote_code: bool
 
     if not Path(path).is_dir() or not is_accelerate_available():
         return
-    auto = choose_class(read_config(path, key=key, trust_remote_code=trust_remote_code), path=path, key=key)
+    config = read_config(path, key=key, trust_remote_code=trust_remote_code)
+    auto = choose_class(config, path=path, key=key)
     settings: dict[str, Any] = {"key": key, "trust_remote_code": trust_remote_code, "device_map": "meta"}
     if _is_scalar(path, trust_remote_code=trust_remote_code):
-        register_scalar_classes()
+        _register_scalar_class(config)
         _read_pretrained(AutoModelForSequenceClassification, path, num_labels=1, **settings)
     else:
         _read_pretrained(auto, path, **settings)
+
+
+def _register_scalar_class(config: Any) -> None:
+    """Let transformers find the sequence classifier of a model that sees; it has those of text models."""
+    if vision_family(config) is not None:
+        from modeling.images.vision_scalar import scalar_class
+
+        scalar_class(config.model_type)
 
 
 def _is_scalar(path: str, *, trust_remote_code: bool) -> bool:

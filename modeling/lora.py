@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from configs.trainer_schema import LoraConfig, ModelConfig
 from core.errors import UserError
-from modeling.hf_config import meta_model
-from modeling.images.vision import is_below, parts_of
+from modeling.hf_config import meta_model, vision_family
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -65,9 +64,9 @@ def check_targets(model: nn.Module, lora: LoraConfig, *, path: str) -> list[str]
 
 def modules_in_reach(model: nn.Module, lora: LoraConfig) -> list[tuple[str, nn.Module]]:
     """Return the modules that may get an adapter, with their names: those of the language part, or all."""
-    parts = parts_of(model)
+    parts = vision_family(model.config)
     everywhere = parts is None or lora.vision
-    return [(name, m) for name, m in model.named_modules() if everywhere or is_below(name, parts.language)]
+    return [(name, m) for name, m in model.named_modules() if everywhere or parts.in_language(name)]
 
 
 def linear_names(model: nn.Module, lora: LoraConfig) -> list[str]:
@@ -77,7 +76,7 @@ def linear_names(model: nn.Module, lora: LoraConfig) -> list[str]:
 
 def _exclude_vision(model: nn.Module, lora: LoraConfig) -> str | None:
     """Return PEFT's pattern of the modules out of reach; None where there are none."""
-    parts = parts_of(model)
+    parts = vision_family(model.config)
     return None if parts is None or lora.vision else rf"(?!{re.escape(parts.language)}\.).*"
 
 

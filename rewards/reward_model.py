@@ -55,8 +55,8 @@ def prepare(*, model: str, template: Template = "chat", trust_remote_code: bool 
 def load_once(model: str, template: Template, trust_remote_code: bool) -> tuple[Any, Any, Any]:
     from data_feeds.chat.tokenizer import ChatTokenizer
     from modeling.hf_config import check_model_folder
-    from modeling.images.media import MediaLoader
     from modeling.load import load_scalar_model
+    from modeling.media import MediaLoader
 
     given: dict[str, Any] = {"key": "reward.settings.model", "trust_remote_code": trust_remote_code}
     check_model_folder(model, **given)

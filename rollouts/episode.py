@@ -15,8 +15,8 @@ from core.timing.limit_blocking import LimitBlocking
 from core.types.images import as_argument
 from core.types.messages import Message, ToolSpec, name_of_tool
 from core.types.samples import Prompt, Sample
+from data_feeds.chat.template_append import ImagesDoNotFit
 from data_feeds.chat.tool_parsing import ParsedReply, PlainParser, ReplyParser, rename_taken
-from data_feeds.images.image_tokens import ImagesDoNotFit
 from rewards.worker import call_user_code, last_line
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env

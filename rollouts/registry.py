@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs.rollout_schema import AgentConfig
 from core.errors import UserError, quote
-from core.loading import FileSpec, classes_below, load_class, resolve
+from core.loading import FileSpec, classes_below, load_class, needs_part, resolve
 from core.types.messages import ToolSpec
 from data_feeds.chat.tool_specs import check_tools
 from data_feeds.rows.invalid_rows import InvalidRow
-from rollouts.agents.task import AgentPlan
 from rollouts.engines.base import Engine
 from rollouts.envs.base import Env
-from rollouts.tools.env import ToolEnv
+
+if TYPE_CHECKING:
+    from rollouts.agents.task import AgentPlan
 
 
 def resolve_engine(name_or_path: str) -> FileSpec:
@@ -51,10 +52,11 @@ def list_env_tools(cls: type[Env], *, max_turns: int) -> list[ToolSpec]:
     Raises UserError for invalid tools, and for tools with max_turns=1, since the policy would never see the results.
     """
     # a tool result is a turn of its own, and the first reply would be the last
-    if issubclass(cls, ToolEnv) and max_turns == 1:
+    if max_turns < cls.least_turns:
         raise UserError(
-            f"rollout.max_turns is 1, so the policy would never see what the tools of {cls.__name__} return: set it to "
-            "the number of replies that an episode may have"
+            f"rollout.max_turns is {max_turns}, so the policy would never see what {cls.__name__} answers, such as "
+            f"the results of its tools: set it to the number of replies that an episode may have, {cls.least_turns} or "
+            "more"
         )
     tools: Any = cls.tools
     if not isinstance(tools, list | tuple):  # a property: they are known once an episode begins
@@ -72,6 +74,9 @@ def _list_hints(step: Any) -> list[Any]:
 
 def resolve_agent(agent: AgentConfig) -> AgentPlan:
     """Return the code of `rollout.agent`. Raises UserError for a missing file or program."""
+    with needs_part("rollout.agent"):
+        from rollouts.agents.task import AgentPlan
+
     if agent.file is not None:
         spec = resolve(agent.file, "rollouts.agents", offers=lambda _: False, key="rollout.agent.file")
         return AgentPlan(file=spec, folder=os.getcwd())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from core.errors import UserError
@@ -18,15 +18,16 @@ from core.types.samples import Group, Prompt, Sample
 from data_feeds.chat.tool_parsing import PlainParser, ReplyParser
 from rewards.pool import RewardPool
 from rewards.weights import weigh_parts, weigh_turns
-from rollouts.agents.episode import SHARE_OF_TIMEOUT, AgentRunner
-from rollouts.agents.processes import AgentProcesses
-from rollouts.agents.session import Sampler
 from rollouts.engines.base import Engine
 from rollouts.engines.sleeping import WakePart
 from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, Played, make_seed, run_episode
 from rollouts.stops import Stops
 from rollouts.transcript import Tokenizer
+
+if TYPE_CHECKING:
+    from rollouts.agents.episode import AgentRunner
+    from rollouts.agents.processes import AgentProcesses
 
 
 class RolloutWorker:
@@ -132,6 +133,9 @@ class RolloutWorker:
             self.timer.begin_activity(Activity.GENERATE)
 
     def _make_runner(self, agents: AgentProcesses) -> AgentRunner:
+        from rollouts.agents.episode import SHARE_OF_TIMEOUT, AgentRunner
+        from rollouts.agents.session import Sampler
+
         assert self.stops is not None and self.max_prompt_tokens is not None
         sampler = Sampler(
             engine=self.engine,

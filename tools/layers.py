@@ -11,7 +11,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,6 +30,25 @@ HOMES = {
     "vllm": ("rollouts/engines/", "trainers/weight_sync/nccl.py", "data_feeds/chat/vllm_parsing.py"),
 }
 """The only files, or folders, that import a heavy library."""
+OPTIONAL = {
+    "analysis": ("analysis/",),
+    "agents": ("rollouts/agents/",),
+    "tools": ("rollouts/tools/",),
+    "environments": ("rollouts/envs/",),
+    "images": ("data_feeds/images/", "modeling/images/", "driver/checks/explain_images.py"),
+    "trackers": ("driver/records/trackers/",),
+    "sandbox": ("rewards/sandbox/",),
+    "launchers": ("tools/launch/",),
+    "suites": ("driver/evaluation/suites/",),
+}
+"""Optional parts: any of them may be taken out of a clone, whole, and recipes that do not name it run as before."""
+KEPT = (
+    *(f"rollouts/envs/{name}.py" for name in ("__init__", "base", "check_env", "single_turn")),
+    *(f"driver/records/trackers/{name}.py" for name in ("__init__", "base", "feeder", "hub", "jsonl")),
+)
+"""Files in the folders of optional parts that every run needs."""
+PLUG_INS = ("rewards/code.py", "rewards/code_tests.py", "rollouts/envs/")
+"""Files that are imported by their name in a recipe only, so they may need optional parts."""
 LINES_OF_FILE, LINES_OF_FUNCTION = 350, 60
 VERB_SHARE, ONE_WORD_SHARE = 0.95, 0.35
 NOT_VERBS = frozenset(
@@ -75,6 +94,7 @@ def main() -> None:
         *(f"{f.place} {f.name} has {f.lines} lines" for f in functions if f.lines > LINES_OF_FUNCTION),
         *(f"{file} imports {library}" for library, file in strangers(ROOT, files)),
         *(f"the hot path imports {file}" for file in reach(graph, PROGRAMS) if layer_of(file) == "analysis"),
+        *(f"{a} imports {b}, which is optional, when it is imported itself" for a, b in needed_parts(ROOT, files)),
     ]
     print(*(broken or ["no import runs up, no circles, no file or function is too long"]), sep="\n")
     sys.exit(bool(broken))
@@ -100,14 +120,48 @@ def layer_of(file: str) -> str:
     return max((layer for layer in LAYERS if path.startswith(f"{layer}/")), key=len, default=file.split("/")[0])
 
 
+def part_of(file: str) -> str | None:
+    """Return the optional part that a file is of; None for one that every run may need.
+
+    >>> part_of("rollouts/envs/reach.py"), part_of("rollouts/envs/base.py"), part_of("core/errors.py")
+    ('environments', None, None)
+    """
+    return None if file in KEPT else next((part for part, paths in OPTIONAL.items() if file.startswith(paths)), None)
+
+
+def needed_parts(root: Path, files: list[str]) -> list[tuple[str, str]]:
+    """List (file, imported file) where a file cannot be imported without an optional part that it is not of."""
+    return [
+        (file, other)
+        for file in files
+        if not file.startswith(PLUG_INS) or file in KEPT
+        for other in sorted(find_files(root, imported_at_once(parse_file(root / file))))
+        if part_of(other) not in (None, part_of(file))
+    ]
+
+
+def imported_at_once(tree: ast.AST) -> Iterator[str]:
+    """Yield every module that is imported with the file itself: not in a function, and not for type checkers alone."""
+    for node in ast.iter_child_nodes(tree):
+        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not is_for_types:
+            yield from modules_of(node)
+            yield from imported_at_once(node)
+
+
 def imports_of(root: Path, file: str) -> set[str]:
     """List the files of the product that `file` imports anywhere, inside functions and for type checkers too."""
+    return find_files(root, imported_modules(root / file)) - {file}
+
+
+def find_files(root: Path, modules: Iterable[str]) -> set[str]:
+    """Return the files of the product that modules are in."""
     found: set[str] = set()
-    for module in imported_modules(root / file):
+    for module in modules:
         path = module.replace(".", "/")
         if layer_of(path) in LAYERS:
             found |= {name for name in (f"{path}.py", f"{path}/__init__.py") if (root / name).is_file()}
-    return found - {file}
+    return found
 
 
 @cache
@@ -119,11 +173,15 @@ def parse_file(path: Path) -> ast.Module:
 def imported_modules(path: Path) -> Iterator[str]:
     """Yield every module that an import statement may mean: `from a import b` may mean a and a.b."""
     for node in ast.walk(parse_file(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        yield from modules_of(node)
+
+
+def modules_of(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def arrows_up(graph: dict[str, set[str]]) -> list[tuple[str, str]]:

@@ -9,8 +9,9 @@ from torch import nn
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
+from core.errors import UserError
 from core.types.samples import ScoredColumn
-from modeling.images.vision import freeze_tower
+from modeling.hf_config import vision_family
 from modeling.load import load_model, load_scalar_model
 from modeling.pretrained import Place
 
@@ -68,8 +69,16 @@ class ModelLoader:
         return model.requires_grad_(False)
 
     def _freeze_vision(self, model: nn.Module) -> None:
-        if self.cfg.vision == "frozen":
-            freeze_tower(model)
+        """Take the vision tower out of training; its connector, which speaks to the language part, stays in."""
+        if self.cfg.vision != "frozen":
+            return
+        own: Any = model
+        parts = vision_family(own.config)
+        if parts is None:
+            raise UserError("trainer.vision is frozen, and model.path is a text model: leave trainer.vision out")
+        for name, parameter in model.named_parameters():
+            if parts.in_tower(name):
+                parameter.requires_grad_(False)
 
 
 def _place_after(freeze: Callable[[nn.Module], None], place: Place | None) -> Place | None:

@@ -32,8 +32,8 @@ from data_feeds.packing.batches import pack
 from modeling.attention import can_share_prefixes
 from modeling.export import saved_scopes
 from modeling.forward import compute_values, forward, layout_for
-from modeling.images.media import MediaLoader
 from modeling.load import DTYPES
+from modeling.media import MediaLoader
 from modeling.sequence_parallel import SequenceGroup
 from trainers.allocator import keep_freed_memory
 from trainers.checkpoint.state import Counters, RankState, load_state, save_state

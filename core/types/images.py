@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import binascii
 import hashlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import unquote, unquote_to_bytes
 
 import numpy as np
 
@@ -135,6 +137,23 @@ def write_data_uri(image: EncodedImage) -> str:
     with Image.open(io.BytesIO(image.data)) as opened:
         kind = Image.MIME[opened.format or "PNG"]
     return f"data:{kind};base64,{base64.b64encode(image.data).decode()}"
+
+
+def read_data_uri(uri: str) -> bytes:
+    """Return the bytes of a data URI. Raises ImageRefused.
+
+    >>> read_data_uri("data:image/png;base64,aGk="), read_data_uri("data:,h%69")
+    (b'hi', b'hi')
+    """
+    head, comma, body = uri.partition(",")
+    if not comma:
+        raise ImageRefused(f"a data URI must be data:image/png;base64,..., found {uri!r:.60}")
+    if not head.endswith(";base64"):
+        return unquote_to_bytes(body)
+    try:
+        return base64.b64decode(unquote(body), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageRefused(f"the base64 text of a data URI is damaged ({error})") from error
 
 
 def list_written(length: int, images: Sequence[PlacedImage]) -> list[int]:

@@ -6,6 +6,7 @@ The format is OpenAI's, with two differences: call arguments are an object inste
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any, Literal, NotRequired, TypedDict
 
 from core.types.images import EncodedImage, describe_image
@@ -79,6 +80,21 @@ def name_of_tool(tool: ToolSpec) -> str:
 def find_images(messages: Iterable[Message]) -> list[EncodedImage]:
     """List the images of a conversation, in order."""
     return [part["image"] for m in messages for part in m.get("parts", []) if part["type"] == "image"]
+
+
+def with_text(message: Message, text: str) -> Message:
+    """Return a message with another text, which stands between the images that it begins and ends with."""
+    changed: Message = {**message, "content": text}
+    if "parts" in message:
+        parts = message["parts"]
+        before = list(takewhile(_is_image, parts))
+        after = list(takewhile(_is_image, reversed(parts[len(before) :])))[::-1]
+        changed["parts"] = [*before, {"type": "text", "text": text}, *after]
+    return changed
+
+
+def _is_image(part: Part) -> bool:
+    return part["type"] == "image"
 
 
 def describe_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:

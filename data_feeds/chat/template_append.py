@@ -21,6 +21,10 @@ class TemplateRefuses(UserError):
     """Error raised when the chat template rejects a conversation."""
 
 
+class ImagesDoNotFit(TemplateRefuses):
+    """Error of a conversation whose text does not have one placeholder for each image."""
+
+
 class TemplateRewrites(UserError):
     """Error raised when a chat template changes earlier turns after later turns are appended."""
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from core.errors import UserError
-from core.types.messages import Message, ToolSpec
+from core.types.messages import Message, ToolSpec, with_text
 from data_feeds.chat.template_append import TemplateRefuses
 from data_feeds.chat.tokenizer import ChatTokenizer
-from data_feeds.images.image_tokens import with_text
 
 Shape = tuple[Any, ...]
 """Features of a message, besides its text, that may change the template's output."""

@@ -6,19 +6,23 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from core.errors import UserError, first_line, name_error
 from core.hub import describe_hub, prepare_hub
 from core.lean_imports import lean_transformers
+from core.loading import needs_part
 from core.types.images import EncodedImage, PlacedImage
 from core.types.messages import ROLES, Message, ToolSpec, find_images
 from data_feeds.chat.template_append import STAND_IN, TemplateRefuses, write_answers
 from data_feeds.chat.template_messages import count_characters, to_template_messages
 from data_feeds.chat.turns import Piece, TrainOn, split_turns
-from data_feeds.images.image_tokens import check_texts, count_tokens, insert_images, place_images
-from modeling.images.processor import ImageProcessor, needs_images
+from modeling.hf_config import needs_images
 from modeling.pretrained import load_pretrained, refuse_own_code
+
+if TYPE_CHECKING:
+    from data_feeds.images.image_tokens import ImageWriter
+    from modeling.images.processor import ImageProcessor
 
 CHARS_PER_TOKEN = 8
 """Characters encoded per token when checking a length limit. Usual text has fewer per token."""
@@ -59,7 +63,11 @@ class ChatTokenizer:
             more = "" if is_folder else f"; {describe_hub()}"
             raise UserError(f"{key}={path}: its tokenizer cannot be loaded: {name_error(error)}{more}") from error
         self.who, self.template, self.template_args = f"{key}={path}", template, dict(template_args or {})
-        self.images = self._load_images(path, key, trust_remote_code)
+        self.images: ImageProcessor | None = None
+        """Processor of a model that sees images; None for a language model."""
+        self._writer: ImageWriter | None = None
+        if _sees_images(path, key, trust_remote_code):
+            self._load_images(path, key, trust_remote_code)
         if template == "chat" and not self.hf.chat_template:
             if self.images is not None:
                 raise UserError(f"{key}={path} has no chat template: add one to its processor")
@@ -69,15 +77,15 @@ class ChatTokenizer:
         more_ends = _eos_of_generation_config(path, key, trust_remote_code=trust_remote_code)
         self.stop_token_ids = sorted({self.hf.eos_token_id, *more_ends})
 
-    def _load_images(self, path: str, key: str, trust_remote_code: bool) -> ImageProcessor | None:
-        """Load the image processor, or return None for a text model. Its chat template replaces the tokenizer's."""
-        if os.path.isdir(path) and not (Path(path) / "config.json").is_file():  # a tokenizer alone
-            return None
-        if not needs_images(path, key=key, trust_remote_code=trust_remote_code):
-            return None
-        images = ImageProcessor(path, key=key, trust_remote_code=trust_remote_code, tokenizer=self.hf)
-        self.hf.chat_template = images.chat_template or self.hf.chat_template
-        return images
+    def _load_images(self, path: str, key: str, trust_remote_code: bool) -> None:
+        """Load the image processor. Its chat template replaces the tokenizer's."""
+        with needs_part(f"{key}={path}", otherwise="take a text model"):
+            from data_feeds.images.image_tokens import ImageWriter
+            from modeling.images.processor import ImageProcessor
+
+        self.images = ImageProcessor(path, key=key, trust_remote_code=trust_remote_code, tokenizer=self.hf)
+        self._writer = ImageWriter(self.images)
+        self.hf.chat_template = self.images.chat_template or self.hf.chat_template
 
     @property
     def written_ids(self) -> frozenset[int]:
@@ -125,7 +133,7 @@ class ChatTokenizer:
         longest token, is therefore conclusive. None: the text may fit.
         """
         images = find_images(messages)
-        if self.images is not None and (seen := count_tokens(self.images, images)) > limit:
+        if self._writer is not None and (seen := self._writer.count_tokens(images)) > limit:
             return seen
         surely = 2 * limit + 4 * self._longest_token
         size = CHARS_PER_TOKEN * surely
@@ -205,21 +213,21 @@ class ChatTokenizer:
 
         Raises ImagesDoNotFit if the ids contain more or fewer images.
         """
-        if self.images is None:
+        if self._writer is None:
             if images:
                 raise self._refuse_images()
             return ()
-        return place_images(self.images, ids, images, begin)
+        return self._writer.place_images(ids, images, begin)
 
     def _check_images(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[EncodedImage]:
         """Return the images of a conversation. Raises UserError if the model or template cannot process them."""
         images = find_images(messages)
-        if self.images is None and images:
+        if self._writer is None and images:
             raise self._refuse_images()
-        if self.images is not None:
+        if self._writer is not None:
             if images and self.template == "plain":
                 raise UserError("data.template=plain writes no images: set data.template=chat")
-            check_texts(self.images, messages, tools)
+            self._writer.check_texts(messages, tools)
         return images
 
     def _refuse_images(self) -> UserError:
@@ -254,7 +262,7 @@ class ChatTokenizer:
         if self.template == "plain":
             return "".join(m["content"] + (self.hf.eos_token if m["role"] == "assistant" else "") for m in messages)
         text = self._apply_template(messages, self._roles_in_parts, reply_next=reply_next, tools=tools)
-        return text if self.images is None else insert_images(self.images, text, images)
+        return text if self._writer is None else self._writer.insert_tokens(text, images)
 
     def _apply_template(
         self, messages: list[Message], in_parts: Collection[str], *, reply_next: bool, tools: Sequence[ToolSpec]
@@ -291,6 +299,12 @@ def _split_by_size(pieces: list[Piece]) -> Iterator[list[Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _sees_images(path: str, key: str, trust_remote_code: bool) -> bool:
+    if os.path.isdir(path) and not (Path(path) / "config.json").is_file():  # a tokenizer alone
+        return False
+    return needs_images(path, key=key, trust_remote_code=trust_remote_code)
 
 
 def _eos_of_generation_config(path: str, key: str, *, trust_remote_code: bool) -> list[int]:

@@ -9,9 +9,8 @@ from itertools import pairwise
 from typing import Literal
 
 from core.errors import UserError
-from core.types.messages import Message
+from core.types.messages import Message, with_text
 from data_feeds.chat.template_append import STAND_IN, TemplateRewrites, Write
-from data_feeds.images.image_tokens import with_text
 
 TrainOn = Literal["everything", "last_reply"] | Sequence[str]
 """Trained part of a conversation: everything, the last reply, or all turns of the given roles."""

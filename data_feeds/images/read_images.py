@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, unquote_to_bytes
+from urllib.parse import unquote
 
 from core.errors import quote
-from core.types.images import EncodedImage, ImageRefused, read_image
+from core.types.images import EncodedImage, ImageRefused, read_data_uri, read_image
 from core.types.messages import ImagePart
 from data_feeds.rows.invalid_rows import InvalidRow
+from data_feeds.rows.values import SOURCES, is_absent
 
 MOST_BYTES = 2**27
-"""Maximum size of an image file, in bytes."""
-IMAGE_TYPES = ("image", "image_url")
-"""Types of message parts that are images."""
-SOURCES = ("image", "path", "url", "bytes", "image_url")
-"""Keys of an image part that may contain the image."""
+"""Bytes of the largest file that is opened as an image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +38,10 @@ class ImageReader:
         if is_absent(given):
             return []
         return [self.read(one, column) for one in (given if isinstance(given, list) else [given])]
+
+    def make_places(self, given: Any, column: str) -> Placeholders:
+        """Return the images of a row's column, to take the places of image parts."""
+        return Placeholders(self, self.read_all(given, column), column)
 
     def read(self, given: Any, what: str) -> EncodedImage:
         """Load an image. Raises InvalidRow, beginning with `what`, if it is invalid."""
@@ -86,11 +85,6 @@ class ImageReader:
         return self.kept.setdefault(image.hash, image)  # rows often share an image, under several names
 
 
-def is_absent(given: Any) -> bool:
-    """Return whether an image is missing. Columnar files write all keys, such as {bytes: null, path: null}."""
-    return given is None or (isinstance(given, dict) and all(value is None for value in given.values()))
-
-
 def _read_bytes(path: Path) -> bytes:
     try:
         if not os.path.isfile(path):  # unlike path.is_file, False for a name that is too long
@@ -111,23 +105,6 @@ def _find_bytes(given: Any) -> bytes:
     if isinstance(given, str) and given.startswith("data:"):
         return read_data_uri(given)
     raise ImageRefused(f"an image must be bytes, a path, a data URI or {{bytes, path}}, found {given!r:.60}")
-
-
-def read_data_uri(uri: str) -> bytes:
-    """Decode a data URI. Raises ImageRefused.
-
-    >>> read_data_uri("data:image/png;base64,aGk="), read_data_uri("data:,h%69")
-    (b'hi', b'hi')
-    """
-    head, comma, body = uri.partition(",")
-    if not comma:
-        raise ImageRefused(f"a data URI must be data:image/png;base64,..., found {uri!r:.60}")
-    if not head.endswith(";base64"):
-        return unquote_to_bytes(body)
-    try:
-        return base64.b64decode(unquote(body), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ImageRefused(f"the base64 text of a data URI is damaged ({error})") from error
 
 
 class Placeholders:

@@ -60,14 +60,6 @@ def list_inputs(sample: Sample) -> list[PlacedImage]:
     return [place for place in sample.images if place.begin < n]
 
 
-def check_untrained(samples: Sequence[Sample]) -> None:
-    """Raise ValueError for a trained image token, since no policy samples images."""
-    for sample in samples:
-        for place in sample.images:
-            if sample.loss_mask[place.begin : place.end].any():
-                raise ValueError(f"the sample of {sample.prompt.id!r} trains on the tokens of an image")
-
-
 def fill_row(samples: Sequence[Sample], row: Row) -> tuple[Tensor, Tensor | None]:
     """Return the token ids [T] of a packed row, and positions [3, T] if images have grids (M-RoPE), else None."""
     images = [list_inputs(s) for s in samples]

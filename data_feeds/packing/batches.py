@@ -15,8 +15,8 @@ from core.errors import RunStopped
 from core.types.arrays import Floats, list_fields, repeat_runs
 from core.types.episodes import number_episodes
 from core.types.samples import Batch, Group, LossNorm, Sample, Tokens
-from data_feeds.images.row_images import check_untrained, count_inputs, fill_row, make_keys, order_images
 from data_feeds.packing.bin_packing import TooLarge, pack_units
+from data_feeds.packing.inputs import check_untrained, count_inputs, fill_row, make_keys
 from data_feeds.packing.prefix_bins import find_families, pack_families
 from data_feeds.packing.prefix_tree import lay_out_row
 
@@ -106,7 +106,7 @@ def pack(
 
     numbers = number_samples(samples, groups, episodes, has_seq_ids=has_seq_ids, sources=sources)
     columns |= {name: torch.from_numpy(repeat_runs(np.array(own), counts)) for name, own in numbers.items()}
-    input_ids, rope_ids = fill_row(samples, row)
+    input_ids, rope_ids, images = fill_row(samples, row)
     return Batch(
         input_ids=input_ids,
         position_ids=torch.from_numpy(row.position_ids),
@@ -119,7 +119,7 @@ def pack(
             rollout_logp=floats([s.rollout_logp for s in samples]),
             **columns,
         ),
-        images=order_images(samples, places),
+        images=images,
         rope_ids=rope_ids,
     )
 

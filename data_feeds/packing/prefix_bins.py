@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.types.samples import Sample
-from data_feeds.images.row_images import count_inputs, make_keys
 from data_feeds.packing.bin_packing import estimate_cost, pack_into_bins
+from data_feeds.packing.inputs import count_inputs, make_keys
 from data_feeds.packing.prefix_tree import gather_families, sort_by_prefix
 
 Ints = NDArray[np.int64]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.errors import UserError, quote
 from core.types.messages import ROLES, Message, Part, ToolCall
-from data_feeds.images.read_images import IMAGE_TYPES, SOURCES, Placeholders, is_absent
 from data_feeds.rows.invalid_rows import InvalidRow
+from data_feeds.rows.values import IMAGE_TYPES, SOURCES, is_absent
+
+if TYPE_CHECKING:
+    from data_feeds.images.read_images import Placeholders
 
 REASONING = ("reasoning", "reasoning_content")
 """Keys under which data sets store the reasoning of an assistant turn."""
@@ -22,18 +25,18 @@ def read_messages(
     *,
     text_is: str,
     fills_gaps: bool,
-    places: Placeholders,
+    places: Placeholders | None,
     is_reply: bool = False,
 ) -> list[Message]:
     """Parse the messages of a column. Plain text is one turn of the role `text_is`.
 
-    fills_gaps: the file format writes null for keys that another row's object has. places: images of the row. A user's
-    plain text follows all of them. is_reply: the column may be a reply to other messages that contain the images.
-    Raises InvalidRow for an invalid list of messages, and UserError for content that would silently be lost.
+    fills_gaps: the file format writes null for keys that another row's object has. places: images of the row, or None
+    without images. A user's plain text follows all of them. is_reply: the column may be a reply to other messages that
+    contain the images. Raises InvalidRow for an invalid list of messages, and UserError for content that would be lost.
     """
     if isinstance(given, str):
         given = [{"role": text_is, "content": given}]
-        if text_is == "user" and places.all:
+        if text_is == "user" and places is not None and places.all:
             text = {"type": "text", "text": given[0]["content"]}
             given[0]["content"] = [*({"type": "image"} for _ in places.all), text]
     if not isinstance(given, list) or not given or not all(map(_is_message, given)):
@@ -58,8 +61,21 @@ def read_messages(
         made = sum(len(m.get("tool_calls", [])) for m in messages)
         messages.append(_read_message(turn, where, places, made=made, fills_gaps=fills_gaps))
     _check_results(messages)
-    places.check_all_taken(is_reply=is_reply)
+    if places is not None:
+        places.check_all_taken(is_reply=is_reply)
     return messages
+
+
+def holds_image_parts(given: Any) -> bool:
+    """Tell whether a column of messages holds a part that is an image.
+
+    >>> holds_image_parts([{"role": "user", "content": [{"type": "image"}]}]), holds_image_parts("Look!")
+    (True, False)
+    """
+    turns = [turn for turn in given if isinstance(turn, dict)] if isinstance(given, list) else []
+    contents = [turn.get("content") for turn in turns]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return any(part.get("type") in IMAGE_TYPES for part in parts)
 
 
 def _is_message(turn: Any) -> bool:
@@ -69,7 +85,9 @@ def _is_message(turn: Any) -> bool:
     return isinstance(content, str | list) or (content is None and bool(turn.get("tool_calls")))
 
 
-def _read_message(turn: dict[str, Any], where: str, places: Placeholders, *, made: int, fills_gaps: bool) -> Message:
+def _read_message(
+    turn: dict[str, Any], where: str, places: Placeholders | None, *, made: int, fills_gaps: bool
+) -> Message:
     """Parse a message. `made` is the number of earlier calls in the conversation."""
     parts = _read_content(turn.get("content"), where, places)
     message: Message = {"role": turn["role"], "content": "".join(p["text"] for p in parts if p["type"] == "text")}
@@ -106,7 +124,7 @@ def _read_name(turn: dict[str, Any], field: str) -> str | None:
     return given
 
 
-def _read_content(content: Any, where: str, places: Placeholders) -> list[Part]:
+def _read_content(content: Any, where: str, places: Placeholders | None) -> list[Part]:
     """Parse content: text, a list of parts, or None beside tool calls."""
     if content is None:
         return []
@@ -115,7 +133,7 @@ def _read_content(content: Any, where: str, places: Placeholders) -> list[Part]:
     return [_read_part(part, where, places) for part in content]
 
 
-def _read_part(part: Any, where: str, places: Placeholders) -> Part:
+def _read_part(part: Any, where: str, places: Placeholders | None) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", *IMAGE_TYPES) and isinstance(kind, str):
         raise UserError(
@@ -128,6 +146,7 @@ def _read_part(part: Any, where: str, places: Placeholders) -> Part:
             raise UserError(f"{where}: an image holds {min(lost)!r}, which is not read: remove it")
         if part.get("text") is not None:
             raise InvalidRow("bad_messages", f"a part of a content must be text or an image, found {part!r:.60}")
+        assert places is not None, "holds_image_parts() has found none"
         return places.read_part(part)
     # Columnar files give every part all keys, most of them null.
     if kind != "text" or not isinstance(part.get("text"), str) or any(not is_absent(part.get(key)) for key in SOURCES):

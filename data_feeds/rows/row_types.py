@@ -16,11 +16,10 @@ import numpy as np
 from core.errors import UserError
 from core.types.messages import Message, ToolSpec, find_images, name_of_tool
 from core.types.samples import Group, Prompt, Rows, Sample
-from data_feeds.chat.template_append import TemplateRefuses, TemplateRewrites
+from data_feeds.chat.template_append import ImagesDoNotFit, TemplateRefuses, TemplateRewrites
 from data_feeds.chat.template_coverage import TemplateCoverage
 from data_feeds.chat.tokenizer import ChatTokenizer, join_encoded
 from data_feeds.chat.turns import TrainOn, count_written
-from data_feeds.images.image_tokens import ImagesDoNotFit
 from data_feeds.rows.encode_requests import EncodeRequest
 from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.sources import IMAGES, Record

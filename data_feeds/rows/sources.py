@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs.data_schema import SourceConfig
 from core.errors import UserError, first_line, name_error
 from core.hub import describe_hub, prepare_hub
+from core.loading import needs_part
 from core.text.text_files import describe_format, parse_json, read_packed_text, read_text
 from core.types.messages import Message, ToolSpec
 from data_feeds.chat.tool_specs import read_tools
-from data_feeds.images.read_images import ImageReader, Placeholders
 from data_feeds.rows.csv_rows import read_csv
 from data_feeds.rows.invalid_rows import InvalidRow
-from data_feeds.rows.read_messages import read_messages
+from data_feeds.rows.read_messages import holds_image_parts, read_messages
 from data_feeds.rows.values import holds_lone_surrogate, to_text
+
+if TYPE_CHECKING:
+    from data_feeds.images.read_images import ImageReader, Placeholders
 
 HUB = "hub:"
 IMAGES = ("image", "images")
@@ -39,8 +43,8 @@ class Record:
     """All other columns, under their original names."""
     flaw: InvalidRow | None = None
     """Reason why the row cannot be used for any purpose."""
-    reader: ImageReader
-    """Loader of the row's images."""
+    open_reader: Callable[[], ImageReader]
+    """Opens the image loader shared by the rows of a source. Called only for rows with images."""
     fills_gaps: bool = False
     """True for columnar files, which write null for keys that another row's object has."""
 
@@ -66,23 +70,26 @@ class Record:
         is_reply: the column may be a reply to other messages that contain the images. Raises InvalidRow for an invalid
         list of messages, and UserError for content that would silently be lost.
         """
+        given = self.get_column(column)
         return read_messages(
-            self.get_column(column),
+            given,
             column,
             self.where,
             text_is=text_is,
             fills_gaps=self.fills_gaps,
-            places=self._get_places(),
+            places=self._get_places(given),
             is_reply=is_reply,
         )
 
-    def _get_places(self) -> Placeholders:
-        """Return the images in the row's columns."""
+    def _get_places(self, messages: Any) -> Placeholders | None:
+        """Return the images in the row's columns; None if columns and messages contain no image."""
         there = [name for name in IMAGES if name in self.columns]
+        if not there and not holds_image_parts(messages):
+            return None
         if len(there) > 1:
             raise InvalidRow("bad_image", f"it has {' and '.join(there)}: keep one of them")
         column = there[0] if there else IMAGES[-1]
-        return Placeholders(self.reader, self.reader.read_all(self.columns.get(column), column), column)
+        return self.open_reader().make_places(self.columns.get(column), column)
 
     def get_tools(self) -> list[ToolSpec]:
         """Return the tools of the row. Raises InvalidRow for an invalid list."""
@@ -111,10 +118,16 @@ def read_records(
                 f"({{{ours}: ...}})"
             )
     fills_gaps = not source.path.removesuffix(".gz").endswith((".jsonl", ".csv"))
-    reader = ImageReader(
-        folder=_find_folder(source.path), max_pixels=max_image_pixels, max_pixels_key="data.max_image_pixels"
-    )
-    records = [_make_record(row, i, names, f"{key}, row {i}", reader, fills_gaps) for i, row in enumerate(rows)]
+
+    @cache
+    def open_reader() -> ImageReader:
+        with needs_part(f"{key} holds images", otherwise="leave its images out"):
+            from data_feeds.images.read_images import ImageReader
+
+        folder = _find_folder(source.path)
+        return ImageReader(folder=folder, max_pixels=max_image_pixels, max_pixels_key="data.max_image_pixels")
+
+    records = [_make_record(row, i, names, f"{key}, row {i}", open_reader, fills_gaps) for i, row in enumerate(rows)]
     if len({record.id for record in records}) < len(records):
         raise UserError(f"{key}: ids must be unique, and some are not: give every row an id of its own")
     return records
@@ -128,7 +141,12 @@ def _find_folder(path: str) -> Path | None:
 
 
 def _make_record(
-    row: dict[str, Any], i: int, names: dict[str, str], where: str, reader: ImageReader, fills_gaps: bool
+    row: dict[str, Any],
+    i: int,
+    names: dict[str, str],
+    where: str,
+    open_reader: Callable[[], ImageReader],
+    fills_gaps: bool,
 ) -> Record:
     columns = {ours: row[theirs] for ours, theirs in names.items() if row.get(theirs) is not None}
     # A column extra is unpacked: the scripts in data_prep/ write it, since Parquet columns need one type.
@@ -146,7 +164,15 @@ def _make_record(
             raise InvalidRow("bad_text", 'a text holds half of a character (such as "\\ud800"): write it again')
     except InvalidRow as found:
         row_id, flaw = str(i), found
-    return Record(id=row_id, where=where, columns=columns, extra=extra, reader=reader, flaw=flaw, fills_gaps=fills_gaps)
+    return Record(
+        id=row_id,
+        where=where,
+        columns=columns,
+        extra=extra,
+        open_reader=open_reader,
+        flaw=flaw,
+        fills_gaps=fills_gaps,
+    )
 
 
 def _read_rows(source: SourceConfig, key: str) -> list[dict[str, Any]]:

@@ -10,6 +10,15 @@ from data_feeds.rows.invalid_rows import InvalidRow, Reason
 
 EXACT = 2**53
 """Largest range in which floats represent every integer."""
+IMAGE_TYPES = ("image", "image_url")
+"""Types of message parts that are images."""
+SOURCES = ("image", "path", "url", "bytes", "image_url")
+"""Keys of an image part that may contain the image."""
+
+
+def is_absent(given: Any) -> bool:
+    """Return whether an image is missing. Columnar files write all keys, such as {bytes: null, path: null}."""
+    return given is None or (isinstance(given, dict) and all(value is None for value in given.values()))
 
 
 def to_text(value: Any, column: str, reason: Reason) -> str:

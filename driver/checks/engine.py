@@ -7,8 +7,7 @@ from configs.schema import RLConfig
 from core.errors import UserError, quote
 from core.types.allowed_tokens import AllowedTokens
 from data_feeds.chat.tokenizer import ChatTokenizer
-from modeling.hf_config import read_config
-from modeling.images.processor import needs_images
+from modeling.hf_config import needs_images, read_config
 from rollouts.allowed_tokens import resolve_allowed_tokens
 from rollouts.registry import load_engine_class, resolve_engine
 from rollouts.stops import Stops, check_stops

@@ -10,12 +10,11 @@ import yaml
 from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import LoraConfig, TrainerConfig
-from driver.checks.explain_images import BytesEach, describe_vision, measure_vision
-from driver.checks.memory_estimate import GIB, MemoryEstimate
+from driver.checks.memory_estimate import GIB, BytesEach, MemoryEstimate
 from driver.checks.shared_memory import describe_turns
 from driver.load_recipe import Loaded
 from driver.start.devices import check_devices, count_gpus, uses_gpus
-from modeling.hf_config import ModelUnreadable, check_model_folder, meta_model
+from modeling.hf_config import ModelUnreadable, check_model_folder, meta_model, needs_images
 
 ROWS = {"conversations": "rows", "pairs": "pairs", "unpaired": "rows"}
 
@@ -138,9 +137,7 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     of_adapter = f", and {m.adapter:,} of the adapter, which alone are trained" if m.adapter else ""
     rows = [
         ("parameters", f"{m.parameters:,}{of_adapter}"),
-        *describe_vision(
-            loaded.cfg, parameters=m.parameters, models=models, per_rank=m.per_rank, each=count_bytes(loaded.cfg)
-        ),
+        *describe_images(loaded.cfg, m, models=models),
         (
             "memory per rank",
             f"about {m.per_rank:.2f} GiB: weights {m.weights:.2f}, gradients {m.gradients:.2f}, optimizer "
@@ -152,6 +149,16 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
         rows.append(("memory per engine", f"about {m.per_engine:.2f} GiB of weights per rank, and its cache"))
         rows += describe_turns(loaded.cfg, m)
     return rows
+
+
+def describe_images(cfg: RunConfig, memory: MemoryEstimate, *, models: int) -> list[tuple[str, str]]:
+    """Describe what images add for a model that sees. models: in training, with the value model."""
+    if not needs_images(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code):
+        return []
+    from driver.checks.explain_images import describe_vision
+
+    each = count_bytes(cfg)
+    return describe_vision(cfg, parameters=memory.parameters, models=models, per_rank=memory.per_rank, each=each)
 
 
 def estimate_memory(loaded: Loaded[Any]) -> MemoryEstimate:
@@ -222,10 +229,12 @@ def count_bytes(cfg: RunConfig) -> BytesEach:
 
 def count_frozen_tower(cfg: RunConfig) -> int:
     """Count the parameters frozen by trainer.vision."""
-    if cfg.trainer.vision == "train":
+    path, trusts = cfg.model.path, cfg.model.trust_remote_code
+    if cfg.trainer.vision == "train" or not needs_images(path, trust_remote_code=trusts):
         return 0
-    part = measure_vision(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-    return 0 if part is None else part.tower
+    from driver.checks.explain_images import measure_vision
+
+    return measure_vision(path, trust_remote_code=trusts).tower
 
 
 def count_adapter(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> int:

@@ -6,24 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.schema import RunConfig
+from driver.checks.memory_estimate import BytesEach
 from modeling.hf_config import meta_model
-from modeling.images.vision import in_tower, in_vision, parts_of
+from modeling.images.vision import VISION_FAMILIES
 
 MIB, GIB = 2**20, 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BytesEach:
-    """Bytes per parameter on a trainer rank."""
-
-    weights: float
-    """Weight of a trained parameter."""
-    idle: float
-    """Weight of a frozen parameter in a trained model."""
-    reference: float
-    """Weight of a parameter in a frozen model."""
-    gradients: float
-    optimizer: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,21 +31,19 @@ class VisionPart:
     """Input values per patch."""
 
 
-def measure_vision(path: str, *, trust_remote_code: bool) -> VisionPart | None:
-    """Return the sizes of a model's vision part without allocating it; None for a text model."""
+def measure_vision(path: str, *, trust_remote_code: bool) -> VisionPart:
+    """Return the sizes of a model's vision part without allocating it."""
     model = meta_model(path, trust_remote_code=trust_remote_code)
-    parts = parts_of(model)
-    if parts is None:
-        return None
     config: Any = model.config
+    parts = VISION_FAMILIES[config.model_type]
     vision = config.vision_config
     has_tiles = hasattr(config, "scale_factor")
     side = config.scale_factor if has_tiles else vision.spatial_merge_size
     frames = 1 if has_tiles else vision.temporal_patch_size
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     return VisionPart(
-        parameters=sum(n for name, n in sizes.items() if in_vision(name, parts)),
-        tower=sum(n for name, n in sizes.items() if in_tower(name, parts)),
+        parameters=sum(n for name, n in sizes.items() if parts.in_vision(name)),
+        tower=sum(n for name, n in sizes.items() if parts.in_tower(name)),
         layers=vision.num_hidden_layers if has_tiles else vision.depth,
         width=getattr(vision, "embed_dim", vision.hidden_size),  # of Qwen2-VL hidden_size is the language part's
         patches=side**2,
@@ -69,13 +54,11 @@ def measure_vision(path: str, *, trust_remote_code: bool) -> VisionPart | None:
 def describe_vision(
     cfg: RunConfig, *, parameters: int, models: int, per_rank: float, each: BytesEach
 ) -> list[tuple[str, str]]:
-    """Describe the model's vision part and the memory of images; empty for a text model.
+    """Describe the model's vision part and the memory of images.
 
     models: number of trained models, value model included. per_rank: GiB of a trainer rank before the first batch.
     """
     part = measure_vision(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-    if part is None:
-        return []
     lora, frozen = cfg.model.lora, cfg.trainer.vision == "frozen"
     if lora is not None:
         how = "with adapters" if lora.vision else "frozen"

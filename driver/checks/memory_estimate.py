@@ -11,6 +11,20 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BytesEach:
+    """Bytes of one trainer rank for one parameter."""
+
+    weights: float
+    """Weight of a parameter in training."""
+    idle: float
+    """Weight of one that is not trained, in a model that is."""
+    reference: float
+    """Weight of one in a frozen model beside it."""
+    gradients: float
+    optimizer: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
     """Memory of a run in GiB, without activations, caches and the processes themselves."""
 

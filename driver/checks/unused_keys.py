@@ -31,14 +31,13 @@ class Rule:
 
 def _is_text_model(cfg: RunConfig) -> bool:
     """Tell whether the model is known to have no vision part. It may also not exist yet."""
-    from modeling.hf_config import ModelUnreadable, read_config
-    from modeling.images.vision import VISION_FAMILIES
+    from modeling.hf_config import ModelUnreadable, read_config, vision_family
 
     try:
         config = read_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
     except ModelUnreadable:
         return False
-    return config.model_type not in VISION_FAMILIES
+    return vision_family(config) is None
 
 
 RULES = (

@@ -13,6 +13,16 @@ from collections.abc import Sequence
 from math import comb
 
 
+def choose_ks(samples: int) -> list[int]:
+    """Return the powers of two up to `samples`, and `samples` itself.
+
+    >>> choose_ks(6)
+    [1, 2, 4, 6]
+    """
+    powers = [2**i for i in range(samples.bit_length()) if 2**i <= samples]
+    return powers if powers[-1] == samples else [*powers, samples]
+
+
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Estimate the probability that at least one of k samples passes, from c of n.
 

@@ -7,7 +7,6 @@ from typing import get_args
 
 from core import metrics as names
 from core.types.samples import Sample
-from rollouts.tools.calls import ErrorKind
 
 MEANS = {
     "turns": names.ROLLOUT_TURNS,
@@ -47,7 +46,7 @@ def _measure_errors(episodes: Sequence[dict[str, float]]) -> dict[str, float]:
     def share(name: str) -> float:
         return sum(counts.get(name, 0.0) for counts in episodes) / calls
 
-    kinds = {names.ROLLOUT_TOOL_ERROR.format(kind): share(f"{ERRORS}/{kind}") for kind in get_args(ErrorKind)}
+    kinds = {names.ROLLOUT_TOOL_ERROR.format(kind): share(f"{ERRORS}/{kind}") for kind in get_args(names.ToolErrorKind)}
     return {names.ROLLOUT_TOOL_ERRORS: share(ERRORS)} | kinds
 
 

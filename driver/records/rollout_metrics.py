@@ -11,8 +11,7 @@ from core import metrics as names
 from core.errors import RunStopped
 from core.types.episodes import list_episodes, split_players
 from core.types.samples import Group, Sample
-from driver.evaluation.estimators import pass_at_k
-from driver.evaluation.suites.table import choose_ks
+from driver.evaluation.estimators import choose_ks, pass_at_k
 from driver.records.episode_metrics import measure_counts
 from rollouts.scheduling.buffer import FinishedGroup
 

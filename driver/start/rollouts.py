@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs.data_schema import TemplateConfig
 from configs.eval_schema import EvalConfig
@@ -26,8 +26,6 @@ from modeling.lora import name_lora_targets
 from rewards.pool import RewardPool
 from rewards.several import RewardPlan
 from rewards.weights import plan_rewards
-from rollouts.agents.processes import AgentProcesses, check_agent
-from rollouts.agents.task import AgentPlan
 from rollouts.allowed_tokens import resolve_allowed_tokens
 from rollouts.engines.base import Capabilities, Engine, EngineConfig
 from rollouts.registry import (
@@ -42,6 +40,10 @@ from rollouts.scheduling.availability import ENGINE_GROUP
 from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
 from trainers.weight_sync.base import TransportName
+
+if TYPE_CHECKING:
+    from rollouts.agents.processes import AgentProcesses
+    from rollouts.agents.task import AgentPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,8 @@ class RolloutPlan:
         Raises UserError where one of them cannot be used.
         """
         if self.agent is not None:
+            from rollouts.agents.processes import check_agent
+
             check_agent(self.agent)
         return list_env_tools(load_env_class(self.env_spec), max_turns=self.rollout.max_turns)
 
@@ -165,7 +169,11 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
     """Return a rollout worker with its engine; without `info`, everything is in this process."""
     if info is not None and plan.devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = plan.devices[info.rank]  # before CUDA is in use
-    agents = None if plan.agent is None else AgentProcesses(plan.agent)  # its file is imported while the engine starts
+    agents: AgentProcesses | None = None
+    if plan.agent is not None:  # its file is imported while the engine starts
+        from rollouts.agents.processes import AgentProcesses
+
+        agents = AgentProcesses(plan.agent)
     engine, tokenizer, stops = build_engine(plan, replace(plan.engine, cores=list_cores(info)))
     return RolloutWorker(
         engine,

@@ -1,4 +1,4 @@
-"""Images of a micro-batch as a model reads them: tensors on its device, made just before the forward pass.
+"""Images of a micro-batch as a model reads them: tensors, made just before the forward pass.
 
 A model that sees runs its vision part in every forward pass, on images or on one blank image beside the samples: so
 every rank makes the same collectives, whichever samples it got, and every parameter gets a gradient, of zero there.
@@ -14,54 +14,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.errors import RunStopped, UserError
+from core.errors import RunStopped
 from core.types.images import EncodedImage, PlacedImage, read_image
 from core.types.samples import Batch
 from modeling.images.processor import ImageProcessor
 from modeling.images.rope_positions import find_rope_ids
-from modeling.images.vision import parts_of
 
 
-class MediaLoader:
-    """Move batches to a model's device, and make the media of their images."""
+class ImageMedia:
+    """Media of the images of batches, for one model that sees."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        path: str,
-        *,
-        device: str,
-        dtype: torch.dtype | None = None,
-        trust_remote_code: bool = False,
-    ):
-        """Begin; `path` is the folder of the model, with its processor. A text model has none.
-
-        dtype: dtype that the model computes in; None is that of its weights.
-        """
+    def __init__(self, model: nn.Module, path: str, *, dtype: torch.dtype, trust_remote_code: bool = False):
+        """Begin; `path` is the folder of the model, with its processor. dtype: dtype that the model computes in."""
         self.model: Any = model
-        self.path, self.device, self.dtype = path, device, dtype or self.model.dtype
-        self.processor: ImageProcessor | None = None
-        if parts_of(model) is not None:
-            self.processor = ImageProcessor(path, trust_remote_code=trust_remote_code)
+        self.dtype = dtype
+        self.processor = ImageProcessor(path, trust_remote_code=trust_remote_code)
 
-    def load(self, batch: Batch) -> Batch:
-        """Return the batch on the device, with the media of its images. Raises UserError for a text model's."""
-        if self.processor is None:
-            if batch.images:
-                raise UserError(f"model.path={self.path} is a text model, and a sample has images")
-            return batch.to(self.device)
+    def add_media(self, batch: Batch) -> Batch:
+        """Return the batch with the media of its images, or of a blank one."""
         if not batch.images:
             batch = add_blank(batch, self.processor)
-        self._check_tokens(batch, self.processor)
+        self._check_tokens(batch)
         media = self.processor.collate(batch.images)
         ready = {name: x.to(self.dtype) if x.is_floating_point() else x for name, x in media.items()}
-        return replace(batch, media=ready).to(self.device)
+        return replace(batch, media=ready)
 
-    def _check_tokens(self, batch: Batch, processor: ImageProcessor) -> None:
+    def _check_tokens(self, batch: Batch) -> None:
         """Raise RunStopped unless every placeholder in the row is an image's: features fill them one after another."""
         token: int = self.model.config.image_token_id
         found = int((batch.input_ids == token).sum())
-        wanted = sum(processor.expand(image).ids.count(token) for image in batch.images)
+        wanted = sum(self.processor.expand(image).ids.count(token) for image in batch.images)
         if found != wanted:
             raise RunStopped(
                 f"a micro-batch holds {found} tokens that stand for images, and its {len(batch.images)} images "

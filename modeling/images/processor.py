@@ -18,7 +18,7 @@ from core.types.images import EncodedImage, ImageRefused
 from modeling.hf_config import read_config
 from modeling.images.cache import CACHE, CachedImage
 from modeling.images.families import Grid, ImageFamily
-from modeling.images.vision import VISION_FAMILIES, find_vision
+from modeling.images.vision import VISION_FAMILIES
 from modeling.pretrained import load_pretrained, refuse_own_code
 
 MOST_SIZES = 4096
@@ -48,12 +48,6 @@ class Processed:
     """Inputs of the vision part for this image alone."""
     grid: tuple[int, int] | None = None
     """Rows and columns of the tokens, for families whose positions have three axes."""
-
-
-def needs_images(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> bool:
-    """Tell whether a model sees images. Raises UserError for one with a vision part of an unknown family."""
-    config = read_config(path, key=key, trust_remote_code=trust_remote_code)
-    return find_vision(config, path=path, key=key) is not None
 
 
 class ImageProcessor:

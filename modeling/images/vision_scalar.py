@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from modeling.images.vision import VISION_FAMILIES
-
 
 @cache
 def scalar_class(model_type: str) -> Any:
@@ -30,12 +28,6 @@ def scalar_class(model_type: str) -> Any:
     made = type(name, (GenericForSequenceClassification, parent), {"__module__": __name__})
     AutoModelForSequenceClassification.register(config_class, made, exist_ok=True)
     return made
-
-
-def register_scalar_classes() -> None:
-    """Let transformers find the classifier of every family."""
-    for model_type in VISION_FAMILIES:
-        scalar_class(model_type)
 
 
 def with_scalar_head(model: nn.Module) -> nn.Module:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal, Protocol
 
+from core.errors import Unavailable
+
 KilledFor = Literal["time", "memory", "output", "files"]
 MIB = 2**20
 
 
-class SandboxUnavailable(Exception):
+class SandboxUnavailable(Unavailable):
     """Error of the sandbox itself: not installed, not permitted, or unreachable. No code was judged.
 
     Rewards let it propagate, so that the sample fails instead of counting as wrong.

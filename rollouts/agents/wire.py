@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.errors import quote
-from core.types.images import ImageRefused, read_image
+from core.types.images import ImageRefused, read_data_uri, read_image
 from core.types.messages import ROLES, Message, Part, ToolCall, ToolSpec
-from data_feeds.images.read_images import read_data_uri
 from data_feeds.rows.values import holds_lone_surrogate
 
 MODEL = "policy"

@@ -13,7 +13,7 @@ import asyncio
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from transformers import DynamicCache
 from core.errors import RunStopped, UserError
 from core.types.images import PlacedImage, list_written
 from core.types.weights import Bucket
+from modeling.hf_config import needs_images
 from rollouts.engines.base import Capabilities, Completion, Engine, EngineConfig
 from rollouts.engines.hf_support.rows import EngineRequest, Rows, make_rows
 from rollouts.engines.sleeping import Sleeper, WakePart
@@ -31,6 +32,9 @@ from trainers.weight_sync.base import Chunk
 from trainers.weight_sync.broadcast import WeightReceiver
 from trainers.weight_sync.chunks import read_chunk
 from trainers.weight_sync.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from modeling.images.processor import ImageProcessor
 
 PARAMETERS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 """Arguments of the calls of a model's forward()."""
@@ -49,7 +53,6 @@ class HfEngine(Engine):
     max_batch = 256
 
     def __init__(self, config: EngineConfig) -> None:
-        from modeling.images.processor import ImageProcessor, needs_images
         from modeling.load import load_model
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,8 +61,11 @@ class HfEngine(Engine):
         )
         self.model = model.eval().to(self.device)
         trusts = config.trust_remote_code
-        sees = needs_images(config.model_path, trust_remote_code=trusts)
-        self.processor = ImageProcessor(config.model_path, trust_remote_code=trusts) if sees else None
+        self.processor: ImageProcessor | None = None
+        if needs_images(config.model_path, trust_remote_code=trusts):
+            from modeling.images.processor import ImageProcessor
+
+            self.processor = ImageProcessor(config.model_path, trust_remote_code=trusts)
         self.temperature, self.stop = config.temperature, set(config.stop_token_ids)
         self.stop_strings, self.allowed_tokens = config.stop_strings, config.allowed_tokens
         self.timeout_s, self.request_mode = config.timeout_s, config.pause_mode

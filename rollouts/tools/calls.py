@@ -10,27 +10,25 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from core.errors import RunStopped, UserError, name_error, shorten
+from core.errors import RunStopped, Unavailable, UserError, name_error, shorten
+from core.metrics import ToolErrorKind
 from core.tasks import gather_fail_fast
 from core.timing.limit_blocking import LimitBlocking
 from core.types.messages import Message, ToolCall
 from data_feeds.chat.tool_specs import find_misfit
-from rewards.sandbox.base import SandboxUnavailable
 from rollouts.tools.functions import Tool
 
-ErrorKind = Literal["unreadable", "unknown", "arguments", "raised", "timeout"]
-"""Kind of failure: malformed call, unknown tool, wrong arguments, exception in the tool, or timeout."""
-THROUGH = (RunStopped, UserError)
-"""Errors of a tool that end the run, since they are not the policy's fault."""
+THROUGH = (RunStopped, UserError, Unavailable)
+"""Errors of a tool that end the run or fail the sample, since they are not the policy's fault."""
 
 
 class ToolFailed(Exception):
     """Error of a tool with the answer as its text."""
 
 
-class ToolUnavailable(Exception):
+class ToolUnavailable(Unavailable):
     """Error of an unavailable tool, not the policy's fault. The sample fails without a reward."""
 
 
@@ -39,7 +37,7 @@ class ToolResult:
     """Result of one call."""
 
     message: Message
-    error: ErrorKind | None = None
+    error: ToolErrorKind | None = None
 
 
 async def run_calls(
@@ -47,8 +45,8 @@ async def run_calls(
 ) -> list[ToolResult]:
     """Run calls with a timeout of `seconds` each. Return results in the order of the calls.
 
-    key: setting of `seconds`, for the error of a blocking tool. Raises RunStopped, UserError, ToolUnavailable and
-    SandboxUnavailable of a tool.
+    key: setting of `seconds`, for the error of a blocking tool. Raises RunStopped, UserError and
+    Unavailable of a tool.
     """
     runs = [_answer_call(call, tools, seconds=seconds, key=key) for call in calls]
     if parallel:
@@ -63,7 +61,7 @@ async def run_calls(
     return answers
 
 
-def make_answer(content: str, call: ToolCall | None, error: ErrorKind | None = None) -> ToolResult:
+def make_answer(content: str, call: ToolCall | None, error: ToolErrorKind | None = None) -> ToolResult:
     """Return the message with a tool's result, or with the error."""
     if error is not None:
         content = f"Error: {content}"
@@ -91,7 +89,7 @@ async def _answer_call(call: ToolCall, tools: Mapping[str, Tool], *, seconds: fl
         async with deadline:
             result = await _call_tool(tool, arguments, seconds=seconds, key=key)
         return make_answer(write_result(result), call)
-    except (*THROUGH, ToolUnavailable, SandboxUnavailable):
+    except THROUGH:
         raise
     except ToolFailed as error:
         return make_answer(f"{error}", call, "raised")

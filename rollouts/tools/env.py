@@ -23,6 +23,7 @@ class ToolEnv(Env):
     the thread until the run ends.
     """
 
+    least_turns = 2
     functions: ClassVar[Sequence[Callable[..., Any]]] = ()
     """Functions offered as tools."""
     tool_timeout_s: float = 30.0

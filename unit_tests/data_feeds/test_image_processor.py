@@ -10,12 +10,13 @@ from PIL import Image
 
 from core.errors import RunStopped, UserError
 from core.types.images import ImageRefused, read_image
+from data_feeds.chat.template_append import ImagesDoNotFit
 from data_feeds.chat.template_messages import to_template_messages
 from data_feeds.chat.tokenizer import ChatTokenizer
-from data_feeds.images.image_tokens import ImagesDoNotFit
+from modeling.hf_config import needs_images
 from modeling.images import processor as images
 from modeling.images.cache import ImageCache
-from modeling.images.processor import ImageProcessor, needs_images
+from modeling.images.processor import ImageProcessor
 from unit_tests.helpers.image_models import QWEN, SIDE, draw, draw_image, save_idefics, save_qwen, say, to_bytes
 
 SIZES = [(28, 28), (84, 84), (100, 30), (30, 100), (200, 120), (13, 90), (60, 59), (1, 70)]

@@ -16,7 +16,7 @@ from core.errors import UserError
 from core.types.samples import Prompt, make_sample
 from data_feeds.rows.eval_sets import PromptSet
 from data_feeds.rows.invalid_rows import InvalidRows
-from driver.evaluation.estimators import majority_at_k, pass_at_k, pass_hat_k
+from driver.evaluation.estimators import choose_ks, majority_at_k, pass_at_k, pass_hat_k
 from driver.evaluation.intervals import estimate_means
 from driver.evaluation.suites.answers import find_final_answer
 from driver.evaluation.suites.generations import (
@@ -30,7 +30,7 @@ from driver.evaluation.suites.generations import (
     read_generations,
 )
 from driver.evaluation.suites.resume import find_samples
-from driver.evaluation.suites.table import GradedPrompt, choose_ks, make_table
+from driver.evaluation.suites.table import GradedPrompt, make_table
 
 COUNTS = [(n, c, k) for n in range(1, 8) for c in range(n + 1) for k in range(1, n + 1)]
 

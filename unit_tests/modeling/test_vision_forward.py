@@ -17,10 +17,11 @@ from core.types.samples import Batch, Group
 from data_feeds.packing.batches import pack
 from modeling.attention import BY_SEQUENCE, attend_by_sequence_if_able, can_share_prefixes
 from modeling.forward import compute_values, forward, layout_for
-from modeling.images.media import MediaLoader, add_blank
+from modeling.images.media import ImageMedia, add_blank
 from modeling.images.processor import ImageProcessor
 from modeling.images.rope_positions import find_rope_ids
 from modeling.load import check_weights, load_model, load_scalar_model
+from modeling.media import MediaLoader
 from unit_tests.helpers.examples import families
 from unit_tests.helpers.seeing import (
     MARKED,
@@ -44,15 +45,15 @@ class Seeing:
     family: str
     path: str
     loader: MediaLoader
+    images: ImageMedia
     groups: list[Group]
 
     @property
     def processor(self) -> ImageProcessor:
-        assert self.loader.processor is not None
-        return self.loader.processor
+        return self.images.processor
 
     def load(self, model: nn.Module, batch: Batch) -> Batch:
-        self.loader.model = model
+        self.images.model = model
         return self.loader.load(batch)
 
     def in_double(self, attention: str = BY_SEQUENCE) -> nn.Module:
@@ -71,8 +72,8 @@ class Seeing:
 def seeing(request, tmp_path_factory) -> Seeing:
     path = save_model(tmp_path_factory.mktemp(request.param), request.param)
     loader = MediaLoader(make_model(request.param), path, device="cpu")
-    assert loader.processor is not None
-    return Seeing(request.param, path, loader, seeing_groups(loader.processor))
+    assert loader.images is not None
+    return Seeing(request.param, path, loader, loader.images, seeing_groups(loader.images.processor))
 
 
 def test_shared_packed_and_padded_rows_give_what_each_sample_has_alone(seeing):

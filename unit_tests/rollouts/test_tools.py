@@ -528,7 +528,7 @@ def test_an_environment_that_takes_text_is_told_what_it_gets(tmp_path):
 
 def test_tools_whose_results_are_never_seen_are_refused():
     assert list_env_tools(Desk, max_turns=2) == Desk.tools
-    with pytest.raises(UserError, match=r"rollout.max_turns is 1, so the policy would never see what the tools"):
+    with pytest.raises(UserError, match=r"rollout.max_turns is 1, so the policy would never see what Desk answers"):
         list_env_tools(Desk, max_turns=1)
     with pytest.raises(UserError, match=r"rollout.env: Bad.tools: a tool has no name"):
         list_env_tools(type("Bad", (Env,), {"tools": [{"type": "function", "function": {}}]}), max_turns=1)

@@ -19,7 +19,7 @@ from core.types.images import PlacedImage, list_written
 from core.types.weights import Bucket
 from data_feeds.chat.tokenizer import ChatTokenizer
 from modeling.images.processor import ImageProcessor
-from modeling.images.vision import parts_of
+from modeling.images.vision import VISION_FAMILIES
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_local import LocalVllmEngine
@@ -76,8 +76,7 @@ class Seeing:
             self.prompts = [(ids := tokenizer.render(m), find_places(tokenizer, ids, m)) for m in CONVERSATIONS]
         self.banned = sorted(processor.placeholder_ids)
         self.old, self.new = load_plain(self.path), load_plain(self.path)
-        parts = parts_of(self.new)
-        assert parts is not None
+        parts = VISION_FAMILIES[self.new.config.model_type]
         with torch.no_grad():
             for parameter in self.new.get_submodule(parts.tower).parameters():
                 parameter.mul_(1.5)

@@ -56,6 +56,26 @@ def test_a_heavy_library_has_one_home():
     assert layers.strangers(ROOT, FILES) == []
 
 
+def test_a_file_is_imported_without_the_optional_parts_that_it_is_not_of():
+    assert layers.needed_parts(ROOT, FILES) == []
+
+
+def test_an_import_of_an_optional_part_is_found_unless_it_is_in_a_function(tmp_path):
+    (tmp_path / "rollouts/agents").mkdir(parents=True)
+    (tmp_path / "rollouts/agents/task.py").write_text("")
+    (tmp_path / "core").mkdir()
+    for name, text in {
+        "at_once": "try:\n    from rollouts.agents.task import Task\nfinally:\n    pass\n",
+        "in_class": "class A:\n    import rollouts.agents.task\n",
+        "in_function": "class A:\n    def f(self):\n        from rollouts.agents import task\n",
+        "for_types": "if TYPE_CHECKING:\n    from rollouts.agents import task\n",
+    }.items():
+        (tmp_path / f"core/{name}.py").write_text(text)
+    files = [f"core/{name}.py" for name in ("at_once", "in_class", "in_function", "for_types")]
+    task = "rollouts/agents/task.py"
+    assert layers.needed_parts(tmp_path, [*files, task]) == [(files[0], task), (files[1], task)]
+
+
 def test_files_and_functions_are_short():
     assert layers.long_files(ROOT) == []
     functions = [f for file in FILES for f in layers.functions_of(ROOT, file)]

@@ -35,7 +35,7 @@ from data_feeds.packing.bin_packing import TooLarge
 from driver.checks.explain import GIB, describe_memory, estimate_memory
 from driver.load_recipe import load_recipe
 from modeling.images.processor import ImageProcessor
-from modeling.images.vision import VISION_FAMILIES, in_tower, in_vision, is_below
+from modeling.images.vision import VISION_FAMILIES
 from modeling.load import load_model, load_scalar_model
 from rewards import reward_model
 from trainers.local import LocalTrainer
@@ -187,8 +187,8 @@ def test_a_frozen_tower_keeps_its_weights_and_the_connector_learns(folders, fami
         assert {*before} == {name for name, _ in make_model(family).named_parameters()}, "all of it is saved and sent"
         trainer.step([pieces])
         changed[vision] = changed_parts(trainer, before)
-    inside = {n for n in before if in_tower(n, parts)}
-    connector = {n for n in before if in_vision(n, parts)} - inside
+    inside = {n for n in before if parts.in_tower(n)}
+    connector = {n for n in before if parts.in_vision(n)} - inside
     assert inside and connector
     assert changed["frozen"] & inside == set()
     assert connector <= changed["frozen"] and changed["train"] >= changed["frozen"]
@@ -214,7 +214,7 @@ def test_adapters_are_in_the_language_part_unless_asked_for(folders, family, tar
         trainer.step([in_pieces(alg, groups)])
         trainer.step([in_pieces(alg, groups)])  # B begins at zero, and A learns from then on
         changed = changed_parts(trainer, before)
-        outside = {name for name in changed if not is_below(name, parts.language)}
+        outside = {name for name in changed if not parts.in_language(name)}
         assert changed - outside and bool(outside) == vision
         assert "lm_head.weight" not in changed
         folder = tmp_path / str(vision)
@@ -247,8 +247,8 @@ def test_the_plan_of_a_run_knows_the_vision_part(folders, recipe):
     path = folders("qwen2_5_vl")
     plain: Any = make_model("qwen2_5_vl")
     parts = VISION_FAMILIES["qwen2_5_vl"]
-    n_vision = sum(p.numel() for n, p in plain.named_parameters() if in_vision(n, parts))
-    n_tower = sum(p.numel() for n, p in plain.named_parameters() if in_tower(n, parts))
+    n_vision = sum(p.numel() for n, p in plain.named_parameters() if parts.in_vision(n))
+    n_tower = sum(p.numel() for n, p in plain.named_parameters() if parts.in_tower(n))
     whole, frozen = (
         load_recipe(SLConfig, recipe({"model.path": path, "trainer.vision": vision}, kind="sl"), [])
         for vision in ("train", "frozen")

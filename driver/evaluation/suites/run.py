@@ -18,9 +18,10 @@ from core.timing.phases import Phase
 from core.types.samples import Prompt
 from data_feeds.rows.eval_sets import PromptSet
 from driver.context import RunContext
+from driver.evaluation.estimators import choose_ks
 from driver.evaluation.suites.display import EvalDisplay, format_table
 from driver.evaluation.suites.generations import Generation, PartWriter, describe_group, join_parts
-from driver.evaluation.suites.table import RESULTS, GradedPrompt, TableRow, choose_ks, make_table, measure_prompt
+from driver.evaluation.suites.table import RESULTS, GradedPrompt, TableRow, make_table, measure_prompt
 from rollouts.scheduling.generation import GroupRequests
 
 OF_SET = "set"

@@ -49,16 +49,6 @@ class TableRow:
         return asdict(self)
 
 
-def choose_ks(samples: int) -> list[int]:
-    """Return the powers of two up to `samples`, and `samples` itself.
-
-    >>> choose_ks(6)
-    [1, 2, 4, 6]
-    """
-    powers = [2**i for i in range(samples.bit_length()) if 2**i <= samples]
-    return powers if powers[-1] == samples else [*powers, samples]
-
-
 def measure_prompt(graded: GradedPrompt, ks: Sequence[int]) -> dict[str, float]:
     """Return a prompt's estimates for every k up to its number of samples, averaged over players.
 

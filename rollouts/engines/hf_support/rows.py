@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from core.types.images import PlacedImage
-from modeling.images.processor import ImageProcessor
-from modeling.images.rope_positions import find_rope_ids
 from rollouts.engines.base import Completion
+
+if TYPE_CHECKING:
+    from modeling.images.processor import ImageProcessor
 
 Asked = tuple[list[int], Sequence[PlacedImage]]
 """Tokens and images of a request."""
@@ -139,4 +141,6 @@ def _find_pad(processor: ImageProcessor | None) -> int:
 
 def _spread(length: int, images: Sequence[PlacedImage], width: int) -> Tensor:
     """Return the M-RoPE positions of one row, [3, width] int64, with zeros for padding."""
+    from modeling.images.rope_positions import find_rope_ids
+
     return torch.nn.functional.pad(torch.from_numpy(find_rope_ids(length, images)), (width - length, 0))

@@ -17,7 +17,7 @@ from configs.trainer_schema import LoraConfig
 from core.errors import RunStopped, TransportFailed, UserError
 from core.types.allowed_tokens import AllowedTokens
 from core.types.images import PlacedImage, list_written
-from modeling.images.processor import ImageProcessor, needs_images
+from modeling.hf_config import needs_images
 from rollouts.engines.base import Completion, Engine, EngineConfig
 from rollouts.engines.sleeping import Sleeper
 from rollouts.engines.vllm_support.architectures import has_architecture
@@ -56,6 +56,8 @@ class VllmBase(Engine):
         self._sees = needs_images(config.model_path, trust_remote_code=trusts)
         self._placeholder: int | None = None
         if self._sees:
+            from modeling.images.processor import ImageProcessor
+
             self._placeholder = ImageProcessor(config.model_path, trust_remote_code=trusts).placeholder_id
         self._args = engine_args(config, on_cpu=on_cpu, sees=self._sees)
         self._start()

@@ -1,0 +1,48 @@
+"""Batches on a model's device, with the media that it reads: the tensors of their images (modeling/images/media.py)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from core.errors import UserError
+from core.types.samples import Batch
+from modeling.hf_config import vision_family
+
+if TYPE_CHECKING:
+    from modeling.images.media import ImageMedia
+
+
+class MediaLoader:
+    """Move batches to a model's device. A model that sees gets the media of their images too."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str,
+        *,
+        device: str,
+        dtype: torch.dtype | None = None,
+        trust_remote_code: bool = False,
+    ):
+        """Begin; `path` is the folder of the model, with the processor of one that sees.
+
+        dtype: dtype that the model computes in; None is that of its weights.
+        """
+        self.path, self.device = path, device
+        self.images: ImageMedia | None = None
+        own: Any = model
+        if vision_family(own.config) is not None:
+            from modeling.images.media import ImageMedia
+
+            self.images = ImageMedia(model, path, dtype=dtype or own.dtype, trust_remote_code=trust_remote_code)
+
+    def load(self, batch: Batch) -> Batch:
+        """Return the batch on the device, with the media of its images. Raises UserError for a text model's."""
+        if self.images is not None:
+            batch = self.images.add_media(batch)
+        elif batch.images:
+            raise UserError(f"model.path={self.path} is a text model, and a sample has images")
+        return batch.to(self.device)
