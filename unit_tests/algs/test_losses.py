@@ -1,9 +1,7 @@
 """Every loss against the numbers of an independent oracle (numpy, float64, finite differences)."""
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,13 +27,10 @@ from algs.terms import KL, Correction, Overlong
 from algs.turns import generalised_advantages, reward_to_go
 from core.types.arrays import DOUBLE
 from core.types.samples import Policy, Prompt, Sample, Tokens, make_sample
-from data_feeds.packing.batches import pack, token_weights
 from driver.records.rollout_metrics import name_train_metrics
 from modeling.forward import compute_token_logp
-from unit_tests.algs import test_preferences as preferences
+from unit_tests.helpers.golden import GOLDEN, RL, TOLERANCES, batch_of, live, samples_of
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_losses.json").read_text())
-RL = GOLDEN["fixtures"]["rl"]
 OFF = Correction(level="none")
 NARROW = {"clip_low": 0.03, "clip_high": 0.05, "correction": OFF}
 PPO_OFF = PPO(correction=OFF)
@@ -91,7 +86,7 @@ ELSEWHERE = {
     "sft/from_logits_T1.0": "test_the_path_from_logits_is_the_oracles",
     "sft/from_logits_T0.7": "test_the_path_from_logits_is_the_oracles",
     "entropy/mean": "test_entropy_is_the_oracles",
-    **dict.fromkeys(preferences.CASES, "test_preferences.py"),
+    **{name: "test_preferences.py" for name in GOLDEN["cases"] if name.startswith("dpo/")},
 }
 LEFT_OUT = {
     "ppo/clip_kl_in_loss_k1": "refused: its expected gradient is zero",
@@ -112,56 +107,6 @@ LEFT_OUT = {
 def test_every_case_of_the_oracle_is_tested_or_left_out_for_a_reason():
     assert CASES.keys() | ELSEWHERE.keys() | LEFT_OUT.keys() == GOLDEN["cases"].keys()
     assert not CASES.keys() & LEFT_OUT.keys() and not ELSEWHERE.keys() & (CASES.keys() | LEFT_OUT.keys())
-
-
-def samples_of(name: str, poison: float | None = None) -> list[list[Sample]]:
-    """The fixture as groups of Samples: two prompt tokens before each response, one token of another after it."""
-    hyper = GOLDEN["cases"][name]["hyperparameters"]
-    # the unbiased KL is weighted by pi / pi_rollout, and the oracle's by pi / pi_old
-    rollout = "old" if name == "grpo/unbiased_kl_v32" else "beh"
-    columns = {"ref_logp": "ref", "teacher_logp": "tea", "values": "old_values", "returns": "returns"}
-    if name != "reinforce/rollout_is_token":  # there the proximal policy is the current one
-        columns["prox_logp"] = "old"
-    advantage = hyper.get("advantages", "adv").replace("seq_adv", "adv")
-    groups: dict[int, list[Sample]] = {}
-    for b, mask in enumerate(RL["mask"]):
-        live = [t for t, m in enumerate(mask) if m]
-        bad = 0.0 if poison is None else poison
-
-        def column(key: str, b=b, live=live, bad=bad) -> list[float]:
-            return [bad, bad, *(RL[key][b][t] for t in live), bad]
-
-        sample = make_sample(
-            dtype=DOUBLE,
-            prompt=Prompt(id=str(RL["prompt"][b]), messages=[]),
-            token_ids=[5] * (len(live) + 3),
-            action_mask=[False, False, *[True] * len(live), False],
-            rollout_logp=column(rollout),
-            versions=[-1] * (len(live) + 3),
-            reward=RL["rewards"][b],
-            advantage=column(advantage),
-            columns={name: column(key) for name, key in columns.items()},
-        )
-        groups.setdefault(RL["prompt"][b], []).append(sample)
-    return list(groups.values())
-
-
-def batch_of(name: str, alg: Algorithm, dtype, poison: float | None = None):
-    groups = samples_of(name, poison)
-    if name == "opd/policy_gradient":
-        groups = alg.compute_advantages(groups)
-    horizon = GOLDEN["cases"][name]["hyperparameters"].get("loss_const", 1)
-    weights = token_weights(groups, alg.loss_norm, horizon=int(horizon))
-    return pack([s for g in groups for s in g], weights, dtype=dtype)
-
-
-def live(rows: list[list[float]], dtype) -> torch.Tensor:
-    """The learnt entries of a [B, T] table, [M]."""
-    cells = zip((x for row in rows for x in row), (m for row in RL["mask"] for m in row), strict=True)
-    return torch.tensor([x for x, m in cells if m], dtype=dtype)
-
-
-TOLERANCES = [(torch.float64, 1e-9), (torch.float32, 2e-5)]
 
 
 @pytest.mark.parametrize("name", CASES)

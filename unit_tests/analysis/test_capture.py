@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -37,84 +35,17 @@ from analysis.capture.tokens import (
 from analysis.capture.triggers import HISTORY, LEAST, Triggers
 from configs.capture_schema import CaptureConfig
 from configs.schema import RLConfig
-from core.cluster.workers import Local
 from core.errors import RunStopped, UserError
 from core.metrics import find_metric
-from core.timing.clock import Clock
-from core.types.allowed_tokens import EVERY_TOKEN
 from core.types.samples import Group
 from data_feeds.packing.batches import plan_update
 from data_feeds.packing.columns import add_columns
 from driver.load_recipe import load_recipe
-from driver.rl.observers import RunObservers, StartedRun
-from driver.rl.run import Run
-from driver.start.observers import plan_observers
-from driver.start.trainers import build_trainer, plan_trainer
+from unit_tests.helpers.captured_step import NO_MASK, WRONG_SIGN, Step, rewarded
 from unit_tests.helpers.examples import a_changed, some_groups, with_values
+from unit_tests.helpers.runs import file_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-WRONG_SIGN = '''
-"""A planted mistake: what was worse than its siblings is made likelier too."""
-from algs.grpo import GRPO
-
-class WrongSign(GRPO):
-    def loss(self, policy, tokens):
-        return super().loss(policy, tokens.replace(advantage=tokens.advantage.abs()))
-'''
-NO_MASK = '''
-"""A planted mistake: the tokens whose ratio is out of bounds keep their gradient."""
-from algs.base import GroupRelative
-from algs.ops import importance_ratio
-
-class NoMask(GroupRelative):
-    def loss(self, policy, tokens):
-        return -importance_ratio(policy.logp, tokens.prox_logp) * tokens.advantage, {}
-'''
-
-
-def rewarded(groups: list[Group]) -> list[Group]:
-    """Groups in which every one has both rewards, with advantages left to the algorithm."""
-    return [[a_changed(s, reward=float(i % 2), advantage=None) for i, s in enumerate(g)] for g in groups]
-
-
-class Step:
-    """One step of a run, as main_rl.py makes it, with the observers of its recipe, in a run folder of its own."""
-
-    def __init__(self, path: str, home: Path, *overrides: str):
-        loaded = load_recipe(RLConfig, path, list(overrides))
-        self.cfg = cfg = loaded.cfg
-        self.home, self.said = home, list[str]()
-        planned = plan_observers(loaded)
-        on_trainer = {key: observer.on_trainer for key, observer in planned.items()}
-        settings = {"temperature": cfg.rollout.temperature, "total_updates": cfg.total_updates}
-        self.trainer = build_trainer(None, plan_trainer(cfg, loaded.alg, observers=on_trainer, **settings))
-        context = SimpleNamespace(
-            clock=Clock(), console=SimpleNamespace(say=self.said.append), folder=SimpleNamespace(path=home)
-        )
-        started = StartedRun(
-            loaded=loaded,
-            tokenizer=cast(Any, SimpleNamespace(hf=AutoTokenizer.from_pretrained(cfg.model.path))),
-            allowed_tokens=EVERY_TOKEN,
-            checkpoint=None,
-            context=cast(Any, context),
-            trainers=Local(self.trainer),
-            layout=self.trainer.describe_layout(),
-        )
-        parts: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
-        parts |= {"cfg": cfg, "alg": loaded.alg, "trainers": started.trainers, "layout": started.layout}
-        parts |= {"context": context, "steps_done": 0}
-        parts["time"] = SimpleNamespace(prefetch_engine_timers=lambda: None, prefetch_trainer_timers=lambda: None)
-        parts["observers"] = RunObservers([observer.start(started) for observer in planned.values()])
-        self.run = Run(**parts)
-
-    def train(self, groups: list[Group]) -> dict[str, float]:
-        async def go() -> dict[str, float]:
-            measured = await self.run.train(self.run.compute_advantages(await self.run.compute_columns(groups)))
-            await self.run.observers.finish()  # a run does not wait for a snapshot until the next one
-            return measured
-
-        return asyncio.run(go())
 
 
 @pytest.fixture
@@ -123,11 +54,6 @@ def step(recipe, tmp_path):
         return Step(recipe({"rollout.max_new_tokens": 24} | (changes or {})), tmp_path / "run", *overrides)
 
     return make
-
-
-def a_file(path: Path, text: str) -> str:
-    path.write_text(text)
-    return str(path)
 
 
 def moved(groups: list[Group], by: float = 0.5) -> list[Group]:
@@ -318,7 +244,7 @@ class Hiccup(GRPO):
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_a_step_that_is_not_finite_is_kept_though_it_ends_the_run(step, tmp_path, most):
-    file = a_file(tmp_path / "hiccup.py", HICCUP)
+    file = file_of(tmp_path / "hiccup.py", HICCUP)
     made = step({"alg": {"file": file}, "capture.on": ["non_finite"], "trainer.max_skipped_updates": most})
     ends = pytest.raises(RunStopped, match="1 updates in a row") if most == 1 else nullcontext()
     with ends:
@@ -380,8 +306,8 @@ def compared(step, tmp_path) -> recompute.Replay:
         {"as": "dr_grpo", "name": "grpo", "loss_norm": "constant", "clip_low": 0.01, "clip_high": 0.01},
         {"as": "published", "name": "grpo", "loss_norm": "sequence", "scale_rewards": "group"},
         "cispo",
-        a_file(tmp_path / "wrong_sign.py", WRONG_SIGN),
-        a_file(tmp_path / "no_mask.py", NO_MASK),
+        file_of(tmp_path / "wrong_sign.py", WRONG_SIGN),
+        file_of(tmp_path / "no_mask.py", NO_MASK),
     ]
     return recompute.replay(snapshot_folder(made.home, 0), losses, update=1)
 
@@ -596,7 +522,7 @@ def test_a_shadow_that_trains_on_other_tokens_is_refused(step):
 
 
 def test_a_shadow_that_is_not_finite_does_not_end_the_run(step, tmp_path):
-    made = step({"compare_losses": [a_file(tmp_path / "hiccup.py", HICCUP)]})
+    made = step({"compare_losses": [file_of(tmp_path / "hiccup.py", HICCUP)]})
     for n in range(2):
         metrics = made.train(rewarded(some_groups(4, seed=n)))
         assert "compare_losses/hiccup/loss" not in metrics and "compare_losses/hiccup/mismatch/kl" in metrics
@@ -606,7 +532,7 @@ def test_a_shadow_that_is_not_finite_does_not_end_the_run(step, tmp_path):
 
 
 def test_an_update_that_was_skipped_counts_for_no_shadow(step, tmp_path):
-    changes = {"alg": {"file": a_file(tmp_path / "hiccup.py", HICCUP)}, "compare_losses": ["grpo"]}
+    changes = {"alg": {"file": file_of(tmp_path / "hiccup.py", HICCUP)}, "compare_losses": ["grpo"]}
     metrics = step(changes).train(rewarded(some_groups(4)))
     assert metrics["train/updates_skipped"] == 1 and not [
         name for name in metrics if name.startswith("compare_losses/")

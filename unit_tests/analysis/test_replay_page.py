@@ -19,11 +19,12 @@ from analysis.capture.token_maps import list_disagreements
 from analysis.capture.tokens import snapshot_folder
 from analysis.report.replay_page import SAMPLES, choose_samples, count_disagreements, write_replay_page
 from core.errors import UserError
-from unit_tests.analysis.test_capture import NO_MASK, WRONG_SIGN, Step, a_file, rewarded
-from unit_tests.analysis.test_report import HOSTILE, Elements
 from unit_tests.helpers.browser import MISSING, Browser, find_browser
+from unit_tests.helpers.captured_step import NO_MASK, WRONG_SIGN, Step, rewarded
 from unit_tests.helpers.examples import a_changed, some_groups
 from unit_tests.helpers.packed import unpack
+from unit_tests.helpers.pages import HOSTILE, Elements
+from unit_tests.helpers.runs import file_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LOSSES = ["run", "cispo", "wrong_sign", "no_mask"]
@@ -48,7 +49,7 @@ def folder(recipe, tmp_path) -> Path:
 @pytest.fixture
 def found(folder, tmp_path) -> Replay:
     """Three other losses on the second update."""
-    files = [a_file(tmp_path / "wrong_sign.py", WRONG_SIGN), a_file(tmp_path / "no_mask.py", NO_MASK)]
+    files = [file_of(tmp_path / "wrong_sign.py", WRONG_SIGN), file_of(tmp_path / "no_mask.py", NO_MASK)]
     return replay(folder, ["cispo", *files], update=1, with_maps=True)
 
 

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,10 @@ from driver.records.git_state import read_git_state
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.long_run import make_run
 from unit_tests.helpers.packed import unpack
+from unit_tests.helpers.pages import HOSTILE, Elements, rewrite_sample
+from unit_tests.helpers.runs import metrics_of
 
 ROOT = Path(__file__).parent.parent.parent
-HOSTILE = (
-    "<img src=x onerror=\"document.title='hacked'\">",
-    "</script><script>document.title='hacked'</script>",
-    "<!--",
-)
 
 
 @pytest.fixture(scope="module")
@@ -44,50 +40,15 @@ def run(made, tmp_path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "run"))
 
 
-class Elements(HTMLParser):
-    """The elements of a page as a browser would see them, and the text of its scripts."""
-
-    def __init__(self, page: Path):
-        super().__init__()
-        self.tags: list[str] = []
-        self.scripts: dict[str, str] = {}
-        self._inside: str | None = None
-        self.feed(page.read_text())
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        if tag == "script":
-            self._inside = dict(attrs).get("id", "code")
-            self.scripts[self._inside] = ""
-
-    def handle_endtag(self, tag):
-        self._inside = None
-
-    def handle_data(self, data):
-        if self._inside:
-            self.scripts[self._inside] += data
-
-
 def page_of(runs: list[Path], folder: Path, *, samples: int = 32, everything: bool = False) -> Elements:
     write_page(runs, folder / "page.html", samples=samples, everything=everything)
     return Elements(folder / "page.html")
 
 
-def lines_of(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def rewrite_sample(run: Path, step: int, number: int, **changes: object) -> None:
-    file = run / "samples" / f"step_{step:05d}.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    rows[number] |= changes
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def test_every_number_of_the_log_is_in_the_page(run, tmp_path):
     page = page_of([run], tmp_path)
     got = unpack(page.scripts["metrics-r0"])
-    lines = lines_of(run)
+    lines = metrics_of(run)
     assert got["steps"] == [line["step"] for line in lines]
     for i, line in enumerate(lines):
         assert {name: values[i] for name, values in got["values"].items()} == {
@@ -217,7 +178,7 @@ def test_a_reward_that_is_not_finite_is_told(run, tmp_path):
 def test_warnings_come_from_the_summary_and_the_log(run, tmp_path):
     told = {"warnings": [{"step": 1, "rule": "entropy", "text": "low"}]}
     (run / "summary.json").write_text(json.dumps({"exit_reason": "stopped: x", **told}))
-    lines = lines_of(run)
+    lines = metrics_of(run)
     lines[1] |= {"train/updates_skipped": 2.0, "rollout/failed": 1.0}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     [head] = json.loads(page_of([run], tmp_path).scripts["head"])["runs"]

@@ -9,10 +9,11 @@ import pytest
 import main_rl
 import main_sl
 from analysis.report.page import write_page
-from unit_tests.analysis.test_report import HOSTILE, lines_of, rewrite_sample
 from unit_tests.helpers.browser import MISSING, Browser, find_browser
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.long_run import make_run
+from unit_tests.helpers.pages import HOSTILE, rewrite_sample
+from unit_tests.helpers.runs import metrics_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -59,7 +60,7 @@ def test_the_page_of_two_real_runs(browser, runs, tmp_path):
     page = tmp_path / "page.html"
     write_page(runs, page, samples=16, everything=False)
     browser.open(page)
-    logs = [lines_of(run) for run in runs]
+    logs = [metrics_of(run) for run in runs]
     browser.ask("document.querySelectorAll('details').forEach((e) => (e.open = true))")
     metrics = len({name for log in logs for line in log for name in line} - {"step"})
     browser.wait_for(f"document.querySelectorAll('.card').length == {metrics}")
@@ -183,7 +184,7 @@ def test_a_supervised_run_has_curves_and_says_that_it_has_no_samples(browser, re
     [run] = (tmp_path / "runs").iterdir()
     write_page([run], tmp_path / "page.html", samples=8, everything=False)
     browser.open(tmp_path / "page.html")
-    assert numbers(browser, '[data-metric="train/loss"] .number') == {"train/loss": lines_of(run)[-1]["train/loss"]}
+    assert numbers(browser, '[data-metric="train/loss"] .number') == {"train/loss": metrics_of(run)[-1]["train/loss"]}
     for tab in ("time", "tokens", "samples"):
         browser.click(f'[data-tab="{tab}"]')
         browser.wait_for(f"document.querySelector('.tab[data-name={tab}][data-done]')")
@@ -238,4 +239,4 @@ def test_a_long_run_opens_in_a_small_page(browser, tmp_path):
     assert (tmp_path / "page.html").stat().st_size < 50e6
     browser.open(tmp_path / "page.html", "#samples/r0/150")
     browser.wait_for("document.querySelectorAll('.sample').length == 8")
-    assert numbers(browser, ".metrics .number") == {k: v for k, v in lines_of(run)[150].items() if k != "step"}
+    assert numbers(browser, ".metrics .number") == {k: v for k, v in metrics_of(run)[150].items() if k != "step"}

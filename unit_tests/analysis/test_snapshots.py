@@ -18,8 +18,8 @@ from analysis.capture.tokens import MANIFEST, SNAPSHOTS, captured_steps, read_ca
 from analysis.capture.weights import load_checkpoint
 from core.errors import UserError
 from core.metrics import find_metric
-from unit_tests.driver.test_runs import ROOT, SEVENS, file_of, folder_of, metrics_of
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.runs import ROOT, SEVENS, file_of, folder_of, metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -32,8 +32,8 @@ from rollouts.allowed_tokens import resolve_allowed_tokens
 from rollouts.stops import Stops
 from trainers.deepspeed import deepspeed_config
 from trainers.optimizer import make_lr_schedule, make_optimizer
-from unit_tests.configs.test_unused_keys import list_keys
 from unit_tests.helpers.examples import some_groups
+from unit_tests.helpers.recipes import list_keys
 
 ROOT = Path(__file__).parent.parent.parent
 PARTS = {"correct": 1.0, "other": 0.5, "gsm8k.correct": 2.0}

@@ -11,9 +11,8 @@ from configs.schema import RLConfig, SLConfig
 from core.errors import UserError
 from driver.load_recipe import load_recipe
 from driver.resume import changed_files, changed_package_files
-from unit_tests.driver.test_checkpoint import folder_of
-from unit_tests.driver.test_runs import metrics_of
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.runs import folder_of, metrics_of
 
 
 def write(path, recipe: dict) -> str:

@@ -10,8 +10,8 @@ import main_rl
 import main_sl
 from core.errors import UserError
 from driver.sweep import combine_overrides, read_run, show_table, split_values
-from unit_tests.driver.test_runs import program
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.runs import program
 
 VALUES = {
     "1e-5,3e-5": ["1e-5", "3e-5"],

@@ -31,9 +31,9 @@ from driver.records import sample_files
 from driver.records.sample_files import MAX_WAITING, SampleFiles, make_sample_record
 from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer, Schedule
 from tools.benchmarks import driver_cost
-from unit_tests.driver.test_runs import SEVENS, file_of, folder_of
 from unit_tests.helpers import image_models
 from unit_tests.helpers.examples import a_changed, a_sample, run_here, some_groups, with_values
+from unit_tests.helpers.runs import SEVENS, file_of, folder_of
 
 COLUMNS = ("token_ids", "action_mask", "rollout_logp", "versions", "advantage")
 

@@ -29,7 +29,7 @@ from driver.evaluation.suites.generations import describe_group
 from driver.records.rollout_metrics import check_failures, measure_drawn, measure_groups, measure_passes
 from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer, Schedule
 from unit_tests.helpers.examples import some_groups
-from unit_tests.trainers.test_invariance import change
+from unit_tests.helpers.local_trainers import change
 
 NORMS = ("token", "sequence", "sequence_sum", "constant", "prompt")
 

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -14,9 +13,9 @@ import pytest
 from core.cluster import guardian, scratch
 from core.cluster.scratch import Scratch, find_scratch, name_shared_memory, remove_abandoned
 from unit_tests.helpers.examples import is_running
+from unit_tests.helpers.processes import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
-PATIENCE_S = 20.0
 DRIVER = """
 import os, subprocess, sys, time
 from core.cluster.scratch import Scratch
@@ -65,27 +64,20 @@ def driver(base):
     Path(f"/dev/shm/{Path(folder).name}-test").unlink(missing_ok=True)
 
 
-def wait_until(condition) -> bool:
-    until = time.monotonic() + PATIENCE_S
-    while not (done := condition()) and time.monotonic() < until:
-        time.sleep(0.05)
-    return done
-
-
 def test_a_killed_driver_takes_everything_with_it(driver):
     run, folder, [guardian_id, one, two, below, stranger] = driver
     assert folder.stat().st_mode & 0o777 == 0o700
     named = Path(f"/dev/shm/{folder.name}-test")
     named.write_bytes(b"0")
-    assert wait_until(lambda: is_ready(guardian_id))
+    wait_until(lambda: is_ready(guardian_id))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(guardian_id, number)
     assert all(map(is_running, (guardian_id, one, two, below)))
     run.kill()
     run.wait()
-    assert wait_until(lambda: not any(map(is_running, (one, two, below))))
-    assert wait_until(lambda: not folder.exists() and not named.exists())
-    assert wait_until(lambda: not is_running(guardian_id))
+    wait_until(lambda: not any(map(is_running, (one, two, below))))
+    wait_until(lambda: not folder.exists() and not named.exists())
+    wait_until(lambda: not is_running(guardian_id))
     assert is_running(stranger), "it does not carry the mark"
 
 
@@ -96,7 +88,8 @@ def test_what_lost_its_guardian_too_is_removed_by_the_next_run(driver, base):
     os.kill(guardian_id, signal.SIGKILL)
     run.kill()
     run.wait()
-    assert wait_until(lambda: not is_running(guardian_id)) and is_running(one)
+    wait_until(lambda: not is_running(guardian_id))
+    assert is_running(one)
     named = Path(f"/dev/shm/{folder.name}-test")
     named.write_bytes(b"0")
     with Scratch() as mine:

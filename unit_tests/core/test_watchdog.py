@@ -16,9 +16,9 @@ from core.errors import CallFailed, ProcessDied
 from data_feeds.packing.batches import micro_batches
 from driver.start.trainers import build_trainer
 from trainers.trainer import Trainer
-from unit_tests.driver.test_runs import ROOT, descendants, file_of, folder_of
 from unit_tests.helpers.examples import is_running, some_groups
-from unit_tests.trainers.test_deepspeed import plan_of
+from unit_tests.helpers.ray_trainers import plan_of
+from unit_tests.helpers.runs import ROOT, descendants, file_of, folder_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

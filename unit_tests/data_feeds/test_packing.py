@@ -5,22 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.types.samples import Prompt, Sample, make_sample
 from data_feeds.packing.batches import micro_batches, pack, plan_update, token_weights
 from data_feeds.packing.bin_packing import estimate_cost, pack_into_bins
-from unit_tests.helpers.examples import some_groups
+from unit_tests.helpers.examples import sample_of, some_groups
 
 NORMS = ["token", "sequence", "sequence_sum", "constant", "prompt"]
 
 
-def sample(ids, mask, **more) -> Sample:
-    n = len(ids)
-    fields = {"rollout_logp": [0.1 * t for t in range(n)], "versions": [0] * n} | more
-    return make_sample(prompt=Prompt(id="p", messages=[]), token_ids=ids, action_mask=mask, **fields)
-
-
 def test_position_t_predicts_token_t_plus_one():
-    s = sample([5, 6, 7, 8], [False, False, True, False], advantage=[0.0, 0.0, 2.0, 0.0])
+    s = sample_of([5, 6, 7, 8], [False, False, True, False], advantage=[0.0, 0.0, 2.0, 0.0])
     b = pack([s, s], [0.25, 0.5])
     assert b.input_ids.tolist() == [5, 6, 7, 5, 6, 7]
     assert b.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
@@ -34,7 +27,7 @@ def test_position_t_predicts_token_t_plus_one():
 
 
 def test_weights_are_shares_of_the_whole_update():
-    one, three = sample([1, 2], [False, True]), sample([1, 2, 3, 4], [False, True, True, True])
+    one, three = sample_of([1, 2], [False, True]), sample_of([1, 2, 3, 4], [False, True, True, True])
     expected = {
         "token": [1 / 4, 1 / 4],
         "sequence": [1 / 2, 1 / 6],
@@ -49,16 +42,16 @@ def test_weights_are_shares_of_the_whole_update():
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_failed_or_empty_sample_is_counted_in_no_denominator(norm):
-    one = sample([1, 2], [False, True])
-    failed = sample([1, 2, 3], [False, True, True], failure="ValueError: no")
-    silent = sample([1, 2, 3], [False, False, False])
+    one = sample_of([1, 2], [False, True])
+    failed = sample_of([1, 2, 3], [False, True, True], failure="ValueError: no")
+    silent = sample_of([1, 2, 3], [False, False, False])
     assert token_weights([[one, failed], [silent]], norm, horizon=10)[0] == token_weights([[one]], norm, horizon=10)[0]
     assert token_weights([[one, failed], [silent]], norm, horizon=10)[1:] == [0.0, 0.0]
 
 
 def test_some_with_credit_and_some_without_is_an_error():
     with pytest.raises(ValueError, match="all or none"):
-        pack([sample([1, 2], [False, True]), sample([1, 2], [False, True], advantage=[0.0, 1.0])], [0.5, 0.5])
+        pack([sample_of([1, 2], [False, True]), sample_of([1, 2], [False, True], advantage=[0.0, 1.0])], [0.5, 0.5])
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(50, 200), st.integers(1, 5), st.booleans())
@@ -110,7 +103,7 @@ def test_packed_bins_are_balanced_by_cost_and_not_by_tokens():
 
 
 def test_packed_rows_hold_no_padding_and_padded_ones_say_how_much():
-    groups = [[sample([1] * n, [False] + [True] * (n - 1))] for n in (11, 6, 3)]  # 10, 5, 2 tokens
+    groups = [[sample_of([1] * n, [False] + [True] * (n - 1))] for n in (11, 6, 3)]  # 10, 5, 2 tokens
     assert plan_update(groups, "token", 100, padded=False).padding == 0
     assert plan_update(groups, "token", 100, padded=True).padding == pytest.approx(1 - 17 / 30)
     assert plan_update(groups, "token", 10, padded=True).padding == pytest.approx(1 - 17 / 20)
@@ -135,7 +128,7 @@ def test_weights_of_an_update_add_up_to_one_however_it_is_cut(norm):
 
 def test_counts_stay_exact_in_any_dtype():
     n = 70_001
-    one = sample([1] * n, [False] + [True] * (n - 1))
+    one = sample_of([1] * n, [False] + [True] * (n - 1))
     [w] = token_weights([[one]], "token", horizon=1)
     assert w == 1 / 70_000
     assert pack([one], [w], dtype=torch.float64).tokens.weight.sum().item() == pytest.approx(1, abs=1e-12)

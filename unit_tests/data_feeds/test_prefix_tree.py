@@ -15,8 +15,7 @@ from data_feeds.packing import prefix_tree
 from data_feeds.packing.batches import micro_batches, pack, plan_update
 from data_feeds.packing.bin_packing import estimate_cost
 from data_feeds.packing.prefix_tree import lay_out_row, sort_by_prefix
-from unit_tests.data_feeds.test_packing import sample
-from unit_tests.helpers.examples import families, shared_of, siblings, some_groups
+from unit_tests.helpers.examples import families, sample_of, shared_of, siblings, some_groups
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=8)
 
@@ -81,7 +80,7 @@ def test_nothing_is_shared_between_families():
 def test_the_first_token_of_every_reply_is_trained_on():
     """The last token of the prompt stands once in the row, and predicts as many tokens as there are replies."""
     ask, mask = [5, 6, 7], [False] * 3
-    group = [sample([*ask, *reply], mask + [True] * len(reply)) for reply in ([8, 9], [10], [11, 12, 13])]
+    group = [sample_of([*ask, *reply], mask + [True] * len(reply)) for reply in ([8, 9], [10], [11, 12, 13])]
     batch = pack(group, [1.0] * 3, families=[0, 0, 0])
     assert batch.input_ids.tolist() == [5, 6, 7, 8, 11, 12]
     assert batch.at.tolist() == [2, 3, 2, 2, 4, 5]

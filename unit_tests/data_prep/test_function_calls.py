@@ -17,8 +17,8 @@ from data_feeds.chat.tool_parsing import make_parser
 from data_prep import function_calls, tiny_model
 from rewards.function_calls import score
 from rollouts.envs.number_tools import NumberTools
+from unit_tests.helpers.episodes import calls_of
 from unit_tests.helpers.examples import run_here
-from unit_tests.rollouts.test_tools import calls_of
 
 ROOT = Path(__file__).parent.parent.parent
 

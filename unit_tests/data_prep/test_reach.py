@@ -15,7 +15,7 @@ from core.types.messages import find_images
 from core.types.samples import Prompt
 from data_prep import reach
 from rollouts.envs.reach import BINS, HIGH, LINKS, LOW, NEAR, SIDE, STEP, Arm, Reach, name_angles, read_angles, wrap
-from unit_tests.rollouts.test_episode import said
+from unit_tests.helpers.episodes import said
 
 STARTS = [reach.draw_arm(random.Random(i)) for i in range(100)]
 

@@ -20,7 +20,6 @@ from data_feeds.packing.batches import micro_batches
 from driver.checkpoint import (
     COMPLETE,
     BestBy,
-    RunState,
     find_checkpoint,
     is_due,
     list_checkpoints,
@@ -32,35 +31,17 @@ from driver.load_recipe import load_recipe
 from driver.resume import bitwise_only_changes
 from driver.start.trainers import build_trainer
 from trainers.checkpoint.state import rank_file
+from unit_tests.helpers.checkpoints import Writer, stand
 from unit_tests.helpers.examples import Malicious, run_here, some_groups, with_values
-from unit_tests.trainers.test_deepspeed import plan_of
+from unit_tests.helpers.ray_trainers import plan_of
+from unit_tests.helpers.runs import LUCK, ROOT, folder_of, numbers_of
 
-ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Two threads that wait for each other on a busy machine take tens of times as long for a model this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class Writer:
-    """Stands for a trainer: its share of a checkpoint is one file."""
-
-    def save_state(self, folder: Path) -> None:
-        (folder / rank_file(0)).write_text("weights")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Elsewhere:
     def save_state(self, folder: Path) -> None:
         pass  # the folder is another machine's
-
-
-def stand(steps_done: int, **metrics: float) -> RunState:
-    return RunState(steps_done=steps_done, metrics=metrics, position={}, recipe={})
 
 
 def write(home: Path, steps_done: int, **metrics: float) -> Path:
@@ -254,17 +235,6 @@ def test_a_checkpoint_that_holds_code_is_refused_and_its_code_does_not_run(tiny_
     assert (tmp_path / "ran").exists(), "the code is good"
 
 
-def folder_of(tmp_path: Path, name: str) -> Path:
-    [folder] = (tmp_path / "runs").glob(f"{name}-*")
-    return folder
-
-
-def numbers_of(folder: Path) -> list[dict[str, str]]:
-    """Return the numbers of every step, as hexadecimal; without the seconds, and what is counted per second."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: float(v).hex() for k, v in row.items() if "time/" not in k and "per_s" not in k} for row in rows]
-
-
 def assert_same_end(whole: Path, resumed: Path, first_step: int) -> None:
     want, got = numbers_of(whole), numbers_of(resumed)
     assert len(want) > first_step > 0 and got == want[first_step:]
@@ -364,9 +334,6 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(recipe, tmp_path):
     assert run_here(main_sl, "--config", path, "steps=1", "name=first")[0] == 0
     code, err = run_here(main_sl, "--config", path, f"resume={folder_of(tmp_path, 'first')}")
     assert code == 2 and "has no complete checkpoint" in err and len(err.splitlines()) == 1
-
-
-LUCK = "import zlib\ndef score(p, m): return {'correct': float(zlib.crc32(m[-1]['content'].encode()) % 3 == 0)}\n"
 
 
 def test_a_resumed_rl_run_draws_samples_and_learns_the_same(recipe, tmp_path):

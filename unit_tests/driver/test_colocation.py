@@ -43,11 +43,10 @@ from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.offload.storages import find_storages, find_tensors
 from trainers.trainer import Trainer
 from trainers.weight_sync.transports import HandleTransport, SyncEndpoints
-from unit_tests.driver.test_killed import marked
-from unit_tests.driver.test_runs import ROOT, SEVENS, file_of, metrics_of
 from unit_tests.helpers.examples import a_changed, columns_of, is_running, run_here, some_groups
-from unit_tests.rollouts.test_hf_engine import PROMPTS, engine_of, several
-from unit_tests.trainers.test_step import trainer_of
+from unit_tests.helpers.hf_engines import PROMPTS, engine_of, several
+from unit_tests.helpers.local_trainers import trainer_of
+from unit_tests.helpers.runs import ROOT, SEVENS, file_of, folder_of, marked, metrics_of, numbers_of
 
 COLOCATED = {"placement": "colocate"}
 
@@ -478,21 +477,8 @@ def test_a_run_that_does_not_fit_is_not_started(recipe, tmp_path):
 # Whole runs --------------------------------------------------------------------------------------------------
 
 
-def numbers_of(folder: Path) -> list[dict[str, float]]:
-    """Return what a run logged, without seconds."""
-    return [
-        {name: value for name, value in row.items() if not name.startswith(("time/", "tokens_per_s"))}
-        for row in metrics_of(folder)
-    ]
-
-
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
-
-
-def runs_of(tmp_path: Path, name: str) -> Path:
-    [folder] = (tmp_path / "runs").glob(f"{name}-*")
-    return folder
 
 
 SAME = {"steps": 3, "updates_per_step": 2, "eval_every": 2, "checkpoint.every": 2, "trainer.lr": 1e-2}
@@ -507,7 +493,7 @@ def test_a_run_on_one_device_is_the_run_on_two_to_the_bit(recipe, tmp_path, sums
     path = recipe(SAME | held_out | sevens)
     for overrides in (["name=apart"], ["name=shared", "placement=colocate", "rollout.sleep_mode=discard"]):
         assert run_here(main_rl, "--config", path, *overrides) == (0, "")
-    apart, shared = runs_of(tmp_path, "apart"), runs_of(tmp_path, "shared")
+    apart, shared = folder_of(tmp_path, "apart"), folder_of(tmp_path, "shared")
     assert numbers_of(shared) == numbers_of(apart) and len(numbers_of(shared)) == 3
     mine, others = weights_of(shared), weights_of(apart)
     assert mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
@@ -521,7 +507,7 @@ def test_a_run_on_one_device_is_the_run_on_two_to_the_bit(recipe, tmp_path, sums
     assert not any("offload" in name for row in metrics_of(apart) for name in row)
     resumed = [f"resume={apart / 'checkpoints/step_00002'}", "name=resumed", "placement=colocate"]
     assert run_here(main_rl, "--config", path, *resumed) == (0, "")
-    assert [r["train/loss"] for r in numbers_of(runs_of(tmp_path, "resumed"))] == [numbers_of(apart)[2]["train/loss"]]
+    assert [r["train/loss"] for r in numbers_of(folder_of(tmp_path, "resumed"))] == [numbers_of(apart)[2]["train/loss"]]
 
 
 STRIKES = '''
@@ -647,7 +633,7 @@ def test_on_ray_with_two_ranks_one_device_each_is_the_run_on_two_to_the_bit(reci
     path = recipe(changes | {"reward.function": file_of(tmp_path / "sevens.py", SEVENS), "checkpoint.every": 3})
     for overrides in (["name=apart"], ["name=shared", "placement=colocate"]):
         assert subprocess.run([sys.executable, "main_rl.py", "--config", path, *overrides], cwd=ROOT).returncode == 0
-    apart, shared = runs_of(tmp_path, "apart"), runs_of(tmp_path, "shared")
+    apart, shared = folder_of(tmp_path, "apart"), folder_of(tmp_path, "shared")
     assert numbers_of(shared) == numbers_of(apart)
     mine, others = weights_of(shared), weights_of(apart)
     assert all(torch.equal(mine[name], others[name]) for name in others)
@@ -663,6 +649,6 @@ def test_the_quickstart_is_mastered_on_one_device(tmp_path, engine):
     how = ["placement=colocate", f"rollout.engine={engine}", f"run_dir={tmp_path / 'runs'}"]
     command = [sys.executable, "main_rl.py", "--config", "configs/quickstart.yaml", *how]
     subprocess.run(command, cwd=ROOT, check=True)
-    summary = json.loads((runs_of(tmp_path, "quickstart") / "summary.json").read_text())
+    summary = json.loads((folder_of(tmp_path, "quickstart") / "summary.json").read_text())
     assert summary["after"]["reward/correct"] >= 0.9
     assert summary["bottleneck"].startswith("one device for both")

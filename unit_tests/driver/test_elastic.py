@@ -17,7 +17,7 @@ from driver.load_recipe import load_recipe
 from rollouts.scheduling.availability import ENGINE_GROUP, EngineAvailability, EngineState
 from rollouts.scheduling.elastic_engines import Bounds, ElasticAvailability
 from tools.benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, answer, run_in_virtual_time
-from unit_tests.driver.test_overlap import Choosy, a_schedule
+from unit_tests.helpers.simulated_runs import Choosy, a_schedule
 
 TIMES = Times(group=1.0, group_std=0.0, train=1.0, sync=0.1)
 LONGEST = 20.0

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from unit_tests.driver.test_runs import LEARN, ROOT, file_of, folder_of, metrics_of
+from unit_tests.helpers.runs import LEARN, ROOT, file_of, folder_of, metrics_of
 
 PREEMPTED = 2
 """Number of DRAIN_NODE_REASON_PREEMPTION."""

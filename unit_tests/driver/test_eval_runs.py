@@ -20,9 +20,8 @@ import main_eval
 import main_rl
 import main_sl
 from driver.evaluation.suites.generations import WHOLE, list_parts
-from unit_tests.driver.test_checkpoint import folder_of
 from unit_tests.helpers.examples import run_here
-from unit_tests.rollouts.test_stops import OWN_ENGINE
+from unit_tests.helpers.runs import OWN_ENGINE, folder_of
 
 ROOT = Path(__file__).parent.parent.parent
 DIGITS = "def score(prompt, messages):\n    return {'correct': sum(map(str.isdigit, messages[-1]['content'])) / 2}\n"

@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from algs.grpo import GRPO
-from configs.trainer_schema import ModelConfig, TrainerConfig
 from data_feeds.packing.batches import micro_batches
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
-from trainers.local import LocalTrainer
 from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.weight_sync.fingerprint import fingerprint
 from trainers.weight_sync.ipc import HandleWriter, join_chunks, open_handles
 from unit_tests.helpers.examples import some_groups
+from unit_tests.helpers.local_trainers import trainer_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,16 +22,10 @@ pytestmark = [
 ]
 
 
-def trainer_of(path: str, **changes) -> LocalTrainer:
-    model = ModelConfig(path=path, dtype=changes.pop("dtype", "float32"), attention=changes.pop("attention", "sdpa"))
-    cfg = TrainerConfig(**{"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0} | changes)
-    return LocalTrainer(model, cfg, GRPO(), temperature=0.9, total_updates=10)
-
-
 def test_a_trainer_that_leaves_frees_the_gpu_and_returns_to_the_bit(tiny_path):
     update = [micro_batches(some_groups(), "token", 40)[0]]
     before = torch.cuda.memory_allocated()
-    trainers = [trainer_of(tiny_path, dtype="bfloat16", optimizer="adamw", lr=1e-2) for _ in range(2)]
+    trainers = [trainer_of(tiny_path, GRPO(), dtype="bfloat16", optimizer="adamw", lr=1e-2) for _ in range(2)]
     stays, leaves = trainers
     for trainer in trainers:
         trainer.step(update)
@@ -65,7 +58,7 @@ def checksums_of(pipe) -> None:
 
 
 def test_weights_go_to_another_process_by_handles(tiny_path):
-    trainer = trainer_of(tiny_path)
+    trainer = trainer_of(tiny_path, GRPO())
     writer = HandleWriter(trainer.export_weights(2**18), writes=True, folder=None)
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()

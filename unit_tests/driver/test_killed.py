@@ -1,60 +1,30 @@
 """Processes of a run are killed; neither numbers nor processes tell of it."""
 
 import asyncio
-import json
 import os
 import random
 import re
 import select
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 from safetensors.torch import load_file
 
 from configs.schema import RLConfig
-from core.cluster.guardian import MARK
 from core.cluster.workers import Local
 from core.errors import ProcessDied, UserError
 from driver.checkpoint import list_checkpoints, write_checkpoint
 from driver.load_recipe import load_recipe
 from driver.on_failure import run_with_resumes
-from unit_tests.driver.test_checkpoint import Writer, stand
+from unit_tests.helpers.checkpoints import Writer, stand
 from unit_tests.helpers.examples import command_of, is_running
+from unit_tests.helpers.runs import EXACT, marked, rows_of, start
 
-ROOT = Path(__file__).parent.parent.parent
 KILLS, STEPS = 20, 80
 NOTHING_LEFT_S = 15.0
-EXACT = {"backend": "ray", "groups_per_step": 1, "group_size": 8, "checkpoint.every": 1, "trainer.lr": 1e-3}
-"""One group in a step: with more, their timing decides which of them an engine samples in one batch: the last bits."""
-
-
-def start(recipe: str, run_dir: Path, *overrides: str, program: str = "main_rl.py") -> subprocess.Popen:
-    command = [sys.executable, program, "--config", recipe, f"run_dir={run_dir}", *overrides]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-
-
-def rows_of(folder: Path) -> dict[int, dict]:
-    """Return what a run logged by step, without seconds; a line that was being written is none."""
-    lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1] if (folder / "metrics.jsonl").exists() else []
-    rows = [json.loads(line) for line in lines]
-    return {int(r["step"]): {k: v for k, v in r.items() if not k.startswith(("time/", "tokens_per_s"))} for r in rows}
-
-
-def marked() -> set[int]:
-    """Return the processes of any run of this project, from whatever it started."""
-    found = set()
-    for process in psutil.process_iter():
-        try:
-            if MARK in process.environ():
-                found.add(process.pid)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
 
 
 def wait_for_lines(run: subprocess.Popen, lines: int, seconds: float) -> None:

@@ -27,8 +27,8 @@ from driver.records.episode_metrics import measure_counts
 from driver.records.rollout_metrics import check_failures, measure_drawn, measure_groups, name_train_metrics
 from rollouts.scheduling.buffer import FinishedGroup
 from tools.benchmarks import rl_ceiling, rl_vs_trl, rl_work
-from unit_tests.driver.test_checkpoint import folder_of
 from unit_tests.helpers.examples import run_here, some_groups
+from unit_tests.helpers.runs import folder_of
 
 NEEDED: dict[str, dict[str, Any]] = {"opd": {"teacher": "somewhere"}}
 DIGITS = "def score(prompt, messages):\n    return {'digits': sum(map(str.isdigit, messages[-1]['content'])) / 8}\n"

@@ -17,7 +17,7 @@ import main_rl
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.schema import RLConfig
 from core.errors import RunStopped
-from core.types.samples import Group, Prompt, Sample, make_sample
+from core.types.samples import Prompt, Sample, make_sample
 from data_feeds.packing.batches import plan_update
 from driver.checkpoint import find_checkpoint
 from driver.context import RunContext, run_in_context
@@ -33,9 +33,9 @@ from tools.benchmarks import simulate
 from tools.benchmarks.simulate import forecast, times_of
 from tools.benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, run_in_virtual_time
 from trainers.trainer import Trainer
-from unit_tests.driver.test_checkpoint import folder_of, numbers_of
-from unit_tests.driver.test_runs import SEVENS, file_of
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.runs import SEVENS, file_of, folder_of, numbers_of
+from unit_tests.helpers.simulated_runs import Choosy, a_schedule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -140,32 +140,6 @@ class Adversary(SimulatedEngines):
             async with self.slots[0]:
                 await asyncio.sleep(10 * self.draw.random())
         return await super().call_one(rank, method, *args, **kwargs)
-
-
-class Choosy(SimulatedRun):
-    """Offloadable some groups out, and steps of its trainer take their time."""
-
-    leaves_out = 0.0
-    draw = random.Random(0)
-
-    def accept_group(self, group: Group) -> bool:
-        return random.Random(f"kept {group[0].prompt.id}").random() >= self.leaves_out
-
-    async def train(self, groups):
-        await asyncio.sleep(self.times.train * 2 * self.draw.random())
-        self.steps_done += 1
-        return {}
-
-
-def a_schedule(draw: random.Random) -> Schedule:
-    reuse, publish_every = draw.choice([1, 1, 2]), draw.choice([1, 1, 2, 3])
-    return Schedule(
-        steps=draw.randint(2, 8),
-        per_step=reuse * draw.randint(1, 4),
-        sync_every=publish_every,
-        sample_reuse=reuse,
-        max_staleness=publish_every + reuse - 2 + draw.choice([0, 1, 3]),
-    )
 
 
 def play(seed: int) -> None:

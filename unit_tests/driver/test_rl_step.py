@@ -24,8 +24,8 @@ from driver.rl.run import Run
 from driver.start.rollouts import plan_rollouts
 from driver.start.trainers import build_trainer, plan_trainer
 from rollouts.scheduling.availability import EngineAvailability
-from unit_tests.driver.test_runs import SEVENS, file_of, folder_of, metrics_of
 from unit_tests.helpers.examples import families, run_here, some_groups
+from unit_tests.helpers.runs import SEVENS, file_of, folder_of, metrics_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -24,42 +24,9 @@ from core.types.samples import Policy
 from driver.context import RunContext, run_in_context
 from driver.load_recipe import load_recipe
 from unit_tests.helpers.examples import command_of, is_running, run_here
+from unit_tests.helpers.runs import LEARN, MY_LOSS, ROOT, SEVENS, descendants, file_of, folder_of, metrics_of, program
 
-ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.timeout(600)  # in a new environment vLLM first compiles for a minute and more
-
-SEVENS = '''
-def score(prompt, messages):
-    """Share of the reply's first eight characters that are a 7."""
-    return {"correct": messages[-1]["content"][:8].count("7") / 8}
-'''
-[MY_LOSS] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-LEARN = {"steps": 16, "groups_per_step": 4, "group_size": 16, "trainer.lr": 1e-2}
-
-
-def program(config: str, *overrides: str, main: str = "main_rl.py") -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, main, "--config", config, *overrides],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-def folder_of(tmp_path: Path) -> Path:
-    [folder] = (tmp_path / "runs").iterdir()
-    return folder
-
-
-def metrics_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def file_of(path: Path, text: str) -> str:
-    path.write_text(text)
-    return str(path)
 
 
 @pytest.mark.slow
@@ -306,7 +273,7 @@ class DRO(GroupRelative):
 def test_a_paper_that_the_library_lacks_is_one_file_and_its_recipe(recipe, tmp_path):
     """Its gradient is the oracle's, and its recipe trains; nothing else is edited."""
     from algs import find_algorithm
-    from unit_tests.algs.test_losses import GOLDEN, RL, batch_of, live
+    from unit_tests.helpers.golden import GOLDEN, RL, batch_of, live
 
     settings = {"file": file_of(tmp_path / "dro.py", DRO), "correction": {"level": "none"}}
     alg = find_algorithm(settings)[1](**settings)
@@ -363,17 +330,6 @@ def test_two_trainer_ranks_two_engines_and_zero_3(recipe, tmp_path):
 
     model = AutoModelForCausalLM.from_pretrained(folder_of(tmp_path) / "model")
     assert sum(p.numel() for p in model.parameters()) > 100_000, "the partitions were gathered"
-
-
-def descendants(pid: int) -> set[int]:
-    """Every living process below `pid`."""
-    rows = [line.split() for line in subprocess.check_output(["ps", "-eo", "pid,ppid"], text=True).splitlines()[1:]]
-    children = {int(p): int(pp) for p, pp in rows}
-    found, frontier = set(), {pid}
-    while frontier:
-        frontier = {p for p, pp in children.items() if pp in frontier}
-        found |= frontier
-    return found
 
 
 def listening(pids: set[int]) -> set[tuple[str, str]]:

@@ -12,7 +12,7 @@ from core.timing.phases import Activity
 from driver.records.engine_timers import EngineTimers
 from driver.records.time_account import TimeBreakdown, explain_engine, explain_trainer, name_bottleneck
 from rollouts.scheduling.availability import EngineAvailability
-from unit_tests.driver.test_runs import SEVENS, file_of, folder_of, program
+from unit_tests.helpers.runs import SEVENS, file_of, folder_of, program
 
 
 def test_of_what_goes_on_at_once_the_first_named_counts():

@@ -39,6 +39,12 @@ def a_sample(
     )
 
 
+def sample_of(ids: list[int], mask: list[bool], **more: Any) -> Sample:
+    """A sample of these tokens; every one of them has another log-probability."""
+    there = {"rollout_logp": [0.1 * t for t in range(len(ids))], "versions": [0] * len(ids)} | more
+    return make_sample(prompt=Prompt(id="p", messages=[]), token_ids=ids, action_mask=mask, **there)
+
+
 def with_values(groups: list[Group], *, seed: int = 0) -> list[Group]:
     """Add what a value model said, and what credit made of it, by chance."""
     rng = random.Random(seed)

@@ -27,8 +27,8 @@ from rollouts.allowed_tokens import resolve_allowed_tokens
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
 from unit_tests.helpers.examples import run_here
-from unit_tests.modeling.test_forward import packed, random_model, some_samples
-from unit_tests.rollouts.test_stops import OWN_ENGINE
+from unit_tests.helpers.models import packed, random_model, some_samples
+from unit_tests.helpers.runs import OWN_ENGINE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,6 +1,5 @@
 """A layout is a matter of speed: every token gets the log-probability it has on its own."""
 
-import random
 from functools import cache
 
 import pytest
@@ -8,11 +7,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from data_feeds.packing.batches import micro_batches, pack
+from data_feeds.packing.batches import micro_batches
 from modeling.attention import BY_SEQUENCE, FAMILIES, attend_by_sequence_if_able
 from modeling.forward import compute_token_logp, compute_values, forward, layout_for
 from modeling.load import load_model, load_scalar_model
-from unit_tests.helpers.examples import a_sample, some_groups
+from unit_tests.helpers.examples import some_groups
+from unit_tests.helpers.models import packed, random_model, some_samples
 
 KERNELS = [
     ("padded", "sdpa"),
@@ -21,29 +21,6 @@ KERNELS = [
     ("padded", BY_SEQUENCE),
     ("packed", BY_SEQUENCE),
 ]
-
-
-def random_model(family: str, attention: str = "sdpa", **more):
-    """The same weights whatever the attention."""
-    shape = {
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "pad_token_id": 0,
-        **more,
-    }
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **shape)
-    by_torch = "sdpa" if attention == BY_SEQUENCE else attention
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=by_torch)
-    if attention == BY_SEQUENCE:
-        attend_by_sequence_if_able(model)
-    assert model.config._attn_implementation == attention
-    return model
 
 
 def gradient(model, values) -> torch.Tensor:
@@ -57,15 +34,6 @@ def one_by_one(model, samples, temperature) -> torch.Tensor:
         logits = model(input_ids=torch.tensor(s.token_ids[None])).logits[0].float() / temperature
         logp += [logits[t - 1].log_softmax(-1)[s.token_ids[t]] for t, yes in enumerate(s.loss_mask) if yes]
     return torch.stack(logp)
-
-
-def some_samples(*lengths: int):
-    rng = random.Random(0)
-    return [a_sample(rng, length=n) for n in lengths]
-
-
-def packed(samples):
-    return pack(samples, [1.0] * len(samples))
 
 
 def alone(plain, samples) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from modeling.forward import forward
 from modeling.head import choose_chunk
 from trainers.local import LocalTrainer
 from unit_tests.helpers.examples import some_groups
-from unit_tests.modeling.test_forward import packed, random_model, some_samples
+from unit_tests.helpers.models import packed, random_model, some_samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDE = 4096

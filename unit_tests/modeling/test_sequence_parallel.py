@@ -30,9 +30,9 @@ from modeling.attention import FAMILIES, refuse_sequence_parallel
 from modeling.segments import Segments
 from modeling.sequence_parallel import RowSlice, SequenceGroup
 from trainers.trainer import Trainer
-from unit_tests.driver.test_killed import rows_of, start
 from unit_tests.helpers.examples import families, siblings, some_answers
-from unit_tests.modeling.test_forward import random_model
+from unit_tests.helpers.models import random_model
+from unit_tests.helpers.runs import rows_of, start
 
 RANKS = 4
 SEVERAL = {"backend": "ray", "trainer.ranks": 4, "trainer.sequence_parallel": 2}

@@ -35,7 +35,7 @@ from unit_tests.helpers.seeing import (
     seeing_groups,
     some_text,
 )
-from unit_tests.modeling.test_shared_prefixes import check_alike, gradient, laid_out
+from unit_tests.helpers.shared_prefixes import check_alike, gradient, laid_out
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -22,6 +22,7 @@ from rewards import gsm8k, load_reward, resolve_reward
 from rewards.pool import RewardPool, RewardResult
 from unit_tests.helpers.examples import is_running
 from unit_tests.helpers.one_reward import one_reward
+from unit_tests.helpers.processes import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -319,14 +320,6 @@ def test_math_verify_works_in_the_pool() -> None:
     with closing(RewardPool(one_reward(resolve_reward("math_verify"), {}), 1, 20.0)) as pool:
         reply = [{"role": "assistant", "content": r"\boxed{24/2}"}]
         assert asyncio.run(pool.compute_reward(prompt, reply)) == RewardResult(reward_parts={"correct": 1.0})
-
-
-def wait_until(done: object, within_s: float = 30.0) -> None:
-    assert callable(done)
-    deadline = time.monotonic() + within_s
-    while not done():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
 
 
 SCALED = """

@@ -21,6 +21,7 @@ from core.errors import UserError
 from rewards.sandbox import Bubblewrap, Limits, Ran, SandboxUnavailable, check_sandbox, make_sandbox, seccomp
 from rewards.sandbox.session import PythonSession
 from unit_tests.helpers.needs_sandbox import needs_sandbox
+from unit_tests.helpers.processes import leftovers, wait_until
 from unit_tests.helpers.sandbox_escapes import ESCAPES, Outcome, run_escapes
 
 ROOT = Path(__file__).parent.parent.parent
@@ -35,19 +36,6 @@ def run(source: str, *, stdin: bytes = b"", files: dict[str, bytes] | None = Non
             command, files={"main.py": source.encode(), **(files or {})}, stdin=stdin, limits=Limits(**limits)
         )
     )
-
-
-def leftovers(mark: str) -> list[str]:
-    """Processes of this machine whose command holds the mark."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if mark.encode() in command:
-            found.append(pid)
-    return found
 
 
 @dataclass
@@ -214,15 +202,6 @@ def test_a_run_that_is_cancelled_leaves_nothing():
     asyncio.run(cancel())
     wait_until(lambda: not leftovers("cancelled"))
     assert len(os.listdir("/proc/self/fd")) == handles
-
-
-def wait_until(done: Any) -> None:
-    import time
-
-    until = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def check_many(n: int) -> None:

@@ -20,7 +20,7 @@ from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_support.sockets import VARIABLE
 from unit_tests.helpers.examples import children_named
-from unit_tests.rollouts.test_vllm_engine import PROMPT, save
+from unit_tests.helpers.vllm_lab import PROMPT, save
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

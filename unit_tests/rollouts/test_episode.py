@@ -8,79 +8,10 @@ from dataclasses import replace
 import pytest
 
 from core.errors import RunStopped, UserError
-from core.types.samples import Prompt, make_sample
-from data_feeds.chat.tool_parsing import ParsedReply
-from rollouts.engines.base import Completion
-from rollouts.envs.base import Env
+from core.types.samples import make_sample
 from rollouts.envs.calculator import Calculator
-from rollouts.episode import EpisodeRules, make_seed, run_episode
-
-PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1 2"}])
-
-
-class Words:
-    """Token id k is the word "k"."""
-
-    images = None
-
-    def render(self, messages, tools=()):
-        return [int(w) for m in messages for w in m["content"].split()]
-
-    def render_turns(self, reply, answers, tools=()):
-        return self.render(answers)
-
-    def decode(self, ids):
-        return " ".join(map(str, ids))
-
-
-class Scripted:
-    """Says each reply in turn; the version goes up between turns, as if weights landed in mid-episode."""
-
-    def __init__(self, *replies, stop="eos"):
-        self.replies, self.stop, self.version, self.asked = list(replies), stop, 7, []
-
-    async def generate(self, token_ids, *, max_new_tokens, seed):
-        self.asked.append((token_ids, max_new_tokens, seed))
-        ids = self.replies.pop(0)
-        self.version += 1
-        n = len(ids)
-        return Completion(token_ids=ids, logp=[-0.5] * n, versions=[self.version - 1] * n, stop=self.stop)
-
-
-class Tool(Env):
-    """Answers a reply that begins with 3, and ends the episode on anything else."""
-
-    def __init__(self, prompt=None, answer="9 9"):
-        self.answer = answer
-
-    async def step(self, reply):
-        said = reply.message["content"]
-        if said.startswith("4"):
-            raise OSError("the tool broke")
-        return [{"role": "tool", "content": self.answer}] if said.startswith("3") else None
-
-
-def play_all(engine, *, env=None, max_turns=3, max_new_tokens=10, timeout_s=60.0, prompt=PROMPT, **rules):
-    """Every player's sample and messages."""
-    rules = EpisodeRules(
-        seed_of_turn=lambda turn: 100 + turn,
-        max_new_tokens=max_new_tokens,
-        max_turns=max_turns,
-        timeout_s=timeout_s,
-        **rules,
-    )
-    played = asyncio.run(run_episode(engine, lambda prompt: env or Tool(), prompt, Words(), rules))
-    return [(one.sample, one.messages) for one in played]
-
-
-def play(engine, **how):
-    [only] = play_all(engine, **how)
-    return only
-
-
-def said(text):
-    """A reply as an environment gets it."""
-    return ParsedReply(message={"role": "assistant", "content": text})
+from rollouts.episode import make_seed
+from unit_tests.helpers.episodes import PROMPT, Scripted, Tool, play, play_all, said
 
 
 def test_only_what_the_policy_said_is_learnt():
@@ -119,7 +50,7 @@ def test_why_it_stopped(engine, turns, budget, stop):
 
 def test_an_environment_that_raises_fails_its_sample():
     sample, _ = play(Scripted([4]))
-    assert sample.failure.startswith("OSError: the tool broke (test_episode.py, line")
+    assert sample.failure.startswith("OSError: the tool broke (episodes.py, line")
     assert not any(sample.loss_mask)
 
 

@@ -15,7 +15,7 @@ from core.types.messages import Message
 from core.types.samples import Prompt
 from rollouts.envs.gymnasium import BadAction, Gymnasium, describe_actions, read_action
 from rollouts.registry import load_env_class, resolve_env
-from unit_tests.rollouts.test_episode import said
+from unit_tests.helpers.episodes import said
 
 
 def prompt_of(**extra) -> Prompt:

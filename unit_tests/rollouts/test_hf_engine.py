@@ -16,30 +16,13 @@ from core.timing.phases import ENGINE_ACTIVITIES
 from data_feeds.packing.batches import micro_batches
 from driver.load_recipe import load_recipe
 from driver.start.rollouts import plan_rollouts
-from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
 from rollouts.registry import load_engine_class
 from trainers.local import LocalTrainer
 from trainers.weight_sync.base import Probe
 from trainers.weight_sync.publisher import LocalWeightSync
 from unit_tests.helpers.examples import some_groups
-
-PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15], [9, 9]]
-
-
-def engine_of(path, temperature=0.7, max_batch=256, **settings) -> HfEngine:
-    config = EngineConfig(
-        model_path=path, dtype="float32", temperature=temperature, max_model_len=256, stop_token_ids=[1], **settings
-    )
-    engine = HfEngine(config)
-    engine.max_batch = max_batch
-    return engine
-
-
-async def several(engine, prompts, seeds, n=12):
-    return await asyncio.gather(
-        *(engine.generate(p, max_new_tokens=n, seed=s) for p, s in zip(prompts, seeds, strict=True))
-    )
+from unit_tests.helpers.hf_engines import PROMPTS, engine_of, several
 
 
 def test_log_probabilities_are_those_of_a_forward_pass_at_the_temperature(tiny_path):

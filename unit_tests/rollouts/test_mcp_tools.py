@@ -17,8 +17,7 @@ from core.types.samples import Prompt
 from rollouts.tools.calls import ToolUnavailable
 from rollouts.tools.functions import tool
 from rollouts.tools.mcp_server import McpEnv
-from unit_tests.rollouts.test_episode import PROMPT, said
-from unit_tests.rollouts.test_tools import calls_of
+from unit_tests.helpers.episodes import PROMPT, calls_of, said
 
 pytest.importorskip("mcp", reason="the package mcp comes with vLLM")
 SERVER = """

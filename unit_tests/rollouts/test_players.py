@@ -22,7 +22,7 @@ from driver.records.sample_files import make_sample_record
 from rollouts.engines.base import Completion
 from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, run_episode
-from unit_tests.rollouts.test_episode import Words
+from unit_tests.helpers.episodes import Words
 
 CHANCE = {0: 0.4, 1: 0.7}
 """Probability with which each player makes its move."""

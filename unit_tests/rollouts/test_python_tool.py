@@ -16,7 +16,7 @@ from rollouts.envs.python_tool import PythonTool
 from rollouts.tools.calls import ToolUnavailable
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.needs_sandbox import needs_sandbox
-from unit_tests.rewards.test_sandbox import leftovers, wait_until
+from unit_tests.helpers.processes import leftovers, wait_until
 
 PROMPT = Prompt(id="0", messages=[])
 

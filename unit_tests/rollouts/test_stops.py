@@ -15,8 +15,9 @@ from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.hf import HfEngine
 from rollouts.episode import EpisodeRules, run_episode
 from rollouts.stops import Stops, StopStrings
+from unit_tests.helpers.episodes import PROMPT, Scripted, Tool, Words
 from unit_tests.helpers.examples import run_here
-from unit_tests.rollouts.test_episode import PROMPT, Scripted, Tool, Words
+from unit_tests.helpers.runs import OWN_ENGINE
 
 PIECES = ["a", "b", "ab", "ba", "abc", "c", "é", "ab\n", "\n", "<", "/t", ">", " "]
 BYTES = [bytes([n]) for n in (0xC3, 0xA9, 0xE2, 0x82, 0xAC)]
@@ -159,7 +160,6 @@ REFUSED = {
     "no such token": ({"rollout.stop_token_ids": [103]}, ["rollout.stop_token_ids names 103", "0 to 102"]),
     "the model's own": ({"rollout.stop_token_ids": [1]}, ["rollout.stop_token_ids names 1", "anyway"]),
 }
-OWN_ENGINE = "from rollouts.engines.base import Capabilities, Engine\nclass Mine(Engine):\n    pass\n"
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -231,7 +231,7 @@ async def both(engine, strings) -> tuple[list[Completion], list[Completion]]:
 @pytest.mark.slow
 def test_a_stop_string_may_lie_on_both_sides_of_a_weight_sync(tiny_path):
     """The update cuts the request off in the middle of the string; the rest comes from the next one, and too much."""
-    from unit_tests.rollouts.test_vllm_engine import Scripted
+    from unit_tests.helpers.vllm_lab import Scripted
 
     engine = Scripted(tiny_path, "abort", ([50, 40], "abort"), ([41, 42], "stop"))
     engine._stop_strings = StopStrings(["40 41"], lambda ids: " ".join(map(str, ids)), range(100))

@@ -24,8 +24,8 @@ from rollouts.registry import list_env_tools, load_env_class, resolve_env
 from rollouts.tools.calls import ToolFailed, ToolUnavailable
 from rollouts.tools.env import ToolEnv
 from rollouts.tools.functions import make_spec, tool
+from unit_tests.helpers.episodes import PROMPT, Words, calls_of, play, said
 from unit_tests.helpers.examples import run_here
-from unit_tests.rollouts.test_episode import PROMPT, Words, play, said
 
 AT_ONCE = 64
 
@@ -88,15 +88,6 @@ class Desk(ToolEnv):
     def draw(self) -> Any:
         """Return what is no JSON."""
         return {1, 2}
-
-
-def calls_of(*calls: tuple[str, dict[str, Any]]) -> ParsedReply:
-    """A reply that makes these calls."""
-    made = [
-        {"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for i, (name, arguments) in enumerate(calls)
-    ]
-    return ParsedReply(message={"role": "assistant", "content": "", "tool_calls": made})
 
 
 def answer(env: Env, reply: ParsedReply):
@@ -364,9 +355,8 @@ class Policy:
         return Completion(token_ids=[word], logp=[-1.0], versions=[0], stop="eos")
 
 
-def test_an_episode_with_tools_from_the_prompt_to_the_files(monkeypatch):
-    monkeypatch.setattr("unit_tests.rollouts.test_episode.Words", Answered)
-    sample, messages = play(Policy(), env=Desk(PROMPT), max_turns=5, parser=Calls())
+def test_an_episode_with_tools_from_the_prompt_to_the_files():
+    sample, messages = play(Policy(), env=Desk(PROMPT), tokenizer=Answered(), max_turns=5, parser=Calls())
     assert sample.token_ids.tolist() == [1] * 7 + [2, 3, 9, 4, 9, 5]
     assert sample.turns == ((8, 9), (10, 11), (12, 13))
     assert [m["role"] for m in messages] == ["assistant", "tool", "assistant", "tool", "assistant"]

@@ -19,9 +19,9 @@ from modeling.lora import name_lora_targets, with_adapter
 from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm_local import LocalVllmEngine
 from trainers.weight_sync.fingerprint import fingerprint, verify_sync
-from unit_tests.driver.test_runs import SEVENS, file_of, folder_of, metrics_of, program
 from unit_tests.helpers.prefix_cache import count_cached
-from unit_tests.rollouts.test_vllm_engine import (
+from unit_tests.helpers.runs import SEVENS, file_of, folder_of, metrics_of, program
+from unit_tests.helpers.vllm_lab import (
     BOUND,
     PROMPT,
     TEMPERATURE,

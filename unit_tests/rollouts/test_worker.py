@@ -14,8 +14,8 @@ from rewards import resolve_reward
 from rewards.pool import RewardPool
 from rollouts.episode import make_seed
 from rollouts.worker import RolloutWorker
+from unit_tests.helpers.episodes import Scripted, Tool, Words
 from unit_tests.helpers.one_reward import one_reward
-from unit_tests.rollouts.test_episode import Scripted, Tool, Words
 
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1 2"}], answer="5")
 PARTS = """

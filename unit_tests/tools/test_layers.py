@@ -52,6 +52,13 @@ def test_there_are_no_circles(graph):
     assert layers.circles(graph) == []
 
 
+def test_no_test_imports_another_test():
+    files = [path for path in (ROOT / "unit_tests").rglob("*.py") if path.parent.name != "__pycache__"]
+    imported = [(str(path.relative_to(ROOT)), module) for path in files for module in layers.imported_modules(path)]
+    assert ("unit_tests/tools/test_layers.py", "tools.layers") in imported
+    assert [(file, module) for file, module in imported if ".test_" in module] == []
+
+
 def test_a_heavy_library_has_one_home():
     assert layers.strangers(ROOT, FILES) == []
 

@@ -10,7 +10,7 @@ import torch
 from data_feeds.packing.batches import micro_batches
 from tools.benchmarks.random_task import make_groups
 from tools.benchmarks.train_throughput import PEAK_TFLOPS, count_flops
-from unit_tests.modeling.test_forward import random_model
+from unit_tests.helpers.models import random_model
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -17,11 +17,9 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from algs import find_algorithm
 from algs.base import assign_advantages
-from configs.trainer_schema import LoraConfig, ModelConfig, TrainerConfig
+from configs.trainer_schema import LoraConfig
 from core.cluster.ray_workers import Cluster
-from core.cluster.workers import Local, Resources
 from core.errors import RunStopped, UserError
 from data_feeds.packing.batches import micro_batches, plan_update
 from driver.rl.scoring import compute_columns
@@ -43,13 +41,22 @@ from unit_tests.helpers.examples import (
     some_groups,
     with_values,
 )
+from unit_tests.helpers.models import random_model
+from unit_tests.helpers.ray_trainers import (
+    FSDP2,
+    LATER,
+    OFFLOADED,
+    SGD,
+    plan_of,
+    run,
+    sharded,
+    start_of,
+    start_ranks,
+    trainers_of,
+)
 from unit_tests.helpers.seeing import save_model
-from unit_tests.modeling.test_forward import random_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-FSDP2, OFFLOADED = "fsdp2", "fsdp2, offloaded"
-LATER = pytest.mark.verify
-SGD = {"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +64,6 @@ def cluster():
     cluster = Cluster(None)
     yield cluster
     cluster.close()
-
-
-def start_ranks(cluster, n):
-    return asyncio.run(cluster.spawn("trainer", n, Nothing, resources=Resources(threads=1), timeout_s=120))
 
 
 @pytest.fixture(scope="module")
@@ -72,59 +75,6 @@ def ranks(cluster):
 @pytest.fixture(scope="module")
 def three(cluster, ranks):
     return ranks | {3: start_ranks(cluster, 3)}
-
-
-def sharded(stage) -> dict:
-    """Return the keys for a ZeRO stage, or for FSDP2."""
-    if stage == OFFLOADED:
-        return {"strategy": FSDP2, "offload": True}
-    return {"strategy": FSDP2} if stage == FSDP2 else {"zero_stage": stage}
-
-
-class Nothing:
-    def __init__(self, place):
-        pass
-
-
-def plan_of(
-    path: str, *, alg=None, dtype="float32", lora=None, timeout_s=1800.0, attention="sdpa", **trainer
-) -> TrainerPlan:
-    alg = alg or {"name": "grpo"}
-    _, cls = find_algorithm(alg)
-    return TrainerPlan(
-        model=ModelConfig(path=path, dtype=dtype, attention=attention, lora=lora),
-        trainer=TrainerConfig(**trainer),
-        alg=cls(**alg),
-        temperature=0.9,
-        total_updates=10,
-        seed=0,
-        timeout_s=timeout_s,
-    )
-
-
-async def trainers_of(ranks, plan: TrainerPlan):
-    if ranks is None:
-        return Local(build_trainer(None, plan))
-    workers = ranks[plan.trainer.ranks]
-    await workers.build_workers(build_trainer, plan)
-    return workers
-
-
-async def run(ranks, plan: TrainerPlan, groups, *, max_tokens: int, steps: int = 1):
-    """Weights after `steps` updates and the metrics of the last, from the trainers of `plan`."""
-    trainers = await trainers_of(ranks, plan)
-    how = {"padded": plan.trainer.layout != "packed", "share_prefixes": plan.model.attention == "auto"}
-    per_rank = micro_batches(groups, "token", max_tokens, ranks=len(trainers), **how)
-    for _ in range(steps):
-        metrics = await trainers.scatter(Trainer.step, [[micro] for micro in per_rank])
-    states = await trainers.call_all(Trainer.flatten_weights)
-    assert all(m == metrics[0] for m in metrics), f"every rank reports the same: {metrics}"
-    assert all(torch.equal(s, states[0]) for s in states), "every rank holds the same weights"
-    return states[0], metrics[0]
-
-
-def start_of(path, alg=None, dtype="float32") -> torch.Tensor:
-    return build_trainer(None, plan_of(path, alg=alg, dtype=dtype)).flatten_weights()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3, FSDP2, OFFLOADED])

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from modeling.load import load_model
 from trainers.checkpoint.saved_policy import load_policy
-from unit_tests.driver.test_checkpoint import LUCK
-from unit_tests.driver.test_killed import EXACT, ROOT, rows_of, start
+from unit_tests.helpers.runs import EXACT, LUCK, ROOT, rows_of, start
 
 FSDP = {"backend": "ray", "trainer.strategy": "fsdp2", "trainer.ranks": 2}
 

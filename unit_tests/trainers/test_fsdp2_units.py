@@ -14,8 +14,8 @@ from driver.resume import bitwise_only_changes, check_settings
 from trainers.fsdp2 import gather
 from trainers.fsdp2_units import find_blocks, find_units, settle_shards
 from trainers.row_shards import local_part
+from unit_tests.helpers.models import random_model
 from unit_tests.helpers.seeing import make_model
-from unit_tests.modeling.test_forward import random_model
 
 FSDP = {"backend": "ray", "trainer.strategy": "fsdp2", "trainer.ranks": 4}
 

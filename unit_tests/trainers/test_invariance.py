@@ -14,12 +14,11 @@ from algs.p4o import P4O
 from algs.ppo import PPO
 from algs.sft import SFT
 from algs.terms import KL, Correction
-from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped, UserError
 from core.types.samples import Group
 from data_feeds.packing.batches import micro_batches
-from trainers.local import LocalTrainer
 from unit_tests.helpers.examples import columns_of, families, some_groups, with_values
+from unit_tests.helpers.local_trainers import change, trainer_of
 
 ALGS = [
     GRPO(),
@@ -33,20 +32,6 @@ ALGS = [
     P4O(),
     PPO(value_clip=0.2),
 ]
-
-
-def trainer_of(path: str, alg, *, attention: str = "sdpa", **changes) -> LocalTrainer:
-    cfg = TrainerConfig(**{"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0} | changes)
-    model = ModelConfig(path=path, dtype="float32", attention=attention)
-    return LocalTrainer(model, cfg, alg, temperature=0.9, total_updates=10)
-
-
-def change(path: str, alg, micro, **changes) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return what one SGD update with learning rate 1 takes off the weights: the gradient."""
-    trainer = trainer_of(path, alg, **changes)
-    before = trainer.flatten_weights()
-    metrics = trainer.step([micro])
-    return before - trainer.flatten_weights(), metrics
 
 
 @pytest.fixture(scope="module")

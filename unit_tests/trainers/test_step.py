@@ -16,22 +16,21 @@ from algs.grpo import GRPO
 from algs.opd import OPD
 from algs.sft import SFT
 from algs.terms import KL
-from configs.trainer_schema import ModelConfig, TrainerConfig
+from configs.trainer_schema import TrainerConfig
 from core.cluster.workers import Local
 from core.errors import RunStopped
-from core.types.samples import Batch, Prompt, Sample, make_sample
+from core.types.samples import Batch, Prompt, Sample
 from data_feeds.packing.batches import micro_batches, pack, plan_update
 from driver.rl.scoring import PrecomputedReference, compute_columns, hash_sample
 from trainers.deepspeed import DeepSpeedLearner, deepspeed_config
-from trainers.local import LocalTrainer
 from trainers.meter import StepMetrics
 from trainers.observers import BatchSeen, Observers
 from trainers.optimizer import LearningRateSchedule, make_optimizer
 from trainers.source_losses import SourceLosses
-from unit_tests.helpers.examples import a_changed, columns_of, some_groups
+from unit_tests.helpers.examples import a_changed, columns_of, sample_of, some_groups
+from unit_tests.helpers.local_trainers import TEMPERATURE, trainer_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TEMPERATURE = 0.5
 
 
 class Planted(SFT):
@@ -40,12 +39,6 @@ class Planted(SFT):
     def loss(self, policy, tokens):
         bad = tokens.rollout_logp < -1e8
         return -policy.logp * torch.where(bad, torch.inf, 1.0), {"bad": bad.float()}
-
-
-def trainer_of(path: str, alg, *, dtype="float32", **changes) -> LocalTrainer:
-    cfg = TrainerConfig(**{"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0} | changes)
-    model = ModelConfig(path=path, dtype=dtype, attention="sdpa")
-    return LocalTrainer(model, cfg, alg, temperature=TEMPERATURE, total_updates=10)
 
 
 def an_update(*, good: bool, seed: int = 0) -> list[Batch]:
@@ -139,16 +132,10 @@ def test_the_probe_is_taken_at_temperature_one(tiny_path):
     assert trainer_of(tiny_path, SFT()).probe(ids) == pytest.approx(want, abs=1e-5)
 
 
-def a_sample(ids: list[int], mask: list[bool], **more) -> Sample:
-    n = len(ids)
-    fields = {"rollout_logp": [0.0] * n, "versions": [0] * n, "advantage": [1.0] * n} | more
-    return make_sample(prompt=Prompt(id="p", messages=[]), token_ids=ids, action_mask=mask, **fields)
-
-
 def test_columns_land_on_the_tokens_that_are_trained_on(tiny_path):
     """A sampled first token, which nothing predicts, and one that the algorithm excludes get none."""
-    one = a_sample([5, 6, 7, 8], [True, False, True, True], excluded=[False, False, True, False])
-    two = a_sample([9, 5, 6], [False, True, True])
+    one = sample_of([5, 6, 7, 8], [True, False, True, True], excluded=[False, False, True, False])
+    two = sample_of([9, 5, 6], [False, True, True])
     trainer = trainer_of(tiny_path, SFT())
     plan = plan_update([[one], [two]], "token", 100)
     [[got_one], [got_two]] = asyncio.run(
@@ -168,7 +155,7 @@ def test_columns_land_on_the_tokens_that_are_trained_on(tiny_path):
 
 def test_a_precomputed_reference_is_found_by_tokens_and_by_what_is_trained_on():
     ids, last, both = [5, 6, 7], [False, False, True], [False, True, True]
-    samples = [a_sample(ids, last), a_sample(ids, both), a_sample([5, 6, 8], last)]
+    samples = [sample_of(ids, last), sample_of(ids, both), sample_of([5, 6, 8], last)]
     assert len({hash_sample(s) for s in samples}) == 3
     filled = [[a_changed(s, columns={"prox_logp": [0.0, -float(i), -9.0]})] for i, s in enumerate(samples, start=1)]
     reference = PrecomputedReference.from_prox_logp(filled)
@@ -245,7 +232,7 @@ def test_deepspeed_clips_where_the_recipe_says_and_keeps_what_it_adds():
 
 def test_means_are_weighted_and_each_source_has_its_own():
     """Worked out by hand: weights 1/2, 1/4 and 1/4, losses 4, 2 and 8; the last is of source b. Two ranks are alike."""
-    samples = [a_sample([5, 6], [False, True]) for _ in range(3)]
+    samples = [sample_of([5, 6], [False, True]) for _ in range(3)]
     samples[2] = replace(samples[2], prompt=Prompt(id="q", messages=[], source="b"))
     samples[:2] = [replace(s, prompt=Prompt(id="p", messages=[], source="a")) for s in samples[:2]]
     loss = torch.tensor([4.0, 2.0, 8.0])

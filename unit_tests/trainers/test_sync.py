@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from unit_tests.driver.test_runs import SEVENS, file_of, folder_of, metrics_of, program
+from unit_tests.helpers.runs import SEVENS, file_of, folder_of, metrics_of, program
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -17,8 +17,8 @@ from modeling.images.processor import ImageProcessor
 from modeling.load import load_model
 from trainers.trainer import Trainer
 from unit_tests.helpers.examples import with_values
+from unit_tests.helpers.ray_trainers import FSDP2, LATER, SGD, Nothing, plan_of, run, sharded
 from unit_tests.helpers.seeing import Reply, join_parts, save_model, seeing_groups, some_text
-from unit_tests.trainers.test_deepspeed import FSDP2, LATER, SGD, Nothing, plan_of, run, sharded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

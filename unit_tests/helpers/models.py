@@ -1,0 +1,42 @@
+"""Small random models of every family, samples for them, and their gradients."""
+
+import random
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from data_feeds.packing.batches import pack
+from modeling.attention import BY_SEQUENCE, attend_by_sequence_if_able
+from unit_tests.helpers.examples import a_sample
+
+
+def random_model(family: str, attention: str = "sdpa", **more):
+    """The same weights whatever the attention."""
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "pad_token_id": 0,
+        **more,
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **shape)
+    by_torch = "sdpa" if attention == BY_SEQUENCE else attention
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=by_torch)
+    if attention == BY_SEQUENCE:
+        attend_by_sequence_if_able(model)
+    assert model.config._attn_implementation == attention
+    return model
+
+
+def some_samples(*lengths: int):
+    rng = random.Random(0)
+    return [a_sample(rng, length=n) for n in lengths]
+
+
+def packed(samples):
+    return pack(samples, [1.0] * len(samples))

@@ -1,0 +1,94 @@
+"""Whole runs of the programs, what they leave behind, and recipes' parts that several tests share."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from core.cluster.guardian import MARK
+
+ROOT = Path(__file__).parent.parent.parent
+SEVENS = '''
+def score(prompt, messages):
+    """Share of the reply's first eight characters that are a 7."""
+    return {"correct": messages[-1]["content"][:8].count("7") / 8}
+'''
+[MY_LOSS] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+LEARN = {"steps": 16, "groups_per_step": 4, "group_size": 16, "trainer.lr": 1e-2}
+LUCK = "import zlib\ndef score(p, m): return {'correct': float(zlib.crc32(m[-1]['content'].encode()) % 3 == 0)}\n"
+EXACT = {"backend": "ray", "groups_per_step": 1, "group_size": 8, "checkpoint.every": 1, "trainer.lr": 1e-3}
+"""One group in a step: with more, their timing decides which of them an engine samples in one batch: the last bits."""
+
+
+def program(config: str, *overrides: str, main: str = "main_rl.py") -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, main, "--config", config, *overrides],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def folder_of(tmp_path: Path, name: str = "*") -> Path:
+    """Return the folder of the only run of this name that the fixture `recipe` made."""
+    [folder] = (tmp_path / "runs").glob(f"{name}-*")
+    return folder
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def file_of(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def descendants(pid: int) -> set[int]:
+    """Every living process below `pid`."""
+    rows = [line.split() for line in subprocess.check_output(["ps", "-eo", "pid,ppid"], text=True).splitlines()[1:]]
+    children = {int(p): int(pp) for p, pp in rows}
+    found, frontier = set(), {pid}
+    while frontier:
+        frontier = {p for p, pp in children.items() if pp in frontier}
+        found |= frontier
+    return found
+
+
+def numbers_of(folder: Path) -> list[dict[str, str]]:
+    """Return the numbers of every step, as hexadecimal; without the seconds, and what is counted per second."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: float(v).hex() for k, v in row.items() if "time/" not in k and "per_s" not in k} for row in rows]
+
+
+def start(recipe: str, run_dir: Path, *overrides: str, program: str = "main_rl.py") -> subprocess.Popen:
+    command = [sys.executable, program, "--config", recipe, f"run_dir={run_dir}", *overrides]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+
+
+def rows_of(folder: Path) -> dict[int, dict]:
+    """Return what a run logged by step, without seconds; a line that was being written is none."""
+    lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1] if (folder / "metrics.jsonl").exists() else []
+    rows = [json.loads(line) for line in lines]
+    return {int(r["step"]): {k: v for k, v in r.items() if not k.startswith(("time/", "tokens_per_s"))} for r in rows}
+
+
+def marked() -> set[int]:
+    """Return the processes of any run of this project, from whatever it started."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if MARK in process.environ():
+                found.add(process.pid)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+OWN_ENGINE = "from rollouts.engines.base import Capabilities, Engine\nclass Mine(Engine):\n    pass\n"
