@@ -9,6 +9,8 @@ import torch
 import yaml
 
 from data_prep import arithmetic, tiny_model
+from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.runs import folder_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a model hub
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -87,3 +89,33 @@ def recipe(tmp_path, tiny_path, sums):
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def refused(recipe, tmp_path):
+    """Check that a recipe with changes is refused in one sentence with these words; return the sentence."""
+    import main_rl
+    import main_sl
+
+    def check(changes: dict, *words: str, kind: str = "rl") -> str:
+        code, err = run_here(main_rl if kind == "rl" else main_sl, "--config", recipe(changes, kind=kind))
+        assert code == 2 and err.startswith("error: ") and len(err.splitlines()) == 1, err
+        assert all(word in err for word in words), err
+        assert not (tmp_path / "runs").exists(), "nothing was started"
+        return err
+
+    return check
+
+
+@pytest.fixture
+def trained(recipe, tmp_path):
+    """Run a recipe with changes to its end in this process, and return the run's folder."""
+    import main_rl
+    import main_sl
+
+    def run(changes: dict | None = None, *overrides: str, kind: str = "rl", name: str = "*") -> Path:
+        path = recipe(changes, kind=kind)
+        assert run_here(main_rl if kind == "rl" else main_sl, "--config", path, *overrides) == (0, "")
+        return folder_of(tmp_path, name)
+
+    return run

@@ -18,6 +18,7 @@ import main_rl
 import main_sl
 from data_feeds.chat.tokenizer import ChatTokenizer
 from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.runs import file_of, folder_of, metrics_of
 
 HUGE = 10**29
 NUMBERS = {
@@ -59,17 +60,13 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize(("key", "value"), [(k, v) for k, values in NUMBERS.items() for v in values], ids=str)
-def test_a_value_that_makes_no_sense_is_refused_by_its_key(key, value, recipe, tmp_path):
-    code, err = run_here(main_rl, "--config", recipe({key: value}))
-    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
-    assert key in err or key.rpartition(".")[2] in err, err
-    assert not (tmp_path / "runs").exists()
+def test_a_value_that_makes_no_sense_is_refused_by_its_key(key, value, refused):
+    refused({key: value}, key.rpartition(".")[2])
 
 
-def test_a_warm_up_longer_than_the_epochs_is_refused_too(recipe, tmp_path):
-    path = recipe({"steps": None, "epochs": 1, "trainer.warmup_updates": 4}, kind="sl")
-    code, err = run_here(main_sl, "--config", path)
-    assert code == 2 and "trainer.warmup_updates=4, and the run makes 3 updates" in err, err
+def test_a_warm_up_longer_than_the_epochs_is_refused_too(refused):
+    changes = {"steps": None, "epochs": 1, "trainer.warmup_updates": 4}
+    refused(changes, "trainer.warmup_updates=4, and the run makes 3 updates", kind="sl")
 
 
 def drop(tensors: dict, folder: Path) -> None:
@@ -127,33 +124,29 @@ def copy_of(tiny_path: str, folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("role", ["policy", "supervised", "teacher"])
 @pytest.mark.parametrize("name", [*MODELS, *FILES])
-def test_a_model_whose_files_do_not_fit_is_refused_by_name(name, role, recipe, tmp_path, tiny_path):
+def test_a_model_whose_files_do_not_fit_is_refused_by_name(name, role, refused, tmp_path, tiny_path):
     folder = copy_of(tiny_path, tmp_path / "model", name)
     changes = {"alg": {"name": "opd", "teacher": str(folder)}} if role == "teacher" else {"model.path": str(folder)}
-    program, kind = (main_sl, "sl") if role == "supervised" else (main_rl, "rl")
-    code, err = run_here(program, "--config", recipe(changes, kind=kind))
-    assert code == 2 and err.count("\n") == 1 and str(folder) in err, err
+    err = refused(changes, str(folder), kind="sl" if role == "supervised" else "rl")
     assert re.search((MODELS | FILES)[name][1], err), err
-    assert not (tmp_path / "runs").exists()
 
 
-def test_a_reward_model_in_place_of_the_policy_is_refused(recipe, tmp_path, tiny_path):
+def test_a_reward_model_in_place_of_the_policy_is_refused(refused, tmp_path, tiny_path):
     from modeling.load import load_scalar_model
 
     model = load_scalar_model(tiny_path, dtype="float32", attention="sdpa")
     model.save_pretrained(tmp_path / "rm")
     ChatTokenizer(tiny_path, "chat").save(tmp_path / "rm")
-    code, err = run_here(main_rl, "--config", recipe({"model.path": str(tmp_path / "rm")}))
-    assert (code == 2 and "lm_head.weight" in err) or "score.weight" in err, err
+    refused({"model.path": str(tmp_path / "rm")}, "score.weight")
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(recipe, tmp_path, tiny_path):
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(refused, tmp_path, tiny_path):
     shutil.copytree(tiny_path, tmp_path / "model")
     tokenizer = ChatTokenizer(tiny_path, "chat")
     tokenizer.hf.add_tokens(["<more>"])
     tokenizer.save(tmp_path / "model")
-    code, err = run_here(main_rl, "--config", recipe({"model.path": str(tmp_path / "model")}))
-    assert code == 2 and "its tokenizer has ids up to 103, and the model has 103 embeddings" in err, err
+    says = "its tokenizer has ids up to 103, and the model has 103 embeddings"
+    refused({"model.path": str(tmp_path / "model")}, says)
 
 
 def below(path: Path) -> Path:
@@ -189,13 +182,12 @@ def linked(link: Path, target: str) -> Path:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_that_cannot_be_written_is_known_before_the_start(name, recipe, tmp_path, tiny_path):
+def test_a_folder_that_cannot_be_written_is_known_before_the_start(name, refused, tmp_path, tiny_path):
     make, words = FOLDERS[name]
     (tmp_path / "own").mkdir()
     changes = make(tmp_path / "own", tiny_path)
     before = sorted((tmp_path / "own").rglob("*"))
-    code, err = run_here(main_rl, "--config", recipe(changes))
-    assert code == 2 and err.count("\n") == 1 and re.search(words, err), err
+    assert re.search(words, refused(changes))
     assert sorted((tmp_path / "own").rglob("*")) == before, "nothing was made or lost"
 
 
@@ -278,11 +270,6 @@ REWARDS = {
 }
 
 
-def file_of(path: Path, text: str) -> str:
-    path.write_text(text)
-    return str(path)
-
-
 def user_code(kind: str, name: str, folder: Path) -> tuple[dict, str]:
     """Return the changes to a recipe that bring one piece of wrong user code, and what the sentence must hold."""
     match kind:
@@ -326,8 +313,7 @@ def test_user_code_that_misbehaves_stops_the_run_with_one_sentence(kind, name, r
     changes, words = user_code(kind, name, tmp_path)
     code, err = run_here(main_rl, "--config", recipe(changes))
     assert code in (1, 2) and err.count("\n") == 1 and re.search(words, err), err
-    [folder] = (tmp_path / "runs").iterdir()
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json.loads(((folder := folder_of(tmp_path)) / "summary.json").read_text())
     assert summary["exit_reason"].startswith("stopped: ") and not (folder / "model").exists()
 
 
@@ -355,8 +341,7 @@ def run_with_small_files(program, path: str, limit: int) -> tuple[int, str]:
 def test_a_full_disk_stops_the_run_and_what_was_logged_stays(changes, limit, words, recipe, tmp_path):
     code, err = run_with_small_files(main_sl, recipe(changes, kind="sl"), limit)
     assert code == 1 and err.count("\n") == 1 and re.search(words, err), err
-    [folder] = (tmp_path / "runs").iterdir()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(folder := folder_of(tmp_path))
     assert rows and [row["step"] for row in rows] == list(range(len(rows))), "only whole lines"
     assert not list(folder.rglob("*.partial"))
 
@@ -384,14 +369,10 @@ def test_a_saved_model_may_be_replaced_by_a_later_run_and_is_for_everybody_to_re
     assert {stat.S_IMODE(file.stat().st_mode) for file in out.rglob("*") if file.is_file()} == {0o644}
 
 
-def test_kto_needs_both_labels(recipe, tmp_path, sums):
-    rows = [
-        {"messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": "2"}], "label": True}
-        for n in range(6)
-    ]
-    data = file_of(tmp_path / "rows.jsonl", "\n".join(map(json.dumps, rows)))
-    code, err = run_here(main_sl, "--config", recipe({"data.train": data, "alg": {"name": "kto"}}, kind="sl"))
-    assert code == 2 and "label" in err and "true" in err and err.count("\n") == 1, err
+def test_kto_needs_both_labels(refused, tmp_path):
+    row = {"messages": [{"role": "user", "content": "1="}, {"role": "assistant", "content": "2"}], "label": True}
+    data = file_of(tmp_path / "rows.jsonl", 6 * (json.dumps(row) + "\n"))
+    refused({"data.train": data, "alg": {"name": "kto"}}, "label", "true", kind="sl")
 
 
 def truncate(path: Path) -> None:
@@ -429,8 +410,7 @@ def checkpointed(tmp_path_factory, tiny_path, sums) -> Path:
     }
     (home / "sl.yaml").write_text(yaml.safe_dump(raw))
     assert run_here(main_sl, "--config", str(home / "sl.yaml"))[0] == 0
-    [folder] = (home / "runs").iterdir()
-    return folder
+    return folder_of(home)
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -7,6 +7,7 @@ line: a value that changes the footprint, or the test that shows what it does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import BaseModel
 
+from configs.load import sections_in
 from configs.schema import RLConfig, RunConfig, SLConfig
 from core.cluster.workers import Local
 from data_feeds.chat.template_args import make_tokenizer
@@ -33,7 +36,6 @@ from rollouts.stops import Stops
 from trainers.deepspeed import deepspeed_config
 from trainers.optimizer import make_lr_schedule, make_optimizer
 from unit_tests.helpers.examples import some_groups
-from unit_tests.helpers.recipes import list_keys
 
 ROOT = Path(__file__).parent.parent.parent
 PARTS = {"correct": 1.0, "other": 0.5, "gsm8k.correct": 2.0}
@@ -171,9 +173,17 @@ SECTIONS = {
 }
 
 
+def list_keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield every key of the schema, dotted."""
+    for name, info in cls.model_fields.items():
+        yield prefix + name
+        for section in sections_in(info.annotation):
+            yield from list_keys(section, f"{prefix}{name}.")
+
+
 def all_keys() -> set[str]:
     """Keys of the schema without sections; those of data.eval are those of data.train."""
-    keys = {key for cls in (RLConfig, SLConfig) for key, _, _ in list_keys(cls)}
+    keys = {*list_keys(RLConfig), *list_keys(SLConfig)}
     return {key for key in keys if key not in SECTIONS | {"data.train"} and not key.startswith("data.eval.")}
 
 
@@ -250,7 +260,7 @@ def sl_footprint(loaded: Loaded[SLConfig]) -> dict[str, Any]:
 @pytest.mark.parametrize("key", CASES)
 def test_changing_a_key_changes_what_the_run_is_made_of(key, recipe, sums, tmp_path, tiny_path):
     value, others = CASES[key]
-    is_sl = key in {k for k, _, _ in list_keys(SLConfig)} - {k for k, _, _ in list_keys(RLConfig)}
+    is_sl = key in {*list_keys(SLConfig)} - {*list_keys(RLConfig)}
     base = {} if is_sl else {"reward.weights": {"correct": 1.0}}
     paths = {"EVAL": str(sums / "eval.parquet"), "OTHER": str(tmp_path / "other")}
     (tmp_path / "other").symlink_to(tiny_path)

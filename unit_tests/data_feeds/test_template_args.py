@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import main_rl
 from configs.data_schema import PromptDataConfig, RowDataConfig
 from configs.trainer_schema import ModelConfig
 from core.errors import UserError
 from data_feeds.chat.template_args import check_template_args, make_tokenizer
 from data_feeds.feed import load_groups, load_prompts
-from unit_tests.helpers.examples import run_here
 
 THINKING = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}"
@@ -103,10 +101,9 @@ def test_what_the_template_ignores_is_refused(thinking, tiny_path, tmp_path):
         prompts_of(thinking, jsonl(tmp_path / "own.jsonl", ROWS[1:]), system_prompt="be brief")
 
 
-def test_a_plain_template_has_no_arguments(recipe):
+def test_a_plain_template_has_no_arguments(refused):
     changes = {"data.template": "plain", "data.template_args": {"enable_thinking": False}}
-    code, err = run_here(main_rl, "--config", recipe(changes))
-    assert code == 2 and "template_args are for a chat template" in err, err
+    refused(changes, "template_args are for a chat template")
 
 
 def test_a_plain_run_has_a_system_prompt_too(tiny_path, tmp_path):

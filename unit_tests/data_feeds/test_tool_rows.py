@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-import main_rl
 from configs.data_schema import PromptDataConfig, RowDataConfig
 from core.errors import UserError
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups, load_prompts
 from data_prep import tiny_model
 from unit_tests.helpers.chat_families import ADD, FAMILIES, TOOLS, WEATHER, assistant, call, load_family, result, user
-from unit_tests.helpers.examples import run_here
 
 OSLO = call("weather", "a", place="Oslo")
 ROME = call("weather", "b", place="Rome")
@@ -299,15 +297,12 @@ def test_a_row_of_tools_as_long_as_a_book_is_refused_before_it_is_tokenized(fami
         prompts(families["hermes"], path, max_prompt_tokens=20)
 
 
-def test_prompts_with_tools_and_no_parser_end_the_run_before_it_starts(recipe, tmp_path, tiny_path):
+def test_prompts_with_tools_and_no_parser_end_the_run_before_it_starts(refused, tmp_path, tiny_path):
     model = tmp_path / "model"
     shutil.copytree(tiny_path, model)
     names = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     (model / "chat_template.jinja").write_text(names + tiny_model.CHAT_TEMPLATE, encoding="utf-8")
     rows = write(tmp_path / "x.jsonl", [{"messages": "1+1=", "answer": "2", "tools": TOOLS}])
     changes = {"data.train": rows, "model.path": str(model)}
-    code, err = run_here(main_rl, "--config", recipe(changes))
-    assert code == 2 and len(err.splitlines()) == 1, err
-    assert "rollout.tool_parser is unset, there are tools" in err and "hermes, llama3_json" in err, err
-    code, err = run_here(main_rl, "--config", recipe(changes | {"rollout.tool_parser": "hermis"}))
-    assert code == 2 and len(err.splitlines()) == 1 and "rollout.tool_parser=hermis is no parser" in err, err
+    refused(changes, "rollout.tool_parser is unset, there are tools", "hermes, llama3_json")
+    refused(changes | {"rollout.tool_parser": "hermis"}, "rollout.tool_parser=hermis is no parser")

@@ -467,11 +467,9 @@ def test_memory_is_planned_for_every_turn_and_refused_in_numbers(recipe):
             refuse_tight(small)
 
 
-def test_a_run_that_does_not_fit_is_not_started(recipe, tmp_path):
-    path = recipe(COLOCATED | {"backend": "ray", "rollout.engine": "vllm", "rollout.kv_cache_gib": 1e6})
-    code, err = run_here(main_rl, "--config", path)
-    assert code == 2 and err.startswith("error: placement is colocate, and everything together takes 1000000"), err
-    assert not (tmp_path / "runs").exists()
+def test_a_run_that_does_not_fit_is_not_started(refused):
+    changes = COLOCATED | {"backend": "ray", "rollout.engine": "vllm", "rollout.kv_cache_gib": 1e6}
+    refused(changes, "error: placement is colocate, and everything together takes 1000000")
 
 
 # Whole runs --------------------------------------------------------------------------------------------------

@@ -139,11 +139,10 @@ def test_vllm_is_told_too(given):
     assert engine_args(config, on_cpu=True)["trust_remote_code"] is given
 
 
-@pytest.mark.parametrize(("main", "kind"), [(main_rl, "rl"), (main_sl, "sl")])
-def test_a_recipe_that_does_not_ask_for_it_is_refused(main, kind, foreign, recipe):
+@pytest.mark.parametrize("kind", ["rl", "sl"])
+def test_a_recipe_that_does_not_ask_for_it_is_refused(kind, foreign, refused):
     folder, mark = foreign
-    code, err = run_here(main, "--config", recipe({"model.path": folder}, kind=kind))
-    assert code == 2 and "set model.trust_remote_code=true" in err and "Traceback" not in err, err
+    refused({"model.path": folder}, "set model.trust_remote_code=true", kind=kind)
     assert not mark.exists()
 
 
@@ -203,17 +202,16 @@ def test_a_saved_reward_model_with_code_keeps_its_head(foreign, tmp_path):
         ({}, "forward() takes no position_ids, with which the engine hf generates"),
     ],
 )
-def test_what_the_code_cannot_do_is_said_before_the_start(changes, sentence, foreign, recipe):
+def test_what_the_code_cannot_do_is_said_before_the_start(changes, sentence, foreign, refused):
     with (Path(foreign[0]) / "own.py").open("a") as file:
         file.write("\n    def forward(self, input_ids, attention_mask=None): ...\nModel.forward = Tokenizer.forward\n")
-    code, err = run_here(main_rl, "--config", recipe(TRUST | {"model.path": foreign[0]} | changes))
-    assert code == 2 and sentence in err and "Traceback" not in err, err
+    refused(TRUST | {"model.path": foreign[0]} | changes, sentence)
 
 
 @pytest.mark.slow
-def test_vllm_without_the_architecture_is_said_before_the_start(foreign, recipe):
-    code, err = run_here(main_rl, "--config", recipe(TRUST | {"model.path": foreign[0], "rollout.engine": "vllm"}))
-    assert code == 2 and "vLLM does not have its architecture Model: set rollout.engine=hf" in err, err
+def test_vllm_without_the_architecture_is_said_before_the_start(foreign, refused):
+    changes = TRUST | {"model.path": foreign[0], "rollout.engine": "vllm"}
+    refused(changes, "vLLM does not have its architecture Model: set rollout.engine=hf")
     assert has_architecture("LlamaForCausalLM")
 
 

@@ -28,7 +28,7 @@ from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.models import packed, random_model, some_samples
-from unit_tests.helpers.runs import OWN_ENGINE
+from unit_tests.helpers.runs import OWN_ENGINE, file_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -195,18 +195,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_wrong_list_is_one_sentence_before_the_run(name, recipe, tmp_path):
+def test_a_wrong_list_is_one_sentence_before_the_run(name, refused):
     tokens, words = REFUSED[name]
-    code, err = run_here(main_rl, "--config", recipe({"rollout.allowed_tokens": tokens}))
-    assert code == 2 and err.count("\n") == 1 and all(word in err for word in words), err
-    assert not (tmp_path / "runs").exists()
+    refused({"rollout.allowed_tokens": tokens}, *words)
 
 
-def test_an_engine_that_samples_from_all_tokens_is_refused(recipe, tmp_path):
-    (tmp_path / "mine.py").write_text(OWN_ENGINE)
-    changes = {"rollout.allowed_tokens": ["1"], "rollout.engine": str(tmp_path / "mine.py")}
-    code, err = run_here(main_rl, "--config", recipe(changes))
-    assert code == 2 and "samples from all tokens" in err and err.count("\n") == 1, err
+def test_an_engine_that_samples_from_all_tokens_is_refused(refused, tmp_path):
+    mine = file_of(tmp_path / "mine.py", OWN_ENGINE)
+    refused({"rollout.allowed_tokens": ["1"], "rollout.engine": mine}, "samples from all tokens")
 
 
 def test_a_run_its_replay_and_an_evaluation_stay_in_the_set(recipe, tmp_path, sums):

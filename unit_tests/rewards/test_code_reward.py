@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
-import main_rl
 from core.errors import UserError
 from core.types.samples import Prompt
 from rewards import check_reward, load_reward, resolve_reward
 from rewards.code_tests import read_suite
 from rewards.pool import RewardPool
 from rewards.sandbox import Bubblewrap, HttpSandbox, Limits, SandboxUnavailable
-from unit_tests.helpers.examples import run_here
+from rewards.several import one_reward
 from unit_tests.helpers.needs_sandbox import needs_sandbox
 from unit_tests.helpers.one_reward import one_reward
 
@@ -233,11 +232,9 @@ def test_settings_without_sense_are_refused_before_the_run(settings, says):
         check_reward(resolve_reward("code"), settings, 20.0)
 
 
-def test_without_a_sandbox_a_run_does_not_start_and_a_sample_fails(recipe, monkeypatch):
+def test_without_a_sandbox_a_run_does_not_start_and_a_sample_fails(refused, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    code, err = run_here(main_rl, "--config", recipe({"reward.function": "code"}))
-    assert code == 2 and err.startswith("error: bubblewrap, the sandbox for code, is not installed: `apt install")
-    assert len(err.splitlines()) == 1
+    refused({"reward.function": "code"}, "error: bubblewrap, the sandbox for code, is not installed: `apt install")
     prompt = Prompt(id="0", messages=[], extra={"tests": TESTS})
     with pytest.raises(SandboxUnavailable):
         load_reward(resolve_reward("code"), {})(prompt, [{"role": "assistant", "content": RIGHT}])

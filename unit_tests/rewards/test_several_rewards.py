@@ -91,10 +91,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_a_reward_is_refused(name, recipe):
+def test_what_cannot_be_a_reward_is_refused(name, refused):
     changes, words = REFUSED[name]
-    code, err = run_here(main_rl, "--config", recipe(changes))
-    assert code == 2 and err.count("\n") == 1 and all(word in err for word in words), err
+    refused(changes, *words)
 
 
 def test_a_run_logs_every_part_of_every_function(recipe, files, tmp_path, sums):

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-import main_rl
 from core.errors import UserError
 from core.types.samples import Prompt
 from data_feeds.chat.tool_parsing import ParsedReply
 from rewards.sandbox import Limits
 from rollouts.envs.python_tool import PythonTool
 from rollouts.tools.calls import ToolUnavailable
-from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.needs_sandbox import needs_sandbox
 from unit_tests.helpers.processes import leftovers, wait_until
 
@@ -91,7 +89,7 @@ def test_without_a_sandbox_the_run_is_refused_and_the_sample_fails(monkeypatch):
         asyncio.run(PythonTool(PROMPT).step(run("1")))
 
 
-def test_a_run_with_the_tool_does_not_start_without_a_sandbox(recipe, monkeypatch):
+def test_a_run_with_the_tool_does_not_start_without_a_sandbox(refused, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    code, err = run_here(main_rl, "--config", recipe({"rollout.env": "python_tool", "rollout.max_turns": 2}))
-    assert code == 2 and err.startswith("error: bubblewrap, the sandbox for code, is not installed")
+    changes = {"rollout.env": "python_tool", "rollout.max_turns": 2}
+    refused(changes, "error: bubblewrap, the sandbox for code, is not installed")

@@ -9,15 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-import main_rl
 from core.errors import RunStopped
 from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.hf import HfEngine
 from rollouts.episode import EpisodeRules, run_episode
 from rollouts.stops import Stops, StopStrings
 from unit_tests.helpers.episodes import PROMPT, Scripted, Tool, Words
-from unit_tests.helpers.examples import run_here
-from unit_tests.helpers.runs import OWN_ENGINE
+from unit_tests.helpers.runs import OWN_ENGINE, file_of
 
 PIECES = ["a", "b", "ab", "ba", "abc", "c", "é", "ab\n", "\n", "<", "/t", ">", " "]
 BYTES = [bytes([n]) for n in (0xC3, 0xA9, 0xE2, 0x82, 0xAC)]
@@ -163,26 +161,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_stop_that_could_never_be_met_is_refused(name, recipe, tmp_path):
+def test_a_stop_that_could_never_be_met_is_refused(name, refused):
     changes, words = REFUSED[name]
-    code, err = run_here(main_rl, "--config", recipe(changes))
-    assert code == 2 and err.count("\n") == 1 and all(word in err for word in words), err
-    assert not (tmp_path / "runs").exists()
+    refused(changes, *words)
 
 
-def test_an_engine_without_stop_strings_is_refused(recipe, tmp_path):
-    (tmp_path / "mine.py").write_text(OWN_ENGINE)
-    changes = {"rollout.stop": ["a"], "rollout.engine": str(tmp_path / "mine.py")}
-    code, err = run_here(main_rl, "--config", recipe(changes))
-    assert code == 2 and "does not look for stop strings" in err, err
+def test_an_engine_without_stop_strings_is_refused(refused, tmp_path):
+    mine = file_of(tmp_path / "mine.py", OWN_ENGINE)
+    refused({"rollout.stop": ["a"], "rollout.engine": mine}, "does not look for stop strings")
 
 
-def test_a_run_ends_its_replies_where_the_recipe_says(recipe, tmp_path):
+def test_a_run_ends_its_replies_where_the_recipe_says(trained):
     """Digits and letters are about half of what the random model writes."""
     stops = {"rollout.stop": list("0123456789abcdefghijklm"), "rollout.stop_token_ids": [60, 61, 62, 63, 64]}
-    code, err = run_here(main_rl, "--config", recipe(stops | {"rollout.max_new_tokens": 16, "steps": 1}))
-    assert code == 0, err
-    [folder] = (tmp_path / "runs").iterdir()
+    folder = trained(stops | {"rollout.max_new_tokens": 16, "steps": 1})
     rows = [json.loads(line) for line in (folder / "samples" / "step_00000.jsonl").read_text().splitlines()]
     texts = [row["completion"] for row in rows]
     ended = [text for text in texts if text and text[-1] in stops["rollout.stop"]]
