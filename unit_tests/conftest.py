@@ -115,7 +115,8 @@ def trained(recipe, tmp_path):
 
     def run(changes: dict | None = None, *overrides: str, kind: str = "rl", name: str = "*") -> Path:
         path = recipe(changes, kind=kind)
-        assert run_here(main_rl if kind == "rl" else main_sl, "--config", path, *overrides) == (0, "")
+        code, err = run_here(main_rl if kind == "rl" else main_sl, "--config", path, *overrides)
+        assert code == 0, err
         return folder_of(tmp_path, name)
 
     return run

@@ -26,9 +26,10 @@ from algs.sft import SFT
 from algs.terms import KL, Correction, Overlong
 from algs.turns import generalised_advantages, reward_to_go
 from core.types.arrays import DOUBLE
-from core.types.samples import Policy, Prompt, Sample, Tokens, make_sample
+from core.types.samples import Policy, Sample, Tokens
 from driver.records.rollout_metrics import name_train_metrics
 from modeling.forward import compute_token_logp
+from unit_tests.helpers.examples import sample_of
 from unit_tests.helpers.golden import GOLDEN, RL, TOLERANCES, batch_of, live, samples_of
 
 OFF = Correction(level="none")
@@ -323,17 +324,8 @@ def test_overlong_answers_are_punished_or_left_out():
 
 def test_a_truncated_answer_gives_up_its_last_token_to_bootstrap():
     """Rewards 0, then 1 at the last token that is learnt; the value before the token given up follows."""
-    cut = make_sample(
-        dtype=DOUBLE,
-        prompt=Prompt(id="0", messages=[]),
-        token_ids=[5] * 5,
-        action_mask=[False, False, True, True, True],
-        rollout_logp=[0.0] * 5,
-        versions=[0] * 5,
-        stop="length",
-        reward=1.0,
-        columns={"values": [0.0, 0.0, 0.3, 0.4, 0.7]},
-    )
+    columns = {"values": [0.0, 0.0, 0.3, 0.4, 0.7]}
+    cut = sample_of([5] * 5, [False] * 2 + [True] * 3, dtype=DOUBLE, stop="length", reward=1.0, columns=columns)
     [[done]] = PPO(bootstrap_truncated=True, whiten=False, lam=1.0).compute_advantages([[cut]])
     assert done.loss_mask.tolist() == [False, False, True, True, False]
     assert done.advantage[2:4] == pytest.approx([1 + 0.7 - 0.3, 1 + 0.7 - 0.4])

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import main_rl
-import main_sl
 from analysis.report.page import write_page
 from unit_tests.helpers.browser import MISSING, Browser, find_browser
 from unit_tests.helpers.examples import run_here
@@ -178,10 +177,8 @@ def test_a_bar_of_the_histogram_keeps_the_groups_that_have_such_a_sample(browser
     assert browser.ask("document.querySelector('.group').dataset.group") == "2"
 
 
-def test_a_supervised_run_has_curves_and_says_that_it_has_no_samples(browser, recipe, tmp_path):
-    code, err = run_here(main_sl, "--config", recipe({"steps": 3}, kind="sl"))
-    assert code == 0, err
-    [run] = (tmp_path / "runs").iterdir()
+def test_a_supervised_run_has_curves_and_says_that_it_has_no_samples(trained, browser, tmp_path):
+    run = trained({"steps": 3}, kind="sl")
     write_page([run], tmp_path / "page.html", samples=8, everything=False)
     browser.open(tmp_path / "page.html")
     assert numbers(browser, '[data-metric="train/loss"] .number') == {"train/loss": metrics_of(run)[-1]["train/loss"]}

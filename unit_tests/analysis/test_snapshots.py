@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import main_rl
 from analysis.capture.recompute import replay
 from analysis.capture.snapshot import read_snapshot
 from analysis.capture.step_recorder import fingerprint_weights
@@ -18,13 +17,12 @@ from analysis.capture.tokens import MANIFEST, SNAPSHOTS, captured_steps, read_ca
 from analysis.capture.weights import load_checkpoint
 from core.errors import UserError
 from core.metrics import find_metric
-from unit_tests.helpers.examples import run_here
-from unit_tests.helpers.runs import ROOT, SEVENS, file_of, folder_of, metrics_of
+from unit_tests.helpers.runs import ROOT, SEVENS, file_of, metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_a_run_of_two_deepspeed_ranks_is_reproduced_by_one_process_and_its_shadow_equals_it(recipe, tmp_path):
+def test_a_run_of_two_deepspeed_ranks_is_reproduced_by_one_process_and_its_shadow_equals_it(trained, tmp_path):
     changes = {
         "backend": "ray",
         "rollout.engine": "vllm",
@@ -36,9 +34,7 @@ def test_a_run_of_two_deepspeed_ranks_is_reproduced_by_one_process_and_its_shado
         "checkpoint.every": 1,
         "compare_losses": [{"as": "twin", "name": "grpo"}, "cispo"],
     }
-    code, err = run_here(main_rl, "--config", recipe(changes))
-    assert code == 0, err
-    folder = folder_of(tmp_path)
+    folder = trained(changes)
     assert captured_steps(folder) == [0, 1]
     for step, metrics in enumerate(metrics_of(folder)):
         assert all(find_metric(name) for name in metrics), metrics

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-import main_rl
 import main_sl
 from configs.trainer_schema import StopWhenConfig
 from core.errors import UserError
@@ -54,7 +53,7 @@ def test_a_condition_that_cannot_be_is_refused(name, refused):
     refused({"stop_when": when}, "stop_when", words)
 
 
-def test_a_run_ends_early_with_its_model_and_a_checkpoint(recipe, tmp_path, sums):
+def test_a_run_ends_early_with_its_model_and_a_checkpoint(trained, sums):
     """Weights are synced every third step; those of the model at the end are measured all the same."""
     changes = {
         "steps": 9,
@@ -64,9 +63,7 @@ def test_a_run_ends_early_with_its_model_and_a_checkpoint(recipe, tmp_path, sums
         "weight_sync.every": 3,
         "max_staleness": 2,
     }
-    code, err = run_here(main_rl, "--config", recipe(changes))
-    assert code == 0, err
-    [folder] = (tmp_path / "runs").iterdir()
+    folder = trained(changes)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["exit_reason"] == "done early, stop_when: train/lr is 0.001, above 0, 4 times in a row"
     assert summary["steps_done"] == 4 and "after" in summary

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from algs.kto import KTO
 from core.types.images import EncodedImage, PlacedImage
-from core.types.samples import Batch, Prompt, Sample, make_sample
+from core.types.samples import Batch, Sample
 from data_feeds.images.row_images import count_inputs
 from data_feeds.packing.batches import micro_batches, pack, plan_update
 from driver.rl.scoring import hash_sample
 from modeling.images.rope_positions import find_rope_ids
-from unit_tests.helpers.examples import shared_of
+from unit_tests.helpers.examples import sample_of, shared_of
 
 PAD = 5
 """The token that stands for a part of an image."""
@@ -43,14 +43,7 @@ def seen(*parts: list[int] | tuple[str, int, int] | str, tail: int = 2, grids: b
         else:
             ids += part
     n = len(ids)
-    return make_sample(
-        prompt=Prompt(id="p", messages=[]),
-        token_ids=ids,
-        action_mask=[False] * (n - tail) + [True] * tail,
-        rollout_logp=[0.0] * n,
-        versions=[0] * n,
-        images=tuple(images),
-    )
+    return sample_of(ids, [False] * (n - tail) + [True] * tail, rollout_logp=[0.0] * n, images=tuple(images))
 
 
 def shared(*samples: Sample) -> Batch:

@@ -43,8 +43,8 @@ from trainers.offload.offloaded_trainer import OffloadedTrainer
 from trainers.offload.storages import find_storages, find_tensors
 from trainers.trainer import Trainer
 from trainers.weight_sync.transports import HandleTransport, SyncEndpoints
+from unit_tests.helpers.engines import PROMPTS, engine_of, several
 from unit_tests.helpers.examples import a_changed, columns_of, is_running, run_here, some_groups
-from unit_tests.helpers.hf_engines import PROMPTS, engine_of, several
 from unit_tests.helpers.local_trainers import trainer_of
 from unit_tests.helpers.runs import ROOT, SEVENS, file_of, folder_of, marked, metrics_of, numbers_of
 

@@ -4,14 +4,13 @@ import json
 
 import pytest
 
-import main_rl
 from core.text.plain_text import escape_controls
 from core.timing.clock import Clock
 from core.timing.phases import Phase
 from driver.records import console as module
 from driver.records.console import Console
 from driver.records.sample_text import choose_sample, make_record, write_sample
-from unit_tests.helpers.examples import run_here, some_groups
+from unit_tests.helpers.examples import some_groups
 
 STEP = {"step": 0.0, "reward/mean": 0.5, "time/step_s": 30.0}
 HOSTILE = "red \x1b[31m bell \a back \r over \u202e turned \x9b c1"
@@ -140,12 +139,11 @@ def test_letters_of_every_script_stay():
     assert escape_controls("\ud800\t\u200b") == r"\ud800\t\u200b"
 
 
-def test_a_run_in_json_tells_its_groups_its_steps_and_its_samples(recipe, tmp_path, monkeypatch, capsys):
+def test_a_run_in_json_tells_its_groups_its_steps_and_its_samples(trained, tmp_path, monkeypatch, capsys):
     """A real run: every line is an object, and a step's numbers are those of metrics.jsonl."""
     monkeypatch.setattr(module, "STEP_PROGRESS_EVERY_S", 0.0)
     capsys.readouterr()
-    code, err = run_here(main_rl, "--config", recipe({"display": "json", "show_samples": 1}))
-    assert code == 0, err
+    trained({"display": "json", "show_samples": 1})
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     [folder] = (tmp_path / "runs").iterdir()
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from core.errors import UserError
-from core.types.samples import Prompt, make_sample
+from core.types.samples import Prompt
 from data_feeds.rows.eval_sets import PromptSet
 from data_feeds.rows.invalid_rows import InvalidRows
 from driver.evaluation.estimators import choose_ks, majority_at_k, pass_at_k, pass_hat_k
@@ -30,7 +30,8 @@ from driver.evaluation.suites.generations import (
     read_generations,
 )
 from driver.evaluation.suites.resume import find_samples
-from driver.evaluation.suites.table import GradedPrompt, make_table
+from driver.evaluation.suites.table import GradedPrompt, choose_ks, make_table
+from unit_tests.helpers.examples import sample_of
 
 COUNTS = [(n, c, k) for n in range(1, 8) for c in range(n + 1) for k in range(1, n + 1)]
 
@@ -220,9 +221,7 @@ def test_samples_serve_again_where_the_row_is_the_same_whatever_its_environment_
     spec = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     row = Prompt(id="s/0", messages=[{"role": "user", "content": "go"}], answer="7", extra={"level": 1}, tools=[spec])
     shown = replace(row, messages=[*row.messages, {"role": "user", "content": "you see a door"}], tools=[spec, spec])
-    sample = make_sample(
-        prompt=shown, token_ids=[1, 2], action_mask=[False, True], rollout_logp=[0.0, -1.0], versions=[-1, 0]
-    )
+    sample = sample_of([1, 2], [False, True], prompt=shown)
     writer = PartWriter(tmp_path, prompts_per_part=1)
     writer.add(describe_group([sample], row, of_set="s", index=0))
     settings: dict[str, dict] = {"settings": {}, "sha256": {}}

@@ -17,7 +17,7 @@ import main_rl
 from configs.rollout_schema import RewardConfig, RolloutConfig
 from configs.schema import RLConfig
 from core.errors import RunStopped
-from core.types.samples import Prompt, Sample, make_sample
+from core.types.samples import Prompt, Sample
 from data_feeds.packing.batches import plan_update
 from driver.checkpoint import find_checkpoint
 from driver.context import RunContext, run_in_context
@@ -33,7 +33,7 @@ from tools.benchmarks import simulate
 from tools.benchmarks.simulate import forecast, times_of
 from tools.benchmarks.simulated_run import SimulatedEngines, SimulatedRun, Times, run_in_virtual_time
 from trainers.trainer import Trainer
-from unit_tests.helpers.examples import run_here
+from unit_tests.helpers.examples import run_here, sample_of
 from unit_tests.helpers.runs import SEVENS, file_of, folder_of, numbers_of
 from unit_tests.helpers.simulated_runs import Choosy, a_schedule
 
@@ -428,15 +428,7 @@ def test_the_forecast_of_a_run_counts_what_was_drawn_and_each_publish(tmp_path):
 def sampled_by(*versions: int) -> Sample:
     """After a prompt of one token."""
     n = len(versions)
-    prompt = Prompt(id="p", messages=[{"role": "user", "content": "?"}])
-    zeros = [0.0] * (n + 1)
-    return make_sample(
-        prompt=prompt,
-        token_ids=[1] * (n + 1),
-        action_mask=[False] + [True] * n,
-        rollout_logp=zeros,
-        versions=[-1, *versions],
-    )
+    return sample_of([1] * (n + 1), [False] + [True] * n, versions=[-1, *versions])
 
 
 def test_lags_are_counted_by_token_and_a_wrong_one_stops_the_run():

@@ -57,13 +57,9 @@ def test_a_local_run_learns_and_leaves_everything_behind(recipe, tmp_path, sums)
 
 
 @pytest.mark.slow
-def test_several_updates_per_step_score_the_proximal_policy_first(recipe, tmp_path):
+def test_several_updates_per_step_score_the_proximal_policy_first(trained, tmp_path):
     reward = file_of(tmp_path / "sevens.py", SEVENS)
-    code, err = run_here(
-        main_rl, "--config", recipe({"reward.function": reward, "updates_per_step": 2, "steps": 1, "trainer.lr": 1e-2})
-    )
-    assert code == 0, err
-    [metrics] = metrics_of(folder_of(tmp_path))
+    [metrics] = metrics_of(trained({"reward.function": reward, "updates_per_step": 2, "steps": 1, "trainer.lr": 1e-2}))
     assert "time/logp_s" in metrics
     assert metrics["train/mismatch/abs_logp"] < 1e-4, "the anchor is the policy that sampled, in both updates"
 
@@ -83,7 +79,7 @@ def score(prompt, messages):
 
 
 @pytest.mark.slow
-def test_a_reward_that_fails_costs_its_samples_not_the_run(recipe, tmp_path):
+def test_a_reward_that_fails_costs_its_samples_not_the_run(trained, tmp_path):
     changes = {
         "reward.function": file_of(tmp_path / "unlucky.py", FAILURES),
         "reward.timeout_s": 1.0,
@@ -93,13 +89,12 @@ def test_a_reward_that_fails_costs_its_samples_not_the_run(recipe, tmp_path):
         "group_size": 2,
         "steps": 1,
     }
-    code, err = run_here(main_rl, "--config", recipe(changes))
-    assert code == 0, err
-    rows = [json.loads(r) for r in (folder_of(tmp_path) / "samples" / "step_00000.jsonl").read_text().splitlines()]
+    folder = trained(changes)
+    rows = [json.loads(r) for r in (folder / "samples" / "step_00000.jsonl").read_text().splitlines()]
     failed = [r for r in rows if int(r["answer"]) % 5 < 3]
     assert failed and all(r["reward"] is None and r["failure"] and r["advantage"] is None for r in failed)
     assert all(r["reward"] == 1.0 for r in rows if r not in failed)
-    [metrics] = metrics_of(folder_of(tmp_path))
+    [metrics] = metrics_of(folder)
     assert metrics["rollout/failed"] == len(failed) and metrics["reward/mean"] == 1.0, "not counted as zero"
 
 
@@ -173,25 +168,17 @@ class Hiccup(GRPO):
 
 
 @pytest.mark.slow
-def test_an_update_that_is_not_finite_is_skipped_and_said_so(recipe, tmp_path):
-    code, err = run_here(
-        main_rl, "--config", recipe({"alg": {"file": file_of(tmp_path / "hiccup.py", HICCUP)}, "steps": 3})
-    )
-    assert code == 0, err
-    metrics = metrics_of(folder_of(tmp_path))
+def test_an_update_that_is_not_finite_is_skipped_and_said_so(trained, tmp_path):
+    metrics = metrics_of(trained({"alg": {"file": file_of(tmp_path / "hiccup.py", HICCUP)}, "steps": 3}))
     assert [m["train/updates_skipped"] for m in metrics] == [0, 1, 0]
     assert ["train/loss" in m for m in metrics] == [True, False, True], "no number of an update that was not made"
 
 
 @pytest.mark.slow
-def test_groups_without_signal_are_drawn_again_and_never_for_ever(recipe, tmp_path):
+def test_groups_without_signal_are_drawn_again_and_never_for_ever(trained, recipe, tmp_path):
     changes = {"alg.dynamic_sampling": True, "steps": 1, "trainer.lr": 1e-3}
     luck = "import random\ndef score(p, m): return {'correct': float(hash(m[-1]['content']) % 3 == 0)}\n"
-    code, err = run_here(
-        main_rl, "--config", recipe(changes | {"reward.function": file_of(tmp_path / "luck.py", luck)})
-    )
-    assert code == 0, err
-    [metrics] = metrics_of(folder_of(tmp_path))
+    [metrics] = metrics_of(trained(changes | {"reward.function": file_of(tmp_path / "luck.py", luck)}))
     assert metrics["rollout/zero_std_groups"] == 0
     assert metrics["rollout/groups_drawn"] >= 4 and 0 < metrics["reward/mean_drawn"] < 1
     same = "def score(p, m): return {'correct': 1.0}\n"
@@ -225,7 +212,7 @@ class Engine(HfEngine):
 
 
 @pytest.mark.slow
-def test_environments_and_engines_of_ones_own_are_found_by_path(recipe, tmp_path):
+def test_environments_and_engines_of_ones_own_are_found_by_path(trained, tmp_path):
     changes = {
         "rollout.env": file_of(tmp_path / "talkative.py", TALKATIVE),
         "rollout.engine": file_of(tmp_path / "my_engine.py", MY_ENGINE),
@@ -234,9 +221,7 @@ def test_environments_and_engines_of_ones_own_are_found_by_path(recipe, tmp_path
         "reward.weights": {"correct": 1.0, "turns": 0.5},
         "steps": 1,
     }
-    code, err = run_here(main_rl, "--config", recipe(changes))
-    assert code == 0, err
-    [metrics] = metrics_of(folder_of(tmp_path))
+    [metrics] = metrics_of(trained(changes))
     assert metrics["reward/turns"] == 2 and metrics["reward/mean"] >= 1.0
     assert metrics["rollout/tokens_max"] == 4, "two turns of two tokens; what the environment said is not counted"
     assert metrics["train/tokens"] == metrics["rollout/tokens"]
@@ -270,7 +255,7 @@ class DRO(GroupRelative):
 
 
 @pytest.mark.slow
-def test_a_paper_that_the_library_lacks_is_one_file_and_its_recipe(recipe, tmp_path):
+def test_a_paper_that_the_library_lacks_is_one_file_and_its_recipe(trained, tmp_path):
     """Its gradient is the oracle's, and its recipe trains; nothing else is edited."""
     from algs import find_algorithm
     from unit_tests.helpers.golden import GOLDEN, RL, batch_of, live
@@ -283,11 +268,7 @@ def test_a_paper_that_the_library_lacks_is_one_file_and_its_recipe(recipe, tmp_p
     want = live(GOLDEN["cases"]["dro/quadratic"]["grad"]["logp"], torch.float64)
     torch.testing.assert_close(logp.grad, want, rtol=1e-9, atol=1e-11)
     changes = LEARN | {"alg": settings | {"beta": 0.05}, "updates_per_step": 2}
-    code, err = run_here(
-        main_rl, "--config", recipe(changes | {"reward.function": file_of(tmp_path / "sevens.py", SEVENS)})
-    )
-    assert code == 0, err
-    metrics = metrics_of(folder_of(tmp_path))
+    metrics = metrics_of(trained(changes | {"reward.function": file_of(tmp_path / "sevens.py", SEVENS)}))
     assert metrics[-1]["reward/mean"] > 0.9 and "train/pull" in metrics[-1]
 
 
@@ -490,14 +471,13 @@ def test_a_signal_ends_a_run_in_one_process_at_once(recipe, tmp_path, kind, numb
 
 
 @pytest.mark.slow
-def test_supervised_loss_falls_and_is_a_token_mean(recipe, tmp_path, sums):
+def test_supervised_loss_falls_and_is_a_token_mean(trained, sums):
     changes = {"steps": 12, "trainer.lr": 3e-3, "data.eval": str(sums / "sft.parquet"), "eval_every": 6}
-    code, err = run_here(main_sl, "--config", recipe(changes, kind="sl"))
-    assert code == 0, err
-    summary = json.loads((folder_of(tmp_path) / "summary.json").read_text())
+    folder = trained(changes, kind="sl")
+    summary = json.loads((folder / "summary.json").read_text())
     assert summary["before"]["eval/loss"] == pytest.approx(torch.log(torch.tensor(103.0)).item(), abs=0.3)
     assert summary["after"]["eval/loss"] < 0.6 * summary["before"]["eval/loss"]
-    assert [m["step"] for m in metrics_of(folder_of(tmp_path)) if "eval/loss" in m] == [5, 11]
+    assert [m["step"] for m in metrics_of(folder) if "eval/loss" in m] == [5, 11]
 
 
 @pytest.mark.slow

@@ -41,8 +41,9 @@ def a_sample(
 
 def sample_of(ids: list[int], mask: list[bool], **more: Any) -> Sample:
     """A sample of these tokens; every one of them has another log-probability."""
-    there = {"rollout_logp": [0.1 * t for t in range(len(ids))], "versions": [0] * len(ids)} | more
-    return make_sample(prompt=Prompt(id="p", messages=[]), token_ids=ids, action_mask=mask, **there)
+    there = {"rollout_logp": [0.1 * t for t in range(len(ids))], "versions": [0] * len(ids)}
+    there["prompt"] = Prompt(id="p", messages=[])
+    return make_sample(token_ids=ids, action_mask=mask, **there | more)
 
 
 def with_values(groups: list[Group], *, seed: int = 0) -> list[Group]:

@@ -21,6 +21,7 @@ from rollouts.engines.base import Completion, EngineConfig
 from rollouts.engines.vllm import VllmEngine
 from rollouts.engines.vllm_local import LocalVllmEngine
 from trainers.weight_sync.broadcast import WeightSender
+from unit_tests.helpers.engines import engine_config
 from unit_tests.helpers.examples import children_named
 
 T = TypeVar("T")
@@ -148,10 +149,8 @@ class Lab:
 
     async def _start(self, folder: Path, stop: list[int]) -> VllmEngine:
         return VllmEngine(
-            EngineConfig(
-                model_path=str(folder),
-                dtype="float32",
-                temperature=TEMPERATURE,
+            engine_config(
+                folder,
                 max_model_len=1024,
                 stop_token_ids=stop,
                 tensor_parallel_size=self.ranks,

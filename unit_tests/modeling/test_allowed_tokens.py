@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import main_eval
-import main_rl
 from analysis.capture.recompute import replay
 from core.errors import RunStopped, UserError
 from core.types.action_tokens import list_action_tokens
@@ -24,8 +23,8 @@ from data_prep import tiny_vision_model
 from driver.evaluation.suites.generations import WHOLE
 from modeling.forward import compute_token_logp, forward
 from rollouts.allowed_tokens import resolve_allowed_tokens
-from rollouts.engines.base import EngineConfig
 from rollouts.engines.hf import HfEngine
+from unit_tests.helpers.engines import engine_config
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.models import packed, random_model, some_samples
 from unit_tests.helpers.runs import OWN_ENGINE, file_of
@@ -126,14 +125,7 @@ def test_the_engine_never_samples_what_the_policy_loves_and_agrees_with_the_trai
 
     def play(allowed_tokens: AllowedTokens, temperature: float = 1.0) -> list:
         engine = HfEngine(
-            EngineConfig(
-                model_path=str(tmp_path),
-                dtype="float32",
-                temperature=temperature,
-                max_model_len=64,
-                stop_token_ids=[1],
-                allowed_tokens=allowed_tokens,
-            )
+            engine_config(tmp_path, temperature=temperature, max_model_len=64, allowed_tokens=allowed_tokens)
         )
 
         async def body():
@@ -205,7 +197,7 @@ def test_an_engine_that_samples_from_all_tokens_is_refused(refused, tmp_path):
     refused({"rollout.allowed_tokens": ["1"], "rollout.engine": mine}, "samples from all tokens")
 
 
-def test_a_run_its_replay_and_an_evaluation_stay_in_the_set(recipe, tmp_path, sums):
+def test_a_run_its_replay_and_an_evaluation_stay_in_the_set(trained, tmp_path, sums):
     """A reference, an entropy bonus and several updates: every log-probability of the step is the restricted one."""
     digits = list("0123456789")
     changes = {
@@ -214,9 +206,7 @@ def test_a_run_its_replay_and_an_evaluation_stay_in_the_set(recipe, tmp_path, su
         "updates_per_step": 2,
         "capture.every": 1,
     }
-    code, err = run_here(main_rl, "--config", recipe(changes))
-    assert code == 0, err
-    [folder] = (tmp_path / "runs").iterdir()
+    folder = trained(changes)
     rows = [json.loads(x) for n in (0, 1) for x in (folder / f"samples/step_0000{n}.jsonl").read_text().splitlines()]
     assert rows and all({*row["completion"]} <= {*digits} for row in rows)
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

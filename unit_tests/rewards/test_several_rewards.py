@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import main_rl
 from configs.rollout_schema import RewardConfig
 from core.errors import UserError
 from core.types.samples import Prompt
 from rewards.weights import plan_rewards, weigh_parts
-from unit_tests.helpers.examples import run_here
 
 SHORT = "def score(prompt, messages, *, most=4):\n    return {'short': float(len(messages[-1]['content']) <= most)}\n"
 TWO = "def score(prompt, messages):\n    return {'polite': 0.5, 'long': float(len(messages[-1]['content']))}\n"
@@ -96,13 +94,11 @@ def test_what_cannot_be_a_reward_is_refused(name, refused):
     refused(changes, *words)
 
 
-def test_a_run_logs_every_part_of_every_function(recipe, files, tmp_path, sums):
+def test_a_run_logs_every_part_of_every_function(trained, files, sums):
     one, other = ({"path": str(sums / "train.parquet"), "name": name} for name in ("easy", "hard"))
     reward = {"functions": {"gsm8k": 1.0, files["short"]: 0.5}, "by_source": {"hard": {files["two"]: {"long": 0.1}}}}
     changes = {"reward": reward, "data.train": [one, other], "steps": 1}
-    code, err = run_here(main_rl, "--config", recipe(changes))
-    assert code == 0, err
-    [folder] = (tmp_path / "runs").iterdir()
+    folder = trained(changes)
     [metrics] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     parts = {name for name in metrics if name.startswith("reward/") and "." in name}
     assert parts == {"reward/gsm8k.correct", "reward/gsm8k.format", "reward/short.short", "reward/two.polite"} | {

@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 import main_eval
-import main_rl
 from configs.rollout_schema import AgentConfig, RewardConfig, RolloutConfig
 from core.types.samples import Prompt, Sample, make_sample
 from data_feeds.chat.tokenizer import ChatTokenizer
@@ -163,19 +162,17 @@ def check_run(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_an_agent_takes_more_samples_than_episodes(recipe, tmp_path):
+def test_a_run_with_an_agent_takes_more_samples_than_episodes(trained, tmp_path):
     pytest.importorskip("openai")
-    code, err = run_here(main_rl, "--config", recipe(branching(tmp_path)))
-    assert code == 0, err
+    trained(branching(tmp_path))
     check_run(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_run_with_an_agent_on_ray(recipe, tmp_path):
+def test_a_run_with_an_agent_on_ray(trained, tmp_path):
     pytest.importorskip("openai")
     changes = branching(tmp_path) | {"backend": "ray", "rollout.num_engines": 1, "max_staleness": 1}
-    code, err = run_here(main_rl, "--config", recipe(changes))
-    assert code == 0, err
+    trained(changes)
     check_run(tmp_path)
 
 

@@ -21,8 +21,8 @@ from rollouts.registry import load_engine_class
 from trainers.local import LocalTrainer
 from trainers.weight_sync.base import Probe
 from trainers.weight_sync.publisher import LocalWeightSync
+from unit_tests.helpers.engines import PROMPTS, engine_of, several
 from unit_tests.helpers.examples import some_groups
-from unit_tests.helpers.hf_engines import PROMPTS, engine_of, several
 
 
 def test_log_probabilities_are_those_of_a_forward_pass_at_the_temperature(tiny_path):

@@ -30,7 +30,7 @@ from rollouts.agents.session import Request
 from rollouts.agents.task import Task, write_content
 from rollouts.agents.trace import Branch
 from rollouts.agents.wire import BadRequest, ChatRequest, read_ask
-from rollouts.engines.base import Completion, EngineConfig
+from rollouts.engines.base import Completion
 from rollouts.engines.hf import HfEngine
 from rollouts.engines.vllm_support import common
 from rollouts.engines.vllm_support.images import check_prompt, collapse_images, make_prompt
@@ -43,6 +43,7 @@ from trainers.weight_sync.base import Probe
 from trainers.weight_sync.fingerprint import verify_sync
 from trainers.weight_sync.publisher import LocalWeightSync
 from unit_tests.helpers import seeing
+from unit_tests.helpers.engines import engine_config
 from unit_tests.helpers.plain_vision import (
     PARTS,
     as_sample,
@@ -84,16 +85,9 @@ def banned_of(tokenizer: ChatTokenizer) -> list[int]:
 
 
 def engine_of(path: str, tokenizer: ChatTokenizer, **settings) -> HfEngine:
-    config = EngineConfig(
-        model_path=path,
-        dtype="float32",
-        temperature=TEMPERATURE,
-        max_model_len=256,
-        stop_token_ids=tokenizer.stop_token_ids,
-        allowed_tokens=AllowedTokens(banned=tuple(banned_of(tokenizer))),
-        **settings,
-    )
-    return HfEngine(config)
+    only = {"stop_token_ids": tokenizer.stop_token_ids, "temperature": TEMPERATURE}
+    allowed = AllowedTokens(banned=tuple(banned_of(tokenizer)))
+    return HfEngine(engine_config(path, allowed_tokens=allowed, **only, **settings))
 
 
 def read(tokenizer: ChatTokenizer, messages) -> tuple[list[int], tuple[PlacedImage, ...]]:
@@ -160,15 +154,8 @@ def test_other_families_too_with_their_positions_and_tiles(family, tmp_path):
     banned = sorted(processor.placeholder_ids)
 
     prompts = [write_ids(processor, *parts) for parts in PARTS]
-    config = EngineConfig(
-        model_path=path,
-        dtype="float32",
-        temperature=TEMPERATURE,
-        max_model_len=256,
-        stop_token_ids=[seeing.FIRST, seeing.FIRST + 1],
-        allowed_tokens=AllowedTokens(banned=tuple(banned)),
-    )
-    engine = HfEngine(config)
+    only = {"stop_token_ids": [seeing.FIRST, seeing.FIRST + 1], "temperature": TEMPERATURE}
+    engine = HfEngine(engine_config(path, allowed_tokens=AllowedTokens(banned=tuple(banned)), **only))
 
     async def go() -> list[Completion]:
         return await asyncio.gather(

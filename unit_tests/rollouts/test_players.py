@@ -13,7 +13,7 @@ from algs.base import accepts_group, assign_advantages
 from algs.grpo import GRPO
 from algs.rloo import RLOO
 from analysis.capture.batch_file import read_batch, write_batch
-from core.types.samples import Group, Prompt, Sample, make_sample
+from core.types.samples import Group, Prompt, Sample
 from driver.evaluation.suites.generations import describe_group
 from driver.evaluation.suites.run import grade_prompt
 from driver.evaluation.suites.table import measure_prompt
@@ -23,6 +23,7 @@ from rollouts.engines.base import Completion
 from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, run_episode
 from unit_tests.helpers.episodes import Words
+from unit_tests.helpers.examples import sample_of
 
 CHANCE = {0: 0.4, 1: 0.7}
 """Probability with which each player makes its move."""
@@ -31,15 +32,7 @@ REWARD = {0: lambda a, b: 0.5 * a, 1: lambda a, b: 5.0 * a + b}
 
 
 def a_side(player: int, move: int, reward: float) -> Sample:
-    return make_sample(
-        prompt=Prompt(id="game", messages=[]),
-        token_ids=[0, move],
-        action_mask=[False, True],
-        rollout_logp=[0.0, -1.0],
-        versions=[-1, 0],
-        reward=reward,
-        player=player,
-    )
+    return sample_of([0, move], [False, True], reward=reward, player=player)
 
 
 def expected_gradient(alg: RLOO | GRPO, *, told_apart: bool) -> dict[int, float]:

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from core.errors import RunStopped
-from rollouts.engines.base import Completion, EngineConfig
-from rollouts.engines.hf import HfEngine
+from rollouts.engines.base import Completion
 from rollouts.episode import EpisodeRules, run_episode
 from rollouts.stops import Stops, StopStrings
+from unit_tests.helpers.engines import engine_config, engine_of
 from unit_tests.helpers.episodes import PROMPT, Scripted, Tool, Words
 from unit_tests.helpers.runs import OWN_ENGINE, file_of
 
@@ -60,14 +60,6 @@ def test_a_long_reply_is_not_decoded_again_for_every_token():
     assert reader.tokens < 20 * 4000
 
 
-def engine_of(path: str, **settings) -> HfEngine:
-    return HfEngine(
-        EngineConfig(
-            model_path=path, dtype="float32", temperature=1.0, max_model_len=256, stop_token_ids=[1], **settings
-        )
-    )
-
-
 def character(i: int) -> str:
     return "" if i < 7 else chr(i)
 
@@ -95,9 +87,9 @@ STRINGS = [chr(40), chr(50)]
 
 
 def test_the_hf_engine_samples_the_same_tokens_and_ends_at_the_stop_string(tiny_path):
-    free = asyncio.run(several(engine_of(tiny_path)))
+    free = asyncio.run(several(engine_of(tiny_path, temperature=1.0)))
     strings = StopStrings(STRINGS, as_text, frozenset(range(7, 103)))
-    stopped = asyncio.run(several(engine_of(tiny_path, stop_strings=strings)))
+    stopped = asyncio.run(several(engine_of(tiny_path, temperature=1.0, stop_strings=strings)))
     wanted = [cut(done, STRINGS) for done in free]
     assert [(c.token_ids, c.stop) for c in stopped] == [(c.token_ids, c.stop) for c in wanted]
     for a, b in zip(stopped, wanted, strict=True):
@@ -191,16 +183,7 @@ def test_vllm_ends_at_the_same_token(tiny_path):
 
     strings = StopStrings(STRINGS, as_text, frozenset(range(7, 103)))
     for cls in (LocalVllmEngine, VllmEngine):
-        engine = cls(
-            EngineConfig(
-                model_path=tiny_path,
-                dtype="float32",
-                temperature=1.0,
-                max_model_len=256,
-                stop_token_ids=[1],
-                kv_cache_gib=0.25,
-            )
-        )
+        engine = cls(engine_config(tiny_path, temperature=1.0, kv_cache_gib=0.25))
         try:
             free = asyncio.run(both(engine, strings))
         finally:

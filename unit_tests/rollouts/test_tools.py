@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import pytest
 
-import main_rl
 from core.errors import RunStopped, UserError
 from core.types.samples import Prompt, Sample
 from data_feeds.chat.tool_parsing import ParsedReply
@@ -25,7 +24,6 @@ from rollouts.tools.calls import ToolFailed, ToolUnavailable
 from rollouts.tools.env import ToolEnv
 from rollouts.tools.functions import make_spec, tool
 from unit_tests.helpers.episodes import PROMPT, Words, calls_of, play, said
-from unit_tests.helpers.examples import run_here
 
 AT_ONCE = 64
 
@@ -477,7 +475,7 @@ class SlowDesk(ToolEnv):
 
 
 @pytest.mark.slow
-def test_the_episodes_of_a_step_on_ray_wait_for_slow_tools_together(recipe, tmp_path):
+def test_the_episodes_of_a_step_on_ray_wait_for_slow_tools_together(trained, tmp_path):
     """A call returns a second after the last of all 64 has begun: if any two had to wait for each other, none would."""
     tiny_model.make(tmp_path / "tools", tools=True)
     (tmp_path / "slow_desk.py").write_text(SLOW_DESK.replace("AT_ONCE", str(AT_ONCE)))
@@ -493,9 +491,7 @@ def test_the_episodes_of_a_step_on_ray_wait_for_slow_tools_together(recipe, tmp_
         "rollout.max_new_tokens": 64,
         "rollout.stop_token_ids": list(range(7, 103)),  # so that a random model's replies end
     }
-    code, err = run_here(main_rl, "--config", recipe(changes))
-    assert code == 0, err
-    [run] = (tmp_path / "runs").iterdir()
+    run = trained(changes)
     [step] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert step["rollout/counts/at_once"] == AT_ONCE and step["rollout/tool_calls_mean"] == 1
     assert step["rollout/tool_errors"] == 0 and step["rollout/tool_seconds_mean"] >= 1

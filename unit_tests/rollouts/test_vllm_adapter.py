@@ -16,9 +16,9 @@ from core.types.weights import Bucket
 from modeling.export import exported_tensors
 from modeling.load import load_model
 from modeling.lora import name_lora_targets, with_adapter
-from rollouts.engines.base import EngineConfig
 from rollouts.engines.vllm_local import LocalVllmEngine
 from trainers.weight_sync.fingerprint import fingerprint, verify_sync
+from unit_tests.helpers.engines import engine_config
 from unit_tests.helpers.prefix_cache import count_cached
 from unit_tests.helpers.runs import SEVENS, file_of, folder_of, metrics_of, program
 from unit_tests.helpers.vllm_lab import (
@@ -56,15 +56,7 @@ def buckets(model: nn.Module) -> list[Bucket]:
 
 def engine_of(folder: Path, lora: LoraConfig) -> LocalVllmEngine:
     return LocalVllmEngine(
-        EngineConfig(
-            model_path=str(folder),
-            dtype="float32",
-            temperature=TEMPERATURE,
-            max_model_len=256,
-            stop_token_ids=[],
-            kv_cache_gib=0.1,
-            lora=name_lora_targets(lora, str(folder)),
-        )
+        engine_config(folder, temperature=TEMPERATURE, stop_token_ids=[], lora=name_lora_targets(lora, str(folder)))
     )
 
 

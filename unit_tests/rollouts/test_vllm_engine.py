@@ -30,6 +30,7 @@ from trainers.weight_sync.base import Sent
 from trainers.weight_sync.broadcast import WeightReceiver, WeightSender
 from trainers.weight_sync.chunks import ChunkWriter
 from trainers.weight_sync.fingerprint import fingerprint, verify_sync
+from unit_tests.helpers.engines import engine_config
 from unit_tests.helpers.prefix_cache import count_cached
 from unit_tests.helpers.vllm_lab import (
     BOUND,
@@ -113,16 +114,7 @@ async def agrees_before_and_only_after_a_sync(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_process_engine_follows_the_trainer(family: str, tmp_path: Path) -> None:
     old, new = save(family, tmp_path, seed=0), random_model(family, seed=1)
-    engine = LocalVllmEngine(
-        EngineConfig(
-            model_path=str(tmp_path),
-            dtype="float32",
-            temperature=TEMPERATURE,
-            max_model_len=256,
-            stop_token_ids=STOP,
-            kv_cache_gib=0.1,
-        )
-    )
+    engine = LocalVllmEngine(engine_config(tmp_path, temperature=TEMPERATURE, stop_token_ids=STOP))
 
     async def load(version: int, model: PreTrainedModel) -> dict[str, int]:
         await engine.load_weights(version, buckets_of(model))

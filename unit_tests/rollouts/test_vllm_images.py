@@ -27,6 +27,7 @@ from rollouts.transcript import find_places
 from trainers.weight_sync.broadcast import WeightSender
 from trainers.weight_sync.fingerprint import fingerprint, verify_sync
 from unit_tests.helpers import seeing
+from unit_tests.helpers.engines import engine_config
 from unit_tests.helpers.plain_vision import (
     PARTS,
     as_sample,
@@ -82,15 +83,8 @@ class Seeing:
                 parameter.mul_(1.5)
 
     def config(self) -> EngineConfig:
-        return EngineConfig(
-            model_path=self.path,
-            dtype="float32",
-            temperature=TEMPERATURE,
-            max_model_len=self.length,
-            stop_token_ids=[],
-            allowed_tokens=AllowedTokens(banned=tuple(self.banned)),
-            kv_cache_gib=0.1,
-        )
+        only = {"stop_token_ids": [], "allowed_tokens": AllowedTokens(banned=tuple(self.banned))}
+        return engine_config(self.path, temperature=TEMPERATURE, max_model_len=self.length, **only)
 
     def buckets(self, model: PreTrainedModel) -> list[Bucket]:
         named = [(name, p.detach()) for name, p in model.named_parameters()]
