@@ -194,12 +194,12 @@ from rollouts.envs.base import Env
 class Talkative(Env):
     """Asks once more, whatever was said."""
     def __init__(self, prompt):
-        self.colocation = 0
+        self.turns = 0
     async def step(self, reply):
-        self.colocation += 1
-        return [{"role": "user", "content": "9"}] if self.colocation == 1 else None
+        self.turns += 1
+        return [{"role": "user", "content": "9"}] if self.turns == 1 else None
     def scores(self):
-        return {"turns": float(self.colocation)}
+        return {"turns": float(self.turns)}
 '''
 MY_ENGINE = '''
 from rollouts.engines.hf import HfEngine
@@ -228,7 +228,7 @@ def test_environments_and_engines_of_ones_own_are_found_by_path(trained, tmp_pat
     assert metrics["train/mismatch/abs_logp"] < 1e-4, "the second turn is scored in the context it was sampled in"
 
 
-@pytest.mark.slow
+@pytest.mark.verify
 def test_a_loss_outside_the_repository_trains_to_mastery_on_ray_actors(recipe, tmp_path):
     assert len(MY_LOSS.strip().splitlines()) <= 40
     changes = LEARN | {
@@ -342,9 +342,10 @@ def port_of_gcs(pids: set[int]) -> int:
 @pytest.mark.parametrize(
     ("engine", "end"),
     [
-        pytest.param("hf", signal.SIGINT, marks=pytest.mark.verify),
-        pytest.param("vllm", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("hf", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("vllm", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("hf", signal.SIGINT, marks=pytest.mark.verify),
+        pytest.param("vllm", signal.SIGTERM, marks=pytest.mark.verify),
     ],
 )
 def test_a_run_listens_on_loopback_only_and_however_it_ends_leaves_nothing_behind(recipe, tmp_path, engine, end):

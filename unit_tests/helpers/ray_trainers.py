@@ -1,6 +1,7 @@
 """Trainers on Ray actors, and one update of them."""
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,10 @@ from driver.start.trainers import TrainerPlan, build_trainer
 from trainers.trainer import Trainer
 
 FSDP2, OFFLOADED = "fsdp2", "fsdp2, offloaded"
-
-
 LATER = pytest.mark.verify
-
-
 SGD = {"optimizer": "sgd", "lr": 1.0, "max_grad_norm": 0.0}
+SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+"""Settings with which ZeRO-3 shards tensors as small as those of these models too."""
 
 
 def start_ranks(cluster, n):
@@ -76,3 +75,21 @@ async def run(ranks, plan: TrainerPlan, groups, *, max_tokens: int, steps: int =
 
 def start_of(path, alg=None, dtype="float32") -> torch.Tensor:
     return build_trainer(None, plan_of(path, alg=alg, dtype=dtype)).flatten_weights()
+
+
+def check_update(workers, path, groups, *, max_tokens: int, same: dict[str, Any], tolerance=1e-5, **how):
+    """Compare an update by trainers on Ray (`same | how`) with that of one process (`same`); return its metrics.
+
+    Weights and metrics are compared; `same` and `how` are keys of plan_of.
+    """
+    alone = plan_of(path, **SGD | same)
+    want, metrics = asyncio.run(run(None, alone, groups, max_tokens=10_000))
+    got, got_metrics = asyncio.run(run(workers, plan_of(path, **SGD | same | how), groups, max_tokens=max_tokens))
+    start = build_trainer(None, alone).flatten_weights()
+    assert len(start) == len(want) and (got - want).norm() < tolerance * (want - start).norm()
+    assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    return got, metrics
+
+
+def alg_of(name: str) -> dict[str, Any]:
+    return {"name": name} | ({"critic_lr": 0.5} if name == "ppo" else {})

@@ -253,8 +253,8 @@ class Shows(Env):
     """Shows another image after the first reply."""
 
     async def step(self, reply):
-        self.colocation = getattr(self, "turns", 0) + 1
-        return [say("user", "now ", draw(5, 80, 40), "?")] if self.colocation == 1 else None
+        self.turns = getattr(self, "turns", 0) + 1
+        return [say("user", "now ", draw(5, 80, 40), "?")] if self.turns == 1 else None
 
 
 def play(engine, tokenizer, env, *, max_new_tokens=60, prompt=LOOKS):

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tools import layers, mutants
-from tools.mutants import ListIsWrong, Mutant, Outcome, make_mutant, summarize, without_parts
+from tools.mutants import ListIsWrong, Mutant, Outcome, summarize, without_parts
 
 ROOT = Path(__file__).parent.parent.parent
 LISTED, _ = mutants.read_list(mutants.LIST)
@@ -40,18 +40,6 @@ def test_the_list_is_long_and_covers_every_folder():
     for folder in FOLDERS:
         assert sum(mutant.file.startswith(f"{folder}/") for mutant in planted) >= 5, folder
     assert len(LISTED) - len(planted) <= 0.03 * len(LISTED), "what is equivalent proves nothing"
-
-
-@pytest.mark.parametrize(
-    ("entry", "says"),
-    [
-        ({"tests": "test_x.py", "equivalent": "it is the same"}, "either tests or equivalent"),
-        ({}, "either tests or equivalent"),
-    ],
-)
-def test_an_entry_says_who_notices_or_why_nobody_can(entry, says):
-    with pytest.raises(ListIsWrong, match=says):
-        make_mutant("a.py", {"old": "a", "new": "b", "breaks": "all", **entry})
 
 
 def test_a_text_that_does_not_occur_once_is_refused():
@@ -109,20 +97,6 @@ def test_survivors_are_told_and_the_repository_stays_as_it_is(repository):
     assert last.startswith("1 of 2 planted bugs were noticed, 50.0%; 1 more")
     assert (repository / "code_of_ours.py").read_text() == CODE
     assert plant(repository, NOTICED, CANNOT_TELL).returncode == 0
-
-
-@pytest.mark.slow
-def test_a_list_that_proves_nothing_is_refused(repository):
-    test = repository / "unit_tests" / "test_code.py"
-    for entry, says in (
-        (NOTICED | {"old": "4 * x"}, "occurs 0 times"),
-        (NOTICED | {"tests": "test_code.py::test_nothing"}, "without any bug the tests give exit code 4"),
-        (NOTICED | {"new": "undefined("}, "pytest ended with exit code 4"),
-    ):
-        done = plant(repository, entry)
-        assert done.returncode == 1 and done.stderr.startswith("error: ") and says in done.stderr, done.stderr
-    test.write_text(TESTS.replace("== 6", "== 7"))
-    assert "without any bug the tests give exit code 1" in plant(repository, NOTICED).stderr
 
 
 @pytest.mark.verify

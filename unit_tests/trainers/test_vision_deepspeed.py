@@ -12,12 +12,18 @@ from configs.trainer_schema import LoraConfig
 from core.cluster.ray_workers import Cluster
 from core.cluster.workers import Resources
 from data_feeds.packing.batches import micro_batches
-from driver.start.trainers import build_trainer
 from modeling.images.processor import ImageProcessor
 from modeling.load import load_model
 from trainers.trainer import Trainer
 from unit_tests.helpers.examples import with_values
-from unit_tests.helpers.ray_trainers import FSDP2, LATER, SGD, Nothing, plan_of, run, sharded
+from unit_tests.helpers.ray_trainers import (
+    FSDP2,
+    LATER,
+    SMALL,
+    Nothing,
+    check_update,
+    sharded,
+)
 from unit_tests.helpers.seeing import Reply, join_parts, save_model, seeing_groups, some_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -48,16 +54,10 @@ def test_two_ranks_make_the_update_of_one_process(two, tmp_path, family, stage, 
     long = [some_text(rng, 4), Reply(some_text(rng, most - 6))]  # no room for an image beside it
     groups.append([join_parts(processor, long, group=3)])
     how = {"attention": "auto", "layout": "packed", "vision": vision}
-    want, metrics = asyncio.run(run(None, plan_of(path, **SGD, **how), groups, max_tokens=10_000))
     rows = zip(*micro_batches(groups, "token", most, ranks=2, padded=False, share_prefixes=True), strict=True)
     assert any(bool(one.images) != bool(other.images) for one, other in rows), "or nothing is seen here"
-    small = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
-    again = stage in (3, FSDP2)
-    plan = plan_of(path, **SGD, **how, **sharded(stage), ranks=2, gradient_checkpointing=again, deepspeed=small)
-    got, got_metrics = asyncio.run(run(two, plan, groups, max_tokens=most))
-    start = build_trainer(None, plan_of(path, **SGD, **how)).flatten_weights()
-    assert (got - want).norm() < 1e-4 * (want - start).norm()
-    assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    here = sharded(stage) | {"gradient_checkpointing": stage in (3, FSDP2), "deepspeed": SMALL if stage == 3 else {}}
+    got, _ = check_update(two, path, groups, max_tokens=most, same=how, tolerance=1e-4, ranks=2, **here)
     asyncio.run(two[2].call_all(Trainer.save_model, tmp_path / "saved"))
     saved = load_model(str(tmp_path / "saved"), dtype="float32", attention="auto")
     assert torch.equal(torch.cat([p.flatten() for p in saved.parameters()]), got)
@@ -74,11 +74,6 @@ def test_what_is_trained_beside_a_model_that_sees_is_sharded_with_it(two, tmp_pa
     path = save_model(tmp_path / "model", "qwen2_5_vl")
     groups = with_values(seeing_groups(ImageProcessor(path)))
     most = max(len(s.token_ids) for g in groups for s in g)
-    how = SGD | settings | {"attention": "auto", "layout": "packed"}
-    want, metrics = asyncio.run(run(None, plan_of(path, **how), groups, max_tokens=10_000))
-    small = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if stage == 3 else {}
-    plan = plan_of(path, **how, **sharded(stage), ranks=2, deepspeed=small)
-    got, got_metrics = asyncio.run(run(two, plan, groups, max_tokens=most))
-    start = build_trainer(None, plan_of(path, **how)).flatten_weights()
-    assert (got - want).norm() < 1e-4 * (want - start).norm()
-    assert got_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    same = settings | {"attention": "auto", "layout": "packed"}
+    how = sharded(stage) | {"ranks": 2, "deepspeed": SMALL if stage == 3 else {}}
+    check_update(two, path, groups, max_tokens=most, same=same, tolerance=1e-4, **how)
