@@ -30,7 +30,7 @@ from driver.evaluation.suites.generations import (
     read_generations,
 )
 from driver.evaluation.suites.resume import find_samples
-from driver.evaluation.suites.table import GradedPrompt, choose_ks, make_table
+from driver.evaluation.suites.table import GradedPrompt, make_table
 from unit_tests.helpers.examples import sample_of
 
 COUNTS = [(n, c, k) for n in range(1, 8) for c in range(n + 1) for k in range(1, n + 1)]

@@ -20,7 +20,6 @@ from rewards import check_reward, load_reward, resolve_reward
 from rewards.code_tests import read_suite
 from rewards.pool import RewardPool
 from rewards.sandbox import Bubblewrap, HttpSandbox, Limits, SandboxUnavailable
-from rewards.several import one_reward
 from unit_tests.helpers.needs_sandbox import needs_sandbox
 from unit_tests.helpers.one_reward import one_reward
 
