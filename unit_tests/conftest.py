@@ -8,7 +8,9 @@ import pytest
 import torch
 import yaml
 
+from data_feeds.chat.tokenizer import ChatTokenizer
 from data_prep import arithmetic, tiny_model
+from unit_tests.helpers.chat_families import FAMILIES, load_family
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.runs import folder_of
 
@@ -28,6 +30,13 @@ def tiny_path(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("tiny")
     tiny_model.make(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def families(tiny_path, tmp_path_factory) -> dict[str, ChatTokenizer]:
+    """The tiny model's tokenizer with the chat template of every family."""
+    folder = tmp_path_factory.mktemp("families")
+    return {family: load_family(tiny_path, folder, family) for family in FAMILIES}
 
 
 @pytest.fixture

@@ -133,12 +133,6 @@ TABLE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def families(tiny_path, tmp_path_factory) -> dict[str, ChatTokenizer]:
-    folder = tmp_path_factory.mktemp("families")
-    return {family: load_family(tiny_path, folder, family) for family in FAMILIES}
-
-
 def find_reply(family: str, name: str) -> Reply:
     return (LLAMA_REPLIES if family == "llama3" else HERMES_REPLIES)[name]
 

@@ -11,17 +11,11 @@ from core.errors import UserError
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import load_groups, load_prompts
 from data_prep import tiny_model
-from unit_tests.helpers.chat_families import ADD, FAMILIES, TOOLS, WEATHER, assistant, call, load_family, result, user
+from unit_tests.helpers.chat_families import ADD, FAMILIES, TOOLS, WEATHER, assistant, call, result, user
 
 OSLO = call("weather", "a", place="Oslo")
 ROME = call("weather", "b", place="Rome")
 TALK = [user("Which?"), assistant("", OSLO), result("3", "a"), assistant("3 degrees.")]
-
-
-@pytest.fixture(scope="module")
-def families(tiny_path, tmp_path_factory) -> dict[str, ChatTokenizer]:
-    folder = tmp_path_factory.mktemp("families")
-    return {family: load_family(tiny_path, folder, family) for family in FAMILIES}
 
 
 @pytest.fixture(scope="module")

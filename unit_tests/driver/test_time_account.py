@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -18,15 +19,15 @@ from unit_tests.helpers.runs import SEVENS, file_of, folder_of, program
 def test_of_what_goes_on_at_once_the_first_named_counts():
     async def body() -> dict[str, float]:
         timer = ActivityTimer(Activity.SYNC, Activity.GENERATE)
-
-        async def doing(activity: Activity, after: float, seconds: float) -> None:
-            await asyncio.sleep(after)
-            with timer.measure(activity):
-                await asyncio.sleep(seconds)
-
-        await asyncio.gather(
-            doing(Activity.GENERATE, 0.0, 0.3), doing(Activity.GENERATE, 0.05, 0.3), doing(Activity.SYNC, 0.1, 0.1)
-        )
+        first, second = ExitStack(), ExitStack()
+        first.enter_context(timer.measure(Activity.GENERATE))
+        await asyncio.sleep(0.1)
+        second.enter_context(timer.measure(Activity.GENERATE))
+        with timer.measure(Activity.SYNC):
+            await asyncio.sleep(0.1)
+        first.close()
+        await asyncio.sleep(0.1)
+        second.close()
         await asyncio.sleep(0.05)
         return timer.read_seconds()
 

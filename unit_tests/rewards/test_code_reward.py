@@ -222,7 +222,7 @@ def test_a_test_that_cannot_be_judged_is_no_zero():
         ({"timeout_s": "x"}, "reward.settings.timeout_s must be a number from 0.1 on, found 'x'"),
         ({"at_once": 0}, "reward.settings.at_once must be a number from 1 on"),
         ({"memory_mib": float("nan")}, "reward.settings.memory_mib must be a number from 32 on"),
-        ({"sandbox": "docker"}, "neither bubblewrap nor the address of a server"),
+        *(({"sandbox": name}, "neither bubblewrap nor the address of a server") for name in ("docker", "ftp://x")),
         ({"sandbox": "http://127.0.0.1:9"}, "cannot be reached: ConnectionRefusedError"),
     ],
 )
@@ -233,7 +233,8 @@ def test_settings_without_sense_are_refused_before_the_run(settings, says):
 
 def test_without_a_sandbox_a_run_does_not_start_and_a_sample_fails(refused, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    refused({"reward.function": "code"}, "error: bubblewrap, the sandbox for code, is not installed: `apt install")
+    words = "error: bubblewrap, the sandbox for code, is not installed: `apt install", "never run without a sandbox"
+    refused({"reward.function": "code"}, *words)
     prompt = Prompt(id="0", messages=[], extra={"tests": TESTS})
     with pytest.raises(SandboxUnavailable):
         load_reward(resolve_reward("code"), {})(prompt, [{"role": "assistant", "content": RIGHT}])

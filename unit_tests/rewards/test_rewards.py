@@ -218,9 +218,7 @@ def test_a_reward_that_never_ends_is_killed_and_its_neighbours_live(tmp_path: Pa
     with wrecker_pool(tmp_path, workers=2) as pool:
         ask(pool, "yes", "yes")
         pool.timeout_s = 1.0
-        started = time.monotonic()
         outcomes = ask(pool, "yes", reply, "yes", "yes")
-        assert time.monotonic() - started < 10
     assert [o.failure for o in outcomes] == ["", "timeout after 1s", "", ""]
 
 

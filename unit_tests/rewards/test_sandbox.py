@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pytest
 
 from core.cluster import guardian
 from core.errors import UserError
-from rewards.sandbox import Bubblewrap, Limits, Ran, SandboxUnavailable, check_sandbox, make_sandbox, seccomp
+from rewards.sandbox import Bubblewrap, Limits, Ran, SandboxUnavailable, check_sandbox, seccomp
 from rewards.sandbox.session import PythonSession
 from unit_tests.helpers.needs_sandbox import needs_sandbox
 from unit_tests.helpers.processes import leftovers, wait_until
@@ -246,14 +245,6 @@ def test_a_thousand_runs_leave_nothing():
     check_many(1000)
 
 
-def test_without_bubblewrap_a_run_is_refused_in_one_sentence(monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(UserError, match=r"not installed: `apt install bubblewrap`.*never run without a sandbox"):
-        check_sandbox("bubblewrap")
-    with pytest.raises(SandboxUnavailable):
-        run("print(1)")
-
-
 def test_a_bubblewrap_that_may_not_make_namespaces_is_told_from_code_that_fails(monkeypatch, tmp_path):
     program = tmp_path / "bwrap"
     program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
@@ -263,12 +254,6 @@ def test_a_bubblewrap_that_may_not_make_namespaces_is_told_from_code_that_fails(
         run("print(1)")
     with pytest.raises(UserError, match=r"cannot make a sandbox here .*No permissions.*allow user namespaces"):
         check_sandbox("bubblewrap")
-
-
-@pytest.mark.parametrize("name", ["docker", "none", "", "ftp://x"])
-def test_there_is_no_other_sandbox(name):
-    with pytest.raises(UserError, match="neither bubblewrap nor the address of a server"):
-        make_sandbox(name)
 
 
 def test_a_processor_without_known_calls_is_refused():

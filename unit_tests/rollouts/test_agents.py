@@ -224,11 +224,9 @@ def test_a_harness_that_hangs_is_killed_with_all_that_it_has_started(qwen, tmp_p
                 time.sleep(60)
         """,
     )
-    started = time.monotonic()
     [sample] = play(plan, Policy(qwen, ["Seven."]), agent_timeout_s=1.5)
     assert sample.failure == "the agent has not ended after 1.5 s (see rollout.timeout_s)"
     assert sample.reward is None and not sample.loss_mask.any()
-    assert time.monotonic() - started < 60
     assert not find_processes(f"sleep 1{MARK}") and not find_processes(f"sleep 2{MARK}")
 
 

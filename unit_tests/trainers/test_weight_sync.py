@@ -260,70 +260,56 @@ def sync_of(
     )
 
 
+class Noted:
+    """A transport that notes its name, and is cut where its name is among those."""
+
+    def __init__(self, name: str, notes: list[str], cut: Sequence[str] = ()) -> None:
+        self.name, self.notes, self.cut = name, notes, cut
+
+    async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
+        self.notes.append(self.name)
+        if self.name in self.cut:
+            raise TransportFailed(f"{self.name} is cut")
+        return Sent(checksums={}, nbytes=0)
+
+
+def sync_noted(notes: list[str], *names: str, cut: Sequence[str] = (), may_fall_back: bool = True, say=print):
+    """Return a sync whose calls are noted in their order, with transports of these names."""
+    trainers = cast(Remote, Recorder(notes, {"probe": [-1.0]}))
+    engines = cast(Remote, Recorder(notes, {"read_fingerprint": [{}], "probe": [-1.0]}))
+    transports = [cast(Transport, Noted(name, notes, cut)) for name in names]
+    return sync_of(trainers, engines, transports, may_fall_back=may_fall_back, say=say)
+
+
 def test_nothing_is_sent_before_the_engines_are_held() -> None:
     """A drain takes as long as the longest completion, and the members of a broadcast do not wait for that."""
     notes: list[str] = []
-    trainers = cast(Remote, Recorder(notes, {"probe": [-1.0]}))
-    engines = cast(Remote, Recorder(notes, {"read_fingerprint": [{}], "probe": [-1.0]}))
-
-    class Noted:
-        name = "gloo"
-
-        async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
-            notes.append("transfer called")
-            return Sent(checksums={}, nbytes=0)
-
-    sync = sync_of(trainers, engines, [cast(Transport, Noted())], may_fall_back=False, say=notes.append)
-    asyncio.run(sync.publish_weights(3))
-    steps = [note for note in notes if not note.startswith(("begin", "end"))]
-    assert steps[:3] == ["pause called", "pause done", "transfer called"]
+    asyncio.run(sync_noted(notes, "gloo").publish_weights(3))
+    assert [note for note in notes if not note.startswith(("begin", "end"))][:3] == [
+        "pause called",
+        "pause done",
+        "gloo",
+    ]
 
 
 def test_engines_are_held_again_before_another_transport_is_tried() -> None:
     """The first may have failed when one of them had all its weights, and went on."""
     notes: list[str] = []
-    trainers = cast(Remote, Recorder(notes, {"probe": [-1.0]}))
-    engines = cast(Remote, Recorder(notes, {"read_fingerprint": [{}], "probe": [-1.0]}))
-
-    class Noted:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
-            notes.append(self.name)
-            if self.name == "gloo":
-                raise TransportFailed("cut")
-            return Sent(checksums={}, nbytes=0)
-
-    transports = [cast(Transport, Noted(name)) for name in ("gloo", "direct")]
-    sync = sync_of(trainers, engines, transports, may_fall_back=True, say=lambda text: None)
-    asyncio.run(sync.publish_weights(3))
+    asyncio.run(sync_noted(notes, "gloo", "direct", cut=["gloo"]).publish_weights(3))
     steps = [note for note in notes if note in ("gloo", "direct", "pause done")]
     assert steps == ["pause done", "gloo", "pause done", "direct"]
 
 
 @pytest.mark.parametrize("may_fall_back", [True, False])
 def test_a_transport_is_replaced_only_where_the_run_is_synchronous(may_fall_back: bool) -> None:
-    trainers = cast(Remote, Recorder([], {"probe": [-1.0]}))
-    engines = cast(Remote, Recorder([], {"read_fingerprint": [{}], "probe": [-1.0]}))
-    tried: list[str] = []
-
-    class Cut:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
-            tried.append(self.name)
-            if self.name != "disk":
-                raise TransportFailed(f"{self.name} is cut")
-            return Sent(checksums={}, nbytes=0)
-
-    transports = [cast(Transport, Cut(name)) for name in ("gloo", "direct", "disk")]
+    notes: list[str] = []
     warnings: list[str] = []
-    sync = sync_of(trainers, engines, transports, may_fall_back=may_fall_back, say=warnings.append)
+    names = ("gloo", "direct", "disk")
+    sync = sync_noted(notes, *names, cut=names[:2], may_fall_back=may_fall_back, say=warnings.append)
     if may_fall_back:
         asyncio.run(sync.publish_weights(3))
         asyncio.run(sync.publish_weights(4))
+        tried = [note for note in notes if note in names]
         assert tried == ["gloo", "direct", "disk", "disk"], "for the rest of the run"
         assert [warning.rpartition("; ")[2] for warning in warnings] == [
             "from here on weight_sync.transport is direct instead of gloo",
@@ -334,4 +320,4 @@ def test_a_transport_is_replaced_only_where_the_run_is_synchronous(may_fall_back
     else:
         with pytest.raises(TransportFailed, match="in the sync of version 3, gloo is cut"):
             asyncio.run(sync.publish_weights(3))
-        assert tried == ["gloo"] and warnings == []
+        assert [note for note in notes if note in names] == ["gloo"] and warnings == []
