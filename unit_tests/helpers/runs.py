@@ -92,3 +92,17 @@ def marked() -> set[int]:
 
 
 OWN_ENGINE = "from rollouts.engines.base import Capabilities, Engine\nclass Mine(Engine):\n    pass\n"
+
+
+def check_engines_follow(recipe, tmp_path: Path, **changes: object) -> tuple[Path, list[dict]]:
+    """Run three steps on Ray with vLLM; what is sampled must be what is trained on. Return folder and metrics."""
+    common = {
+        **{"backend": "ray", "steps": 3, "group_size": 16, "rollout.engine": "vllm", "rollout.kv_cache_gib": 0.25},
+        "reward.function": file_of(tmp_path / "sevens.py", SEVENS),
+    }
+    done = program(recipe(common | changes))
+    assert done.returncode == 0, done.stderr
+    metrics = metrics_of(folder := folder_of(tmp_path))
+    assert all(m["train/mismatch/abs_logp"] < 1e-3 for m in metrics), "what was sampled is what is trained on"
+    assert all(m["sync/probe_gap"] < 1e-3 for m in metrics)
+    return folder, metrics

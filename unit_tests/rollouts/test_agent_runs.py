@@ -31,6 +31,7 @@ from rollouts.worker import RolloutWorker
 from unit_tests.helpers.chat_families import call
 from unit_tests.helpers.examples import run_here
 from unit_tests.helpers.one_reward import one_reward
+from unit_tests.helpers.runs import metrics_of
 
 
 class Asks(Calculator):
@@ -144,10 +145,9 @@ def branching(folder: Path) -> dict[str, Any]:
     }
 
 
-def check_run(folder: Path) -> None:
+def check_run(run: Path) -> None:
     """The whole step has taken more samples than episodes."""
-    [run] = folder.glob("runs/*")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(run)
     branches = [line["rollout/branches_per_episode"] for line in lines]
     assert all(1 < n <= 2 for n in branches)
     for step, line in enumerate(lines):
@@ -164,16 +164,8 @@ def check_run(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_run_with_an_agent_takes_more_samples_than_episodes(trained, tmp_path):
     pytest.importorskip("openai")
-    trained(branching(tmp_path))
-    check_run(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_run_with_an_agent_on_ray(trained, tmp_path):
-    pytest.importorskip("openai")
     changes = branching(tmp_path) | {"backend": "ray", "rollout.num_engines": 1, "max_staleness": 1}
-    trained(changes)
-    check_run(tmp_path)
+    check_run(trained(changes))
 
 
 @pytest.mark.slow
