@@ -18,7 +18,6 @@ from algs.base import PolicyGradient, assign_advantages
 from algs.validate import check_advantages
 from configs.load import validate
 from core.errors import UserError
-from core.loading import FileSpec
 from core.types.samples import Column, Group, Sample
 from driver.load_recipe import with_length_limit
 
@@ -30,12 +29,7 @@ class NamedLoss:
     """Algorithm with its settings, under a name for the log."""
 
     name: str
-    spec: FileSpec
     alg: PolicyGradient
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return self.alg.model_dump()
 
 
 def parse_losses(given: Sequence[str | Mapping[str, Any]], *, key: str, max_new_tokens: int) -> list[NamedLoss]:
@@ -52,7 +46,7 @@ def parse_loss(given: str | Mapping[str, Any], *, key: str, max_new_tokens: int)
     settings = dict(given) if isinstance(given, Mapping) else {_kind_of(given): given}
     label = settings.pop("as", None)
     try:
-        spec, cls = find_algorithm(settings)
+        _, cls = find_algorithm(settings)
         alg = with_length_limit(validate(cls, settings, prefix=""), max_new_tokens)
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
@@ -61,7 +55,7 @@ def parse_loss(given: str | Mapping[str, Any], *, key: str, max_new_tokens: int)
     name = label if label is not None else settings.get("name") or Path(settings["file"]).stem
     if not isinstance(name, str) or not re.fullmatch(LABEL, name):
         raise UserError(f"{key}: the name {name!r:.100} (as) must be up to 60 letters, digits and . _ + -")
-    return NamedLoss(name=name, spec=spec, alg=alg)
+    return NamedLoss(name=name, alg=alg)
 
 
 def _kind_of(given: str) -> str:

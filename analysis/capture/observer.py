@@ -28,11 +28,12 @@ from driver.start.devices import uses_gpus
 
 
 def plan_observer(loaded: Loaded[RLConfig]) -> CapturePlan:
+    """Return the recorder of a recipe; its keys were checked by the schema."""
     return CapturePlan()
 
 
 class CapturePlan:
-    """The recorder of steps, before the start: there is nothing to check."""
+    """Recorder of steps, before the start."""
 
     on_trainer = StepRecorder
 
