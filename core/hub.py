@@ -6,9 +6,9 @@ Libraries that read the hub retry for over a minute before they use the cache or
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 
+from core.patches import forget_hub
 from core.timing.deadlines import HUB_TIMEOUT_S
 from core.timing.probe_with_timeout import probe_with_timeout
 from core.timing.progress import say
@@ -73,10 +73,5 @@ def describe_hub() -> str:
 
 def _go_offline() -> None:
     """Disable the hub for the libraries of this process and for its child processes."""
-    from huggingface_hub import constants
-
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # Both libraries read the variable at import, which has happened already; so their constants change too.
-    constants.HF_HUB_OFFLINE = True
-    if (config := sys.modules.get("datasets.config")) is not None:
-        config.HF_HUB_OFFLINE = config.HF_DATASETS_OFFLINE = True  # pyright: ignore[reportAttributeAccessIssue]
+    forget_hub()

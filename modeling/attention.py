@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from core.patches import read_attention
 from modeling.attention_varlen import attend_varlen, fits_varlen
 from modeling.hf_config import vision_family
 from modeling.pretrained import find_written_class
@@ -52,7 +53,7 @@ def attend_by_sequence_if_able(model: nn.Module) -> None:
 
     config: Any = model.config
     ours = find_written_class(model).__module__.startswith(("transformers.", "modeling."))
-    if ours and _is_tested(config) and config.get_text_config()._attn_implementation == "sdpa":
+    if ours and _is_tested(config) and read_attention(config.get_text_config()) == "sdpa":
         AttentionInterface.register(BY_SEQUENCE, attend_by_sequence)
         AttentionMaskInterface.register(BY_SEQUENCE, flash_attention_mask)  # no mask, unless a caller brings one
         sees = vision_family(config) is not None
@@ -62,7 +63,7 @@ def attend_by_sequence_if_able(model: nn.Module) -> None:
 def can_share_prefixes(model: nn.Module) -> bool:
     """Tell whether packed rows of this model may hold shared beginnings."""
     config: Any = model.config
-    return config.get_text_config()._attn_implementation == BY_SEQUENCE and _is_tested(config)
+    return read_attention(config.get_text_config()) == BY_SEQUENCE and _is_tested(config)
 
 
 def refuse_sequence_parallel(config: Any, size: int) -> str | None:

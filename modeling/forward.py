@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from core.patches import read_attention
 from core.types.allowed_tokens import EVERY_TOKEN, AllowedTokens
 from core.types.samples import Batch, Policy
 from modeling.attention import BY_SEQUENCE, can_share_prefixes
@@ -33,7 +34,7 @@ def layout_for(setting: Literal["auto", "padded", "packed"], model: nn.Module) -
     Code that came with a model may drop the boundaries on the way to the kernel, so it gets padded rows.
     """
     if setting == "auto":
-        kernel = model.config.get_text_config()._attn_implementation
+        kernel = read_attention(model.config.get_text_config())
         takes_borders = kernel in TAKE_BORDERS and not runs_own_code(model)
         return "packed" if takes_borders else "padded"
     return setting
@@ -208,28 +209,28 @@ def choose_padding(model: nn.Module) -> int:
 def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return the inputs that separate packed sequences: explicit boundaries or a mask, not left to position_ids."""
     config = model.config.get_text_config()
+    kernel = read_attention(config)
     segments = Segments.of_batch(batch)
     if segments.are_shared and not can_share_prefixes(model):
         raise ValueError(
-            f"a {config.model_type} model with {config._attn_implementation} attention cannot share prefixes: "
-            "set trainer.share_prefixes=off"
+            f"a {config.model_type} model with {kernel} attention cannot share prefixes: set trainer.share_prefixes=off"
         )
-    if config._attn_implementation == BY_SEQUENCE:
+    if kernel == BY_SEQUENCE:
         return {"segments": segments}
     lengths = torch.bincount(batch.segment_ids)
-    if config._attn_implementation in TAKE_BORDERS:
+    if kernel in TAKE_BORDERS:
         ends = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         longest = int(lengths.max())
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True) and int(lengths.max()) > window:
         raise ValueError(
-            f"packed rows under {config._attn_implementation} attention take one mask for all layers, and this "
+            f"packed rows under {kernel} attention take one mask for all layers, and this "
             f"model's sliding window of {window} is shorter than a sequence of {int(lengths.max())} tokens: "
             "set trainer.layout=padded"
         )
     may_look = (batch.segment_ids[:, None] == batch.segment_ids[None, :]).tril()[None, None]  # [1, 1, T, T]
-    if config._attn_implementation == "eager":  # adds its mask to the scores
+    if kernel == "eager":  # adds its mask to the scores
         return {"attention_mask": torch.zeros_like(may_look, dtype=model.dtype).masked_fill(~may_look, -torch.inf)}
     return {"attention_mask": may_look}
 

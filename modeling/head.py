@@ -3,14 +3,16 @@
 The logits of 16k tokens over a vocabulary of 150k take 5 GiB in bfloat16, and their gradient as much again. In chunks
 there are those of a few hundred tokens at a time, and the backward pass computes them a second time.
 
-All chunks are computed inside the one call of the head in the model's forward pass. So ZeRO-3 gathers the head's weight
+All chunks are computed inside the one call of the head in the model's forward pass: every model that is loaded gets a
+`ScoringHead` in place of its own. So ZeRO-3 gathers the head's weight
 once in the forward pass and once in the backward pass, however many chunks a rank has: ranks with different numbers of
 them, or none, make the same collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +29,38 @@ BYTES_PER_LOGIT = 20
 
 Score = Callable[[Tensor, Tensor], Tensor]
 """What is wanted of the logits [m, V] of m tokens and their labels [m]: k numbers for each token, [k, m]."""
+
+
+class ScoringHead(nn.Linear):
+    """Language model's head whose users may compute something else than logits of the hidden states."""
+
+    compute: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) if self.compute is None else self.compute(input)
+
+    @contextmanager
+    def computing(self, compute: Callable[[Tensor], Tensor]) -> Generator[None]:
+        """Compute this of hidden states in place of logits while the body runs."""
+        self.compute = compute
+        try:
+            yield
+        finally:
+            self.compute = None
+
+
+def use_scoring_head(model: nn.Module) -> None:
+    """Put a `ScoringHead` with the same parameters in place of a model's plain linear head, if it has one.
+
+    This is for a model that no library has taken up: what is hooked to the old head would be lost.
+    """
+    hf: Any = model
+    head = hf.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return
+    ours = ScoringHead(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+    ours.weight, ours.bias = head.weight, head.bias
+    hf.set_output_embeddings(ours.train(head.training))
 
 
 def choose_chunk(model: nn.Module, n_tokens: int, mib: int) -> int | None:
@@ -60,7 +94,7 @@ def score_in_chunks(
     """
     hf: Any = model
     head = hf.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+    if not isinstance(head, ScoringHead):
         raise _unknown(model, "its head is no plain linear layer")
     scored: list[Tensor] = []
     first: list[Tensor] = []
@@ -80,11 +114,10 @@ def score_in_chunks(
 
     # The last hook of the head: ZeRO-3's, which gathers the weight again for the backward pass, has seen the scores.
     hook = head.register_forward_hook(keep_scores)
-    head.forward = compute_scores
     try:
-        finished = module(**inputs, use_cache=False).logits
+        with head.computing(compute_scores):
+            finished = module(**inputs, use_cache=False).logits
     finally:
-        del head.forward  # the one of its class is there again
         hook.remove()
     if not torch.allclose(finished.float(), finish_logits(model, first[0]).float(), rtol=1e-3, equal_nan=True):
         raise _unknown(model, "it changes its logits after the head in a way that is not known here")

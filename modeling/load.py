@@ -11,6 +11,7 @@ from torch import nn
 from configs.trainer_schema import LoraConfig
 from core.errors import UserError, first_line
 from modeling.attention import attend_by_sequence_if_able
+from modeling.head import use_scoring_head
 from modeling.hf_config import choose_class, find_vision, read_config, vision_family
 from modeling.pretrained import Place, load_placed, load_pretrained, refuse_own_code
 
@@ -177,9 +178,15 @@ def _read_pretrained(
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # its report of what does not fit is refused below
     settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+
+    def prepare(model: nn.Module) -> None:
+        use_scoring_head(model)  # before a library hooks itself to the head
+        if place is not None:
+            place(model)
+
     try:
         model, report = (
-            load_pretrained(auto, path, **settings) if place is None else load_placed(auto, path, place, **settings)
+            load_pretrained(auto, path, **settings) if place is None else load_placed(auto, path, prepare, **settings)
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         refusal = refuse_own_code(error, key=key, path=path, trust_remote_code=settings["trust_remote_code"])
@@ -187,6 +194,7 @@ def _read_pretrained(
             refusal or f"{key}={path} cannot be loaded: {first_line(error)}: save or download it again"
         ) from error
     _check_report(report, f"{key}={path}", new_head=new_head)
+    use_scoring_head(model)
     return model
 
 

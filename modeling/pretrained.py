@@ -7,13 +7,12 @@ reward reward_model). Without an answer transformers would ask in the terminal, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from core.errors import quote
-from core.lean_imports import lean_transformers
+from core.patches import make_sharded_class
 
 FOREIGN_MODULES = "transformers_modules."
 """Package into which transformers loads the code of models."""
@@ -25,8 +24,7 @@ Place = Callable[[nn.Module], None]
 
 def load_pretrained(auto: Any, path: str, *, trust_remote_code: bool, **settings: Any) -> Any:
     """Return `auto.from_pretrained(path)` of a class of transformers."""
-    with _lean(trust_remote_code):
-        return auto.from_pretrained(path, trust_remote_code=trust_remote_code, **settings)
+    return auto.from_pretrained(path, trust_remote_code=trust_remote_code, **settings)
 
 
 def load_placed(auto: Any, path: str, place: Place, *, trust_remote_code: bool, **settings: Any) -> Any:
@@ -39,24 +37,31 @@ def load_placed(auto: Any, path: str, place: Place, *, trust_remote_code: bool, 
     from transformers import AutoConfig
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    config = load_pretrained(AutoConfig, path, trust_remote_code=trust_remote_code)
-    kind = auto._model_mapping.get(type(config), None)  # no other way leads to the class
-    if hasattr(config, "auto_map") or not isinstance(kind, type):
-        return load_pretrained(auto, path, trust_remote_code=trust_remote_code, **settings)
-
-    def begin(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return super(placed, cls).from_pretrained(*args, distributed_config=DistributedConfig(), **kwargs)
-
-    def distribute(_cls: Any, model: nn.Module, _config: Any, _mesh: Any) -> nn.Module:
-        place(model)
-        return model
-
-    own = {"from_pretrained": classmethod(begin), "maybe_distribute_model": classmethod(distribute)}
-    placed: Any = type(kind.__name__, (kind,), own | {"__module__": kind.__module__})
-    finder: Any = type(auto.__name__, (auto,), {"_model_mapping": {type(config): placed}})
-    model, report = load_pretrained(finder, path, trust_remote_code=trust_remote_code, **settings)
+    trusts = {"trust_remote_code": trust_remote_code}
+    config, unused = load_pretrained(AutoConfig, path, return_unused_kwargs=True, **trusts, **settings)
+    found = _find_class(auto, config)
+    if found is None or hasattr(config, "auto_map"):
+        return load_pretrained(auto, path, **trusts, **settings)
+    unused["dtype"] = settings["dtype"]  # the config has taken it, and the model takes its own
+    sharded = make_sharded_class(found, place)
+    model, report = load_pretrained(
+        sharded, path, config=config, distributed_config=DistributedConfig(), **trusts, **unused
+    )
     del model.config.distributed_config  # it would be saved with the model
     return model, report
+
+
+def _find_class(auto: Any, config: Any) -> Any:
+    """Return the class of models that an Auto class of transformers makes of a config; None where it is not unique."""
+    import transformers as hf
+
+    mapping: Any = {
+        hf.AutoModelForCausalLM: hf.MODEL_FOR_CAUSAL_LM_MAPPING,
+        hf.AutoModelForImageTextToText: hf.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        hf.AutoModelForSequenceClassification: hf.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    }[auto]
+    found = mapping.get(type(config), None)
+    return found if isinstance(found, type) and found.config_class is type(config) else None
 
 
 def load_adapter(model: nn.Module, folder: str) -> Any:
@@ -68,13 +73,7 @@ def load_adapter(model: nn.Module, folder: str) -> Any:
 
 def build_from_config(auto: Any, config: Any, *, trust_remote_code: bool) -> Any:
     """Return `auto.from_config(config)`: a model with new weights."""
-    with _lean(trust_remote_code):
-        return auto.from_config(config, trust_remote_code=trust_remote_code)
-
-
-def _lean(trust_remote_code: bool) -> AbstractContextManager[None]:
-    """Import transformers lean; but not beside a model's own code, which may ask for any library."""
-    return nullcontext() if trust_remote_code else lean_transformers()
+    return auto.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def refuse_own_code(error: Exception, *, key: str, path: str, trust_remote_code: bool) -> str | None:

@@ -26,7 +26,7 @@ PROGRAMS = ("main_rl.py", "main_sl.py", "main_eval.py")
 """Beginnings of the hot path: no file that they reach by imports is in analysis/."""
 HOMES = {
     "ray": ("core/cluster/",),
-    "deepspeed": ("trainers/deepspeed.py",),
+    "deepspeed": ("trainers/deepspeed.py", "core/patches.py"),
     "vllm": ("rollouts/engines/", "trainers/weight_sync/nccl.py", "data_feeds/chat/vllm_parsing.py"),
 }
 """The only files, or folders, that import a heavy library."""

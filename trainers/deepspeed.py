@@ -21,8 +21,7 @@ from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.errors import RunStopped
 from core.gc_control import without_gc
-from core.lean_imports import without_package
-from core.replacing import replacing
+from core.patches import find_hpzero_group, reduce_with_gloo
 from core.types.buckets import split_into_buckets
 from core.types.weights import Bucket, ExportScope
 from modeling.export import exported_tensors
@@ -40,12 +39,10 @@ class DeepSpeedTrainer(DistributedTrainer):
 
     def start_library(self, timeout: timedelta) -> None:
         with without_gc():
-            _import_deepspeed()
-        import deepspeed
+            import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        # On a CPU DeepSpeed would compile its own all-reduce for a minute; gloo has one.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        reduce_with_gloo()
         backend = torch.distributed.get_backend()
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
 
@@ -77,8 +74,11 @@ class DeepSpeedLearner:
         import deepspeed
 
         self.model, self.zero_stage, self.sum_over_ranks = model, cfg.zero_stage, sum_over_ranks
+        self.max_grad_norm, self.may_apply, self.norm = cfg.max_grad_norm, True, math.inf
         self.exported = exported_tensors(model)
         optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
+        if cfg.zero_stage == 0:
+            optimizer.register_step_pre_hook(self._finish_gradients)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=deepspeed_config(cfg, dtype)
         )
@@ -105,14 +105,10 @@ class DeepSpeedLearner:
     def update(self, *, lr: float, apply: bool) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.may_apply = apply
+        self.engine.step()  # discards a gradient whose norm is not finite
         if self.zero_stage == 0:
-            norm = self._norm_without_zero()
-            if apply and math.isfinite(norm):
-                self.engine.step()
-                return norm
-            self.engine.zero_grad()
-            return math.inf
-        self.engine.step()  # ZeRO 1 to 3 discard a gradient whose norm is not finite
+            return self.norm
         if self.engine.was_step_applied() and not apply:
             raise RunStopped(
                 "DeepSpeed applied an update whose gradient was not finite on some rank: "
@@ -120,11 +116,20 @@ class DeepSpeedLearner:
             )
         return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.inf
 
-    def _norm_without_zero(self) -> float:
-        """Reduce the gradients and return their norm: ZeRO-0 has no norm, and would reduce them in step()."""
-        self.engine.buffered_allreduce_fallback()
-        self.engine.enable_backward_allreduce = False
-        return float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
+    def _finish_gradients(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Clip the reduced gradients and note their norm, or drop them: the optimizer's first act with ZeRO-0.
+
+        ZeRO-0 tells no norm, and would apply a gradient that is not finite.
+        """
+        from deepspeed.runtime.utils import clip_grad_norm_
+
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        self.norm = norm if self.may_apply and math.isfinite(norm) else math.inf
+        if self.norm == math.inf:
+            optimizer.zero_grad()
+        elif self.max_grad_norm > 0:
+            clip_grad_norm_(parameters, self.max_grad_norm)
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
         """Yield buckets; with ZeRO-3 every rank must consume all of them, and a bucket is valid until the next one."""
@@ -152,7 +157,6 @@ class DeepSpeedLearner:
 def make_cutter(config: dict[str, Any]) -> Callable[[nn.Parameter], None]:
     """Return what leaves this rank's part of a whole parameter, as ZeRO-3 cuts it. Every rank calls it in one order."""
     import deepspeed
-    from deepspeed.utils import groups
 
     first: Any = None
 
@@ -161,9 +165,9 @@ def make_cutter(config: dict[str, Any]) -> Callable[[nn.Parameter], None]:
         if first is not None:
             first.convert_to_zero_parameters([parameter])
             return
-        among = groups._get_zero_param_intra_parallel_group()  # of the model before this one, if it was formed
         holder = nn.ParameterList([parameter])
-        deepspeed.zero.Init(holder, config_dict_or_path=config, zero_param_parallel_group=among)
+        # the model before this one may have formed the group
+        deepspeed.zero.Init(holder, config_dict_or_path=config, zero_param_parallel_group=find_hpzero_group())
         first = parameter
 
     return cut
@@ -206,7 +210,8 @@ def deepspeed_config(cfg: TrainerConfig, dtype: str) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "gradient_clipping": cfg.max_grad_norm,  # DeepSpeed's default is 1.0, not off
+        # DeepSpeed's default is 1.0, not off; with ZeRO-0 the gradient is clipped before DeepSpeed would
+        "gradient_clipping": cfg.max_grad_norm if cfg.zero_stage else 0.0,
         "zero_optimization": stage | cfg.deepspeed.get("zero_optimization", {}),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -215,21 +220,3 @@ def deepspeed_config(cfg: TrainerConfig, dtype: str) -> dict[str, Any]:
         "steps_per_print": 10**9,
         **{key: value for key, value in cfg.deepspeed.items() if key != "zero_optimization"},
     }
-
-
-def _import_deepspeed() -> None:
-    """Import DeepSpeed without mlflow, which its autotuner would take, and without torch's compiler: 2.6 s.
-
-    The compiler would come with the first step: DeepSpeed asks whether the optimizer is Muon, whose functions are
-    compiled. Nothing here uses that one.
-    """
-    with without_package("mlflow"):
-        import deepspeed
-    from deepspeed.runtime import compiler
-
-    with replacing(compiler, compile=lambda: _as_it_is):
-        import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
-
-
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function

@@ -9,12 +9,13 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore, distributed_c10d
+from torch.distributed import TCPStore
 
 from algs.base import Algorithm
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.cluster.addresses import host_store
 from core.errors import UserError
+from core.patches import set_group_timeouts
 from core.types.weights import ExportScope
 from modeling.attention import can_share_prefixes, refuse_sequence_parallel
 from modeling.export import gather_tensors, save_exported
@@ -50,8 +51,7 @@ class DistributedTrainer(Trainer):
         super().__init__(model, cfg, alg, device=device, **settings)
         if self.sequence_group is not None:
             self.check_models(self.sequence_group.size)
-        for group in distributed_c10d._world.pg_map:  # a library makes groups of its own, with torch's default
-            distributed_c10d._set_pg_timeout(timeout, group)
+        set_group_timeouts(timeout)  # a library makes groups of its own, with torch's default
         self.weight_source = WeightSource(self, self.timer, is_sender=self.rank == 0)
 
     def get_file_settings(self) -> dict[str, Any]:

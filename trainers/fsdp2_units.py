@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from core.errors import UserError
+from core.patches import list_block_classes
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool) -> None:
@@ -62,8 +63,18 @@ def settle_shards(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, off
         # a copy: on a CPU it may be the memory of a file, which cannot be freed
         return value.to(device="cpu" if is_shard and offload else device, dtype=tensor.dtype, copy=True)
 
-    # what .to() does, with a copy: FSDP2 takes up the tensors that were read in place of the empty ones
-    return model._apply(own)  # pyright: ignore[reportPrivateUsage]
+    settled: set[Tensor] = set()
+    for module in model.modules():
+        held = {*module.parameters(recurse=False), *module.buffers(recurse=False)} - settled
+        for tensor in held:
+            if isinstance(tensor, DTensor):
+                torch.utils.swap_tensors(tensor, nn.Parameter(own(tensor), tensor.requires_grad))
+            else:
+                tensor.data = own(tensor)
+        if held:
+            module.load_state_dict({}, strict=False)  # afterwards FSDP2 has the new tensors, and lets go of the old
+        settled |= held
+    return model
 
 
 def list_adapter(model: nn.Module) -> list[nn.Parameter]:
@@ -87,7 +98,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     transformers names the classes of such modules. Raises UserError for a model without any.
     """
-    kept = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+    kept = {name for m in model.modules() for name in list_block_classes(m)}
     blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for stack in (m for m in model.modules() if isinstance(m, nn.ModuleList)):

@@ -73,4 +73,4 @@ def find_places(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Modu
 
 def put(parameter: nn.Parameter, places: list[tuple[nn.Module, str]]) -> None:
     for module, name in places:
-        setattr(module, name, parameter)
+        module.register_parameter(name, parameter)

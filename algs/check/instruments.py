@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from algs.base import Algorithm, PolicyGradient
+from core.patches import is_grad_switch
 from core.strict_model import StrictModel
 
 S = TypeVar("S", bound=StrictModel)
@@ -47,7 +48,7 @@ class ReplayDetached(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "_set_grad_enabled":
+        if is_grad_switch(func):
             self.switched_off = not args[0]
         by_name = func in (Tensor.detach, Tensor.detach_) and torch.is_grad_enabled()
         by_context = self.switched_off and isinstance(out, Tensor) and out.is_floating_point() and _any_live(args)

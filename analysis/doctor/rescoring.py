@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from analysis.doctor.bench import Bench, Weights
 from analysis.doctor.gap import Gap, collect, measure_gap
 from analysis.doctor.trials import Toggle, Trial
 from core.types.samples import Sample
+from modeling.head import ScoringHead
 from modeling.load import DTYPES, load_model
 
 GRID = (0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
@@ -82,15 +82,17 @@ def try_dtypes(bench: Bench, samples: Sequence[Sample], before: Gap) -> Iterator
     own = bench.cfg.model.dtype
     other = OTHER[own]
     model: Any = bench.trainer.model
-    with head_in(model, DTYPES[other]):
-        after = measure_gap(bench.score(samples, partial(bench.run_model, in_chunks=False)))
-    yield Trial(
-        toggle=Toggle.DTYPE,
-        change=f"scored with the head in {other}",
-        before=before,
-        after=after,
-        means=f"the engine computes its head in {other} and the trainer in {own}",
-    )
+    head = model.get_output_embeddings()
+    if isinstance(head, ScoringHead):
+        with head.computing(partial(compute_logits, head, dtype=DTYPES[other])):
+            after = measure_gap(bench.score(samples, partial(bench.run_model, in_chunks=False)))
+        yield Trial(
+            toggle=Toggle.DTYPE,
+            change=f"scored with the head in {other}",
+            before=before,
+            after=after,
+            means=f"the engine computes its head in {other} and the trainer in {own}",
+        )
     after = measure_gap(bench.score(samples, partial(bench.run_model, model=load_in(bench, other))))
     yield Trial(
         toggle=Toggle.DTYPE,
@@ -101,21 +103,9 @@ def try_dtypes(bench: Bench, samples: Sequence[Sample], before: Gap) -> Iterator
     )
 
 
-@contextmanager
-def head_in(model: nn.Module, dtype: torch.dtype) -> Generator[None]:
-    """Let the model compute its logits in this dtype."""
-    hf: Any = model
-    head = hf.get_output_embeddings()
-
-    def compute(hidden: torch.Tensor) -> torch.Tensor:
-        bias = None if head.bias is None else head.bias.to(dtype)
-        return linear(hidden.to(dtype), head.weight.to(dtype), bias)
-
-    head.forward = compute
-    try:
-        yield
-    finally:
-        del head.forward  # the one of its class is there again
+def compute_logits(head: Any, hidden: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """Compute logits in this dtype."""
+    return linear(hidden.to(dtype), head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
 
 
 @torch.no_grad()

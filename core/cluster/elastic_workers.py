@@ -6,7 +6,6 @@ An actor waits until the cluster has room: on a new machine or a returned one. T
 from __future__ import annotations
 
 import asyncio
-import importlib
 import math
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 
 from core.cluster.ray_workers import Remote
 from core.errors import ProcessDied
+from core.patches import list_draining_nodes
 from core.tasks import gather_fail_fast
 from core.timing.deadlines import CLOSE_TIMEOUT_S
 
@@ -69,8 +69,7 @@ class ElasticWorkers(Remote[W_co]):
 
     async def find_leaving(self) -> dict[int, str]:
         """Return ranks on machines that Ray will soon remove (preemption, `ray drain-node`), with a clause each."""
-        state: Any = importlib.import_module("ray._private.state")
-        draining: dict[str, int] = await asyncio.to_thread(state.state.get_draining_nodes)
+        draining = await asyncio.to_thread(list_draining_nodes)
         return {rank: "its machine is to go" for rank, node in self.nodes.items() if node in draining}
 
     async def check_health(self, rank: int) -> tuple[bool, str]:

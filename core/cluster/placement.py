@@ -9,7 +9,6 @@ Without them Ray places each actor wherever it fits, and waits forever if it fit
 from __future__ import annotations
 
 import asyncio
-import importlib
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 
 from core.cluster.capacity import SLOT, Machine, Role, choose_bundle, choose_resource, describe_missing, name_host
 from core.errors import CallFailed, UserError
+from core.patches import read_free_resources
 from core.timing.deadlines import PLACEMENT_POLL_S, PLACEMENT_TIMEOUT_S, PROGRESS_EVERY_S
 
 E = TypeVar("E", bound=Exception)
@@ -141,8 +141,7 @@ def list_machines(resource: str, own: dict[str, float] | None = None) -> list[Ma
     """
     import ray
 
-    state: Any = importlib.import_module("ray._private.state")
-    free: dict[str, dict[str, float]] = state.available_resources_per_node()
+    free = read_free_resources()
     return [
         Machine(
             node_id=node["NodeID"],

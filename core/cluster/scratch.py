@@ -18,12 +18,11 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from multiprocessing import shared_memory
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from core.cluster import guardian
+from core.patches import begin_shared_memory_names
 from core.timing.deadlines import GUARDIAN_POLL_S, GUARDIAN_TIMEOUT_S, LEFTOVER_KILL_S
 
 PREFIX = "feynrl-"
@@ -87,12 +86,8 @@ def name_shared_memory() -> None:
 
     vLLM's message queues use Python's default names (psm_ and a random number), which identify no owner.
     """
-    folder = find_scratch()
-    if folder is None:
-        return
-    module: Any = shared_memory
-    module._SHM_NAME_PREFIX = f"/{folder.name}-"
-    module._SHM_SAFE_NAME_LENGTH = len(module._SHM_NAME_PREFIX) + 8
+    if (folder := find_scratch()) is not None:
+        begin_shared_memory_names(f"{folder.name}-")
 
 
 def remove_abandoned(base: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
@@ -34,7 +35,7 @@ def interrupt_start() -> None:
     Use it only before the program has started anything.
     """
     # Libraries catch errors of optional imports: there KeyboardInterrupt could become any other error.
-    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]: the documented way
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             print("interrupted", file=sys.stderr, flush=True)

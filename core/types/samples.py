@@ -12,7 +12,7 @@ Four policies, with the same names everywhere:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -188,10 +188,7 @@ class Sample:
         each = np.empty(len(self.token_ids), dtype=self.float_dtype)
         each[:] = advantage
         each.setflags(write=False)
-        same = object.__new__(Sample)  # `replace` would check all other columns again, for every sample of a step
-        for name in list_fields(Sample):
-            object.__setattr__(same, name, each if name == "advantage" else getattr(self, name))
-        return same
+        return replace(self, advantage=each)
 
 
 def make_sample(

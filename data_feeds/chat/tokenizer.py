@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from core.errors import UserError, first_line, name_error
 from core.hub import describe_hub, prepare_hub
-from core.lean_imports import lean_transformers
 from core.loading import needs_part
 from core.types.images import EncodedImage, PlacedImage
 from core.types.messages import ROLES, Message, ToolSpec, find_images
@@ -49,8 +48,7 @@ class ChatTokenizer:
         template_args: Mapping[str, Any] | None = None,
     ):
         """template_args: extra variables of the chat template; see template_args.py."""
-        with lean_transformers():
-            from transformers import AutoTokenizer
+        from transformers import AutoTokenizer
 
         is_folder = os.path.isdir(path)
         if not is_folder:

@@ -101,7 +101,7 @@ def _check_name(name: str, known: list[str], kind: str, key: str) -> None:
 
 def _list_marks(parser: Any) -> dict[str, str]:
     """Return the opening marks of calls, by attribute name of the parser."""
-    names = [name for name in (*dir(type(parser)), *vars(parser)) if any(part in name for part in MARKS)]
+    names = [name for name in dir(parser) if name[0] != "_" and any(part in name for part in MARKS)]
     found = {name: getattr(parser, name, None) for name in names}
     # a mark of one or two characters, such as "[", also occurs in plain text
     return {name: text for name, text in found.items() if isinstance(text, str) and len(text) >= SHORTEST_MARK}

@@ -192,11 +192,10 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
 
 def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatTokenizer, Stops]:
     """Return the engine of a plan with these settings, and the tokenizer and the stops that it was made with."""
-    make_engine = load_engine_class(plan.engine_spec).begin(config)
     tokenizer = make_tokenizer(plan.model, plan.data)
     stops = Stops(tokenizer, plan.rollout.stop, plan.rollout.stop_token_ids)
     allowed_tokens = resolve_allowed_tokens(tokenizer, plan.rollout.allowed_tokens, stops.token_ids)
-    engine = make_engine(
+    engine = load_engine_class(plan.engine_spec)(
         replace(config, stop_token_ids=stops.token_ids, stop_strings=stops.strings, allowed_tokens=allowed_tokens)
     )
     return engine, tokenizer, stops

@@ -137,11 +137,10 @@ class ImageProcessor:
 
     def save(self, folder: Path) -> None:
         """Copy the files that describe the processor, so that a saved model is whole."""
-        from transformers.utils.hub import cached_file
+        from transformers.utils.hub import cached_file, has_file
 
         for name in FILES:
-            found = cached_file(self.path, name, _raise_exceptions_for_missing_entries=False)
-            if found is not None:
+            if has_file(self.path, name) and (found := cached_file(self.path, name)):
                 shutil.copyfile(found, folder / name)
 
     def __getstate__(self) -> dict[str, Any]:

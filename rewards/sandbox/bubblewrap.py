@@ -30,7 +30,7 @@ PYTHON = "/python"
 NOBODY = 65534
 USER_IDS = range(61184, 65520)
 """Unused user ids (systemd assigns them to services). Root draws one at random for each run."""
-_BASE: str = getattr(sys, "_base_executable", sys.executable)
+_BASE = os.path.join(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
 """Base Python of a virtual environment."""
 INIT = ("sh", "-c", '"$@"; exit $?', "sh")
 """First process inside. All others end with it, and bwrap reaps it. bwrap's own would outlive bwrap as a zombie; in a

@@ -7,7 +7,7 @@ lists the features of the engine, and a recipe that needs others is refused befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -123,14 +123,6 @@ class Engine(ReceivesWeights, Protocol):
     def __init__(self, config: EngineConfig) -> None:
         """Start the engine, and return when it accepts requests."""
         ...
-
-    @classmethod
-    def begin(cls, config: EngineConfig) -> Callable[[EngineConfig], Engine]:
-        """Return an engine factory. Slow engines start loading here, while the tokenizer loads.
-
-        config: settings without stop tokens.
-        """
-        return cls
 
     @classmethod
     def check_user_code(cls, model: nn.Module, *, path: str) -> None:

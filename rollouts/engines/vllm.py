@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing
 from itertools import count
 from typing import Any, TypeVar
 
@@ -18,13 +18,10 @@ import torch
 
 from core.errors import ProcessDied, RunStopped
 from core.gc_control import without_gc
-from core.lean_imports import SCIPY, lean_transformers, without_package
 from core.timing.deadlines import ENGINE_DEATH_GRACE_S, ENGINE_POLL_S, ENGINE_RPC_GRACE_S, ENGINE_SHUTDOWN_TIMEOUT_S
 from rollouts.engines.base import Capabilities, EngineConfig
 from rollouts.engines.sleeping import WakePart
 from rollouts.engines.vllm_support.common import VllmBase, _raise_first
-from rollouts.engines.vllm_support.early_core import EarlyCore, computes_in_core
-from rollouts.engines.vllm_support.settings import prepare_cpu
 from rollouts.engines.vllm_support.sockets import place_sockets
 from trainers.weight_sync.base import Chunk
 
@@ -52,44 +49,22 @@ class VllmEngine(VllmBase):
         in_process="vllm_local",
     )
 
-    _core: EarlyCore | None = None
-    """vLLM's second process, if `begin` has started it."""
-
     def __init__(self, config: EngineConfig) -> None:
         self._transfer = "feynrl_nccl" if config.over_nccl else "feynrl_ipc" if config.over_ipc else "feynrl_gloo"
         self._takes_chunks = self._paused = False
         super().__init__(config)
 
-    @classmethod
-    def begin(cls, config: EngineConfig) -> Callable[[EngineConfig], VllmEngine]:
-        """Start vLLM's second process on a CPU."""
-        if torch.cuda.is_available():
-            return cls
-        prepare_cpu(config.cores, config.tensor_parallel_size)
-        core = EarlyCore()
-
-        def make(config: EngineConfig) -> VllmEngine:
-            engine = cls.__new__(cls)
-            engine._core = core  # not an argument: an engine of the user's is made as YourEngine(config)
-            engine.__init__(config)
-            return engine
-
-        return make
-
     def _start(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         place_sockets()
-        core = self._core
-        if core is None and not torch.cuda.is_available():
-            core = EarlyCore()
-        with without_gc(), lean_transformers(), without_package(SCIPY):
+        with without_gc():
             from vllm import AsyncEngineArgs
             from vllm.config import WeightTransferConfig
             from vllm.v1.engine.async_llm import AsyncLLM
-            from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-        # a class, because vLLM takes the name "uni" for "mp" on a CPU: it would not know where to compute
-        executor = UniProcExecutor if core is not None and computes_in_core() else None
+            from rollouts.engines.vllm_support.executor import CoreExecutor
+
+        executor = None if torch.cuda.is_available() else CoreExecutor
         if self._args["tensor_parallel_size"] > 1:
             executor = "mp"  # within a placement group vLLM would take Ray, and place its workers itself
         args = AsyncEngineArgs(
@@ -97,8 +72,7 @@ class VllmEngine(VllmBase):
             weight_transfer_config=WeightTransferConfig(backend=self._transfer),
             distributed_executor_backend=executor,
         )
-        with core.in_place() if core else nullcontext():
-            self._llm = AsyncLLM.from_engine_args(args)
+        self._llm = AsyncLLM.from_engine_args(args)
         self._requests = count()
 
     async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:

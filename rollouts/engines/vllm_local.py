@@ -7,13 +7,12 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
 from core.errors import RunStopped
 from core.types.weights import Bucket
 from rollouts.engines.base import Capabilities
 from rollouts.engines.sleeping import WakePart
 from rollouts.engines.vllm_support.common import VllmBase
+from rollouts.engines.vllm_support.patches import keeping_threads
 
 
 class LocalVllmEngine(VllmBase):
@@ -26,14 +25,11 @@ class LocalVllmEngine(VllmBase):
 
     def _start(self) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
         from vllm import LLM
         from vllm.config import WeightTransferConfig
 
-        self._llm = LLM(**self._args, weight_transfer_config=WeightTransferConfig(backend="feynrl_local"))
-        # vLLM sets one thread for the whole process, and replaces set_num_threads by a function that does nothing
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(threads)
+        with keeping_threads():
+            self._llm = LLM(**self._args, weight_transfer_config=WeightTransferConfig(backend="feynrl_local"))
         self._waiting: list[tuple[dict[str, Any], Any, asyncio.Future[Any]]] = []
 
     async def pause(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import selectors
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -31,26 +32,29 @@ IDS, MASK = np.array([0, 1], dtype=INTS), np.array([False, True])
 LOGP = np.array([0.0, -1.0], dtype=SINGLE)
 
 
+class JumpingSelector(selectors.DefaultSelector):
+    """Selector that never waits: it moves its clock to the time at which the next timer is due."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = super().select(0)
+        if timeout is None and not events:
+            raise RuntimeError("deadlock: every task waits for another one")
+        if timeout and not events:
+            self.now += timeout
+        return events
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """Real asyncio; only its clock jumps to the next timer when nothing can run. Raises where nothing ever will."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        really_select = self._selector.select
-
-        def select(timeout: float | None) -> Any:
-            events = really_select(0)
-            if timeout is None and not events:
-                raise RuntimeError("deadlock: every task waits for another one")
-            if timeout and not events:
-                self.now += timeout
-            return events
-
-        self._selector.select = select
+        self.selector = JumpingSelector()
+        super().__init__(self.selector)
 
     def time(self) -> float:
-        return self.now
+        return self.selector.now
 
 
 def run_in_virtual_time(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _ENDS = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 """Kinds of objects that are not followed: code, from which everything in the process can be reached."""
@@ -38,7 +38,7 @@ def find_storages(*roots: object, device: str) -> list[UntypedStorage]:
 
 def identify(storage: UntypedStorage) -> int:
     """Return a number that all views of the same memory share, and no other storage has meanwhile."""
-    return storage._cdata  # pyright: ignore[reportPrivateUsage]: torch has no other name for it
+    return StorageWeakRef(storage).cdata
 
 
 def find_tensors(*roots: object) -> Iterator[Tensor]:
@@ -51,8 +51,10 @@ def find_tensors(*roots: object) -> Iterator[Tensor]:
             continue
         seen[id(one)] = one
         if isinstance(one, Tensor):
-            if is_traceable_wrapper_subclass(one):  # a sharded tensor has no storage, its part on this rank has
-                waiting.append(getattr(one, "_local_tensor", None))
+            if callable(to_local := getattr(one, "to_local", None)):
+                # a sharded tensor has no storage; its part on this rank has one, and would be a view with gradients on
+                with torch.no_grad():
+                    waiting.append(to_local())
             else:
                 yield one
             if one.is_leaf:

@@ -122,10 +122,10 @@ def test_the_logs_of_ray_are_kept(base, tmp_path):
 
 
 def test_shared_memory_is_named_after_the_run(base, monkeypatch):
-    monkeypatch.setattr(shared_memory, "_SHM_NAME_PREFIX", "/psm_")
-    monkeypatch.setattr(shared_memory, "_SHM_SAFE_NAME_LENGTH", 14)
+    usual = shared_memory.SharedMemory
+    monkeypatch.setattr(shared_memory, "SharedMemory", usual)
     name_shared_memory()
-    assert shared_memory._SHM_NAME_PREFIX == "/psm_", "not in a run"
+    assert shared_memory.SharedMemory is usual, "not in a run"
     with Scratch() as home:
         name_shared_memory()
         memory = shared_memory.SharedMemory(create=True, size=8)

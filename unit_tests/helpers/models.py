@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from data_feeds.packing.batches import pack
 from modeling.attention import BY_SEQUENCE, attend_by_sequence_if_able
+from modeling.head import use_scoring_head
 from unit_tests.helpers.examples import a_sample
 
 
@@ -30,6 +31,7 @@ def random_model(family: str, attention: str = "sdpa", **more):
     if attention == BY_SEQUENCE:
         attend_by_sequence_if_able(model)
     assert model.config._attn_implementation == attention
+    use_scoring_head(model)
     return model
 
 

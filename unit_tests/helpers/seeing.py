@@ -23,6 +23,7 @@ from transformers import (
 
 from core.types.images import EncodedImage, PlacedImage, read_image
 from core.types.samples import Group, Prompt, Sample, make_sample
+from modeling.head import use_scoring_head
 from modeling.images.processor import ImageProcessor
 from modeling.images.vision import VISION_FAMILIES
 
@@ -96,6 +97,7 @@ def make_model(family: str, attention: str = "sdpa") -> nn.Module:
         for name, p in model.named_parameters():
             if p.dim() > 1:
                 p.normal_(std=p[0].numel() ** -0.5 if "embed" not in name or "patch" in name else 0.5)
+    use_scoring_head(model)
     return model.eval()
 
 

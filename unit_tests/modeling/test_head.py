@@ -17,7 +17,7 @@ from core.types.samples import Policy
 from data_feeds.packing.batches import micro_batches
 from modeling.attention import FAMILIES
 from modeling.forward import forward
-from modeling.head import choose_chunk
+from modeling.head import choose_chunk, use_scoring_head
 from trainers.local import LocalTrainer
 from unit_tests.helpers.examples import some_groups
 from unit_tests.helpers.models import packed, random_model, some_samples
@@ -91,6 +91,7 @@ def test_a_head_with_a_bias_and_a_family_nobody_tested():
     shape = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": WIDE, "n_positions": 64}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **shape), attn_implementation="sdpa").eval()
     model.lm_head.bias = nn.Parameter(torch.randn(WIDE))
+    use_scoring_head(model)
     check_alike(model, 1e-5)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.types.weights import Bucket
+from rollouts.engines.vllm_support.patches import TorchDispatchMode
 from trainers.weight_sync.fingerprint import checksum
 
 _WRAP = 1 << 64
@@ -47,7 +47,8 @@ class LoadTrace(TorchDispatchMode):
             storage = t.untyped_storage()
             begin = t.storage_offset() * t.itemsize
             source = _Source(name, begin, begin + t.nbytes, tuple(t.shape), t.stride(), t.itemsize)
-            self._sources.setdefault(storage._cdata, (StorageWeakRef(storage), []))[1].append(source)
+            reference = StorageWeakRef(storage)
+            self._sources.setdefault(reference.cdata, (reference, []))[1].append(source)
 
     def consumed(self) -> dict[str, int]:
         """Return the summed checksums of each tensor, by name, for tensors that were loaded."""
@@ -63,7 +64,7 @@ class LoadTrace(TorchDispatchMode):
         return returned
 
     def _find_source(self, written: Tensor, copied: Tensor) -> None:
-        _, sources = self._sources.get(copied.untyped_storage()._cdata, (None, []))
+        _, sources = self._sources.get(StorageWeakRef(copied.untyped_storage()).cdata, (None, []))
         at = copied.storage_offset() * copied.itemsize
         for source in sources:
             # an empty slice (the rank needs no part of the tensor) is at the tensor's end

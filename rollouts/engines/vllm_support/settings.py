@@ -8,8 +8,9 @@ from typing import Any
 
 from configs.trainer_schema import LoraConfig
 from rollouts.engines.base import EngineConfig
-from rollouts.engines.vllm_support.early_core import CORES, preload_openmp
 
+CORES = "VLLM_CPU_OMP_THREADS_BIND"
+"""vLLM's variable: the cores of every rank, as 0,1|2,3."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
 CPU_BLOCK = 32
@@ -74,4 +75,3 @@ def prepare_cpu(cores: Sequence[int] | None, ranks: int) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     # an explicit size replaces this variable, which counts whole GiB
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    preload_openmp()

@@ -27,11 +27,11 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from core.errors import TransportFailed
 from core.types.weights import Bucket
 from rollouts.engines.vllm_support.load_trace import LoadTrace
+from rollouts.engines.vllm_support.patches import allow_next_update, find_adapters, forget_half_loaded
 from trainers.weight_sync.base import transfer_errors
 from trainers.weight_sync.broadcast import WeightReceiver
 from trainers.weight_sync.chunks import Chunk, read_chunk
@@ -52,7 +52,7 @@ class VerifiedTransfer(WeightTransferEngine[Any, Any]):
 
     def start_weight_update(self) -> None:
         self.consumed, self.untouched = {}, []
-        if not _forget_half_loaded(self.model):  # else some parameters are placeholders, and nothing is tied
+        if not forget_half_loaded(self.model):  # else some parameters are placeholders, and nothing is tied
             self._tied = _tied_parameters(self.model)
         initialize_layerwise_reload(self.model)
         self._trace = LoadTrace()
@@ -104,15 +104,6 @@ def _one_thread() -> Generator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _forget_half_loaded(model: torch.nn.Module) -> bool:
-    """Discard the tensors of an aborted update, which vLLM would reuse; return whether there was one."""
-    half_loaded = [info for layer in model.modules() if (info := get_layerwise_info(layer)).can_load()]
-    for info in half_loaded:
-        info.load_numel = 0
-        info.loaded_weights.clear()
-    return bool(half_loaded)
 
 
 def _tied_parameters(model: torch.nn.Module) -> list[str]:
@@ -243,7 +234,7 @@ def install_adapter(manager: Any, tensors: dict[str, Tensor], config: dict[str, 
     """
     helper = PEFTHelper.from_dict(config)
     helper.validate_legal(manager.lora_config)
-    models = manager._adapter_manager
+    models = find_adapters(manager)
     mapper = getattr(models.model, "hf_to_vllm_mapper", None)
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER_ID,
@@ -278,7 +269,7 @@ class WorkerMethods:
     def feynrl_begin(self, adapter: bool) -> None:
         if adapter:
             return self.weight_transfer_engine.start_adapter()
-        self._weight_update_active = False  # else vLLM refuses to begin after an aborted update
+        allow_next_update(self)
         self.start_weight_update()
 
     def feynrl_load_part(self, adapter: bool, update_info: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's processes, which begin in an order of our own: none outlives its parent, and the death of each is noticed."""
+"""vLLM's processes: none outlives its parent, and the death of each is noticed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import textwrap
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +21,6 @@ from unit_tests.helpers.examples import children_named
 from unit_tests.helpers.vllm_lab import PROMPT, save
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
-
-class Own(VllmEngine):
-    """An engine of a user's, with a constructor of its own."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(replace(config, max_model_len=128))
 
 
 def config_of(folder: Path) -> EngineConfig:
@@ -50,10 +41,7 @@ def test_the_death_of_a_process_is_noticed_and_the_others_end(victim: str, ranks
     config = replace(config_of(tmp_path), tensor_parallel_size=ranks)
 
     async def body() -> list[psutil.Process]:
-        begun = Own.begin(config)
-        before = os.environ["LD_PRELOAD"]
-        engine = begun(config)
-        assert os.environ["LD_PRELOAD"] == before and "libgomp" in before, "vLLM adds to it too late"
+        engine = VllmEngine(config)
         [core], workers = children_named("VLLM::EngineCor"), children_named("VLLM::Worker")
         assert len(workers) == (0 if ranks == 1 else ranks), "a single worker computes in EngineCore"
         assert core.ppid() == os.getpid() and {worker.ppid() for worker in workers} <= {core.pid}
@@ -97,34 +85,6 @@ def test_an_engine_outside_of_a_run_leaves_no_sockets(tmp_path: Path, tmp_path_f
     there = done.stdout.split()
     assert len(there) >= 2 and {Path(path).parent.parent for path in there} == {own}, done.stdout
     assert [path for path in own.rglob("*") if path.is_socket() or path.name.startswith("vllm-")] == []
-
-
-@pytest.fixture
-def waiting(tmp_path: Path) -> Iterator[tuple[psutil.Popen, psutil.Process]]:
-    """A process that has begun an engine and makes none, and its early core."""
-    (tmp_path / "begin.py").write_text(
-        textwrap.dedent("""
-            import time
-            from rollouts.engines.vllm_support.early_core import EarlyCore
-            if __name__ == "__main__":
-                core = EarlyCore()
-                print(core.pid, flush=True)
-                time.sleep(600)
-        """)
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, str(tmp_path / "begin.py")]
-    parent = psutil.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    yield parent, psutil.Process(int(parent.stdout.readline()))
-    parent.kill()
-    parent.wait()
-
-
-def test_a_core_without_work_ends_with_its_parent(waiting: tuple[psutil.Popen, psutil.Process]) -> None:
-    parent, core = waiting
-    parent.kill()
-    _, alive = psutil.wait_procs([core], timeout=60)
-    assert not alive
 
 
 def test_settings_that_vllm_refuses_leave_no_process(tmp_path: Path) -> None:

