@@ -40,7 +40,15 @@ def main() -> int:
     sys.argv = [f"feynrl {command}", *sys.argv[2:]]
     from core.cli import run_guarded
 
-    return run_guarded(lambda: import_module(PROGRAMS[command][0]).main())
+    return run_guarded(lambda: load_program(command).main())
+
+
+def load_program(command: str) -> Any:
+    """Import the program of a command. Raises PartMissing for one of analysis/, where that is gone."""
+    from core.loading import needs_part
+
+    with needs_part(f"feynrl {command}", otherwise="use another command"):
+        return import_module(PROGRAMS[command][0])
 
 
 def run_rl(config: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunResult:
@@ -62,3 +70,7 @@ def run_eval(config: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> 
     import main_eval
 
     return main_eval.run(config, overrides)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -27,14 +27,10 @@ async def evaluate(run: EvalRun) -> list[TableRow]:
 
 def main() -> int:
     args = parse_arguments("Evaluate a model on data sets.")
-    from core.loading import needs_part
-
-    with needs_part("main_eval.py", otherwise="set data.eval in a recipe of main_rl.py"):
-        from driver.evaluation.suites.explain import explain_eval
-        from driver.evaluation.suites.setup import load_eval_recipe
-
-    cfg = load_eval_recipe(args.config, args.overrides)
+    cfg = load(args.config, args.overrides)
     if args.explain:
+        from driver.evaluation.suites.explain import explain_eval
+
         print(explain_eval(cfg))
         return 0
     launch(cfg)
@@ -47,10 +43,19 @@ def run(config: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> EvalR
     config: the path of a recipe, or its keys and values. overrides: such as model.path=models/mine. Mistakes in them
     raise core.errors.UserError, and an evaluation that must stop raises core.errors.RunStopped.
     """
-    from driver.evaluation.suites.setup import load_eval_recipe
     from driver.from_python import call_from_python
 
-    return call_from_python(lambda: launch(load_eval_recipe(config, overrides)))
+    return call_from_python(lambda: launch(load(config, overrides)))
+
+
+def load(config: str | Mapping[str, Any], overrides: Sequence[str]) -> EvalConfig:
+    """Read and check a recipe."""
+    from core.loading import needs_part
+
+    with needs_part("main_eval.py", otherwise="set data.eval in a recipe of main_rl.py"):
+        from driver.evaluation.suites.setup import load_eval_recipe
+
+    return load_eval_recipe(config, overrides)
 
 
 def launch(cfg: EvalConfig) -> EvalReport:

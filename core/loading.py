@@ -121,18 +121,16 @@ def needs_part(key: str, *, otherwise: str = "leave the key out") -> Generator[N
     try:
         yield
     except ModuleNotFoundError as error:
-        if (folder := _name_missing_part(error)) is None:
+        if (lacking := _name_missing_part(error)) is None:
             raise
-        raise PartMissing(
-            f"{key}: this clone has no {folder}/, which it needs: restore that folder, or {otherwise}"
-        ) from error
+        raise PartMissing(f"{key} needs {lacking}, which this clone lacks: restore it, or {otherwise}") from error
 
 
 def _name_missing_part(error: BaseException) -> str | None:
-    """Return the folder of the optional part whose import failed; None for another module or another error."""
+    """Return the folder whose import failed, if it is one of an optional part or below it."""
     lacking = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
-    parts = [part for part in OPTIONAL_PARTS if f"{lacking}.".startswith(f"{part}.")]
-    return parts[0].replace(".", "/") if parts else None
+    is_optional = any(f"{lacking}.".startswith(f"{part}.") for part in OPTIONAL_PARTS)
+    return lacking.replace(".", "/") if is_optional else None
 
 
 def _load_plugin(spec: FileSpec, key: str) -> ModuleType:

@@ -121,7 +121,7 @@ def read_records(
 
     @cache
     def open_reader() -> ImageReader:
-        with needs_part(f"{key} holds images", otherwise="leave its images out"):
+        with needs_part(f"{key}, which holds images,", otherwise="leave its images out"):
             from data_feeds.images.read_images import ImageReader
 
         folder = _find_folder(source.path)

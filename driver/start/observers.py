@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from configs.schema import RLConfig
-from core.errors import UserError
+from core.loading import needs_part
 from driver.load_recipe import Loaded
 from driver.rl.observers import ObserverPlan
 from trainers.observers import ObserverFactory
@@ -31,16 +31,9 @@ def plan_observers(loaded: Loaded[RLConfig]) -> dict[str, ObserverPlan]:
 
 
 def load_plan(key: str, module: str, loaded: Loaded[RLConfig]) -> ObserverPlan:
-    """Return the observer of a key, which a module of analysis/ defines."""
-    try:
+    """Return the observer of a key, which a module of analysis/ defines. Raises PartMissing where that is gone."""
+    with needs_part(key):
         found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        lacking = error.name or ""
-        if lacking.split(".")[0] != "analysis":
-            raise
-        raise UserError(
-            f"{key}: this clone has no {lacking.replace('.', '/')}/, which it needs: restore that, or leave the key out"
-        ) from error
     return found.plan_observer(loaded)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from algs import find_algorithm
 from core.errors import UserError
-from core.loading import FileSpec, load_module
+from core.loading import FileSpec, load_class, load_module
 from core.loading import resolve as resolve_plugin
 
 
@@ -140,3 +140,20 @@ def test_a_broken_file_is_one_sentence_with_its_line(tmp_path: Path, source: str
         load_module(resolve(str(file), "algs"))
     with pytest.raises(UserError, match=said):  # and not half a module the second time
         load_module(resolve(str(file), "algs"))
+
+
+def test_a_plug_in_whose_part_is_gone_is_refused_and_not_listed(tmp_path: Path, monkeypatch) -> None:
+    plugins = tmp_path / "my_plugins"
+    plugins.mkdir()
+    (plugins / "__init__.py").write_text("")
+    (plugins / "whole.py").write_text(SOURCE)
+    (plugins / "lacking.py").write_text(f"import rollouts.tools.gone\n{SOURCE}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=r"^my.key=lacking needs rollouts/tools/gone, which this clone lacks: restore"):
+        resolve_plugin("lacking", "my_plugins", offers=lambda _: True, key="my.key")
+    with pytest.raises(UserError, match=r"no 'other' in my_plugins/; it has whole, and"):
+        resolve_plugin("other", "my_plugins", offers=lambda _: True, key="my.key")
+    file = tmp_path / "mine.py"
+    file.write_text("from rollouts.tools.gone import x\n")
+    with pytest.raises(UserError, match=r"^my.key=.*mine.py needs rollouts/tools/gone, which this clone lacks"):
+        load_class(resolve_plugin(str(file), "my_plugins", offers=lambda _: True), object, key="my.key")

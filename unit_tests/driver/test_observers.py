@@ -85,7 +85,7 @@ def test_a_step_is_the_same_to_the_bit_whether_its_sources_are_measured_or_not(t
 
 def test_a_part_that_is_not_there_is_named_in_one_sentence_and_nothing_is_loaded_unasked(recipe):
     loaded = load_recipe(RLConfig, recipe({"capture.every": 1}), [])
-    with pytest.raises(UserError, match=r"^capture: this clone has no analysis/taken_away/, which it needs: restore"):
+    with pytest.raises(UserError, match=r"^capture needs analysis/taken_away, which this clone lacks: restore"):
         observers.load_plan("capture", "analysis.taken_away.observer", loaded)
     assert [*observers.plan_observers(loaded)] == ["capture"]
     assert observers.plan_observers(load_recipe(RLConfig, recipe(), [])) == {}
