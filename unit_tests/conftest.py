@@ -39,6 +39,11 @@ def families(tiny_path, tmp_path_factory) -> dict[str, ChatTokenizer]:
     return {family: load_family(tiny_path, folder, family) for family in FAMILIES}
 
 
+@pytest.fixture(scope="session")
+def qwen(families) -> ChatTokenizer:
+    return families["qwen2.5"]
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """These models are too small for two, which would wait for each other on a busy machine."""

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import random
-import re
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-import main_rl
 from algs.credit import whiten
 from algs.grpo import GRPO
 from algs.turns import discount_backwards
@@ -32,8 +30,7 @@ from driver.records.sample_files import MAX_WAITING, SampleFiles, make_sample_re
 from rollouts.scheduling.buffer import FinishedGroup, ReplayBuffer, Schedule
 from tools.benchmarks import driver_cost
 from unit_tests.helpers import image_models
-from unit_tests.helpers.examples import a_changed, a_sample, run_here, some_groups, with_values
-from unit_tests.helpers.runs import SEVENS, file_of, folder_of
+from unit_tests.helpers.examples import a_changed, a_sample, some_groups, with_values
 
 COLUMNS = ("token_ids", "action_mask", "rollout_logp", "versions", "advantage")
 
@@ -292,18 +289,6 @@ def test_an_interrupted_run_leaves_whole_sample_files(tmp_path):
     asyncio.run(loop())
     assert files.close() == []
     assert {len(path.read_text().splitlines()) for path in tmp_path.iterdir()} == {16}
-
-
-@pytest.mark.slow
-def test_a_run_whose_samples_cannot_be_written_ends_with_that_sentence(recipe, tmp_path, monkeypatch):
-    def no_room(path, groups):
-        raise RunStopped(f"{path} cannot be written: No space left on device")
-
-    monkeypatch.setattr(sample_files, "write_samples", no_room)
-    reward = file_of(tmp_path / "sevens.py", SEVENS)
-    code, err = run_here(main_rl, "--config", recipe({"reward.function": reward}))
-    assert code == 1 and err.count("\n") == 1 and re.search(r"step_00000.jsonl cannot be written: No space", err), err
-    assert not (folder_of(tmp_path) / "model").exists()
 
 
 class Sender:

@@ -17,7 +17,6 @@ import pytest
 from configs.rollout_schema import AgentConfig, RewardConfig, RolloutConfig
 from core.errors import UserError
 from core.types.samples import Prompt, Sample
-from data_feeds.chat.tokenizer import ChatTokenizer
 from rewards import resolve_reward
 from rewards.pool import RewardPool
 from rollouts.agents.launcher import name_failure
@@ -26,7 +25,6 @@ from rollouts.agents.task import AgentPlan
 from rollouts.registry import resolve_agent
 from rollouts.stops import Stops
 from rollouts.worker import RolloutWorker
-from unit_tests.helpers.chat_families import load_family
 from unit_tests.helpers.one_reward import one_reward
 from unit_tests.helpers.scripted_policy import Policy
 
@@ -44,11 +42,6 @@ def ask(task, messages, **more):
         return json.load(answer)["choices"][0]["message"]
 
 """
-
-
-@pytest.fixture(scope="module")
-def qwen(tiny_path, tmp_path_factory) -> ChatTokenizer:
-    return load_family(tiny_path, tmp_path_factory.mktemp("family"), "qwen2.5")
 
 
 def write_agent(folder: Path, text: str) -> AgentPlan:

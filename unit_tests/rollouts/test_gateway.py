@@ -18,7 +18,7 @@ from rollouts.agents.session import AgentSession
 from rollouts.episode import EpisodeRules, run_episode
 from rollouts.tools.env import ToolEnv
 from rollouts.tools.functions import tool
-from unit_tests.helpers.chat_families import TOOLS, load_family
+from unit_tests.helpers.chat_families import TOOLS
 from unit_tests.helpers.scripted_policy import PROMPT, Policy, check_exact, make_sampler, make_session, say_calls, spell
 
 openai = pytest.importorskip("openai", reason="OpenAI's client comes with vLLM: make install")
@@ -26,11 +26,6 @@ openai = pytest.importorskip("openai", reason="OpenAI's client comes with vLLM: 
 Harness = Callable[[Any], Awaitable[Any]]
 USER = {"role": "user", "content": "Which?"}
 TWO_CALLS = say_calls("I look.", ("weather", {"place": "Oslo"}), ("weather", {"place": "Rome", "days": 2}))
-
-
-@pytest.fixture(scope="module")
-def qwen(tiny_path, tmp_path_factory) -> ChatTokenizer:
-    return load_family(tiny_path, tmp_path_factory.mktemp("family"), "qwen2.5")
 
 
 def play(policy: Policy, harness: Harness, **limits: Any) -> AgentSession:
