@@ -17,7 +17,7 @@ class RunStopped(Exception):
 
 
 class Unavailable(Exception):
-    """Failure of what a sample needs besides the policy, such as a sandbox: the sample fails, and has no reward."""
+    """Failed service that a sample needs besides the policy, such as a sandbox. The sample fails without a reward."""
 
 
 class CallFailed(RunStopped):
@@ -47,6 +47,7 @@ class ProcessDied(RunStopped):
         self.worker = worker
 
 
+# Causes outside our code; any other OSError is a bug and keeps its traceback.
 _CANNOT_WRITE = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO),
     *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR),

@@ -37,6 +37,7 @@ def prepare_hub(wanted: str) -> None:
         return
     if not _state.is_checked:
         say(f"{wanted}: asking the hub, {constants.ENDPOINT}")
+        # Once per process: every further attempt would wait for the timeout again.
         _state.is_checked, _state.unreachable = True, find_hub_failure()
     if _state.unreachable:
         say(
@@ -62,12 +63,12 @@ def describe_hub() -> str:
     """Return a clause for a name that was not found: the places tried, and the fix without the hub."""
     from huggingface_hub import constants
 
-    mend = "name a local folder or file, or fill the cache where there is a network and set HF_HUB_OFFLINE=1"
+    fix = "name a local folder or file, or fill the cache where there is a network and set HF_HUB_OFFLINE=1"
     if _state.unreachable:
         tried = f"{constants.ENDPOINT} did not answer ({_state.unreachable}), and the cache {constants.HF_HUB_CACHE}"
-        return f"{tried} does not hold it: {mend}"
+        return f"{tried} does not hold it: {fix}"
     if constants.is_offline_mode():
-        return f"HF_HUB_OFFLINE is set, and the cache {constants.HF_HUB_CACHE} does not hold it: {mend}"
+        return f"HF_HUB_OFFLINE is set, and the cache {constants.HF_HUB_CACHE} does not hold it: {fix}"
     return f"{constants.ENDPOINT} was asked: check the name, or name a local folder or file"
 
 

@@ -111,9 +111,9 @@ def load_class(spec: FileSpec, base: type[T], *, key: str) -> type[T]:
 
 @contextmanager
 def needs_part(key: str, *, otherwise: str = "leave the key out") -> Generator[None]:
-    """Import an optional part in the body. Raises PartMissing, which names its folder, where this clone lacks it.
+    """Import an optional part in the body. Raises PartMissing, which names the folder, if this clone lacks the part.
 
-    key: key of the recipe that asks for the part. otherwise: what to do instead of restoring the folder.
+    key: recipe key that needs the part. otherwise: alternative to restoring the folder.
 
         with needs_part("rollout.agent"):
             from rollouts.agents.task import AgentPlan
@@ -127,14 +127,14 @@ def needs_part(key: str, *, otherwise: str = "leave the key out") -> Generator[N
 
 
 def _name_missing_part(error: BaseException) -> str | None:
-    """Return the folder whose import failed, if it is one of an optional part or below it."""
+    """Return the folder of the optional part that failed to import; None for another module or error."""
     lacking = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     is_optional = any(f"{lacking}.".startswith(f"{part}.") for part in OPTIONAL_PARTS)
     return lacking.replace(".", "/") if is_optional else None
 
 
 def _load_plugin(spec: FileSpec, key: str) -> ModuleType:
-    """Return the module of a plug-in. Raises PartMissing, which names the key, where it needs a part that is gone."""
+    """Load a plug-in's module. Raises PartMissing, which names the key, if an optional part is missing."""
     name = spec.module.rpartition(".")[2] if spec.in_package else spec.path
     with needs_part(f"{key}={name}" if key else name, otherwise="name another"):
         return load_module(spec)

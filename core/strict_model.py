@@ -41,6 +41,7 @@ class StrictModel(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def numbers_have_a_size(cls, value: Any) -> Any:
+        # A field that allows infinity turns pydantic's own check for NaN off too.
         if isinstance(value, float) and math.isnan(value):
             raise ValueError("nan is not valid, a number is expected")
         too_large = (isinstance(value, int) and abs(value) > LARGEST_INT) or (

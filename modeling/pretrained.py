@@ -37,15 +37,14 @@ def load_placed(auto: Any, path: str, place: Place, *, trust_remote_code: bool, 
     from transformers import AutoConfig
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    trusts = {"trust_remote_code": trust_remote_code}
-    config, unused = load_pretrained(AutoConfig, path, return_unused_kwargs=True, **trusts, **settings)
+    config, unused = load_pretrained(AutoConfig, path, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **settings)
     found = _find_class(auto, config)
     if found is None or hasattr(config, "auto_map"):
-        return load_pretrained(auto, path, **trusts, **settings)
+        return load_pretrained(auto, path, trust_remote_code=trust_remote_code, **settings)
     unused["dtype"] = settings["dtype"]  # the config has taken it, and the model takes its own
     sharded = make_sharded_class(found, place)
     model, report = load_pretrained(
-        sharded, path, config=config, distributed_config=DistributedConfig(), **trusts, **unused
+        sharded, path, config=config, distributed_config=DistributedConfig(), trust_remote_code=trust_remote_code, **unused
     )
     del model.config.distributed_config  # it would be saved with the model
     return model, report

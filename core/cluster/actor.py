@@ -44,6 +44,7 @@ class Actor:
         # On another machine than the driver's, and in a cluster of the user's, nobody has made a folder yet.
         self.scratch = Scratch() if find_scratch() is None else None
         name_shared_memory()
+        # Before any process group exists: gloo and NCCL read their variables when they create the first.
         use_interface_of(_node_address())
 
     def read_node(self) -> str:

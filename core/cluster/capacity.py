@@ -13,7 +13,7 @@ GPU, CPU = "GPU", "CPU"
 CPU_SHARE = 0.001
 """CPU share requested per rank if ranks are not counted; more than 0, so that machines with --num-cpus=0 get none."""
 NAMES = {GPU: "GPU", SLOT: f"{SLOT} slot", CPU: "CPU"}
-MEND = (
+FIX = (
     "start Ray on more machines, wait until other jobs end, or lower trainer.ranks, rollout.num_engines or "
     "rollout.tensor_parallel_size"
 )
@@ -84,9 +84,10 @@ def describe_missing(roles: Sequence[Role], machines: Sequence[Machine], *, reso
     if wanted > free:
         missing = f"{_count(wanted - free, resource)} {'is' if wanted - free == 1 else 'are'} missing"
     else:
+        # Enough in total may still not fit, because the ranks of an actor must be on one machine.
         largest = max(each.values())
         missing = f"no machine has {_count(largest, resource, free=True)} for one of them, which cannot be split"
-    return f"asked for {asked}, and the cluster has {there}: {missing}; {MEND}"
+    return f"asked for {asked}, and the cluster has {there}: {missing}; {FIX}"
 
 
 def _count(n: float, resource: str, *, free: bool = False) -> str:

@@ -46,6 +46,7 @@ class ElasticWorkers(Remote[W_co]):
         self.started.discard(rank)
         self._kill(rank)
         self.actors[rank] = self.start_actor(rank)
+        # No deadline: a cluster may have no free machine for hours, and the run continues without this worker.
         node = await self.with_deadline(math.inf, key="")._call_actor(rank, "read_node")
         before, self.nodes[rank] = self.nodes.get(rank), node
         return node == before

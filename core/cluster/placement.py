@@ -29,6 +29,7 @@ class WorkerSlots:
         from ray.util.placement_group import placement_group
 
         self.role, self.bundle = role, bundle
+        # PACK is a preference, not a condition: ranks on few machines communicate faster, but more machines also work.
         self.group = placement_group([bundle] * role.n, strategy="PACK")
         self.hosts: dict[int, str] = {}
         """Name of each rank's machine, in a cluster of several machines; see `find_hosts`."""

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from core.cluster.ray_address import MEND
+from core.cluster.ray_address import FIX
 from core.cluster.scratch import restore_environment
 from core.errors import UserError, first_line, shorten
 from core.patches import connect_to_ray_head, forget_ray_token, loopback_ray, quiet_ray
@@ -91,7 +91,7 @@ def join_ray(address: str, **settings: Any) -> None:
         ) from error
     except (OSError, RuntimeError, ValueError) as error:  # another version of Ray or Python, say
         said = shorten(" ".join(str(error).split()))
-        raise UserError(f"ray_address={address}: Ray cannot join the cluster there: {said}; {TOKEN}; {MEND}") from error
+        raise UserError(f"ray_address={address}: Ray cannot join the cluster there: {said}; {TOKEN}; {FIX}") from error
 
 
 def check_is_ray(address: str) -> None:
@@ -102,4 +102,4 @@ def check_is_ray(address: str) -> None:
         silence=f"a gRPC server that is no head of a cluster gave no answer within {ADDRESS_CHECK_TIMEOUT_S:g} s",
     )
     if failure:
-        raise UserError(f"ray_address={address}: no Ray cluster answers there ({failure}); {TOKEN}; {MEND}")
+        raise UserError(f"ray_address={address}: no Ray cluster answers there ({failure}); {TOKEN}; {FIX}")

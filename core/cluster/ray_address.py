@@ -8,7 +8,7 @@ import socket
 from core.errors import UserError
 from core.timing.deadlines import ADDRESS_CHECK_TIMEOUT_S
 
-MEND = "give the host:port of a cluster that runs (usually port 6379), or leave the key unset"
+FIX = "give the host:port of a cluster that runs (usually port 6379), or leave the key unset"
 CLIENT_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """First bytes of an HTTP/2 (and so gRPC) client: the preface and an empty SETTINGS frame."""
 FRAME_HEADER, SETTINGS = 9, 4
@@ -22,16 +22,16 @@ def parse_address(address: str) -> tuple[str, int]:
     ('::1', 6379)
     """
     if address.startswith("ray://"):
-        raise UserError(f"ray_address={address!r:.200} is an address of Ray Client, which is not supported: {MEND}")
+        raise UserError(f"ray_address={address!r:.200} is an address of Ray Client, which is not supported: {FIX}")
     host, _, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
         host = ""
     if not host or not host.isprintable() or " " in host or not (port.isascii() and port.isdigit()):
-        raise UserError(f"ray_address={address!r:.200} is not of the form host:port: {MEND}")
+        raise UserError(f"ray_address={address!r:.200} is not of the form host:port: {FIX}")
     if not 0 < int(port[:6]) < 65536:
-        raise UserError(f"ray_address={address!r:.200}: the port must be between 1 and 65535: {MEND}")
+        raise UserError(f"ray_address={address!r:.200}: the port must be between 1 and 65535: {FIX}")
     return host, int(port)
 
 
@@ -43,9 +43,9 @@ def check_reachable(address: str) -> None:
             # with TLS, only Ray's own certificates could begin the talk
             speaks = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true") or _speaks_http2(connection)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"ray_address={address}: no Ray cluster answers there ({error}); {MEND}") from error
+        raise UserError(f"ray_address={address}: no Ray cluster answers there ({error}); {FIX}") from error
     if not speaks:
-        raise UserError(f"ray_address={address}: what answers there is no Ray cluster (it does not speak gRPC); {MEND}")
+        raise UserError(f"ray_address={address}: what answers there is no Ray cluster (it does not speak gRPC); {FIX}")
 
 
 def _speaks_http2(connection: socket.socket) -> bool:

@@ -238,6 +238,7 @@ class Remote(Workers[W_co]):
 
         who, phase = self._name(rank), self.last_called.get(rank, "start")
         try:
+            # Its own concurrency group: a live process responds even while its main thread is in a collective.
             async with asyncio.timeout(min(self.timeout_s, HEALTH_CHECK_TIMEOUT_S)):
                 activity = await self.actors[rank].describe_activity.options(concurrency_group=HEALTH).remote()
         except RayActorError as error:
@@ -262,6 +263,7 @@ R = TypeVar("R", bound=Remote[Any])
 
 def _environment() -> dict[str, str]:
     """Return the environment variables of every actor; PYTHONPATH includes this repository."""
+    # The user's PYTHONPATH comes second, so that no module of theirs replaces ours.
     path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
     return {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
 

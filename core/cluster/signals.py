@@ -61,6 +61,7 @@ def end_on_signals(*, first: Callable[[], object] = raise_interrupt, at_once: Ca
         elif len(seen) == 2:
             print("the run is ending; once more, and it ends at once", file=sys.stderr, flush=True)
         else:
+            # No clean-up of Python's, which may be what hangs. The guardian removes what is left.
             if at_once is not None:
                 at_once()
             print("interrupted", file=sys.stderr, flush=True)

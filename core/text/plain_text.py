@@ -29,6 +29,7 @@ def shorten_middle(text: str, longest: int) -> str:
     """
     if len(text) <= longest:
         return text
+    # The beginning of a text usually says more than its end.
     tail = longest // 3
     head = longest - tail
     return f"{text[:head]} [{len(text) - longest} characters] {text[len(text) - tail :]}"

@@ -75,9 +75,9 @@ def describe_format(head: bytes) -> tuple[str, str] | None:
     >>> describe_format('{"a": 1}'.encode("utf-16-le"))
     ('text in UTF-16', 'convert it with iconv -f UTF-16LE -t UTF-8')
     """
-    for magic, what, mend in FORMATS:
+    for magic, what, fix in FORMATS:
         if head.startswith(magic):
-            return what, mend
+            return what, fix
     if b"\0" not in head:
         return None
     for order, zeros in (("LE", head[1::2]), ("BE", head[::2])):  # ASCII in UTF-16 without a mark

@@ -117,6 +117,7 @@ def _convert(image: Image) -> Image:
         raise ImageRefused(f"the image has {image.width} x {image.height} pixels, over {LARGEST_SIDE}")
     if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a camera's JPEG with a preview
         raise ImageRefused(f"the image has {image.n_frames} frames, and one is expected")  # pyright: ignore
+    # CMYK and similar modes need a colour profile: without one, colours change silently.
     if image.mode not in MODES:
         raise ImageRefused(f"the image has the colour mode {image.mode}: convert it to RGB")
     # Cameras store the rotation as metadata, which the model never sees.

@@ -206,6 +206,7 @@ def make_sample(
         others["advantage"] = to_column(others["advantage"], dtype)
     if others.get("excluded") is not None:
         others["excluded"] = to_column(others["excluded"], BOOLS)
+    # JSON has only lists, but these fields are tuples.
     if "turns" in others:
         others["turns"] = tuple((begin, end) for begin, end in others["turns"])
     for name in others.keys() & {"turn_rewards", "turn_numbers", "images"}:

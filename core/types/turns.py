@@ -43,6 +43,7 @@ def check_colocation(turns: Spans, rewards: Sequence[float], numbers: Sequence[i
                 "must lie within action_mask"
             )
         end = after
+    # The spans are disjoint here, so equal counts mean that the turns cover exactly the sampled tokens.
     covered = sum(after - begin for begin, after in turns)
     if turns and covered != (sampled := int(np.count_nonzero(action_mask))):
         raise UserError(
