@@ -48,6 +48,7 @@ class SourceConfig(StrictModel):
         if self.path.startswith("hub:"):
             return self.path.removeprefix("hub:").split("/")[:2][-1]
         name = PurePath(self.path)
+        # train.jsonl.gz has two suffixes.
         return PurePath(name.stem).stem if name.suffix == ".gz" else name.stem
 
 

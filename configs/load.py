@@ -112,6 +112,7 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
                 f"override {item!r:.200}: {'.'.join(parents[: i + 1])} is not a section, it holds {node!r:.200}"
             )
     try:
+        # As YAML, so that true, null and [a, b] have the same meaning as in a recipe.
         node[last] = yaml.load(value, StrictLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"override {item!r:.200}: the value is not valid YAML: {first_line(error)}") from error

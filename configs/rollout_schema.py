@@ -83,6 +83,7 @@ class RewardConfig(StrictModel):
             raise ValueError("set function or functions, and not both")
         if self.function is not None and not self.weights:
             raise ValueError("weights names no part of function: give one, such as {correct: 1.0}")
+        # Parts are logged as <function>.<part>: two files with the same name would share their metrics.
         names = [name_function(given) for given in self.function_names]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two functions are called {twice[0]} in the log: give their files different names")

@@ -46,6 +46,7 @@ class TrackingConfig(StrictModel):
     def find_unused(self, trackers: Collection[str]) -> str | None:
         """Return an error about a key of an unused tracker; None if all keys are used."""
         for name, field in type(self).model_fields.items():
+            # A key's prefix names its tracker: mlflow_uri, wandb_project.
             owner = name.partition("_")[0]
             is_set = getattr(self, name) != field.default
             if owner in ("mlflow", "wandb") and is_set and owner not in trackers:

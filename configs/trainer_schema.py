@@ -169,6 +169,7 @@ class TrainerConfig(StrictModel):
         if not isinstance(zero, dict):
             raise ValueError(f"zero_optimization must hold keys of DeepSpeed's ZeRO, found {zero!r:.60}")
         nested = ["zero_optimization.stage"] if "stage" in zero else []
+        # These keys are merged last, so they would silently override the recipe's own.
         if taken := [key for key in given if key in OURS_OF_DEEPSPEED] + nested:
             raise ValueError(f"{taken[0]} follows from other keys of the recipe: leave it out here")
         return given
