@@ -94,6 +94,7 @@ async def _write_partial(partial: Path, trainers: Workers[Trainer], state: RunSt
     with writing(partial, meaning="the checkpoints before it are complete"):
         (partial / PROGRESS).write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
         flush_folder(partial)
+        # Written after all other files are flushed: its presence means that they are on the disk.
         (partial / COMPLETE).write_text(json.dumps(measure_sizes(partial), indent=1) + "\n", encoding="utf-8")
         flush_folder(partial)
 

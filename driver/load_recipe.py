@@ -59,6 +59,7 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
     if isinstance(cfg, RLConfig):
         alg = with_length_limit(alg, cfg.rollout.max_new_tokens)
         check_engine(cfg)
+    # A run's own config.yaml contains every key, used or not; only a recipe's keys are the user's intention.
     if given is not None:
         check_keys(cfg, alg, given)
     cfg = cfg.model_copy(update={"alg": alg.model_dump()})

@@ -25,6 +25,7 @@ def run_with_resumes(attempt: Callable[[Loaded[C]], T], loaded: Loaded[C]) -> T:
         try:
             return attempt(loaded)
         except ProcessDied as death:
+            # Without a new checkpoint, resume again from where this attempt began.
             newest = _find_newest(death) or loaded.cfg.resume
             where = newest or "the start, because there is no checkpoint yet"
             print(f"stopped: {death}", flush=True)

@@ -59,6 +59,7 @@ def launch_run(
     if loaded.cfg.backend == "ray":
         refuse_second_ray()
 
+    # Each attempt prepares anew, since the checkpoint determines step and data position.
     def attempt(loaded: Loaded[C]) -> RunResult:
         prepared = prepare(loaded)
 

@@ -60,6 +60,7 @@ def collect_settings(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -
         "sha256": hashes,
         "in_package": in_package,
     }
+    # Through JSON, as in the checkpoint: otherwise a tuple here would differ from the list there.
     return json.loads(json.dumps(settings))
 
 
@@ -89,6 +90,8 @@ def find_checkpoint_to_resume(loaded: Loaded[Any], settings: dict[str, Any]) -> 
             f"resume={cfg.resume} is a run of the other program (main_rl.py or main_sl.py): resume it there"
         )
     check_settings(then["settings"], settings["settings"])
+    # FeynRL's own files may change, such as by a bug fix, and are only reported. A user's loss or reward is the
+    # training.
     changed = [key for key in changed_files(then, settings) if key not in settings["in_package"]]
     if changed:
         raise UserError(
@@ -107,6 +110,7 @@ def list_bitwise_only(now: Mapping[str, Any]) -> tuple[str, ...]:
 
 def check_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UserError for the first changed key that affects training."""
+    # A schedule that decays depends on the number of steps; a constant learning rate does not.
     steps = ("steps",) if then["trainer.lr_schedule"] == "constant" else ()
     free = NOT_FOR_TRAINING + list_bitwise_only(now) + EVALUATION + steps
     for key in [*now, *(k for k in then if k not in now)]:

@@ -95,6 +95,7 @@ def run_sweep(
     Every recipe is checked before the first run starts.
     """
     loaded = [load_recipe(cls, recipe, overrides) for overrides in combinations]
+    # All mistakes surface before the first run, not after hours of earlier runs.
     _check_folders([item.cfg for item in loaded], combinations)
     if only_explain:
         for overrides, item in zip(combinations, loaded, strict=True):
@@ -111,6 +112,7 @@ def run_sweep(
         # A process per run: Ray and CUDA keep state in a process, and a crash must not end the sweep.
         codes.append(_run(program, recipe, [*overrides, f"run_dir={json.dumps(str(run_dir))}"]))
         done.append(read_run(run_dir, own, codes[-1]))
+        # After every run, so that an interrupted sweep keeps the results so far.
         _write_table(home / "sweep.json", done)
         if codes[-1] == EXIT_CODE:
             break

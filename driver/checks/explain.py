@@ -56,6 +56,7 @@ def describe_arithmetic(loaded: Loaded[Any]) -> list[tuple[str, str]]:
     samples = cfg.groups_per_step * cfg.group_size
     tokens = samples * cfg.longest_sample
     per_update = tokens // cfg.updates_per_step
+    # With several updates the policy changes within the step, so the ratio's denominator must be fixed before.
     lag = (
         "the policy that sampled is the one in training"
         if cfg.updates_per_step == 1
@@ -152,7 +153,9 @@ def describe_memory(loaded: Loaded[Any]) -> list[tuple[str, str]]:
 
 
 def describe_images(cfg: RunConfig, memory: MemoryEstimate, *, models: int) -> list[tuple[str, str]]:
-    """Describe what images add for a model that sees. models: in training, with the value model."""
+    """Describe parameters and memory for images of a vision-language model. models: trained models, value model
+    included.
+    """
     if not needs_images(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code):
         return []
     from driver.checks.explain_images import describe_vision

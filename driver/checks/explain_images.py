@@ -66,6 +66,7 @@ def describe_vision(
         how = f"its tower of {part.tower:,} frozen" if frozen else "trained"
     tokens = cfg.trainer.micro_batch_tokens
     held = 2 if cfg.model.dtype == "bfloat16" else 4
+    # The worst case: every token of the micro-batch belongs to an image.
     patches = tokens * part.patches
     pixels = patches * part.numbers * held / MIB
     learns = not frozen if lora is None else lora.vision

@@ -42,6 +42,7 @@ def push_model(name: str, folder: Path) -> str:
 
     hub = HfApi()
     try:
+        # Private: nobody should find out at the end of a run that the model is public.
         made = hub.create_repo(name, private=True, exist_ok=True)
         hub.upload_folder(
             repo_id=made.repo_id,

@@ -62,6 +62,7 @@ def find_machine_gib() -> float:
     """Return the memory of the machine in GiB, or the limit of its control group if that is lower."""
     import psutil
 
+    # In a container psutil reports the whole machine; only the control group knows the limit.
     total: int = psutil.virtual_memory().total
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"

@@ -60,6 +60,7 @@ def _check_vocabulary(path: str, tokenizer: ChatTokenizer, *, key: str, trusts: 
     rows = getattr(config, "vocab_size", None)
     if rows is None:
         raise UserError(f"{key}={path}: its config has no vocab_size, the number of its embeddings: add it")
+    # An id beyond the embeddings would be an index error, on a GPU a device assertion that names nothing.
     largest = max(tokenizer.hf.get_vocab().values())
     if largest >= rows:
         raise UserError(

@@ -41,6 +41,7 @@ def _check_save_to(save_to: str, *, reads: Iterable[str], run_dir: str) -> None:
         raise UserError(
             f"{key} holds {held[0]}, and no run of FeynRL saved it: name another folder, or empty this one first"
         )
+    # The folder may not exist yet, so its nearest existing parent decides.
     there = next(parent for parent in folder.parents if parent.exists())
     if not there.is_dir():
         raise UserError(f"{key} lies below {there}, which is a file: name another folder")

@@ -60,6 +60,7 @@ def plan_colocation(
     if gpu_gib is None:
         return needs
     of_gpu = partial(Need, place="a GPU", there=gpu_gib)
+    # A weight sync needs the weights of both sides on the GPU at the same time.
     sending = {
         "weights of the trainer": estimate.weights,
         "weights of the engine": estimate.per_engine,

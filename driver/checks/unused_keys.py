@@ -35,6 +35,7 @@ def _is_text_model(cfg: RunConfig) -> bool:
 
     try:
         config = read_config(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    # A recipe may name a model that is created later; then the key may be of use.
     except ModelUnreadable:
         return False
     return vision_family(config) is None

@@ -33,6 +33,7 @@ def estimate_means(values: Floats, *, resamples: int, seed: int) -> list[Estimat
     n = len(values)
     if not n:
         raise ValueError("there is no prompt")
+    # A fixed seed, so that equal samples give equal intervals.
     draw = np.random.default_rng(seed)
     means = np.stack([values[draw.integers(n, size=n)].mean(axis=0) for _ in range(resamples)])
     tail = 50 * (1 - CONFIDENCE)

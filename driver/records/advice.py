@@ -116,6 +116,7 @@ def find_idle_clipping(history: History, settings: Settings) -> str | None:
 def find_growing_mismatch(history: History, settings: Settings) -> str | None:
     """Report a mismatch of engine and trainer that is above rounding and five times the initial mismatch."""
     then, now = history.mean_at_start(names.MISMATCH_KL), history.mean_now(names.MISMATCH_KL)
+    # Below 1e-3 nats the difference is rounding in bfloat16, however much it grows.
     if history.n < FEWEST or then is None or now is None or now < 1e-3 or now < 5 * max(then, 0.0):
         return None
     return (

@@ -69,6 +69,7 @@ class Console:
         self.terminal = make_terminal(display)
         self.is_live = live and display == "auto" and self.terminal.is_terminal and not self.terminal.is_dumb_terminal
         self.steps, self.clock = steps, clock
+        # Rounded up, so that there are never more than MAX_LINES lines.
         self.every = -(-steps // MAX_LINES)
         self.headings: list[str] = []
         self.steps_done = 0
@@ -79,6 +80,7 @@ class Console:
         self.recent: deque[float] = deque(maxlen=RECENT)
         """Seconds of the last steps."""
         self.next_progress = time.monotonic() + STEP_PROGRESS_EVERY_S
+        # transient: the status line disappears at the end, and the log keeps only lines.
         self.live = Live(self, console=self.terminal, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Console:

@@ -29,6 +29,7 @@ class EngineTimers:
         return {rank: self._add_up(rank) for rank in self.engines.ever_running()}
 
     async def _read_one(self, rank: int) -> None:
+        # Read before the call: a death during it must not attribute this reading to the new process.
         deaths = self.engines.deaths
         try:
             self.last[rank][deaths[rank]] = await self.timers.call_one(rank, ActivityTimer.read_seconds)

@@ -27,6 +27,7 @@ def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> 
     for counts in versions:
         for version, n in counts.items():
             ages[step - version] += n
+    # The buffer bounds staleness when a group starts; this checks the result, whatever the schedule did.
     if wrong := [age for age in ages if not 0 <= age <= max_staleness]:
         raise RunStopped(
             f"step {step} was to train on a token that is {wrong[0]} steps old, where max_staleness={max_staleness}: "
@@ -68,6 +69,7 @@ def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn:
     rewarded = [e for e in joined if e.reward is not None]
     rewards = [e.reward for e in rewarded if e.reward is not None]
     lengths = [e.n_sampled for e in joined]
+    # A group has a signal if any player's rewards differ, since players are compared separately.
     zero_std = sum(not any(_has_signal(part, by_turn=by_turn) for part in g) for g in episodes)
     measured = {
         names.ROLLOUT_SAMPLES: float(len(samples)),

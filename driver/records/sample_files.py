@@ -80,6 +80,7 @@ def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
         "versions": sorted(count_versions(sample)),
         "new_tokens": sample.n_sampled,
     }
+    # Empty ones are dropped: most samples are single replies, and a run may write millions.
     more: dict[str, Any] = {"tools": sample.prompt.tools, "turns": list_turns(sample), "counts": sample.counts}
     if sample.episode is not None:
         more["episode"] = sample.episode

@@ -16,6 +16,7 @@ LONGEST_PROMPT, LONGEST_COMPLETION = 400, 800
 
 def choose_sample(step: int, groups: list[Group]) -> tuple[int, int]:
     """Choose a group and a sample in it, by the step: varied over steps, and reproducible."""
+    # Derived from the step instead of drawn: a repeated run shows the same samples.
     group = step % len(groups)
     return group, step // len(groups) % len(groups[group])
 

@@ -75,7 +75,7 @@ class TimeBreakdown:
         return numbers
 
     async def summarize(self, *, max_staleness: int, is_colocated: bool) -> dict[str, Any]:
-        """Return the facts of the whole run: seconds by device, and one sentence on what slowed it down."""
+        """Return facts on the whole run: seconds by device, and a sentence on the bottleneck."""
         devices = await self.read_totals()
         name = describe_colocation_cost if is_colocated else partial(name_bottleneck, max_staleness=max_staleness)
         return {"devices": devices, "bottleneck": name(devices)}
@@ -123,12 +123,13 @@ def explain_trainer(seconds: Seconds, driver: Seconds) -> Seconds:
     busy = {name: value for name, value in seconds.items() if name != IDLE}
     idle = driver["all"] - sum(busy.values())
     waits, evaluates = driver.get(Phase.WAIT_FOR_DATA, 0.0), driver.get(Phase.EVALUATE, 0.0)
+    # The driver's remaining phases: packing, logging, the engines' part of a weight sync.
     other = idle - waits - evaluates - driver[REST]
     return busy | {str(Phase.WAIT_FOR_DATA): waits, str(Phase.EVALUATE): evaluates, "driver": other, REST: driver[REST]}
 
 
 def explain_engine(seconds: Seconds, driver: Seconds) -> Seconds:
-    """Rename an engine's idle time to wait_for_trainer; `rest` is the gap between engine's and driver's clock."""
+    """Rename an engine's idle time to wait_for_trainer; `rest` is the difference of engine's and driver's clock."""
     named = {("wait_for_trainer" if name == IDLE else name): value for name, value in seconds.items()}
     return named | {REST: driver["all"] - sum(named.values())}
 

@@ -42,6 +42,7 @@ def make_trackers(
     run = TrackedRun(
         name=folder.name,
         folder=folder,
+        # Without secrets: trackers send the configuration to a server.
         config=flatten_settings(hide_settings(cfg.model_dump(mode="json"))),
         facts=describe_machine() | describe_git() if set(names) - {"jsonl"} else {},
         settings=settings,

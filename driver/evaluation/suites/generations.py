@@ -84,6 +84,7 @@ class Generation:
 
 def describe_group(group: Group, prompt: Prompt, *, of_set: str, index: int) -> list[Generation]:
     """Return the rows of a group, per episode. prompt: the data set's, before the environment's messages."""
+    # Of the row itself: messages that an environment added are no reason to refuse a resume.
     digest = hash_row(prompt)
     return [
         Generation(

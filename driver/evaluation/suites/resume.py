@@ -83,6 +83,7 @@ def find_samples(resume: str, then: dict[str, Any], now: dict[str, Any], sets: l
     prompts = {(one.name, i): prompt for one in sets for i, prompt in enumerate(one.prompts)}
     for (name, index), rows in done.items():
         prompt = prompts.get((name, index))
+        # Rows are matched by position, so a file with inserted rows would pair samples with other prompts.
         if prompt is None or hash_row(prompt) != rows[0].row:
             raise UserError(
                 f"resume={resume}: prompt {rows[0].id} of {name} is not what it was, so the file has changed: restore "

@@ -161,6 +161,7 @@ async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:
                 plan = replace(plan, engine=replace(plan.engine, model_path=str(merged)))
             await claim_machines(context, [plan_engine_role(cfg, plan, folder)], {"model.path": plan.engine.model_path})
             context.engines = await start_rollouts(context.cluster, cfg, plan)
+    # Also on Ctrl-C: a merged model may take tens of GB.
     except BaseException:
         remove_merged(merged)
         raise

@@ -44,6 +44,7 @@ class Mlflow(Tracker):
         uri = run.settings.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or None
         local = None if uri else run.folder.parent
         self.client = MlflowClient(uri or f"sqlite:///{run.folder.parent / 'mlflow.db'}")
+        # Without secrets, because the identity is stored in the run folder.
         where = hide_secrets(self.client.tracking_uri)
         previous = run.previous.id if run.previous is not None and run.previous.where == where else None
         self.run_id = self._continue_run(previous) if previous else None
