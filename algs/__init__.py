@@ -45,6 +45,7 @@ def load_algorithm_class(spec: FileSpec) -> type[Algorithm]:
 
     cls = load_class(spec, Algorithm, key="alg")
     samples = issubclass(cls, PolicyGradient)
+    # The framework never calls these for this kind of algorithm: an override would silently have no effect.
     for name in ("prepare_groups", "rows", "model_kind") if samples else ("accept_group",):
         if getattr(cls, name) is not getattr(Algorithm, name):
             what = "a PolicyGradient" if samples else "no PolicyGradient"

@@ -1,8 +1,8 @@
-"""An algorithm is a frozen set of hyper-parameters with a few pure methods.
+"""Base classes of algorithms: a frozen set of hyper-parameters with a few pure methods.
 
-It is parsed from the `alg:` section of a recipe and called by name from the main loop and the trainers. It never
-touches a device, a process, a file or a configuration other than its own. The framework masks, corrects, weights and
-reduces; an algorithm says what one token contributes.
+An algorithm is parsed from the recipe's `alg:` section and called by the main loop and the trainers. It never touches a
+device, a process, a file or another configuration. The framework masks, corrects, weights and reduces; an algorithm
+defines the contribution of a token.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Algorithm(StrictModel):
     model_config = ConfigDict(allow_inf_nan=True)  # .inf is a bound that never binds
     name: str = ""
     file: str = ""
-    """Path of a Python file with one Algorithm in it; instead of `name`, for an algorithm kept elsewhere."""
+    """Path of a Python file with an Algorithm, instead of `name`."""
     loss_norm: LossNorm = "token"
-    """What has the same weight: every token of the update (token), every sequence (sequence: the mean over its tokens;
-    sequence_sum: their sum), every token of every update (constant), or every prompt (prompt)."""
+    """Unit of equal weight: every token of the update (token), every sequence (sequence: mean over tokens;
+    sequence_sum: sum), every token of every update (constant), or every prompt (prompt)."""
 
     @property
     def rows(self) -> Rows:
@@ -45,61 +45,63 @@ class Algorithm(StrictModel):
 
     @property
     def model_kind(self) -> Literal["policy", "reward"]:
-        """policy: a language model, trained by `loss`. reward: a model of one number per sequence, by `value_loss`."""
+        """policy: a language model, trained by `loss`. reward: a model with a value per sequence, trained by
+        `value_loss`.
+        """
         return "policy"
 
     @property
     def whole_groups(self) -> bool:
-        """True if the loss compares the samples of a group: no group is split, and `tokens.group_ids` is there."""
+        """True if the loss compares samples of a group: groups are never split, and `tokens.group_ids` is set."""
         return False
 
     @property
     def whole_episodes(self) -> bool:
-        """True if the loss reads `tokens.seq_ids`: the samples of an episode are in one micro-batch then."""
+        """True if the loss reads `tokens.seq_ids`: an episode's samples stay in the same micro-batch."""
         return False
 
     @property
     def required_columns(self) -> frozenset[ScoredColumn]:
-        """Columns that the trainer computes before the advantages; the loss may read them."""
+        """Columns that the trainer computes before the advantages, available to the loss."""
         return frozenset()
 
     @property
     def needs_entropy(self) -> bool:
-        """True if `policy.entropy` is read."""
+        """True if the loss reads `policy.entropy`."""
         return False
 
     @property
     def frozen_models(self) -> dict[ScoredColumn, str]:
-        """Columns that frozen models compute, with each model's path; "" is the model that the run starts from."""
+        """Columns computed by frozen models, with each model's path; "": the initial model of the run."""
         return {"ref_logp": ""} if "ref_logp" in self.required_columns else {}
 
     @property
     def value_lr(self) -> float | None:
-        """Learning rate of the value model; None where there is none."""
+        """Learning rate of the value model; None without a value model."""
         return None
 
     def accept_group(self, group: Group) -> bool:
-        """Tell whether to train on this group. Called when it is complete; False draws another prompt in its place."""
+        """Tell whether to train on a complete group. If False, another prompt replaces it."""
         return True
 
     def prepare_groups(self, groups: list[Group]) -> list[Group]:
-        """Return the samples to train on, made from the rows of a step, before any column is computed."""
+        """Convert the rows of a step to training samples, before any column is computed."""
         return groups
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        """Return the groups with `advantage` [L] set on every sample, one per episode. Called once per step, on all."""
+        """Set `advantage` [L] on every sample, one per episode. Called once per step, on all groups."""
         return groups
 
     def totals(self, policy: Policy, tokens: Tokens) -> dict[str, Tensor]:
-        """Return sums over one micro-batch that the loss needs over the whole update; it reads them in `tokens.totals`.
+        """Return sums over a micro-batch that the loss needs over the whole update, as `tokens.totals`.
 
-        This costs one extra forward pass per update. It keeps a number that is not linear in tokens independent of
-        how the update is split.
+        It costs an extra forward pass per update. In return, a quantity that is not linear in tokens does not depend on
+        the split.
         """
         return {}
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        """Return the loss of each token, [M], not reduced; and metrics, [M] each."""
+        """Return the loss per token, [M], not reduced; and metrics, [M] each."""
         raise NotImplementedError
 
     def value_loss(self, values: Tensor, tokens: Tokens) -> tuple[Tensor, Metrics]:
@@ -107,7 +109,7 @@ class Algorithm(StrictModel):
         raise NotImplementedError
 
     def objective(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        """Return what is minimised, [M]: the loss and the terms that this kind of algorithm adds to it."""
+        """Return the minimised objective, [M]: the loss, plus terms of this kind of algorithm."""
         return self.loss(policy, tokens)
 
 
@@ -118,11 +120,11 @@ class PolicyGradient(Algorithm):
     kl: KL = KL()
     overlong: Overlong = Overlong()
     entropy_coef: float = Field(0.0, ge=0)
-    """Weight of an entropy bonus. 0 means that the entropy is not computed."""
+    """Weight of an entropy bonus; 0: the entropy is not computed."""
 
     @property
     def anchored_on_rollout(self) -> bool:
-        """True if `loss` itself is weighted by pi / pi_rollout: a correction would do it twice, and is refused."""
+        """True if `loss` is weighted by pi / pi_rollout itself; then a correction would apply twice, and is refused."""
         return False
 
     @model_validator(mode="after")
@@ -136,9 +138,9 @@ class PolicyGradient(Algorithm):
 
     @property
     def not_on_policy(self) -> str:
-        """Reason why the gradient of `loss` is not -weight x advantage when policy, proximal policy and engine agree.
+        """Reason why the on-policy gradient of `loss` is not -weight x advantage, for algs.check; "" if it is.
 
-        "" means that it is. Read by algs.check.
+        On policy means that policy, proximal policy and engine agree.
         """
         return ""
 
@@ -162,7 +164,7 @@ class PolicyGradient(Algorithm):
         return self.entropy_coef > 0
 
     def kl_rewards(self, sample: Sample) -> Floats:
-        """Return -coef x k1 of each of the n tokens that are trained on, [n]; 0 unless the KL is in the reward."""
+        """Return -coef x k1 of each trained token, [n]; 0 unless the KL is in the reward."""
         n = sample.n_trained
         if not n or not self.kl.in_reward:  # a failed sample is never scored
             return np.zeros(n)
@@ -173,14 +175,14 @@ class PolicyGradient(Algorithm):
         raise NotImplementedError
 
     def penalised_reward(self, sample: Sample) -> float | None:
-        """Return the reward with the penalties for length and KL added; None for a failed sample."""
+        """Return the reward plus penalties for length and KL; None for a failed sample."""
         if sample.reward is None:
             return None
         penalty = self.overlong.compute_penalty(sample)
         return sample.reward + penalty + (sum_terms(self.kl_rewards(sample)) if self.kl.in_reward else 0.0)
 
     def objective(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
-        """Return correction x policy loss + KL - entropy, [M]; the last two are not corrected."""
+        """Return correction x policy loss + KL - entropy, [M]; KL and entropy are not corrected."""
         tokens = with_prox(policy, tokens)
         rollout, prox = tokens.rollout_logp, tokens.prox_logp
         # checked before the correction, which would spread a mean over all tokens
@@ -207,15 +209,17 @@ class PolicyGradient(Algorithm):
 
 
 def assign_advantages(alg: Algorithm, groups: list[Group]) -> list[Group]:
-    """Return the groups with the algorithm's advantages; with `overlong.mode: filter`, truncated episodes excluded.
+    """Compute the algorithm's advantages; with `overlong.mode: filter`, exclude truncated episodes.
 
-    Where an episode has several samples or a group several players, it gets whole episodes of one player instead.
+    The algorithm receives whole episodes of a single player, even if episodes have several samples or groups several
+    players.
     """
     if not isinstance(alg, PolicyGradient):
         return alg.compute_advantages(groups)
     given, give_back = prepare_credit(groups)
     credited = alg.compute_advantages(given)
     check_samples(alg, given, credited)
+    # After the advantages: the reward of a truncated completion still counts in the group's mean.
     if alg.overlong.mode == "filter":
         credited = [
             [replace(s, excluded=np.ones_like(s.action_mask)) if s.stop == "length" else s for s in group]
@@ -225,7 +229,7 @@ def assign_advantages(alg: Algorithm, groups: list[Group]) -> list[Group]:
 
 
 def accepts_group(alg: Algorithm, group: Group) -> bool:
-    """Tell whether the algorithm trains on this group, with every episode as one sample: on one player's at least."""
+    """Tell whether the algorithm trains on this group, for at least one player, with one sample per episode."""
     return any(map(alg.accept_group, prepare_credit([group])[0]))
 
 
@@ -233,33 +237,34 @@ def accepts_group(alg: Algorithm, group: Group) -> bool:
 def sum_totals(
     alg: Algorithm, seen: Iterable[tuple[Policy, Tokens]], add_up: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Return the algorithm's totals over the micro-batches of an update and all ranks; nothing where it has none.
+    """Sum the algorithm's totals over the micro-batches of an update and all ranks; empty without totals.
 
-    seen: is not read where it has none. add_up: sums a tensor over the ranks; all call it in the same order.
+    seen: not read without totals. add_up: sums a tensor over the ranks, called in the same order on all ranks.
     """
     if type(alg).totals is Algorithm.totals:
         return {}
     partial = [alg.totals(policy, tokens) for policy, tokens in seen]
+    # Sorted, because all ranks must reduce the totals in the same order.
     return {name: add_up(torch.stack([p[name] for p in partial]).sum(0)) for name in sorted(partial[0])}
 
 
 def with_prox(policy: Policy, tokens: Tokens) -> Tokens:
-    """Return tokens with `prox_logp`: with one update per step it is the current policy's, detached."""
+    """Return tokens with `prox_logp`; with a single update per step it is the current policy's, detached."""
     return tokens if tokens.has("prox_logp") else tokens.replace(prox_logp=policy.logp.detach())
 
 
 class TurnCredit(PolicyGradient):
-    """Base of algorithms that can credit an episode as a whole, or each of its turns."""
+    """Base of algorithms that credit either a whole episode or each turn."""
 
     credit: Literal["episode", "turn"] = "episode"
-    """episode: every turn has the return of the whole episode. turn: a turn has the return from it on, of the rewards
-    per turn that the environment gives; what they leave of the reward came with the last turn."""
+    """episode: every turn gets the return of the whole episode. turn: a turn gets the return from it on, of the
+    environment's rewards per turn; the last turn earns the rest of the reward."""
     turn_discount: float = Field(1.0, ge=0, le=1)
-    """Weight of the next turn's return in the return of a turn. Read by credit: turn."""
+    """Weight of the next turn's return in a turn's return, for credit: turn."""
 
     @property
     def shares_advantage(self) -> bool:
-        """True if all tokens of an episode must have one advantage, because the loss multiplies them together."""
+        """True if all tokens of an episode must share their advantage, because the loss multiplies them together."""
         return False
 
     @model_validator(mode="after")
@@ -277,7 +282,7 @@ class TurnCredit(PolicyGradient):
         return self
 
     def turn_rewards(self, sample: Sample) -> Floats | None:
-        """Return what each turn earned, [K], with the penalties for length and KL; None for a failed sample."""
+        """Return each turn's reward, [K], plus penalties for length and KL; None for a failed sample."""
         if sample.reward is None:
             return None
         return rewards_of_turns(sample, sample.reward + self.overlong.compute_penalty(sample), self.kl_rewards(sample))
@@ -289,17 +294,17 @@ class TurnCredit(PolicyGradient):
 
 
 class GroupRelative(TurnCredit):
-    """Advantages are rewards above the mean of the group; there is no value model."""
+    """Base of algorithms whose advantages are rewards minus the group's mean, without a value model."""
 
     scale_rewards: ScaleRewards = "none"
-    """Divide the centred reward by nothing, by the group's or by the step's standard deviation of rewards, or by the
-    group's mean reward (MaxRL)."""
+    """Divide the centred reward by nothing, the group's or the step's standard deviation of rewards, or the group's
+    mean reward (MaxRL)."""
     leave_one_out: bool = False
-    """true: the mean is that of the other samples of the group (RLOO). false: of all of them."""
+    """true: mean over the other samples of the group (RLOO). false: over all samples."""
     whiten: bool = False
-    """Normalise the advantages of a step's tokens to mean 0 and variance 1 at the end."""
+    """Finally normalise the advantages of a step's tokens to mean 0 and variance 1."""
     dynamic_sampling: bool = False
-    """Draw another prompt in place of a group whose rewards are all equal (DAPO)."""
+    """Replace a group of equal rewards by another prompt (DAPO)."""
 
     @property
     def needs_siblings(self) -> bool:

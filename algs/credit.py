@@ -43,6 +43,7 @@ def group_advantages(
     if len(scored) < 2 or max(scored) == min(scored):
         return [0.0] * len(rewards)
     n = len(scored)
+    # fsum rounds once, so the result does not depend on the order of the samples, which varies with timing.
     mean = math.fsum(scored) / n
     factor = choose_factor(
         scale, n=n, mean=mean, std=reward_std(rewards), batch_std=batch_std, leave_one_out=leave_one_out

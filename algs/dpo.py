@@ -70,6 +70,7 @@ class DPO(Pairwise):
         gained = policy.logp
         if not self.reference_free:
             gained = gained - tokens.ref_logp
+        # The advantage is +-token_share, so the sum over a pair is the margin h.
         signed = tokens.advantage * gained
         h = pair_sum(signed, tokens)
         x, smooth = self.beta * h - self.target_margin, self.label_smoothing

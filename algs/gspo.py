@@ -37,6 +37,7 @@ class GSPO(GroupRelative):
 
     @model_validator(mode="after")
     def clip_can_bind(self) -> GSPO:
+        # A clip copied from a token loss would never act.
         if self.ratio == "geometric" and self.clip_high > MOST_CLIP:
             raise ValueError(
                 f"clip_high={self.clip_high:g} never binds: a geometric mean over a sequence moves by thousandths "

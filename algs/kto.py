@@ -71,6 +71,7 @@ class KTO(Algorithm):
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
         gain = sequence_sum(policy.logp - tokens.ref_logp, tokens.seq_ids)  # [M]
         away = self.beta * tokens.advantage.sign() * (gain - tokens.reference_point)
+        # 1 - sigmoid(x) is sigmoid(-x), which keeps its precision for large x.
         loss = tokens.advantage.abs() * (-away).sigmoid()
         right = (away > 0).to(gain.dtype)
         return loss, {"kto/z0": tokens.reference_point, "kto/accuracy": right}

@@ -59,5 +59,6 @@ class OPD(PolicyGradient):
         return [[grade_tokens(s) for s in g] for g in groups]
 
     def loss(self, policy: Policy, tokens: Tokens) -> tuple[Tensor, Metrics]:
+        # Live, not detached: at ratio 1 the gradient is that of log pi, and it stays unbiased while the policy moves.
         ratio = importance_ratio(policy.logp, tokens.rollout_logp)
         return -ratio * tokens.advantage, {"teacher_kl": -tokens.advantage / self.coef}

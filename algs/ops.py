@@ -16,6 +16,7 @@ K3_CAP = 10.0
 
 def importance_ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
     """Compute pi(a) / pi_old(a) per token, [M] -> [M]; the log-ratio is clamped to +-20 before exp."""
+    # exp(20) is 5e8: finite in float32 even when squared, as for the effective sample size.
     return (logp - old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -84,6 +85,7 @@ def k3(logp: Tensor, other: Tensor) -> Tensor:
     """
     d = logp - other
     inside = d.clamp(min=-K3_CAP)
+    # The slope of the formula at the cap, so that value and gradient are continuous there.
     slope = 1 - math.exp(K3_CAP)
     return torch.expm1(-inside) + inside + slope * (d + K3_CAP).clamp(max=0.0)
 

@@ -37,6 +37,7 @@ class RewardModel(Pairwise):
 
     def value_loss(self, values: Tensor, tokens: Tokens) -> tuple[Tensor, Metrics]:
         """Compute the loss, [M] -> [M]; every completion has a single trained token, whose value is the reward."""
+        # The advantage is +1 or -1, so the sum over a pair is the difference of the two rewards.
         signed = tokens.advantage * values
         loss = -logsigmoid(pair_sum(signed, tokens) - self.target_margin)
         loss = loss + self.center * pair_sum(values, tokens).square()

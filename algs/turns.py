@@ -1,6 +1,6 @@
-"""Credit along an episode: the rewards and returns of its turns or tokens, and advantages of turns.
+"""Credit along an episode: rewards and returns of turns or tokens, and advantages of turns.
 
-Everything is computed in float64.
+All computation is in float64.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from core.types.samples import Sample
 
 
 def rewards_of_turns(sample: Sample, total: float, per_token: Floats | None = None) -> Floats:
-    """Compute what each turn of an episode earned, [K]; together `total` and the rewards of its n trained tokens.
+    """Compute the reward of each turn of an episode, [K]: the parts of `total`, and of the rewards of n trained tokens.
 
-    total: what turn_rewards leave of it came with the last turn. per_token: [n], earned with the turn of each token.
+    total: the last turn earns the rest after turn_rewards. per_token: [n], added to the turn of each token.
     """
     earned = np.zeros(max(1, len(sample.spans)))
     if sample.turn_rewards:
@@ -31,7 +31,7 @@ def rewards_of_turns(sample: Sample, total: float, per_token: Floats | None = No
 
 
 def number_turns(sample: Sample) -> NDArray[np.intp]:
-    """Return the number of the turn of each trained token, [n]."""
+    """Return the turn's number of each trained token, [n]."""
     begins = [begin for begin, _ in sample.spans]
     return np.searchsorted(begins, np.flatnonzero(sample.loss_mask), side="right") - 1
 
@@ -43,20 +43,22 @@ def turn_advantages(
     leave_one_out: bool = False,
     batch_std: float = 1.0,
 ) -> list[Floats]:
-    """Compute each turn's return above the group's, [G] arrays of [K_i] -> the same; as `group_advantages` otherwise.
+    """Compute each turn's return minus the group's mean, [G] arrays of [K_i] -> the same; scaled as in
+    `group_advantages`.
 
-    The return of an episode from turn k on is compared with the group's returns from turn k on; an episode that ended
-    before counts with the return of its last turn. So a turn is compared with the same episodes, whatever it did, and
-    with numbers on which it has no influence: the expected gradient stays what it is without a baseline. It would not,
-    if each turn's reward were centred by the mean of its turn and then summed: an episode that goes on subtracts one
-    mean more than one that stops. With rewards at the end alone, and no discount, the advantage of every turn is that
-    of its episode.
+    The return of an episode from turn k on is compared with the group's returns from turn k on. An episode that ended
+    before counts with the return of its last turn. So a turn is always compared with the same episodes, by numbers that
+    it does not influence: the baseline leaves the expected gradient unchanged. Centring each turn's reward by the
+    turn's mean before summing would not: an episode that continues would subtract more means than an episode that
+    stops. With a reward only at the end, and no discount, every turn has the advantage of the episode.
     """
     scored = [r for r in returns if r is not None]
     if len(scored) < 2:
         return [np.zeros(1) if r is None else np.zeros(len(r)) for r in returns]
     table, n = hold_last(scored), len(scored)
+    # Equal returns give exactly 0, as in group_advantages, not the rounding error of the mean.
     centred = np.where(table.max(0) == table.min(0), 0.0, table - table.mean(0))
+    # The return from the first turn on is the episode's: with a reward only at the end, the factor is that of episodes.
     mean, std = float(table[:, 0].mean()), returns_std(scored)
     factor = choose_factor(scale, n=n, mean=mean, std=std, batch_std=batch_std, leave_one_out=leave_one_out)
     rows = iter(centred * factor)
@@ -64,7 +66,7 @@ def turn_advantages(
 
 
 def hold_last(returns: Sequence[Floats]) -> Floats:
-    """Lay the returns of episodes out as a table, [G, K]; the last one of an episode goes on to the table's end.
+    """Arrange the returns of episodes as a table, [G, K]; each episode's last return is repeated to the end.
 
     >>> hold_last([np.array([3.0, 1.0]), np.array([2.0])])
     array([[3., 1.],
@@ -75,9 +77,9 @@ def hold_last(returns: Sequence[Floats]) -> Floats:
 
 
 def returns_std(returns: Sequence[Floats | None]) -> float:
-    """Return one standard deviation for all turns (ddof 1, its square averaged over them), plus 1e-6.
+    """Return a common standard deviation for all turns (ddof 1, variance averaged over turns), plus 1e-6.
 
-    1 if fewer than two episodes have returns. With one turn per episode it is `reward_std`.
+    It is 1 for fewer than two episodes with returns. With a turn per episode it is `reward_std`.
     """
     scored = [r for r in returns if r is not None]
     if len(scored) < 2:
@@ -86,17 +88,17 @@ def returns_std(returns: Sequence[Floats | None]) -> float:
 
 
 def reward_to_go(rewards: Floats, gamma: float) -> Floats:
-    """Compute G_t = r_t + gamma G_{t+1} over the trained tokens, or the turns, of one episode, [n] -> [n]."""
+    """Compute G_t = r_t + gamma G_{t+1} over the trained tokens, or the turns, of an episode, [n] -> [n]."""
     return discount_backwards(rewards, gamma)
 
 
 def generalised_advantages(
     rewards: Floats, values: Floats, *, gamma: float, lam: float, bootstrap: float = 0.0
 ) -> Floats:
-    """Compute GAE over the trained tokens or the turns of an episode, [n] -> [n] (arxiv.org/abs/1506.02438, Eq. 16).
+    """Compute GAE over the trained tokens or turns of an episode, [n] -> [n] (arxiv.org/abs/1506.02438, Eq. 16).
 
-    values[t] is the value of the state before token t; `bootstrap` is that of the state after the last one, 0 where
-    the episode ended. Other tokens in between are skipped: the next value is that of the next trained token.
+    values[t] is the value of the state before token t; `bootstrap` is the value after the last token, 0 if the episode
+    ended. Untrained tokens in between are skipped: the next value is that of the next trained token.
     """
     r, v = np.asarray(rewards, dtype=np.float64), np.asarray(values, dtype=np.float64)
     following = np.append(v[1:], bootstrap) if len(v) else v
@@ -104,14 +106,12 @@ def generalised_advantages(
 
 
 def discount_backwards(values: Floats, factor: float) -> Floats:
-    """Compute y_t = x_t + factor y_{t+1}, [n] -> [n].
-
-    In log2(n) passes over the array instead of a step of Python per token: after each, y_t holds twice as many terms.
-    """
+    """Compute y_t = x_t + factor y_{t+1}, [n] -> [n], in log2(n) array operations, not a Python step per token."""
     done = np.array(values, dtype=np.float64)
     if factor == 1:
         return np.cumsum(done[::-1])[::-1]
     reach, weight = 1, factor  # weight = factor ** reach
+    # After each pass y_t sums twice as many terms: reach of them, with weights 1, factor, factor^2, ...
     while reach < len(done) and weight:
         done[:-reach] += weight * done[reach:]
         reach, weight = 2 * reach, weight * weight

@@ -1,4 +1,4 @@
-"""Checks of what an algorithm's methods return: its author may be anyone."""
+"""Validation of the values that an algorithm's methods return; anyone may write an algorithm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Metrics = dict[str, Tensor]
 
 
 def check_advantages(alg: object, given: list[Group], groups: list[Group]) -> None:
-    """Raise RunStopped unless the samples are the given ones, in their groups, with finite advantages."""
+    """Raise RunStopped unless groups and samples are unchanged and advantages are finite."""
     check_samples(alg, given, groups)
     for sample in (s for g in groups for s in g):
         if sample.advantage is None or np.isfinite(sample.advantage).all():
@@ -29,7 +29,7 @@ def check_advantages(alg: object, given: list[Group], groups: list[Group]) -> No
 
 
 def check_samples(alg: object, given: list[Group], groups: list[Group]) -> None:
-    """Raise RunStopped unless the samples are the given ones, in their groups."""
+    """Raise RunStopped unless the samples are the given ones, in the same groups and order."""
     if not _have_same_tokens(given, groups):
         sizes = f"{len(given)} groups of {sum(map(len, given))} samples"
         raise RunStopped(
@@ -47,15 +47,16 @@ def _have_same_tokens(given: list[Group], groups: list[Group]) -> bool:
 
 
 def check_per_token(alg: object, returned: Any, tokens: Tokens) -> tuple[Tensor, Metrics]:
-    """Return the loss and the metrics that an algorithm's method returned.
+    """Return the loss and metrics of an algorithm's method, checked.
 
-    Raises UserError for anything but floats [M] on the device of the tokens: a loss that reduced, or gave one value per
-    sequence, would be broadcast and be wrong.
+    Raises UserError for anything but floats [M] on the tokens' device. A reduced loss, or a value per sequence, would
+    silently broadcast.
     """
     who, expected = type(alg).__name__, list(tokens.weight.shape)
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise UserError(f"{who}: its loss must return (loss, metrics), a tensor and a dict, found {returned!r:.60}")
     loss, metrics = returned
+    # Metrics too: a reduced metric would be averaged with the token weights as if every token had its value.
     for name, value in {"the loss": loss, **metrics}.items():
         if not isinstance(value, Tensor):
             raise UserError(f"{who}: {name} is {type(value).__name__}, expected a tensor with one value per token")

@@ -49,6 +49,8 @@ def train_bandit(alg: Algorithm, *, engine_offset: float) -> float:
         scored["values"] = now["values"]
         groups = [g for g in fixtures.sample_bandit(logits + tilt, scored, draw) if alg.accept_group(g)]
         groups = compute_advantages(alg, groups, stale=per_step > 1)
+        # With an engine offset the groups are used twice, so that prox_logp differs from the policy in the second
+        # update.
         for _ in range(per_step if groups else 0):
             trained = {"logits": logits.clone().requires_grad_(), "value": value.clone().requires_grad_()}
             tables = bandit_tables(**trained)

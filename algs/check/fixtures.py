@@ -84,6 +84,7 @@ class _Drawn:
 @cache
 def _draw_step(kind: Kind) -> _Drawn:
     """Draw a step. Ratios are mostly near 1, with some far out on both sides."""
+    # A fixed seed: a failure must occur again, at the same token.
     draw = torch.Generator().manual_seed(0)
 
     def draw_noise(n: int, scale: float, *, wild: int = 1, factor: float = 1.0) -> Tensor:

@@ -69,6 +69,7 @@ def does_not_depend_on_the_split(alg: Algorithm) -> str:
     for this, stale, groups, splits in trials:
         whole = update_on_groups(this, step, groups, stale=stale).gradient
         for seed, split in enumerate(splits):
+            # Shuffled too: the order in which groups finish must not matter.
             got = update_on_groups(this, step, fixtures.shuffle_groups(groups, seed), stale=stale, split=split).gradient
             if said := describe_difference(step, got, whole):
                 raise ObligationFailed(
@@ -91,6 +92,7 @@ def ignores_untrained_tokens(alg: Algorithm) -> str:
             for bad in (math.nan, 1e6):
                 late = fixtures.poison_column(clean, name, bad)
                 early = compute_advantages(alg, fixtures.poison_column(step.groups, name, bad), stale=stale)
+                # After: the loss could read it. Before: compute_advantages could.
                 for place, groups in (("after", late), ("before", early)):
                     got = run_update(alg, plan_batches(alg, groups, step.now), step.now)
                     if said := describe_any_difference(step, got, want):

@@ -112,6 +112,7 @@ def compute_losses(alg: Algorithm, batch: Batch, tables: Tables) -> list[Tensor]
     if alg.value_lr is not None:
         value_loss, metrics = alg.value_loss(tables["values"][batch.labels], batch.tokens)
         terms, per_token = [loss, value_loss], per_token | {"the value loss": value_loss, **metrics}
+    # As in training: a reduced loss would broadcast against the weights without an error.
     for name, value in per_token.items():
         if value.shape != batch.labels.shape:
             raise ObligationFailed(
