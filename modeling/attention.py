@@ -1,21 +1,21 @@
-"""Attention over packed rows without padding: causal, sequence by sequence, with shared beginnings computed once.
+"""Attention over packed rows without padding: causal per sequence, with shared prefixes computed once.
 
-A packed row [1, T] holds segments end to end (modeling/segments.py): whole sequences, or parts of them where sequences
-share their beginnings. They come as the input `segments` of the model, which transformers hands down to every layer.
-The queries of a segment meet the keys and values of all segments above it and of its own:
+A packed row [1, T] contains segments end to end (modeling/segments.py): whole sequences, or parts of sequences that
+share prefixes. The model receives them as the input `segments`, which transformers passes to every layer. The queries
+of a segment attend to the keys and values of all its ancestors and of the segment itself:
 
     row     [prompt | reply A | reply B]         parents [-1, 0, 0]
     call 1  queries of prompt    keys [prompt]
     call 2  queries of reply A   keys [prompt | reply A]
             queries of reply B   keys [prompt | reply B]
 
-Attention is the only place where tokens of a sequence meet, so hidden states and gradients are those of each sequence
-by itself: the gradient of the prompt's keys adds up over the replies, which is what sharing means. On a CPU torch's own
-scaled_dot_product_attention runs on each segment, or on a run of equal ones at once; on a GPU see attention_varlen.py.
-No other kernel and no padding is needed. The name in transformers is BY_SEQUENCE.
+Only attention mixes tokens of a sequence, so hidden states and gradients equal those of each sequence alone: the
+gradient of the prompt's keys is summed over the replies. On a CPU torch's scaled_dot_product_attention runs on each
+segment, or on several equal segments at once; on a GPU see attention_varlen.py. No other kernel and no padding is
+needed. The name in transformers is BY_SEQUENCE.
 
-In a vision-language model this is the attention of the language part alone. The patches of an image see each other in
-both directions, so the vision tower keeps torch's kernel, and this one refuses a layer that is not causal.
+In a vision-language model this is the attention of the language part only. Patches of an image attend in both
+directions, so the vision tower keeps torch's kernel, and this kernel refuses a layer that is not causal.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ BY_SEQUENCE = "sdpa_by_sequence"
 FAMILIES = frozenset(
     {"gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
 )
-"""Model families whose layers all pass segments and window to the kernel, and in which tokens meet nowhere else: no
-linear attention, and no experts whose auxiliary loss would count a shared token once. All are tested."""
+"""Tested model families. Their layers all pass segments and window to the kernel, and mix tokens nowhere else: no
+linear attention, and no experts whose auxiliary loss would count a shared token once."""
 LANGUAGE_PARTS = FAMILIES | {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
-"""Families that a language part may be of, in models that see. Their own are tested within these."""
+"""Families of language parts in vision-language models, tested within these models."""
 
 
 def attend_by_sequence_if_able(model: nn.Module) -> None:
-    """Use this kernel in place of torch's, in models of transformers' own layers that are tested with it.
+    """Replace torch's kernel by this kernel, in tested models built from transformers' own layers.
 
     Does nothing for other models.
     """
@@ -61,13 +61,13 @@ def attend_by_sequence_if_able(model: nn.Module) -> None:
 
 
 def can_share_prefixes(model: nn.Module) -> bool:
-    """Tell whether packed rows of this model may hold shared beginnings."""
+    """Tell whether packed rows of this model may share prefixes."""
     config: Any = model.config
     return read_attention(config.get_text_config()) == BY_SEQUENCE and _is_tested(config)
 
 
 def refuse_sequence_parallel(config: Any, size: int) -> str | None:
-    """Return why `size` ranks cannot compute rows of a model with this config together; None if they can."""
+    """Return why `size` ranks cannot compute a row of this model together; None if they can."""
     if config.model_type not in FAMILIES:
         return f"a {config.model_type} model cannot share rows: it is for the text models {', '.join(sorted(FAMILIES))}"
     heads = config.num_attention_heads
@@ -77,6 +77,7 @@ def refuse_sequence_parallel(config: Any, size: int) -> str | None:
             f"the model has {heads} heads of queries and {of_keys} of keys and values, and its ranks share them: take "
             "a number that divides both, or divides the first and is a multiple of the second"
         )
+    # A rank sees only a slice of the row, so it cannot know the length on which such an embedding depends.
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope.get("rope_type"), *(of.get("rope_type") for of in rope.values() if isinstance(of, dict))):
         if kind in ("dynamic", "longrope"):
@@ -105,9 +106,9 @@ def attend_by_sequence(
 ) -> tuple[Tensor, None]:
     """Compute causal attention: [B, H, T, D] queries, [B, Hkv, T, D] keys and values -> [B, T, H, D].
 
-    This is the attention interface of transformers. Without segments each of the B rows is one sequence, padded on the
-    right. A window is exact: a token sees the last `sliding_window` tokens of its sequence, itself included. Raises
-    ValueError for a layer that is not causal: it would be computed as one that is.
+    This is the attention interface of transformers. Without segments each of the B rows is a sequence, padded on the
+    right. A window is exact: a token attends to the last `sliding_window` tokens of its sequence, including itself.
+    Raises ValueError for a layer that is not causal, which would silently be computed as causal.
     """
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError(f"attention {BY_SEQUENCE} is causal, and {type(module).__name__} is not")
@@ -117,6 +118,7 @@ def attend_by_sequence(
         whole = Segments([query.shape[2]], [-1])
         mask = whole.find_mask(whole.runs[0], sliding_window, query.device)
         return _attend(query, key, value, mask, scaling).transpose(1, 2), None
+    # With sequence parallelism, positions are exchanged for heads first, so that each rank has whole sequences.
     if (together := segments.sequence_group) is None:
         return attend_row(query, key, value, segments, scaling=scaling, window=sliding_window), None
     query, key, value = together.to_heads(query, key, value)
@@ -127,7 +129,7 @@ def attend_by_sequence(
 def attend_row(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Compute the attention of a whole row: [1, H, T, D] queries, [1, Hkv, T, D] keys and values -> [1, T, H, D]."""
+    """Compute attention of a whole row: [1, H, T, D] queries, [1, Hkv, T, D] keys and values -> [1, T, H, D]."""
     if fits_varlen(query):
         return attend_varlen(query, key, value, segments, scaling=scaling, window=window)
     # split, not slices: the gradient of each slice would be as large as the whole row
@@ -154,12 +156,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
 
 
 def _as_batch(x: Tensor, run: EqualSegments) -> Tensor:
-    """Give each segment of a run its own row: [1, H, count * n, D] -> [count, H, n, D]."""
+    """Reshape the segments of a run to rows: [1, H, count * n, D] -> [count, H, n, D]."""
     return x[0].unflatten(1, (run.count, -1)).transpose(0, 1)
 
 
 def _keys_of_runs(x: Tensor, segments: Segments) -> list[Tensor]:
-    """Return keys or values for each run: of each of its segments, those of all segments above it and its own."""
+    """Return keys or values per run: for each segment, those of its ancestors and of itself."""
     if not segments.are_shared:
         return list(x.split([run.own * run.count for run in segments.runs], dim=2))
     pieces = x.split(segments.lengths, dim=2)

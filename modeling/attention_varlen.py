@@ -1,9 +1,9 @@
-"""Attention over the segments of a packed row on a GPU: one call of torch's flash attention for the whole row.
+"""Attention over the segments of a packed row on a GPU, in a single call of torch's flash attention.
 
-`varlen_attn` takes queries and keys of several lengths end to end. Its causal mask is aligned at the lower right: the
-last query of a segment sees all its keys, the one before it all but one. So the keys of a segment are those of the
-segments above it and its own, gathered from the row, and its queries are its own. The gradient of the gathering adds up
-over all segments that share a key. Where nothing is shared, nothing is gathered.
+`varlen_attn` takes queries and keys of different lengths end to end. Its causal mask is aligned at the lower right: the
+last query of a segment attends to all keys, the query before it to all but one. So the keys of a segment are gathered
+from its ancestors and itself, and the queries are its own. The gradient of the gathering sums over all segments that
+share a key. Without sharing, nothing is gathered.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from modeling.segments import Segments
 
 LARGEST_HEAD = 256
-"""Dimension of a head up to which flash attention works; it must also be a multiple of 8."""
+"""Largest head dimension of flash attention; it must also be a multiple of 8."""
 NEEDED_CAPABILITY = (8, 0)
-"""Compute capability that flash attention needs (Ampere)."""
+"""Compute capability required by flash attention (Ampere)."""
 
 
 def fits_varlen(query: Tensor) -> bool:
-    """Tell whether the kernel takes these queries: on a GPU that is new enough, in half precision."""
+    """Tell whether the kernel supports these queries: on a recent GPU, in half precision."""
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     fits_head = query.shape[-1] % 8 == 0 and query.shape[-1] <= LARGEST_HEAD
@@ -33,9 +33,9 @@ def fits_varlen(query: Tensor) -> bool:
 def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Compute attention of one row: [1, H, T, D] queries, [1, Hkv, T, D] keys and values -> [1, T, H, D].
+    """Compute attention of a row: [1, H, T, D] queries, [1, Hkv, T, D] keys and values -> [1, T, H, D].
 
-    Never run yet: no GPU was at hand. `python -m tools.gpu_check` compares it with the kernel of attention.py.
+    Not yet run on a GPU: `python -m tools.gpu_check` compares it with the kernel of attention.py there.
     """
     from torch.nn.attention.varlen import varlen_attn
 

@@ -1,4 +1,4 @@
-"""Export tensors of a model under the names of its Hugging Face files, whatever wraps it in training."""
+"""Export a model's tensors under the names of Hugging Face files, whatever wraps the model in training."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ExportedTensor:
 
     name: str
     dtype: torch.dtype
-    """Dtype in which it leaves; parameters in training may have a wider one."""
+    """Exported dtype; parameters in training may have a wider dtype."""
     parameters: list[nn.Parameter]
-    """Parameters that it is computed from, the first of its own shape; sharded ones must be gathered first."""
+    """Parameters it is computed from, the first of the same shape; sharded parameters must be gathered first."""
     make: Callable[..., Tensor]
-    """Compute it from the whole parameters."""
+    """Function that computes it from whole parameters."""
 
     @property
     def nbytes(self) -> int:
@@ -42,7 +42,7 @@ class ExportedTensor:
 
     @torch.no_grad()
     def compute(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
-        """Return its value now, without gradient. It may be the parameter's own memory.
+        """Return the current value without gradient, possibly the parameter's own memory.
 
         read: returns a whole parameter.
         """
@@ -50,7 +50,7 @@ class ExportedTensor:
 
 
 def exported_tensors(model: nn.Module) -> dict[ExportScope, list[ExportedTensor]]:
-    """Return the tensors of every scope that this model has."""
+    """Return the exported tensors of every scope that this model has."""
     if hasattr(model, "peft_config"):
         return {"whole": export_merged(model), "adapter": export_adapter(model)}
     return {"whole": [export_parameter(name, p) for name, p in model.named_parameters()]}
@@ -65,7 +65,7 @@ def _leave_as_it_is(parameter: Tensor) -> Tensor:
 
 
 def export_merged(model: PeftModel) -> list[ExportedTensor]:
-    """Return all weights under the names they had before the model was wrapped, the adapter merged into copies."""
+    """Return all weights under the base model's names, with the adapter merged into copies."""
     from peft.tuners.lora import LoraLayer
 
     base = model.get_base_model()
@@ -90,7 +90,7 @@ def _export_merged_layer(name: str, layer: LoraLayer) -> ExportedTensor:
 
 
 def export_adapter(model: PeftModel) -> list[ExportedTensor]:
-    """Return the adapter under its names in a file of PEFT's."""
+    """Return the adapter's tensors under the names of PEFT's files."""
     return [export_parameter(_name_in_file(name), p) for name, p in model.named_parameters() if p.requires_grad]
 
 
@@ -115,9 +115,9 @@ def gather_tensors(
 
 
 def save_exported(model: nn.Module, folder: Path, parts: dict[ExportScope, dict[str, Tensor]]) -> None:
-    """Write a whole model in Hugging Face format, which `model.path` can name, with its adapter in a folder below.
+    """Save a model in Hugging Face format for `model.path`, with any adapter in the subfolder `adapter/`.
 
-    An adapter alone is written into the folder itself, in PEFT's format.
+    Without whole weights, the adapter is saved in the folder itself, in PEFT's format.
     """
     from safetensors.torch import save_file
 
@@ -134,7 +134,7 @@ def save_exported(model: nn.Module, folder: Path, parts: dict[ExportScope, dict[
 
 
 def _write_dtype(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Correct the dtype in config.json: transformers writes that of the model in training, which may be wider."""
+    """Correct the dtype in config.json: transformers writes the training model's, which may be wider."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     dtype = str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
@@ -143,7 +143,8 @@ def _write_dtype(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _share(folder: Path) -> None:
-    """Give every file the rights of a new file; safetensors gives its own to the owner alone."""
+    """Set default file permissions; safetensors restricts its files to the owner."""
+    # The only way to read the umask is to set it.
     umask = os.umask(0)
     os.umask(umask)
     for path in folder.rglob("*"):

@@ -1,8 +1,8 @@
-"""One forward pass: from a flat Batch to the log-probabilities of its trained tokens.
+"""Forward pass: from a flat Batch to the log-probabilities of the trained tokens.
 
-Only the attention kernel sees the layout of the batch. `padded` gives every sequence its own row; `packed` puts all of
-them in one row and passes their boundaries, or the forest of what they share (modeling/segments.py). A model's head,
-with its own scaling of the logits, runs on the positions of trained tokens only.
+Only the attention kernel sees the batch's layout. `padded` gives every sequence a row; `packed` puts all sequences in
+one row and passes their boundaries, or the forest of shared segments (modeling/segments.py). A model's head, including
+its scaling of logits, runs only on the positions of trained tokens.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Layout = Literal["padded", "packed"]
 
 
 def layout_for(setting: Literal["auto", "padded", "packed"], model: nn.Module) -> Layout:
-    """Choose the layout: packed where the kernel takes boundaries; with a dense mask it costs more than it saves.
+    """Choose the layout: packed if the kernel supports boundaries; a dense mask would cost more than it saves.
 
-    Code that came with a model may drop the boundaries on the way to the kernel, so it gets padded rows.
+    Code shipped with a model may drop the boundaries on the way to the kernel, so it gets padded rows.
     """
     if setting == "auto":
         kernel = read_attention(model.config.get_text_config())
@@ -41,10 +41,10 @@ def layout_for(setting: Literal["auto", "padded", "packed"], model: nn.Module) -
 
 
 TAKE_BORDERS = ("flash_attention_2", BY_SEQUENCE)
-"""Attention kernels that get the boundaries of the sequences of a packed row, and need no mask."""
+"""Attention kernels that receive the sequence boundaries of a packed row and need no mask."""
 
 CHUNK_LOGITS = 2**24
-"""Number of logits that are upcast to float32 at a time: 64 MiB."""
+"""Number of logits upcast to float32 at a time: 64 MiB."""
 
 
 def forward(
@@ -62,11 +62,11 @@ def forward(
     """Compute log-probability (and entropy) of every trained token, [M] float32, with gradient if gradients are on.
 
     module: the callable (DeepSpeed's engine, or the model itself). model: the Hugging Face causal LM inside it.
-    log-softmax is in float32, at the sampling temperature: the engine divides its logits by it, so this does too.
-    logits_mib: memory for logits, above which they are computed in chunks; 0 computes all at once.
-    allowed_tokens: tokens over which the softmax is taken: those that the engine samples from. SFT and preferences
-    train on given text and take all. Raises RunStopped for a trained token outside of it.
-    sequence_group: ranks that compute this batch together; each of them returns the whole of it.
+    log-softmax is in float32 at the sampling temperature, by which the engine also divides its logits. logits_mib:
+    memory for logits, above which they are computed in chunks; 0 computes all at once. allowed_tokens: tokens of the
+    softmax, equal to those that the engine samples from; all tokens for SFT and preferences, which train on given text.
+    Raises RunStopped for a trained token outside. sequence_group: ranks that compute this batch together; each returns
+    the whole result.
     """
     allowed_tokens.check_labels(batch.labels)
     part = _lay_out_part(model, batch, layout, sequence_group)
@@ -101,7 +101,7 @@ def compute_values(
     model: nn.Module,
     sequence_group: SequenceGroup | None = None,
 ) -> Tensor:
-    """Compute the value of the state before every trained token, [M] float32: at the position that predicts it.
+    """Compute the value of the state before every trained token, [M] float32, at the position that predicts it.
 
     sequence_group: as in `forward`.
     """
@@ -121,7 +121,8 @@ def compute_values(
 def compute_token_logp(
     logits: Tensor, labels: Tensor, *, temperature: float, entropy: bool, allowed_tokens: AllowedTokens = EVERY_TOKEN
 ) -> Policy:
-    """Compute log-softmax of [M, V] logits at [M] labels, in float32; in chunks, to keep no float32 copy of all."""
+    """Compute log-softmax of [M, V] logits at [M] labels, in float32 by chunks, without a full float32 copy."""
+    # checkpoint() recomputes each chunk in the backward pass; otherwise autograd would keep all float32 chunks.
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
     parts = [
         checkpoint(_compute_chunk, chunk, chosen, temperature, entropy, allowed_tokens, use_reentrant=False)
@@ -144,16 +145,16 @@ def _compute_chunk(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Part of a batch that this rank computes: all of it, or a slice of the row."""
+    """Part of a batch that this rank computes: everything, or a slice of the row."""
 
     inputs: dict[str, Any]
-    """Inputs of the model."""
+    """Model inputs."""
     at: tuple[Tensor, Tensor]
-    """Row and column of the positions that predict its trained tokens, [m] each."""
+    """Row and column of the positions that predict the part's trained tokens, [m] each."""
     labels: Tensor
-    """Its trained tokens, [m]."""
+    """Trained tokens of the part, [m]."""
     mine: Tensor
-    """Which of the batch's trained tokens they are, [M] bool."""
+    """[M] bool, True for the batch's trained tokens that are in this part."""
 
 
 def _lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group: SequenceGroup | None) -> _Part:
@@ -175,9 +176,9 @@ def _lay_out_part(model: nn.Module, batch: Batch, layout: Layout, sequence_group
 
 
 def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-    """Return the place of every flat position in the model's rows, ([T] row, [T] column), and the model's inputs.
+    """Return the position of every flat token in the model's rows, ([T] row, [T] column), and the model's inputs.
 
-    The images' tokens come in the same order in both layouts, row by row, and so does what `media` holds of them.
+    Tokens of images have the same order in both layouts, row by row, so `media` fits both.
     """
     if batch.images and not batch.media:
         raise ValueError("a batch with images has no media: modeling/images/media.py makes them")
@@ -202,12 +203,13 @@ def _lay_out(model: nn.Module, batch: Batch, layout: Layout) -> tuple[tuple[Tens
 
 
 def choose_padding(model: nn.Module) -> int:
-    """Return a token id that stands for no image."""
+    """Return a token id that is no image placeholder."""
+    # A placeholder in the padding would take up the features of a real image.
     return 1 if getattr(model.config, "image_token_id", None) == 0 else 0
 
 
 def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return the inputs that separate packed sequences: explicit boundaries or a mask, not left to position_ids."""
+    """Return the inputs that separate packed sequences: explicit boundaries or a mask, never only position_ids."""
     config = model.config.get_text_config()
     kernel = read_attention(config)
     segments = Segments.of_batch(batch)
@@ -229,6 +231,7 @@ def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
             f"model's sliding window of {window} is shorter than a sequence of {int(lengths.max())} tokens: "
             "set trainer.layout=padded"
         )
+    # The last resort costs T x T booleans, so `layout_for` chooses padded rows for such kernels.
     may_look = (batch.segment_ids[:, None] == batch.segment_ids[None, :]).tril()[None, None]  # [1, 1, T, T]
     if kernel == "eager":  # adds its mask to the scores
         return {"attention_mask": torch.zeros_like(may_look, dtype=model.dtype).masked_fill(~may_look, -torch.inf)}
@@ -237,8 +240,9 @@ def _sequence_boundaries(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 @contextmanager
 def _head_only_at(model: nn.Module, rows: Tensor, columns: Tensor) -> Generator[None]:
-    """Run the language-model head on the hidden states of these positions only, as one row of M."""
+    """Run the language-model head only on the hidden states of these positions, as a row of M."""
     head = model.get_output_embeddings()
+    # A hook, so that the model's own code after the head (soft cap, scaling) still applies.
     hook = head.register_forward_pre_hook(lambda _, args: (args[0][rows, columns][None],))
     try:
         yield

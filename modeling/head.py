@@ -23,12 +23,12 @@ from torch.nn.functional import linear
 from core.errors import UserError
 
 COPIES_AT_ONCE = 3
-"""Tensors as large as all logits, where they are computed at once: they, and their gradient in pieces and in one."""
+"""Tensors of the logits' size if computed at once: logits, and their gradient in pieces and as a whole."""
 BYTES_PER_LOGIT = 20
-"""Memory of one logit of a chunk in the backward pass: float32, and four more in what autograd computes from it."""
+"""Memory per logit of a chunk in the backward pass: float32, and four more tensors of autograd."""
 
 Score = Callable[[Tensor, Tensor], Tensor]
-"""What is wanted of the logits [m, V] of m tokens and their labels [m]: k numbers for each token, [k, m]."""
+"""Function of the logits [m, V] of m tokens and their labels [m]; k numbers per token, [k, m]."""
 
 
 class ScoringHead(nn.Linear):
@@ -64,10 +64,9 @@ def use_scoring_head(model: nn.Module) -> None:
 
 
 def choose_chunk(model: nn.Module, n_tokens: int, mib: int) -> int | None:
-    """Return the number of tokens of a chunk; None where all logits and their gradient fit into `mib` MiB, or mib is 0.
+    """Return the chunk size in tokens; None if all logits and their gradient fit into `mib` MiB, or mib is 0.
 
-    It does not ask whether gradients are on: a token's log-probability is then the same to the bit in scoring and
-    training.
+    It ignores whether gradients are on, so that scoring and training give equal log-probabilities to the bit.
     """
     if not mib:
         return None
@@ -87,10 +86,10 @@ def score_in_chunks(
     score: Score,
     size: int,
 ) -> Tensor:
-    """Run the model; return the scores [k, M] of `labels` [M], which the hidden states in (rows, columns) predict.
+    """Run the model; return the scores [k, M] of `labels` [M], predicted by the hidden states in (rows, columns).
 
-    In place of the head's logits the model gets those of the first token only. What it makes of them must be what
-    `finish_logits` makes of them, which is applied to every chunk.
+    The model receives only the first token's logits instead of all. Its changes to them must equal `finish_logits`,
+    which is applied to every chunk.
     """
     hf: Any = model
     head = hf.get_output_embeddings()
@@ -119,13 +118,14 @@ def score_in_chunks(
             finished = module(**inputs, use_cache=False).logits
     finally:
         hook.remove()
+    # One token is enough to tell: an unknown change after the head would make all log-probabilities wrong.
     if not torch.allclose(finished.float(), finish_logits(model, first[0]).float(), rtol=1e-3, equal_nan=True):
         raise _unknown(model, "it changes its logits after the head in a way that is not known here")
     return _AlsoThrough.apply(scored[0], finished)
 
 
 def finish_logits(model: nn.Module, logits: Tensor) -> Tensor:
-    """Change logits as the model does after its head: the soft cap of Gemma, the scaling of Granite."""
+    """Apply the model's changes to logits after the head: Gemma's soft cap, Granite's scaling."""
     hf: Any = model
     config = hf.config.get_text_config()
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
@@ -145,10 +145,10 @@ def _unknown(model: nn.Module, reason: str) -> UserError:
 
 
 class _AlsoThrough(torch.autograd.Function):
-    """Return scores; the backward pass gets to the model's output too, with a gradient of zero.
+    """Return the scores; the backward pass also reaches the model's output, with a zero gradient.
 
-    ZeRO-3 notes which modules a backward pass reaches, and compares the lists of all ranks. So a rank that computes in
-    chunks must reach the modules that one which need not reaches.
+    ZeRO-3 records the modules that a backward pass reaches, and compares the lists of all ranks. So a rank with chunks
+    must reach the same modules as a rank without.
     """
 
     @staticmethod
@@ -162,7 +162,7 @@ class _AlsoThrough(torch.autograd.Function):
 
 
 class _Chunks(torch.autograd.Function):
-    """scores = score(hidden W^T + b, labels), chunk by chunk; the backward pass computes each chunk again."""
+    """scores = score(hidden W^T + b, labels), chunk by chunk; the backward pass recomputes each chunk."""
 
     @staticmethod
     def forward(
@@ -191,7 +191,7 @@ class _Chunks(torch.autograd.Function):
 def _differentiate_chunk(
     score: Score, inputs: Sequence[Tensor], needs: Sequence[bool], labels: Tensor, grad: Tensor
 ) -> list[Tensor | None]:
-    """Return the gradient of one chunk's hidden states [m, H], weight and bias; None where it is not needed."""
+    """Return the gradient of a chunk's hidden states [m, H], weight and bias; None if not needed."""
     leaves = [x.detach().requires_grad_(needed) for x, needed in zip(inputs, needs, strict=True)]
     with torch.enable_grad():
         scores = score(linear(*leaves), labels)
@@ -200,7 +200,7 @@ def _differentiate_chunk(
 
 
 def _add_up(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Add in float32: a sum of many chunks in bfloat16 would lose what a single product of matrices keeps."""
+    """Accumulate in float32: a sum of many chunks in bfloat16 would lose the precision of a single matrix product."""
     if total is None or part is None:
         return None if part is None else part.to(torch.promote_types(part.dtype, torch.float32))
     return total.add_(part)

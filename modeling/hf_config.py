@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from modeling.images.vision import VisionFamily
 
 LOCAL = ("models", "runs", "data")
-"""First parts of a path that name folders of this clone, and no owner on the hub."""
+"""First path parts that denote folders of this clone instead of owners on the Hub."""
 
 
 class ModelUnreadable(UserError):
-    """Error of a model that is not there, or whose config cannot be read."""
+    """Error of a missing model or an unreadable config."""
 
 
 def read_config(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> Any:
-    """Return the model's transformers config. Raises UserError with the reason where it cannot be read."""
+    """Read a model's transformers config. Raises UserError with the reason."""
     from transformers import AutoConfig
 
     is_folder = os.path.isdir(path)
@@ -52,9 +52,9 @@ def read_config(path: str, *, key: str = "model.path", trust_remote_code: bool =
 
 
 def vision_family(config: Any, *, who: str = "model.path") -> VisionFamily | None:
-    """Return the parts of a model that reads images; None for a text model, or where its family is not known here.
+    """Return a vision-language model's parts; None for a text model or an unknown family.
 
-    who: key of the model, for the error where the part of the clone that reads images is gone.
+    who: key of the model, for the error if modeling/images is missing in this clone.
     """
     if getattr(config, "vision_config", None) is None:
         return None
@@ -65,9 +65,9 @@ def vision_family(config: Any, *, who: str = "model.path") -> VisionFamily | Non
 
 
 def find_vision(config: Any, *, path: str, key: str = "model.path") -> VisionFamily | None:
-    """Return the parts of a model that reads images; None for a text model.
+    """Return a vision-language model's parts; None for a text model.
 
-    Raises UserError for a model that reads images and is of no known family.
+    Raises UserError for a vision-language model of an unknown family.
     """
     who = f"{key}={quote(path)}"
     known = vision_family(config, who=who)
@@ -82,20 +82,20 @@ def find_vision(config: Any, *, path: str, key: str = "model.path") -> VisionFam
 
 
 def needs_images(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> bool:
-    """Tell whether a model sees images. Raises UserError for one with a vision part of an unknown family."""
+    """Tell whether a model supports images. Raises UserError for an unknown vision-language family."""
     config = read_config(path, key=key, trust_remote_code=trust_remote_code)
     return find_vision(config, path=path, key=key) is not None
 
 
 def choose_class(config: Any, *, path: str, key: str = "model.path") -> Any:
-    """Return the class of transformers that loads a model with a language-model head."""
+    """Return the transformers class that loads a model with a language-model head."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForCausalLM if find_vision(config, path=path, key=key) is None else AutoModelForImageTextToText
 
 
 def meta_model(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> nn.Module:
-    """Return the model on the meta device, without memory for weights. Raises UserError with the reason."""
+    """Create the model on the meta device, without memory for weights. Raises UserError with the reason."""
     config = read_config(path, key=key, trust_remote_code=trust_remote_code)
     auto = choose_class(config, path=path, key=key)
     try:
@@ -109,11 +109,12 @@ def meta_model(path: str, *, key: str = "model.path", trust_remote_code: bool = 
 
 
 def check_model_folder(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> None:
-    """Raise UserError for what is not a model, in a local folder or on the hub, before anything is started."""
+    """Raise UserError if a local folder or Hub name is not a model, before anything starts."""
     folder = Path(path)
     if not os.path.isdir(path):
         if os.path.exists(path):
             raise ModelUnreadable(f"{key}={path} is a file: name the folder that holds the model's config.json")
+        # Such a path means a folder; requesting it from the Hub would end in a misleading error.
         if not path or path.startswith((".", "/", "~")) or path.count("/") > 1 or path.split("/")[0] in LOCAL:
             raise ModelUnreadable(
                 f"{key}={quote(path)} does not exist: make the folder first, or name a model of the hub"
@@ -129,7 +130,7 @@ def check_model_folder(path: str, *, key: str = "model.path", trust_remote_code:
 
 
 def _name_other_folder(folder: Path) -> str:
-    """Say what a folder without a model is, and which one to name."""
+    """Describe a folder without a model, and name the folder to use."""
     if (folder / "progress.json").is_file():
         return "it is a checkpoint: `resume` continues its run, and main_eval.py evaluates it; else name a model folder"
     if (folder / "model" / "config.json").is_file():
@@ -138,6 +139,6 @@ def _name_other_folder(folder: Path) -> str:
 
 
 def max_positions(path: str, *, trust_remote_code: bool = False) -> int | None:
-    """Return the largest number of tokens of a sequence; None where the config does not say."""
+    """Return the maximum sequence length in tokens; None if the config has none."""
     config = read_config(path, trust_remote_code=trust_remote_code).get_text_config()
     return getattr(config, "max_position_embeddings", None)

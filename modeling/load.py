@@ -1,4 +1,4 @@
-"""Load a language model for training; one that reads images, too, where its family is known."""
+"""Load a language or vision-language model for training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from modeling.pretrained import Place, load_placed, load_pretrained, refuse_own_
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 NEW_HEADS, OLD_HEADS = "score.", "lm_head."
-"""Heads of a scalar model and of a language model: what is made anew, and what is left out for it."""
+"""Prefixes of the head of a scalar model (created) and of a language model (dropped for it)."""
 
 
 def load_model(
@@ -31,12 +31,11 @@ def load_model(
     trust_remote_code: bool = False,
     place: Place | None = None,
 ) -> nn.Module:
-    """Load a Hugging Face language model on the CPU, without dropout (two passes of one policy must agree).
+    """Load a Hugging Face language model on the CPU, without dropout, so that two passes of the same policy agree.
 
-    With `lora` it has a new adapter, and everything else is frozen. Raises UserError, beginning with `key`, where it
-    cannot be loaded or its files do not hold exactly the tensors of its config.
-    place: shards the empty model, see `load_placed`. A model with DoRA is not placed: its adapter begins with norms of
-    whole weights.
+    With `lora` the model gets a new adapter, and all other weights are frozen. Raises UserError, starting with `key`,
+    if loading fails or the files do not contain exactly the tensors of the config. place: shards the empty model, see
+    `load_placed`. Not used for DoRA, whose adapter is initialised from norms of whole weights.
     """
     model = _load_pretrained(
         choose_class(read_config(path, key=key, trust_remote_code=trust_remote_code), path=path, key=key),
@@ -65,10 +64,10 @@ def load_scalar_model(
     trust_remote_code: bool = False,
     place: Place | None = None,
 ) -> nn.Module:
-    """Load a value or reward model: the transformer of `path` with the head of a sequence classifier with one label.
+    """Load a value or reward model: the transformer of `path` with a sequence classifier's head of one label.
 
-    The head of a saved reward model is kept; a new one starts at zero. Raises UserError as `load_model` does.
-    place: as there; a model that sees and gets a new head is not placed.
+    A saved reward model's head is kept; a new head starts at zero. Raises UserError as `load_model` does. place: as
+    there; not used for a vision-language model with a new head.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -93,6 +92,7 @@ def load_scalar_model(
             "rewards and values are read: name it so"
         )
     if is_new:
+        # Zero, so that the first advantages are those without a value model.
         nn.init.zeros_(model.score.weight)
     # A sequence classifier needs it to find the last token; values are read elsewhere, see forward.compute_values.
     config = model.config.get_text_config()
@@ -101,10 +101,10 @@ def load_scalar_model(
 
 
 def check_weights(path: str, *, key: str = "model.path", trust_remote_code: bool = False) -> None:
-    """Raise UserError where the files in a folder do not hold exactly the tensors of the model that they name.
+    """Raise UserError if a folder's files do not contain exactly the tensors of the model.
 
-    Only names and shapes are read, in a fraction of a second; that needs accelerate, which peft brings. Without it, and
-    for a name on the hub, the model is checked when it is loaded.
+    It reads only names and shapes, in a fraction of a second, and needs accelerate, a dependency of peft. Without
+    accelerate, and for a Hub name, the check happens at loading.
     """
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import is_accelerate_available
@@ -122,7 +122,7 @@ def check_weights(path: str, *, key: str = "model.path", trust_remote_code: bool
 
 
 def _register_scalar_class(config: Any) -> None:
-    """Let transformers find the sequence classifier of a model that sees; it has those of text models."""
+    """Register the sequence classifier of a vision-language family; transformers has those of text models."""
     if vision_family(config) is not None:
         from modeling.images.vision_scalar import scalar_class
 
@@ -130,7 +130,7 @@ def _register_scalar_class(config: Any) -> None:
 
 
 def _is_scalar(path: str, *, trust_remote_code: bool) -> bool:
-    """Tell whether `path` holds a saved reward or value model. One with code of its own may have any name."""
+    """Tell whether `path` is a saved reward or value model. Classes in a model's own code may have any name."""
     config = read_config(path, trust_remote_code=trust_remote_code)
     own: str = (getattr(config, "auto_map", None) or {}).get("AutoModelForSequenceClassification", "")
     names = getattr(config, "architectures", None) or []
@@ -155,6 +155,7 @@ def _load_pretrained(
         split = sees and attention == "flash_attention_2"
         settings["attn_implementation"] = {"text_config": attention, "vision_config": "sdpa"} if split else attention
     model = _read_pretrained(auto, path, key=key, new_head=new_head, dtype=DTYPES[dtype], **settings)
+    # With dropout two passes of the same policy differ, and ratios on policy would not be 1.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -171,7 +172,7 @@ def _load_pretrained(
 def _read_pretrained(
     auto: Any, path: str, *, key: str, new_head: bool = False, place: Place | None = None, **settings: Any
 ) -> Any:
-    """Return the model. Raises UserError where its files cannot be read, or do not hold exactly its tensors."""
+    """Load the model. Raises UserError if files are unreadable, or do not contain exactly its tensors."""
     from safetensors import SafetensorError
     from transformers.utils import logging
 
@@ -199,10 +200,12 @@ def _read_pretrained(
 
 
 def _check_report(report: dict[str, Any], who: str, *, new_head: bool) -> None:
-    """Raise UserError for a tensor that is missing, has another shape, or is not used; transformers makes up the first.
+    """Raise UserError for a missing, wrongly shaped or unused tensor. transformers would initialise missing ones
+    randomly.
 
-    new_head: the model gets a head of its own in place of the saved one.
+    new_head: the model gets a new head instead of the saved head.
     """
+    # A new head is missing in the files on purpose, and the old head is unexpected on purpose.
     missing = sorted(name for name in report["missing_keys"] if not (new_head and name.startswith(NEW_HEADS)))
     unexpected = sorted(name for name in report["unexpected_keys"] if not (new_head and name.startswith(OLD_HEADS)))
     wrong = sorted(name for name, *_ in report["mismatched_keys"])

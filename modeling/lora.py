@@ -1,4 +1,4 @@
-"""Low-rank adapters by PEFT: W' = W + s B A, with W frozen; with DoRA W' = m (W + s B A) / |W + s B A| by output row.
+"""LoRA by PEFT: W' = W + s B A, with W frozen; with DoRA W' = m (W + s B A) / |W + s B A| per output row.
 
 https://arxiv.org/abs/2106.09685, rsLoRA (s = alpha / sqrt(r)) https://arxiv.org/abs/2312.03732, DoRA
 https://arxiv.org/abs/2402.09353.
@@ -25,9 +25,9 @@ ADAPTER = "default"
 
 
 def with_adapter(model: nn.Module, lora: LoraConfig, *, path: str) -> PeftModel:
-    """Return the model with a new adapter that changes nothing yet; everything but the adapter is frozen.
+    """Add a new adapter without any effect yet; all other weights are frozen.
 
-    The adapter has the model's dtype. Its initial values depend on the seed alone, not on earlier random draws.
+    The adapter has the model's dtype. Initial values depend only on the seed, not on earlier random draws.
     """
     import peft
 
@@ -42,6 +42,7 @@ def with_adapter(model: nn.Module, lora: LoraConfig, *, path: str) -> PeftModel:
         use_rslora=lora.rslora,
         use_dora=lora.dora,
     )
+    # All ranks must begin with the same adapter, however many random numbers each has drawn before.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch.initial_seed())
         wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
@@ -49,7 +50,7 @@ def with_adapter(model: nn.Module, lora: LoraConfig, *, path: str) -> PeftModel:
 
 
 def check_targets(model: nn.Module, lora: LoraConfig, *, path: str) -> list[str]:
-    """Return the names as given; raise UserError unless each names linear layers below the head."""
+    """Return the target names; raise UserError unless each matches linear layers below the head."""
     targets = [] if lora.targets == "all-linear" else lora.targets
     reach = modules_in_reach(model, lora)
     for target in targets:
@@ -63,25 +64,25 @@ def check_targets(model: nn.Module, lora: LoraConfig, *, path: str) -> list[str]
 
 
 def modules_in_reach(model: nn.Module, lora: LoraConfig) -> list[tuple[str, nn.Module]]:
-    """Return the modules that may get an adapter, with their names: those of the language part, or all."""
+    """Return the modules that may get an adapter, by name: those of the language part, or all."""
     parts = vision_family(model.config)
     everywhere = parts is None or lora.vision
     return [(name, m) for name, m in model.named_modules() if everywhere or parts.in_language(name)]
 
 
 def linear_names(model: nn.Module, lora: LoraConfig) -> list[str]:
-    """Return the last parts of the names of all linear layers in reach below the head."""
+    """Return the last name parts of all linear layers in reach, below the head."""
     return sorted({name.rpartition(".")[2] for name, m in modules_in_reach(model, lora) if _may_adapt(model, m)})
 
 
 def _exclude_vision(model: nn.Module, lora: LoraConfig) -> str | None:
-    """Return PEFT's pattern of the modules out of reach; None where there are none."""
+    """Return PEFT's pattern of excluded modules; None without any."""
     parts = vision_family(model.config)
     return None if parts is None or lora.vision else rf"(?!{re.escape(parts.language)}\.).*"
 
 
 def check_lora_targets(model: ModelConfig) -> None:
-    """Raise UserError for a target that is no linear layer, or a rank above a layer's width, before the start."""
+    """Raise UserError before the start for a target that is no linear layer, or a rank above a layer's width."""
     if model.lora is None:
         return
     empty_model = meta_model(model.path, trust_remote_code=model.trust_remote_code)
@@ -106,7 +107,7 @@ def _dotted(targets: list[str]) -> tuple[str, ...]:
 
 
 def name_lora_targets(lora: LoraConfig, path: str, *, trust_remote_code: bool = False) -> LoraConfig:
-    """Return the settings with "all-linear" replaced by the names of the layers."""
+    """Replace "all-linear" by the names of the layers."""
     if lora.targets != "all-linear":
         return lora
     names = linear_names(meta_model(path, trust_remote_code=trust_remote_code), lora)
@@ -126,6 +127,7 @@ def merged_weight(
 
     Computed in float32 and rounded once, into a new tensor. transposed: weight and result are [in, out].
     """
+    # Rounded once: a product in bfloat16 would lose most digits of a small update.
     delta = scaling * (b.float() @ a.float())
     whole = (weight.T if transposed else weight).float() + delta
     if magnitude is not None:

@@ -1,4 +1,4 @@
-"""Batches on a model's device, with the media that it reads: the tensors of their images (modeling/images/media.py)."""
+"""Move batches to a model's device, and add the media of their images (modeling/images/media.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class MediaLoader:
-    """Move batches to a model's device. A model that sees gets the media of their images too."""
+    """Move batches to a model's device; for a vision-language model, add the media of their images."""
 
     def __init__(
         self,
@@ -27,9 +27,9 @@ class MediaLoader:
         dtype: torch.dtype | None = None,
         trust_remote_code: bool = False,
     ):
-        """Begin; `path` is the folder of the model, with the processor of one that sees.
+        """Load the image processor of a vision-language model from the model folder `path`.
 
-        dtype: dtype that the model computes in; None is that of its weights.
+        dtype: dtype of the model's computation; None: that of the weights.
         """
         self.path, self.device = path, device
         self.images: ImageMedia | None = None
@@ -40,7 +40,7 @@ class MediaLoader:
             self.images = ImageMedia(model, path, dtype=dtype or own.dtype, trust_remote_code=trust_remote_code)
 
     def load(self, batch: Batch) -> Batch:
-        """Return the batch on the device, with the media of its images. Raises UserError for a text model's."""
+        """Return the batch on the device, with the media of its images. Raises UserError for images of a text model."""
         if self.images is not None:
             batch = self.images.add_media(batch)
         elif batch.images:

@@ -1,4 +1,4 @@
-"""Merge a saved adapter into its model, for engines that load one folder."""
+"""Merge a saved adapter into its model, for engines that load a single folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 def check_adapter(folder: str, *, key: str) -> None:
-    """Raise UserError for anything but a folder with an adapter in PEFT's format and safetensors."""
+    """Raise UserError unless the folder contains an adapter in PEFT's format and safetensors."""
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not os.path.isfile(Path(folder) / name):
             raise UserError(f"{key}={folder} has no {name}: name the folder of an adapter in PEFT's format")
@@ -30,7 +30,7 @@ def check_adapter(folder: str, *, key: str) -> None:
 
 
 def merge_adapter(model: EvalModelConfig, adapter: str, folder: Path) -> None:
-    """Write the model with the adapter merged in, computed in float32 and rounded once.
+    """Write the model with merged adapter, computed in float32 and rounded once.
 
     Raises UserError for an adapter that does not fit the model.
     """
@@ -49,7 +49,7 @@ def merge_adapter(model: EvalModelConfig, adapter: str, folder: Path) -> None:
 
 
 def _check_names(wrapped: PeftModel, adapter: Path) -> None:
-    """Raise ValueError unless the file holds exactly the tensors of the adapter: PEFT only warns of others."""
+    """Raise ValueError unless the file contains exactly the adapter's tensors; PEFT only warns."""
     from peft import get_peft_model_state_dict
     from safetensors import safe_open
 

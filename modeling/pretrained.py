@@ -1,7 +1,8 @@
-"""The one place that reads models, configs and tokenizers from a folder or the hub.
+"""The only place that loads models, configs and tokenizers from a folder or the Hub.
 
-Code beside them runs only where the recipe says so (model.trust_remote_code, and the setting of the same name of the
-reward reward_model). Without an answer transformers would ask in the terminal, or in some versions take a default.
+Code shipped with them runs only if the recipe allows it (model.trust_remote_code, and the reward reward_model's setting
+of the same name). Without an explicit choice transformers would prompt in the terminal, or in some versions use a
+default.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from core.errors import quote
 from core.patches import make_sharded_class
 
 FOREIGN_MODULES = "transformers_modules."
-"""Package into which transformers loads the code of models."""
+"""Package in which transformers loads the code of models."""
 
 
 Place = Callable[[nn.Module], None]
-"""Shards an empty model in place, so that its parameters are DTensors on the meta device."""
+"""Function that shards an empty model in place; its parameters become DTensors on the meta device."""
 
 
 def load_pretrained(auto: Any, path: str, *, trust_remote_code: bool, **settings: Any) -> Any:
@@ -37,14 +38,21 @@ def load_placed(auto: Any, path: str, place: Place, *, trust_remote_code: bool, 
     from transformers import AutoConfig
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    config, unused = load_pretrained(AutoConfig, path, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **settings)
+    config, unused = load_pretrained(
+        AutoConfig, path, return_unused_kwargs=True, trust_remote_code=trust_remote_code, **settings
+    )
     found = _find_class(auto, config)
     if found is None or hasattr(config, "auto_map"):
         return load_pretrained(auto, path, trust_remote_code=trust_remote_code, **settings)
     unused["dtype"] = settings["dtype"]  # the config has taken it, and the model takes its own
     sharded = make_sharded_class(found, place)
     model, report = load_pretrained(
-        sharded, path, config=config, distributed_config=DistributedConfig(), trust_remote_code=trust_remote_code, **unused
+        sharded,
+        path,
+        config=config,
+        distributed_config=DistributedConfig(),
+        trust_remote_code=trust_remote_code,
+        **unused,
     )
     del model.config.distributed_config  # it would be saved with the model
     return model, report
@@ -64,7 +72,7 @@ def _find_class(auto: Any, config: Any) -> Any:
 
 
 def load_adapter(model: nn.Module, folder: str) -> Any:
-    """Return the model wrapped in the adapter that PEFT reads from a folder, which holds no code."""
+    """Wrap the model in the adapter that PEFT loads from a folder, which contains no code."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, folder)
@@ -76,7 +84,7 @@ def build_from_config(auto: Any, config: Any, *, trust_remote_code: bool) -> Any
 
 
 def refuse_own_code(error: Exception, *, key: str, path: str, trust_remote_code: bool) -> str | None:
-    """Return the sentence for a load that failed because code beside the model may not run; None if it is another."""
+    """Return the error for a load that failed because the model's code may not run; None for another failure."""
     if trust_remote_code or "trust_remote_code" not in str(error):
         return None
     section = "reward.settings" if key.startswith("reward.") else "model"
@@ -87,12 +95,12 @@ def refuse_own_code(error: Exception, *, key: str, path: str, trust_remote_code:
 
 
 def runs_own_code(model: nn.Module) -> bool:
-    """Tell whether a model's class is code that came with it, whatever adapter wraps it."""
+    """Tell whether a model's class is code shipped with it, whatever adapter wraps it."""
     wrapped: Any = model
     base = wrapped.get_base_model() if hasattr(model, "peft_config") else wrapped
     return find_written_class(base).__module__.startswith(FOREIGN_MODULES)
 
 
 def find_written_class(model: nn.Module) -> type:
-    """Return the class of a model as somebody wrote it; FSDP2 puts one of its own before it."""
+    """Return the class of a model as written by its author; FSDP2 inserts a class before it."""
     return next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))

@@ -1,9 +1,9 @@
-"""The segments of a packed row, as the attention kernels need them.
+"""Segments of a packed row, in the form that attention kernels need.
 
-A row of T tokens is a forest of S segments (data_feeds/packing/prefix_tree.py makes it). A token attends to the tokens
-of the segments above its own, and causally to its own segment. Together these are the sequence up to the token, so what
-a kernel computes is the attention of every sequence by itself, with what sequences share computed once. In a row that
-shares nothing every segment is a whole sequence.
+A row of T tokens is a forest of S segments (built by data_feeds/packing/prefix_tree.py). A token attends to all tokens
+of its segment's ancestors, and causally to its own segment. Together these are the sequence up to the token. So the
+kernel computes the attention of every sequence alone, with shared parts computed once. Without sharing, every segment
+is a whole sequence.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from modeling.sequence_parallel import SequenceGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualSegments:
-    """Neighbouring segments of the same length, with as many tokens above them: one call of a kernel."""
+    """Neighbouring segments of the same length, with ancestors of the same total length: a single kernel call."""
 
     first: int
     count: int
     own: int
-    """Tokens of each segment."""
+    """Tokens per segment."""
     above: int
-    """Tokens of the segments above each."""
+    """Tokens of each segment's ancestors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenIndex:
-    """Tell a kernel for several lengths where queries end by segment, and keys by segment with all above it."""
+    """Ends of queries and keys by segment, for a kernel of variable lengths."""
 
     keys: Tensor | None
-    """Place in the row of every key, segment by segment; None where nothing is shared, and keys are as queries."""
+    """Row position of every key, segment by segment; None without sharing, since keys match queries then."""
     query_ends: Tensor
-    """[S + 1] int32, where each segment's queries end, after a 0."""
+    """[S + 1] int32, end of each segment's queries, after a 0."""
     key_ends: Tensor
-    """[S + 1] int32, where each segment's keys end, after a 0."""
+    """[S + 1] int32, end of each segment's keys, after a 0."""
     longest_query: int
     longest_key: int
 
 
 @dataclass(slots=True)
 class Segments:
-    """The segments of one row; lives for one forward and backward pass, and keeps the masks of its layers."""
+    """Segments of a row, for a forward and backward pass; caches the masks of the layers."""
 
     lengths: list[int]
     parents: list[int]
-    """Segment that each continues, with a smaller number; -1 for none."""
+    """Parent of each segment, with a smaller number; -1 for none."""
     sequence_group: SequenceGroup | None = None
-    """Ranks that hold a slice of the row each; None where this one holds all of it."""
+    """Ranks with a slice of the row each; None if this rank has all of it."""
     chains: list[list[int]] = field(init=False)
-    """Segments above each, from the root down."""
+    """Ancestors of each segment, from the root down."""
     runs: list[EqualSegments] = field(init=False)
     _masks: dict[tuple[int, int, int | None], Tensor] = field(init=False, default_factory=dict)
     _varlen: VarlenIndex | None = field(init=False, default=None)
@@ -68,6 +68,7 @@ class Segments:
         above = [sum(self.lengths[a] for a in chain) for chain in self.chains]
         self.runs = []
         first = 0
+        # Only neighbours are grouped, so that a run is a slice of the row and needs no copy.
         for (own, before), same in groupby(zip(self.lengths, above, strict=True)):
             count = len(list(same))
             self.runs.append(EqualSegments(first=first, count=count, own=own, above=before))
@@ -75,7 +76,7 @@ class Segments:
 
     @staticmethod
     def of_batch(batch: Batch, sequence_group: SequenceGroup | None = None) -> Segments:
-        """Return the segments of a batch in one row; padding, where a group needs it, is a segment by itself."""
+        """Return the segments of a batch in a row; padding for a sequence group is a separate segment."""
         lengths = torch.bincount(batch.segment_ids, minlength=len(batch.parents)).tolist()
         parents = batch.parents.tolist()
         if sequence_group is not None and (padding := sequence_group.slice_row(sum(lengths)).padding):
@@ -84,17 +85,19 @@ class Segments:
 
     @property
     def are_shared(self) -> bool:
-        """True where sequences share segments."""
+        """True if sequences share segments."""
         return any(parent >= 0 for parent in self.parents)
 
     def find_mask(self, run: EqualSegments, window: int | None, device: torch.device) -> Tensor | None:
-        """Return the mask [own, above + own] of a run, True where row t may attend; None for a plain causal one.
+        """Return the mask [own, above + own] of a run, True where row t may attend; None for a plain causal mask.
 
-        Row t is token `above + t` of its sequence: it sees that many tokens and itself, and of these the last `window`.
+        Row t is token `above + t` of its sequence: it attends to the tokens before it and itself, at most the last
+        `window`.
         """
         banded = window is not None and run.above + run.own > window
         if run.above == 0 and not banded:
             return None
+        # Runs of equal shape share a mask, and so do all layers.
         key = (run.own, run.above, window if banded else None)
         if key not in self._masks:
             seen = torch.ones(run.own, run.above + run.own, dtype=torch.bool, device=device).tril(run.above)
@@ -102,7 +105,7 @@ class Segments:
         return self._masks[key]
 
     def index_keys(self, device: torch.device) -> VarlenIndex:
-        """Return the places of queries and keys for a kernel that takes all segments in one call."""
+        """Return the positions of queries and keys for a kernel that processes all segments in a single call."""
         if self._varlen is None:
             ends = [0, *accumulate(self.lengths)]
             spans = [torch.arange(a, b, device=device) for a, b in pairwise(ends)]

@@ -1,15 +1,15 @@
-"""Ulysses sequence parallelism: the ranks of a group compute one packed row together (https://arxiv.org/abs/2309.14509).
+"""Ulysses sequence parallelism: the ranks of a group compute a packed row together (https://arxiv.org/abs/2309.14509).
 
-    everywhere but in attention     each rank holds a slice of the row's positions, and all heads
-    in attention                    each rank holds all positions, and a slice of the heads
+    outside attention     each rank has a slice of the row's positions, and all heads
+    in attention          each rank has all positions, and a slice of the heads
 
-One all-to-all before attention makes the second of the first, and one after it makes the first again. The attention
-between them is that of one rank (modeling/attention.py), so windows and shared prefixes stay exact.
+An all-to-all before attention converts the first to the second, and another after it converts back. The attention in
+between is the single-rank kernel (modeling/attention.py), so windows and shared prefixes stay exact.
 
-Position p of a row belongs to the rank with p in its slice, and so do the tokens whose logits come from p, wherever
-they stand themselves. That rank computes their log-probabilities; `gather` gives them to the whole group, which
-computes the same loss. In the backward pass a rank takes the gradient of its own ones, so over the ranks the gradients
-of the weights add up to that of the row, each token counted once.
+Position p belongs to the rank with p in its slice, as do the tokens predicted at p, whatever their own position. That
+rank computes their log-probabilities; `gather` distributes them to the whole group, which computes the same loss. In
+the backward pass a rank keeps only the gradient of its own tokens. Summed over the ranks, the gradient of the weights
+is that of the row, with each token counted once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSlice:
-    """Slice of one rank, of a row of `total` positions; padding at the end of the row makes all slices equally wide.
+    """Slice of a row of `total` positions for a rank; the row is padded at the end to equal slices.
 
     >>> [RowSlice(place=place, size=2, total=5).begin for place in (0, 1)]
     [0, 3]
@@ -39,7 +39,7 @@ class RowSlice:
 
     @property
     def width(self) -> int:
-        """Positions of every slice, padding included."""
+        """Positions per slice, padding included."""
         return -(-self.total // self.size)
 
     @property
@@ -49,21 +49,21 @@ class RowSlice:
 
     @property
     def padding(self) -> int:
-        """Positions that the whole row is padded with."""
+        """Positions added to the whole row."""
         return self.size * self.width - self.total
 
     def take(self, row: Tensor, *, fill: int) -> Tensor:
-        """Return this slice of a tensor [..., total]; `fill` is the value of padding."""
+        """Return this slice of a tensor [..., total], padded with `fill`."""
         return pad(row, (0, self.padding), value=fill)[..., self.begin : self.begin + self.width]
 
     def find_own(self, at: Tensor) -> Tensor:
-        """Tell which of these positions of the row are in this slice."""
+        """Return a mask of the positions that are in this slice."""
         return at // self.width == self.place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceGroup:
-    """The ranks that compute every row together, as one of them sees them."""
+    """Group of ranks that compute every row together, seen from one of them."""
 
     place: int
     """Number of this rank in the group, and of its slice."""
@@ -75,9 +75,9 @@ class SequenceGroup:
         return RowSlice(place=self.place, size=self.size, total=total)
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange the positions of this rank for its heads: [1, H, T / size, D] -> [1, H / size, T, D] each.
+        """Exchange positions of this rank for heads: [1, H, T / size, D] -> [1, H / size, T, D] each.
 
-        Where there are fewer heads of keys than ranks, several ranks get the same one.
+        With fewer key heads than ranks, several ranks get the same head.
         """
         copies = max(1, self.size // key.shape[1])
         parts = [query, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))]
@@ -88,20 +88,20 @@ class SequenceGroup:
         return q, k, v
 
     def to_positions(self, attended: Tensor) -> Tensor:
-        """Exchange the heads of this rank for its positions: [1, T, H / size, D] -> [1, T / size, H, D]."""
+        """Exchange heads of this rank for positions: [1, T, H / size, D] -> [1, T / size, H, D]."""
         came = _AllToAll.apply(attended[0].unflatten(0, (self.size, -1)), self.group)
         return came.transpose(0, 1).flatten(1, 2)[None]
 
     def gather(self, own: Tensor, mine: Tensor) -> Tensor:
-        """Return the values [..., M] of all tokens from those of this rank's.
+        """Collect the values [..., M] of all tokens from the ranks.
 
-        mine: which of the tokens are this rank's, [M] bool. The order stays.
+        mine: [M] bool, True for this rank's tokens. The order is kept.
         """
         return _Gather.apply(own, mine, self.group)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Give piece i of a tensor [size, ...] to rank i, and return what came from each. It is its own transpose."""
+    """All-to-all: send piece i of a tensor [size, ...] to rank i, return the received pieces. Self-transpose."""
 
     @staticmethod
     def forward(ctx: Any, pieces: Tensor, group: Any) -> Tensor:
@@ -121,7 +121,7 @@ def _exchange(pieces: Tensor, group: Any) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Put together what the ranks hold. All of them compute the same loss of it, so no gradient is exchanged."""
+    """Collect values of all ranks. No gradient is exchanged, because all ranks compute the same loss from them."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, mine: Tensor, group: Any) -> Tensor:

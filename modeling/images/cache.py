@@ -1,4 +1,4 @@
-"""Processed images that a process keeps: engine, trainer and reward of one process compute each of them once."""
+"""Cache of processed images: engine, trainer and reward in the same process compute each image once."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 from modeling.images.families import Grid
 
 MOST_KEPT = 2**29
-"""Bytes of processed images that a process keeps."""
+"""Cache size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedImage:
-    """Result of an image processor for one image. The tensors are not to be changed."""
+    """Result of an image processor for an image. The tensors must not be changed."""
 
     tensors: dict[str, Tensor]
-    """Inputs of the vision part for this image alone."""
+    """Inputs of the vision tower for this image alone."""
     cut: Grid
-    """Rows and columns into which it was cut."""
+    """Rows and columns into which the image was cut."""
 
     @property
     def bytes(self) -> int:
@@ -30,16 +30,16 @@ class CachedImage:
 
 
 class ImageCache:
-    """Processed images by the settings of their processor and their hash; what was not used for longest goes."""
+    """LRU cache of processed images, by processor settings and image hash."""
 
     def __init__(self, most: int) -> None:
-        """Begin without any; most: bytes that are kept, beside the image that was used last."""
+        """Begin empty. most: maximum bytes, besides the last used image."""
         self._most, self._bytes = most, 0
         self._kept: OrderedDict[tuple[str, str], CachedImage] = OrderedDict()
         self._lock = Lock()
 
     def find(self, settings: str, name: str) -> CachedImage | None:
-        """Return an image that is kept, and count that as its use."""
+        """Return a cached image and mark it as used."""
         with self._lock:
             found = self._kept.get((settings, name))
             if found is not None:
@@ -47,16 +47,17 @@ class ImageCache:
             return found
 
     def add(self, settings: str, name: str, made: CachedImage) -> None:
-        """Keep an image, and drop others where there are too many."""
+        """Add an image, and evict the least recently used if the cache is full."""
         with self._lock:
             if (settings, name) in self._kept:  # another thread was faster
                 return
             self._kept[settings, name] = made
             self._bytes += made.bytes
+            # The newest image stays even if it alone is too large: the caller is about to use it.
             while self._bytes > self._most and len(self._kept) > 1:
                 _, oldest = self._kept.popitem(last=False)
                 self._bytes -= oldest.bytes
 
 
 CACHE = ImageCache(MOST_KEPT)
-"""Those of this process."""
+"""Cache of this process."""

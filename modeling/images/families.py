@@ -1,4 +1,4 @@
-"""How each family of models writes an image as tokens, and joins the tensors of several."""
+"""Image families: how a model family writes an image as tokens, and joins tensors of several images."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Grid = tuple[int, int]
 
 
 class ImageFamily(Protocol):
-    """Differences between families."""
+    """Interface of the differences between families."""
 
     placeholder: str
-    """Text of the one token that the chat template writes for an image."""
+    """Text of the token that the chat template writes for an image."""
     reserved: tuple[str, ...]
-    """Tokens that stand for images only; a tokenizer need not have all of them."""
+    """Tokens that represent only images; a tokenizer need not have all of them."""
     settings: Mapping[str, Any]
     """Arguments of the image processor."""
 
@@ -33,15 +33,15 @@ class ImageFamily(Protocol):
         ...
 
     def write(self, cut: Grid) -> str:
-        """Return the text that takes the placeholder's place."""
+        """Return the text that replaces the placeholder."""
         ...
 
     def find_grid(self, cut: Grid) -> Grid | None:
-        """Return rows and columns of the tokens, for families whose positions have three axes."""
+        """Return rows and columns of the tokens, for families with three position axes."""
         ...
 
     def read(self, found: Mapping[str, Any]) -> tuple[Tensors, Grid]:
-        """Return the tensors of one image, and how the image processor cut it."""
+        """Return an image's tensors, and the processor's rows and columns."""
         ...
 
     def collate(self, each: Sequence[Tensors]) -> Tensors:
@@ -50,9 +50,9 @@ class ImageFamily(Protocol):
 
 
 class Tiles:
-    """Idefics3 and SmolVLM: an image is cut into square tiles, one after the other, and comes once more as a whole.
+    """Idefics3 and SmolVLM: square tiles in sequence, followed by the whole image.
 
-    Every tile is written as the same number of <image> between marks.
+    Every tile is written as the same number of <image> tokens between marks.
     """
 
     settings: Mapping[str, Any] = {"return_row_col_info": True}
@@ -76,7 +76,7 @@ class Tiles:
 
     @property
     def edge(self) -> int:
-        """Pixels of the side of a tile."""
+        """Side of a tile in pixels."""
         return self.images.max_image_size["longest_edge"]
 
     def count(self, width: int, height: int) -> Grid:

@@ -1,7 +1,7 @@
-"""Images of a micro-batch as a model reads them: tensors, made just before the forward pass.
+"""Media of a micro-batch: image tensors on the model's device, created just before the forward pass.
 
-A model that sees runs its vision part in every forward pass, on images or on one blank image beside the samples: so
-every rank makes the same collectives, whichever samples it got, and every parameter gets a gradient, of zero there.
+A vision-language model runs its vision tower in every forward pass, on the batch's images or on a blank image. So every
+rank makes the same collectives whatever its samples, and every parameter gets a gradient (zero for the blank).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from modeling.images.rope_positions import find_rope_ids
 
 
 class ImageMedia:
-    """Media of the images of batches, for one model that sees."""
+    """Media of the images of batches, for a vision-language model."""
 
     def __init__(self, model: nn.Module, path: str, *, dtype: torch.dtype, trust_remote_code: bool = False):
-        """Begin; `path` is the folder of the model, with its processor. dtype: dtype that the model computes in."""
+        """Load the image processor of the model folder `path`. dtype: dtype of the model's computation."""
         self.model: Any = model
         self.dtype = dtype
         self.processor = ImageProcessor(path, trust_remote_code=trust_remote_code)
 
     def add_media(self, batch: Batch) -> Batch:
-        """Return the batch with the media of its images, or of a blank one."""
+        """Return the batch with the media of its images, or of a blank image."""
         if not batch.images:
             batch = add_blank(batch, self.processor)
         self._check_tokens(batch)
@@ -40,7 +40,7 @@ class ImageMedia:
         return replace(batch, media=ready)
 
     def _check_tokens(self, batch: Batch) -> None:
-        """Raise RunStopped unless every placeholder in the row is an image's: features fill them one after another."""
+        """Raise RunStopped unless placeholders match the images exactly, since features fill them in order."""
         token: int = self.model.config.image_token_id
         found = int((batch.input_ids == token).sum())
         wanted = sum(self.processor.expand(image).ids.count(token) for image in batch.images)
@@ -52,7 +52,7 @@ class ImageMedia:
 
 
 def add_blank(batch: Batch, processor: ImageProcessor) -> Batch:
-    """Return the batch with one sequence more, which is a blank image; nothing of it is trained on."""
+    """Append a sequence of a blank image to the batch, without trained tokens."""
     blank = make_blank()
     done = processor.process(blank)
     n = len(done.ids)
@@ -60,6 +60,7 @@ def add_blank(batch: Batch, processor: ImageProcessor) -> Batch:
     def append(old: Tensor, new: Tensor) -> Tensor:
         return torch.cat([old, new.to(old.dtype)])
 
+    # Text has the same position on all three axes, so position_ids serve for the samples.
     rope: Tensor | None = None
     if done.grid is not None:
         own = find_rope_ids(n, [PlacedImage(image=blank, begin=0, end=n, grid=done.grid)])

@@ -1,4 +1,4 @@
-"""Images as a model reads them: the tokens that stand for one, and the tensors of its vision part."""
+"""Image processor of a vision-language model: tokens of an image, and tensors for the vision tower."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ from modeling.images.vision import VISION_FAMILIES
 from modeling.pretrained import load_pretrained, refuse_own_code
 
 MOST_SIZES = 4096
-"""Sizes of images whose tokens a process keeps."""
+"""Number of image sizes whose tokens are cached."""
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files of a model folder that describe its processor."""
+"""Files of a model folder that describe the processor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Tokens that stand for an image."""
+    """Tokens that represent an image."""
 
     text: str
-    """Text that takes the place of the placeholder."""
+    """Text that replaces the placeholder."""
     ids: tuple[int, ...]
     grid: Grid | None
-    """Rows and columns of the tokens, for families whose positions have three axes."""
+    """Rows and columns of the tokens, for families with three position axes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """EncodedImage as the model reads it."""
+    """Image in the form that the model reads."""
 
     ids: list[int]
-    """Tokens that take the place of one placeholder."""
+    """Tokens that replace a placeholder."""
     tensors: dict[str, Tensor]
-    """Inputs of the vision part for this image alone."""
+    """Inputs of the vision tower for this image alone."""
     grid: tuple[int, int] | None = None
-    """Rows and columns of the tokens, for families whose positions have three axes."""
+    """Rows and columns of the tokens, for families with three position axes."""
 
 
 class ImageProcessor:
-    """Processor of a model that sees images: transformers' image processor with the tokens that it goes with.
+    """Image processor of a vision-language model: transformers' image processor, with the image tokens.
 
-    Where torchvision is not installed the image processor is the one on PIL, whose pixels differ in rounding: so every
-    process of a run must have it, or none.
+    Without torchvision, transformers uses an image processor on PIL, whose pixels differ in rounding. So torchvision
+    must be installed in all processes of a run, or in none.
     """
 
     def __init__(
         self, path: str, *, key: str = "model.path", trust_remote_code: bool = False, tokenizer: Any = None
     ) -> None:
-        """tokenizer: the model's, where it is loaded already."""
+        """tokenizer: the model's, if already loaded."""
         from transformers import AutoImageProcessor, AutoTokenizer
         from transformers.processing_utils import ProcessorMixin
 
@@ -93,12 +93,12 @@ class ImageProcessor:
         """Texts of `placeholder_ids`."""
         self.placeholder_ids = frozenset(vocabulary[text] for text in self.reserved)
         self.chat_template: str | None = _find_template(described.get("chat_template"))
-        """Template of the processor; None where the tokenizer's is meant."""
+        """Template of the processor; None: the tokenizer's applies."""
         self._expand_size = lru_cache(MOST_SIZES)(self._expand_anew)
         self._settings = f"{type(self.images).__qualname__} {self.images.to_json_string()}"
 
     def expand(self, image: EncodedImage) -> Expansion:
-        """Return the tokens that stand for an image. Its size decides them. Raises ImageRefused."""
+        """Return the tokens that represent an image, determined by its size. Raises ImageRefused."""
         return self._expand_size(image.width, image.height)
 
     def _expand_anew(self, width: int, height: int) -> Expansion:
@@ -110,12 +110,13 @@ class ImageProcessor:
         return Expansion(text, ids, self.family.find_grid(cut))
 
     def process(self, image: EncodedImage) -> Processed:
-        """Return an image as the model reads it, computed once as long as it is kept. Raises ImageRefused."""
+        """Return an image in the form that the model reads, cached. Raises ImageRefused."""
         expansion = self.expand(image)
         made = CACHE.find(self._settings, image.hash)
         if made is None:
             made = self._process_anew(image)
             CACHE.add(self._settings, image.hash, made)
+        # The tokens are computed from the size alone, before any pixel is read; here both computations must agree.
         if self.family.write(made.cut) != expansion.text:
             raise RunStopped(
                 f"{self.who}: its processor cuts {image.width} x {image.height} pixels into {made.cut}, and "
@@ -132,11 +133,11 @@ class ImageProcessor:
         return CachedImage(*self.family.read(found))
 
     def collate(self, images: Sequence[EncodedImage]) -> dict[str, Tensor]:
-        """Return the inputs of the vision part for the images of a row, in the order of their tokens."""
+        """Return the vision tower's inputs for the images of a row, in token order."""
         return self.family.collate([self.process(image).tensors for image in images]) if images else {}
 
     def save(self, folder: Path) -> None:
-        """Copy the files that describe the processor, so that a saved model is whole."""
+        """Copy the processor's files, so that a saved model is complete."""
         from transformers.utils.hub import cached_file, has_file
 
         for name in FILES:
@@ -144,6 +145,7 @@ class ImageProcessor:
                 shutil.copyfile(found, folder / name)
 
     def __getstate__(self) -> dict[str, Any]:
+        # An lru_cache cannot be pickled; __setstate__ creates it again.
         return {**self.__dict__, "_expand_size": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Positions along three axes (M-RoPE), for model families that see images as grids of tokens.
+"""Positions along three axes (M-RoPE), for families that represent images as grids of tokens.
 
-Text counts on along all three axes. The tokens of an image stand at one time, in rows and columns that begin there,
-and what follows goes on after the larger of the two numbers:
+Text advances along all three axes. All tokens of an image have the same time, and rows and columns counted from there.
+The text after it continues from the larger of the two:
 
     tokens    a  b  [ an image of 2 rows and 3 columns ]   c
     time      0  1    2   2   2   2   2   2                 5
@@ -22,7 +22,7 @@ from core.types.images import PlacedImage
 def find_rope_ids(length: int, images: Sequence[PlacedImage]) -> NDArray[np.int64]:
     """Return the positions [3, length] of a sequence; an image's span is its grid, row by row.
 
-    Raises ValueError for an image without a grid, or one whose grid has another number of tokens than its span.
+    Raises ValueError for an image without a grid, or with a grid that does not match the span.
     """
     parts: list[NDArray[np.int64]] = []
     done = position = 0
@@ -35,6 +35,7 @@ def find_rope_ids(length: int, images: Sequence[PlacedImage]) -> NDArray[np.int6
         rows, columns = place.grid
         time = np.zeros(rows * columns, dtype=np.int64)
         parts.append(position + np.stack([time, np.arange(rows).repeat(columns), np.tile(np.arange(columns), rows)]))
+        # The next text must come after every row and column of the image.
         position += max(rows, columns)
         done = place.end
     return np.concatenate([*parts, _count_on(position, length - done)], axis=1)

@@ -1,8 +1,8 @@
-"""Models that see: where the parts of a vision-language model are, by family.
+"""Vision-language families: module names of vision tower, connector and language part.
 
     pixels -> vision tower -> connector -> embeddings in place of the image's tokens -> language part -> head
 
-Each part has its own attention. The tower's is not causal, so it never gets the kernel of the language part.
+Each part has its own attention. The tower's is not causal, so it never uses the kernel of the language part.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from modeling.images.families import Patches, Tiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionFamily:
-    """Reader of images of a family's models, and the names of their parts below the language-model head."""
+    """Image handling and module names of a model family."""
 
     images: type[Tiles] | type[Patches]
-    """How an image becomes tokens and tensors."""
+    """Conversion of an image to tokens and tensors."""
     tower: str
-    """Module that turns pixels into features."""
+    """Module from pixels to features."""
     connectors: tuple[str, ...]
-    """Modules that turn features into embeddings of tokens; they may lie inside the tower's module."""
+    """Modules from features to token embeddings, possibly inside the tower's module."""
     language: str
 
     def in_tower(self, name: str) -> bool:
-        """Tell whether a parameter is the vision tower's, without its connector."""
+        """Tell whether a parameter belongs to the vision tower, connector excluded."""
         return is_below(name, self.tower) and not any(is_below(name, c) for c in self.connectors)
 
     def in_vision(self, name: str) -> bool:
-        """Tell whether a parameter is the vision tower's or its connector's."""
+        """Tell whether a parameter belongs to the vision tower or the connector."""
         return any(is_below(name, part) for part in (self.tower, *self.connectors))
 
     def in_language(self, name: str) -> bool:
-        """Tell whether a module or parameter is the language part's."""
+        """Tell whether a module or parameter belongs to the language part."""
         return is_below(name, self.language)
 
 
@@ -53,12 +53,11 @@ VISION_FAMILIES = {
     "qwen3_vl": _QWEN,
     "smolvlm": _IDEFICS,
 }
-"""Vision-language models that are known here, by the model_type of their config: the one list of them. All are tested
-in training and in rollouts."""
+"""Supported vision-language models by the config's model_type, all tested in training and rollouts."""
 
 
 def is_below(name: str, module: str) -> bool:
-    """Tell whether a dotted name is a module's, or of something below it.
+    """Tell whether a dotted name is a module's or below it.
 
     >>> is_below("model.visual.merger.ln_q.weight", "model.visual"), is_below("model.visual_proj", "model.visual")
     (True, False)

@@ -1,7 +1,7 @@
-"""Reward and value models that see: the body of a vision-language model with a head of one number.
+"""Vision-language reward and value models: the model's body with a scalar head.
 
-transformers has no sequence classifier for these families. Here is one for each, made of its general parts: what is
-saved is a model folder like any other, whose class is found by its config.
+transformers has no sequence classifier for these families. A classifier per family is built here from its generic
+parts. A saved model is a normal model folder, whose class is found by the config.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 @cache
 def scalar_class(model_type: str) -> Any:
-    """Return the sequence classifier of a family, which AutoModelForSequenceClassification knows from then on."""
+    """Return a family's sequence classifier, registered with AutoModelForSequenceClassification."""
     from transformers import AutoModelForSequenceClassification
     from transformers.modeling_layers import GenericForSequenceClassification
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -25,13 +25,14 @@ def scalar_class(model_type: str) -> Any:
     body: Any = MODEL_MAPPING[config_class]
     parent = next(base for base in body.__mro__ if base.__name__.endswith("PreTrainedModel"))
     name = parent.__name__.replace("PreTrainedModel", "ForSequenceClassification")
+    # config.json stores the class by name, so the name follows transformers' scheme.
     made = type(name, (GenericForSequenceClassification, parent), {"__module__": __name__})
     AutoModelForSequenceClassification.register(config_class, made, exist_ok=True)
     return made
 
 
 def with_scalar_head(model: nn.Module) -> nn.Module:
-    """Return the model's body under a head of one number, which begins at zero, in place of its own head."""
+    """Replace the head of a model by a scalar head."""
     lm: Any = model
     lm.config.num_labels = 1
     with torch.device("meta"):
