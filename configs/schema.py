@@ -252,7 +252,6 @@ class RLConfig(RunConfig):
             return None
         if self.rollout.least_engines != self.rollout.most_engines:
             return "and engines that come and go need devices of their own: set rollout.num_engines to a number"
-        # Each reason continues `placement is colocate,` and is followed by the alternative, `or placement to separate`.
         ranks, engines = self.trainer.ranks, self.rollout.least_engines * self.rollout.tensor_parallel_size
         if self.max_staleness:
             return f"so nothing can generate while the trainer trains: set max_staleness={self.max_staleness} to 0"

@@ -139,7 +139,6 @@ class RunContext:
         """Save the final model to the run folder and to `save_to`, and the value model if there is one."""
         self.check_trained()
         save_to = self.training.save_to
-        # The run folder always gets the model, so a failing save_to loses nothing.
         copies = [Path(save_to).absolute()] if save_to else []
         with self.clock.phase(Phase.SAVE):
             for folder in [self.folder.path / "model", *copies]:
@@ -210,7 +209,6 @@ class RunContext:
         """Show held-out results before and after, shares of time, and the run folder."""
         before, after = self.facts.get("before", {}), self.facts.get("after", {})
         hidden = {names.REWARD_STD, names.VERSION, *([] if after.get(names.ROLLOUT_FAILED) else [names.ROLLOUT_FAILED])}
-        # Only metrics of both evaluations, so that every row compares.
         rows = [(n, f"{before[n]:.3f}", f"{after[n]:.3f}") for n in before if n in after and n not in hidden]
         if rows:
             self.console.show_table("on held-out data", rows, ("", "before", "after"))
@@ -266,7 +264,6 @@ class RunContext:
             if self.availability is not None:
                 await self.availability.stop()
             if self.engines is not None:
-                # A call to an engine that has died or left would only wait for the timeout.
                 ranks = range(len(self.engines)) if self.availability is None else self.availability.running()
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await asyncio.gather(*(self.engines.call_one(rank, RolloutWorker.close) for rank in ranks))

@@ -89,7 +89,6 @@ class Remote(Workers[W_co]):
     async def build_workers(self, build: Callable[..., Any], *args: Any) -> None:
         """Build the worker of every actor: actor i calls `build(info, *args)` with RankInfo i."""
         self.build_worker, self.args = build, args
-        # All machines are compared before anything is built: a difference would only appear as a broken collective.
         await attribute_failure([self], gather_fail_fast(self._check_machine(i) for i in range(len(self))))
         address, port = await attribute_failure([self], self.find_free_address(0))
         infos = [RankInfo(rank=i, size=len(self), address=address, port=port) for i in range(len(self))]
@@ -263,7 +262,6 @@ R = TypeVar("R", bound=Remote[Any])
 
 def _environment() -> dict[str, str]:
     """Return the environment variables of every actor; PYTHONPATH includes this repository."""
-    # The user's PYTHONPATH comes second, so that no module of theirs replaces ours.
     path = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
     return {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
 
