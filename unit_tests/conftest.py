@@ -2,6 +2,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks a model hub
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 gc.set_threshold(100_000, 20, 50)  # a sixth of the fast tests' time went into looking through what stays
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
+
+
+def pytest_configure() -> None:
+    if find_spec("hypothesis"):  # the tests for a GPU do without
+        from hypothesis import settings
+
+        settings.register_profile("busy", deadline=None)  # a busy machine is no failure
+        settings.load_profile("busy")
 
 
 def pytest_collection_finish() -> None:

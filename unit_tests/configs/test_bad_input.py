@@ -131,13 +131,14 @@ def test_a_model_whose_files_do_not_fit_is_refused_by_name(name, role, refused, 
     assert re.search((MODELS | FILES)[name][1], err), err
 
 
-def test_a_reward_model_in_place_of_the_policy_is_refused(refused, tmp_path, tiny_path):
+def test_a_reward_model_in_place_of_the_policy_is_refused(recipe, tmp_path, tiny_path):
     from modeling.load import load_scalar_model
 
     model = load_scalar_model(tiny_path, dtype="float32", attention="sdpa")
     model.save_pretrained(tmp_path / "rm")
     ChatTokenizer(tiny_path, "chat").save(tmp_path / "rm")
-    refused({"model.path": str(tmp_path / "rm")}, "score.weight")
+    code, err = run_here(main_rl, "--config", recipe({"model.path": str(tmp_path / "rm")}))
+    assert code == 2 and err.startswith("error: ") and "score.weight" in err and len(err.splitlines()) == 1, err
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(refused, tmp_path, tiny_path):

@@ -141,7 +141,6 @@ SHOWN: dict[str, tuple[str, ...]] = {
         ),
         *("capture.weights",),
     ),
-    "driver/test_killed.py": ("on_failure", "max_resumes"),
     "core/test_watchdog.py": ("timeout_s", "rollout.restarts", "rollout.timeout_s"),
     "driver/test_rl_step.py": ("model.attention", "trainer.share_prefixes"),
     "modeling/test_lora.py": (
@@ -159,11 +158,12 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "trainers/test_step.py": ("trainer.max_skipped_updates",),
     "rewards/test_rewards.py": ("reward.workers", "reward.timeout_s"),
     "driver/test_metrics.py": ("reward.max_failed_fraction",),
-    "rollouts/test_vllm_adapter.py": ("rollout.kv_cache_gib", "model.lora.alpha"),
+    "rollouts/test_vllm_adapter.py": ("model.lora.alpha",),
     "rollouts/test_episode.py": ("rollout.max_turns",),
     "rollouts/test_agents.py": ("rollout.agent.file", "rollout.agent.command"),
     "configs/test_recipes.py": ("epochs",),
     "driver/test_supervised.py": ("precompute_ref_logp",),
+    "driver/test_killed.py": ("on_failure", "max_resumes", "rollout.kv_cache_gib"),
     "driver/test_colocation.py": ("placement", "rollout.sleep_mode"),
 }
 """Keys whose effect is seen in a run or in a part that this file does not make; the test file that shows it."""
