@@ -7,6 +7,8 @@ docs/concepts/one_step.md is made.
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -30,17 +32,6 @@ from core.timing.deadlines import TABLE
 
 ROOT = Path(__file__).parent.parent
 MADE = "<!-- made by `python -m tools.docs --write`; a test compares it with the code -->"
-PATH_TO_THE_LOSS = {
-    "main_rl.py": "the loop: one line per phase of a step",
-    "driver/rl/run.py": "each of these lines, as a method of `Run`",
-    "rollouts/episode.py": "prompt to sample: the policy and the environment take turns",
-    "algs/base.py": "advantages, the loss of a token, and the terms that the framework adds",
-    "algs/grpo.py": "one algorithm: its formula and its `loss`",
-    "data_feeds/packing/batches.py": "weights of tokens, and micro-batches",
-    "trainers/trainer.py": "forward, `sum(weight x loss)`, backward, update",
-}
-"""Files that a newcomer reads to follow one step from the reward to the loss."""
-BEGIN, END = "<!-- reading path: begin -->", "<!-- reading path: end -->"
 
 
 def pages() -> dict[Path, str]:
@@ -54,7 +45,7 @@ def pages() -> dict[Path, str]:
         reference / "algorithms.md": algorithms(),
         reference / "metrics.md": metrics(),
         reference / "deadlines.md": deadlines(),
-        one_step: with_reading_path(one_step.read_text()),
+        one_step: count_lines(one_step.read_text()),
     }
 
 
@@ -201,13 +192,25 @@ def deadlines() -> str:
     return "\n".join(parts) + "\n"
 
 
-def with_reading_path(page: str) -> str:
-    """Return the page with the table of files between its two markers made again."""
-    lines = {name: len((ROOT / name).read_text().splitlines()) for name in PATH_TO_THE_LOSS}
-    rows = [f"| [`{name}`](../../{name}) | {lines[name]} | {shows} |" for name, shows in PATH_TO_THE_LOSS.items()]
-    table = ["| file | lines | what it shows |", "|---|---|---|", *rows, f"| together | {sum(lines.values()):,} | |"]
-    before, _, rest = page.partition(BEGIN)
-    return before + "\n".join([BEGIN, "", *table, "", END]) + rest.partition(END)[2]
+def count_lines(page: str) -> str:
+    """Return a page with the line counts of its tables of files made again; tools/walks.py chooses the files."""
+    made: list[str] = []
+    total = files = 0
+    for line in page.split("\n"):
+        if found := re.match(r"\| \[`([\w/]+\.py)`\]\(\S+\) \| \d+ \| (.*)$", line):
+            n = len((ROOT / found[1]).read_text(encoding="utf-8").splitlines())
+            line = f"| [`{found[1]}`](../../{found[1]}) | {n} | {summarize(found[1])} |"
+            total, files = total + n, files + 1
+        elif line.startswith("| together |"):
+            line, total, files = f"| together | {total:,} | {files} files |", 0, 0
+        made.append(line)
+    return "\n".join(made)
+
+
+def summarize(file: str) -> str:
+    """Return the first sentence of a file's docstring, without what follows a colon."""
+    said = " ".join((ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or "").split())
+    return re.split(r"(?<=\w)[.:;](?:\s|$)| \(", said, maxsplit=1)[0].replace("|", "/")
 
 
 def paragraph(text: str) -> str:

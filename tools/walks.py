@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from tools.docs import count_lines
 from tools.layers import LINES_OF_FILE, ROOT
 
 Event = tuple[str, str]
@@ -59,6 +61,8 @@ class Walk:
     """Commands that make model and data, as arguments of python -m."""
 
 
+PAGE = ROOT / "docs" / "concepts" / "one_step.md"
+BEGIN, END = "<!-- walks: begin -->", "<!-- walks: end -->"
 ENDS = (("main_rl.py", "train"), ("driver/rl/setup.py", "prepare"))
 """Functions below which a stack is cut: the start of the program is no part of a walk."""
 ARITHMETIC = (
@@ -130,9 +134,9 @@ WALKS = {
         events=(
             ("data_feeds/images/read_images.py", "ImageReader.read"),
             ("modeling/images/processor.py", "ImageProcessor.expand"),
-            ("data_feeds/images/image_tokens.py", "place_images"),
+            ("data_feeds/images/image_tokens.py", "ImageWriter.place_images"),
             ("trainers/trainer.py", "Trainer.step"),
-            ("modeling/images/media.py", "MediaLoader.load"),
+            ("modeling/media.py", "MediaLoader.load"),
             ("modeling/forward.py", "forward"),
         ),
         recipe="configs/vision_quickstart.yaml",
@@ -151,12 +155,20 @@ def main() -> None:
     """Print the walks that are named, or all of them."""
     parser = argparse.ArgumentParser(prog="python -m tools.walks", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("walk", nargs="*", help=f"of {', '.join(WALKS)}; default: all")
+    parser.add_argument("--write", action="store_true", help="write the tables of docs/concepts/one_step.md")
     parser.add_argument("--all", action="store_true", help="list every file in which a function ran meanwhile")
     parser.add_argument("--traced", metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.traced:
         [name] = args.walk
         Path(args.traced).write_text(json.dumps(trace(WALKS[name])))
+        return
+    if args.write:
+        page = PAGE.read_text(encoding="utf-8")
+        tables = "\n\n".join(write_table(WALKS[name], *run_walk(name)) for name in WALKS)
+        before, _, rest = page.partition(BEGIN)
+        text = f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}"
+        PAGE.write_text(count_lines(text), encoding="utf-8")
         return
     for name in args.walk or WALKS:
         print(describe(WALKS[name], *run_walk(name), everything=args.all), end="\n\n")
@@ -228,6 +240,21 @@ def trace(walk: Walk) -> tuple[list[str], list[str]]:
     if missing := [f"{file}: {name}" for file, name in walk.events[len(passed) :]]:
         sys.exit(f"the run did not pass {missing[0]}, so the walk in tools/walks.py is out of date")
     return [*on_walk], sorted(ran.keys() - on_walk.keys())
+
+
+def write_table(walk: Walk, files: list[str], others: list[str]) -> str:
+    """Return a walk as Markdown; tools/docs.py fills in the lines and the summaries."""
+    rows = [f"| [`{file}`](../../{file}) | 0 | |" for file in files]
+    listed = ", ".join(f"`{file}`" for file in others)
+    return "\n".join(
+        [
+            f"### {walk.title[0].upper()}{walk.title[1:]}",
+            "",
+            *("| file | lines | what it holds |", "|---|---|---|", *rows, "| together | 0 | |", ""),
+            f"Functions of {len(others)} other files run meanwhile (`{walk.recipe}`):",
+            *(textwrap.wrap(f"{listed}.", 128, break_long_words=False, break_on_hyphens=False)),
+        ]
+    )
 
 
 def describe(walk: Walk, files: list[str], others: list[str], *, everything: bool) -> str:
