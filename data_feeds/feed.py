@@ -137,6 +137,7 @@ def load_groups(
         _check_both_labels(feed)
     if rows == "conversations" and which == "train" and not isinstance(data.train_on, str):
         spoken = {turn["role"] for group in feed.all() for turn in group[0].prompt.messages}
+        # a role that never occurs would silently train nothing
         if silent := [role for role in data.train_on if role not in spoken]:
             raise UserError(
                 f"data.train_on names the role {silent[0]}, and no row of data.train has a turn of it; there are "
@@ -234,6 +235,7 @@ def read_source(
         )
     if not items:
         raise UserError(f"{key}: none of {invalid.looked_at} rows is valid: {invalid}")
+    # a few bad rows are normal; many mean a wrong column or template
     if invalid.share > data.max_invalid_fraction:
         raise UserError(
             f"{key}: {invalid.rows} of {invalid.looked_at} rows are invalid, a larger fraction than "

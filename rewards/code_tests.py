@@ -66,6 +66,7 @@ def read_suite(row: str, extra: Mapping[str, Any]) -> Suite:
 
 
 def _parse(row: str, column: str, given: Any) -> Any:
+    # a list may be stored as JSON text
     if not isinstance(given, str):
         return given
     try:

@@ -91,6 +91,7 @@ class _Worker:
         if not self._ready:
             self._send_reward()
         try:
+            # fields, not the Prompt: unpickling it would import torch in the worker
             self._socket.send(({f.name: getattr(prompt, f.name) for f in fields(prompt)}, messages))
             if not self._socket.poll(timeout_s):
                 self.kill()

@@ -51,6 +51,7 @@ class RewardPlan:
         Raises UserError if the settings do not fit.
         """
         scores = {f.name: load_reward(f.spec, f.settings) for f in self.functions}
+        # a single function: its parts keep their names
         if [*scores] == [""]:
             return scores[""]
 

@@ -33,6 +33,7 @@ LARGEST_REWARD = 1e9
 def main(fd: int) -> None:
     # a reward that loops for ever must not outlive the run, however that ends
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # a child of the reward with this socket would hide the worker's death from the pool
     os.set_inheritable(fd, False)
     pool = Connection(fd)
     try:

@@ -52,4 +52,5 @@ def resolve_allowed_tokens(
                 f"rollout.allowed_tokens names {quote(text)}, which ends a reply and is always allowed: leave it out"
             )
         texts[token] = text
+    # with the stop tokens, or no reply could end
     return AllowedTokens(allowed=tuple(sorted({*texts, *stop_token_ids})))

@@ -127,6 +127,7 @@ class _Episode:
             if not answers and env.player in self.slots:
                 raise _EnvironmentFailed("Env.step() returned no message: return None to end the episode")
             given = answers
+        # no return above: the limit on replies ended the episode
         for script in self.slots.values():
             script.stop = "turns"
 
@@ -149,6 +150,7 @@ class _Episode:
     def _begin_seat(self, env: Env, given: list[Message]) -> Transcript:
         tools = join_tools(self.prompt, env.tools, self.rules.parser)
         shown = self.prompt
+        # the sample's prompt is the one that the player saw
         if given or tools != shown.tools:
             shown = replace(shown, messages=[*shown.messages, *given], tools=tools)
         ids = self.tokenizer.render(shown.messages, tools)
@@ -197,6 +199,7 @@ class _Episode:
             self._begin_seat(_NoEnv(self.prompt), [])
         env = self.env or _NoEnv(self.prompt)
         counts, broken = call_user_code(env.counts, "Env.counts()")
+        # a constant 1 would be noise in the log
         if self.rules.max_turns > 1:
             counts = {"turns": float(sum(len(slot.turns) for slot in self.slots.values()))} | counts
         played: list[Played] = []

@@ -38,6 +38,7 @@ def resolve_env(name_or_path: str) -> FileSpec:
 def load_env_class(spec: FileSpec) -> type[Env]:
     """Load an environment's class. Raises UserError if `step` expects text instead of a ParsedReply."""
     found = load_class(spec, Env, key="rollout.env")
+    # with postponed evaluation, annotations are strings
     if str in _list_hints(found.step) or "str" in _list_hints(found.step):
         raise UserError(
             f"rollout.env: {spec.path}: {found.__name__}.step takes the reply as text, and it is given a ParsedReply: "

@@ -70,6 +70,7 @@ class RolloutWorker:
             samples = await wait_or_cancel(episodes, self.rollout.timeout_s)
         finally:
             self.groups.remove(episodes)
+        # None: the driver counts the timeout, and tries another engine
         return None if samples is None else [*chain.from_iterable(samples)]
 
     async def _run_episode(self, ticket: int, prompt: Prompt, sibling: int) -> list[Sample]:

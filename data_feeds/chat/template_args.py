@@ -41,6 +41,7 @@ def check_template_args(tokenizer: ChatTokenizer, data: TemplateConfig) -> None:
 
 def _check_argument(tokenizer: ChatTokenizer, name: str) -> None:
     key = f"data.template_args.{quote(name)}"
+    # such as add_generation_prompt: our own calls depend on their values
     if name in inspect.signature(tokenizer.hf.apply_chat_template).parameters:
         raise UserError(f"{key} is set by FeynRL: leave it out")
     read = list_arguments(tokenizer)

@@ -72,6 +72,7 @@ class ChatTokenizer:
             raise UserError(f"{key}={path} has no chat template: set data.template=plain, or add one to its tokenizer")
         if self.hf.eos_token_id is None:
             raise UserError(f"{key}={path}: its tokenizer has no end-of-sequence token")
+        # chat models often end a turn with another token than the tokenizer's eos
         more_ends = _eos_of_generation_config(path, key, trust_remote_code=trust_remote_code)
         self.stop_token_ids = sorted({self.hf.eos_token_id, *more_ends})
 
@@ -102,6 +103,7 @@ class ChatTokenizer:
             return [self.hf.eos_token_id]
         reply: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": STAND_IN}]
         text = self.render_text(reply, reply_next=False)
+        # some templates end turns with other text, or with none
         rest = text[text.rindex(STAND_IN) + len(STAND_IN) :]
         return [self.hf.eos_token_id] if rest.startswith(self.hf.eos_token) else []
 
@@ -244,6 +246,7 @@ class ChatTokenizer:
     def _drops_text_of(self, role: str) -> bool:
         said: Message = {"role": role, "content": STAND_IN}
         asked: Message = {"role": "user", "content": "."}
+        # templates may refuse a conversation that begins with an assistant or tool turn
         trial = {"user": [said], "assistant": [asked, said], "tool": [asked, said]}.get(role, [said, asked])
         written = [self._try_template(trial, in_parts) for in_parts in ((), ROLES)]
         return STAND_IN not in written[0] and STAND_IN in written[1]

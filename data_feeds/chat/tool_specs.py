@@ -31,6 +31,7 @@ def read_tools(given: Any, *, fills_gaps: bool) -> list[ToolSpec]:
             raise InvalidRow("bad_tools", f"tools is text and no JSON: {first_line(error)}") from error
     if not isinstance(given, list):
         raise InvalidRow("bad_tools", f"tools must be a list of {FORM}, found {given!r:.60}")
+    # a null may be a filled gap, which would change the meaning of a schema
     if fills_gaps and not is_text and holds_null(given):
         raise InvalidRow(
             "bad_tools",
@@ -64,6 +65,7 @@ def _find_wrong(tool: Any) -> str:
     if not isinstance(parameters, dict) or parameters.get("type") != "object":
         return f"parameters of the tool {name:.60} must be a JSON schema of the type object, found {parameters!r:.60}"
     try:
+        # as text, since a cache needs hashable keys
         wrong = _find_flaw(json.dumps(parameters))
     except (TypeError, RecursionError) as error:
         wrong = first_line(error)

@@ -64,6 +64,7 @@ class ImageWriter:
             expansion = self._expand(image)
             first = int(waiting[0])
             end = first + len(expansion.ids)
+            # the tokens depend on the size of the image, so a mismatch means another image or other settings
             if tuple(ids[first:end]) != expansion.ids:
                 raise ImagesDoNotFit(
                     f"the tokens from {first} on are not those of image {len(places) + 1} of {len(images)}, which has "

@@ -66,6 +66,7 @@ class ImageReader:
         return self.files[name]
 
     def _find_file(self, name: str) -> Path:
+        # a data set must not make a run send requests, or depend on a server
         if name.startswith(("http://", "https://")):
             raise ImageRefused(f"{quote(name)} is an address, which is not fetched: download it and give its path")
         path = Path(unquote(name.removeprefix("file://")) if name.startswith("file://") else name)

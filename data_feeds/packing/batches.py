@@ -297,6 +297,7 @@ def plan_update(
         groups=in_group if whole_groups else None,
         families=families,
         episodes=episodes,
+        # a loss per sequence needs all tokens of the episode in one batch
         has_seq_ids=whole_episodes or are_single,
         sources=sources,
     )

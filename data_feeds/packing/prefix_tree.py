@@ -121,6 +121,7 @@ def sort_by_prefix(ids: Sequence[Array]) -> tuple[list[int], list[int]]:
         return [*range(len(ids))], [0] * len(ids)
     n = min(FIRST_LOOK, *map(len, ids))
     heads = np.concatenate([own[:n] for own in ids]).reshape(len(ids), n)
+    # big-endian bytes sort as the ids do, and faster than lists
     keys = [row.tobytes() for row in heads.astype(">i4")]
     if len({*keys}) == len(keys):  # the usual case: all pairs are compared in one call
         order = sorted(range(len(ids)), key=keys.__getitem__)
@@ -184,6 +185,7 @@ def _grow_tree(
             for i in order[first:end]:
                 paths[i].append(parent)
         if end - first > 1:
+            # a child begins at each sequence that shares no more than this segment with its predecessor
             cuts = [first, *(n for n in range(first + 1, end) if shared[n] == stop), end]
             todo += [(a, b, stop, parent, depth) for a, b in pairwise(cuts)]
 

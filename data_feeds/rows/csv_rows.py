@@ -40,6 +40,7 @@ def _check_names(names: list[str], key: str) -> None:
 
 
 def _make_row(names: list[str], cells: list[str], source: SourceConfig, where: str) -> dict[str, Any]:
+    # an unquoted comma would shift all later cells into wrong columns
     if len(cells) != len(names):
         raise UserError(f"{where} has {len(cells)} cells, and the first line names {len(names)} columns")
     row: dict[str, Any] = {name: cell for name, cell in zip(names, cells, strict=True) if cell}

@@ -42,6 +42,7 @@ class Mixture:
 
     def place_ticket(self, ticket: int) -> tuple[int, int]:
         """Return the source of a ticket, and the number of the draw within that source."""
+        # closed form: a resumed run need not replay earlier tickets
         block, slot = divmod(ticket, sum(self.parts))
         sources, ranks = self.pattern
         return sources[slot], block * self.parts[sources[slot]] + ranks[slot]
@@ -106,6 +107,7 @@ def pick_row_with_replacement(stream: str, draw: int, rows: int) -> int:
 
 @lru_cache(maxsize=64)
 def _shuffle_rows(stream: str, nth: int, rows: int) -> array[int]:
+    # 4 bytes per row, since shuffles of several passes are cached
     order = array("I", range(rows))
     random.Random(f"{stream}/{nth}").shuffle(order)
     return order

@@ -57,6 +57,7 @@ class RowConverter:
                 "ends_in_reply",
                 "it ends with an assistant turn, so its answer would be in the prompt: remove that turn",
             )
+        # an image without text is a valid prompt
         if not any(m["content"].strip() or "parts" in m for m in messages):
             raise InvalidRow("empty", "all its messages are empty")
         prompt = self._build_prompt(record, self._with_system(messages))

@@ -104,6 +104,7 @@ def read_records(
     needed: columns that at least one row must have. known: all columns read under our names.
     """
     known = list(known)
+    # a renamed column that nothing reads is a misspelling
     if ignored := [ours for ours in source.columns if ours not in known]:
         raise UserError(f"{key}: columns names {ignored[0]}, and only {', '.join(known)} are read here: leave it out")
     rows = _read_rows(source, key)
@@ -117,6 +118,7 @@ def read_records(
                 f"{key} has no column {names[ours]}; it has {', '.join(sorted(there))}: name the one meant in columns "
                 f"({{{ours}: ...}})"
             )
+    # only JSONL and CSV distinguish a missing key from null
     fills_gaps = not source.path.removesuffix(".gz").endswith((".jsonl", ".csv"))
 
     @cache
@@ -240,6 +242,7 @@ def _read_saved(folder: Path, split: str, key: str) -> list[dict[str, Any]]:
     except Exception as error:  # a border: what a broken file of the folder makes pyarrow and datasets raise
         raise UserError(f"{key} cannot be loaded by datasets.load_from_disk: {name_error(error)}") from error
     if not isinstance(saved, DatasetDict):
+        # split defaults to train, and a folder's only split may have another name
         if split != "train" and str(saved.split) != split:
             raise UserError(f"{key} holds one split ({saved.split}), and split is {split!r}: leave split out")
         return saved.to_list()

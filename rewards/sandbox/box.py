@@ -64,6 +64,7 @@ class Box:
         if (pid := _find(self._reports, "child-pid")) is not None:
             with suppress(ProcessLookupError):
                 self._inside = os.pidfd_open(pid)
+        # again: the start of the sandbox does not count towards the code's time
         self._began = time.monotonic()
 
     @property
@@ -74,6 +75,7 @@ class Box:
         """Send the input, wait for the end or a limit, and return the result."""
         stdout = bytearray()
         self._tasks.append(asyncio.create_task(self._collect(self._out, stdout)))
+        # concurrent with reading, or both sides could block on full pipes
         feeding = asyncio.create_task(self._feed(stdin))
         try:
             await asyncio.wait_for(self._process.wait(), max(0.0, self.limits.seconds - self.seconds))
@@ -83,6 +85,7 @@ class Box:
             feeding.cancel()
             seconds = self.seconds
             exit_code = await self.close()
+        # bwrap itself failed, so no code ran
         if self.killed_for is None and exit_code is None:
             raise SandboxUnavailable(f"bwrap failed: {_last_line(self._stderr) or 'it was killed'}")
         if exit_code == OUT_OF_TIME:  # several threads use CPU time faster than the clock
@@ -156,6 +159,7 @@ class Box:
 
     async def _collect(self, stream: asyncio.StreamReader, into: bytearray) -> None:
         while chunk := await stream.read(CHUNK):
+            # reading continues after the limit, so that the pipe drains
             room = self.limits.output_bytes - len(into)
             into += chunk[:room]
             if len(chunk) > room:

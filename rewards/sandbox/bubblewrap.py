@@ -105,6 +105,7 @@ class Bubblewrap:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=handed,
+                # bwrap itself keeps the mark, by which leftovers of a killed run are found
                 env={name: os.environ[name] for name in (MARK,) if name in os.environ},
                 cwd="/",
                 limit=limits.output_bytes,
@@ -130,6 +131,7 @@ class Bubblewrap:
             ran = await self.run(["python3", "-I", "-c", PROBE], limits=Limits(seconds=SANDBOX_CHECK_TIMEOUT_S))
         except SandboxUnavailable as error:
             raise SandboxUnavailable(FORBIDDEN.format(said=error)) from error
+        # the probe prints whether it is not root, and whether /etc is visible
         if ran.stdout.split() != [b"True", b"False"]:
             said = ran.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"it printed {ran.stdout[:80]!r}"]
             raise SandboxUnavailable(FORBIDDEN.format(said=f"exit code {ran.exit_code}: {said[0][:200]}"))
@@ -207,6 +209,7 @@ def _name_python(command: Sequence[str]) -> list[str]:
     program, *arguments = command
     if program == "python3":
         home, inside = _python_home(), "/usr" if _python_home() == "/usr" else PYTHON
+        # resolved, since the name may be a link to a versioned file
         program = inside + os.path.realpath(_BASE).removeprefix(home)
     return [program, *arguments]
 

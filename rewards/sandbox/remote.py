@@ -95,6 +95,7 @@ class HttpSandbox:
 def _make_request(command: Sequence[str], files: dict[str, bytes], stdin: bytes, limits: Limits) -> dict[str, Any]:
     check_names(files)
     language, code = "bash", shlex.join(command)
+    # SandboxFusion runs Python as a language, with the source as `code`
     if len(command) == 2 and command[0] == "python3" and command[1] in files:
         language, code = "python", files.pop(command[1]).decode()
     return {

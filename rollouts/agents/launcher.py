@@ -47,6 +47,7 @@ CANNOT_START = 127
 def main(fd: int) -> None:
     """Serve start and end messages until the worker closes the socket or dies."""
     libc = ctypes.CDLL(None)
+    # dies with the worker, even if that is killed
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of an agent become children of this process, which kills them
     worker = socket.socket(fileno=fd)
@@ -118,6 +119,7 @@ class Launcher:
             self._become_agent(message, handles)
         for handle in handles:
             os.close(handle)
+        # a pidfd, since the process id of a dead process may be reused
         self.running[pid] = (message["id"], os.pidfd_open(pid))
         return True
 
@@ -125,6 +127,7 @@ class Launcher:
         """Run one episode in the forked process, then exit."""
         status = CANNOT_START
         try:
+            # a new process group, so that it can be killed as a whole
             os.setsid()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             # the agent must reach neither the launcher's socket nor the processes of other episodes

@@ -125,6 +125,7 @@ class AgentProcesses:
             if not self._ready:
                 await self._wait_until_ready(loop)
             if self._loop is not loop:
+                # a reader belongs to one event loop
                 loop.add_reader(self._socket, self._read_messages)
                 self._loop = loop
 
@@ -283,6 +284,7 @@ class _Reader:
 
     def begin(self) -> None:
         """Start reading. Only the agent's process keeps the other end open."""
+        # an open copy here would hide the end of file
         os.close(self.far_end)
         asyncio.get_running_loop().add_reader(self.near_end, self._take)
 
@@ -306,6 +308,7 @@ class _Reader:
             asyncio.get_running_loop().remove_reader(self.near_end)
             return False
         if self.limit is None:
+            # shown as it comes: it is the agent's log
             os.write(2, given)
             self.data = (self.data + given)[-KEPT_OF_ERRORS:]
         elif len(self.data) + len(given) > self.limit:

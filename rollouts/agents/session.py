@@ -164,6 +164,7 @@ class AgentSession:
 
     async def _reply(self, ask: ChatRequest) -> tuple[ChatResponse, Node]:
         self.counts.must_call += ask.must_call
+        # without a parser a call would be returned as text, and no tool would run
         if ask.tools and isinstance(self.sampler.parser, PlainParser):
             raise BadRequest(
                 "rollout.tool_parser is unset and the tokenizer has no response template, so nothing would read the "
@@ -179,6 +180,7 @@ class AgentSession:
         except TemplateRefuses as error:
             raise BadRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
         room = self._measure_room(planned)
+        # before sampling, so that concurrent requests count
         self.n_started += 1
         wanted = room if ask.max_tokens is None else min(room, ask.max_tokens)
         done = await self._sample(planned, wanted)

@@ -144,6 +144,7 @@ class Trace:
         parent = self._find_parent(messages, tools)
         planned = None if parent is None else self._append(parent, messages)
         if planned is None:
+            # a new branch, rendered in full
             given = self._render(messages, tools)
             planned = Planned(
                 parent=None,

@@ -185,6 +185,7 @@ def _read_part(part: Any, where: str) -> Part:
     url = url.get("url") if isinstance(url, dict) else url
     if not isinstance(url, str):
         raise BadRequest(f"{where} must be a part of type text or image_url: the policy sees nothing else", param=where)
+    # a harness must not make this process send requests
     if not url.startswith("data:"):
         raise BadRequest(f"{where}: an image by its address is not fetched: send it as a data URI", param=where)
     try:

@@ -218,6 +218,7 @@ class HfEngine(Engine):
         self.sleeper.check_loading()
         own = dict(self.model.named_parameters())
         self.loaded = {}
+        # a running batch sees the change, and rebuilds its cache
         self.n_updates += 1
         for bucket in buckets:
             for name, tensor in bucket:

@@ -168,6 +168,7 @@ class VllmEngine(VllmBase):
         raise RunStopped("vLLM ended a request without a result")
 
     async def _rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
+        # longer than the deadline inside the call, which raises the more precise error
         async with asyncio.timeout(self._timeout_s + ENGINE_RPC_GRACE_S):
             return await self._while_alive(self._llm.collective_rpc(method, kwargs=kwargs))
 

@@ -40,6 +40,7 @@ def check_turn_scores(read: Callable[[], list[dict[str, float]]], replies: int) 
     if given and len(given) != replies:
         return [], f"Env.turn_scores() must be empty or have one dict per reply, it has {len(given)} for {replies}"
     for scores in given:
+        # the same validation as for rewards
         parts, wrong = call_user_code(lambda scores=scores: scores, "Env.turn_scores()")
         if wrong:
             return [], wrong

@@ -126,6 +126,7 @@ class Reach(Env):
             bins = read_action_tokens(reply.message["content"])
         except NotActions:
             bins = []
+        # the vocabulary may have more action tokens than this game
         if len(bins) != len(LOW) or max(bins) >= BINS:
             self.failed = True
             return None

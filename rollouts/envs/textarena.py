@@ -67,6 +67,7 @@ class TextArena(Env):
         self.player = int(state.current_player_id)
         seen = state.get_current_player_observation()
         news = [text for sender, text, kind in seen if not (sender == self.player and kind.name == "PLAYER_ACTION")]
+        # a player without news still needs a turn to reply to
         return [{"role": "user", "content": "\n".join(news) or "It is your turn."}]
 
     @contextmanager

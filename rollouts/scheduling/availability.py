@@ -109,6 +109,7 @@ class EngineAvailability:
             self._raise_failure()
             self._changed.clear()
             await self._changed.wait()
+        # also if engines serve: a failed restart ends the run
         self._raise_failure()
         return found
 
@@ -218,6 +219,7 @@ class EngineAvailability:
 
     def _count_process(self, rank: int) -> None:
         """Record that the engine's next process is a new one."""
+        # a new tuple, since callers keep the old one
         self.deaths = (*self.deaths[:rank], self.deaths[rank] + 1, *self.deaths[rank + 1 :])
         self.groups[rank] = 0
 

@@ -156,6 +156,7 @@ class ReplayBuffer:
     async def reserve_ticket(self) -> int:
         """Wait until another group may start. Return the ticket."""
         if self.restarts:
+            # the stopped run started these tickets within the bound on staleness
             return self.restarts.popleft()
         await self._wait_until(lambda: self.schedule.may_start(self._next_position, version=self.version))
         self.started.add(self.ticket)
@@ -224,6 +225,7 @@ class ReplayBuffer:
 
     async def _wait_until(self, is_met: Callable[[], bool]) -> None:
         while not is_met():
+            # a future per waiter: a condition variable would wake all of them at each of many groups
             waiter = Waiter(is_met, asyncio.get_running_loop().create_future())
             self._waiters.append(waiter)
             try:
@@ -264,6 +266,7 @@ class ReplayBuffer:
         images = {name: read_image(base64.b64decode(text)) for name, text in state["images"].items()}
         for one in state["finished"]:
             buffer._put_waiting(_group_from_state(one, draw_prompt, images))
+        # every lower ticket has left the buffer
         buffer.next_ready = min([*buffer.started, *buffer.waiting, buffer.ticket])
         buffer._move_to_ready()
         buffer.n_reported = state["n_reported"]

@@ -132,6 +132,7 @@ class ElasticAvailability(EngineAvailability):
                 await asyncio.wait_for(idle.wait(), self.bounds.leave_s)
         # a sync counts on every engine that it started with
         await self.wait_for(lambda: [] if self._in_sync else [rank])
+        # a process that died meanwhile has been replaced already
         if self.process_of(rank) == process:
             self._lose(rank)  # before it ends: a group that it takes with it is no death
             await self._seats.release(rank)

@@ -54,6 +54,7 @@ class GroupRequests:
                     self.engines.end_group(process)
                     return group
                 too_slow.append(rank)
+                # two engines were too slow: it is the group, not the engine
                 if len(too_slow) > 1:
                     await self._stop_for(ticket, too_slow)
                 self.n_retries += 1
@@ -152,6 +153,7 @@ class Generation(GroupRequests):
             self._keep(tasks.create_task(self._generate_into_buffer(ticket)))
 
     def _keep(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
+        # the event loop keeps only weak references to tasks
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return task

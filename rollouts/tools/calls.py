@@ -94,6 +94,7 @@ async def _answer_call(call: ToolCall, tools: Mapping[str, Tool], *, seconds: fl
     except ToolFailed as error:
         return make_answer(f"{error}", call, "raised")
     except (Exception, SystemExit) as error:  # the border to the tool, whatever it raises
+        # else the TimeoutError is the tool's own
         if deadline.expired():
             return make_answer(f"{name} took longer than {seconds:g} seconds.", call, "timeout")
         return make_answer(f"{name} raised {name_error(error)}", call, "raised")

@@ -35,6 +35,7 @@ class ToolEnv(Env):
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
         # in the order of definition, base classes first: the order is visible in the prompt
+        # Tools are described when the class is defined, so that loading data can count their tokens.
         names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
         cls._marked = [name for name in names if getattr(getattr(cls, name, None), MARK, False)]
         described = [getattr(cls, name) for name in cls._marked]

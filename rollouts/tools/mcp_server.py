@@ -62,6 +62,7 @@ class McpConnection:
         """Connect, and list the tools. Raises ToolUnavailable, and UserError without the library."""
         client = _make_client(self.server, self.env)
         self._task = start_task(self._hold(client))
+        # the connection's task ends early on an error, and then never sets the event
         opened = asyncio.create_task(self._opened.wait())
         try:
             await asyncio.wait({self._task, opened}, timeout=MCP_START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -105,6 +106,7 @@ class McpConnection:
                 result = await self._client.call_tool(name, arguments)
             except Exception as error:  # the border to the server: the library raises its own errors and its streams'
                 raise ToolFailed(f"the MCP server did not answer {name}: {name_error(_find_cause(error))}") from error
+            # parts other than text, such as images, are only named
             text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
             if result.is_error:
                 raise ToolFailed(text)

@@ -21,6 +21,7 @@ def main() -> None:
     # the pipes get new descriptors, and 0, 1 and 2 go elsewhere: printed text must not mix with the responses
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # a file, not a pipe: it takes any amount of output without a reader
     shown, name = tempfile.mkstemp()
     os.unlink(name)
     os.dup2(shown, 1)

@@ -98,6 +98,7 @@ def _read_single(name: str, value: Any) -> Any:
 
 def be_candidate(calls: BinaryIO, answers: BinaryIO) -> None:
     """Run the code, then serve calls."""
+    # the code must not reach the judge's output
     nothing = os.open(os.devnull, os.O_RDWR)
     for handle in (0, 1, 2):
         os.dup2(nothing, handle)

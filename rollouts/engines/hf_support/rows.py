@@ -98,6 +98,7 @@ def make_rows(
     width = max(len(ids) for ids, _ in requests)
     pads = [width - len(ids) for ids, _ in requests]
     pad = _find_pad(processor)
+    # padding on the left puts every row's newest token into the last column
     ids = torch.tensor([[pad] * n + ids for n, (ids, _) in zip(pads, requests, strict=True)], dtype=torch.int64)
     mask = torch.tensor([[0] * n + [1] * (width - n) for n in pads], dtype=torch.int64)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)  # [B, L]; padding gets 0 and is masked

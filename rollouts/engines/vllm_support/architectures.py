@@ -23,6 +23,7 @@ def has_architecture(name: str) -> bool:
         )
     except subprocess.TimeoutExpired as late:
         raise RunStopped(f"vLLM could not be imported within {VLLM_IMPORT_TIMEOUT_S:g} s") from late
+    # importing vLLM may print other text
     answer = asked.stdout.rpartition("vLLM has it: ")[2].strip()
     if asked.returncode != 0 or answer not in ("True", "False"):
         raise RunStopped(f"vLLM cannot be imported: {(asked.stderr.strip().splitlines() or ['it says nothing'])[-1]}")

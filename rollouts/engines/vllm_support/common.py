@@ -103,6 +103,7 @@ class VllmBase(Engine):
             start = len(ids)
             ids += output.token_ids
             logp += [at[token].logprob for token, at in zip(output.token_ids, output.logprobs, strict=True)]
+            # vLLM reports versions as spans of tokens
             versions += [
                 _parse_version(span.version) for span in output.weight_versions for _ in range(span.start, span.end)
             ]
@@ -174,6 +175,7 @@ class VllmBase(Engine):
                 temperature=1.0,
                 max_tokens=1,
                 prompt_logprobs=0,
+                # tokens served from the cache are not computed, so they have no log-probabilities
                 skip_reading_prefix_cache=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,

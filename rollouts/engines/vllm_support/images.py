@@ -28,6 +28,7 @@ def make_prompt(ids: list[int], images: Sequence[PlacedImage], placeholder: int 
     return {
         "prompt_token_ids": collapse_images(ids, images, placeholder),
         "multi_modal_data": {"image": [_open(place.image) for place in images]},
+        # vLLM caches image features under these ids
         "multi_modal_uuids": {"image": [place.image.hash for place in images]},
     }
 

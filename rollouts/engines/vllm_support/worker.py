@@ -166,6 +166,7 @@ class GlooTransfer(StreamedTransfer):
 class NcclTransfer(StreamedTransfer, NCCLWeightTransferEngine):
     """Transfer over vLLM's NCCL engine from an `NcclSender`, with checksums of loaded weights. Never run yet."""
 
+    # explicit, since VerifiedTransfer's empty method comes first
     shutdown = NCCLWeightTransferEngine.shutdown
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
@@ -188,6 +189,7 @@ class NcclTransfer(StreamedTransfer, NCCLWeightTransferEngine):
     def _next(self) -> Bucket | None:
         nccl = self.model_update_group
         with transfer_errors("nccl"):
+            # None ends the stream
             header = nccl.group.broadcast_obj(None, src=0)
             if header is None:
                 return None
