@@ -266,8 +266,7 @@ def plan_update(
     numbered = [
         (g, (g, n), s) for g, group in enumerate(groups) for n, s in zip(number_episodes(group), group, strict=True)
     ]
-    # samples with weight 0 have no gradient, so they need no forward pass
-    kept = [(row, w) for row, w in zip(numbered, weights, strict=True) if w]
+    kept = [(row, w) for row, w in zip(numbered, weights, strict=True) if w]  # weight 0 needs no forward pass
     samples, in_group = [s for (_, _, s), _ in kept], [g for (g, _, _), _ in kept]
     check_untrained(samples)
     families = find_families(samples, in_group) if share_prefixes else None
@@ -297,8 +296,7 @@ def plan_update(
         groups=in_group if whole_groups else None,
         families=families,
         episodes=episodes,
-        # a loss per sequence needs all tokens of the episode in one batch
-        has_seq_ids=whole_episodes or are_single,
+        has_seq_ids=whole_episodes or are_single,  # a sum per sequence needs all of its tokens in one batch
         sources=sources,
     )
 
