@@ -208,9 +208,9 @@ def count_lines(page: str) -> str:
 
 
 def summarize(file: str) -> str:
-    """Return the first sentence of a file's docstring, without what follows a colon."""
+    """Return the first sentence of a file's docstring."""
     said = " ".join((ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or "").split())
-    return re.split(r"(?<=\w)[.:;](?:\s|$)| \(", said, maxsplit=1)[0].replace("|", "/")
+    return escape(re.split(r"(?<=\w)\.(?:\s|$)", said, maxsplit=1)[0])
 
 
 def paragraph(text: str) -> str:

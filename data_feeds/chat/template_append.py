@@ -22,7 +22,7 @@ class TemplateRefuses(UserError):
 
 
 class ImagesDoNotFit(TemplateRefuses):
-    """Error of a conversation whose text does not have one placeholder for each image."""
+    """Error of a conversation without exactly one placeholder per image."""
 
 
 class TemplateRewrites(UserError):

@@ -47,6 +47,7 @@ def to_template_messages(
 def list_parts(message: Message) -> list[dict[str, Any]]:
     """Return the content of a message as parts. Image parts have no data."""
     parts = message.get("parts") or [{"type": "text", "text": message["content"]}]
+    # the template needs the position of an image, not the data
     return [{"type": "image"} if part["type"] == "image" else {**part} for part in parts]
 
 

@@ -62,7 +62,7 @@ class ChatTokenizer:
             raise UserError(f"{key}={path}: its tokenizer cannot be loaded: {name_error(error)}{more}") from error
         self.who, self.template, self.template_args = f"{key}={path}", template, dict(template_args or {})
         self.images: ImageProcessor | None = None
-        """Processor of a model that sees images; None for a language model."""
+        """Processor of a vision model, or None for a language model."""
         self._writer: ImageWriter | None = None
         if _sees_images(path, key, trust_remote_code):
             self._load_images(path, key, trust_remote_code)

@@ -18,7 +18,7 @@ from modeling.images.processor import Expansion, ImageProcessor
 
 
 class ImageWriter:
-    """Writer of images: puts their tokens into the texts of a template, and finds them again among token ids."""
+    """Writer of images: expands placeholders in rendered text, and locates image tokens among ids."""
 
     def __init__(self, processor: ImageProcessor):
         self.processor = processor

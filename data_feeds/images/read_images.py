@@ -16,7 +16,7 @@ from data_feeds.rows.invalid_rows import InvalidRow
 from data_feeds.rows.values import SOURCES, is_absent
 
 MOST_BYTES = 2**27
-"""Bytes of the largest file that is opened as an image."""
+"""Maximum size of an image file, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class ImageReader:
         return [self.read(one, column) for one in (given if isinstance(given, list) else [given])]
 
     def make_places(self, given: Any, column: str) -> Placeholders:
-        """Return the images of a row's column, to take the places of image parts."""
+        """Return the images of a row's column, for message parts without an image."""
         return Placeholders(self, self.read_all(given, column), column)
 
     def read(self, given: Any, what: str) -> EncodedImage:

@@ -34,6 +34,7 @@ def lay_out_columns(
     done: dict[int, dict[C, Floats]] = {}
     for rank_bins, of_rank in zip(plan.bins, columns, strict=True):
         for chosen, of_batch in zip(rank_bins, of_rank, strict=True):
+            # [M] has the trained tokens of the micro-batch's samples, one after the other
             first = 0
             for s in (plan.samples[i] for i in chosen):
                 mask, after = s.loss_mask, first + s.n_trained

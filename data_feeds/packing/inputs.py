@@ -1,6 +1,6 @@
-"""Inputs of a forward pass: which tokens of a sample it reads, and which of them samples may share.
+"""Inputs of a forward pass: the tokens of a sample to compute, and the keys for prefix sharing.
 
-Of text the token ids decide both. Samples with images have rules of their own, in data_feeds/images/row_images.py.
+For text, token ids decide both. Samples with images follow data_feeds/images/row_images.py.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from data_feeds.packing.prefix_tree import Row
 
 
 def count_inputs(sample: Sample) -> int:
-    """Return how many tokens of a sample a forward pass reads: of text all but the last, which predicts nothing."""
+    """Return the number of input tokens of a sample. For text, all but the last token, which predicts nothing."""
     if not sample.images:
         return len(sample.token_ids) - 1
+    # imported here, since training on text works without data_feeds/images
     from data_feeds.images import row_images
 
     return row_images.count_inputs(sample)
 
 
 def make_keys(samples: Sequence[Sample]) -> list[Ids]:
-    """Return the keys of each sample's input tokens: two samples may share a token where their keys agree up to it."""
+    """Return each sample's input tokens as keys. Samples may share tokens as far as their keys agree."""
     if not hold_images(samples):
         return [sample.token_ids[: count_inputs(sample)] for sample in samples]
     from data_feeds.images import row_images
@@ -35,9 +36,9 @@ def make_keys(samples: Sequence[Sample]) -> list[Ids]:
 
 
 def fill_row(samples: Sequence[Sample], row: Row) -> tuple[Tensor, Tensor | None, tuple[EncodedImage, ...]]:
-    """Return token ids [T], M-RoPE positions [3, T] and images of a row that was laid out by keys.
+    """Return token ids [T], M-RoPE positions [3, T] and images of a row laid out by keys.
 
-    The positions are None where no image has a grid: those of the row are enough.
+    Positions are None if no image has a grid; the row's positions are then sufficient.
     """
     if not hold_images(samples):
         return torch.from_numpy(row.input_ids), None, ()  # the keys are the ids
@@ -47,7 +48,7 @@ def fill_row(samples: Sequence[Sample], row: Row) -> tuple[Tensor, Tensor | None
 
 
 def check_untrained(samples: Sequence[Sample]) -> None:
-    """Raise ValueError for an image's token that is trained on: an image is given, and no policy chooses it."""
+    """Raise ValueError for a trained image token, since no policy samples images."""
     for sample in samples:
         for place in sample.images:
             if sample.loss_mask[place.begin : place.end].any():

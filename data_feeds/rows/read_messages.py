@@ -67,7 +67,7 @@ def read_messages(
 
 
 def holds_image_parts(given: Any) -> bool:
-    """Tell whether a column of messages holds a part that is an image.
+    """Return whether a column of messages contains an image part.
 
     >>> holds_image_parts([{"role": "user", "content": [{"type": "image"}]}]), holds_image_parts("Look!")
     (True, False)

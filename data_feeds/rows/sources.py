@@ -82,7 +82,7 @@ class Record:
         )
 
     def _get_places(self, messages: Any) -> Placeholders | None:
-        """Return the images in the row's columns; None if columns and messages contain no image."""
+        """Return the images in the row's columns, or None if the row has no image."""
         there = [name for name in IMAGES if name in self.columns]
         if not there and not holds_image_parts(messages):
             return None

@@ -39,6 +39,7 @@ class Task:
 
     def as_json(self) -> dict[str, Any]:
         """Return the task as JSON for a command."""
+        # without messages, whose images asdict would copy
         return asdict(replace(self, messages=[])) | {"messages": [*map(write_content, self.messages)]}
 
 

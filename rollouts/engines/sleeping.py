@@ -48,6 +48,7 @@ class Sleeper:
         awake."""
         if self.state is not SleepState.AWAKE:
             raise RunStopped(f"an engine was to sleep while it was {self.state.value}")
+        # an unfinished request would lose its cache
         if running:
             raise RunStopped(f"an engine was to sleep while it had {running} requests: wait until they are finished")
         self.state = SleepState.ASLEEP

@@ -21,7 +21,7 @@ class Env(ABC):
     tools: Sequence[ToolSpec] = ()
     """Tools besides those of the prompt, in OpenAI's format. Class-level tools count towards data.max_prompt_tokens."""
     least_turns: int = 1
-    """Smallest valid rollout.max_turns: 2 or more if the policy must see a turn after its first reply."""
+    """Minimum of rollout.max_turns: 2 or more if the policy must see a turn after the first reply."""
     player: int = 0
     """Player of the next reply. Only games with several sides change it."""
 

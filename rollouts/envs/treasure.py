@@ -30,6 +30,7 @@ class Treasure(Env):
         if first and move == OPEN:
             self.earned.append(-FEE)
             return [{"role": "user", "content": self.prompt.answer}]
+        # any other reply earns nothing, and ends the game
         wins = {TAKE: self.coin} if first else {self.prompt.answer: PRIZE}
         self.earned.append(wins.get(move, 0.0))
         return None

@@ -22,7 +22,7 @@ ENGINE_GROUP = "engine"
 
 
 Process = tuple[int, int]
-"""Rank of an engine, and the processes that it has had before."""
+"""Rank of an engine, and the number of its earlier processes."""
 
 
 class EngineState(Enum):
@@ -52,9 +52,9 @@ class EngineAvailability:
         restarts."""
         self.states = [EngineState.SERVING] * n
         self.deaths = (0,) * n
-        """Processes that each engine has had before. Who asks an engine keeps this, to tell later which one it was."""
+        """Number of dead processes of each engine. Callers keep this tuple to identify the process they called."""
         self.groups = [0] * n
-        """Groups that the process of each engine works on. One that timed out stays counted: that engine gets fewer."""
+        """Number of running groups of each process. A timed-out group stays counted, so a slow engine gets fewer."""
         self._serving: list[int] = []
         self._away_s = [0.0] * n
         self._restart, self._budget, self._say = restart, budget, say
@@ -117,18 +117,18 @@ class EngineAvailability:
         return rank, self.deaths[rank]
 
     def begin_group(self, rank: int) -> Process:
-        """Count a group that an engine is asked for; return its process."""
+        """Count a group sent to an engine. Return the engine's process."""
         self.groups[rank] += 1
         return self.process_of(rank)
 
     def end_group(self, process: Process) -> None:
-        """Count a group that has come."""
+        """Count a finished group."""
         rank, _ = process
         if process == self.process_of(rank):
             self.groups[rank] -= 1
 
     def find_least_busy(self, besides: int | None = None) -> int:
-        """Return the serving rank with the fewest groups, the lowest of several; `besides` only if it is the only one.
+        """Return the serving rank with the fewest groups, the lowest on a tie. `besides` only if no other serves.
 
         At least one engine must serve.
         """

@@ -27,7 +27,7 @@ from core.types.sample_json import collect_images, describe_places, restore_mess
 from core.types.samples import Group, Prompt, Sample, make_sample
 
 MAX_REJECTED = 20
-"""A step fails when the algorithm has rejected this many times the groups that it needs."""
+"""Maximum number of rejected groups per step, as a multiple of the groups it needs. Beyond it, the step fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +260,7 @@ class ReplayBuffer:
     def from_state(
         state: Mapping[str, Any], schedule: Schedule, draw_prompt: Callable[[int], Prompt], *, step: int
     ) -> ReplayBuffer:
-        """Return the buffer of a stopped run: finished groups are there, started ones start again with new weights."""
+        """Restore the buffer of a stopped run. Finished groups are kept; started groups restart with new weights."""
         buffer = ReplayBuffer(schedule, step=step, ticket=state["ticket"])
         buffer.started, buffer.restarts = set(state["started"]), deque(state["started"])
         images = {name: read_image(base64.b64decode(text)) for name, text in state["images"].items()}
@@ -289,7 +289,7 @@ def _group_from_state(
 
 
 def _read_sample(described: Mapping[str, Any], images: Mapping[str, EncodedImage]) -> dict[str, Any]:
-    """Return what `_describe_sample` described, by the names of the fields."""
+    """Restore the fields of `_describe_sample`, by name."""
     found: dict[str, Any] = from_json(described)
     found["transcript"] = restore_messages(found["transcript"], images)
     found["images"] = restore_places(found["images"], images)

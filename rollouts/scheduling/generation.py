@@ -29,7 +29,7 @@ class GroupRequests:
         timeout_s: float,
         engines: EngineAvailability | None = None,
     ):
-        """timeout_s: of one group, per attempt. engines: None is engines that are not restarted."""
+        """timeout_s: deadline of one group, per attempt. engines: None for engines without restart."""
         self.engines = engines or EngineAvailability(len(workers))
         self.workers, self.timeout_s = workers, timeout_s
         self._patience_s = timeout_s + GROUP_TIMEOUT_GRACE_S

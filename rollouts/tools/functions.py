@@ -94,6 +94,7 @@ def _allow_null(schema: dict[str, Any]) -> dict[str, Any]:
         return rest | {"anyOf": [*rest["anyOf"], {"type": "null"}]}
     if "enum" in rest:
         rest["enum"] = [*rest["enum"], None]
+    # a union of simple types is a list
     kinds = rest["type"] if isinstance(rest["type"], list) else [rest["type"]]
     return rest | {"type": [*kinds, "null"]}
 

@@ -1,6 +1,6 @@
-"""vLLM's executor for one rank on a CPU: its worker computes in EngineCore, vLLM's second process.
+"""vLLM executor for one rank on a CPU: the worker runs in EngineCore, vLLM's second process.
 
-vLLM itself starts a third process for it, because it can choose a worker's cores only at its birth.
+By default vLLM starts a third process, since it can set a worker's cores only at process start.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from rollouts.engines.vllm_support.settings import CORES
 
 
 class CoreExecutor(UniProcExecutor):
-    """Executor whose process computes on the cores that the environment names."""
+    """Executor pinned to the CPU cores in vLLM's environment variable."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         cores = [int(core) for core in os.environ[CORES].split(",")]
         os.sched_setaffinity(0, cores)
-        # OpenMP read its variables at the birth of the process. No parallel region has run yet, so it still obeys.
+        # OpenMP read its variables at process start. No parallel region has run yet, so it still accepts a new number.
         torch.set_num_threads(len(cores))
         super().__init__(*args, **kwargs)

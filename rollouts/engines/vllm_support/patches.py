@@ -1,4 +1,4 @@
-"""Private parts of vLLM, and of torch in vLLM's workers, that this code uses; see core/patches.py."""
+"""Private parts of vLLM, and of torch in vLLM's workers, that this code accesses; see core/patches.py."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ PATCHES = (
 
 
 def allow_next_update(worker: Any) -> None:
-    """Let a worker begin an update, also where the last one broke off."""
+    """Allow a worker to begin an update, also after an aborted one."""
     worker._weight_update_active = False
 
 
 def forget_half_loaded(model: torch.nn.Module) -> bool:
-    """Discard the tensors of an aborted update, which vLLM would reuse; return whether there was one."""
+    """Discard the tensors of an aborted update, since vLLM would reuse them. Return whether there were any."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     half_loaded = [info for layer in model.modules() if (info := get_layerwise_info(layer)).can_load()]
@@ -75,13 +75,13 @@ def forget_half_loaded(model: torch.nn.Module) -> bool:
 
 
 def find_adapters(manager: Any) -> Any:
-    """Return what holds the adapters of a worker's LoRA manager."""
+    """Return the adapter manager behind a worker's LoRA manager."""
     return manager._adapter_manager
 
 
 @contextmanager
 def keeping_threads() -> Generator[None]:
-    """Let the body make an engine in this process, which has its number of threads again afterwards.
+    """Restore this process's number of threads after the body has created an engine.
 
     On a CPU vLLM sets one thread, and replaces `set_num_threads` by a function that does nothing.
     """

@@ -1,4 +1,4 @@
-"""Register our weight transfer engines in every process of vLLM."""
+"""vLLM plugin that registers our weight-transfer engines in every process of vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.timing.deadlines import PARENT_POLL_S
 
 @cache
 def register() -> None:
-    """Register the engines, once; vLLM calls this in each of its processes, maybe more than once.
+    """Register the engines. Cached, since vLLM may call this several times per process.
 
     The entry point group is vllm.general_plugins.
     """
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def _end_with_parent() -> None:
-    """End a process that vLLM started when its parent is gone; it would survive a kill of the parent."""
+    """End this process, started by vLLM, after its parent has died. It would survive a kill of the parent."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
