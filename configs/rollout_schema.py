@@ -248,6 +248,10 @@ class RolloutConfig(StrictModel):
 PauseMode = Literal["keep", "wait", "abort"]
 
 
+PROBE_TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
+"""Default of weight_sync.probe_tolerance by model.dtype, in nats."""
+
+
 class WeightSyncConfig(StrictModel):
     """Keys of `weight_sync`."""
 
@@ -274,3 +278,7 @@ class WeightSyncConfig(StrictModel):
     probe_tolerance: float | None = Field(None, gt=0)
     """Maximum mean absolute difference between trainer's and engine's log-probabilities of a probe prompt after a sync.
     Unset: 0.002 in float32, 0.1 in bfloat16."""
+
+    def bound_probe(self, dtype: str) -> float:
+        """Return probe_tolerance, or the default of a model's dtype, in nats."""
+        return self.probe_tolerance or PROBE_TOLERANCE[dtype]

@@ -26,7 +26,6 @@ from data_feeds.packing.columns import add_columns
 from driver.rl.setup import Prepared
 from driver.start.devices import list_cores
 from driver.start.rollouts import RolloutPlan, build_engine, plan_rollouts
-from driver.start.weight_sync import TOLERANCE
 from modeling.forward import forward, layout_for
 from rollouts.engines.base import Completion, Engine, EngineLacks
 from rollouts.episode import check_completion, make_seed
@@ -75,7 +74,7 @@ class Bench:
         self.cfg = in_one_process(prepared.loaded.cfg)
         self.plan: RolloutPlan = plan_rollouts(self.cfg)
         self.tokenizer: ChatTokenizer = prepared.tokenizer
-        self.bound = sampling.bound or self.cfg.weight_sync.probe_tolerance or TOLERANCE[self.cfg.model.dtype]
+        self.bound = sampling.bound or self.cfg.weight_sync.bound_probe(self.cfg.model.dtype)
         self.max_new_tokens = min(sampling.tokens, self.cfg.rollout.max_new_tokens)
         self.requests = self._make_requests(prepared, sampling.sequences)
         torch.manual_seed(self.cfg.seed)

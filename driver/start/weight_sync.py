@@ -31,8 +31,6 @@ from trainers.weight_sync.transports import (
     Transport,
 )
 
-TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
-"""Default of weight_sync.probe_tolerance by model.dtype, in nats."""
 PROBE_TOKENS = 64
 """Length of the prompt that proves a weight sync; after its first image, where it has one."""
 
@@ -53,7 +51,7 @@ def make_probe(cfg: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[Prompt
     end = min([end, *(place.begin for place in places if place.end > end)])  # an image is never cut
     return Probe(
         token_ids=ids[:end],
-        bound=cfg.weight_sync.probe_tolerance or TOLERANCE[cfg.model.dtype],
+        bound=cfg.weight_sync.bound_probe(cfg.model.dtype),
         images=tuple(place for place in places if place.end <= end),
     )
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from algs import find_algorithm
+from configs.rollout_schema import PROBE_TOLERANCE
 from configs.schema import RLConfig
 from core.cluster.ray_workers import Cluster
 from core.cluster.workers import Resources
@@ -18,7 +19,7 @@ from data_feeds.packing.batches import micro_batches
 from driver.load_recipe import load_recipe
 from driver.start.rollouts import build_worker, plan_rollouts
 from driver.start.trainers import build_trainer, plan_trainer
-from driver.start.weight_sync import TOLERANCE, make_weight_sync
+from driver.start.weight_sync import make_weight_sync
 from trainers.trainer import Trainer
 from trainers.weight_sync.base import Probe
 from trainers.weight_sync.publisher import RemoteWeightSync
@@ -153,7 +154,7 @@ def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(
                 cfg_of(**changes),
                 trainers,
                 engines,
-                Probe(token_ids=PROBE, bound=TOLERANCE["float32"]),
+                Probe(token_ids=PROBE, bound=PROBE_TOLERANCE["float32"]),
                 rollouts=plan_rollouts(cfg_of(**changes)),
                 say=said.append,
                 facts=facts,
