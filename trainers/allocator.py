@@ -1,4 +1,4 @@
-"""Memory allocation of a process that needs arrays of the same sizes in every step: a trainer on a CPU, the driver."""
+"""glibc malloc settings for processes that allocate the same sizes every step: CPU trainers and the driver."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ LIBC = ctypes.CDLL(None)
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory for the next tensor; do nothing with another C library.
 
-    By default every large tensor is mapped again and unmapped when it is freed, and the kernel zeroes each of its
-    pages before the first write. That costs a tenth of a training step, and of the driver's own work about a half.
+    By default glibc maps every large tensor anew and unmaps it when freed. The kernel zeroes each page before the
+    first write. That costs a tenth of a training step, and about half of the driver's own work.
     """
     if hasattr(LIBC, "mallopt"):
         LIBC.mallopt(M_MMAP_MAX, 0)
@@ -21,9 +21,9 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Give the kernel back what was freed until now; do nothing with another C library.
+    """Return freed memory to the kernel; do nothing with another C library.
 
-    For where much is freed that no next tensor fits into: threads that read files have heaps of their own.
+    Call it after freeing memory that later tensors cannot reuse: threads that read files have heaps of their own.
     """
     if hasattr(LIBC, "malloc_trim"):
         LIBC.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""The trainer of several ranks with DeepSpeed: ZeRO 0 to 3 behind the local trainer's interface."""
+"""Distributed trainer with DeepSpeed, ZeRO stages 0 to 3, behind the interface of the local trainer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DeepSpeedTrainer(DistributedTrainer):
         return DeepSpeedLearner(model, self.cfg, self.dtype, self.sum_over_ranks)
 
     def partition(self, model: nn.Module) -> None:
-        """Cut what the ranks have read by rows as ZeRO-3 does; a model that was read whole is left to DeepSpeed."""
+        """Partition row-sharded parameters as ZeRO-3 does; DeepSpeed partitions a model that was read whole."""
         config, device = deepspeed_config(self.cfg, self.dtype), torch.device(self.device)
         if unite_rows(model, make_cutter(config), device=device, dtype=DTYPES[self.dtype]):
             model.to(device)  # DeepSpeed takes it for done once a parameter is cut
@@ -78,12 +78,14 @@ class DeepSpeedLearner:
         self.exported = exported_tensors(model)
         optimizer = make_optimizer(cfg, [p for p in model.parameters() if p.requires_grad])
         if cfg.zero_stage == 0:
+            # gradients are reduced by the time that DeepSpeed calls the optimizer, so the norm is computed there
             optimizer.register_step_pre_hook(self._finish_gradients)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=deepspeed_config(cfg, dtype)
         )
         self.module = self.engine
         self.ranks = torch.distributed.get_world_size()
+        # hooks see every gradient before DeepSpeed reduces it; a norm is not available at every stage
         self.gradient_sum = torch.zeros((), device=self.engine.device)
         for p in model.parameters():
             if p.requires_grad:
@@ -117,9 +119,10 @@ class DeepSpeedLearner:
         return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.inf
 
     def _finish_gradients(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Clip the reduced gradients and note their norm, or drop them: the optimizer's first act with ZeRO-0.
+        """Clip the reduced gradients and record the norm, or drop gradients that must not be applied.
 
-        ZeRO-0 tells no norm, and would apply a gradient that is not finite.
+        A pre-step hook of the optimizer for ZeRO-0, which reports no norm and would apply a gradient that is not
+        finite.
         """
         from deepspeed.runtime.utils import clip_grad_norm_
 
@@ -141,7 +144,7 @@ class DeepSpeedLearner:
                 yield [(exported.name, exported.compute()) for exported in bucket]
 
     def save_state(self, folder: Path) -> None:
-        """Write DeepSpeed's own files, each rank its share, without frozen parameters."""
+        """Write the DeepSpeed checkpoint of this rank, without frozen parameters."""
         self.engine.save_checkpoint(
             str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True
         )
@@ -155,7 +158,10 @@ class DeepSpeedLearner:
 
 
 def make_cutter(config: dict[str, Any]) -> Callable[[nn.Parameter], None]:
-    """Return what leaves this rank's part of a whole parameter, as ZeRO-3 cuts it. Every rank calls it in one order."""
+    """Return a function that shards a full parameter as ZeRO-3 does.
+
+    Collective: every rank calls it for the same parameters in the same order.
+    """
     import deepspeed
 
     first: Any = None
@@ -174,7 +180,7 @@ def make_cutter(config: dict[str, Any]) -> Callable[[nn.Parameter], None]:
 
 
 def read_sharded_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the float32 weights that `save_state` of all ranks wrote, in one process; not those of ZeRO-0."""
+    """Return the float32 weights of a ZeRO-1 to ZeRO-3 checkpoint, merged from the files of all ranks."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     with without_gc():
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -186,14 +192,14 @@ def read_sharded_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def read_whole_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights that `save_state` wrote with ZeRO-0, which shards nothing."""
+    """Return the weights of a ZeRO-0 checkpoint, which is not sharded."""
     [file] = folder.glob("*model_states.pt")
     with reading(file, classes=classes_in_checkpoints()):
         return torch.load(file, map_location="cpu", weights_only=True)["module"]
 
 
 def classes_in_checkpoints() -> list[type]:
-    """Return the classes of DeepSpeed's own whose objects are in its files: settings and places, no code."""
+    """Return the DeepSpeed classes that a checkpoint may contain: settings and offsets, no code."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

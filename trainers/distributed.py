@@ -1,4 +1,4 @@
-"""A trainer of several ranks, whichever library shards its models. One process per rank."""
+"""Base of the distributed trainers, DeepSpeed and FSDP2. One process per rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class DistributedTrainer(Trainer):
         raise NotImplementedError
 
     def check_models(self, size: int) -> None:
-        """Raise UserError for a model whose rows `size` ranks cannot compute together, as it was loaded."""
+        """Raise UserError for a loaded model that does not support sequence parallelism over `size` ranks."""
         for model in self.list_models():
             config: Any = model.config
             why = refuse_sequence_parallel(config, size)
@@ -73,7 +73,8 @@ class DistributedTrainer(Trainer):
 
     def sum_over_rows(self, values: Tensor) -> Tensor:
         together = self.sequence_group
-        counts = together is None or together.place == 0  # the ranks of a group have the same rows: one of them counts
+        # every rank of a sequence group has the same rows, so only the first may contribute to the sum
+        counts = together is None or together.place == 0
         return self.sum_over_ranks(values if counts else torch.zeros_like(values))
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ class DistributedTrainer(Trainer):
 
 
 def form_sequence_group(size: int) -> SequenceGroup:
-    """Form groups of `size` neighbours, which are on one machine where they can be; return this rank's."""
+    """Return this rank's sequence group: `size` consecutive ranks, on the same machine if possible."""
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     groups = [list(range(first, first + size)) for first in range(0, ranks, size)]
     own, _ = torch.distributed.new_subgroups_by_enumeration(groups)
@@ -99,7 +100,10 @@ def form_sequence_group(size: int) -> SequenceGroup:
 
 
 def form_group(backend: str, timeout: timedelta) -> None:
-    """Form the group of all ranks before a library does, whose store would listen on all addresses."""
+    """Initialize the default process group, before a library does.
+
+    The store of a library would listen on all network addresses; this store listens on MASTER_ADDR only.
+    """
     if torch.distributed.is_initialized():  # a second trainer in this process
         return
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

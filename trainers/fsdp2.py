@@ -1,7 +1,7 @@
-"""The trainer of several ranks with torch's FSDP2: every tensor of a model is sharded over the ranks.
+"""Distributed trainer with torch FSDP2: every tensor of a model is sharded over the ranks.
 
-A rank holds its rows of the float32 weights in training, of their gradients and of the optimizer's states, and nothing
-twice: a bfloat16 model's weights are rounded when the ranks gather them for a forward pass (trainers/fsdp2_units.py).
+A rank stores a shard of the float32 weights, the gradients and the optimizer states. There is no second copy in
+bfloat16: weights are rounded when the ranks gather them for a forward pass (trainers/fsdp2_units.py).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class FsdpLearner:
         }
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.held = {name: local_part(p.detach()) for name, p in self.trained.items()}
-        """What this rank holds of each trained parameter: rows of a sharded one, in the parameter's own memory."""
+        """Local shard of each trained parameter, or the whole adapter parameter. Both are views, not copies."""
         self.optimizer = make_optimizer(cfg, self.held.values())
 
     def backward(self, loss: Tensor) -> None:
@@ -89,6 +89,7 @@ class FsdpLearner:
 
     def update(self, *, lr: float, apply: bool) -> float:
         self._sum_gradients_of_adapter()
+        # the optimizer updates local shards, not DTensors, so the gradients move to the shards first
         for name, p in self.trained.items():
             self.held[name].grad = None if p.grad is None else local_part(p.grad)
             p.grad = None
@@ -104,7 +105,7 @@ class FsdpLearner:
         return value
 
     def _sum_gradients_of_adapter(self) -> None:
-        """Sum over the ranks the gradients of the parameters that are not sharded, in one call."""
+        """Sum adapter gradients over the ranks in a single all-reduce; adapters are not sharded."""
         adapter = [p for p in self.trained.values() if not isinstance(p, DTensor)]
         if not adapter:
             return
@@ -114,8 +115,9 @@ class FsdpLearner:
             p.grad = grad.view_as(p)
 
     def _compute_norm(self) -> Tensor:
-        """Return the norm of the whole gradient, the same on every rank."""
+        """Return the global gradient norm, float32 scalar, the same on every rank."""
         names = [name for name, held in self.held.items() if held.grad is not None]
+        # squares of shards add up over the ranks; adapter gradients are equal on all ranks and count once
         of_rows = self._sum_squares([name for name in names if isinstance(self.trained[name], DTensor)])
         of_whole = self._sum_squares([name for name in names if not isinstance(self.trained[name], DTensor)])
         return (self.sum_over_ranks(of_rows) + of_whole).sqrt().float()
@@ -131,7 +133,7 @@ class FsdpLearner:
             yield [(e.name, e.compute(lambda p, dtype=e.dtype: gather(p, dtype))) for e in bucket]
 
     def save_state(self, folder: Path) -> None:
-        """Write each rank's rows, without frozen parameters."""
+        """Write the shards of this rank, without frozen parameters."""
         state: dict[str, Tensor] = {f"{WEIGHTS}.{name}": p.detach() for name, p in self.trained.items()}
         for name, p in self.trained.items():
             for kind, held in self.optimizer.state[self.held[name]].items():
@@ -155,7 +157,7 @@ class FsdpLearner:
 
 
 def gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a whole parameter on the device; a sharded one is rounded before it is gathered."""
+    """Return a full parameter on the device; shards are rounded to `dtype` before the all-gather."""
     value = parameter.detach()
     if not isinstance(value, DTensor):
         return value

@@ -1,4 +1,4 @@
-"""Units of FSDP2: the modules whose parameters the ranks gather together, and drop again after use.
+"""FSDP2 units: modules whose parameters are all-gathered together and freed after use.
 
 model
   embedding     a unit, unless the head shares its weight
@@ -24,10 +24,10 @@ from core.patches import list_block_classes
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool) -> None:
-    """Shard a model's parameters in place over the ranks of `mesh`, unit by unit; it may be empty, on the meta device.
+    """Shard a model in place over the ranks of `mesh`, unit by unit. The model may be on the meta device.
 
-    What is trained becomes float32, and is gathered in `dtype`. An adapter stays whole on every rank. offload: hold the
-    shards in the machine's memory.
+    Trained parameters become float32 and are gathered in `dtype`. An adapter stays whole on every rank. offload: store
+    the shards in CPU memory.
     """
     hf: Any = model
     hf.tie_weights()
@@ -47,9 +47,9 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, offlo
 
 @torch.no_grad()
 def settle_shards(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool) -> nn.Module:
-    """Return a loaded model ready for training: sharded, if it was not before it was filled, and on its device.
+    """Return a loaded model that is sharded and on the device.
 
-    offload: the shards are on the CPU; what is not sharded is on the device.
+    offload: shards are on the CPU; tensors that are not sharded are on the device.
     """
     device = torch.device(mesh.device_type)
     for p in list_adapter(model):
@@ -78,25 +78,26 @@ def settle_shards(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype, off
 
 
 def list_adapter(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of an adapter, which are those in training; none for a model without one."""
+    """Return the trained adapter parameters, or an empty list for a model without an adapter."""
     return [p for p in model.parameters() if p.requires_grad] if hasattr(model, "peft_config") else []
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that become units, but for the model itself."""
+    """Return the submodules that become FSDP2 units."""
     hf: Any = model
     blocks = find_blocks(model)
     ends = [hf.get_input_embeddings(), hf.get_output_embeddings()]
     apart = [m for m in ends if m is not None]
+    # two units cannot share a parameter: tied weights belong to the unit of the model
     if len(apart) == 2 and apart[0].weight is apart[1].weight:
         apart = []
     return [*blocks, *apart]
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks: the outermost members of module lists that are, or hold, a module that must not be split.
+    """Return the transformer blocks: outermost members of module lists that contain an unsplittable module.
 
-    transformers names the classes of such modules. Raises UserError for a model without any.
+    transformers names the classes of such modules (`_no_split_modules`). Raises UserError if there are none.
     """
     kept = {name for m in model.modules() for name in list_block_classes(m)}
     blocks: list[nn.Module] = []

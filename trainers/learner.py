@@ -1,4 +1,4 @@
-"""Interface of one model in training."""
+"""Interface of a learner, which is a model in training with an optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainers.observers import ObserverFactory
 
 
 class Learner(Protocol):
-    """Train one model with its optimizer. Every method is called on all ranks at once."""
+    """Train a model with an optimizer. Every method is called on all ranks at once."""
 
     model: nn.Module
     module: nn.Module
@@ -25,7 +25,7 @@ class Learner(Protocol):
         ...
 
     def has_finite_gradients(self) -> bool:
-        """Tell whether every rank's gradient is finite; the same answer on every rank."""
+        """Return True if the gradients of all ranks are finite; the result is the same on every rank."""
         ...
 
     def update(self, *, lr: float, apply: bool) -> float:
@@ -33,11 +33,11 @@ class Learner(Protocol):
         ...
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
-        """Yield every tensor once, whole, in buckets of at most `max_bytes` (one tensor at least)."""
+        """Yield every tensor once, unsharded, in buckets of at most `max_bytes` (at least a single tensor)."""
         ...
 
     def save_state(self, folder: Path) -> None:
-        """Write the float32 weights in training and the optimizer, from which `load_state` continues to the bit."""
+        """Write the float32 master weights and the optimizer; `load_state` continues from them to the bit."""
         ...
 
     def load_state(self, folder: Path) -> None:
@@ -46,12 +46,12 @@ class Learner(Protocol):
 
 
 class TrainerSettings(TypedDict):
-    """Settings of a trainer besides its model, its algorithm and its own section of the recipe."""
+    """Trainer settings besides the model, the algorithm and the trainer section of the recipe."""
 
     temperature: float
     total_updates: int
     observers: NotRequired[Mapping[str, ObserverFactory]]
-    """What is measured beside the training, by the key of the recipe that asks for it."""
+    """Observer factories, by the recipe key that enables them."""
     allowed_tokens: NotRequired[AllowedTokens]
     """Tokens that the engine samples from, over which the softmax is taken. Unset: all."""
     has_ref_logp: NotRequired[bool]

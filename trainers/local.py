@@ -1,4 +1,4 @@
-"""The local trainer: plain torch, one process, no distributed code. The DeepSpeed trainer is tested against it."""
+"""Local trainer: plain torch, a single process, no distributed code. The distributed trainers are tested against it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LocalTrainer(Trainer):
 
 
 class TorchLearner:
-    """Model with its torch optimizer. A bfloat16 model has float32 master weights, as with DeepSpeed."""
+    """Learner in plain torch. A bfloat16 model has float32 master weights, as with DeepSpeed."""
 
     def __init__(self, model: nn.Module, cfg: TrainerConfig):
         self.model = self.module = model

@@ -39,6 +39,7 @@ class Meter:
         add_up: sums a tensor over the ranks.
         """
         names = sorted(self.sums)
+        # a single reduction for all sums; the second column of the token count is filler
         local = torch.stack(
             [torch.tensor([self.tokens, 1.0], dtype=torch.float64), *(self.sums[n].cpu() for n in names)]
         )
@@ -53,7 +54,7 @@ class Meter:
 
 
 class Rank(Protocol):
-    """Part of a trainer that adds numbers up over all of them."""
+    """Interface of a trainer rank that sums values over all ranks."""
 
     def sum_over_rows(self, values: Tensor) -> Tensor: ...
 

@@ -1,4 +1,4 @@
-"""Models of a trainer as they are loaded: the policy, a value model, and frozen models beside them."""
+"""Model loading of a trainer: the policy, the value model and the frozen models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from modeling.pretrained import Place
 
 
 class ModelLoader:
-    """Loads what a recipe names; what the recipe does not train is frozen already."""
+    """Loader of the models in a recipe. Parameters that are not trained are already frozen."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class ModelLoader:
         place: Place | None = None,
         place_frozen: Place | None = None,
     ):
-        """place: shards an empty model that is trained before it is filled, place_frozen one that is not; None loads
-        it whole.
+        """place: shards an empty trained model before the weights are read; None reads it whole. place_frozen: the
+        same for frozen models.
         """
         self.model, self.cfg, self.alg, self.place, self.place_frozen = model, cfg, alg, place, place_frozen
         self.kind: dict[str, Any] = {"dtype": model.dtype, "attention": model.attention}
@@ -62,14 +62,14 @@ class ModelLoader:
                 yield column, self._load_frozen(column, path)
 
     def _load_frozen(self, column: str, path: str) -> nn.Module:
-        """Load the model that scores a column; no path is the model in training, as it was."""
+        """Load the model that scores a column. An empty path loads the initial weights of the trained model."""
         place = _place_after(_freeze, self.place_frozen)
         own: dict[str, Any] = {"key": f"alg, the model of {column}", "place": place}
         model = load_model(path or self.model.path, **self.kind, **own, trust_remote_code=self.trusts)
         return model.requires_grad_(False)
 
     def _freeze_vision(self, model: nn.Module) -> None:
-        """Take the vision tower out of training; its connector, which speaks to the language part, stays in."""
+        """Freeze the vision tower with `trainer.vision: frozen`; the connector to the language model is trained."""
         if self.cfg.vision != "frozen":
             return
         own: Any = model
@@ -82,9 +82,10 @@ class ModelLoader:
 
 
 def _place_after(freeze: Callable[[nn.Module], None], place: Place | None) -> Place | None:
-    """Return `place`, after what is not trained was frozen: it is kept in another dtype."""
+    """Return a function that freezes a model and then calls `place`."""
     if place is None:
         return None
+    # freeze first: sharding chooses float32 for trained parameters and the dtype of the model for frozen parameters
 
     def freeze_and_place(model: nn.Module) -> None:
         freeze(model)

@@ -1,7 +1,7 @@
-"""Observers of a training step: everything that is measured beside it, in a class of its own each.
+"""Observers of a training step, such as metrics, recorders and compared losses.
 
 `Trainer.step` calls them at five moments. They read and change nothing, so a step is the same to the bit with all of
-them and with none. They are no interface for users: driver/start/observers.py lists all there are.
+them and with none. They are no interface for users: driver/start/observers.py lists them.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ class BatchSeen:
 
 
 class Observer:
-    """Base of the observers of a trainer rank. Every rank has the same ones and calls them in the same order."""
+    """Base of the observers of a trainer rank. Every rank calls the same observers in the same order."""
 
     def begin_step(self) -> None:
         """Begin a step."""
 
     def begin_update(self) -> None:
-        """Begin an update: its weights are still the old ones."""
+        """Begin an update, before the weights change."""
 
     def on_batch(self, seen: BatchSeen) -> None:
-        """Look at a micro-batch, after its backward pass."""
+        """Observe a micro-batch, after the backward pass."""
 
     def on_update(self, norms: Mapping[str, float]) -> None:
-        """Look at an update that is complete. norms: of its gradients; empty where the update was skipped."""
+        """Observe a complete update. norms: gradient norms; empty if the update was skipped."""
 
     def finish(self) -> dict[str, float]:
-        """End the step; return what was measured, the same on every rank."""
+        """End the step; return the metrics, the same on every rank."""
         return {}
 
 
 ObserverFactory = Callable[[Any], Observer]
-"""Makes an observer of the trainer that it is given. It is pickled, so it is a class or a partial of one."""
+"""Factory of an observer, called with the trainer. It is pickled, so it is a class or a partial of a class."""
 
 
 class Observers(Observer):
-    """All observers of a trainer rank, by the key of the recipe that asks for them."""
+    """All observers of a trainer rank, by the recipe key that enables them."""
 
     def __init__(self, by_key: Mapping[str, Observer]):
         self.by_key = by_key
 
     def __getattr__(self, key: str) -> Observer:
-        """Return one of them. The driver calls it by `trainers.attribute("observers.capture")`."""
+        """Return the observer of a key. The driver uses it in `trainers.attribute("observers.capture")`."""
         if (observer := self.by_key.get(key)) is None:
             raise AttributeError(f"there is no observer {key}")
         return observer

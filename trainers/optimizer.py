@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate."""
+"""Optimizer and learning rate schedule."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from configs.trainer_schema import TrainerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRateSchedule:
-    """Learning rate by number of updates done: linear warm-up, then constant, or a fall to `floor` * lr at `total`."""
+    """Learning rate schedule: linear warm-up, then constant, or decay to `floor` * lr at update `total`."""
 
     lr: float
     warmup: int
     total: int
     shape: Literal["constant", "linear", "cosine", "wsd"]
     floor: float = 0.0
-    """Fraction of lr at which the fall ends."""
+    """Fraction of lr at the end of the decay."""
     decay: int = 0
-    """Updates of the fall of wsd, which is stable before."""
+    """Number of decay updates of `wsd`, which is constant before."""
 
     def get_lr(self, update: int) -> float:
         if update < self.warmup:

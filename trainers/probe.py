@@ -1,4 +1,4 @@
-"""The prompt that proves a weight sync, as a trainer scores it."""
+"""Probe prompt that verifies a weight sync, on the trainer's side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of which every rank holds some rows: DTensors, made before a model is filled from its files.
+"""Row-sharded DTensors, made before a model is filled from files.
 
 empty model -- shard_rows --> every rank reads its rows -- unite_rows --> whole tensors, one at a time, for a library
 that cuts them its own way
@@ -19,7 +19,7 @@ from trainers.allocator import return_freed_memory
 
 
 def as_part_of(parameter: Tensor, held: Tensor) -> Tensor:
-    """Return a tensor of which this rank holds `held`, as it holds its part of `parameter`; in the same memory."""
+    """Return a DTensor with the local shard `held` and the placement of `parameter`; it shares the memory of `held`."""
     if not isinstance(parameter, DTensor):
         return held
     place = (parameter.device_mesh, parameter.placements)
@@ -27,7 +27,7 @@ def as_part_of(parameter: Tensor, held: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor."""
+    """Return the local shard of a tensor, or the tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -45,10 +45,12 @@ def shard_rows(model: nn.Module, mesh: DeviceMesh) -> None:
 def unite_rows(
     model: nn.Module, take: Callable[[nn.Parameter], None], *, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Replace the sharded parameters of a filled model by whole ones in `dtype` on `device`; tell if there were any.
+    """Replace the sharded parameters of a filled model by full tensors in `dtype` on `device`.
 
-    One after another: `take` gets each when it is whole, and leaves this rank's part of it alone.
+    take: called with each full parameter, before the next is gathered; it keeps the part of this rank. Return False if
+    the model has no sharded parameters.
     """
+    # a queue that drops each entry, so that the shards of a parameter are freed before the next is gathered
     waiting = deque((p, places) for p, places in find_places(model) if isinstance(p, DTensor))
     found = bool(waiting)
     while waiting:
@@ -63,7 +65,7 @@ def unite_rows(
 
 
 def find_places(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """Return every parameter with its modules and its names there; a tied one has several."""
+    """Return every parameter with the modules and attribute names that use it; a tied parameter has several."""
     found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):

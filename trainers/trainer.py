@@ -1,7 +1,7 @@
-"""A trainer: one training step over learners. What is measured beside it hangs on observers.
+"""Base trainer: the training step over learners. Observers compute metrics and records.
 
-A Learner is one model in training with its optimizer. The policy is one; the value model is another, if the algorithm
-needs values. Each is updated by its own gradient, and an update counts as made when both were made.
+A Learner is a model in training with an optimizer. The policy is a learner; so is the value model, if the algorithm
+needs values. Each is updated by a separate gradient. An update counts as made when both were made.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Trainer:
 
     rank, ranks = 0, 1
     offloaded: OffloadedTrainer
-    """Part that leaves the device, with placement: colocate."""
+    """Offloading to the CPU, with `placement: colocate`."""
     sequence_group: SequenceGroup | None = None
-    """Ranks that compute every row together, this one among them; None where each computes rows of its own."""
+    """Sequence-parallel group of this rank; None without sequence parallelism."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Trainer:
         asked: dict[str, ObserverFactory] = {"metrics": StepMetrics, **observers}
         self.observers = Observers({key: make(self) for key, make in asked.items()})
         if device == "cpu":
-            keep_freed_memory()
+            keep_freed_memory()  # before any model is loaded: only later allocations profit
         self.lora = model.lora
         models = self.make_loader(model, alg)
         self.policy = self.make_learner(models.load_policy())
@@ -95,7 +95,7 @@ class Trainer:
         raise NotImplementedError
 
     def get_file_settings(self) -> dict[str, Any]:
-        """Return the recipe keys that the files of a checkpoint depend on, and their values."""
+        """Return the recipe keys, with values, that determine the checkpoint format."""
         return {"backend": "local", "trainer.ranks": 1}
 
     def hold_frozen(self, model: nn.Module) -> nn.Module:
@@ -103,7 +103,7 @@ class Trainer:
         return model.to(self.device)
 
     def sum_over_rows(self, values: Tensor) -> Tensor:
-        """Return the sum of `values`, which are of this rank's rows, over the rows of all ranks, on every rank."""
+        """Return `values`, computed from this rank's rows, summed over all rows; the same on every rank."""
         raise NotImplementedError
 
     def save_model(self, folder: Path) -> None:
@@ -112,17 +112,20 @@ class Trainer:
             self.write_model(self.policy, folder, saved_scopes(self.lora))
 
     def save_value_model(self, folder: Path) -> None:
-        """Write the value model in Hugging Face format, as a sequence classifier of one number."""
+        """Write the value model in Hugging Face format, as a sequence classifier with a single label."""
         assert self.critic is not None
         with self.timer.measure(Activity.SAVE), writing(folder):
             self.write_model(self.critic, folder, ["whole"])
 
     def write_model(self, learner: Learner, folder: Path, scopes: list[ExportScope]) -> None:
-        """Gather the tensors of `scopes` and write them, from one rank."""
+        """Gather the tensors of `scopes` and write them from a single rank."""
         raise NotImplementedError
 
     def describe_layout(self) -> RowLayout:
-        """Return the layout of rows that suits all models: padded if one of them is, shared if all of them can."""
+        """Return the row layout that all models support.
+
+        Rows are padded if any model needs padding. Prefixes are shared if all models can share them.
+        """
         models = self.list_models()
         padded = any(layout_for(self.cfg.layout, m) == "padded" for m in models)
         able = not padded and all(can_share_prefixes(m) for m in models)
@@ -152,14 +155,14 @@ class Trainer:
             return self.observers.finish() | {"lr": self.lr_schedule.get_lr(self.updates_done - 1)}
 
     def _compute_loss(self, batch: Batch) -> tuple[Policy | None, Tensor, Metrics]:
-        """Make the forward pass; return the policy (None for a reward model), its loss [M] and the metrics."""
+        """Run the forward pass; return the policy (None for a reward model), the loss [M] and the metrics."""
         if self.alg.model_kind == "reward":
             return None, *self._compute_value_loss(self.policy, batch)
         policy = self.forward(batch)
         return policy, *check_per_token(self.alg, self.alg.objective(policy, batch.tokens), batch.tokens)
 
     def _compute_value_loss(self, learner: Learner, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Make the forward pass of a model of values; return its loss [M] and the metrics."""
+        """Run the forward pass of a value or reward model; return the loss [M] and the metrics."""
         returned = self.alg.value_loss(self._compute_values(learner, batch), batch.tokens)
         return check_per_token(self.alg, returned, batch.tokens)
 
@@ -173,10 +176,11 @@ class Trainer:
         learner.backward((loss * batch.tokens.weight).sum())
 
     def _update_weights(self) -> dict[str, float]:
-        """Update every learner whose gradient is finite; return the gradient norms, nothing if one was skipped."""
+        """Update every learner with finite gradients; return the gradient norms, or {} if any update was skipped."""
         lr = self.lr_schedule.get_lr(self.updates_done)
         learners = [("grad_norm", self.policy, lr)]
         if self.critic is not None and self.alg.value_lr is not None:
+            # the ratio value_lr / lr is constant, so that the critic follows the policy's warm-up and decay
             learners.append(("value/grad_norm", self.critic, lr * self.alg.value_lr / self.cfg.lr))
         norms = {name: learner.update(lr=lr, apply=learner.has_finite_gradients()) for name, learner, lr in learners}
         finite = all(math.isfinite(n) for n in norms.values())  # the same on every rank
@@ -191,7 +195,7 @@ class Trainer:
 
     @torch.no_grad()
     def measure_loss(self, micro_batches: list[Batch]) -> dict[str, float]:
-        """Return the metrics of an update without making it."""
+        """Return the loss and metrics of micro-batches without an update."""
         meter = Meter()
         for batch in self.with_totals(micro_batches):
             _, loss, metrics = self._compute_loss(batch)
@@ -214,6 +218,7 @@ class Trainer:
         if column == "prox_logp":
             return self.forward(batch).logp
         if column not in self.frozen:
+            # LoRA: the base model without the adapter is the reference, so no second model is loaded
             with self.model.disable_adapter():
                 return self.forward(batch).logp
         return self.forward(batch, frozen=self.frozen[column]).logp
@@ -247,17 +252,17 @@ class Trainer:
         )
 
     def export_weights(self, max_bytes: int, scope: ExportScope = "whole") -> Generator[Bucket]:
-        """Yield the policy's tensors; see Learner.export_weights."""
+        """Yield the tensors of the policy; see Learner.export_weights."""
         return self.policy.export_weights(max_bytes, scope)
 
     def flatten_weights(self) -> Tensor:
-        """Return all weights in training as one float32 vector on the CPU, for tests."""
+        """Return all trained weights as a flat float32 vector on the CPU, for tests."""
         learners = [self.policy, *([self.critic] if self.critic is not None else [])]
         buckets = (bucket for learner in learners for bucket in learner.export_weights(2**28))
         return torch.cat([t.flatten().float().cpu() for bucket in buckets for _, t in bucket])
 
     def save_state(self, folder: Path) -> None:
-        """Write this rank's share of a checkpoint into a folder that all ranks see."""
+        """Write this rank's part of a checkpoint into a folder on a shared file system."""
         counters = Counters(updates_done=self.updates_done, skipped_in_a_row=self.skipped_in_a_row)
         with self.timer.measure(Activity.SAVE), writing(folder):
             save_state(self._rank_state(), counters, folder)
@@ -276,9 +281,9 @@ class Trainer:
         )
 
     def with_totals(self, micro_batches: list[Batch]) -> Generator[Batch]:
-        """Yield the batches on this device, with the algorithm's sums over the whole update and all ranks.
+        """Yield the batches on the device, with the algorithm's totals over the whole update and all ranks.
 
-        One after another, because the pixels of a whole update may take more memory than its tokens.
+        Batches are loaded lazily: the pixels of a whole update may take more memory than the tokens.
         """
         with torch.no_grad():
             seen = ((self.forward(batch), batch.tokens) for batch in map(self.media.load, micro_batches))

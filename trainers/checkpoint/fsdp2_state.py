@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models, by torch's distributed checkpointing: any number of ranks reads what others wrote.
+"""Checkpoints of sharded models with torch's distributed checkpointing; any number of ranks can read them.
 
 The files are safetensors, which hold numbers only. A rank writes the rows that it has, and reads those that it wants.
 """
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from core.errors import UserError, first_line
 
 WEIGHTS = "weights"
-"""Prefix of the weights' names; those of the optimizer have its own word for a state, such as exp_avg."""
+"""Prefix of weight names; optimizer states have the optimizer's state name as prefix, such as exp_avg."""
 
 
 def write_state(state: dict[str, Tensor], folder: Path) -> None:
@@ -33,7 +33,7 @@ def list_saved(folder: Path) -> list[str]:
 
 
 def read_state(state: dict[str, Tensor], folder: Path) -> None:
-    """Read what `write_state` wrote into tensors in place; every rank is called, and there may be more or fewer."""
+    """Read the files of `write_state` into tensors in place. Collective; the number of ranks may differ."""
     with reading_shards(folder):
         checkpoint.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
 
@@ -53,7 +53,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def reading_shards(folder: Path) -> Generator[None]:
-    """Turn the errors of damaged files into UserError that names `folder`."""
+    """Convert errors of damaged files into UserError naming `folder`."""
     from safetensors import SafetensorError
 
     try:

@@ -1,4 +1,4 @@
-"""The policy's weights of a checkpoint, in one process, whichever trainer and however many ranks wrote them."""
+"""Policy weights of a checkpoint, read in a single process, from any trainer and any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainers.checkpoint.state import reading
 
 @torch.no_grad()
 def load_policy(model: nn.Module, checkpoint: Path) -> None:
-    """Copy what a checkpoint holds of the policy into the run's model, whose frozen parameters are not in it.
+    """Copy the policy weights of a checkpoint into the run's model. Checkpoints omit frozen parameters.
 
     Raises UserError where it does not hold what the model trains.
     """

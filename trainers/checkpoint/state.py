@@ -60,7 +60,7 @@ def rank_file(rank: int) -> str:
 
 
 def save_state(state: RankState, counters: Counters, folder: Path) -> None:
-    """Write this rank's share into `folder`, which exists."""
+    """Write this rank's part into the existing folder `folder`."""
     for name, learner in state.learners.items():
         learner.save_state(folder / name)
     rest = {
@@ -75,7 +75,7 @@ def save_state(state: RankState, counters: Counters, folder: Path) -> None:
 
 
 def load_state(state: RankState, folder: Path) -> Counters:
-    """Restore the state saved in `folder`. Raises UserError where it does not fit this trainer."""
+    """Restore the state saved in `folder`. Raises UserError if it does not fit this trainer."""
     first = read_rest(folder, 0)
     check_fit(first["fits"], state.fits, folder)
     for name, learner in state.learners.items():
@@ -88,7 +88,7 @@ def load_state(state: RankState, folder: Path) -> Counters:
 
 
 def check_fit(then: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    """Raise UserError naming the first key on which checkpoint and trainer differ."""
+    """Raise UserError with the first key that differs between checkpoint and trainer."""
     for key in (key for key in now if key != "model"):
         if then[key] != now[key]:
             raise UserError(
@@ -116,10 +116,11 @@ def read_rest(folder: Path, rank: int) -> dict[str, Any]:
 
 @contextmanager
 def reading(path: Path, *, classes: Sequence[type] = ()) -> Generator[None]:
-    """Let torch.load read tensors, numbers and `classes` only, whatever its caller asks for.
+    """Restrict torch.load to tensors, numbers and `classes`, whatever a caller requests.
 
-    Raises UserError that names `path` for a file that holds anything else, or cannot be read.
+    Raises UserError naming `path` if the file contains anything else or cannot be read.
     """
+    # environment variables, because DeepSpeed calls torch.load itself, with arguments that we cannot pass
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     before = {name: os.environ.get(name) for name in names}
     restore_environment({names[0]: "1", names[1]: None})

@@ -1,14 +1,13 @@
-"""A trainer rank that shares its device with an engine: it leaves, so that the engine has the memory, and returns.
+"""Offload a colocated trainer rank to the CPU while the engine generates.
 
-It leaves in two parts, because new weights must be sent while the engine's own weights are there already:
+Offloading has two parts, because new weights must be sent while the engine's weights are already on the device:
 
     offload_states     optimizer, master weights, gradients, value model, frozen models; the policy's weights stay
     offload_weights    the policy's weights, once they have been sent
-    reload_states everything comes back, to the bit
+    reload_states      everything is restored, to the bit
 
-It knows storages and not who uses them, so it serves every kind of learner (trainers/offload/storages.py). What is away
-must not be used: a stand-in takes the place of each learner and refuses, since a tensor without memory would end the
-process.
+It works on storages, so it serves every kind of learner (trainers/offload/storages.py). A stand-in replaces each
+offloaded learner and raises on use, because reading a tensor without memory would crash the process.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from trainers.learner import Learner
 from trainers.offload.storages import OffloadedStorages, find_storages, give_memory_back, identify
 
 SENDING = frozenset({"model", "module", "export_weights"})
-"""Attributes of a policy that may be used while its optimizer is away: enough to send and to prove the weights."""
+"""Policy attributes that may be used while the optimizer is offloaded: enough to send and verify the weights."""
 
 
 class Offloadable(Protocol):
-    """Parts of a trainer that can leave."""
+    """Parts of a trainer that can be offloaded."""
 
     rank: int
     device: str
@@ -42,20 +41,20 @@ class Offloadable(Protocol):
 
 
 class OffloadedTrainer:
-    """Part of a trainer rank that leaves the device and returns. Every method is called on all ranks at once."""
+    """Offloading of a trainer rank. Every method is called on all ranks at once."""
 
     def __init__(self, trainer: Offloadable):
         self.trainer = trainer
         self.aside = OffloadedStorages()
         self.left: list[str] = []
-        """Parts that are away, in order."""
+        """Offloaded parts, in order."""
 
     def name_devices(self) -> str:
         """Return the GPUs that Ray gave this rank, as CUDA_VISIBLE_DEVICES has them; "" on a CPU."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def offload_states(self) -> int:
-        """Leave with everything but the weights of the policy. Return the bytes that this frees."""
+        """Offload everything but the weights of the policy. Return the freed bytes."""
         self._check_left([], "offload_states")
         trainer, device = self.trainer, self.trainer.device
         with trainer.timer.measure(Activity.OFFLOAD):
@@ -69,7 +68,7 @@ class OffloadedTrainer:
             return freed
 
     def offload_weights(self) -> int:
-        """Leave with the weights of the policy, after `offload_states`. Return the bytes that this frees."""
+        """Offload the weights of the policy, after `offload_states`. Return the freed bytes."""
         self._check_left(["states"], "offload_weights")
         with self.trainer.timer.measure(Activity.OFFLOAD):
             policy, _, _ = self.there
@@ -81,7 +80,7 @@ class OffloadedTrainer:
             return freed
 
     def reload_states(self) -> None:
-        """Bring everything back."""
+        """Reload everything."""
         self._check_left(["states", "weights"], "reload_states")
         with self.trainer.timer.measure(Activity.RELOAD):
             self.aside.bring_back()
@@ -103,7 +102,7 @@ class OffloadedTrainer:
 
 
 class Absent:
-    """Stand-in for a learner or a model whose memory is away."""
+    """Stand-in for an offloaded learner or model. Using other than the allowed attributes raises RunStopped."""
 
     def __init__(self, real: object, rank: int, allowed: frozenset[str]):
         self._real, self._rank, self._allowed = real, rank, allowed
@@ -118,7 +117,7 @@ class Absent:
 
 
 def release_gathered(*learners: Learner | None) -> None:
-    """Let the units of FSDP2 forget whole weights that they have gathered: their shards are what is kept."""
+    """Free the full weights that FSDP2 units have gathered; the shards remain."""
     for learner in filter(None, learners):
         for unit in learner.model.modules():
             if callable(reshard := getattr(unit, "reshard", None)):  # by its name: to import FSDP2 takes a while
@@ -126,7 +125,7 @@ def release_gathered(*learners: Learner | None) -> None:
 
 
 def list_weights(policy: Learner) -> Iterator[Tensor]:
-    """Yield the tensors that hold the weights of the policy in use, or this rank's shards of them."""
+    """Yield the weight tensors of the policy, or this rank's shards."""
     for parameter in policy.model.parameters():
         yield parameter.data
         yield getattr(parameter, "ds_tensor", parameter.data)  # with ZeRO-3

@@ -1,7 +1,7 @@
-"""Free the memory of tensors for a while: their contents go to the host, and the tensors stay what they are.
+"""Offload tensor storages to the host, and restore them in place.
 
-A tensor is a view of a storage. A storage that is emptied keeps its identity, so every view, hook and list that knows
-the tensor knows it still when the contents are back:
+A tensor is a view of a storage. An emptied storage keeps the same identity, so every view, hook and list that refers to
+the tensor stays valid when the contents are restored:
 
     aside = OffloadedStorages()
     aside.put(find_storages(learner, device="cuda:0"))     # the memory is free; to use a tensor now is a crash
@@ -20,13 +20,13 @@ from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _ENDS = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
-"""Kinds of objects that are not followed: code, from which everything in the process can be reached."""
+"""Types of objects that are not followed: from code, everything in the process can be reached."""
 
 
 def find_storages(*roots: object, device: str) -> list[UntypedStorage]:
-    """Return, once each, the storages on `device` of all tensors that the roots hold, however deep.
+    """Return the distinct storages on `device` of all tensors reachable from the roots.
 
-    Storages that cannot be emptied, such as a file in memory, are left out.
+    Storages that cannot be resized, such as a memory-mapped file, are excluded.
     """
     found: dict[int, UntypedStorage] = {}
     for tensor in find_tensors(*roots):
@@ -37,12 +37,12 @@ def find_storages(*roots: object, device: str) -> list[UntypedStorage]:
 
 
 def identify(storage: UntypedStorage) -> int:
-    """Return a number that all views of the same memory share, and no other storage has meanwhile."""
+    """Return the id of a storage, shared by all views of the same memory."""
     return StorageWeakRef(storage).cdata
 
 
 def find_tensors(*roots: object) -> Iterator[Tensor]:
-    """Yield the tensors that the roots hold in attributes and containers, however deep; their gradients too."""
+    """Yield the tensors, and their gradients, reachable from the roots through attributes and containers."""
     seen: dict[int, object] = {}  # keeps them alive, or an id could come a second time
     waiting: list[Any] = [*roots]
     while waiting:
@@ -63,16 +63,16 @@ def find_tensors(*roots: object) -> Iterator[Tensor]:
 
 
 class OffloadedStorages:
-    """Storages whose contents are on the host, and whose own memory is free."""
+    """Storages with contents on the host and no device memory."""
 
     def __init__(self) -> None:
         self._emptied: list[tuple[UntypedStorage, int, UntypedStorage | None]] = []
-        """Storages with their sizes and the copies of their contents."""
+        """Storages with sizes in bytes and host copies."""
 
     def put(self, storages: Iterable[UntypedStorage], *, keep: bool = True) -> int:
-        """Copy the storages to the host and free their memory; return the bytes that are free now.
+        """Copy the storages to the host and free the device memory; return the freed bytes.
 
-        keep: False discards the contents, and `bring_back` restores nothing but the memory.
+        keep: False discards the contents; `bring_back` then restores only the memory.
         """
         freed = 0
         for storage in storages:
@@ -83,7 +83,7 @@ class OffloadedStorages:
         return freed
 
     def bring_back(self) -> None:
-        """Restore every storage, with the contents that were kept."""
+        """Restore every storage, with the saved contents."""
         for storage, nbytes, copy in self._emptied:
             storage.resize_(nbytes)
             if copy is not None:
@@ -92,7 +92,7 @@ class OffloadedStorages:
 
 
 def copy_to_host(storage: UntypedStorage) -> UntypedStorage:
-    """Return a copy in the host's memory; of a GPU's in pinned memory, which is copied much faster."""
+    """Return a copy in host memory. GPU storages are copied to pinned memory, which is much faster."""
     on_gpu = storage.device.type == "cuda"
     copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu).untyped_storage()
     copy.copy_(storage)
@@ -100,7 +100,7 @@ def copy_to_host(storage: UntypedStorage) -> UntypedStorage:
 
 
 def give_memory_back() -> None:
-    """Let other processes have the GPU memory that torch keeps for later tensors."""
+    """Release torch's cached GPU memory to other processes."""
     if torch.cuda.is_available():
         torch.cuda.ipc_collect()  # memory whose handles another process has had
         torch.cuda.empty_cache()

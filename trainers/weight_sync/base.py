@@ -20,17 +20,17 @@ TransportName = Literal["nccl", "ipc", "gloo", "direct", "disk"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """A trainer's record of one sync."""
+    """Trainer-side record of a sync."""
 
     checksums: dict[str, int]
     """Checksums by tensor name; see fingerprint.py."""
     nbytes: int
-    """Bytes of the tensors that one engine was sent."""
+    """Bytes sent to each engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """Weights that engines have loaded, and have not proven yet."""
+    """Weights that engines have loaded and not yet verified."""
 
     version: int
     engines: Sequence[int]
@@ -62,10 +62,10 @@ class WeightSync(Protocol):
     """Transfer of the trainer's weights to every engine."""
 
     async def publish_weights(self, version: int, engines: Sequence[int] | None = None) -> dict[str, float]:
-        """Return when every engine samples from version `version` and has shown it; raise RunStopped otherwise.
+        """Send and verify weights. Return the metrics when every engine samples from `version`; else raise RunStopped.
 
-        engines: ranks of the engines that get the weights; None is all of them. After ProcessDied of one of them the
-        others are ready for another sync.
+        engines: ranks of the engines that receive the weights; None is all of them. If an engine dies (ProcessDied),
+        the others are ready for another sync.
         """
         ...
 
@@ -74,7 +74,7 @@ class WeightSync(Protocol):
         ...
 
     async def prove_weights(self, delivery: Delivery) -> dict[str, float]:
-        """Return when the engines have shown what they hold. The second half: trainers take no part in it."""
+        """Verify the weights that the engines loaded. The second half of a sync; trainers take no part in it."""
         ...
 
 
@@ -99,11 +99,11 @@ class ReceivesWeights(Protocol):
     """
 
     async def pause(self) -> None:
-        """Return when the weights may be replaced; `weight_sync.pause_mode` says what happens to running requests."""
+        """Pause generation, until the weights are replaced. `weight_sync.pause_mode` governs running requests."""
         ...
 
     async def load_weights(self, version: int, buckets: Iterable[Bucket]) -> None:
-        """Take the weights of a trainer in the same process."""
+        """Load the weights of a trainer in the same process."""
         ...
 
     async def join_broadcast(self, *, address: str, port: int, first_rank: int, members: int) -> None:
@@ -115,28 +115,28 @@ class ReceivesWeights(Protocol):
         ...
 
     async def load_chunk(self, chunk: Chunk) -> None:
-        """Take one bucket of the update."""
+        """Load a bucket of the update."""
         ...
 
     async def receive_weights(self, version: int) -> None:
-        """Take part in one broadcast, or complete the update that came in chunks; then sample from `version`."""
+        """Receive a broadcast, or complete an update received in chunks; then sample from `version`."""
         ...
 
     async def read_fingerprint(self) -> list[Mapping[str, int]]:
-        """Return one mapping per tensor-parallel rank: checksums of what that rank's last update loaded."""
+        """Return the checksums of the last loaded update by tensor name, a mapping per tensor-parallel rank."""
         ...
 
     async def probe(self, token_ids: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """Return the log-probability, at temperature 1, of each token of text after the first, given what is before.
 
-        images: what spans of `token_ids` stand for; given only where there are some. float32.
+        images: images of the prompt, placed in `token_ids`; passed only if there are any. float32.
         """
         ...
 
 
 @contextmanager
 def transfer_errors(transport: str) -> Generator[None]:
-    """Turn the errors of code that moves bytes into TransportFailed."""
+    """Convert errors of a transport into TransportFailed."""
     try:
         yield
     except (RuntimeError, OSError, SafetensorError) as error:  # gloo, NCCL and the store raise RuntimeErrors

@@ -3,7 +3,7 @@
 The trainer's rank 0 is rank 0 of a separate process group, over gloo and TCP; every tensor-parallel rank of every
 engine is a member. A sync is one stream of uint8 tensors over it:
 
-    [bytes of header][header: (name, dtype, shape) ...][tensors, end to end]   once per bucket
+    [bytes of header][header: (name, dtype, shape) ...][tensors, end to end]   for each bucket
     [0]                                                                        the end
 
 Example: one bucket with w = bfloat16 [2, 3] and b = float32 [4]. Tensors begin at multiples of 64 bytes.
@@ -13,7 +13,7 @@ Example: one bucket with w = bfloat16 [2, 3] and b = float32 [4]. Tensors begin 
     uint8 [128]    w in bytes 0 to 11, b in bytes 64 to 79
     int64 [1]      0
 
-Receivers need not know the names beforehand, no process holds more than two buckets besides its own weights, and all
+Receivers need not know the names beforehand, no process stores more than two buckets besides the model, and all
 engines receive the same broadcast. vLLM's workers receive in rollouts/engines/vllm_support/worker.py. Afterwards
 `verify_sync` compares the checksums of sent and loaded tensors. With NCCL, vLLM's workers receive from an `NcclSender`.
 A member that fails leaves the group, so that the others fail at once. trainers/weight_sync/chunks.py needs no group.
@@ -75,8 +75,8 @@ class WeightSender:
     def send(self, buckets: Iterable[Bucket]) -> dict[str, int]:
         """Broadcast every bucket; return the checksums of the tensors by name. Raises TransportFailed.
 
-        Tensors are whole, in the dtype of the engines. Buckets are taken from the iterable one at a time; while one is
-        on its way, the next is read and copied.
+        Tensors are whole, in the dtype of the engines. Sending overlaps with copying: while a bucket is sent, the next
+        is read and copied.
         """
         sent: dict[str, int] = {}
         self.sent_bytes = 0
@@ -123,7 +123,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Receiver in an engine: one per tensor-parallel rank."""
+    """Weight receiver of a tensor-parallel rank of an engine."""
 
     transport = "gloo"
 
@@ -139,9 +139,9 @@ class WeightReceiver:
         self._group = None
 
     def receive(self) -> Iterator[Bucket]:
-        """Yield the buckets of one `send`. Each has its own storage, which a consumer may keep.
+        """Yield the buckets of a `send`. Each has a separate storage, so a consumer may keep it.
 
-        While the consumer works with one, the next is on its way.
+        The next bucket is received while the consumer uses the current bucket.
         """
         bucket: Bucket | None = None
         while length := int(self._receive_tensor(torch.zeros(1, dtype=torch.int64))):
@@ -174,7 +174,7 @@ class WeightReceiver:
 
 
 class Member(Protocol):
-    """Member of the group, which can leave it."""
+    """Member of the process group."""
 
     transport: str
 

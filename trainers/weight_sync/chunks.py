@@ -30,7 +30,7 @@ class ChunkWriter:
         self._nbytes = self._count = 0
 
     def write_chunk(self) -> bool:
-        """Make the next chunk and forget the one before; return False at the end of the stream."""
+        """Write the next chunk and drop the previous chunk; return False at the end of the stream."""
         bucket = next(self._stream, None)
         if bucket is None:
             return False

@@ -70,7 +70,7 @@ def checksum(shard: Tensor, *, shape: Sequence[int] | None = None, start: Sequen
 
 
 def describe_difference(sent: Mapping[str, int], ranks: Sequence[Mapping[str, int]]) -> str | None:
-    """Describe how the tensors that one engine's ranks loaded differ from those sent; None if they are equal.
+    """Describe how the tensors that the ranks of an engine loaded differ from the sent tensors; None if equal.
 
     The checksums of a tensor's shards must add up to the sent one, or to k times that if k ranks replicate it.
     """
@@ -135,7 +135,7 @@ def verify_sync(
     bound: float,
     engines: Sequence[int] | None = None,
 ) -> float:
-    """Raise RunStopped unless every engine holds the sent weights; return the largest mean difference of the probe.
+    """Verify loaded weights; return the largest mean difference of the probe. Raises RunStopped on a mismatch.
 
     sent: checksums by tensor name. loaded: `Engine.read_fingerprint()` per engine, one mapping per rank.
     expected_logp: the trainer's log-probabilities of the probe prompt. probe_logp: `Engine.probe()` per engine.

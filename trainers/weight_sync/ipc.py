@@ -25,7 +25,7 @@ _PLACE_OF_DEVICE = 6
 
 
 class HandleWriter(ChunkWriter):
-    """Writer of chunks that hold handles. The memory stays as it is until the next chunk."""
+    """Writer of chunks of memory handles. The memory stays unchanged until the next chunk."""
 
     def _store(self, bucket: Bucket) -> None:
         self._shared: list[Tensor] = [tensor.detach().contiguous() for _, tensor in bucket]
@@ -35,7 +35,7 @@ class HandleWriter(ChunkWriter):
 
 
 def join_chunks(of_ranks: Sequence[bytes]) -> bytes:
-    """Return one chunk for an engine, from those of the trainer ranks on its GPUs."""
+    """Join the chunks of the trainer ranks on an engine's GPUs into a single chunk."""
     return pickle.dumps([*of_ranks])
 
 
@@ -53,7 +53,7 @@ def open_handles(chunk: bytes, device: int) -> Bucket:
 
 
 def name_gpu(device: int) -> str:
-    """Return the name of a GPU that every process gives it."""
+    """Return the name of a GPU, the same in every process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

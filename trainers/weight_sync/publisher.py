@@ -67,7 +67,7 @@ class LocalWeightSync:
 
 @dataclass(slots=True)
 class RemoteWeightSync:
-    """Weight sync over the first of `transports` that works; the verification is the same for all."""
+    """Weight sync over the first of `transports` that works; all transports are verified in the same way."""
 
     ends: SyncEndpoints
     engines: Remote[ReceivesWeights]
@@ -115,7 +115,7 @@ class RemoteWeightSync:
 
     @asynccontextmanager
     async def _charging_engines(self, ranks: Sequence[int]) -> AsyncGenerator[None]:
-        """Charge the body to weight sync on the engines; an engine that has died is not asked to end it."""
+        """Time the body as weight sync on the engines; skip engines that have died."""
         timers = self.ends.only(ranks).engine_timers
         try:
             await timers.call_all(ActivityTimer.begin_activity, Activity.SYNC)
@@ -148,7 +148,7 @@ class RemoteWeightSync:
 
 @contextmanager
 def _naming_version(version: int) -> Generator[None]:
-    """Let an error of a process say in which sync it came."""
+    """Add the version of the sync to errors of processes."""
     try:
         yield
     except ProcessDied as error:
@@ -158,7 +158,7 @@ def _naming_version(version: int) -> Generator[None]:
 
 
 def prove(delivery: Delivery, probed: Sequence[Sequence[float]], probe: Probe) -> dict[str, float]:
-    """Return the metrics of a sync. Raises RunStopped unless every engine holds what was sent.
+    """Verify a sync and return the metrics. Raises RunStopped unless every engine loaded the sent weights.
 
     probed: the engines' log-probabilities of the probe prompt.
     """

@@ -1,4 +1,4 @@
-"""The trainer's part of a weight sync between processes. Every rank of a distributed trainer has one."""
+"""Trainer-side source of a weight sync between processes. Every rank of a distributed trainer has a source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainers.weight_sync.nccl import NcclSender
 
 
 class WeightSource:
-    """Exporter and sender of one rank. All ranks are called, except for `open_broadcast` and `wait_for_members`."""
+    """Exporter and sender of a rank. All ranks are called, except for `open_broadcast` and `wait_for_members`."""
 
     def __init__(self, trainer: ExportsWeights, timer: ActivityTimer, *, is_sender: bool):
         self.trainer, self.timer, self.is_sender = trainer, timer, is_sender
@@ -29,7 +29,7 @@ class WeightSource:
         self.sender.join(members=members)
 
     def broadcast_weights(self, max_bytes: int, scope: ExportScope) -> Sent | None:
-        """Stream the tensors to the engines; rank 0 returns what it sent."""
+        """Broadcast the tensors to the engines; rank 0 returns the record of the sync."""
         with self.timer.measure(Activity.SYNC):
             stream = self.trainer.export_weights(max_bytes, scope)
             if not self.is_sender:
@@ -67,5 +67,5 @@ class WeightSource:
         self.writer.close()
 
     def summarize_chunks(self) -> Sent:
-        """Return what was sent, on rank 0."""
+        """Return the record of the sync, on rank 0."""
         return self.writer.summarize()

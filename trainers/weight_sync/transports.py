@@ -23,12 +23,12 @@ Calls = list[Coroutine[Any, Any, Any]]
 
 
 class Transport(Protocol):
-    """Transfer weights to the engines, in one way."""
+    """Transport of weights to the engines."""
 
     name: TransportName
 
     async def transfer(self, version: int, ends: SyncEndpoints) -> Sent:
-        """Return when every engine of `ends` has loaded what was sent.
+        """Transfer the weights; return when every engine of `ends` has loaded them.
 
         After TransportFailed no process waits any longer.
         """
@@ -37,9 +37,10 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncEndpoints:
-    """The trainer and engine handles, and the settings that every transport shares.
+    """Trainer and engine handles, and the settings that all transports share.
 
-    The deadline of the handles is longer than `timeout_s`, the one inside the workers: they report first.
+    The deadline of the handles is longer than `timeout_s`, the deadline inside the workers, so that workers report
+    first.
     """
 
     trainers: Remote[ExportsWeights]
@@ -51,7 +52,7 @@ class SyncEndpoints:
     """Size of a bucket."""
     scope: ExportScope
     timeout_s: float
-    """Deadline of one step of a sync inside a worker."""
+    """Deadline of a step of a sync inside a worker."""
 
     def only(self, engines: Sequence[int]) -> SyncEndpoints:
         """Return the endpoints of a sync with these engines alone."""
@@ -67,7 +68,7 @@ class SyncEndpoints:
 class BroadcastTransport:
     """Broadcast from trainer rank 0 to every rank of the engines, in a process group that they form once.
 
-    They form it again where the engines are others than those of the last sync, or one of them was restarted.
+    They form it again if the engines differ from those of the last sync, or an engine was restarted.
     """
 
     name: TransportName
@@ -112,7 +113,7 @@ class BroadcastTransport:
 
 @dataclass(slots=True)
 class ChunkedTransport:
-    """Transfer of one chunk at a time: trainer rank 0 writes it, and each engine loads it."""
+    """Transfer chunk by chunk: trainer rank 0 writes a chunk, and each engine loads it."""
 
     name: TransportName
     folder: Path | None
@@ -145,12 +146,12 @@ class ChunkedTransport:
         return sources.start_all(WeightSource.begin_chunks, ends.max_bytes, ends.scope, where)
 
     async def _load_chunk(self, sources: Remote[WeightSource], ends: SyncEndpoints) -> Calls:
-        """Return the calls by which the engines load the chunk that was just written."""
+        """Return the calls that load the last written chunk into the engines."""
         return ends.engines.start_all(ReceivesWeights.load_chunk, sources.submit(0, WeightSource.get_chunk))
 
 
 class HandleTransport(ChunkedTransport):
-    """Transfer of one chunk of handles at a time, between trainer ranks and engines on the same GPUs. Never run yet."""
+    """Transfer of IPC handles, chunk by chunk, between trainers and engines on the same GPUs. Never run yet."""
 
     def _begin(self, sources: Remote[WeightSource], ends: SyncEndpoints, folder: Path | None) -> Calls:
         return sources.start_all(WeightSource.begin_handles, ends.max_bytes, ends.scope)
