@@ -1,17 +1,16 @@
-"""Trainers and engines on the same devices, in turns (placement: colocate).
+"""Colocation: trainers and engines alternate on the same devices (placement: colocate).
 
-One step takes every device once around this circle. Each arrow is one call with a deadline, in the time account under
-the phase that stands at it:
+Every step goes through this cycle of states. Each arrow is a call with a deadline, timed as the phase written on it:
 
     generating --sleep--> engines asleep --return--> training --leave--> optimizer away --wake--> weights awake
          ^                                                                                             |
          +--sync (proof)-- cache awake <--wake-- trainers away <--leave-- published <----sync (send)---+
 
-The engine's weights wake before the trainer's leave, because the first are loaded from the second; by then the
-optimizer has left, which is most of a trainer. The cache, which is most of an engine, wakes last.
+The engine's weights wake before the trainer's are offloaded, because they are loaded from the trainer. By then the
+optimizer is offloaded, the largest part of a trainer. The KV cache, the largest part of an engine, wakes last.
 
-The driver alone knows whose turn it is. What is called out of turn is refused where it would touch memory that is not
-there: by rollouts/engines/sleeping.py and trainers/offload/offloaded_trainer.py, on a CPU as on a GPU.
+Only the driver knows the state. Calls out of order that would touch missing memory are refused by
+rollouts/engines/sleeping.py and trainers/offload/offloaded_trainer.py, on a CPU as on a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ T = TypeVar("T")
 
 
 class ColocationState(StrEnum):
-    """State of the devices."""
+    """State of colocated devices."""
 
     GENERATING = "generating"
     ENGINES_ASLEEP = "engines asleep"
@@ -56,13 +55,13 @@ class Colocation:
     trainers: Workers[OffloadedTrainer]
     engines: Workers[RolloutWorker]
     sleepers: Workers[RolloutWorker]
-    """The engines with the deadline of a call that may wait for groups."""
+    """Engine handles with a longer deadline: falling asleep may wait for running groups."""
     weights: WeightSync
     clock: Clock
     turn: ColocationState = ColocationState.GENERATING
 
     async def give_to_trainers(self) -> None:
-        """Let the engines sleep and the trainers return."""
+        """Put the engines to sleep and reload the trainers."""
         go, trainers, sleepers = self._go, self.trainers, self.sleepers
         await go(
             ColocationState.GENERATING,
@@ -78,7 +77,7 @@ class Colocation:
         )
 
     async def give_to_engines(self, version: int) -> dict[str, float]:
-        """Publish the weights as `version`, let the trainers leave and the engines wake; return the metrics of it."""
+        """Publish the weights as `version`, offload the trainers and wake the engines; return the sync metrics."""
         go, trainers, engines, weights = self._go, self.trainers, self.engines, self.weights
         await go(
             ColocationState.TRAINING,
@@ -114,7 +113,7 @@ class Colocation:
     async def _go(
         self, before: ColocationState, after: ColocationState, phase: Phase, call: Coroutine[Any, Any, T]
     ) -> T:
-        """Await the call that leads from one state to the next. Raises RunStopped where it is not its turn."""
+        """Await the call of a state transition. Raises RunStopped if the current state is not `before`."""
         if self.turn is not before:
             call.close()
             raise RunStopped(
@@ -139,7 +138,7 @@ def make_colocation(
     weights: WeightSync,
     clock: Clock,
 ) -> Colocation:
-    """Return the state machine of trainers that are away, and engines that are awake."""
+    """Return the colocation state machine, for offloaded trainers and awake engines."""
     away: Workers[OffloadedTrainer] = trainers.attribute("offloaded")
     sleepers = engines
     if isinstance(engines, Remote) and isinstance(away, Remote):
@@ -149,7 +148,7 @@ def make_colocation(
 
 
 async def offload_after_start(trainers: Workers[Trainer]) -> list[str]:
-    """Let new trainers leave, before the engines measure what memory is free; return the GPUs of every rank."""
+    """Offload new trainers, before the engines measure free memory; return the GPUs of every rank."""
     away: Workers[OffloadedTrainer] = trainers.attribute("offloaded")
     await away.call_all(OffloadedTrainer.offload_states)
     await away.call_all(OffloadedTrainer.offload_weights)

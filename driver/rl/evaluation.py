@@ -1,4 +1,4 @@
-"""Evaluations of an RL run: when they are made, and in which lines of the log they are."""
+"""Evaluation schedule of an RL run, and the log lines that contain the metrics."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class RunEvaluation:
     last: EvalResult | None = None
     """The last evaluation."""
     unlogged: dict[str, float] = field(default_factory=dict[str, float])
-    """What an evaluation beside training measured, for the line of the step in which it ended."""
+    """Metrics of an evaluation that ran beside training, to be logged with the step in which it ended."""
 
     async def evaluate_if_due(self, run: EvaluatedRun, steps_done: int) -> dict[str, float]:
-        """Evaluate after every `every` steps; return what was measured since the last step.
+        """Evaluate after every `every` steps; return the evaluation metrics since the last step.
 
-        In overlap that may be an evaluation that ran beside training, of the weights before the last sync.
+        In overlap they may be of an evaluation that ran beside training, with the weights before the last sync.
         """
         if self.context.checkpoint_is_due(steps_done):
             await self.end_pending()  # a resumed run could not make it again
@@ -68,11 +68,13 @@ class RunEvaluation:
             self.last = await self._measure(run, when)
         found = self._report(replace(self.last, when=when))
         if 0 < run.first_step == run.steps_done and self.evaluator.may_run_beside(run.first_step):
-            self.unlogged = found  # it began beside the run that is resumed, and did not end there
+            # nothing was trained since the resume: the original run began this evaluation beside its next step and
+            # would have logged it there
+            self.unlogged = found
         return found
 
     async def _measure(self, run: EvaluatedRun, when: str) -> EvalResult:
-        """Evaluate while the trainers wait; again after a sync, where an engine was restarted with newer weights."""
+        """Evaluate while the trainers wait; repeat after a sync if an engine was restarted with newer weights."""
         for _ in range(2):
             with self.context.clock.phase(Phase.EVALUATE):
                 found = self.evaluator.measure(await run.while_trainers_wait(self.evaluator.sample()), when)
@@ -86,7 +88,7 @@ class RunEvaluation:
         )
 
     async def end_pending(self) -> None:
-        """Wait for the evaluation beside training, if there is one, and keep its numbers for the log."""
+        """Wait for a pending evaluation beside training, and keep the metrics for the log."""
         if self.evaluator.pending is None:
             return
         with self.context.clock.phase(Phase.EVALUATE):
@@ -100,7 +102,7 @@ class RunEvaluation:
             self.unlogged = self._report(found)
 
     def _report(self, found: EvalResult) -> dict[str, float]:
-        """Show what an evaluation found; return it under the names of the log."""
+        """Print the result of an evaluation; return the metrics under their log names."""
         shown = self.context.facts[found.when] = found.metrics
         n = len(self.evaluator.prompts)
         self.context.console.say(f"{found.when}: held-out reward {shown[names.REWARD_MEAN]:.3f} over {n} prompts")

@@ -1,7 +1,7 @@
-"""Observers of an RL run: what is measured or kept of its steps beside the training, each in a class of its own.
+"""Observers of an RL run, which measure or record steps.
 
 `Run` calls them at four moments. They read and change nothing, so a run is the same to the bit with all of them and
-with none. They are no interface for users: driver/start/observers.py lists all there are.
+with none. They are no interface for users: driver/start/observers.py lists them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PlannedStep:
     """A training step before its updates are made."""
 
     step: int
-    """Steps that the weights have behind them."""
+    """Number of steps that trained the weights so far."""
     groups: list[list[Group]]
     """[update], with their advantages."""
     plans: list[Plan]
@@ -40,7 +40,7 @@ class PlannedStep:
     """[update][rank][micro-batch]"""
 
     def shard(self, n_workers: int) -> list[list[list[Batch]]]:
-        """Return the batches of each worker, [update][micro-batch]. Several may compute a rank's rows together."""
+        """Return the batches of each worker, [worker][update][micro-batch]; a sequence group has equal batches."""
         return copy_to_groups([list(updates) for updates in zip(*self.batches, strict=True)], n_workers)
 
     def measure(self) -> dict[str, float]:
@@ -54,7 +54,7 @@ class RunObserver:
     """Base of the observers of a run, in the driver."""
 
     def on_plan(self, step: PlannedStep) -> None:
-        """Look at a step before its batches are sent. `Batch.compared` is an observer's to fill."""
+        """Observe a step before the batches are sent. An observer may fill `Batch.compared`."""
 
     @asynccontextmanager
     async def around_updates(self, step: PlannedStep) -> AsyncGenerator[None]:
@@ -64,18 +64,18 @@ class RunObserver:
     async def on_step(
         self, step: PlannedStep, measured: Mapping[str, float], metrics: Mapping[str, float]
     ) -> dict[str, float]:
-        """Look at a step that was made; return metrics for the log.
+        """Observe a finished step; return metrics for the log.
 
-        measured: what the trainers returned, their own observers' metrics included. metrics: of the log, so far.
+        measured: metrics of the trainers, including those of trainer observers. metrics: log entries so far.
         """
         return {}
 
     async def finish(self) -> None:
-        """End, after the model was saved."""
+        """Finish, after the model was saved."""
 
 
 class RunObservers(RunObserver):
-    """All observers of a run, called in one order."""
+    """All observers of a run, called in order."""
 
     def __init__(self, observers: Sequence[RunObserver] = ()):
         self.observers = observers
@@ -119,13 +119,13 @@ class StartedRun:
 
 
 class ObserverPlan(Protocol):
-    """An observer that a recipe asks for and that was checked before the start, on both sides of a run."""
+    """Plan of an observer that a recipe enables, checked before the start. It has a trainer and a driver part."""
 
     @property
     def on_trainer(self) -> ObserverFactory:
-        """Its part in every trainer rank."""
+        """Factory of the part in every trainer rank."""
         ...
 
     def start(self, run: StartedRun) -> RunObserver:
-        """Return its part in the driver."""
+        """Return the observer in the driver."""
         ...

@@ -1,4 +1,4 @@
-"""The calls of one RL step, in the order in which main_rl.py makes them."""
+"""RL run: the calls of a training step, in the order of main_rl.py."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass
 class Run:
-    """The objects of one RL run."""
+    """RL run, with trainers, engines and observers."""
 
     cfg: RLConfig
     alg: PolicyGradient
@@ -61,13 +61,13 @@ class Run:
     """First step to run; a resumed run does not repeat earlier ones."""
     generation: Generation
     steps_done: int
-    """Steps that the trainers' weights have behind them."""
+    """Number of steps that trained the trainers' weights so far."""
     layout: RowLayout
     """Layout of the trainers' rows, which depends on the loaded model."""
     time: TimeBreakdown
     observers: RunObservers
     colocation: Colocation | None = None
-    """Turns of trainers and engines on the same devices; None where each has its own."""
+    """State machine of shared devices; None with separate devices."""
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps that the run makes; `stop_when` may end them early."""
@@ -106,7 +106,7 @@ class Run:
             return await compute_columns(self.trainers, groups, self._plan(groups), columns)
 
     def compute_advantages(self, groups: list[Group]) -> list[Group]:
-        """Give every token its advantage, over all groups of the step."""
+        """Assign token advantages, over all groups of the step."""
         with self.context.clock.phase(Phase.ADVANTAGES):
             filled = assign_advantages(self.alg, groups)
             check_advantages(self.alg, groups, filled)
@@ -128,8 +128,9 @@ class Run:
         return metrics | await self.observers.on_step(step, measured, metrics)
 
     def _plan_step(self, groups: list[Group]) -> PlannedStep:
-        """Deal the groups to the updates, and those of an update to ranks and micro-batches."""
+        """Distribute the groups of a step over updates, ranks and micro-batches."""
         k = self.cfg.updates_per_step
+        # every k-th group, so that neighbours in time are spread over the updates
         of_updates = [groups[i::k] for i in range(k)]
         plans = [self._plan(own) for own in of_updates]
         batches = [plan.batches() for plan in plans]
@@ -149,19 +150,20 @@ class Run:
         )
 
     async def sync_weights(self, version: int) -> dict[str, float]:
-        """Transfer the trainer's weights to every engine that is there, as `version`."""
+        """Transfer the trainer's weights to every available engine, as `version`."""
         if self.colocation is not None:
             proof = await self.colocation.give_to_engines(version)
         else:
             with self.context.clock.phase(Phase.SYNC):
                 proof = None
-                while proof is None:
+                while proof is None:  # an engine died during the sync: repeat it with the engines that remain
                     proof = await self._publish(version, await self.engines.wait_for(self.engines.taking_weights))
         self.buffer.set_version(version)
         return proof
 
     async def _publish(self, version: int, engines: Sequence[int]) -> dict[str, float] | None:
-        """Transfer the weights to these engines; None where one of them died, and the others need another sync."""
+        """Transfer the weights to these engines. Return None if an engine died; the others need another sync."""
+        # counted before the transfer, so that a death during it is not taken for an earlier death
         deaths = self.engines.deaths
         try:
             with self.engines.syncing():
@@ -173,9 +175,10 @@ class Run:
         return proof
 
     async def while_trainers_wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await the engines' work. Engines that were started meanwhile get the weights: the trainers are idle."""
+        """Await the engines' work, and meanwhile send weights to engines that have started."""
         working = start_task(work)
         try:
+            # new engines can receive weights only now: the trainers are idle, and a sync needs all of them
             while not working.done():
                 started = start_task(self.engines.wait_for(self.engines.needing_weights))
                 await asyncio.wait([working, started], return_when=asyncio.FIRST_COMPLETED)
@@ -234,7 +237,7 @@ class Run:
         await self.context.write_checkpoint(self.trainers, self.tokenizer, state)
 
     async def save(self) -> None:
-        """Write the trained model, and where the time went."""
+        """Write the trained model and the time breakdown."""
         await self.context.folder.samples.flush()
         if self.colocation is not None:
             await self.colocation.give_to_trainers()

@@ -1,4 +1,4 @@
-"""Add the columns that trainers compute to the samples they belong to."""
+"""Scored columns: log-probabilities and values that trainers compute, added to samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainers.trainer import Trainer
 async def compute_columns(
     trainers: Workers[Trainer], groups: list[Group], plan: Plan, columns: frozenset[ScoredColumn]
 ) -> list[Group]:
-    """Return the groups with these columns, under the trainers' weights as they are now; `plan` is of these groups."""
+    """Return the groups with these columns, computed under the current weights. `plan` must be of these groups."""
     if not columns:
         return groups
     shards = copy_to_groups(plan.batches(), len(trainers))
@@ -47,9 +47,9 @@ class PrecomputedReference:
 
 
 def hash_sample(sample: Sample) -> str:
-    """Hash tokens, loss mask and images: ids of rows may repeat between training and held-out data.
+    """Hash tokens, loss mask and images of a sample.
 
-    Other images may have the same tokens.
+    Row ids may repeat between training and held-out data, and different images may have the same tokens.
     """
     seen = "".join(f" {place.begin} {place.image.hash}" for place in sample.images)
     return hashlib.sha256(sample.token_ids.tobytes() + sample.loss_mask.tobytes() + seen.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""From a recipe to a Run: check everything that can be checked, then start trainers and engines."""
+"""Setup of an RL run: check the recipe, then start trainers and engines."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ from trainers.trainer import Trainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Everything that can be read and refused before a process is started."""
+    """Checked and loaded inputs of a run, before any process is started."""
 
     loaded: Loaded[RLConfig]
     alg: PolicyGradient
@@ -84,8 +84,9 @@ class Prepared:
 
 
 def prepare(loaded: Loaded[RLConfig]) -> Prepared:
-    """Check the recipe against model, data and code; raise UserError for what the user must fix."""
+    """Check the recipe against model, data and code. Raises UserError for problems that the user must fix."""
     cfg, alg = loaded.cfg, loaded.alg
+    # cheap checks first: loading the data takes longest, and the checks after it need the data
     if not isinstance(alg, PolicyGradient):
         raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} trains on given text: run it with main_sl.py")
     if alg.needs_siblings and cfg.group_size < 2:
@@ -199,7 +200,7 @@ def make_generation(
     availability: EngineAvailability,
     first_step: int,
 ) -> Generation:
-    """Return what generates groups beside training, and tells the terminal how far a step's are."""
+    """Return the background generation of groups. It also reports progress to the terminal."""
     cfg = prepared.loaded.cfg
     buffer = make_buffer(prepared, first_step)
 
@@ -222,7 +223,7 @@ def make_generation(
 def start_observers(
     prepared: Prepared, context: RunContext, trainers: Workers[Trainer], layout: RowLayout
 ) -> RunObservers:
-    """Return the driver's part of every observer that the recipe asks for."""
+    """Return the driver observers that the recipe enables."""
     run = StartedRun(
         loaded=prepared.loaded,
         tokenizer=prepared.tokenizer,
@@ -238,7 +239,7 @@ def start_observers(
 async def start_workers(
     prepared: Prepared, context: RunContext, plan: Any
 ) -> tuple[Workers[Trainer], Workers[RolloutWorker]]:
-    """Start trainers and engines at the same time; where they share devices, engines after trainers have left."""
+    """Start trainers and engines together; with colocation, start the engines after the trainers are offloaded."""
     cfg, rollouts = prepared.loaded.cfg, prepared.rollouts
     roles = [plan_trainer_role(cfg), plan_engine_role(cfg, rollouts, context.folder.path)]
     await claim_machines(context, roles, {"model.path": cfg.model.path})
@@ -261,7 +262,7 @@ async def start_workers(
 def watch_engines(
     cfg: RLConfig | EvalConfig, engines: Workers[RolloutWorker], context: RunContext
 ) -> EngineAvailability:
-    """Return the states of the engines, which restart, or come and go, with processes and devices of their own."""
+    """Return the engine availability: elastic, restarting, or fixed for colocated and in-process engines."""
     rollout = cfg.rollout
     if isinstance(engines, ElasticWorkers):
         bounds = Bounds(
@@ -283,7 +284,7 @@ def watch_engines(
 
 
 def make_buffer(prepared: Prepared, first_step: int) -> ReplayBuffer:
-    """Return an empty buffer, or the one of the checkpoint that is resumed."""
+    """Return an empty buffer, or the buffer of the resumed checkpoint."""
     schedule = make_schedule(prepared.loaded.cfg)
     if prepared.checkpoint is None:
         return ReplayBuffer(schedule)

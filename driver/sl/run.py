@@ -1,4 +1,4 @@
-"""A supervised run: its preparation, and the calls of one step in the order in which main_sl.py makes them."""
+"""Supervised run: preparation, and the calls of a training step in the order of main_sl.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from trainers.trainer import Trainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Everything that can be read and refused before a process is started."""
+    """Checked and loaded inputs of a run, before any process is started."""
 
     loaded: Loaded[SLConfig]
     """Recipe with `epochs` converted to `steps`."""
@@ -54,7 +54,7 @@ class Prepared:
 
 
 def prepare(loaded: Loaded[SLConfig]) -> Prepared:
-    """Check the recipe against model, data and code; raise UserError for what the user must fix."""
+    """Check the recipe against model, data and code. Raises UserError for problems that the user must fix."""
     cfg, alg = loaded.cfg, loaded.alg
     if isinstance(alg, PolicyGradient):
         raise UserError(f"alg {cfg.alg.get('name') or cfg.alg['file']} trains on samples: run it with main_rl.py")
@@ -91,7 +91,7 @@ def prepare(loaded: Loaded[SLConfig]) -> Prepared:
 
 
 def check_rows(cfg: SLConfig, alg: Algorithm) -> None:
-    """Raise UserError where the recipe does not fit the algorithm's kind of rows."""
+    """Raise UserError if the recipe does not fit the algorithm's kind of rows."""
     size, budget = cfg.data.max_tokens, cfg.trainer.micro_batch_tokens
     if alg.rows != "conversations" and 2 * size > budget:
         raise UserError(
@@ -139,14 +139,14 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
         layout=layout,
     )
     if cfg.precompute_ref_logp:
-        await run.compute_reference()  # while the model is still the one that was loaded
+        await run.compute_reference()  # before a checkpoint is loaded: the reference is the initial model
     run.first_step = await context.resume(trainers, prepared.checkpoint, prepared.settings)
     return run
 
 
 @dataclass
 class Run:
-    """The objects of one supervised run."""
+    """Supervised or preference run, with trainers and data."""
 
     cfg: SLConfig
     alg: Algorithm
@@ -177,7 +177,7 @@ class Run:
         self.context.log(step, metrics | self.rows.count_draws((step + 1) * self.cfg.rows_per_step))
 
     async def train(self, groups: list[Group]) -> dict[str, float]:
-        """Make one update on the rows of a step."""
+        """Make a single update on the rows of a step."""
         groups = await self._with_advantages(groups)
         with self.context.clock.phase(Phase.TRAIN):
             plan = self._plan(groups, self.rows.mixed)
@@ -206,7 +206,7 @@ class Run:
         self.context.console.say(f"{when}: held-out {', '.join(shown)} over {len(self.held_out.all())} rows")
 
     async def _measure(self, feed: Feed[Group]) -> dict[str, float]:
-        """Measure all rows as one update that is not made."""
+        """Return loss and metrics over all rows, without an update."""
         groups = await self._with_advantages(feed.all())
         with self.context.clock.phase(Phase.EVALUATE):
             shards = copy_to_groups(self._plan(groups).batches(), len(self.trainers))
@@ -224,7 +224,7 @@ class Run:
         return assign_advantages(self.alg, groups)
 
     async def compute_reference(self) -> None:
-        """Compute reference log-probabilities once for all rows, with the model itself, before it is trained."""
+        """Compute reference log-probabilities of all rows with the untrained model."""
         feeds = [self.rows] if self.held_out is None else [self.rows, self.held_out]
         with self.context.clock.phase(Phase.LOGP):
             groups = self.alg.prepare_groups([group for feed in feeds for group in feed.all()])

@@ -1,4 +1,4 @@
-"""Devices of this machine, and the share of each worker."""
+"""GPUs and CPU cores of this machine, and the share of each worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def count_gpus() -> int:
 
 
 def list_cores(info: RankInfo | None) -> list[int]:
-    """Return the CPU cores of one of several engines on this machine; all of them for a single one."""
+    """Return the CPU cores of an engine: an equal share of this machine, or all cores for a single engine."""
     cores = sorted(os.sched_getaffinity(0))
     if info is None or info.size > len(cores):
         return cores
@@ -24,14 +24,14 @@ def list_cores(info: RankInfo | None) -> list[int]:
 
 
 def uses_gpus(cfg: RunConfig | EvalConfig) -> bool:
-    """Tell whether trainers and engines get GPUs. With device=cuda the driver itself may have none."""
+    """Return True if trainers and engines use GPUs. With device=cuda the driver's machine may have none."""
     return cfg.device == "cuda" or count_gpus() > 0
 
 
 def share_machine(cfg: RunConfig | EvalConfig, workers: int, *, gpus: int) -> Resources:
-    """Return what one of several equal workers gets: its own GPUs, or on a CPU a share of the cores.
+    """Return the resources of a worker: separate GPUs, or on a CPU an equal share of the cores.
 
-    gpus: one for each of its ranks.
+    gpus: number of ranks of the worker, each with a GPU.
     """
     if uses_gpus(cfg):
         return Resources(gpus=gpus, ranks=gpus)
@@ -39,12 +39,12 @@ def share_machine(cfg: RunConfig | EvalConfig, workers: int, *, gpus: int) -> Re
 
 
 def shares_devices(cfg: RunConfig | EvalConfig) -> bool:
-    """Tell whether trainers and engines take turns on the same devices."""
+    """Return True if trainers and engines are colocated on the same devices."""
     return isinstance(cfg, RLConfig) and cfg.placement == "colocate"
 
 
 def check_devices(cfg: RunConfig) -> str | None:
-    """Return what this machine lacks for the run, in one sentence; None if nothing."""
+    """Return an error sentence if this machine lacks devices for the run, or None."""
     rollout = cfg.rollout if isinstance(cfg, RLConfig) else None
     engines = rollout.least_engines * rollout.tensor_parallel_size if rollout else 0
     wanted = cfg.trainer.ranks + (0 if shares_devices(cfg) else engines)

@@ -1,6 +1,6 @@
-"""All observers there are, by the key of the recipe that asks for them. Those of analysis/ are loaded here, by name.
+"""Registry of observers, by the recipe key that enables them. Observers in analysis/ are loaded here, by name.
 
-Nothing else in the path of a training step imports analysis/: a clone without it trains as well.
+Nothing else in the path of a training step imports analysis/, so a clone without it can train.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ OF_A_RUN: dict[str, tuple[Callable[[RLConfig], bool], str]] = {
     "compare_losses": (lambda cfg: bool(cfg.compare_losses), "analysis.compared_losses.observer"),
     "capture": (lambda cfg: cfg.capture.is_on, "analysis.capture.observer"),
 }
-"""Whether a recipe asks for it, and the module whose `plan_observer` returns its ObserverPlan. They are called in this
-order: a snapshot holds the metrics of the compared losses."""
+"""Condition on the recipe, and the module with `plan_observer`, by key. Observers are called in this order: a step
+snapshot contains the metrics of the compared losses."""
 
 
 def plan_observers(loaded: Loaded[RLConfig]) -> dict[str, ObserverPlan]:
-    """Return the observers that a recipe asks for. Raises UserError for what cannot be observed in this run."""
+    """Return the observer plans that a recipe enables. Raises UserError if this run does not support an observer."""
     asked = {key: module for key, (is_asked, module) in OF_A_RUN.items() if is_asked(loaded.cfg)}
     return {key: load_plan(key, module, loaded) for key, module in asked.items()}
 
 
 def load_plan(key: str, module: str, loaded: Loaded[RLConfig]) -> ObserverPlan:
-    """Return the observer of a key, which a module of analysis/ defines. Raises PartMissing where that is gone."""
+    """Return the observer plan of a key from a module of analysis/. Raises PartMissing without that module."""
     with needs_part(key):
         found = importlib.import_module(module)
     return found.plan_observer(loaded)
 
 
 def observe_sources(sources: Sequence[str]) -> dict[str, ObserverFactory]:
-    """Return the observer of the losses of a mixture's sources; none where the data is no mixture."""
+    """Return the observer of losses per source of a data mixture; {} for data that is not a mixture."""
     return {"sources": partial(SourceLosses, sources=tuple(sources))} if sources else {}

@@ -1,4 +1,4 @@
-"""Build rollout workers and their engines from a configuration."""
+"""Factories of rollout workers and engines."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """Settings of a rollout worker, which loads reward, environment and engine itself, from these files."""
+    """Settings of a rollout worker, which loads reward, environment and engine from these files."""
 
     model: ModelConfig
     data: TemplateConfig
@@ -61,7 +61,7 @@ class RolloutPlan:
     engine: EngineConfig
     """Engine settings without stop tokens, allowed_tokens and cores, which the worker's process adds."""
     transports: tuple[TransportName, ...]
-    """Transports of weights; in a synchronous run the next one replaces one that fails."""
+    """Transports of weights; in a synchronous run the next replaces a transport that fails."""
     devices: tuple[str, ...] = ()
     """GPUs of every engine, as CUDA_VISIBLE_DEVICES names them; empty leaves them to Ray."""
     max_prompt_tokens: int
@@ -70,7 +70,7 @@ class RolloutPlan:
 
     @property
     def files(self) -> dict[str, FileSpec | None]:
-        """Return every file that episodes depend on by the key that names it."""
+        """Return every file that episodes depend on, by recipe key."""
         return {
             **self.reward_functions.files,
             "rollout.env": self.env_spec,
@@ -80,9 +80,9 @@ class RolloutPlan:
         }
 
     def load_code(self) -> list[ToolSpec]:
-        """Import environment and agent, and return the tools that the environment brings.
+        """Import environment and agent; return the tools of the environment.
 
-        Raises UserError where one of them cannot be used.
+        Raises UserError if either cannot be used.
         """
         if self.agent is not None:
             from rollouts.agents.processes import check_agent
@@ -92,7 +92,7 @@ class RolloutPlan:
 
 
 def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
-    """Decide everything that does not depend on the worker's process."""
+    """Return the rollout plan of an RL run: everything that does not depend on the worker's process."""
     plan = plan_engines(cfg, cfg.model)
     transports = choose_transports(cfg, load_engine_class(plan.engine_spec).capabilities)
     lora = cfg.model.lora if cfg.weight_sync.lora == "adapter" else None
@@ -110,7 +110,7 @@ def plan_rollouts(cfg: RLConfig) -> RolloutPlan:
 
 
 def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
-    """Return the plan of engines that load the model and whose weights stay as they are."""
+    """Return the rollout plan of engines with fixed weights, loaded from the model folder."""
     engine_spec = resolve_engine(cfg.rollout.engine)
     can = load_engine_class(engine_spec).capabilities
     if cfg.backend == "local" and can.in_process:
@@ -147,7 +147,7 @@ def plan_engines(cfg: RLConfig | EvalConfig, model: ModelConfig) -> RolloutPlan:
 
 
 def check_reward_and_env(cfg: RLConfig | EvalConfig, plan: RolloutPlan) -> None:
-    """Raise UserError for a reward whose settings do not fit, and for what cannot work on this machine."""
+    """Raise UserError for invalid reward settings, or a reward or environment that this machine cannot run."""
     plan.reward_functions.load()
     if cfg.ray_address is None:  # else it is the engines' machines that need it
         plan.reward_functions.check(cfg.reward.timeout_s)
@@ -155,7 +155,7 @@ def check_reward_and_env(cfg: RLConfig | EvalConfig, plan: RolloutPlan) -> None:
 
 
 def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, ...]:
-    """Return the transport, and what a synchronous run may fall back to; from GPU to GPU where both ends can."""
+    """Return the transport, followed by the fallbacks of a synchronous run; GPU to GPU if both ends support it."""
     if (chosen := cfg.weight_sync.transport) != "auto":
         return (chosen,)
     if cfg.placement == "colocate" and can.ipc and uses_gpus(cfg):
@@ -166,7 +166,7 @@ def choose_transports(cfg: RLConfig, can: Capabilities) -> tuple[TransportName, 
 
 
 def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
-    """Return a rollout worker with its engine; without `info`, everything is in this process."""
+    """Return a rollout worker with an engine; without `info`, everything is in this process."""
     if info is not None and plan.devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = plan.devices[info.rank]  # before CUDA is in use
     agents: AgentProcesses | None = None
@@ -191,7 +191,7 @@ def build_worker(info: RankInfo | None, plan: RolloutPlan) -> RolloutWorker:
 
 
 def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatTokenizer, Stops]:
-    """Return the engine of a plan with these settings, and the tokenizer and the stops that it was made with."""
+    """Return the engine of a plan with these settings, with the tokenizer and the stops used to build it."""
     tokenizer = make_tokenizer(plan.model, plan.data)
     stops = Stops(tokenizer, plan.rollout.stop, plan.rollout.stop_token_ids)
     allowed_tokens = resolve_allowed_tokens(tokenizer, plan.rollout.allowed_tokens, stops.token_ids)
@@ -202,13 +202,13 @@ def build_engine(plan: RolloutPlan, config: EngineConfig) -> tuple[Engine, ChatT
 
 
 def share_for_engine(cfg: RLConfig | EvalConfig) -> Resources:
-    """Return what one engine gets of its machine: GPUs of its own, or none where it uses the trainers' in turns."""
+    """Return the resources of an engine: separate GPUs, or none if it is colocated with trainers."""
     resources = share_machine(cfg, cfg.rollout.least_engines, gpus=cfg.rollout.tensor_parallel_size)
     return replace(resources, gpus=0) if shares_devices(cfg) else resources
 
 
 def plan_engine_role(cfg: RLConfig | EvalConfig, plan: RolloutPlan, run_folder: Path) -> Role:
-    """Return what the engines ask of a cluster. They may read weights or a model from files of the run folder."""
+    """Return the cluster resources of the engines. Engines may read weights or a model from the run folder."""
     return Role(
         name=ENGINE_GROUP,
         n=cfg.rollout.least_engines,

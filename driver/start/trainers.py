@@ -1,4 +1,4 @@
-"""Build trainers from a configuration."""
+"""Factories of trainers."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class TrainerPlan:
     total_updates: int
     seed: int
     observers: Mapping[str, ObserverFactory] = field(default_factory=dict[str, "ObserverFactory"])
-    """What is measured beside the training, by the key of the recipe that asks for it."""
+    """Observer factories, by the recipe key that enables them."""
     allowed_tokens: AllowedTokens = EVERY_TOKEN
     has_ref_logp: bool = False
     shares_device: bool = False
-    """The trainer leaves its device, so that an engine has it, and returns."""
+    """Colocation: the trainer is offloaded while an engine uses the device."""
     timeout_s: float = 1800.0
     """Deadline of the ranks' collectives."""
 
@@ -50,7 +50,7 @@ if count_gpus() == 0:
 
 
 def build_trainer(info: RankInfo | None, plan: TrainerPlan) -> Trainer:
-    """Return a rank of the recipe's library; without `info`, the local trainer of this process."""
+    """Return a rank of the distributed trainer; without `info`, the local trainer in this process."""
     trainer = _make_trainer(info, plan)
     if plan.shares_device:
         from trainers.offload.offloaded_trainer import OffloadedTrainer
@@ -131,5 +131,5 @@ async def start_trainers(cluster: Cluster | None, cfg: RunConfig, plan: TrainerP
 
 
 def build_from_bytes(info: RankInfo, plan: bytes) -> Trainer:
-    """Unpickle the plan and build a rank: here, and not in Ray, a changed file of the user's is a UserError."""
+    """Unpickle the plan and build a rank. Unpickling here, not in Ray, makes a changed user file a UserError."""
     return build_trainer(info, pickle.loads(plan))

@@ -1,4 +1,4 @@
-"""Choose the transports of a run and build its weight sync."""
+"""Factory of the weight sync of a run, with transports and probe."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from trainers.weight_sync.transports import (
 )
 
 PROBE_TOKENS = 64
-"""Length of the prompt that proves a weight sync; after its first image, where it has one."""
+"""Length of the probe prompt in tokens; counted after the first image, if there is any."""
 
 
 def make_probe(cfg: RLConfig, tokenizer: ChatTokenizer, prompts: Sequence[Prompt]) -> Probe:
-    """Make the probe from the first prompt, of those with images if there are some.
+    """Make the probe from the first prompt, or the first prompt with images if there is any.
 
-    Raises UserError where it has fewer than two tokens.
+    Raises UserError if it has fewer than two tokens.
     """
     prompt = prompts[0]
     if tokenizer.images is not None:
@@ -69,8 +69,8 @@ def make_weight_sync(
 ) -> WeightSync:
     """Return the weight sync of a run.
 
-    say: prints a warning when another transport is used. facts: gets the name of the last one. folder: the run folder,
-    which holds the files of the disk transport during a sync.
+    say: prints a warning when the transport changes. facts: receives the name of the last transport. folder: the run
+    folder, with the files of the disk transport during a sync.
     """
     max_bytes = cfg.weight_sync.bucket_mib * 2**20
     scope: ExportScope = "adapter" if cfg.weight_sync.lora == "adapter" else "whole"
@@ -106,7 +106,7 @@ def make_weight_sync(
 def list_usable(
     names: Sequence[TransportName], workers: Remote[RolloutWorker], say: Callable[[str], None]
 ) -> list[TransportName]:
-    """Leave out files as a last resort where an engine's machine does not see the run folder, and say so."""
+    """Return the transports without `disk` if an engine's machine does not see the run folder; print a warning."""
     if "disk" not in names or not workers.without_run_folder:
         return [*names]
     blind = ", ".join(workers.slots.name_worker(rank) for rank in sorted(workers.without_run_folder))
