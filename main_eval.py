@@ -1,7 +1,7 @@
 """Evaluation: python main_eval.py --config configs/eval_quickstart.yaml [key=value ...]
 
-The same engines, rewards and data as reinforcement learning; nothing is trained. Every sample is kept, in Parquet. An
-evaluation that was killed goes on where it was with `resume`.
+The same engines, rewards and data as reinforcement learning; nothing is trained. Every sample is stored in Parquet.
+A killed evaluation continues with `resume`.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def run(config: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunResult:
-    """Run from Python, in a notebook too, and return what the run came to.
+    """Run from Python, in a notebook too, and return the result of the run.
 
     config: the path of a recipe, or its keys and values. overrides: such as trainer.lr=1e-5. Mistakes in them raise
     core.errors.UserError, and a run that must stop raises core.errors.RunStopped.
@@ -53,7 +53,7 @@ def run(config: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunRe
 
 
 def launch(loaded: Loaded[SLConfig]) -> RunResult:
-    """Prepare and run; where a process dies and the recipe says so, resume."""
+    """Prepare and run; if a process dies and the recipe allows it, resume."""
     from driver.program import launch_run
     from driver.sl.run import prepare, start
 

@@ -229,7 +229,7 @@ def assign_advantages(alg: Algorithm, groups: list[Group]) -> list[Group]:
 
 
 def accepts_group(alg: Algorithm, group: Group) -> bool:
-    """Tell whether the algorithm trains on this group, for at least one player, with one sample per episode."""
+    """Return True if the algorithm trains on this group, for at least one player, with one sample per episode."""
     return any(map(alg.accept_group, prepare_credit([group])[0]))
 
 

@@ -100,7 +100,7 @@ def overlong_penalty(tokens: int, *, max_tokens: int, buffer: int) -> float:
 
 
 def spread_over_sample(sample: Sample, values: float | Floats) -> Floats:
-    """Place values of the trained tokens (a number for all, or one each) at their positions, [L]; 0 elsewhere."""
+    """Place values of the trained tokens (a number for all, or an array) at their positions, [L]; 0 elsewhere."""
     spread = np.zeros(len(sample.token_ids), dtype=sample.float_dtype)
     spread[sample.loss_mask] = values
     return spread
