@@ -1,7 +1,7 @@
-"""The samples of a captured step with all that a loss reads of them: batch.npz and batch.jsonl in a snapshot.
+"""Samples of a step snapshot with every input of a loss: batch.npz and batch.jsonl.
 
-Arrays of all samples are end to end, in the order of the groups. One that a sample lacks is zero there, and
-`has/<name>` says so.
+Arrays of all samples are concatenated, in the order of the groups. An array that a sample lacks is filled with zeros,
+and marked in `has/<name>`.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def write_batch(folder: Path, groups: list[Group]) -> None:
 
 
 def describe_prompt(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as JSON, its images by name."""
+    """Return a prompt as JSON, with images by name."""
     as_it_is = {f.name: getattr(prompt, f.name) for f in fields(prompt)}
     return as_it_is | {"messages": describe_messages(prompt.messages)}
 
 
 def read_batch(folder: Path) -> list[Group]:
-    """Return what `write_batch` wrote."""
+    """Return the samples written by `write_batch`."""
     records = [json.loads(line) for line in (folder / RECORDS).read_text(encoding="utf-8").splitlines()]
     with np.load(folder / ARRAYS, allow_pickle=False) as found:
         arrays = {name: found[name] for name in found.files}

@@ -1,4 +1,4 @@
-"""Compare what two losses do to the same samples and the same weights."""
+"""Compare the gradients of two losses on the same samples and weights."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Comparison:
     loss: float
     grad_norm: float
     cosine: float | None
-    """Cosine between its gradient and that of the run's loss; None where one of the two is zero."""
+    """Cosine with the gradient of the run's loss; None if either gradient is zero."""
     layers: dict[str, float]
     """The same for each layer that has a gradient, the worst first."""
     opposite: float
     """Share of the tokens, of all that either loss trains on, where one raises the log-probability and the other lowers
     it."""
     one_silent: float
-    """Share of these tokens where one of the losses has no gradient and the other has."""
+    """Share of these tokens with a gradient of only one of the two losses."""
     silent: float
-    """Share of its own trained tokens without a gradient."""
+    """Share of the loss's trained tokens without a gradient."""
     clipped: float | None
-    """Share of its own trained tokens that it says it clipped; None where it does not say."""
+    """Share of the loss's trained tokens reported as clipped; None if the loss does not report clipping."""
     kl_change: float
-    """First-order change of the KL per unit of length of a step against its gradient."""
+    """First-order change of the KL per unit length of a step against the loss's gradient."""
     metrics: dict[str, float]
 
 
@@ -73,7 +73,7 @@ def judge_tokens(one: Computed, own: Computed) -> NDArray[np.int8]:
 
 
 def compute_cosine(one: Gradient, other: Gradient) -> float | None:
-    """Return the cosine between two gradients of the same parameters; None where one is zero."""
+    """Return the cosine between two gradients of the same parameters; None if either is zero."""
     a, b = list(one.values()), list(other.values())
     lengths = math.sqrt(inner(a, a)), math.sqrt(inner(b, b))
     return max(-1.0, min(1.0, inner(a, b) / (lengths[0] * lengths[1]))) if all(lengths) else None
@@ -91,7 +91,7 @@ def pick(gradient: Gradient, names: list[str]) -> Gradient:
 
 
 def group_by_layer(names: list[str]) -> dict[str, list[str]]:
-    """Return the parameters of each layer; what is in no numbered layer is one of its own.
+    """Return the parameter names by layer; modules outside numbered layers form separate layers.
 
     >>> group_by_layer(["model.embed.weight", "model.layers.0.up.weight", "model.layers.0.norm.weight"])
     {'embed': ['model.embed.weight'], 'layers.0': ['model.layers.0.up.weight', 'model.layers.0.norm.weight']}

@@ -1,4 +1,4 @@
-"""Loss, metrics and gradient of one loss on the samples of a captured update."""
+"""Loss, metrics and gradient of a loss on the samples of a captured update."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Gradient = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """Numbers of one loss on one update."""
+    """Value, metrics and gradient of a loss on an update."""
 
     loss: float
     """Averaged as train/loss is."""
@@ -47,7 +47,7 @@ class Computed:
 
     @property
     def clipped_share(self) -> float | None:
-        """Share of the trained tokens that are clipped; None where the loss does not say."""
+        """Share of the trained tokens that are clipped; None if the loss does not report it."""
         return None if self.clipped is None else float(self.clipped[self.trained].astype(np.float64).mean())
 
 

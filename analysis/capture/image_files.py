@@ -22,7 +22,7 @@ def write_images(folder: Path, samples: Sequence[Sample]) -> None:
 
 
 def read_images(folder: Path) -> dict[str, EncodedImage]:
-    """Return the images by their hash. Raises ValueError for one that is not what its name says."""
+    """Return the images by their hash. Raises ValueError if an image does not match the hash in the file name."""
     there = sorted((folder / IMAGES).iterdir()) if (folder / IMAGES).is_dir() else []
     found = {path.name: read_image(path.read_bytes()) for path in there}
     if wrong := [name for name, image in found.items() if image.hash != name]:

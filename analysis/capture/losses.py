@@ -1,6 +1,6 @@
-"""Losses that look at the samples of another: compared losses in a run, and those that a replay compares.
+"""Compared losses, in a run or in a replay, computed on the samples of the run's loss.
 
-Each is given by a name of algs/, by the path of a file, or by settings like the section `alg`, with a name of its own:
+Each is given by a name of algs/, by the path of a file, or by settings like the section `alg`, with a new name:
 
     grpo        my_loss.py        {as: dr_grpo, name: grpo, loss_norm: constant}
 """
@@ -26,7 +26,7 @@ LABEL = r"[\w.+-]{1,60}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedLoss:
-    """Algorithm with its settings, under a name for the log."""
+    """Algorithm with settings, and a name for the log."""
 
     name: str
     alg: PolicyGradient
@@ -42,7 +42,7 @@ def parse_losses(given: Sequence[str | Mapping[str, Any]], *, key: str, max_new_
 
 
 def parse_loss(given: str | Mapping[str, Any], *, key: str, max_new_tokens: int) -> NamedLoss:
-    """Return one loss; see parse_losses."""
+    """Return a compared loss; see parse_losses."""
     settings = dict(given) if isinstance(given, Mapping) else {_kind_of(given): given}
     label = settings.pop("as", None)
     try:
@@ -65,7 +65,7 @@ def _kind_of(given: str) -> str:
 def describe_lack(
     loss: NamedLoss, *, columns: Collection[str], models: Mapping[Any, str], entropy: bool, group_size: int
 ) -> str:
-    """Return what a loss needs and does not get, as the end of a sentence; "" where it gets everything.
+    """Return the missing inputs of a loss, as the end of a sentence; "" if nothing is missing.
 
     columns: those that the trainer computes. models: paths of frozen models by column. entropy: whether it is computed.
     """

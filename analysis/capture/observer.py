@@ -1,4 +1,4 @@
-"""The observer of the key `capture`: it writes snapshots of what the trainers recorded of a step, beside the loop."""
+"""Observer of the key `capture`, which writes step snapshots from trainer records, beside the loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from driver.start.devices import uses_gpus
 
 
 def plan_observer(loaded: Loaded[RLConfig]) -> CapturePlan:
-    """Return the recorder of a recipe; its keys were checked by the schema."""
+    """Return the step recorder of a recipe, already checked by the schema."""
     return CapturePlan()
 
 
@@ -64,7 +64,7 @@ class CapturePlan:
 
 
 class Recorder(RunObserver):
-    """Writer of a run's snapshots, which decides what steps are kept."""
+    """Writer of step snapshots, which decides on the steps to keep."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Recorder(RunObserver):
     async def on_step(
         self, step: PlannedStep, measured: Mapping[str, float], metrics: Mapping[str, float]
     ) -> dict[str, float]:
-        """Keep the recorded step, if its number or what happened in it asks for that."""
+        """Save the recorded step, if the step number or a trigger requires it."""
         if not self._is_recording:
             return {}
         with self.clock.phase(Phase.CAPTURE):
@@ -159,7 +159,7 @@ class Recorder(RunObserver):
         self._writing = start_task(write_beside())
 
     async def finish(self) -> None:
-        """Wait until the last snapshot is written. Raises RunStopped where it could not be."""
+        """Wait until the last snapshot is written. Raises RunStopped if it cannot be written."""
         last, self._writing = self._writing, None
         if last is not None:
             await last

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 BROKEN = "\ufffd"
-"""What a decoder writes for bytes that are no whole character."""
+"""Replacement character that a decoder writes for incomplete bytes."""
 
 
 class PieceDecoder:
-    """Decoder of tokens, one by one so that the pieces joined are the text; each id is decoded once."""
+    """Decoder of single tokens into pieces that join to the text; each id is decoded once."""
 
     def __init__(self, tokenizer: Any):
         """tokenizer: of Hugging Face."""

@@ -1,4 +1,4 @@
-"""What `python -m analysis.capture.replay` does: an update again, under its own loss and under others."""
+"""Recompute a captured update under the run's loss and others, for `python -m analysis.capture.replay`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainers.local import LocalTrainer
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
 """Largest difference of a loss and a norm that count as reproduced, by the dtype of the weights."""
 ON_ANOTHER_DEVICE = 1e-3
-"""The same where the run was on a GPU and the replay is not: the two add in another order."""
+"""Tolerance for a run on a GPU and a replay on a CPU, which sum in a different order."""
 OWN = "run"
 """Name of the run's own loss."""
 
@@ -41,26 +41,26 @@ class Replay:
     code_changed: bool
     """True if the algorithm is a module of algs/ that is not the file which the run had."""
     weights: str
-    """Where the weights were."""
+    """Source of the weights."""
     recorded: dict[str, float | None]
     """Loss and norm of the gradient in the run."""
     recomputed: dict[str, float]
     difference: float | None
-    """The larger difference of the two; None where the run has no norm, because it skipped the update."""
+    """Larger of the two differences; None if the run has no norm, because it skipped the update."""
     tolerance: float
     kl_anchor: str
     """Policy that the KL is taken to."""
     losses: list[Comparison]
     """The run's own first."""
     maps: TokenMaps | None = None
-    """Numbers of every token, where they were asked for."""
+    """Token maps, if requested."""
 
     @property
     def is_reproduced(self) -> bool | None:
         return None if self.difference is None else self.difference <= self.tolerance
 
     def to_json(self) -> dict[str, Any]:
-        """Return what was found without the maps, with null for numbers that are not finite: JSON has none."""
+        """Return the result as JSON, without maps; numbers that are not finite become null."""
         facts = asdict(replace(self, maps=None)) | {"reproduced": self.is_reproduced}
         return replace_non_finite({name: value for name, value in facts.items() if name != "maps"})
 
@@ -86,10 +86,10 @@ def replay(
     tolerance: float | None = None,
     with_maps: bool = False,
 ) -> Replay:
-    """Compute a captured update under the run's loss and the given ones. Raises UserError for what the user must fix.
+    """Compute a captured update under the run's loss and the given ones. Raises UserError for invalid input.
 
-    model: folder with the weights, where the snapshot has none. tolerance: see TOLERANCE. with_maps: keep the numbers
-    of every token.
+    model: folder with the weights, if the snapshot has none. tolerance: see TOLERANCE. with_maps: keep the numbers of
+    every token.
     """
     snapshot = read_snapshot(folder)
     run, facts = snapshot.manifest.run, snapshot.manifest.updates
@@ -144,7 +144,7 @@ def check_columns(losses: Sequence[NamedLoss], snapshot: StepSnapshot) -> None:
 
 
 def differentiate_kl(trainer: LocalTrainer, own: Algorithm, plan: Plan, groups: list[Group]) -> tuple[Gradient, str]:
-    """Return the gradient of the KL to the reference model, or without one to the engine's policy; and its name."""
+    """Return the gradient of the KL to the reference model, or else to the engine's policy, and the name of the anchor."""
     of_reference = "ref_logp" in own.required_columns
     by_sample = dict(zip((id(s) for g in groups for s in g), token_weights(groups, "token", horizon=1), strict=True))
     by_token = replace(plan, weights=[by_sample[id(s)] for s in plan.samples])
@@ -169,7 +169,7 @@ def plan_again(snapshot: StepSnapshot, trainer: LocalTrainer, alg: Algorithm, gr
 
 
 def measure_difference(loss: float, again: float, norm: float | None, norm_again: float) -> float | None:
-    """Return the larger difference: of the norm relative to it, of the loss relative to it where that is above 1."""
+    """Return the larger of two differences: relative for the norm, and for a loss above 1; else absolute."""
     if norm is None or not math.isfinite(loss):
         return None
     return max(abs(again - loss) / max(abs(loss), 1.0), abs(norm_again - norm) / max(norm, 1e-12))

@@ -1,4 +1,4 @@
-"""From what the trainer ranks kept of a step to the samples that a snapshot holds."""
+"""Convert the step records of trainer ranks to the samples of a snapshot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Recorded = Sequence[Sequence[RecordedUpdate]]
 def capture_samples(
     step: int, of_updates: list[list[Group]], plans: list[Plan], recorded: Recorded, decoder: PieceDecoder
 ) -> list[CapturedSample]:
-    """Return all samples of the step, in the order of its groups, with what the trainer kept of their tokens."""
+    """Return all samples of the step, in group order, with the recorded token numbers."""
     columns: dict[int, dict[str, Floats]] = {}
     for u, plan in enumerate(plans):
         if all(u < len(rank) and len(rank[u].tokens) == len(plan.bins[r]) for r, rank in enumerate(recorded)):
@@ -73,7 +73,7 @@ def describe_updates(of_updates: list[list[Group]], plans: list[Plan], recorded:
 
 
 def average_loss(batches: list[dict[str, NDArray[Any]]]) -> float:
-    """Return sum(weight x loss) / sum(weight), in float64, as trainers/meter.py does; NaN where no batch was made."""
+    """Return sum(weight x loss) / sum(weight), in float64, as trainers/meter.py does; NaN without any batch."""
     if not batches:
         return float("nan")
     weight = np.concatenate([b["weight"] for b in batches]).astype(np.float64)

@@ -1,9 +1,9 @@
-"""Compute a captured step again, with its own loss and with others:
+"""Replay a captured step with the run's loss and others:
 
     python -m analysis.capture.replay runs/RUN/snapshots/step_00010 --alg grpo --alg my_loss.py [--model FOLDER]
 
-The first row is the run's own loss: its loss and the norm of its gradient are compared with the recorded ones. Every
-other loss sees the same samples, credits them itself, and is compared with the first.
+The first row is the run's own loss: loss and gradient norm are compared with the recorded values. Every other loss
+computes advantages from the same samples and is compared with the first.
 
 Exit code: 0 reproduced, 1 not, 2 bad input.
 """

@@ -1,9 +1,9 @@
-"""A snapshot: one step of a run, with all that computing it again needs. RUN/snapshots/step_00010/ holds
+"""Step snapshot: a step of a run with everything to recompute it. RUN/snapshots/step_00010/ contains
 
     snapshot.json     the facts below, and the size of every other file; renamed into place last
-    samples.jsonl, tokens.npz    what a viewer shows: the text and the numbers of every token (tokens.py)
-    batch.jsonl, batch.npz       what a loss reads: ids, masks, rewards, advantages, columns (batch_file.py)
-    algorithm.py     a copy of the run's algorithm, where it is a file of its own
+    samples.jsonl, tokens.npz    for a viewer: the text and the numbers of every token (tokens.py)
+    batch.jsonl, batch.npz       for a loss: ids, masks, rewards, advantages, columns (batch_file.py)
+    algorithm.py     a copy of the run's algorithm, if it is a user file
     weights/update_0/, ...       the weights before each update, with capture.weights
 
 A folder without snapshot.json was left by a run that was killed, and is never read.
@@ -34,7 +34,7 @@ INCOMPLETE = "the snapshot is incomplete, and will not be read"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts of the run that recomputing needs, the same for all its steps."""
+    """Facts of the run required to recompute any step."""
 
     alg: dict[str, Any]
     """The algorithm's settings."""
@@ -53,10 +53,10 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateFacts:
-    """Facts of one update of the step."""
+    """Facts of an update of the step."""
 
     samples: list[int]
-    """Numbers of its trained samples in the step."""
+    """Numbers of the trained samples in the step."""
     sample_weights: list[float]
     """Weight of each trained token, by sample."""
     bins: list[list[list[int]]]
@@ -66,7 +66,7 @@ class UpdateFacts:
     loss: float
     """Loss before the update, averaged as train/loss is."""
     grad_norm: float | None
-    """Norm of the gradient before clipping; None where it was not finite, and the update was skipped."""
+    """Norm of the gradient before clipping; None if it was not finite, and the update was skipped."""
     fingerprints: dict[str, dict[str, int]]
     """Checksums of the weights before the update, by scope and tensor; see trainers/weight_sync/fingerprint.py."""
     episodes: list[int]
@@ -151,7 +151,7 @@ def write_snapshot(
 
 
 def read_snapshot(folder: Path) -> StepSnapshot:
-    """Read a snapshot. Raises UserError for a folder that holds none, an incomplete or a damaged one."""
+    """Read a snapshot. Raises UserError if it is missing, incomplete or damaged."""
     path = folder / MANIFEST
     if not path.is_file():
         raise UserError(f"{folder} is not a snapshot: {_describe_lack(folder)}")
@@ -178,7 +178,7 @@ def _parse_manifest(raw: dict[str, Any]) -> Manifest:
 
 
 def _describe_lack(folder: Path) -> str:
-    """Return why a folder is no snapshot, and which one may be meant."""
+    """Return the reason that a folder is no snapshot, and suggest a folder."""
     if not folder.is_dir():
         return "there is no such folder"
     if folder.parent.name == SNAPSHOTS:

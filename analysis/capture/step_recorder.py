@@ -1,6 +1,6 @@
 """Recorder of a step in a trainer: numbers of every token, and checksums of the weights.
 
-The numbers are those of the pass that trains, so keeping them costs no other one.
+The numbers come from the training pass, so recording needs no extra pass.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from trainers.trainer import Trainer
 from trainers.weight_sync.fingerprint import fingerprint
 
 CLIP_METRICS = tuple(name.removeprefix(TRAIN) for name in CUT)
-"""Metrics of a loss, as it names them, that are 1 where it clips, caps or masks a token, and 0 elsewhere."""
+"""Names of loss metrics that are 1 for clipped, capped or masked tokens, and 0 for others."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RecordedUpdate:
-    """Record of one update on one rank."""
+    """Record of an update on a rank."""
 
     fingerprints: dict[ExportScope, dict[str, int]]
     """Checksums of the weights before the update, by tensor; on the first rank only."""
     tokens: list[dict[str, Floats]]
     """Columns of the tokens of each micro-batch, [M] float32 each."""
     norms: dict[str, float]
-    """Norms of the gradients; nothing where the update was skipped."""
+    """Gradient norms; empty if the update was skipped."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class _Update:
 
 
 class StepRecorder(Observer):
-    """Recorder of the steps of one rank, between `begin` and `end`; it keeps nothing of others."""
+    """Step recorder of a rank, active between `begin` and `end`."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
@@ -56,7 +56,7 @@ class StepRecorder(Observer):
         self.weights: Path | None = None
 
     def begin(self, weights: Path | None) -> None:
-        """Record the next step: numbers of every token, and checksums of the weights before each of its updates.
+        """Record the next step: numbers of every token, and checksums of the weights before each update.
 
         weights: folder to write these weights into as well, in a folder for each update.
         """
@@ -80,7 +80,7 @@ class StepRecorder(Observer):
 
     @torch.no_grad()
     def on_batch(self, seen: BatchSeen) -> None:
-        """Keep the numbers of a micro-batch, on its device."""
+        """Record the numbers of a micro-batch, without moving them off the device."""
         if self.updates is not None and seen.policy is not None:
             self.updates[-1].tokens.append(describe_tokens(seen.policy, seen.batch.tokens, seen.loss, seen.metrics))
 
@@ -129,6 +129,6 @@ def describe_tokens(policy: Policy, tokens: Tokens, loss: Tensor, metrics: Metri
 
 
 def find_clipped(metrics: Metrics) -> Tensor | None:
-    """Return 1 where the loss says that it clipped, capped or masked the token; None where it has no such metric."""
+    """Return 1 for tokens reported as clipped, capped or masked; None if the loss has no such metric."""
     named = [metrics[name].detach().float() for name in CLIP_METRICS if name in metrics]
     return torch.stack(named).amax(0) if named else None

@@ -18,7 +18,7 @@ MEANINGS = (
 
 
 def describe_replay(found: Replay) -> str:
-    """Return what was found in lines: whether the run is reproduced, the table, and the layers that differ most."""
+    """Return the replay report: reproduction of the run, table of losses, and the layers that differ most."""
     lines = [
         f"step {found.step}, update {found.update}, trained by {found.algorithm}; kept because of {found.reason}",
         f"weights: {found.weights}, by their checksums",
@@ -36,7 +36,7 @@ def describe_replay(found: Replay) -> str:
 
 
 def describe_reproduction(found: Replay) -> str:
-    """Return one line that compares the recorded numbers with the recomputed ones."""
+    """Return a line that compares recorded and recomputed numbers."""
     recorded, again = found.recorded, found.recomputed
     if found.difference is None:
         return f"the run skipped this update, because it was not finite; recomputed: gradient norm {again['grad_norm']}"

@@ -17,16 +17,16 @@ from core.types.arrays import Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTokens:
-    """Numbers of one loss for all tokens of the update's samples, end to end; NaN where a token is not trained on."""
+    """Per-token numbers of a loss over all samples of the update, concatenated; NaN for untrained tokens."""
 
     name: str
     slope: Floats
     """Derivative of the update's loss by the token's log-probability: a step makes the token likelier where it is
     negative."""
     clipped: Floats | None
-    """1 where the loss says that it clipped, capped or masked the token, else 0; None where it does not say."""
+    """1 for tokens that the loss reports as clipped, capped or masked, else 0; None without such a metric."""
     judged: Floats
-    """OPPOSITE or ONE_SILENT (compare.py) where it disagrees with the run's own loss, else 0."""
+    """OPPOSITE or ONE_SILENT (compare.py) for tokens that differ from the run's own loss, else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +57,12 @@ class Disagreement:
     judged: int
     """OPPOSITE or ONE_SILENT."""
     of_run: float
-    """Slope of the run's own loss; 0 where that does not train on the token."""
+    """Slope of the run's own loss; 0 for tokens that it does not train on."""
     of_loss: float
 
 
 def describe_tokens(name: str, one: Computed, own: Computed) -> LossTokens:
-    """Return the numbers of one loss; own: of the run's loss."""
+    """Return the numbers of a loss; own: numbers of the run's loss."""
 
     def mark(values: NDArray[np.generic], counted: NDArray[np.bool_]) -> Floats:
         return np.where(counted, values, np.nan).astype(np.float32)
@@ -76,7 +76,7 @@ def describe_tokens(name: str, one: Computed, own: Computed) -> LossTokens:
 
 
 def read_update(snapshot: StepSnapshot, update: int) -> list[CapturedSample]:
-    """Return the samples of an update with their texts, in the order of its groups."""
+    """Return the samples of an update with texts, in group order."""
     captured = read_snapshot_samples(snapshot.folder, snapshot.manifest.step)
     return [s for s in captured if s.group % snapshot.manifest.run.updates_per_step == update]
 

@@ -1,9 +1,9 @@
-"""Captured tokens of a step: what the trainer computed for each token, beside its text.
+"""Captured tokens of a step, with text and the numbers that the trainer computed.
 
 A run with `capture` keeps them in RUN/snapshots/step_00010/, and `read_captured` reads them again:
 
     snapshot.json    written last, by a rename: a folder without it is incomplete, and is never read
-    samples.jsonl   one line per sample: number of its group and its own, reward, text of each token
+    samples.jsonl   a line per sample: group number, number in the group, reward, text of each token
     tokens.npz      `lengths` of the samples, and each column end to end, float32
 
 A token that is not trained on has NaN in every column. This module needs numpy and nothing else, so that a viewer
@@ -38,7 +38,7 @@ TokenColumn = Literal[
     "kl",  # k3 estimate of the divergence from the reference model at the token
     "loss",  # of the token, before its weight
 ]
-"""Columns that a snapshot may have. One that the run does not compute is not there."""
+"""Columns that a snapshot may have. Columns that the run does not compute are absent."""
 TOKEN_COLUMNS: tuple[TokenColumn, ...] = get_args(TokenColumn)
 
 SNAPSHOTS = "snapshots"
@@ -55,11 +55,11 @@ class CapturedSample:
 
     step: int
     group: int
-    """Number of its group in the step."""
+    """Group number in the step."""
     sample: int
-    """Number in its group."""
+    """Number in the group."""
     reward: float
-    """NaN where reward or environment failed."""
+    """NaN if reward or environment failed."""
     pieces: list[str]
     """Text of each token of the whole sequence, prompt included. Joined they are the text of the sequence; a character
     of several tokens stands at the last of them."""
@@ -80,7 +80,7 @@ def captured_steps(run_folder: Path) -> list[int]:
 
 
 def read_captured(run_folder: Path, step: int) -> list[CapturedSample]:
-    """Return the samples of a captured step, in the order of their groups. Raises UserError where there are none."""
+    """Return the samples of a captured step, in the order of their groups. Raises UserError if there are none."""
     folder = snapshot_folder(run_folder, step)
     if not (folder / MANIFEST).is_file():
         raise UserError(f"{run_folder} has no complete snapshot of step {step}: there is no {folder / MANIFEST}")
@@ -122,7 +122,7 @@ def _read_samples(folder: Path, step: int) -> list[CapturedSample]:
 
 
 def split(array: NDArray[np.generic], ends: NDArray[np.int64]) -> list[FloatArray]:
-    """Split a column of all samples into one for each."""
+    """Split a concatenated column into an array per sample."""
     return [part.astype(np.float32, copy=False) for part in np.split(array, ends)]
 
 

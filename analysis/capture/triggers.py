@@ -10,18 +10,18 @@ from configs.capture_schema import CaptureConfig
 from core import metrics as names
 
 HISTORY, LEAST = 20, 5
-"""Steps whose gradient norms say what is usual, and the fewest that do."""
+"""Number of earlier steps with gradient norms taken as usual, and the minimum number."""
 
 
 class Triggers:
-    """Events of one run; it remembers the norms of the steps before."""
+    """Triggers of a run; they keep the norms of earlier steps."""
 
     def __init__(self, cfg: CaptureConfig):
         self.cfg = cfg
         self.norms: deque[float] = deque(maxlen=HISTORY)
 
     def find_event(self, metrics: Mapping[str, float]) -> str:
-        """Return what happened in a step, in a sentence; "" where nothing did. Called once per step, in order."""
+        """Return the event of a step as a sentence, or "". Called once per step, in order."""
         cfg, found = self.cfg, ""
         if "non_finite" in cfg.on and (skipped := metrics.get(names.TRAIN_SKIPPED, 0.0)):
             found = f"non_finite: {int(skipped)} updates were skipped, each because its gradient was not finite"

@@ -1,4 +1,4 @@
-"""Find the weights of a captured update, and load them into a local trainer; a checksum proves that they are the ones.
+"""Find the weights of a captured update, load them into a local trainer, and verify the checksum.
 
 They are looked for in the folder that the user names, or in the snapshot, in the checkpoint of that step, and for the
 first step of a run in `model.path`.
@@ -35,9 +35,9 @@ class Source:
 
 
 def load_trainer(snapshot: StepSnapshot, update: int, model: str | None) -> tuple[LocalTrainer, str]:
-    """Return a local trainer with the weights before an update, and where they were.
+    """Return a local trainer with the weights before an update, and the source of the weights.
 
-    model: folder that the user names. Raises UserError where no place holds the weights.
+    model: folder that the user names. Raises UserError if the weights are not found.
     """
     expected = snapshot.manifest.updates[update].fingerprints
     if not snapshot.manifest.run.on_cpu:  # merged weights may differ in the last bit from those of another device
@@ -144,7 +144,7 @@ def take_fingerprints(trainer: LocalTrainer) -> Fingerprints:
 
 
 def describe_difference(expected: Fingerprints, found: Fingerprints) -> str:
-    """Return how two sets of checksums differ, in a clause; "" where they are equal."""
+    """Return how two sets of checksums differ, in a clause; "" if they are equal."""
     for scope, sums in expected.items():
         other = found.get(scope, {})
         changed = [name for name in sums if sums[name] != other.get(name)]

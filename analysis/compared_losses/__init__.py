@@ -1,4 +1,4 @@
-"""The key `compare_losses`: losses that are measured on the batches of the one that trains.
+"""Compared losses (key `compare_losses`), measured on the batches of the loss that trains.
 
-Imports driver and what is below it. Begin with observer.py, which the driver loads where a recipe has the key.
+Imports driver and the folders below it. Begin with observer.py, which the driver loads if a recipe has the key.
 """

@@ -25,7 +25,7 @@ class ComparedLossMeter(Observer):
 
     def begin_update(self) -> None:
         self.seen: list[tuple[Policy, dict[str, Tokens]]] = []
-        """Policy of each micro-batch of the update, and its tokens as each compared loss sees them."""
+        """Policy of each micro-batch of the update, and the tokens as each compared loss sees them."""
 
     def on_batch(self, seen: BatchSeen) -> None:
         assert seen.policy is not None, "a reward model has no losses to compare"
@@ -33,7 +33,7 @@ class ComparedLossMeter(Observer):
 
     @torch.no_grad()
     def on_update(self, norms: Mapping[str, float]) -> None:
-        """Measure every compared loss on the batches seen; for its totals they must be complete."""
+        """Measure every compared loss on the batches seen. Totals require all batches of the update."""
         seen, self.seen = self.seen, []
         if not norms:  # skipped: as for the loss that trains, it does not count
             return
@@ -56,5 +56,5 @@ class ComparedLossMeter(Observer):
 
 
 def as_needed_by(alg: Algorithm, policy: Policy) -> Policy:
-    """Return the policy as a trainer with this algorithm would compute it: with the entropy only where it is needed."""
+    """Return the policy as a trainer with this algorithm computes it: with entropy only if needed."""
     return policy if alg.needs_entropy else Policy(logp=policy.logp)

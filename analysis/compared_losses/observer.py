@@ -1,4 +1,4 @@
-"""The observer of the key `compare_losses`: it shows other losses the batches, and logs what they measure."""
+"""Observer of the key `compare_losses`: it passes the batches to other losses, and logs the metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainers.observers import ObserverFactory
 
 
 def plan_observer(loaded: Loaded[RLConfig]) -> ComparedLossesPlan:
-    """Check the compared losses of a recipe. Raises UserError for one that needs what the run does not compute."""
+    """Check the compared losses of a recipe. Raises UserError if a loss needs inputs that the run does not compute."""
     return ComparedLossesPlan(load_compared_losses(loaded.cfg, loaded.alg))
 
 
@@ -78,9 +78,9 @@ class ComparedLosses(RunObserver):
     warned: set[str] = field(default_factory=set[str])
 
     def on_plan(self, step: PlannedStep) -> None:
-        """Give every batch its tokens as each compared loss sees them.
+        """Fill `Batch.compared` with the tokens as each compared loss sees them.
 
-        Advantages are computed over all groups of the step, as the main ones are.
+        Advantages are computed over all groups of the step, as for the main loss.
         """
         groups = in_order(step.groups)
         for loss in self.losses:
@@ -120,7 +120,7 @@ class ComparedLosses(RunObserver):
 
 
 def name_metrics(loss: str, measured: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of one compared loss under their names in the log.
+    """Return the metrics of a compared loss.
 
     >>> name_metrics("gspo", {"compare_losses/gspo/loss": 1.0, "compare_losses/cispo/loss": 2.0, "loss": 3.0})
     {'compare_losses/gspo/loss': 1.0}

@@ -1,4 +1,4 @@
-"""Check a set-up, and find why engine and trainer disagree: python -m analysis.doctor RUN_OR_CONFIG [key=value ...]
+"""Check a set-up and explain engine-trainer mismatch: python -m analysis.doctor RUN_OR_CONFIG [key=value ...]
 
 First the set-up: versions, memory, disk, network, model, data, reward; every check is shown, not just the first that
 fails. Then the recipe's engine samples some sequences, its trainer scores them, and where the two disagree one thing at

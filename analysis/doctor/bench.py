@@ -37,7 +37,7 @@ from trainers.weight_sync.fingerprint import describe_difference
 from trainers.weight_sync.publisher import LocalWeightSync
 
 SIBLINGS = 4
-"""Sequences of one prompt."""
+"""Sequences of a prompt."""
 TOKENS_AT_ONCE = 4096
 """Tokens of a scoring pass, at most."""
 Weights = list[Tensor]
@@ -65,7 +65,7 @@ class Request:
 
 
 class Bench:
-    """A local trainer, and engines that get its weights. `engine` is the one that is open."""
+    """Local trainer, and engines that receive weights from it. `engine` is the open engine."""
 
     engine: Engine
     sync: LocalWeightSync
@@ -130,7 +130,7 @@ class Bench:
     async def push_weights(self) -> str | None:
         """Send the trainer's weights to the engine; return how the engine's fingerprint differs, None if it does not.
 
-        Raises UserError for an engine that takes no weights from its own process.
+        Raises UserError for an engine that does not accept weights from the same process.
         """
         try:
             sent = await self.sync.transfer(self.version)
@@ -145,7 +145,7 @@ class Bench:
     # --- sequences
 
     async def sample(self, requests: Sequence[Request], *, together: bool = True) -> list[Sample]:
-        """Let the engine sample all requests at once, or one after the other."""
+        """Sample all requests at once, or sequentially."""
         if together:
             done = await asyncio.gather(*(self._generate(request) for request in requests))
         else:
@@ -153,7 +153,7 @@ class Bench:
         return [as_sample(r, [d]) for r, d in zip(requests, done, strict=True)]
 
     async def sample_by_token(self, requests: Sequence[Request], *, tokens: int) -> list[Sample]:
-        """Let the engine sample all requests at once, but each token in a request of its own."""
+        """Sample all sequences at once, with a separate request for every token."""
         done: list[list[Completion]] = [[] for _ in requests]
         for turn in range(min(tokens, self.max_new_tokens)):
             live = [i for i, parts in enumerate(done) if not parts or parts[-1].stop == "length"]
@@ -222,7 +222,7 @@ class Bench:
 
 
 def in_one_process(cfg: RLConfig) -> RLConfig:
-    """Return the configuration with one trainer rank and one engine, both in this process."""
+    """Return the configuration with a single trainer rank and engine, both in this process."""
     changes: dict[str, Any] = {
         "backend": "local",
         "trainer": cfg.trainer.model_copy(update={"ranks": 1, "deepspeed": {}}),

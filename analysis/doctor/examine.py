@@ -1,7 +1,7 @@
 """Compare engine and trainer; where they disagree, change one thing at a time and name the one that closes the gap.
 
-    1. the engine gets the weights, samples, and the trainer scores          the gap after the first sync
-    2. the trainer's weights are moved a little, and the engine gets them
+    1. the engine receives the weights, samples, and the trainer scores      the gap after the first sync
+    2. the trainer's weights are moved a little, and sent to the engine
     3. the engine samples the same requests again                           the gap after an update
     4. if one of the two is too large: every toggle, each by itself
 
@@ -55,7 +55,7 @@ SMALLEST_SIZE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """Measurements, and what they mean."""
+    """Measurements and the verdict."""
 
     verdict: Verdict
     facts: Facts

@@ -1,4 +1,4 @@
-"""What a check of the set-up found, and how it is shown: one line each."""
+"""Findings of the set-up checks, printed as a line each."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from core.errors import UserError
 
 Level = Literal["ok", "warning", "error"]
 Say = Callable[[str], None]
-"""Print one line."""
+"""Print a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Outcome of one check."""
+    """Outcome of a check."""
 
     check: str
     level: Level
     found: str
-    """What was found; of a warning or an error also what to do."""
+    """Observation, with the fix for a warning or an error."""
 
     def __str__(self) -> str:
         """
@@ -34,7 +34,7 @@ class Finding:
 
 
 def attempt(check: str, look: Callable[[], str]) -> Finding:
-    """Return what `look` says, or as an error the sentence of the UserError that it raises."""
+    """Return the finding of `look`; a UserError that it raises becomes an error finding."""
     try:
         return Finding(check=check, level="ok", found=look())
     except UserError as error:

@@ -1,4 +1,4 @@
-"""How far the engine's log-probabilities of its own samples are from the trainer's."""
+"""Gap between the log-probabilities of engine and trainer on samples of the engine."""
 
 from __future__ import annotations
 

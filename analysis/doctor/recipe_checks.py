@@ -1,7 +1,7 @@
-"""Checks of what a recipe names: model, tokenizer, data, reward, folders. They are those of the programs themselves.
+"""Recipe checks of model, tokenizer, data, reward and folders, shared with the main programs.
 
-`prepare` of main_rl.py and main_sl.py stops at the first mistake. Here each part is asked by itself, so that all
-mistakes are shown; and `prepare` has the last word, so none of its checks is missing here.
+`prepare` of main_rl.py and main_sl.py stops at the first mistake. Here each part is checked separately, so that all
+mistakes are shown. `prepare` runs last, so that no check is missing.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ STAND_IN_REPLY = "0"
 def check_recipe(
     loaded: Loaded[Any], say: Say, known: Sequence[Finding] = ()
 ) -> tuple[list[Finding], rl_setup.Prepared | None]:
-    """Look at everything, show a line for each part; return the findings and, in RL, what main_rl.py would start.
+    """Check everything and print a line for each part; return the findings and, in RL, the prepared run.
 
-    known: what is shown already.
+    known: findings already printed.
     """
     parts = Parts(loaded)
     prepared: rl_setup.Prepared | None = None
@@ -70,7 +70,7 @@ def check_recipe(
 
 
 class Parts:
-    """The parts of a recipe, each read once; reading one raises UserError."""
+    """Parts of a recipe, each read once. Reading a broken part raises UserError."""
 
     def __init__(self, loaded: Loaded[Any]):
         self.loaded = loaded
@@ -78,7 +78,7 @@ class Parts:
         self.feeds: dict[str, Feed[Any] | None] = {}
 
     def take(self, tokenizer: ChatTokenizer, feeds: dict[str, Feed[Any] | None]) -> None:
-        """Use what has been read already."""
+        """Use parts that have been read already."""
         self.__dict__["tokenizer"] = tokenizer
         self.feeds = feeds
 
@@ -164,7 +164,7 @@ class Parts:
         return load_groups(cfg.data, which, self.tokenizer, rows=self.alg.rows, seed=cfg.seed)
 
     def describe_reward(self, cfg: RLConfig) -> str:
-        """Ask the reward for one real row with its own answer as reply. Raises UserError where it fails."""
+        """Compute the reward of a real row with the row's answer as reply. Raises UserError if it fails."""
         feed = self.feeds["train"]
         assert feed is not None
         prompt: Prompt = feed.draw(0)
@@ -181,7 +181,7 @@ class Parts:
 
 
 def ask_reward(make_pool: Callable[[], RewardPool], prompt: Prompt) -> RewardResult:
-    """Return the reward of a reply that is the row's answer, from a process of its own."""
+    """Return the reward of the row's answer as a reply, computed in a separate process."""
     pool = make_pool()
     try:
         reply: Message = {"role": "assistant", "content": prompt.answer or STAND_IN_REPLY}

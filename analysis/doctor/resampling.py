@@ -1,4 +1,4 @@
-"""Toggles for which the engine samples the same requests again, with one thing changed."""
+"""Resampling toggles: the engine samples the same requests again, with a single change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from analysis.doctor.trials import Toggle, Trial
 from core.types.samples import Sample
 
 FEW = 8
-"""Requests that are made one after the other, or token by token."""
+"""Number of requests that are made sequentially, or token by token."""
 FEW_TOKENS = 16
 """Tokens of a sequence that is sampled token by token."""
 
@@ -49,7 +49,7 @@ async def try_batch_of_one(bench: Bench, samples: Sequence[Sample]) -> Trial:
 
 
 async def try_token_by_token(bench: Bench, samples: Sequence[Sample]) -> Trial:
-    """Sample every token in a request of its own, so that no text of several tokens can be tokenised again."""
+    """Sample every token in a separate request, so that no text of several tokens can be retokenised."""
     done = await bench.sample_by_token(bench.requests, tokens=FEW_TOKENS)
     changed = sum(_differs(bench, sample) for sample in done)
     return Trial(
@@ -90,7 +90,7 @@ async def try_cold_cache(bench: Bench, before: Gap, old: Weights) -> Trial:
 
 
 async def try_float32(bench: Bench, before: Gap) -> AsyncIterator[Trial]:
-    """Let another engine and the trainer compute in float32, where the recipe computes in bfloat16."""
+    """Compute in float32 with another engine and the trainer, if the recipe uses bfloat16."""
     if bench.cfg.model.dtype == "float32":
         return
     await bench.engine.close()

@@ -137,7 +137,7 @@ def try_old_weights(bench: Bench, samples: Sequence[Sample], before: Gap, old: W
 
 
 def try_other_ids(bench: Bench, samples: Sequence[Sample]) -> Iterator[Trial]:
-    """Score other ids of the same text, where there are some: of the prompt, and of prompt and reply."""
+    """Score other token ids of the same text, if there are any: of the prompt, and of prompt and reply."""
     variants = {
         "the text of the prompt": (partial(encode_again, bench), None),
         "the prompt, with the tokenizer's own special tokens,": (partial(encode_again, bench, adds=True), None),

@@ -1,4 +1,4 @@
-"""Checks of the machine: what would end a run after hours, or make its numbers others than those of the tests."""
+"""Machine checks: causes of late failures, or of numbers that differ from the tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from driver.start.devices import check_devices, count_gpus, uses_gpus
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CORE = ("torch", "transformers", "numpy", "pydantic", "pyarrow", "datasets", "peft", "ray", "deepspeed", "vllm")
-"""Packages whose version decides numbers or formats."""
+"""Packages with versions that affect numbers or formats."""
 ONLY_ON_RAY = ("ray", "deepspeed")
 TIGHT = 0.8
 """Share of memory or disk above which there is a warning."""
@@ -125,7 +125,7 @@ def find_version(name: str) -> str | None:
 
 
 def describe_devices(cfg: RunConfig) -> str:
-    """Describe what this machine has and the recipe takes. Raises UserError where that is too much."""
+    """Describe the processors of this machine and their use by the recipe. Raises UserError for too much use."""
     if lacking := check_devices(cfg):
         raise UserError(lacking)
     engines = cfg.rollout.least_engines * cfg.rollout.tensor_parallel_size if isinstance(cfg, RLConfig) else 0
@@ -134,12 +134,12 @@ def describe_devices(cfg: RunConfig) -> str:
 
 
 def find_memory_gib(cfg: RunConfig) -> float:
-    """Return the memory of one GPU, or on a CPU that of the machine."""
+    """Return the memory of a GPU, or on a CPU the memory of the machine."""
     return (find_gpu_gib() if uses_gpus(cfg) else None) or find_machine_gib()
 
 
 def check_memory(cfg: RunConfig, estimate: MemoryEstimate, *, total_gib: float) -> Finding:
-    """Compare what the model's states will take with what there is: of a GPU, or on a CPU of the machine."""
+    """Compare the memory of the model's states with that of a GPU, or on a CPU with that of the machine."""
     per_engine, n_engines = 0.0, 0
     if isinstance(cfg, RLConfig):
         cache = cfg.rollout.kv_cache_gib if cfg.rollout.engine.startswith("vllm") and not uses_gpus(cfg) else 0.0
@@ -160,7 +160,7 @@ def check_memory(cfg: RunConfig, estimate: MemoryEstimate, *, total_gib: float) 
 
 
 def check_disk(cfg: RunConfig, estimate: MemoryEstimate) -> Finding:
-    """Compare what checkpoints, models and samples will take with what is free in run_dir."""
+    """Compare the disk space of checkpoints, models and samples with the free space in run_dir."""
     kept = cfg.checkpoint.keep + 2 if cfg.checkpoint.every else 0  # the best one, and one that is being written
     models = 1 + (cfg.save_to is not None) + (cfg.checkpoint.best is not None)
     samples = 0.0
@@ -215,7 +215,7 @@ def check_shared_memory(cfg: RunConfig, folder: Path) -> Finding:
 
 
 def describe_network(cfg: RunConfig) -> str:
-    """Connect to a port of this process over the loopback address. Raises UserError where that fails."""
+    """Connect to a port of this process over the loopback address. Raises UserError if that fails."""
     if cfg.ray_address is not None:
         from core.cluster.private_ray import check_is_ray
 

@@ -1,4 +1,4 @@
-"""What the doctor is asked to look at: a recipe, or the folder of a run with its newest weights."""
+"""Target of the doctor: a recipe, or a run folder with the newest weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from driver.load_recipe import Loaded, load_config_of_run, load_recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A configuration, and where the weights are."""
+    """Configuration, and location of the weights."""
 
     loaded: Loaded[Any]
     given: str
     weights: str
-    """Where the weights come from, in words."""
+    """Source of the weights, in words."""
     checkpoint: Path | None = None
-    """Checkpoint whose weights are examined; None examines those of model.path."""
+    """Checkpoint with the examined weights; None examines those of model.path."""
 
     def describe(self) -> str:
         return f"{self.given}; weights: {self.weights}"
@@ -46,7 +46,7 @@ def find_target(given: str, overrides: Sequence[str]) -> Target:
 
 
 def is_supervised(raw: dict[str, Any]) -> bool:
-    """Tell whether a recipe is one of main_sl.py: it has no engine and no groups.
+    """Return True for a recipe of main_sl.py, which has no engine and no groups.
 
     >>> is_supervised({"rows_per_step": 5}), is_supervised({"rollout": {}, "steps": 2})
     (True, False)

@@ -1,4 +1,4 @@
-"""The toggles, and what one change of one of them did to the gap."""
+"""Toggles, and the effect of changing one of them on the gap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from analysis.doctor.gap import Gap
 
 CLOSED_SHARE = 1 / 3
-"""Largest part of a gap that may be left where a change closes it."""
+"""Largest fraction of a gap that may remain after a change that closes it."""
 
 
 class Toggle(StrEnum):
@@ -29,14 +29,14 @@ class Trial:
 
     toggle: Toggle
     change: str
-    """What was changed, as a clause."""
+    """The change, as a clause."""
     before: Gap
     after: Gap
     means: str
-    """What it means if the change closes the gap, as a sentence without its end."""
+    """Meaning of a change that closes the gap, as an unfinished sentence."""
 
     def closes(self, bound: float) -> bool:
-        """Tell whether the gap was there, and is gone with the change."""
+        """Return True if there was a gap, and the change closes it."""
         return self.before.mean > bound >= self.after.mean and self.after.mean <= CLOSED_SHARE * self.before.mean
 
     @property
@@ -45,7 +45,7 @@ class Trial:
         return self.after.mean / self.before.mean if self.before.mean else 1.0
 
     def describe(self, bound: float) -> str:
-        """Return the trial on one line."""
+        """Return the trial as a line."""
         outcome = "closes it" if self.closes(bound) else ""
         return f"{self.toggle:<16} {self.before.mean:>9.2g} -> {self.after.mean:<9.2g} {outcome:<10} {self.change}"
 

@@ -1,4 +1,4 @@
-"""From what was measured to one sentence."""
+"""Verdict of the doctor: a sentence from the measurements."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Facts:
         return f"{abs(self.surprise):.2g} nats {'less' if self.surprise < 0 else 'more'}"
 
     def describe_rest(self) -> str:
-        """Return what else was measured, on three lines."""
+        """Return the other measurements, on three lines."""
         return (
             f"weights of the engine   {self.fingerprint or 'by their fingerprint those that were sent'}\n"
             f"ids                     the text of {self.changed} of {self.sequences} sequences has other ids when it "

@@ -1,1 +1,1 @@
-"""The run page: run folders become one HTML file that opens without a server. Nothing is started, folders are read."""
+"""Run page: run folders become a single HTML file that opens without a server. Nothing is started, folders are read."""

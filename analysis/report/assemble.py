@@ -1,4 +1,4 @@
-"""Put a page together: data, style and one script in an HTML file that asks for nothing."""
+"""Assembly of an HTML page from data, style and a script, without external requests."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STYLES = ("style.css", "samples.css")
 def make_html(
     *, title: str, head: dict[str, Any], blocks: Sequence[str], script: str, style: str = "", files_beside: bool = False
 ) -> str:
-    """Return the text of a page. head: what its script reads at once. blocks: elements with what it reads when asked.
+    """Return the text of a page. head: data read at once. blocks: elements with data read on request.
 
-    style: goes before ours.
+    style: precedes ours.
     """
     filled = {
         "POLICY": html.escape(policy(script, files_beside=files_beside)),

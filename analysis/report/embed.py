@@ -30,7 +30,7 @@ def data_element(name: str, packed: str) -> str:
 
 
 def script_hash(script: str) -> str:
-    """Return what a content security policy names an inline script by."""
+    """Return the source expression of an inline script in a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 

@@ -1,4 +1,4 @@
-"""What the head of the page says of a run: recipe, model, algorithm, end, code, held-out results, warnings."""
+"""Page header of a run: recipe, model, algorithm, end, code, held-out results, warnings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOT_ENDED = "no summary.json: the run goes on, or was killed"
 
 
 def describe_run(run: RunRecord, key: str) -> dict[str, Any]:
-    """Return what the page shows of a run at once."""
+    """Return the header of a run."""
     config, summary = run.config, run.summary
     flat = flatten(config)
     lines = run.metrics
@@ -70,7 +70,7 @@ def _times(groups: str, size: str) -> str:
 
 
 def describe_git(state: GitState | str | None) -> str:
-    """Return the state of the code in one line; nothing for a run that did not write it.
+    """Return the state of the code in a line; nothing for a run that did not write it.
 
     >>> describe_git({"commit": "0a1b2c", "branch": "main", "changed_files": 2})
     '0a1b2c on main, 2 files changed'
@@ -82,7 +82,7 @@ def describe_git(state: GitState | str | None) -> str:
 
 
 def list_warnings(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the warnings that the run left in its summary, and what its log tells."""
+    """Return the warnings in the summary of a run, and those derived from the log."""
     given: list[Warned] = run.summary.get("warnings", [])
     found: list[dict[str, Any]] = [{"step": one["step"], "text": one["text"]} for one in given]
     if skipped := sum(line.get(names.TRAIN_SKIPPED, 0.0) for line in run.metrics):

@@ -1,4 +1,4 @@
-"""The page: data of runs, style and scripts in one HTML file."""
+"""Page of runs: data, style and scripts in a single HTML file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Beside:
 
 
 def write_page(folders: list[Path], out: Path, *, samples: int, everything: bool) -> list[str]:
-    """Write the page of these runs to `out`; return what to tell the user, in sentences.
+    """Write the page of these runs to `out`; return messages for the user, in sentences.
 
     samples: how many of a step the page holds. everything: write all of them beside the page too.
     """
@@ -82,7 +82,7 @@ def write_page(folders: list[Path], out: Path, *, samples: int, everything: bool
 def describe_with_blocks(
     run: RunRecord, key: str, limit: int, beside: Beside | None, notes: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the description of a run, and its data as elements of the page."""
+    """Return the description of a run, and the data as elements of the page."""
     description = describe_run(run, key)
     blocks: list[str] = []
     accounts: dict[int, dict[str, float]] = {}
@@ -116,7 +116,7 @@ def describe_with_blocks(
 def add_captured(
     run: RunRecord, key: str, limit: int, beside: Beside | None, blocks: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Add the captured steps to the blocks, and yield what the page says of each at once."""
+    """Add the captured steps to the blocks, and yield the header of each step."""
     for step in captured.list_captured(run.folder):
         every = captured.read_captured_step(run.folder, step)
         kept = captured.select_captured(every, limit, step=step)
@@ -128,7 +128,7 @@ def add_captured(
 
 
 def to_columns(run: RunRecord, accounts: dict[int, dict[str, float]]) -> dict[str, Any]:
-    """Return the run's metrics by name, with None where a step does not log one; and the account of its tokens."""
+    """Return the run's metrics by name, with None for values that a step does not log, and the token account."""
     logged = dict.fromkeys(name for line in run.metrics for name in line)
     steps = [int(line[names.STEP_NUMBER]) for line in run.metrics]
     return {
@@ -139,5 +139,5 @@ def to_columns(run: RunRecord, accounts: dict[int, dict[str, float]]) -> dict[st
 
 
 def assemble_script() -> str:
-    """Return uPlot and our own files as one script."""
+    """Return uPlot and our own files as a single script."""
     return join_scripts(SCRIPTS, library=(UPLOT / "uPlot.iife.min.js").read_text(encoding="utf-8"))

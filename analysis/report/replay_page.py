@@ -28,7 +28,7 @@ WORST = 40
 
 
 def write_replay_page(found: Replay, out: Path) -> str:
-    """Write the page of a replay that kept its maps; return what to tell the user, in a sentence."""
+    """Write the page of a replay with token maps; return a message for the user, in a sentence."""
     maps = found.maps
     assert maps is not None
     worst = {loss.name: list_disagreements(maps, loss, WORST) for loss in maps.losses[1:]}
@@ -84,7 +84,7 @@ def make_records(maps: TokenMaps, kept: list[int]) -> list[dict[str, Any]]:
 
 
 def encode_loss(loss: LossTokens, span: slice) -> dict[str, str | None]:
-    """Return the numbers of one sample's tokens."""
+    """Return the numbers of the tokens of a sample."""
     return {
         "slope": encode_column(loss.slope[span]),
         "clipped": None if loss.clipped is None else encode_column(loss.clipped[span]),

@@ -1,4 +1,4 @@
-"""Read a run folder: config.yaml, metrics.jsonl, summary.json, samples/. What is missing or broken is one sentence."""
+"""Read a run folder: config.yaml, metrics.jsonl, summary.json, samples/. Missing or broken files are reported in a sentence."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from core.errors import UserError, first_line, quote
 from core.text.text_files import parse_json, read_text
 
 Row = dict[str, Any]
-"""One sample, as driver/records/sample_files.py writes it."""
+"""Sample, as driver/records/sample_files.py writes it."""
 NEEDED = ("group", "prompt", "completion", "reward")
 STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Contents of a run folder, its samples excepted."""
+    """Contents of a run folder without samples."""
 
     folder: Path
     config: dict[str, Any]
     summary: dict[str, Any]
     """Empty while the run goes on, and after it was killed."""
     metrics: list[dict[str, float]]
-    """One line per step, in order."""
+    """A line per step, in order."""
     sample_files: dict[int, Path]
 
     @property
@@ -45,7 +45,7 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder, its samples excepted. Raises UserError for what is none."""
+    """Read a run folder without samples. Raises UserError for other folders."""
     if not folder.is_dir():
         raise UserError(f"{quote(folder)} is no folder: name a run folder, such as runs/NAME-TIME")
     if not (folder / "metrics.jsonl").is_file():
@@ -120,7 +120,7 @@ def read_samples(file: Path) -> list[Row]:
 
 
 def is_unfinished(run: RunRecord, step: int) -> bool:
-    """Tell whether a step's samples may still be being written, or were when the run was killed."""
+    """Return True if a step's samples may be incomplete: still being written, or the run was killed."""
     return not run.has_ended and step == max(run.sample_files)
 
 

@@ -1,4 +1,4 @@
-"""Which samples of a step are kept in the page: whole groups where they fit, chosen by rule and not by luck."""
+"""Selection of the samples of a step for the page: whole groups if they fit, chosen by fixed rules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Group that is kept, with those of its samples that are."""
+    """Selected group, with the selected samples."""
 
     group: int
     why: str

@@ -1,4 +1,4 @@
-"""What the page knows of one step's samples: all rewards, and the groups that are kept with their texts."""
+"""Step data of the page: all rewards, and the selected groups with texts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_whole_step(rows: list[Row], *, step: int) -> dict[str, Any]:
 
 
 def summarize_rows(rows: list[Row]) -> dict[str, Any]:
-    """Return one list per number, over all samples of the step."""
+    """Return a list per number, over all samples of the step."""
     parts = sorted({name for row in rows for name in row.get("reward_parts") or {}})
     return {
         "group": [row["group"] for row in rows],
@@ -56,6 +56,6 @@ def make_group(rows: list[Row], chosen: Chosen) -> dict[str, Any]:
 
 
 def make_sample(row: Row, number: int) -> dict[str, Any]:
-    """Return what the page shows of a sample."""
+    """Return the page data of a sample."""
     shown = {"sample": number, **{key: row.get(key) for key in OF_A_SAMPLE}}
     return shown | {key: row[key] for key in OF_AN_EPISODE if key in row}

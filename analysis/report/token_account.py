@@ -1,4 +1,4 @@
-"""Where the tokens of a step went, from its line in metrics.jsonl and from its samples."""
+"""Token account of a step, from metrics.jsonl and the samples."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PARTS = {
 
 
 def account_tokens(line: dict[str, float], rows: Sequence[Row]) -> dict[str, float]:
-    """Split the generated tokens of a step into PARTS; an empty result where the log does not say.
+    """Split the generated tokens of a step into PARTS; empty if the log lacks the numbers.
 
-    A fraction of the log has the tokens' weights in it, so `clipped` is exact only where all tokens weigh the same.
+    Fractions in the log are weighted by token, so `clipped` is exact only if all tokens weigh the same.
     """
     if names.ROLLOUT_TOKENS not in line or names.TRAIN_TOKENS not in line:
         return {}
