@@ -24,7 +24,7 @@ from trainers.local import LocalTrainer
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
 """Largest difference of a loss and a norm that count as reproduced, by the dtype of the weights."""
 ON_ANOTHER_DEVICE = 1e-3
-"""Tolerance for a run on a GPU and a replay on a CPU, which sum in a different order."""
+"""Tolerance if only one of run and replay is on a CPU: CPU and GPU sum in a different order."""
 OWN = "run"
 """Name of the run's own loss."""
 
@@ -144,7 +144,7 @@ def check_columns(losses: Sequence[NamedLoss], snapshot: StepSnapshot) -> None:
 
 
 def differentiate_kl(trainer: LocalTrainer, own: Algorithm, plan: Plan, groups: list[Group]) -> tuple[Gradient, str]:
-    """Return the gradient of the KL to the reference model, or else to the engine's policy, and the name of the anchor."""
+    """Return the gradient of the KL to an anchor, the reference model or else the engine's policy, and its name."""
     of_reference = "ref_logp" in own.required_columns
     by_sample = dict(zip((id(s) for g in groups for s in g), token_weights(groups, "token", horizon=1), strict=True))
     by_token = replace(plan, weights=[by_sample[id(s)] for s in plan.samples])

@@ -125,7 +125,7 @@ def find_version(name: str) -> str | None:
 
 
 def describe_devices(cfg: RunConfig) -> str:
-    """Describe the processors of this machine and their use by the recipe. Raises UserError for too much use."""
+    """Describe the devices of this machine and the ranks of the recipe. Raises UserError for too many ranks."""
     if lacking := check_devices(cfg):
         raise UserError(lacking)
     engines = cfg.rollout.least_engines * cfg.rollout.tensor_parallel_size if isinstance(cfg, RLConfig) else 0

@@ -116,7 +116,7 @@ def describe_with_blocks(
 def add_captured(
     run: RunRecord, key: str, limit: int, beside: Beside | None, blocks: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Add the captured steps to the blocks, and yield the header of each step."""
+    """Add the captured steps to the blocks, and yield the page's entry for each step."""
     for step in captured.list_captured(run.folder):
         every = captured.read_captured_step(run.folder, step)
         kept = captured.select_captured(every, limit, step=step)

@@ -1,4 +1,4 @@
-"""Read a run folder: config.yaml, metrics.jsonl, summary.json, samples/. Missing or broken files are reported in a sentence."""
+"""Read a run folder: config.yaml, metrics.jsonl, summary.json, samples/. Broken files are reported in a sentence."""
 
 from __future__ import annotations
 

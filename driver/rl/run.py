@@ -163,7 +163,7 @@ class Run:
 
     async def _publish(self, version: int, engines: Sequence[int]) -> dict[str, float] | None:
         """Transfer the weights to these engines. Return None if an engine died; the others need another sync."""
-        # counted before the transfer, so that a death during it is not taken for an earlier death
+        # counted before the transfer: a death that was handled meanwhile must not be handled again
         deaths = self.engines.deaths
         try:
             with self.engines.syncing():
