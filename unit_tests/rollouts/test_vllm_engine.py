@@ -371,7 +371,7 @@ class SlowToPause(VllmEngine):
 
 def test_a_drain_may_take_longer_than_a_step_of_an_update(tiny_path: str) -> None:
     drain, *others = (
-        SlowToPause(EngineConfig(model_path=tiny_path, requests=u, timeout_s=0.1, **SETTINGS))
+        SlowToPause(EngineConfig(model_path=tiny_path, pause_mode=u, timeout_s=0.1, **SETTINGS))
         for u in ("wait", "keep", "abort")
     )
     asyncio.run(drain.pause())

@@ -139,7 +139,7 @@ def test_vllm_sees_what_the_trainer_sees_before_and_after_new_vision_weights(tmp
 
         ids, places = lab.prompts[0]
         [place] = places
-        with pytest.raises(RunStopped, match=r"vLLM expanded a prompt with images to \d+ tokens, .* first diff"):
+        with pytest.raises(RunStopped, match=r"vLLM expanded a prompt with images to \d+ tokens, .*first diff"):
             only_pads = replace(place, begin=place.begin + 2, end=place.end - 1)
             await engine.generate(ids, max_new_tokens=1, seed=0, images=[only_pads])
 
