@@ -1,12 +1,11 @@
-"""A language model's head in chunks: what is wanted of many tokens' logits, without all these logits at once.
+"""Language-model head in chunks: scores of many tokens without all of their logits at once.
 
-The logits of 16k tokens over a vocabulary of 150k take 5 GiB in bfloat16, and their gradient as much again. In chunks
-there are those of a few hundred tokens at a time, and the backward pass computes them a second time.
+The logits of 16k tokens over a vocabulary of 150k take 5 GiB in bfloat16, and their gradient as much again. A chunk has
+the logits of a few hundred tokens, and the backward pass computes them again.
 
-All chunks are computed inside the one call of the head in the model's forward pass: every model that is loaded gets a
-`ScoringHead` in place of its own. So ZeRO-3 gathers the head's weight
-once in the forward pass and once in the backward pass, however many chunks a rank has: ranks with different numbers of
-them, or none, make the same collectives.
+All chunks are computed inside a single call of the head in the model's forward pass, for which every loaded model gets
+a `ScoringHead`. So ZeRO-3 gathers the head's weight once in the forward and once in the backward pass, however many
+chunks a rank has. Ranks with different numbers of chunks, or none, make the same collectives.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Score = Callable[[Tensor, Tensor], Tensor]
 
 
 class ScoringHead(nn.Linear):
-    """Language model's head whose users may compute something else than logits of the hidden states."""
+    """Language-model head that can compute another function of the hidden states than logits."""
 
     compute: Callable[[Tensor], Tensor] | None = None
 
@@ -41,7 +40,7 @@ class ScoringHead(nn.Linear):
 
     @contextmanager
     def computing(self, compute: Callable[[Tensor], Tensor]) -> Generator[None]:
-        """Compute this of hidden states in place of logits while the body runs."""
+        """Compute `compute(hidden)` instead of logits during the body."""
         self.compute = compute
         try:
             yield
@@ -50,9 +49,9 @@ class ScoringHead(nn.Linear):
 
 
 def use_scoring_head(model: nn.Module) -> None:
-    """Put a `ScoringHead` with the same parameters in place of a model's plain linear head, if it has one.
+    """Replace a model's plain linear head by a `ScoringHead` with the same parameters.
 
-    This is for a model that no library has taken up: what is hooked to the old head would be lost.
+    Call it before a library wraps the model: hooks on the old head would be lost.
     """
     hf: Any = model
     head = hf.get_output_embeddings()

@@ -24,16 +24,16 @@ Place = Callable[[nn.Module], None]
 
 
 def load_pretrained(auto: Any, path: str, *, trust_remote_code: bool, **settings: Any) -> Any:
-    """Return `auto.from_pretrained(path)` of a class of transformers."""
+    """Return `auto.from_pretrained(path)` of a transformers class."""
     return auto.from_pretrained(path, trust_remote_code=trust_remote_code, **settings)
 
 
 def load_placed(auto: Any, path: str, place: Place, *, trust_remote_code: bool, **settings: Any) -> Any:
-    """Return the model and report of `load_pretrained`, sharded before it was filled.
+    """Load the model and report of `load_pretrained`, sharded before it is filled.
 
-    transformers makes the empty model, `place` gets it, and of every tensor in the files only this rank's part is read.
-    So no rank ever holds the whole model. The parts that ranks on one machine read are in its memory once. A model with
-    code of its own is read whole, and not placed.
+    transformers creates the empty model and `place` shards it; then each rank reads only its part of every tensor. So
+    no rank ever has the whole model in memory, and ranks on a machine together read it once. A model with its own code
+    is loaded whole, without `place`.
     """
     from transformers import AutoConfig
     from transformers.distributed.configuration_utils import DistributedConfig
@@ -59,7 +59,7 @@ def load_placed(auto: Any, path: str, place: Place, *, trust_remote_code: bool, 
 
 
 def _find_class(auto: Any, config: Any) -> Any:
-    """Return the class of models that an Auto class of transformers makes of a config; None where it is not unique."""
+    """Return the model class that a transformers Auto class selects for a config; None if it is not unique."""
     import transformers as hf
 
     mapping: Any = {
