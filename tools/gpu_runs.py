@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from data_prep import arithmetic, tiny_model
@@ -58,7 +59,7 @@ def check_throughput(bench: Bench) -> str:
     """Measure updates of a model of Qwen3-0.6B's shape, with and without shared prefixes."""
     sizes = ["64"] if bench.small else ["4096", "16384"]
     small = ["--small", "--sequence", "64", "--updates", "1"] if bench.small else []
-    rows = run_benchmark("train_throughput", ["--share", "--tokens", *sizes, *small], train_throughput.COLUMNS)
+    rows = run_benchmark(train_throughput, ["--share", "--tokens", *sizes, *small])
     told = [
         f"{row['micro-batch']} tokens{' shared' if row['shared'] == 'yes' else ''}: {row['tokens/s']} tokens/s, "
         f"MFU {row['MFU']}, peak {row['peak-MiB']} MiB"
@@ -70,18 +71,19 @@ def check_throughput(bench: Bench) -> str:
 def check_head(bench: Bench) -> str:
     """Measure the memory of a step with all logits at once and in chunks; the losses must be equal."""
     small = ["--tokens", "2048", "--vocabulary", "20000", "--logits-mib", "32"]
-    rows = run_benchmark("memory", small if bench.small else ["--tokens", "4096", "16384"], memory.COLUMNS)
+    rows = run_benchmark(memory, small if bench.small else ["--tokens", "4096", "16384"])
     told = [f"{row['tokens']} tokens: {row['at once']} MiB at once, {row['in chunks']} in chunks" for row in rows]
     return "; ".join(told)
 
 
-def run_benchmark(name: str, options: list[str], columns: tuple[str, ...]) -> list[dict[str, str]]:
-    """Run a program of benchmarks/ and return the rows of its table. Raises CheckFailed where it fails."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", *options]
+def run_benchmark(benchmark: ModuleType, options: list[str]) -> list[dict[str, str]]:
+    """Run a program of tools/benchmarks/ and return the rows of its table. Raises CheckFailed where it fails."""
+    command = [sys.executable, "-m", benchmark.__name__, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr, sep="\n")
     if done.returncode:
         last = (done.stdout + done.stderr).strip().splitlines()[-1:] or ["nothing was printed"]
-        raise CheckFailed(f"benchmarks.{name} ended with exit code {done.returncode}: {last[0]}")
+        raise CheckFailed(f"{benchmark.__name__} ended with exit code {done.returncode}: {last[0]}")
+    columns: tuple[str, ...] = benchmark.COLUMNS
     cells = [line.split() for line in done.stdout.splitlines()]
     return [dict(zip(columns, row, strict=True)) for row in cells if len(row) == len(columns) and row[0].isdigit()]
