@@ -1,8 +1,9 @@
 """Pool of reward processes that can be killed.
 
-If a reward raises, hangs or ends the process, only the current sample fails. Each worker has one sample at a time and a
-separate socket, and shares neither queue nor lock. Workers are new interpreters that never import the main module, not
-forks of a process with threads. So the pool works in a plain process and in a Ray actor.
+If a reward raises, hangs or ends the process, only the current sample fails. Samples that finish at the same time are
+sent together, unless the reward is slow. Each worker has a separate socket, and shares neither queue nor lock. Workers
+are new interpreters that never import the main module, not forks of a process with threads. So the pool works in a
+plain process and in a Ray actor.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import queue
 import signal
 import subprocess
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from multiprocessing import Pipe
@@ -22,6 +26,11 @@ from core.errors import UserError
 from core.timing.deadlines import REWARD_EXIT_GRACE_S, REWARD_START_TIMEOUT_S
 from core.types.samples import Message, Prompt
 from rewards.several import RewardPlan
+
+SHARE_S = 0.005
+"""Seconds of work that one hand-over to a worker may hold. Slower rewards get one sample at a time."""
+Scored = tuple[Prompt, list[Message]]
+"""Sample for the reward: the prompt, and the messages after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +53,10 @@ class RewardPool:
         self.timeout_s = timeout_s
         self._workers = [_Worker(reward) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._waiting: list[tuple[Scored, asyncio.Future[RewardResult]]] = []
+        self._shares: set[asyncio.Task[None]] = set()
+        self._sample_s = SHARE_S
+        """Recent seconds per sample."""
         # The kernel ties a worker to the thread that started it, so these threads both start and feed them.
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         for worker in self._workers:
@@ -52,7 +65,36 @@ class RewardPool:
 
     async def compute_reward(self, prompt: Prompt, messages: list[Message]) -> RewardResult:
         """Return the reward's parts or failure. Raises UserError if the reward cannot be loaded."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run_in_worker, prompt, messages)
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[RewardResult] = loop.create_future()
+        self._waiting.append(((prompt, messages), result))
+        if len(self._waiting) == 1:
+            loop.call_soon(self._hand_over)  # after everything else that this iteration of the event loop finishes
+        return await result
+
+    def _hand_over(self) -> None:
+        """Distribute the waiting samples over the workers, in shares of about SHARE_S seconds."""
+        waiting = [(sample, result) for sample, result in self._waiting if not result.done()]
+        self._waiting = []
+        size = max(1, min(int(SHARE_S / self._sample_s), -(-len(waiting) // len(self._workers))))
+        for i in range(0, len(waiting), size):
+            task = asyncio.ensure_future(self._compute_share(waiting[i : i + size]))
+            self._shares.add(task)
+            task.add_done_callback(self._shares.discard)
+
+    async def _compute_share(self, share: list[tuple[Scored, asyncio.Future[RewardResult]]]) -> None:
+        samples, waiting = [sample for sample, _ in share], [result for _, result in share]
+        try:
+            loop = asyncio.get_running_loop()
+            results, seconds = await loop.run_in_executor(self._threads, self._run_in_worker, samples)
+        except (UserError, asyncio.CancelledError) as error:
+            for result in waiting:
+                result.cancel() if isinstance(error, asyncio.CancelledError) else _refuse(result, error)
+            return
+        self._sample_s = (self._sample_s + seconds / len(samples)) / 2
+        for waiter, result in zip(waiting, results, strict=True):
+            if not waiter.done():  # its group may have been cancelled
+                waiter.set_result(result)
 
     def close(self) -> None:
         for worker in self._workers:
@@ -62,13 +104,32 @@ class RewardPool:
             worker.kill()  # again: a thread may have been starting it
             worker.reap()
 
-    def _run_in_worker(self, prompt: Prompt, messages: list[Message]) -> RewardResult:
+    def _run_in_worker(self, samples: Sequence[Scored]) -> tuple[list[RewardResult], float]:
+        """Return the results of a share, and its seconds."""
         # there are as many threads as workers, so an idle worker is always in the queue
         worker = self._idle.get()
         try:
-            return worker.compute_reward(prompt, messages, self.timeout_s)
+            start = time.perf_counter()
+            return worker.compute_rewards(samples, self.timeout_s), time.perf_counter() - start
         finally:
             self._idle.put(worker)
+
+
+def _refuse(result: asyncio.Future[RewardResult], error: UserError) -> None:
+    if not result.done():
+        result.set_exception(error)
+
+
+def describe_samples(samples: Sequence[Scored]) -> list[tuple[bytes, list[Message]]]:
+    """Return samples for a worker, each with its prompt as pickled fields: a Prompt would import torch there.
+
+    The worker unpickles the fields for every sample, so siblings share no object that a reward could change.
+    """
+    of_prompts: dict[int, bytes] = {}
+    for prompt, _ in samples:
+        if id(prompt) not in of_prompts:
+            of_prompts[id(prompt)] = pickle.dumps({f.name: getattr(prompt, f.name) for f in fields(prompt)})
+    return [(of_prompts[id(prompt)], messages) for prompt, messages in samples]
 
 
 class _Worker:
@@ -85,22 +146,33 @@ class _Worker:
         self._process = start_module("rewards.worker", far_end.fileno())
         far_end.close()
 
-    def compute_reward(self, prompt: Prompt, messages: list[Message], timeout_s: float) -> RewardResult:
+    def compute_rewards(self, samples: Sequence[Scored], timeout_s: float) -> list[RewardResult]:
+        """Return the results of samples, in order. A sample that ends the process fails alone."""
+        results: list[RewardResult] = []
+        while len(results) < len(samples):
+            results += self._compute_until_death(samples[len(results) :], timeout_s)
+        return results
+
+    def _compute_until_death(self, samples: Sequence[Scored], timeout_s: float) -> list[RewardResult]:
+        """Return one result per sample, up to the sample that ended the process."""
         if self._process is None:
             self.start()
         if not self._ready:
             self._send_reward()
+        results: list[RewardResult] = []
         try:
-            # fields, not the Prompt: unpickling it would import torch in the worker
-            self._socket.send(({f.name: getattr(prompt, f.name) for f in fields(prompt)}, messages))
-            if not self._socket.poll(timeout_s):
-                self.kill()
-                self.reap()
-                return RewardResult(failure=f"timeout after {timeout_s:g}s")
-            parts, failure = self._socket.recv()
+            self._socket.send(describe_samples(samples))
+            for _ in samples:
+                # the worker answers each sample before it begins the next, so this deadline is that of one sample
+                if not self._socket.poll(timeout_s):
+                    self.kill()
+                    self.reap()
+                    return [*results, RewardResult(failure=f"timeout after {timeout_s:g}s")]
+                parts, failure = self._socket.recv()
+                results.append(RewardResult(reward_parts=parts, failure=failure))
         except (EOFError, OSError):  # the process is exiting
-            return RewardResult(failure=f"the worker process {self.reap()}")
-        return RewardResult(reward_parts=parts, failure=failure)
+            results.append(RewardResult(failure=f"the worker process {self.reap()}"))
+        return results
 
     def kill(self) -> None:
         """Kill the process and its children. Another thread may be waiting for the result."""

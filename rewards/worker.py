@@ -1,13 +1,14 @@
 """Reward process: `python -m rewards.worker FD`, started by rewards/pool.py.
 
-It reads a RewardPlan, then samples, from the socket FD, and returns (parts, failure) for each. It may die at any time,
-because of the reward or because the pool kills it.
+It reads a RewardPlan, then lists of samples, from the socket FD, and returns (parts, failure) for each sample. It may
+die at any time, because of the reward or because the pool kills it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 import sys
 import traceback
@@ -48,10 +49,11 @@ def main(fd: int) -> None:
     pool.send("")
     while True:
         try:
-            fields, messages = pool.recv()
+            samples = pool.recv()
         except EOFError:  # the pool has closed
             return
-        pool.send(compute_parts(score, fields, messages))
+        for prompt, messages in samples:
+            pool.send(compute_parts(score, pickle.loads(prompt), messages))
 
 
 def compute_parts(

@@ -166,6 +166,12 @@ def score(prompt, messages):
         return {"torch": float("torch" in sys.modules)}
     if said == "sleep":
         time.sleep(0.3)
+    if said == "nap":
+        time.sleep(0.3)
+        return {"pid": os.getpid()}
+    if said == "mark":
+        prompt.extra["marks"] = 1 + prompt.extra.get("marks", 0)
+        return {"marks": prompt.extra["marks"]}
     print("a reward may print")
     return {"correct": float(said == prompt.answer), "bonus": True}
 """
@@ -220,6 +226,30 @@ def test_a_reward_that_never_ends_is_killed_and_its_neighbours_live(tmp_path: Pa
         pool.timeout_s = 1.0
         outcomes = ask(pool, "yes", reply, "yes", "yes")
     assert [o.failure for o in outcomes] == ["", "timeout after 1s", "", ""]
+
+
+def make_fast(pool: RewardPool) -> None:
+    """Score until the pool knows that its reward is fast, so that it sends many samples at once."""
+    while pool._sample_s > rewards.pool.SHARE_S / 8:
+        ask(pool, "yes")
+
+
+def test_samples_that_are_sent_together_fail_alone_and_share_nothing(tmp_path: Path) -> None:
+    with wrecker_pool(tmp_path) as pool:
+        make_fast(pool)
+        pool.timeout_s = 1.0
+        outcomes = ask(pool, "pid", "mark", "crash", "yes", "mark", "loop", "pid", "mark")
+    assert [bool(o.failure) for o in outcomes] == [False, False, True, False, False, True, False, False]
+    assert [o.reward_parts.get("marks") for o in outcomes] == [None, 1.0, None, None, 1.0, None, None, 1.0]
+    assert outcomes[0].reward_parts["pid"] != outcomes[6].reward_parts["pid"]
+
+
+def test_a_slow_reward_is_spread_over_the_workers(tmp_path: Path) -> None:
+    with wrecker_pool(tmp_path, workers=2) as pool:
+        make_fast(pool)
+        assert len({o.reward_parts["pid"] for o in ask(pool, "nap", "nap")}) == 2
+        assert pool._sample_s > rewards.pool.SHARE_S
+        assert len({o.reward_parts["pid"] for o in ask(pool, *["nap"] * 4)}) == 2
 
 
 def test_waiting_in_line_does_not_count_against_the_time(tmp_path: Path) -> None:
