@@ -81,8 +81,8 @@ async def run_episode(
         try:
             with rules.in_environment(), _catch_environment_errors():
                 episode.env = make_env(prompt)
-                opening = check_answers(await episode.wait_for(episode.env.open(), "Env.open()"), "Env.open()")
-            await episode.converse(opening or [])
+                opening = await episode.open(episode.env)
+            await episode.converse(opening)
         except _EnvironmentFailed as error:
             failure = str(error)
         played = episode.finish(failure)
@@ -100,6 +100,12 @@ class _Episode:
     env: Env | None = None
     slots: dict[int, Transcript] = field(default_factory=dict[int, Transcript])
     """Transcript of each player with at least one turn."""
+
+    async def open(self, env: Env) -> list[Message]:
+        """Return the environment's messages between the prompt and the first reply."""
+        if not _implements(env, "open"):
+            return []
+        return check_answers(await self.wait_for(env.open(), "Env.open()"), "Env.open()") or []
 
     async def converse(self, given: list[Message]) -> None:
         """Alternate replies and environment steps. The last turn is the policy's.
@@ -178,7 +184,10 @@ class _Episode:
         return reply
 
     def _read_reply(self, ids: list[int], script: Transcript) -> ParsedReply:
-        reply = self.rules.parser.parse(ids, self.tokenizer.decode(ids), script.prompt.tools)
+        script.last_text = self.tokenizer.decode(ids)
+        reply = self.rules.parser.parse(ids, script.last_text, script.prompt.tools)
+        if "tool_calls" not in reply.message:
+            return reply
         before = [*script.prompt.messages, *script.messages]
         return replace(reply, message=rename_taken(reply.message, before))
 
@@ -207,13 +216,13 @@ class _Episode:
             parts, unscored = call_user_code(partial(env.scores_of, player), "Env.scores()")
             of_turns, uneven = check_turn_scores(partial(env.turn_scores, player), len(script.turns))
             wrong = failure or broken or unscored or uneven
-            sample = script.make_sample(self.tokenizer, {} if wrong else parts, {} if played else counts, wrong)
-            played.append(Played(sample=replace(sample, player=player), messages=script.messages, turn_scores=of_turns))
+            sample = script.make_sample(self.tokenizer, player, {} if wrong else parts, {} if played else counts, wrong)
+            played.append(Played(sample=sample, messages=script.messages, turn_scores=of_turns))
         return played
 
     async def close(self) -> str:
         """Close the environment, also after an error. Return the reason of a failure, or ""."""
-        if self.env is not None:
+        if self.env is not None and _implements(self.env, "close"):
             try:
                 with self.rules.in_environment(), _catch_environment_errors():
                     await self.wait_for(self.env.close(), "Env.close()")
@@ -224,6 +233,11 @@ class _Episode:
     def _get_env(self) -> Env:
         assert self.env is not None
         return self.env
+
+
+def _implements(env: Env, method: str) -> bool:
+    """Return whether an environment has a method of its own: the base class does nothing, once per sample."""
+    return getattr(type(env), method) is not getattr(Env, method)
 
 
 class _NoEnv(Env):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,27 @@ def find_places(
     return tokenizer.place(ids, images, begin=begin)
 
 
+class SharedPrompt:
+    """Tokenizer of one group: the prompt that its episodes begin with is rendered once."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer, self.images = tokenizer, tokenizer.images
+        self.render_turns, self.decode = tokenizer.render_turns, tokenizer.decode
+        self._last: tuple[list[Message], Sequence[ToolSpec]] | None = None
+        self._ids: list[int] = []
+
+    def render(self, messages: list[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """Return the ids of a conversation with the header of the next reply. Callers do not change the list."""
+        if self._last != (messages, tools):
+            self._ids = self.tokenizer.render(messages, tools)
+            # a copy: an environment may change the messages of its prompt
+            self._last = copy.deepcopy((messages, tools))
+        return self._ids
+
+    def place(self, ids: list[int], images: Sequence[EncodedImage], begin: int = 0) -> tuple[PlacedImage, ...]:
+        return self.tokenizer.place(ids, images, begin)
+
+
 @dataclass
 class Transcript:
     """Episode so far, as one player sees it."""
@@ -66,6 +88,8 @@ class Transcript:
     """Token range [begin, end) of every reply."""
     last_ids: list[int] = field(default_factory=list[int])
     """Tokens of the last reply."""
+    last_text: str = ""
+    """Text of the last reply."""
     stop: Stop = "eos"
     images: tuple[PlacedImage, ...] = ()
 
@@ -92,9 +116,10 @@ class Transcript:
         return not self.messages or (len(self.messages) == 1 and {*self.messages[0]} == {"role", "content"})
 
     def make_sample(
-        self, tokenizer: Tokenizer, parts: dict[str, float], counts: dict[str, float], failure: str
+        self, tokenizer: Tokenizer, player: int, parts: dict[str, float], counts: dict[str, float], failure: str
     ) -> Sample:
-        """Return the sample, with the environment's scores, or the reason of failure."""
+        """Return the player's sample, with the environment's scores, or the reason of failure."""
+        completion = self.completion_ids
         return Sample(
             prompt=self.prompt,
             token_ids=np.array(self.ids, dtype=np.int32),
@@ -104,11 +129,12 @@ class Transcript:
             stop=self.stop,
             reward_parts=parts,
             failure=failure,
-            completion=tokenizer.decode(self.completion_ids),
+            completion=self.last_text if completion == self.last_ids else tokenizer.decode(completion),
             # one reply spans the whole completion, which the action mask shows already
             turns=tuple(self.turns) if len(self.turns) > 1 else (),
             transcript=[] if self.is_one_text else self.messages,
             counts=counts,
+            player=player,
             images=self.images,
         )
 

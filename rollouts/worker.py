@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from rollouts.engines.sleeping import WakePart
 from rollouts.envs.base import Env
 from rollouts.episode import EpisodeRules, Played, make_seed, run_episode
 from rollouts.stops import Stops
-from rollouts.transcript import Tokenizer
+from rollouts.transcript import SharedPrompt, Tokenizer
 
 if TYPE_CHECKING:
     from rollouts.agents.episode import AgentRunner
@@ -63,7 +64,9 @@ class RolloutWorker:
 
         An episode yields one sample, one per player, or one per branch of an agent's conversations.
         """
-        run = self._run_episode if self.agents is None else self._run_agent
+        run = self._run_agent
+        if self.agents is None:
+            run = partial(self._run_episode, SharedPrompt(self.tokenizer))
         episodes = asyncio.gather(*(run(ticket, prompt, sibling) for sibling in range(size)))
         self.groups.append(episodes)
         try:
@@ -73,7 +76,7 @@ class RolloutWorker:
         # None: the driver counts the timeout, and tries another engine
         return None if samples is None else [*chain.from_iterable(samples)]
 
-    async def _run_episode(self, ticket: int, prompt: Prompt, sibling: int) -> list[Sample]:
+    async def _run_episode(self, tokenizer: SharedPrompt, ticket: int, prompt: Prompt, sibling: int) -> list[Sample]:
         rules = EpisodeRules(
             seed_of_turn=lambda turn: make_seed(self.seed, ticket, sibling, turn),
             max_new_tokens=self.rollout.max_new_tokens,
@@ -85,8 +88,10 @@ class RolloutWorker:
             in_environment=self._waiting_for_environment,
         )
         with self.timer.measure(Activity.GENERATE):
-            played = await run_episode(self.engine, self.make_env, prompt, self.tokenizer, rules)
+            played = await run_episode(self.engine, self.make_env, prompt, tokenizer, rules)
         with self.timer.measure(Activity.REWARD):
+            if len(played) == 1:
+                return [await self._reward_sample(played[0])]
             return await asyncio.gather(*map(self._reward_sample, played))
 
     async def _run_agent(self, ticket: int, prompt: Prompt, sibling: int) -> list[Sample]:

@@ -84,6 +84,10 @@ class ActivityTimer:
     def _charge_elapsed(self) -> None:
         now = time.perf_counter()
         # Charged to one activity only, so that the seconds of a device sum to the time that passed.
-        activity = next((name for name, n in self.running.items() if n), IDLE)
-        self.seconds[activity] += now - self.charged_until
+        charged: str = IDLE
+        for activity, n in self.running.items():
+            if n:
+                charged = activity
+                break
+        self.seconds[charged] += now - self.charged_until
         self.charged_until = now

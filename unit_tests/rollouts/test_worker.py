@@ -13,6 +13,7 @@ from core.types.samples import Prompt, Sample
 from rewards import resolve_reward
 from rewards.pool import RewardPool
 from rollouts.episode import make_seed
+from rollouts.transcript import SharedPrompt
 from rollouts.worker import RolloutWorker
 from unit_tests.helpers.episodes import Scripted, Tool, Words
 from unit_tests.helpers.one_reward import one_reward
@@ -58,6 +59,26 @@ def test_every_turn_of_every_sibling_has_a_seed_of_its_own(tmp_path):
     play(tmp_path, engine, weights={"correct": 1.0}, size=2)
     seeds = {make_seed(11, 4, sibling, turn) for sibling in (0, 1) for turn in (0, 1)}
     assert {seed for _, _, seed in engine.asked} == seeds and len(engine.asked) == 4
+
+
+def test_siblings_share_the_rendered_prompt_until_an_environment_changes_it(tmp_path):
+    class Rendering(Words):
+        def __init__(self):
+            self.rendered: list[str] = []
+
+        def render(self, messages, tools=()):
+            self.rendered.append(" ".join(m["content"] for m in messages))
+            return super().render(messages, tools)
+
+    prompt = Prompt(id="p", messages=[{"role": "user", "content": "1 2"}])
+    words = Rendering()
+    tokenizer = SharedPrompt(words)
+    assert [tokenizer.render(prompt.messages) for _ in range(3)] == [[1, 2]] * 3
+    prompt.messages[0]["content"] = "1 3"
+    assert tokenizer.render(prompt.messages) == [1, 3]
+    prompt.messages.append({"role": "user", "content": "4"})
+    assert tokenizer.render(prompt.messages) == [1, 3, 4] == tokenizer.render([*prompt.messages])
+    assert words.rendered == ["1 2", "1 3", "1 3 4"]
 
 
 def test_the_reward_is_the_weighted_sum_of_the_parts(tmp_path):

@@ -144,6 +144,7 @@ class VllmBase(Engine):
                 stop_token_ids=self._stop_token_ids,
                 ignore_eos=True,  # the caller's stop tokens are complete
                 detokenize=False,
+                skip_clone=True,  # no other request has them
                 output_kind=RequestOutputKind.FINAL_ONLY if strings is None else RequestOutputKind.CUMULATIVE,
                 **_support_params(self._support),
             ),

@@ -23,7 +23,7 @@ OPEN_PICTURES = 64
 def make_prompt(ids: list[int], images: Sequence[PlacedImage], placeholder: int | None) -> dict[str, Any]:
     """Return a prompt in vLLM's format. placeholder: the token that vLLM expands."""
     if not images:
-        return {"prompt_token_ids": ids}
+        return {"type": "token", "prompt_token_ids": ids}  # as vLLM's own renderer returns it, so it is not run
     assert placeholder is not None, "a model without a vision part is given no images"
     return {
         "prompt_token_ids": collapse_images(ids, images, placeholder),

@@ -1,0 +1,315 @@
+"""Cost of a sample beside bare vLLM, bare generate and TRL: python -m tools.benchmarks.sample_cost
+
+The works: `quickstart`, the step of configs/quickstart.yaml (64 prompts x 16 samples of at most 8 tokens, 0.55M
+parameters), and `long`, 256 prompts x 16 samples of 1 to 64 tokens of the same model. The sides:
+
+    vllm           main_rl.py on Ray, DeepSpeed and vLLM
+    hf             the same with the engine hf
+    local          backend: local with the engine hf, all in one process
+    TRL            GRPOTrainer in an environment of its own, on the prompts of our first run
+    bare vLLM      LLM.generate with n=16 on the same prompts; generation alone
+    bare generate  transformers' generate on the same prompts; generation alone
+
+Every side has a process of its own. A table gives the seconds of all steps but the first, and of their generation; a
+second one the iterations of vLLM, from a run of its own; a third one CPU milliseconds of a sample in each process, as
+the samples of a step grow. Exit code 1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from core.timing.phases import STEP, Phase, time_metric
+from data_prep import arithmetic, tiny_model
+from tools.benchmarks import rl_ceiling
+from tools.benchmarks.beside_trl import say, trl_environment
+from tools.benchmarks.rl_vs_trl import prompts_of, run_for_json
+from tools.benchmarks.rl_work import ROOT, Workload, read_metrics, read_steps
+
+MODEL = ROOT / "build" / "sample_cost"
+WORKS = {
+    "quickstart": Workload(prompts=64, samples=16, new_tokens=8, max_prompt=32, solved=0),
+    "long": Workload(prompts=256, samples=16, new_tokens=64, max_prompt=32, solved=0),
+}
+SIDES = {
+    "vllm": (),
+    "hf": ("rollout.engine=hf",),
+    "local": ("backend=local", "rollout.engine=hf"),
+}
+BARE = ("bare vLLM", "bare generate")
+PLACES = ("driver", "engine actor", "engine core", "rewards", "trainer", "Ray")
+
+COUNTING_ENGINE = """
+import json
+from pathlib import Path
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from rollouts.engines.vllm import VllmEngine
+
+
+class Iterations(StatLoggerBase):
+    def __init__(self, vllm_config, engine_index=0):
+        self.file = Path(__file__).with_name("iterations.txt").open("a", buffering=1)
+
+    def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0):
+        if iteration_stats is not None:
+            print(iteration_stats.num_generation_tokens, file=self.file)
+
+    def log_engine_initialized(self):
+        pass
+
+
+class CountingEngine(VllmEngine):
+    stat_loggers = (Iterations,)
+"""
+"""Engine that writes the number of sequences of every iteration into a file beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Seconds of every step of a side, and of their generation."""
+
+    seconds: list[float]
+    generation: list[float]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.benchmarks.sample_cost", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--work", choices=WORKS, default="quickstart")
+    parser.add_argument("--steps", type=int, default=41, help="the first is warm-up")
+    parser.add_argument("--sides", nargs="*", default=[*SIDES, "TRL", *BARE], choices=[*SIDES, "TRL", *BARE])
+    parser.add_argument("--growth", type=int, nargs="*", default=[64, 256, 1024, 4096, 16384], help="samples of a step")
+    parser.add_argument("--trl-python", type=Path, help="a Python with trl; made under build/ if not given")
+    parser.add_argument("--bare", nargs=2, metavar=("SIDE", "RUN"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    work = WORKS[args.work]
+    if args.bare:
+        side, run = args.bare
+        print(json.dumps(measure_bare(side, Path(run), work)))
+        return 0
+    make_model()
+    with tempfile.TemporaryDirectory() as scratch:
+        sides = measure_sides(args, work, Path(scratch))
+        if "vllm" in args.sides:
+            print(describe_iterations(work, Path(scratch)), flush=True)
+        print_growth(args.growth, work, Path(scratch))
+    missed = find_missed(sides)
+    print("\n".join(missed) or "every goal of a measured side is reached")
+    return 1 if missed else 0
+
+
+def make_model() -> None:
+    """Make the quickstart's model and data, warmed up by supervised training, if they are missing."""
+    if (MODEL / "sft" / "config.json").is_file():
+        return
+    say(f"making the quickstart's model in {MODEL.relative_to(ROOT)}")
+    tiny_model.main(["--out", str(MODEL / "model"), "--hidden-size", "128", "--heads", "4"])
+    rows = ["--train", "475", "--eval", "200", "--sft", "600", "--copies", "24", "--wrong-share", "0.66"]
+    arithmetic.main(["--out", str(MODEL / "data"), "--max", "49", "--padded", *rows])
+    recipe = ["main_sl.py", "--config", "configs/quickstart_sft.yaml", f"model.path={MODEL / 'model'}"]
+    paths = [f"data.train={MODEL / 'data' / 'sft.parquet'}", "data.eval=null", f"run_dir={MODEL / 'runs'}"]
+    command = [sys.executable, *recipe, *paths, f"save_to={MODEL / 'sft'}"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def measure_sides(args: argparse.Namespace, work: Workload, scratch: Path) -> dict[str, Side]:
+    """Run every side once and print its line. The first run of ours draws the prompts of the sides that are not."""
+    sides: dict[str, Side] = {}
+    runs: list[Path] = []
+    print(f"{args.work}: {work.prompts} x {work.samples} samples, {args.steps - 1} steps on {os.cpu_count()} cores")
+    print(f"{'side':<15}{'seconds':>9}{'s/step':>9}{'generation':>12}")
+    for name in args.sides:
+        if name in SIDES:
+            run, _ = run_ours(work, args.steps, scratch, *SIDES[name])
+            runs.append(run)
+            rows = read_metrics(run)
+            sides[name] = Side(*([row[time_metric(key)] for row in rows] for key in (STEP, Phase.WAIT_FOR_DATA)))
+        elif not runs:
+            raise SystemExit(f"error: {name} needs the prompts of one of our runs before it in --sides: {[*SIDES]}")
+        elif name == "TRL":
+            sides[name] = Side(measure_trl(args, work, runs[0], scratch), [])
+        else:
+            command = [sys.executable, "-m", "tools.benchmarks.sample_cost", "--work", args.work]
+            seconds = run_for_json([*command, "--bare", name, str(runs[0])], ROOT)
+            sides[name] = Side(seconds, seconds)
+        seconds, generation = (sum(times[1:]) for times in (sides[name].seconds, sides[name].generation))
+        shown = f"{generation:>12.1f}" if sides[name].generation else ""
+        print(f"{name:<15}{seconds:>9.1f}{seconds / (args.steps - 1):>9.3f}{shown}", flush=True)
+    return sides
+
+
+def run_ours(work: Workload, steps: int, scratch: Path, *overrides: str) -> tuple[Path, dict[str, float]]:
+    """Run main_rl.py; return the run folder, and the CPU seconds of all steps but the first and the last, by place."""
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    recipe: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    recipe |= {"steps": steps, "groups_per_step": work.prompts, "group_size": work.samples, "run_dir": str(folder)}
+    recipe["model"]["path"] = str(MODEL / "sft")
+    recipe["data"] = {"train": str(MODEL / "data" / "train.parquet"), "max_prompt_tokens": work.max_prompt}
+    recipe["rollout"]["max_new_tokens"] = work.new_tokens
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    command = [sys.executable, "main_rl.py", "--config", str(file), "display=quiet", *overrides]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        before, after = watch_cpu(process, folder, steps)
+    if process.returncode:
+        raise SystemExit(f"error: {' '.join(command)} ended with exit code {process.returncode}")
+    [metrics] = folder.glob("*/metrics.jsonl")
+    return metrics.parent, {place: after[place] - before.get(place, 0.0) for place in after}
+
+
+def watch_cpu(process: subprocess.Popen[bytes], folder: Path, steps: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the CPU seconds by process after the first step, and after the last but one: the last ends the engine."""
+    before, after = dict[str, float](), dict[str, float]()
+    while process.poll() is None:
+        done = sum(len(file.read_bytes().splitlines()) for file in folder.glob("*/metrics.jsonl"))
+        if done and not before:
+            before = read_cpu(process.pid)
+        if done >= steps - 1 and not after:
+            after = read_cpu(process.pid)
+        time.sleep(0.05)
+    return before, after
+
+
+def read_cpu(pid: int) -> dict[str, float]:
+    """Return the CPU seconds so far of a process and its descendants, by place."""
+    seconds = dict.fromkeys(PLACES, 0.0)
+    root = psutil.Process(pid)
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            times = process.cpu_times()
+            seconds[find_place(process, pid)] += times.user + times.system
+        except psutil.NoSuchProcess:
+            continue
+    return seconds
+
+
+def find_place(process: psutil.Process, driver: int) -> str:
+    """Return the place of a process. The actors of Ray have one title; an engine's has the core as a child."""
+    line = " ".join(process.cmdline())
+    if process.pid == driver:
+        return "driver"
+    if "EngineCore" in line:
+        return "engine core"
+    if "rewards.worker" in line:
+        return "rewards"
+    if "ray::Actor" not in line:
+        return "Ray"
+    is_engine = any("rewards.worker" in " ".join(child.cmdline()) for child in process.children())
+    return "engine actor" if is_engine else "trainer"
+
+
+def measure_trl(args: argparse.Namespace, work: Workload, run: Path, scratch: Path) -> list[float]:
+    """Return the seconds of TRL's steps, each one generation and the recipe's updates."""
+    recipe = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    updates = recipe["updates_per_step"]
+    task: dict[str, Any] = {
+        "model": str(MODEL / "sft"),
+        "dtype": "float32",
+        "steps": prompts_of(run, work.samples),
+        "group_size": work.samples,
+        "new_tokens": work.new_tokens,
+        "lr": recipe["trainer"]["lr"],
+        "threads": os.cpu_count(),
+        "scratch": str(scratch),
+        "updates": updates,
+        "trl_batch": work.prompts * work.samples // updates,
+    }
+    file = scratch / "task.json"
+    file.write_text(json.dumps(task))
+    python = args.trl_python or trl_environment()
+    done = run_for_json([str(python.absolute()), str(ROOT / "tools/benchmarks/trl_grpo.py"), str(file)], scratch)
+    of_updates: list[float] = done["seconds"]
+    return [sum(of_updates[i : i + updates]) for i in range(0, len(of_updates), updates)]
+
+
+def measure_bare(side: str, run: Path, work: Workload) -> list[float]:
+    """Return the seconds of generation for the prompts of every step, without a framework."""
+    model = str(MODEL / "sft")
+    if side == "bare vLLM":
+        return rl_ceiling.generate(model, "float32", run, work, once=True)
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left")
+    lm: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    seconds: list[float] = []
+    for step in read_steps(run):
+        start = time.perf_counter()
+        chats = [row["prompt"] for row in step[:: work.samples]]
+        asked = {"add_generation_prompt": True, "return_dict": True, "padding": True, "return_tensors": "pt"}
+        inputs = tokenizer.apply_chat_template(chats, **asked)
+        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        lm.generate(**inputs, **sampling, max_new_tokens=work.new_tokens, num_return_sequences=work.samples)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def describe_iterations(work: Workload, scratch: Path) -> str:
+    """Run some steps with an engine that counts; return a line on the iterations of vLLM after the first step."""
+    steps = 6
+    engine = scratch / "counting_engine.py"
+    engine.write_text(COUNTING_ENGINE)
+    run, _ = run_ours(work, steps, scratch, f"rollout.engine={engine}")
+    sizes = [int(line) for line in engine.with_name("iterations.txt").read_text().split()]
+    tokens = [sum(row["new_tokens"] for row in step) for step in read_steps(run)]
+    seen = tokens[0]
+    while seen > 0:  # the first step is warm-up
+        seen -= sizes.pop(0)
+    mean = statistics.mean(sizes)
+    small = sum(size < mean / 2 for size in sizes) / len(sizes)
+    return (
+        f"vLLM: {work.prompts * work.samples} requests and {len(sizes) / (steps - 1):.1f} forward passes a step; "
+        f"sequences of a pass: mean {mean:.0f}, median {statistics.median(sizes):.0f}; "
+        f"{small:.0%} of the passes have less than half of the mean"
+    )
+
+
+def print_growth(growth: list[int], work: Workload, scratch: Path) -> None:
+    """Print CPU milliseconds of a sample by process, for each number of samples of a step."""
+    print(f"{'samples':>8}{'s/step':>9}" + "".join(f"{place:>14}" for place in PLACES) + "   CPU ms a sample")
+    for samples in growth:
+        prompts = samples // work.samples
+        steps = 2 + max(2, min(20, 8192 // samples))
+        sized = Workload(
+            prompts=prompts, samples=work.samples, new_tokens=work.new_tokens, max_prompt=work.max_prompt, solved=0
+        )
+        few = ["updates_per_step=4"] if prompts < 8 else []
+        run, cpu = run_ours(sized, steps, scratch, *few)
+        each = [1000 * cpu.get(place, 0.0) / (samples * (steps - 2)) for place in PLACES]
+        seconds = statistics.median(row[time_metric(STEP)] for row in read_metrics(run)[1:])
+        print(f"{samples:>8}{seconds:>9.2f}" + "".join(f"{ms:>14.3f}" for ms in each), flush=True)
+
+
+def find_missed(sides: dict[str, Side]) -> list[str]:
+    """Print every ratio beside its goal; return a sentence for each that is missed."""
+    total = {name: sum(side.seconds[1:]) for name, side in sides.items()}
+    ratios: list[tuple[str, float, float]] = []
+    if {"vllm", "bare vLLM"} <= sides.keys():
+        ratio = sum(sides["vllm"].generation[1:]) / total["bare vLLM"]
+        ratios.append(("generation of vllm / bare vLLM", ratio, 1.5))
+    if "TRL" in sides:
+        goals = {"vllm": 1.0, "local": 0.8}
+        ratios += [(f"{n} / TRL", total[n] / total["TRL"], goals[n]) for n in goals if n in sides]
+    for name, ratio, goal in ratios:
+        print(f"{name}: {ratio:.2f} (goal: at most {goal})")
+    return [f"missed: {name}" for name, ratio, goal in ratios if ratio > goal]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
