@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from pathlib import Path
 from typing import Unpack
@@ -56,7 +57,9 @@ class TorchLearner:
                 p.grad = None
 
     def has_finite_gradients(self) -> bool:
-        return all(bool(torch.isfinite(m.grad).all()) for m in self.master if m.grad is not None)
+        gradients = [m.grad for m in self.master if m.grad is not None]
+        # the largest magnitude is NaN or infinite if any number is; a single result is waited for
+        return math.isfinite(nn.utils.get_total_norm(gradients, norm_type=math.inf))
 
     def update(self, *, lr: float, apply: bool) -> float:
         norm = nn.utils.get_total_norm([m.grad for m in self.master if m.grad is not None])

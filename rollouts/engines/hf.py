@@ -103,8 +103,10 @@ class HfEngine(Engine):
 
     def _start_batch(self) -> None:
         """Start a batch of waiting requests, unless a batch is running or the engine is paused."""
+        if self.running is not None or self.paused:
+            return  # at once: every request comes here
         self.waiting = [request for request in self.waiting if not request.done.done()]  # some callers gave up
-        if self.waiting and self.running is None and not self.paused:
+        if self.waiting:
             batch, self.waiting = self.waiting[: self.max_batch], self.waiting[self.max_batch :]
             self.running = asyncio.create_task(self._run_batch(batch))
             self.running.add_done_callback(partial(self._finish_batch, batch))
