@@ -91,6 +91,8 @@ def make_sample_record(sample: Sample, group: int) -> dict[str, Any]:
 
 def list_turns(sample: Sample) -> list[dict[str, Any]]:
     """Return the messages after the prompt; the policy's with number of tokens and earned reward."""
+    if not sample.transcript:
+        return []
     replies = sum(message["role"] == "assistant" for message in sample.transcript)
     before = max(0, replies - len(sample.spans))  # context: of an earlier branch, or told by a harness
     spans = iter([None] * before + [*sample.spans])
