@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class ColocationState(StrEnum):
-    """State of colocated devices."""
+    """State of colocated devices, in the order of the cycle."""
 
     GENERATING = "generating"
     ENGINES_ASLEEP = "engines asleep"
@@ -62,58 +62,30 @@ class Colocation:
 
     async def give_to_trainers(self) -> None:
         """Put the engines to sleep and reload the trainers."""
-        go, trainers, sleepers = self._go, self.trainers, self.sleepers
-        await go(
-            ColocationState.GENERATING,
-            ColocationState.ENGINES_ASLEEP,
-            Phase.SLEEP,
-            sleepers.call_all(RolloutWorker.sleep),
-        )
-        await go(
-            ColocationState.ENGINES_ASLEEP,
-            ColocationState.TRAINING,
-            Phase.RELOAD,
-            trainers.call_all(OffloadedTrainer.reload_states),
-        )
+        trainers, sleepers = self.trainers, self.sleepers
+        await self._enter(ColocationState.ENGINES_ASLEEP, Phase.SLEEP, sleepers.call_all(RolloutWorker.sleep))
+        await self._enter(ColocationState.TRAINING, Phase.RELOAD, trainers.call_all(OffloadedTrainer.reload_states))
 
     async def give_to_engines(self, version: int) -> dict[str, float]:
         """Publish the weights as `version`, offload the trainers and wake the engines; return the sync metrics."""
-        go, trainers, engines, weights = self._go, self.trainers, self.engines, self.weights
-        await go(
-            ColocationState.TRAINING,
-            ColocationState.OPTIMIZER_AWAY,
-            Phase.OFFLOAD,
-            trainers.call_all(OffloadedTrainer.offload_states),
-        )
-        await go(
-            ColocationState.OPTIMIZER_AWAY,
-            ColocationState.WEIGHTS_AWAKE,
-            Phase.WAKE,
-            engines.call_all(RolloutWorker.wake, part="weights"),
-        )
-        sent = await go(
-            ColocationState.WEIGHTS_AWAKE, ColocationState.PUBLISHED, Phase.SYNC, weights.deliver_weights(version)
-        )
-        await go(
-            ColocationState.PUBLISHED,
-            ColocationState.TRAINERS_AWAY,
-            Phase.OFFLOAD,
-            trainers.call_all(OffloadedTrainer.offload_weights),
-        )
-        await go(
-            ColocationState.TRAINERS_AWAY,
-            ColocationState.CACHE_AWAKE,
-            Phase.WAKE,
-            engines.call_all(RolloutWorker.wake, part="kv_cache"),
-        )
-        return await go(
-            ColocationState.CACHE_AWAKE, ColocationState.GENERATING, Phase.SYNC, weights.prove_weights(sent)
-        )
+        enter, trainers, engines, weights = self._enter, self.trainers, self.engines, self.weights
+        offloading = trainers.call_all(OffloadedTrainer.offload_states)
+        await enter(ColocationState.OPTIMIZER_AWAY, Phase.OFFLOAD, offloading)
+        await enter(ColocationState.WEIGHTS_AWAKE, Phase.WAKE, engines.call_all(RolloutWorker.wake, part="weights"))
+        sent = await enter(ColocationState.PUBLISHED, Phase.SYNC, weights.deliver_weights(version))
+        offloading = trainers.call_all(OffloadedTrainer.offload_weights)
+        await enter(ColocationState.TRAINERS_AWAY, Phase.OFFLOAD, offloading)
+        await enter(ColocationState.CACHE_AWAKE, Phase.WAKE, engines.call_all(RolloutWorker.wake, part="kv_cache"))
+        return await enter(ColocationState.GENERATING, Phase.SYNC, weights.prove_weights(sent))
 
-    async def _go(
-        self, before: ColocationState, after: ColocationState, phase: Phase, call: Coroutine[Any, Any, T]
-    ) -> T:
-        """Await the call of a state transition. Raises RunStopped if the current state is not `before`."""
+    async def _enter(self, after: ColocationState, phase: Phase, call: Coroutine[Any, Any, T]) -> T:
+        """Await the call that leads to the state `after`. Raises RunStopped if the current state is not the one before.
+
+        call: a coroutine that has not started yet.
+        """
+        states = [*ColocationState]
+        # the states are a cycle: index -1 of the first is the last
+        before = states[states.index(after) - 1]
         if self.turn is not before:
             call.close()
             raise RunStopped(
