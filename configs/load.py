@@ -178,3 +178,16 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for choice in get_args(annotation) for section in sections_in(choice)]
+
+
+def flatten_settings(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested sections to dotted keys; an empty section or a list is a value.
+
+    >>> flatten_settings({"a": {"b": 1, "c": {}}, "d": [1]})
+    {'a.b': 1, 'a.c': {}, 'd': [1]}
+    """
+    found: dict[str, Any] = {}
+    for key, value in nested.items():
+        name = f"{prefix}{key}"  # YAML also has keys that are no text
+        found |= flatten_settings(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return found

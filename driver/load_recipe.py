@@ -9,12 +9,12 @@ from typing import Any, Generic, TypeVar
 
 from algs import find_algorithm
 from algs.base import Algorithm, PolicyGradient
-from configs.load import apply_override, read_recipe, read_yaml, validate
+from configs.load import apply_override, flatten_settings, read_recipe, read_yaml, validate
 from configs.schema import RLConfig, RunConfig
 from core.cluster.ray_address import parse_address
 from core.loading import FileSpec
 from driver.checks.engine import check_engine
-from driver.checks.unused_keys import check_keys, list_given
+from driver.checks.unused_keys import check_keys
 from driver.records.trackers import load_trackers
 
 C = TypeVar("C", bound=RunConfig)
@@ -28,8 +28,6 @@ class Loaded(Generic[C]):
     alg: Algorithm
     alg_spec: FileSpec
     """File that defines the algorithm."""
-    given: frozenset[str] = frozenset()
-    """Dotted keys that the recipe sets."""
 
 
 def load_recipe(cls: type[C], recipe: str | Mapping[str, Any], overrides: Sequence[str]) -> Loaded[C]:
@@ -37,7 +35,7 @@ def load_recipe(cls: type[C], recipe: str | Mapping[str, Any], overrides: Sequen
     raw = read_recipe(recipe)
     for item in overrides:
         apply_override(raw, item)
-    return _validate_all(cls, raw, given=list_given(raw))
+    return _validate_all(cls, raw, given=frozenset(flatten_settings(raw)))
 
 
 def load_config_of_run(cls: type[C], file: Path, overrides: Sequence[str]) -> Loaded[C]:
@@ -63,7 +61,7 @@ def _validate_all(cls: type[C], raw: dict[str, Any], *, given: frozenset[str] | 
     if given is not None:
         check_keys(cfg, alg, given)
     cfg = cfg.model_copy(update={"alg": alg.model_dump()})
-    return Loaded(cfg=cfg, alg=alg, alg_spec=spec, given=given or frozenset())
+    return Loaded(cfg=cfg, alg=alg, alg_spec=spec)
 
 
 def with_length_limit(alg: Algorithm, max_new_tokens: int) -> Algorithm:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from configs.load import flatten_settings
 from configs.schema import RLConfig, RunConfig
 from core.errors import UserError
 from core.loading import FileSpec
@@ -62,20 +63,6 @@ def collect_settings(loaded: Loaded[Any], code: Mapping[str, FileSpec | None]) -
     }
     # Through JSON, as in the checkpoint: otherwise a tuple here would differ from the list there.
     return json.loads(json.dumps(settings))
-
-
-def flatten_settings(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested sections to dotted keys; an empty section is a value.
-
-    >>> flatten_settings({"a": {"b": 1}})
-    {'a.b': 1}
-    """
-    found: dict[str, Any] = {}
-    for key, value in nested.items():
-        found |= (
-            flatten_settings(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
-        )
-    return found
 
 
 def find_checkpoint_to_resume(loaded: Loaded[Any], settings: dict[str, Any]) -> Checkpoint | None:

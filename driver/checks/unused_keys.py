@@ -9,7 +9,7 @@ run on another machine or under `backend: local`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,8 +125,6 @@ TERM_RULES = (
     ),
 )
 """Rules for the terms in algs/terms.py. A test has a recipe for each key."""
-RULE_OF_VISION = "with model.lora the vision part is frozen anyway, but for adapters of model.lora.vision"
-RULE_OF_TRAIN_ON = "this algorithm trains on the last reply of each row, whatever data.train_on is"
 
 
 def check_keys(cfg: RunConfig, alg: Algorithm, given: frozenset[str]) -> None:
@@ -140,9 +138,15 @@ def check_keys(cfg: RunConfig, alg: Algorithm, given: frozenset[str]) -> None:
             if is_given(key, given) and rule.is_unused(about):
                 raise UserError(f"{key} is set and would not be read, because {rule.why}: leave it out")
     if isinstance(cfg, SLConfig) and alg.rows != "conversations" and is_given("data.train_on", given):
-        raise UserError(f"data.train_on is set and would not be read: {RULE_OF_TRAIN_ON}: leave it out")
+        raise UserError(
+            "data.train_on is set and would not be read: this algorithm trains on the last reply of each row, whatever "
+            "data.train_on is: leave it out"
+        )
     if cfg.model.lora is not None and alg.value_lr is None and is_given("trainer.vision", given):
-        raise UserError(f"trainer.vision is set and would not be read, because {RULE_OF_VISION}: leave it out")
+        raise UserError(
+            "trainer.vision is set and would not be read, because with model.lora the vision part is frozen anyway, "
+            "but for adapters of model.lora.vision: leave it out"
+        )
     _check_sources(cfg)
 
 
@@ -161,18 +165,6 @@ def _check_sources(cfg: RunConfig) -> None:
                 raise UserError(f"{key}: ratio is set and would not be read, because there is no other source")
             if "replacement" in own and key == "data.eval":
                 raise UserError(f"{key}: replacement is set and would not be read, because every row is measured once")
-
-
-def list_given(raw: Mapping[str, Any], prefix: str = "") -> frozenset[str]:
-    """List the dotted keys that a recipe sets; an empty section or a list counts as a key.
-
-    >>> sorted(list_given({"a": {"b": 1, "c": {}}, "d": [1]}))
-    ['a.b', 'a.c', 'd']
-    """
-    found: set[str] = set()
-    for key, value in raw.items():
-        found |= list_given(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}"}
-    return frozenset(found)
 
 
 def is_given(key: str, given: frozenset[str]) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.eval_schema import EvalConfig
+from configs.load import flatten_settings
 from configs.schema import RunConfig
 from configs.tracking_schema import TrackingConfig
 from core.text.secrets import hide_secrets, hide_settings
@@ -22,7 +23,6 @@ from driver.records.sample_text import join_messages
 from driver.records.trackers import load_trackers
 from driver.records.trackers.base import TrackedRun
 from driver.records.trackers.hub import Trackers, find_previous
-from driver.resume import flatten_settings
 from driver.start.devices import count_gpus
 
 GPU_FILES = Path("/proc/driver/nvidia/gpus")

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from configs.eval_schema import EvalConfig
+from configs.load import flatten_settings
 from core.errors import UserError
 from core.loading import FileSpec
 from data_feeds.rows.eval_sets import PromptSet
 from driver.evaluation.suites.generations import Generation, hash_row, list_files, read_generations
 from driver.evaluation.suites.table import RESULTS
-from driver.resume import flatten_settings, is_listed
+from driver.resume import is_listed
 
 FREE = (
     *("name", "run_dir", "resume", "device", "ray_address", "ship_code", "timeout_s"),
