@@ -142,11 +142,8 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
     plan = plan_trainer(
         cfg,
         prepared.alg,
-        temperature=cfg.rollout.temperature,
-        total_updates=cfg.total_updates,
         observers={key: observer.on_trainer for key, observer in prepared.observers.items()},
         allowed_tokens=prepared.allowed_tokens,
-        shares_device=cfg.placement == "colocate",
     )
     with context.clock.phase(Phase.START):
         trainers, engines = await start_workers(prepared, context, plan)

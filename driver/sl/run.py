@@ -115,14 +115,7 @@ async def start(prepared: Prepared, context: RunContext) -> Run:
     """Start the trainers; return when they have loaded their models."""
     cfg, rows = prepared.loaded.cfg, prepared.rows
     context.report_data({"data.train": rows, "data.eval": prepared.held_out})
-    plan = plan_trainer(
-        cfg,
-        prepared.alg,
-        temperature=1.0,
-        total_updates=cfg.total_updates,
-        observers=observe_sources(rows.mixed),
-        has_ref_logp=cfg.precompute_ref_logp,
-    )
+    plan = plan_trainer(cfg, prepared.alg, observers=observe_sources(rows.mixed))
     with context.clock.phase(Phase.START):
         await claim_machines(context, [plan_trainer_role(cfg)], {"model.path": cfg.model.path})
         trainers = await start_trainers(context.cluster, cfg, plan)

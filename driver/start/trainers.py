@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from algs.base import Algorithm
-from configs.schema import RunConfig
+from configs.schema import RLConfig, RunConfig, SLConfig
 from configs.trainer_schema import ModelConfig, TrainerConfig
 from core.cluster.capacity import Role
 from core.cluster.ray_workers import Cluster
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainers.observers import ObserverFactory
     from trainers.trainer import Trainer
 
-from driver.start.devices import count_gpus, share_machine
+from driver.start.devices import count_gpus, share_machine, shares_devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,24 +94,22 @@ def plan_trainer(
     cfg: RunConfig,
     alg: Algorithm,
     *,
-    temperature: float,
-    total_updates: int,
     observers: Mapping[str, ObserverFactory] = MappingProxyType({}),
     allowed_tokens: AllowedTokens = EVERY_TOKEN,
-    has_ref_logp: bool = False,
-    shares_device: bool = False,
 ) -> TrainerPlan:
+    """Return the plan of a run's trainer ranks. observers: factories by the recipe key that enables them."""
     return TrainerPlan(
         model=cfg.model,
         trainer=cfg.trainer,
         alg=alg,
-        temperature=temperature,
-        total_updates=total_updates,
+        # The log-probabilities must be those of the distribution that the engine sampled from.
+        temperature=cfg.rollout.temperature if isinstance(cfg, RLConfig) else 1.0,
+        total_updates=cfg.total_updates,
         seed=cfg.seed,
         observers=dict(observers),
         allowed_tokens=allowed_tokens,
-        has_ref_logp=has_ref_logp,
-        shares_device=shares_device,
+        has_ref_logp=isinstance(cfg, SLConfig) and cfg.precompute_ref_logp,
+        shares_device=shares_devices(cfg),
         timeout_s=cfg.timeout_s,
     )
 

@@ -34,8 +34,7 @@ async def step_of(path: str, groups: list[Group]) -> SimpleNamespace:
     """Score, credit and train as main_rl.py does; return the run, the groups of each stage and the metrics."""
     loaded = load_recipe(RLConfig, path, [])
     cfg = loaded.cfg
-    settings = {"temperature": cfg.rollout.temperature, "total_updates": cfg.total_updates}
-    trainer = build_trainer(None, plan_trainer(cfg, loaded.alg, **settings))
+    trainer = build_trainer(None, plan_trainer(cfg, loaded.alg))
     clock = Clock()
     parts: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)  # a step asks for none of the others
     parts |= {"cfg": cfg, "alg": loaded.alg, "trainers": Local(trainer)}
@@ -136,7 +135,7 @@ def test_engine_and_trainer_take_the_recipes_temperature(recipe, tmp_path):
 def test_the_seed_of_the_recipe_decides_a_new_adapter(recipe):
     def adapter(seed: int) -> torch.Tensor:
         loaded = load_recipe(RLConfig, recipe({"model.lora": {"r": 2}}), [f"seed={seed}"])
-        trainer = build_trainer(None, plan_trainer(loaded.cfg, loaded.alg, temperature=1.0, total_updates=1))
+        trainer = build_trainer(None, plan_trainer(loaded.cfg, loaded.alg))
         return torch.cat([t.flatten() for bucket in trainer.export_weights(2**20, "adapter") for _, t in bucket])
 
     assert torch.equal(adapter(3), adapter(3)) and not torch.equal(adapter(3), adapter(4))

@@ -56,8 +56,7 @@ class Step:
         self.home, self.said = home, list[str]()
         planned = plan_observers(loaded)
         on_trainer = {key: observer.on_trainer for key, observer in planned.items()}
-        settings = {"temperature": cfg.rollout.temperature, "total_updates": cfg.total_updates}
-        self.trainer = build_trainer(None, plan_trainer(cfg, loaded.alg, observers=on_trainer, **settings))
+        self.trainer = build_trainer(None, plan_trainer(cfg, loaded.alg, observers=on_trainer))
         context = SimpleNamespace(
             clock=Clock(), console=SimpleNamespace(say=self.said.append), folder=SimpleNamespace(path=home)
         )

@@ -142,7 +142,7 @@ def test_every_transport_brings_the_weights_and_one_that_fails_is_replaced_once(
 
     async def go() -> None:
         cfg = cfg_of(**{"weight_sync.timeout_s": LONG_S})  # the engines'
-        plan = plan_trainer(cfg, find_algorithm(cfg.alg)[1](**cfg.alg), temperature=1.0, total_updates=100)
+        plan = plan_trainer(cfg, find_algorithm(cfg.alg)[1](**cfg.alg))
         here = {"resources": Resources(threads=1), "timeout_s": 120}
         trainers, engines = await asyncio.gather(
             cluster.spawn("trainer", 2, build_saboteur, plan, **here),
