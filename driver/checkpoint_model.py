@@ -22,8 +22,6 @@ class CheckpointModel:
     """Facts for loading a checkpoint's model."""
 
     folder: Path
-    run: Path
-    """Run folder of the checkpoint."""
     base: str
     """`model.path` of the run, with config, tokenizer and frozen weights."""
     dtype: str
@@ -43,7 +41,6 @@ def find_checkpoint_model(path: str) -> CheckpointModel | None:
     lora = _read_section(settings, "model.lora.")
     return CheckpointModel(
         folder=checkpoint.folder,
-        run=checkpoint.folder.parent.parent,
         base=settings["model.path"],
         dtype=settings["model.dtype"],
         lora=LoraConfig(**lora) if lora else None,

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from core.cluster.signals import SIGNALS, pass_on_interrupt
@@ -35,20 +36,17 @@ def _has_event_loop() -> bool:
 
 def _in_thread(run: Callable[[], T]) -> T:
     """Call `run` in a thread; Ctrl-C, received by this thread, stops the run gracefully."""
-    returned: list[T] = []
-    raised: list[BaseException] = []
+    outcome: Future[T] = Future()
 
     def call() -> None:
         try:
-            returned.append(run())
+            outcome.set_result(run())
         except BaseException as error:  # whatever it is, the caller gets it
-            raised.append(error)
+            outcome.set_exception(error)
 
     for number in SIGNALS:
         signal.signal(number, lambda *_: pass_on_interrupt())
     thread = threading.Thread(target=call, daemon=True, name="run")
     thread.start()
     thread.join()
-    if raised:
-        raise raised[0]
-    return returned[0]
+    return outcome.result()

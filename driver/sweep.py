@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -169,13 +169,9 @@ def read_run(run_dir: Path, overrides: list[str], code: int) -> SweptRun:
 
 
 def _write_table(file: Path, done: list[SweptRun]) -> None:
-    rows = [
-        {"overrides": run.overrides, "folder": run.folder, "exit_reason": run.exit_reason, "metrics": run.metrics}
-        for run in done
-    ]
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(rows, indent=1) + "\n")
+    write_whole(file, json.dumps([asdict(run) for run in done], indent=1) + "\n")
 
 
 def show_table(done: list[SweptRun]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,15 @@ MARKER = "feynrl.json"
 
 
 def check_output_folders(cfg: RunConfig, alg: Algorithm) -> None:
-    """Raise UserError before the start if results could not be written."""
-    if cfg.save_to is not None:
-        reads = [cfg.model.path, *filter(None, alg.frozen_models.values())]
-        _check_save_to(cfg.save_to, reads=reads, run_dir=cfg.run_dir)
-
-
-def _check_save_to(save_to: str, *, reads: Iterable[str], run_dir: str) -> None:
-    """Raise UserError if the final model could not be saved, or would overwrite something else.
-
-    reads: models that the run loads.
-    """
-    key, folder = f"save_to={save_to}", Path(save_to).absolute()
+    """Raise UserError if the final model could not be saved to `save_to`, or would overwrite something else."""
+    if cfg.save_to is None:
+        return
+    reads = [cfg.model.path, *filter(None, alg.frozen_models.values())]
+    key, folder = f"save_to={cfg.save_to}", Path(cfg.save_to).absolute()
     if used := [path for path in reads if folder.resolve() == Path(path).resolve()]:
         raise UserError(f"{key} is a model that this run reads ({used[0]}): name another folder")
-    if Path(run_dir).resolve().is_relative_to(folder.resolve()):
-        raise UserError(f"{key} holds run_dir={run_dir}: name a folder of its own")
+    if Path(cfg.run_dir).resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{key} holds run_dir={cfg.run_dir}: name a folder of its own")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{key} is a file: name a folder")
     if folder.exists() and (held := sorted(os.listdir(folder))) and MARKER not in held:

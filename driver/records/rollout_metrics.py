@@ -48,13 +48,8 @@ def measure_staleness(groups: list[Group], *, step: int, max_staleness: int) -> 
 
 def count_versions(sample: Sample) -> dict[int, int]:
     """Count the sampled tokens per policy version, oldest first."""
-    left = sample.versions[sample.action_mask]
-    counts: dict[int, int] = {}
-    while len(left):  # once for each version: there are few, and nothing is sorted
-        same = left == left[0]
-        counts[int(left[0])] = n = int(np.count_nonzero(same))
-        left = left[~same] if n < len(left) else left[:0]
-    return dict(sorted(counts.items()))
+    versions, counts = np.unique(sample.versions[sample.action_mask], return_counts=True)
+    return dict(zip(versions.tolist(), counts.tolist(), strict=True))
 
 
 def measure_groups(groups: list[Group], sources: Sequence[str] = (), *, by_turn: bool = False) -> dict[str, float]:

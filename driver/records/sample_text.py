@@ -14,15 +14,11 @@ LONGEST_PROMPT, LONGEST_COMPLETION = 400, 800
 """Characters."""
 
 
-def choose_sample(step: int, groups: list[Group]) -> tuple[int, int]:
-    """Choose a group and a sample in it, by the step: varied over steps, and reproducible."""
+def make_record(step: int, groups: list[Group]) -> dict[str, Any]:
+    """Return the record of a sample to show. Other steps show other samples."""
     # Derived from the step instead of drawn: a repeated run shows the same samples.
     group = step % len(groups)
-    return group, step // len(groups) % len(groups[group])
-
-
-def make_record(step: int, groups: list[Group]) -> dict[str, Any]:
-    group, i = choose_sample(step, groups)
+    i = step // len(groups) % len(groups[group])
     return make_sample_record(groups[group][i], group)
 
 

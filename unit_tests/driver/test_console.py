@@ -9,7 +9,8 @@ from core.timing.clock import Clock
 from core.timing.phases import Phase
 from driver.records import console as module
 from driver.records.console import Console
-from driver.records.sample_text import choose_sample, make_record, write_sample
+from driver.records.sample_files import make_sample_record
+from driver.records.sample_text import make_record, write_sample
 from unit_tests.helpers.examples import some_groups
 
 STEP = {"step": 0.0, "reward/mean": 0.5, "time/step_s": 30.0}
@@ -127,10 +128,8 @@ def test_a_sample_is_plain_text_that_cannot_pass_as_ours():
 
 def test_other_samples_are_shown_at_other_steps():
     groups = some_groups(3, 2)
-    assert [choose_sample(step, groups) for step in range(7)] == [
-        *((0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 0))
-    ]
-    assert make_record(4, groups)["group"] == 1
+    shown = [make_sample_record(groups[g][i], g) for g, i in ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 0))]
+    assert [make_record(step, groups) for step in range(7)] == shown
 
 
 def test_letters_of_every_script_stay():

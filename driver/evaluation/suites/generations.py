@@ -27,26 +27,6 @@ from core.types.samples import Group, Prompt
 from driver.evaluation.suites.answers import find_final_answer
 
 PARTS, WHOLE = "generations", "generations.parquet"
-SCHEMA = pa.schema(
-    [
-        ("set", pa.string()),
-        ("index", pa.int32()),
-        ("player", pa.int32()),
-        ("sample", pa.int32()),
-        ("id", pa.string()),
-        ("prompt", pa.string()),
-        ("row", pa.string()),
-        ("answer", pa.string()),
-        ("extra", pa.string()),
-        ("completion", pa.string()),
-        ("final_answer", pa.string()),
-        ("reward", pa.float64()),
-        ("reward_parts", pa.string()),
-        ("failure", pa.string()),
-        ("stop", pa.string()),
-        ("tokens", pa.int32()),
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +60,11 @@ class Generation:
     stop: str
     tokens: int
     """Number of sampled tokens."""
+
+
+# The types of Generation's fields, as they are written there.
+ARROW_TYPES = {"str": pa.string(), "int": pa.int32(), "float | None": pa.float64()}
+SCHEMA = pa.schema([(field.name, ARROW_TYPES[str(field.type)]) for field in fields(Generation)])
 
 
 def describe_group(group: Group, prompt: Prompt, *, of_set: str, index: int) -> list[Generation]:
@@ -172,11 +157,10 @@ def write_generations(path: Path, rows: Iterable[Generation]) -> None:
 
 def read_generations(paths: Sequence[Path]) -> list[Generation]:
     """Read the rows of these files. Raises UserError for an unreadable file."""
-    names = [f.name for f in fields(Generation)]
     rows: list[Generation] = []
     for path in paths:
         try:
-            rows += [Generation(**row) for row in pq.read_table(path, columns=names).to_pylist()]
+            rows += [Generation(**row) for row in pq.read_table(path, columns=SCHEMA.names).to_pylist()]
         except (pa.ArrowException, OSError, TypeError) as error:
             raise UserError(
                 f"{path} cannot be read as samples of an evaluation ({first_line(error)}): remove it, and its prompts "

@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ class EvalRun:
             self._write_results(table, rows)
         for line in format_table(table, self.ks):
             self.context.console.say(line)
-        self.context.facts["results"] = table[0].as_facts()
+        self.context.facts["results"] = asdict(table[0])
         return table
 
     def _grade(self, rows: Sequence[Generation]) -> GradedPrompt:
@@ -126,7 +126,7 @@ class EvalRun:
     def _write_results(self, table: Sequence[TableRow], rows: Sequence[Generation]) -> None:
         """Write the results without times or machine facts, so that equal evaluations give equal files."""
         facts: dict[str, Any] = {
-            "table": [row.as_facts() for row in table],
+            "table": [asdict(row) for row in table],
             "samples": len(rows),
             "failed": sum(bool(row.failure) for row in rows),
             "truncated_fraction": sum(row.stop == "length" for row in rows) / len(rows),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -43,10 +42,6 @@ class TableRow:
     prompts: int
     samples: int
     metrics: dict[str, Estimate]
-
-    def as_facts(self) -> dict[str, Any]:
-        """Return the row as JSON values."""
-        return asdict(self)
 
 
 def measure_prompt(graded: GradedPrompt, ks: Sequence[int]) -> dict[str, float]:

@@ -7,14 +7,11 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from itertools import islice
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from core.text.secrets import hide_secrets
 from driver.records.trackers.base import Identity, Outcome, TrackedRun, Tracker
 
-T = TypeVar("T")
 PER_REQUEST = 100
 """MLflow's limit of parameters or tags per request; the limit for metrics is higher."""
 TABLES_TAG, MOST_TABLES = "mlflow.loggedArtifacts", 100
@@ -100,10 +97,10 @@ class Mlflow(Tracker):
         changed = {f"resumed.{key}": value for key, value in values.items() if key in there and there[key] != value}
         facts = run.facts | {"run_folder": str(run.folder)} | changed
         tags = [RunTag(make_name(key), value) for key, value in facts.items()]
-        for some in batched(params, PER_REQUEST):
-            self.client.log_batch(self.run_id, params=some)
-        for some in batched(tags, PER_REQUEST):
-            self.client.log_batch(self.run_id, tags=some)
+        for first in range(0, len(params), PER_REQUEST):
+            self.client.log_batch(self.run_id, params=params[first : first + PER_REQUEST])
+        for first in range(0, len(tags), PER_REQUEST):
+            self.client.log_batch(self.run_id, tags=tags[first : first + PER_REQUEST])
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         from mlflow.entities import Metric
@@ -137,14 +134,3 @@ def make_name(name: str) -> str:
     ('reward/is it right_', True)
     """
     return re.sub(r"[^/\w.\- :]", "_", name)[:250]
-
-
-def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Yield lists of at most `size` items.
-
-    >>> list(batched("abcde", 2))
-    [['a', 'b'], ['c', 'd'], ['e']]
-    """
-    left = iter(items)
-    while some := list(islice(left, size)):
-        yield some
