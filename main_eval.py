@@ -29,7 +29,7 @@ def main() -> int:
     args = parse_arguments("Evaluate a model on data sets.")
     cfg = load(args.config, args.overrides)
     if args.explain:
-        from driver.evaluation.suites.explain import explain_eval
+        from driver.evaluation.suites.setup import explain_eval
 
         print(explain_eval(cfg))
         return 0

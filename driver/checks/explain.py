@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from configs.rollout_schema import RolloutConfig
 from configs.schema import RLConfig, RunConfig, SLConfig
@@ -20,20 +22,22 @@ ROWS = {"conversations": "rows", "pairs": "pairs", "unpaired": "rows"}
 
 
 def explain(loaded: Loaded[Any]) -> str:
+    """Return the resolved configuration of a training run and derived facts."""
     cfg: RunConfig = loaded.cfg
+    facts = [*describe_arithmetic(loaded), *describe_placement(cfg), *describe_memory(loaded)]
+    return format_explanation(cfg, facts, check_devices(cfg))
+
+
+def format_explanation(cfg: BaseModel, facts: Iterable[tuple[str, str]], lacking: str | None) -> str:
+    """Return the lines of --explain. facts: names and texts. lacking: a sentence on missing devices."""
     parts = [
         "# the configuration as it will run",
         yaml.safe_dump(cfg.model_dump(), sort_keys=False).rstrip(),
         "",
         "# what follows from it",
-        *(
-            f"{name:<22} {text}"
-            for name, text in (*describe_arithmetic(loaded), *describe_placement(cfg), *describe_memory(loaded))
-        ),
+        *(f"{name:<22} {text}" for name, text in facts),
     ]
-    if lacking := check_devices(cfg):
-        parts += ["", f"warning: {lacking}"]
-    return "\n".join(parts)
+    return "\n".join(parts + (["", f"warning: {lacking}"] if lacking else []))
 
 
 def describe_arithmetic(loaded: Loaded[Any]) -> list[tuple[str, str]]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.schema import RunConfig
-from driver.checks.memory_estimate import BytesEach
+from driver.checks.memory_estimate import GIB, BytesEach
 from modeling.hf_config import meta_model
 from modeling.images.vision import VISION_FAMILIES
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

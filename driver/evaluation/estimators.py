@@ -5,12 +5,23 @@
     majority@k  probability that the most common answer of k samples passes
 
 All are unbiased: their expectation does not depend on n (https://arxiv.org/abs/2107.03374 for pass@k).
+
+Intervals of means over prompts are by the percentile bootstrap. A prompt is drawn with all its samples, because samples
+of the same prompt are not independent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import comb
+
+import numpy as np
+
+from core.types.arrays import Floats
+
+CONFIDENCE = 0.95
+"""Probability that an interval covers the mean over all prompts of the same kind."""
 
 
 def choose_ks(samples: int) -> list[int]:
@@ -64,3 +75,28 @@ def _count_vote(answers: Sequence[str], passes: Sequence[bool]) -> float:
     most = max(map(len, cast.values()))
     winners = [sum(of) / len(of) for of in cast.values() if len(of) == most]
     return sum(winners) / len(winners)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Mean over prompts, with interval bounds."""
+
+    value: float
+    low: float
+    high: float
+
+
+def estimate_means(values: Floats, *, resamples: int, seed: int) -> list[Estimate]:
+    """Return mean and interval of every column of values [prompts, metrics].
+
+    The bounds are percentiles over `resamples` draws of as many prompts, with replacement. All columns share the draws,
+    so that they can be compared.
+    """
+    n = len(values)
+    # A fixed seed, so that equal samples give equal intervals.
+    draw = np.random.default_rng(seed)
+    means = np.stack([values[draw.integers(n, size=n)].mean(axis=0) for _ in range(resamples)])
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(means, [tail, 100 - tail], axis=0)
+    columns = zip(values.mean(axis=0).tolist(), low.tolist(), high.tolist(), strict=True)
+    return [Estimate(value=value, low=below, high=above) for value, below, above in columns]

@@ -19,8 +19,7 @@ from configs.load import read_recipe, sections_in
 from configs.schema import RLConfig, RunConfig, SLConfig
 from core.errors import UserError
 from driver.checks.explain import explain
-from driver.evaluation.suites.explain import explain_eval
-from driver.evaluation.suites.setup import load_eval_recipe
+from driver.evaluation.suites.setup import explain_eval, load_eval_recipe
 from driver.load_recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent.parent

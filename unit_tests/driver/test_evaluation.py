@@ -16,8 +16,7 @@ from core.errors import UserError
 from core.types.samples import Prompt
 from data_feeds.rows.eval_sets import PromptSet
 from data_feeds.rows.invalid_rows import InvalidRows
-from driver.evaluation.estimators import choose_ks, majority_at_k, pass_at_k, pass_hat_k
-from driver.evaluation.intervals import estimate_means
+from driver.evaluation.estimators import choose_ks, estimate_means, majority_at_k, pass_at_k, pass_hat_k
 from driver.evaluation.suites.answers import find_final_answer
 from driver.evaluation.suites.generations import (
     WHOLE,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from rich.table import Table
 
-from driver.evaluation.intervals import Estimate
+from driver.evaluation.estimators import Estimate
 from driver.evaluation.suites.table import MEAN, TableRow
 from driver.records.console import Console
 

@@ -22,6 +22,7 @@ from data_feeds.chat.tool_parsing import check_parser
 from data_feeds.rows.eval_sets import PromptSet, load_sets
 from driver.checkpoint_model import CheckpointModel, find_checkpoint_model, write_checkpoint_model
 from driver.checks.engine import check_engine, check_images, check_sampling
+from driver.checks.explain import format_explanation
 from driver.checks.machines import claim_machines
 from driver.checks.models import check_policy, check_room
 from driver.context import RunContext
@@ -141,6 +142,23 @@ def check_eval_devices(cfg: EvalConfig) -> str | None:
             "rollout.tensor_parallel_size"
         )
     return None
+
+
+def explain_eval(cfg: EvalConfig) -> str:
+    """Return the resolved configuration and derived facts."""
+    rollout = cfg.rollout
+    how = "greedy" if rollout.temperature == 0 else f"at temperature {rollout.temperature:g}"
+    counts = ", ".join(f"{one.source.log_name} {cfg.count_samples(one)}" for one in cfg.data.sets)
+    where = "in this process" if cfg.backend == "local" else f"in {rollout.most_engines} Ray actors"
+    facts = {
+        "samples per prompt": f"{counts}; {how}",
+        "a sample": f"at most {cfg.data.max_prompt_tokens} prompt + {rollout.max_new_tokens} new = "
+        f"{cfg.longest_sample} tokens",
+        "engines": f"{rollout.engine}, {where}, each {rollout.tensor_parallel_size} ranks and {cfg.prompts_per_engine} "
+        "prompts at a time",
+        "a sample passes": f"with a reward of {cfg.pass_reward:g} or more",
+    }
+    return format_explanation(cfg, facts.items(), check_eval_devices(cfg))
 
 
 async def start_eval(prepared: PreparedEval, context: RunContext) -> EvalRun:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from driver.evaluation.estimators import majority_at_k, pass_at_k, pass_hat_k
-from driver.evaluation.intervals import Estimate, estimate_means
+from driver.evaluation.estimators import Estimate, estimate_means, majority_at_k, pass_at_k, pass_hat_k
 
 MEAN = "mean"
 RESULTS = "results.json"
