@@ -21,9 +21,8 @@ from data_feeds.chat.template_args import check_template_args, make_tokenizer
 from data_feeds.chat.tokenizer import ChatTokenizer
 from data_feeds.feed import Feed, Which, load_groups, load_prompts
 from driver.checks.hub_upload import check_hub_upload
-from driver.checks.models import check_frozen_models, check_policy, check_room, check_sequence_parallel
+from driver.checks.models import check_frozen_models, check_policy, check_room, check_sequence_parallel, check_user_code
 from driver.checks.output_folder import check_output_folders
-from driver.checks.user_code import check_user_code
 from driver.load_recipe import Loaded
 from driver.records.trackers import check_trackers
 from driver.rl import setup as rl_setup

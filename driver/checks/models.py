@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from algs.base import Algorithm
 from configs.eval_schema import EvalConfig
 from configs.schema import RLConfig, RunConfig
@@ -9,8 +11,10 @@ from configs.trainer_schema import ModelConfig
 from core.errors import UserError
 from data_feeds.chat.tokenizer import ChatTokenizer
 from modeling.attention import refuse_sequence_parallel
-from modeling.hf_config import check_model_folder, max_positions, read_config
+from modeling.hf_config import check_model_folder, max_positions, meta_model, read_config
 from modeling.load import check_weights
+from modeling.pretrained import runs_own_code
+from rollouts.registry import load_engine_class, resolve_engine
 
 
 def check_policy(model: ModelConfig, tokenizer: ChatTokenizer) -> None:
@@ -53,6 +57,27 @@ def check_frozen_models(alg: Algorithm, tokenizer: ChatTokenizer, model: ModelCo
             )
         check_weights(frozen, key="alg", trust_remote_code=trusts)
         _check_vocabulary(frozen, tokenizer, key="alg", trusts=trusts)
+
+
+def check_user_code(cfg: RunConfig) -> None:
+    """Raise UserError if trainer or engine cannot run the policy's own code (model.trust_remote_code)."""
+    if not cfg.model.trust_remote_code:
+        return
+    model: Any = meta_model(cfg.model.path, trust_remote_code=True)
+    if not runs_own_code(model):
+        return
+    if cfg.trainer.layout == "packed":
+        raise UserError(
+            "trainer.layout=packed needs attention that separates sequences, and no test covers the code that comes "
+            f"with model.path={cfg.model.path}: set it to padded or auto"
+        )
+    if model.get_output_embeddings() is None:
+        raise UserError(
+            f"model.path={cfg.model.path} comes with code whose get_output_embeddings() returns nothing, and the head "
+            "must be found: let it return the layer that makes the logits"
+        )
+    if isinstance(cfg, RLConfig):
+        load_engine_class(resolve_engine(cfg.rollout.engine)).check_user_code(model, path=cfg.model.path)
 
 
 def _check_vocabulary(path: str, tokenizer: ChatTokenizer, *, key: str, trusts: bool) -> None:

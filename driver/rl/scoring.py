@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 from core.cluster.workers import Workers, copy_to_groups, first_of_groups
 from core.types.arrays import Floats
@@ -25,25 +26,17 @@ async def compute_columns(
     return [[filled.get(id(s), s) for s in group] for group in groups]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrecomputedReference:
-    """Reference log-probabilities that were computed once, before training."""
+def index_reference(groups: list[Group]) -> dict[str, Floats]:
+    """Return the reference log-probabilities, [L] each, by the hash of the sample.
 
-    ref_logp: dict[str, Floats]
-    """Log-probabilities by the hash of the sample, [L] each."""
+    They are the prox_logp of the groups, so it must be computed before the first update.
+    """
+    return {hash_sample(s): s.columns["prox_logp"] for group in groups for s in group}
 
-    @staticmethod
-    def from_prox_logp(groups: list[Group]) -> PrecomputedReference:
-        """Use the prox_logp of groups as reference; it must be computed before the first update."""
-        return PrecomputedReference(
-            ref_logp={hash_sample(s): s.columns["prox_logp"] for group in groups for s in group}
-        )
 
-    def add_ref_logp(self, groups: list[Group]) -> list[Group]:
-        """Return the groups with their ref_logp."""
-        return [
-            [replace(s, columns=s.columns | {"ref_logp": self.ref_logp[hash_sample(s)]}) for s in g] for g in groups
-        ]
+def add_ref_logp(groups: list[Group], reference: Mapping[str, Floats]) -> list[Group]:
+    """Return the groups with their ref_logp."""
+    return [[replace(s, columns=s.columns | {"ref_logp": reference[hash_sample(s)]}) for s in g] for g in groups]
 
 
 def hash_sample(sample: Sample) -> str:

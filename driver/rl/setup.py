@@ -29,10 +29,9 @@ from driver.checks.engine import check_images, check_sampling
 from driver.checks.explain import estimate_memory
 from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
-from driver.checks.models import check_frozen_models, check_policy, check_room, check_sequence_parallel
+from driver.checks.models import check_frozen_models, check_policy, check_room, check_sequence_parallel, check_user_code
 from driver.checks.output_folder import check_output_folders
 from driver.checks.shared_memory import check_colocation
-from driver.checks.user_code import check_user_code
 from driver.context import RunContext
 from driver.evaluation.evaluator import Evaluator
 from driver.load_recipe import Loaded

@@ -12,6 +12,7 @@ from core import metrics as names
 from core.cluster.workers import Workers, copy_to_groups
 from core.errors import UserError
 from core.timing.phases import Phase
+from core.types.arrays import Floats
 from core.types.row_layout import RowLayout
 from core.types.samples import Group
 from data_feeds.chat.template_args import check_template_args, make_tokenizer
@@ -21,15 +22,14 @@ from data_feeds.packing.batches import Plan, plan_update
 from driver.checkpoint import Checkpoint, RunState
 from driver.checks.hub_upload import check_hub_upload
 from driver.checks.machines import claim_machines
-from driver.checks.models import check_frozen_models, check_policy, check_sequence_parallel
+from driver.checks.models import check_frozen_models, check_policy, check_sequence_parallel, check_user_code
 from driver.checks.output_folder import check_output_folders
-from driver.checks.user_code import check_user_code
 from driver.context import RunContext
 from driver.load_recipe import Loaded
 from driver.records.rollout_metrics import name_train_metrics
 from driver.records.trackers import check_trackers
 from driver.resume import collect_settings, find_checkpoint_to_resume
-from driver.rl.scoring import PrecomputedReference, compute_columns
+from driver.rl.scoring import add_ref_logp, compute_columns, index_reference
 from driver.start.devices import check_devices
 from driver.start.observers import observe_sources
 from driver.start.trainers import plan_trainer, plan_trainer_role, start_trainers
@@ -154,7 +154,8 @@ class Run:
     """Settings that a resumed run must share with this one; see driver/resume.py."""
     first_step: int = 0
     """First step to run; a resumed run does not repeat earlier ones."""
-    reference: PrecomputedReference | None = None
+    reference: dict[str, Floats] | None = None
+    """Precomputed reference log-probabilities, by the hash of the sample."""
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps that the run makes; `stop_when` may end them early."""
@@ -210,7 +211,7 @@ class Run:
         groups = self.alg.prepare_groups(groups)
         columns = self.alg.required_columns
         if self.reference is not None:
-            groups, columns = self.reference.add_ref_logp(groups), columns - {"ref_logp"}
+            groups, columns = add_ref_logp(groups, self.reference), columns - {"ref_logp"}
         if columns:
             with self.context.clock.phase(Phase.LOGP):
                 groups = await compute_columns(self.trainers, groups, self._plan(groups), columns)
@@ -222,7 +223,7 @@ class Run:
         with self.context.clock.phase(Phase.LOGP):
             groups = self.alg.prepare_groups([group for feed in feeds for group in feed.all()])
             filled = await compute_columns(self.trainers, groups, self._plan(groups), frozenset({"prox_logp"}))
-        self.reference = PrecomputedReference.from_prox_logp(filled)
+        self.reference = index_reference(filled)
 
     def _plan(self, groups: list[Group], sources: Sequence[str] = ()) -> Plan:
         return plan_update(

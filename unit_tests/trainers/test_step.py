@@ -21,7 +21,7 @@ from core.cluster.workers import Local
 from core.errors import RunStopped
 from core.types.samples import Batch, Prompt, Sample
 from data_feeds.packing.batches import micro_batches, pack, plan_update
-from driver.rl.scoring import PrecomputedReference, compute_columns, hash_sample
+from driver.rl.scoring import add_ref_logp, compute_columns, hash_sample, index_reference
 from trainers.deepspeed import DeepSpeedLearner, deepspeed_config
 from trainers.meter import StepMetrics
 from trainers.observers import BatchSeen, Observers
@@ -158,8 +158,8 @@ def test_a_precomputed_reference_is_found_by_tokens_and_by_what_is_trained_on():
     samples = [sample_of(ids, last), sample_of(ids, both), sample_of([5, 6, 8], last)]
     assert len({hash_sample(s) for s in samples}) == 3
     filled = [[a_changed(s, columns={"prox_logp": [0.0, -float(i), -9.0]})] for i, s in enumerate(samples, start=1)]
-    reference = PrecomputedReference.from_prox_logp(filled)
-    got = reference.add_ref_logp([[replace(s, reward=1.0)] for s in samples])
+    reference = index_reference(filled)
+    got = add_ref_logp([[replace(s, reward=1.0)] for s in samples], reference)
     assert [s.columns["ref_logp"].tolist() for [s] in got] == [[0.0, -1.0, -9.0], [0.0, -2.0, -9.0], [0.0, -3.0, -9.0]]
 
 
