@@ -24,7 +24,6 @@ from typing import Any
 
 from core.cluster.workers import Workers
 from core.errors import RunStopped, UserError, first_line, writing
-from core.metrics import EVAL_LOSS
 from core.text.atomic_write import PARTIAL, flush_folder, flush_path, measure_sizes
 from trainers.checkpoint.state import rank_file
 from trainers.trainer import Trainer
@@ -39,9 +38,6 @@ class BestBy:
 
     metric: str
     lower: bool
-
-
-BEST_BY = BestBy(metric=EVAL_LOSS, lower=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +143,7 @@ def find_best(checkpoints: Sequence[Checkpoint], by: BestBy) -> Checkpoint | Non
     return min(measured, key=lambda c: sign * c.state.metrics[by.metric], default=None)
 
 
-def remove_old_checkpoints(home: Path, keep: int, by: BestBy = BEST_BY) -> Checkpoint | None:
+def remove_old_checkpoints(home: Path, keep: int, by: BestBy) -> Checkpoint | None:
     """Remove all but the newest `keep` and the best checkpoint; update `last` and `best`; return the best."""
     found = list_checkpoints(home)
     best = find_best(found, by)

@@ -101,10 +101,10 @@ class Console:
         done = f"{self.steps_done} of {self.steps} steps done" + (f", about {left} left" if left else "")
         return Spinner("dots", Text(f" {doing}  ({done})", style="dim"))
 
-    def say(self, text: str, *, event: str = "said") -> None:
-        """Print a sentence; `event` is its name in JSON output."""
+    def say(self, text: str) -> None:
+        """Print a sentence."""
         if self.display == "json":
-            self._print_event(event, text=text)
+            self._print_event("said", text=text)
         else:
             self.terminal.print(escape_controls(text), soft_wrap=True)
 

@@ -44,6 +44,9 @@ class Elsewhere:
         pass  # the folder is another machine's
 
 
+BY_LOSS = BestBy(metric="eval/loss", lower=True)
+
+
 def write(home: Path, steps_done: int, **metrics: float) -> Path:
     measured = {name.replace("_", "/"): value for name, value in metrics.items()}
     return asyncio.run(write_checkpoint(home, Local(Writer()), stand(steps_done, **measured)))
@@ -64,11 +67,11 @@ def test_the_newest_and_the_best_stay(tmp_path):
     losses = {1: 3.0, 2: 1.0, 3: 1.0, 4: 2.0, 5: 4.0}
     for step, loss in losses.items():
         write(tmp_path, step, eval_loss=loss)
-        remove_old_checkpoints(tmp_path, keep=2)
+        remove_old_checkpoints(tmp_path, keep=2, by=BY_LOSS)
     assert names(tmp_path) == ["best", "last", "step_00002", "step_00004", "step_00005"], "of two equals the older"
     assert os.readlink(tmp_path / "last") == "step_00005" and os.readlink(tmp_path / "best") == "step_00002"
     write(tmp_path, 6, eval_loss=0.5)
-    remove_old_checkpoints(tmp_path, keep=1)
+    remove_old_checkpoints(tmp_path, keep=1, by=BY_LOSS)
     assert names(tmp_path) == ["best", "last", "step_00006"], "the former best has no claim left"
 
 
@@ -120,7 +123,7 @@ def test_a_best_that_no_step_logs_stops_the_run_at_its_first_checkpoint(recipe, 
 def test_without_a_measurement_there_is_no_best(tmp_path):
     for step in (99_999, 100_000, 100_001):
         write(tmp_path, step)
-        remove_old_checkpoints(tmp_path, keep=2)
+        remove_old_checkpoints(tmp_path, keep=2, by=BY_LOSS)
     assert names(tmp_path) == ["last", "step_100000", "step_100001"], "in the order of numbers, not of names"
     assert [c.state.steps_done for c in list_checkpoints(tmp_path)] == [100_000, 100_001]
 
@@ -145,7 +148,7 @@ def test_half_a_checkpoint_is_none(tmp_path):
 def test_a_link_names_the_checkpoint_it_points_at(tmp_path):
     write(tmp_path, 3, eval_loss=1.0)
     write(tmp_path, 6, eval_loss=2.0)
-    remove_old_checkpoints(tmp_path, keep=2)
+    remove_old_checkpoints(tmp_path, keep=2, by=BY_LOSS)
     assert find_checkpoint(str(tmp_path / "best")).state.steps_done == 3
     assert find_checkpoint(str(tmp_path / "last")).state.steps_done == 6
 
